@@ -1,0 +1,49 @@
+# `make demo` and `make test` set up everything from a bare clone; a second call starts at once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := containers/requirements-cpu.lock
+READY := $(VENV)/ready
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test test-long lint format bench slurm clean
+
+setup: $(READY) slurm
+
+# On a machine with an NVIDIA GPU the packages come from the `gpu` extra, elsewhere from the CPU lock.
+$(READY): $(LOCK) pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch==2.13.0
+	if command -v nvidia-smi >/dev/null; then $(BIN)/pip install --quiet --editable '.[gpu,dev]'; \
+	else $(BIN)/pip install --quiet --no-deps -r $(LOCK) && $(BIN)/pip install --quiet --no-deps --editable .; fi
+	touch $(READY)
+
+# A real Slurm for the tests, where this user may install one.
+slurm:
+	@containers/install-slurm.sh
+
+demo: $(READY)
+	rm -rf runs/demo
+	$(BIN)/python launch/submit.py recipe=tiny_grpo cluster.executor=local run_dir=runs/demo
+	$(BIN)/python launch/report.py runs/demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-long: setup
+	$(BIN)/python -m pytest -m long
+
+bench: $(READY)
+	$(BIN)/python -m tests.benchmarks
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs .bench

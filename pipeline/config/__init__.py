@@ -1,0 +1,67 @@
+"""The recipe: its schema, how it is read, and what can be said against it from itself alone.
+
+Nothing here imports torch, so a login node answers at once.
+"""
+
+from pipeline.config.checks import RecipeError, validate
+from pipeline.config.reading import RECIPES, complete, find, load, read, to_yaml, write
+from pipeline.config.schema import (
+    CheckpointingConfig,
+    ClusterConfig,
+    ComponentConfig,
+    DataConfig,
+    DatasetConfig,
+    DTensorConfig,
+    EnvironmentConfig,
+    GenerationConfig,
+    GRPOConfig,
+    LoggerConfig,
+    LossConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    Recipe,
+    RefitConfig,
+    SequencePackingConfig,
+    SFTConfig,
+    TimeoutsConfig,
+    TokenizerConfig,
+    VLLMConfig,
+    generates,
+    ranks,
+    ranks_per_node,
+)
+
+__all__ = [
+    "RECIPES",
+    "CheckpointingConfig",
+    "ClusterConfig",
+    "ComponentConfig",
+    "DTensorConfig",
+    "DataConfig",
+    "DatasetConfig",
+    "EnvironmentConfig",
+    "GRPOConfig",
+    "GenerationConfig",
+    "LoggerConfig",
+    "LossConfig",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "Recipe",
+    "RecipeError",
+    "RefitConfig",
+    "SFTConfig",
+    "SequencePackingConfig",
+    "TimeoutsConfig",
+    "TokenizerConfig",
+    "VLLMConfig",
+    "complete",
+    "find",
+    "generates",
+    "load",
+    "ranks",
+    "ranks_per_node",
+    "read",
+    "to_yaml",
+    "validate",
+    "write",
+]

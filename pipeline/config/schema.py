@@ -1,0 +1,268 @@
+"""The recipe's schema: every key, its type and its default.
+
+Keys follow NeMo-RL's where they mean the same; ours adds `cluster.train`, `cluster.generate` and `cluster.timeouts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional  # OmegaConf reads these annotations at run time
+
+from omegaconf import MISSING
+
+# ---- the algorithm ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class GRPOConfig:
+    num_prompts_per_step: int = 32
+    num_generations_per_prompt: int = 16
+    max_num_steps: int = 1000
+    max_num_epochs: int = 1_000_000  # over data.train; the run ends at whichever comes first
+    normalize_rewards: bool = True  # divide advantages by the group's standard deviation
+    use_leave_one_out_baseline: bool = True
+    val_period: int = 0  # in steps; 0: never
+    val_at_start: bool = False
+    val_at_end: bool = False
+    max_val_samples: int = 256
+    seed: int = 42
+
+
+@dataclass
+class SFTConfig:
+    max_num_steps: int = 60
+    max_num_epochs: int = 1_000_000
+    val_period: int = 0
+    val_at_start: bool = False
+    val_at_end: bool = False
+    max_val_samples: int = 256
+    seed: int = 42
+
+
+@dataclass
+class LossConfig:
+    reference_policy_kl_penalty: float = 0.0
+    reference_policy_kl_type: str = "k3"  # k1, k2, k3: http://joschu.net/blog/kl-approx.html
+    kl_input_clamp_value: Optional[float] = 20.0
+    kl_output_clamp_value: Optional[float] = 10.0
+    ratio_clip_min: float = 0.2
+    ratio_clip_max: float = 0.2
+    token_level_loss: bool = True  # False: mean over tokens within a sequence, then over sequences
+    use_importance_sampling_correction: bool = False
+    truncated_importance_sampling_ratio: Optional[float] = None  # upper clamp of the correction's weights
+
+
+# ---- the policy ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TokenizerConfig:
+    name: str = "${policy.model_name}"
+    chat_template: Optional[str] = None  # Jinja text; null: the tokenizer's own
+    chat_template_kwargs: Optional[dict[str, Any]] = None
+
+
+@dataclass
+class DTensorConfig:
+    enabled: bool = True
+    tensor_parallel_size: int = 1
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
+
+
+@dataclass
+class SequencePackingConfig:
+    enabled: bool = True  # False: microbatches of train_micro_batch_size sequences; they are laid end to end just the same
+    train_mb_tokens: int = 8192
+    logprob_mb_tokens: int = 8192
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = "torch.optim.AdamW"
+    kwargs: dict[str, Any] = field(default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01})
+
+
+@dataclass
+class ColocatedConfig:
+    enabled: bool = False
+
+
+@dataclass
+class VLLMConfig:
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.6
+    max_model_len: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    env_vars: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class RefitConfig:
+    bucket_bytes: int = 256 << 20  # tensors travel in buckets of about this size
+
+
+@dataclass
+class GenerationConfig:
+    backend: str = "vllm"  # vllm, transformers
+    max_new_tokens: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Optional[int] = None
+    val_temperature: float = "${.temperature}"  # type: ignore[assignment]
+    stop_token_ids: Optional[list[int]] = None
+    max_num_seqs: int = 256  # completions that one engine decodes at once
+    refit_transport: str = "broadcast"
+    refit_cfg: RefitConfig = field(default_factory=RefitConfig)
+    vllm_cfg: VLLMConfig = field(default_factory=VLLMConfig)
+    vllm_kwargs: dict[str, Any] = field(default_factory=dict)  # straight to vllm.LLM
+    colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
+
+
+@dataclass
+class PolicyConfig:
+    model_name: str = MISSING  # a folder, or a Hugging Face name that is in the local cache
+    random_init: bool = False  # weights drawn from the config and the seed: the folder needs none
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    hf_config_overrides: dict[str, Any] = field(default_factory=dict)
+    train_global_batch_size: int = 512  # sequences per optimizer step
+    train_micro_batch_size: int = 4
+    logprob_batch_size: int = "${.train_micro_batch_size}"  # type: ignore[assignment]
+    max_total_sequence_length: int = 512
+    precision: str = "bfloat16"  # float32, bfloat16; master weights are float32 in either
+    logprob_chunk_size: Optional[int] = 2048  # tokens whose logits exist at once; null: all
+    dtensor_cfg: DTensorConfig = field(default_factory=DTensorConfig)
+    sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
+    max_grad_norm: Optional[float] = 1.0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: Optional[Any] = None  # NeMo-RL's list of {name, kwargs} ending in {milestones: [...]}, or one {name, kwargs}
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+
+# ---- data and environments ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DatasetConfig:
+    dataset_name: Optional[str] = None  # a generated one (scratchpad_addition), or a name or folder for `datasets`
+    data_path: Optional[str] = None  # or a JSONL file
+    split: str = "train"
+    input_key: str = "input"
+    output_key: str = "output"
+    messages_key: Optional[str] = None  # SFT: a list of {role, content}; replaces input_key and output_key
+    prompt_file: Optional[str] = None  # a text with {} where the input goes
+    system_prompt_file: Optional[str] = None
+    env_name: Optional[str] = None  # key under `env`
+    kwargs: dict[str, Any] = field(default_factory=dict)  # for a generated data set
+
+
+@dataclass
+class DataConfig:
+    train: DatasetConfig = field(default_factory=DatasetConfig)
+    validation: Optional[DatasetConfig] = None
+    max_input_seq_length: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
+    overlong_prompts: str = "error"  # error, drop: what to do with a prompt longer than max_input_seq_length
+    shuffle: bool = True
+    apply_chat_template: bool = True  # False: the prompt is the bare text after prompt_file
+
+
+@dataclass
+class EnvironmentConfig:
+    kind: str = MISSING  # math, exact_match
+    timeout_s: float = 10.0  # for one answer
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+# ---- the run ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CheckpointingConfig:
+    enabled: bool = True
+    save_period: int = 10  # in steps; the last step is always saved
+    keep_top_k: Optional[int] = 3  # by metric_name; the latest is kept besides; null: all
+    metric_name: Optional[str] = None  # "val:accuracy", "train:reward"; null: keep the latest keep_top_k
+    higher_is_better: bool = True
+    save_consolidated: bool = False  # also write a Hugging Face checkpoint, in `hf/` beside the sharded one
+
+
+@dataclass
+class LoggerConfig:
+    tensorboard_enabled: bool = True
+    num_rollouts_to_log: Optional[int] = None  # per step, as JSONL; null: all
+
+
+@dataclass
+class TimeoutsConfig:
+    """Seconds. A wait that outlasts its bound ends the run and names the verb, the phase and the ranks."""
+
+    join: float = 600.0  # all ranks meet
+    silence: float = 60.0  # a rank that has not been heard from at all
+    setup: float = 3600.0
+    rollout: float = 7200.0
+    train: float = 7200.0
+    refit: float = 1800.0
+    save: float = 3600.0
+
+
+@dataclass
+class ComponentConfig:
+    """The ranks of one realm, as a component of the heterogeneous job. On `local` only nodes * ranks_per_node counts."""
+
+    nodes: int = 1
+    gpus_per_node: int = 0
+    ranks_per_node: Optional[int] = None  # null: one per GPU, or 1
+    cpus_per_task: Optional[int] = None
+    partition: Optional[str] = None
+    account: Optional[str] = None
+    qos: Optional[str] = None
+    mem: Optional[str] = None
+    constraint: Optional[str] = None
+    exclusive: bool = False
+    container_image: Optional[str] = None
+    container_mounts: Optional[list[str]] = None
+    container_workdir: Optional[str] = None
+    python: Optional[str] = None  # the interpreter inside the container; null: the one that submits
+    srun_args: list[str] = field(default_factory=list)
+    env_vars: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class ClusterConfig:
+    executor: str = "auto"  # auto, slurm, local; auto takes slurm where there is an sbatch
+    time_min: int = 240
+    train: ComponentConfig = field(default_factory=ComponentConfig)
+    generate: ComponentConfig = field(default_factory=ComponentConfig)
+    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+
+
+@dataclass
+class Recipe:
+    name: str = MISSING  # the file's, without .yaml
+    algorithm: str = MISSING  # grpo, sft
+    run_dir: str = MISSING  # what the run writes; given again, the run goes on where it stopped
+    needs: list[str] = field(default_factory=list)  # recipes run first, each once, at runs/<name>
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    loss_fn: LossConfig = field(default_factory=LossConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    env: dict[str, EnvironmentConfig] = field(default_factory=dict)
+    checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+def ranks(component: ComponentConfig) -> int:
+    """How many processes a component has."""
+    return component.nodes * ranks_per_node(component)
+
+
+def ranks_per_node(component: ComponentConfig) -> int:
+    return component.ranks_per_node or max(1, component.gpus_per_node)
+
+
+def generates(recipe: Recipe) -> bool:
+    """Whether the algorithm samples, so that the job has a generate component."""
+    return recipe.algorithm == "grpo"

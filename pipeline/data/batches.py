@@ -1,0 +1,46 @@
+"""How a step's samples are shared among data-parallel ranks and cut into microbatches. Pure and deterministic."""
+
+from __future__ import annotations
+
+from pipeline.config import PolicyConfig
+from pipeline.data.packing import plan_microbatches
+from pipeline.types import DataPlace, GlobalCounts, Sample, Update
+
+
+def share(samples: list[Sample], policy: PolicyConfig, places: list[DataPlace], update_size: int) -> list[list[Update]]:
+    """For each train rank its updates, of `update_size` samples over all ranks. Raises ValueError if that does not divide."""
+    if len(samples) % update_size:
+        raise ValueError(f"{len(samples)} samples cannot be cut into updates of {update_size}")
+    updates = [_share_one(samples[i : i + update_size], policy, places[0].size) for i in range(0, len(samples), update_size)]
+    return [[update[place.rank] for update in updates] for place in places]
+
+
+def _share_one(samples: list[Sample], policy: PolicyConfig, data_ranks: int) -> list[Update]:
+    """One optimizer step's samples, by data rank."""
+    lengths = [len(sample.tokens) for sample in samples]
+    counts = GlobalCounts(
+        tokens=int(sum(sample.loss_mask.sum() for sample in samples)),
+        sequences=int(sum(sample.loss_mask.any() for sample in samples)),
+    )
+    packing = policy.sequence_packing
+    train = _plan(lengths, data_ranks, packing.enabled, packing.train_mb_tokens, policy.train_micro_batch_size)
+    forward = _plan(lengths, data_ranks, packing.enabled, packing.logprob_mb_tokens, policy.logprob_batch_size)
+    updates = []
+    for train_plan, forward_plan in zip(train, forward, strict=True):
+        members = sorted(i for microbatch in train_plan for i in microbatch)
+        place = {member: position for position, member in enumerate(members)}
+        updates.append(
+            Update(
+                [samples[i] for i in members],
+                [[place[i] for i in microbatch] for microbatch in train_plan],
+                [[place[i] for i in microbatch] for microbatch in forward_plan],
+                counts,
+            )
+        )
+    return updates
+
+
+def _plan(lengths: list[int], data_ranks: int, packed: bool, tokens: int, sequences: int) -> list[list[list[int]]]:
+    if packed:
+        return plan_microbatches(lengths, data_ranks, max_tokens=tokens, max_sequences=None)
+    return plan_microbatches(lengths, data_ranks, max_tokens=None, max_sequences=sequences)

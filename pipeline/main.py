@@ -1,0 +1,74 @@
+"""One entry for every rank: read the recipe, join the world, then coordinate (rank 0) or serve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from pipeline import algorithms, config, remote
+from pipeline.checkpoint import Checkpoints, write_durably
+from pipeline.config import Recipe
+from pipeline.coordinator import Run, run_offline, run_online
+from pipeline.data.stream import build_streams
+from pipeline.refit.broadcast import BroadcastRefit
+from pipeline.remote import Mailbox, Remote
+from pipeline.roles import GenerateRole, TrainRole
+from pipeline.watchdog import Failure, Watchdog
+from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
+
+
+def main(run_dir: Path) -> None:
+    """This rank's whole life. Raises what ended the run; the first failure is left in failure.json."""
+    recipe = config.read(run_dir / "recipe.yaml")
+    timeouts = recipe.cluster.timeouts
+    place = Place.from_environment(run_dir)
+    world = World(place, Realms.of(recipe), open_store(place, timeouts.join))
+    mailbox = Mailbox(world) if world.rank == 0 else None
+    watchdog = Watchdog(world, run_dir, timeouts, *([mailbox.overdue] if mailbox else []))
+    try:
+        watchdog.start()
+        wait_for_all(world, timeouts.join)
+        join(world)
+        role = _role(recipe, world)
+        if mailbox:
+            _coordinate(recipe, run_dir, world, mailbox, role)
+        else:
+            remote.serve(world, role)
+    except Exception as error:
+        Failure.here(world, f"{world.describe(world.rank)}: {type(error).__name__}: {error}").record(run_dir)
+        raise
+    watchdog.stop()
+    leave(world, timeouts.silence)
+
+
+def _role(recipe: Recipe, world: World) -> TrainRole | GenerateRole:
+    refit = BroadcastRefit(world, recipe.policy.generation.refit_cfg.bucket_bytes) if world.refit else None
+    if world.realm == "train":
+        return TrainRole(recipe, _seed(recipe), world, algorithms.build(recipe), refit)
+    return GenerateRole(recipe, _seed(recipe), world, refit)
+
+
+def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, role: TrainRole) -> None:
+    timeouts, realms = recipe.cluster.timeouts, world.realms
+    train = Remote(mailbox, world, realms.train, TrainRole, timeouts, role)
+    generate = Remote(mailbox, world, realms.generate, GenerateRole, timeouts)
+    engines_up = generate.setup()
+    with world.phase("load data", verb="setup"):
+        tokenizer = AutoTokenizer.from_pretrained(recipe.policy.tokenizer.name)
+        stream, validation = build_streams(recipe, tokenizer)
+    places = train.setup().result()
+    engines_up.result()
+    checkpoints = Checkpoints(run_dir, world.place.folder.name, recipe.checkpointing)
+    run = Run(recipe, run_dir, checkpoints, train, places, tokenizer)
+    if config.generates(recipe):
+        step = run_online(run, algorithms.build(recipe), generate, realms, stream, validation)
+    else:
+        step = run_offline(run, stream, validation)
+    write_durably(run_dir / "done.json", json.dumps({"step": step}))
+    remote.stop(world)
+
+
+def _seed(recipe: Recipe) -> int:
+    return recipe.grpo.seed if recipe.algorithm == "grpo" else recipe.sft.seed

@@ -1,0 +1,154 @@
+"""What a rank serves: the verbs of a train rank and of a generate rank. Rank 0 calls them through `pipeline/remote.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from pipeline import environments, generate
+from pipeline.algorithms.base import Objective
+from pipeline.config import Recipe
+from pipeline.data.packing import pack
+from pipeline.refit.base import Refit
+from pipeline.remote import verb
+from pipeline.rollout import RolloutWork, rollout
+from pipeline.train.base import TrainBackend
+from pipeline.train.export import export
+from pipeline.train.fsdp import FSDPBackend
+from pipeline.types import DataPlace, PackedBatch, RolloutGroup, Sample, Update
+from pipeline.world import World
+
+
+class TrainRole:
+    """Holds the policy that learns."""
+
+    def __init__(self, recipe: Recipe, seed: int, world: World, algorithm: Objective, refit: Refit | None):
+        self._recipe = recipe
+        self._seed = seed
+        self._world = world
+        self._algorithm = algorithm
+        self._refit = refit
+        self._updates: list[Update] = []
+        self._batches: list[list[PackedBatch]] = []  # the microbatches of each update
+        self._backend: TrainBackend
+
+    @verb("setup")
+    def setup(self) -> DataPlace:
+        with self._world.phase("load model"):
+            self._backend = FSDPBackend(self._recipe.policy, self._seed, self._algorithm.needs.reference)
+        return DataPlace(self._backend.data_rank, self._backend.data_size)
+
+    @verb("train")
+    def load(self, updates: list[Update]) -> None:
+        """Take a step's samples; they stay until the next `load`."""
+        with self._world.phase("pack"):
+            self._updates = updates
+            self._batches = [_pack(update.samples, update.train, self._backend.device) for update in updates]
+
+    @verb("train")
+    def forward(self) -> None:
+        """Add the log-probs that the algorithm needs from before the first update."""
+        with self._world.phase("forward"):
+            for field, model, wanted in (
+                ("old_logprobs", "policy", self._algorithm.needs.old),
+                ("reference_logprobs", "reference", self._algorithm.needs.reference),
+            ):
+                if wanted:
+                    self._batches = [
+                        _attach(field, self._per_sample_logprobs(update, model), update, batches)
+                        for update, batches in zip(self._updates, self._batches, strict=True)
+                    ]
+
+    def _per_sample_logprobs(self, update: Update, model: str) -> dict[int, torch.Tensor]:
+        """`[L]` float32 by position in `update.samples`."""
+        batches = _pack(update.samples, update.forward, self._backend.device)
+        found = {}
+        for members, logprobs in zip(update.forward, self._backend.forward(batches, model), strict=True):
+            lengths = [len(update.samples[i].tokens) for i in members]
+            found |= dict(zip(members, logprobs.split(lengths), strict=True))
+        return found
+
+    @verb("train")
+    def step(self) -> list[dict[str, float]]:
+        """One optimizer step per loaded update; the metrics of each."""
+        with self._world.phase("step"):
+            return [
+                self._backend.step(
+                    batches, lambda lp, batch, counts=update.counts: self._algorithm.loss(lp, batch, counts)
+                ).metrics
+                for update, batches in zip(self._updates, self._batches, strict=True)
+            ]
+
+    @verb("train")
+    def evaluate(self, update: Update) -> float:
+        """This data rank's share of the loss, without a gradient."""
+        with self._world.phase("evaluate"):
+            batches = _pack(update.samples, update.forward, self._backend.device)
+            return sum(
+                self._algorithm.loss(logprobs, batch, update.counts).loss.item()
+                for logprobs, batch in zip(self._backend.forward(batches), batches, strict=True)
+            )
+
+    @verb("refit")
+    def send(self) -> int:
+        with self._world.phase("send"):
+            return self._refit.send(self._backend)
+
+    @verb("save")
+    def save(self, folder: str) -> None:
+        with self._world.phase("write"):
+            self._backend.save(Path(folder))
+
+    @verb("save")
+    def restore(self, folder: str) -> None:
+        with self._world.phase("read"):
+            self._backend.load(Path(folder))
+
+    @verb("save")
+    def export(self, folder: str) -> None:
+        """Write a Hugging Face checkpoint."""
+        with self._world.phase("export"):
+            export(self._backend, self._recipe.policy, Path(folder), writes=self._world.rank == 0)
+
+
+class GenerateRole:
+    """Holds the policy that samples, and the environments that judge."""
+
+    def __init__(self, recipe: Recipe, seed: int, world: World, refit: Refit):
+        self._recipe = recipe
+        self._seed = seed
+        self._world = world
+        self._refit = refit
+        self._engine = world.realms.engine(world.rank)
+        self._leader = world.rank == self._engine[0]
+
+    @verb("setup")
+    def setup(self) -> None:
+        policy = self._recipe.policy
+        with self._world.phase("load engine"):
+            self._backend = generate.build(policy, len(self._engine), self._engine.index(self._world.rank), self._seed)
+            self._tokenizer = AutoTokenizer.from_pretrained(policy.tokenizer.name)
+            self._environments = environments.build(self._recipe.env) if self._leader else {}
+
+    @verb("refit")
+    def receive(self, version: int) -> None:
+        with self._world.phase("receive"):
+            self._refit.receive(self._backend, version)
+
+    @verb("rollout")
+    def rollout(self, work: RolloutWork) -> list[RolloutGroup]:
+        return rollout(work, self._backend, self._environments, self._tokenizer, self._world, self._leader)
+
+
+def _pack(samples: list[Sample], microbatches: list[list[int]], device: torch.device) -> list[PackedBatch]:
+    return [pack([samples[i] for i in members], device) for members in microbatches]
+
+
+def _attach(field: str, logprobs: dict[int, torch.Tensor], update: Update, batches: list[PackedBatch]) -> list[PackedBatch]:
+    return [
+        dataclasses.replace(batch, **{field: torch.cat([logprobs[i] for i in members])})
+        for members, batch in zip(update.train, batches, strict=True)
+    ]

@@ -1,0 +1,45 @@
+"""What the pipeline asks of a training backend.
+
+Every method is SPMD: all ranks of the train realm call it together, with the same arguments except for `batches`, which are
+the rank's own. Ranks with the same `data_rank` (tensor-parallel peers) are given the same batches; all data ranks are given
+the same number of batches. Weights go by their Hugging Face names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from pipeline.types import LossOutput, PackedBatch, StepResult
+
+Loss = Callable[[torch.Tensor, PackedBatch], LossOutput]
+"""(logprobs [T] float32 with a graph, the batch) -> the batch's share of the loss."""
+
+
+class TrainBackend(Protocol):
+    data_rank: int  # this rank's place among the data-parallel ranks
+    data_size: int  # how many of those there are
+    device: torch.device
+
+    def forward(self, batches: Sequence[PackedBatch], model: str = "policy") -> list[torch.Tensor]:
+        """Log-probs without a graph, one `[T]` float32 per batch. "reference" is the policy as it was loaded."""
+
+    def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
+        """One optimizer step on the summed loss of all batches of all data ranks.
+
+        Raises FloatingPointError if the gradient is not finite; the weights are then unchanged.
+        """
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor of the policy in full, in a fixed order, in the precision it is served in. Collective: all ranks must
+        exhaust it. The tensor is only good until the next one is asked for, and only rank 0 of the realm gets a real one
+        (others get an empty tensor)."""
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's share of weights, optimizer, schedule and random state below `folder`, durably."""
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, to the last bit. Raises ValueError if it does not fit this model."""

@@ -1,0 +1,153 @@
+"""The batch's journey: what is handed from one part of the pipeline to the next.
+
+    Prompt -> Completion -> Rollout -> RolloutGroup -> Sample -> PackedBatch -> LossOutput -> StepResult
+
+Everything up to `Sample` is numpy and plain Python, so that it can cross between ranks as a message; tensors begin at
+`PackedBatch`. Nothing is padded: sequences lie one after another and `cu_seqlens` says where each begins.
+
+Alignment, everywhere: entry t of a per-token field belongs to token t. `logprobs[t]` is log p(tokens[t] | tokens[<t]), so the
+first token of a sequence has none; its entry is 0 and its mask is False.
+
+Worked example, prompt [5, 6], completion [7, 2]:
+    Sample.tokens    [5, 6, 7, 2]
+    Sample.loss_mask [F, F, T, T]
+    Sample.logprobs  [0, 0, log p(7|5,6), log p(2|5,6,7)]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One task: what the policy is asked, and what the environment needs to judge the answer."""
+
+    index: int  # position in the data stream, counted over epochs; unique in a run, part of every sampling seed
+    tokens: np.ndarray  # [P] int32
+    environment: str  # key under `env` in the recipe
+    task: dict[str, Any]  # the environment's own, e.g. {"answer": "42"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How completions are drawn. Temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    max_new_tokens: int = 128  # the shorter of this and the room that the context leaves
+    stop_token_ids: tuple[int, ...] = ()  # besides the tokenizer's end-of-sequence token
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion to draw. Its seed alone decides its randomness, so it does not matter which engine takes it."""
+
+    id: str
+    tokens: np.ndarray  # [P] int32, the prompt
+    seed: int  # in [0, 2**63)
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine drew for one request."""
+
+    id: str  # the request's
+    tokens: np.ndarray  # [C] int32, with the stop token if there was one
+    logprobs: np.ndarray  # [C] float32, of the distribution that was sampled from (after temperature)
+    version: int  # of the weights that sampled it
+    finish: str  # "stop": ended by a stop token; "length": cut
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One completion with its reward."""
+
+    completion: Completion
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)  # the environment's, e.g. {"accuracy": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """All rollouts of one prompt, in sample order."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence to train on. L = length of prompt and completion together."""
+
+    tokens: np.ndarray  # [L] int32
+    loss_mask: np.ndarray  # [L] bool, True where the loss counts the token
+    logprobs: np.ndarray  # [L] float32, as sampled by the generate rank; 0 where the mask is False
+    advantages: np.ndarray  # [L] float32; 0 where the mask is False
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalCounts:
+    """What one optimizer step sums over, on all ranks and microbatches; every loss divides by it."""
+
+    tokens: int  # with a True mask
+    sequences: int  # with at least one such token
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlace:
+    """A train rank's place among the data-parallel ranks; tensor-parallel peers share one."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One data rank's share of one optimizer step. A microbatch is a list of positions in `samples`."""
+
+    samples: list[Sample]
+    train: list[list[int]]  # microbatches with a gradient
+    forward: list[list[int]]  # microbatches without one, which may be larger
+    counts: GlobalCounts
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One microbatch: S sequences laid end to end, T tokens in all. On the backend's device."""
+
+    tokens: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, restarting at 0 in each sequence
+    cu_seqlens: torch.Tensor  # [S+1] int32, cu_seqlens[0] == 0 and cu_seqlens[S] == T
+    lengths: tuple[int, ...]  # the S lengths, on the host, so that no kernel waits for them
+    loss_mask: torch.Tensor  # [T] bool
+    generate_logprobs: torch.Tensor  # [T] float32
+    advantages: torch.Tensor  # [T] float32
+    old_logprobs: torch.Tensor | None = None  # [T] float32, by the policy before this step's first update
+    reference_logprobs: torch.Tensor | None = None  # [T] float32, by the frozen reference policy
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """A microbatch's share of the loss and of each metric: sums over its tokens, already divided by the global count.
+
+    Shares add up over microbatches and data-parallel ranks; a metric whose name ends in `_max` or `_min` is combined by that.
+    """
+
+    loss: torch.Tensor  # [] float32, with a graph
+    metrics: dict[str, torch.Tensor]  # each [] float32, detached
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step, the same on every rank of the train realm."""
+
+    metrics: dict[str, float]  # the loss's metrics and loss, grad_norm, lr

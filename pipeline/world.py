@@ -1,0 +1,192 @@
+"""The world: every rank of the job, the realms they form, and every process group that crosses realms.
+
+`join` is the one place that creates cross-realm groups. It joins the spanning world, makes those groups while the spanning
+world is torch's default group, then makes the rank's own realm the default, because Megatron, FSDP and vLLM all take the
+default group for their own. Nobody else creates a cross-realm group.
+
+A `World` also carries the mail between ranks (a TCPStore, `pipeline/remote.py` speaks through it) and the rank's activity:
+which verb it runs and in which phase. `pipeline/watchdog.py` turns those into errors that name the missing rank.
+
+Left out: proving that a rank may join, and rejoining after a rank was lost (the run restarts from its checkpoint instead).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pipeline.config import Recipe, generates, ranks
+
+NEVER = timedelta(days=365)  # waits that the watchdog bounds
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the launcher put this process."""
+
+    rank: int
+    size: int
+    local_rank: int
+    node: str
+    master: str  # an address of rank 0's node
+    folder: Path  # this attempt's folder inside the run folder, on the shared file system
+
+    @classmethod
+    def from_environment(cls, run_dir: Path) -> Place:
+        env = os.environ
+        return cls(
+            rank=int(env["HETSTEP_RANK"]),
+            size=int(env["HETSTEP_WORLD_SIZE"]),
+            local_rank=int(env["HETSTEP_LOCAL_RANK"]),
+            node=env["HETSTEP_NODE"],
+            master=env["HETSTEP_MASTER_ADDR"],
+            folder=run_dir / "attempts" / env["HETSTEP_ATTEMPT"],
+        )
+
+
+@dataclass(frozen=True)
+class Realms:
+    """Who is who, known from the recipe alone."""
+
+    train: tuple[int, ...]
+    generate: tuple[int, ...]
+    engines: tuple[tuple[int, ...], ...]  # the generate ranks, one tuple per engine
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Realms:
+        train = tuple(range(ranks(recipe.cluster.train)))
+        if not generates(recipe):
+            return cls(train, (), ())
+        size = recipe.policy.generation.vllm_cfg.tensor_parallel_size
+        generate = tuple(range(len(train), len(train) + ranks(recipe.cluster.generate)))
+        engines = tuple(generate[i : i + size] for i in range(0, len(generate), size))
+        return cls(train, generate, engines)
+
+    def name(self, rank: int) -> str:
+        return "train" if rank in self.train else "generate"
+
+    def engine(self, rank: int) -> tuple[int, ...]:
+        return next(engine for engine in self.engines if rank in engine)
+
+
+@dataclass
+class Activity:
+    """What a rank is doing, as its heartbeat tells."""
+
+    verb: str = "join"
+    phase: str = ""
+    since: float = 0.0  # time.monotonic()
+
+
+class World:
+    """One rank's view of the job."""
+
+    def __init__(self, place: Place, realms: Realms, store: dist.TCPStore):
+        self.place = place
+        self.rank = place.rank
+        self.size = place.size
+        self.realms = realms
+        self.realm = realms.name(place.rank)
+        self.store = store
+        self.activity = Activity(since=time.monotonic())
+        self.device = _device(place)
+        self.spanning: dist.ProcessGroup | None = None  # all ranks
+        self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks; None if nobody generates
+
+    @contextmanager
+    def phase(self, phase: str, verb: str | None = None) -> Iterator[None]:
+        """Say what this rank is doing; the watchdog names it if it does not end."""
+        before = self.activity
+        self.activity = Activity(verb or before.verb, phase, time.monotonic())
+        try:
+            yield
+        finally:
+            self.activity = before
+
+    def describe(self, rank: int) -> str:
+        return f"rank {rank} ({self.realms.name(rank)})"
+
+
+def _device(place: Place) -> torch.device:
+    """This rank's GPU. Where each rank is shown only its own, that is number 0 for all."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+
+
+def open_store(place: Place, timeout_s: float) -> dist.TCPStore:
+    """The store that rank 0 serves. Its port is fresh for each attempt and is told through the attempt's folder.
+
+    Raises TimeoutError if rank 0 does not appear.
+    """
+    card = place.folder / "rendezvous.json"
+    if place.rank == 0:
+        store = dist.TCPStore(place.master, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        place.folder.mkdir(parents=True, exist_ok=True)
+        beside = card.with_suffix(".tmp")
+        beside.write_text(json.dumps({"address": place.master, "port": store.port}))
+        beside.replace(card)
+        return store
+    deadline = time.monotonic() + timeout_s
+    while not _listed(card):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"verb 'join': rank 0 (train) has not appeared within {timeout_s:g} s (no {card})")
+        time.sleep(0.1)
+    where = json.loads(card.read_text())
+    return dist.TCPStore(where["address"], where["port"], is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _listed(path: Path) -> bool:
+    """Whether `path` is there, asked by listing its folder: an NFS client caches that a single name does not exist."""
+    try:
+        return path.name in os.listdir(path.parent)
+    except FileNotFoundError:
+        return False
+
+
+def wait_for_all(world: World, timeout_s: float) -> None:
+    """Every rank says that it is here; rank 0 waits for all. Raises TimeoutError naming who has not come."""
+    world.store.set(f"here/{world.rank}", world.place.node)
+    if world.rank:
+        return
+    deadline = time.monotonic() + timeout_s
+    absent = set(range(world.size))
+    while absent := {rank for rank in absent if not world.store.check([f"here/{rank}"])}:
+        if time.monotonic() > deadline:
+            names = ", ".join(world.describe(rank) for rank in sorted(absent))
+            raise TimeoutError(f"verb 'join': after {timeout_s:g} s (cluster.timeouts.join) there is no sign of {names}")
+        time.sleep(0.05)
+
+
+def join(world: World) -> None:
+    """Form the spanning world and its groups, then make this rank's realm torch's default group."""
+    realms, device = world.realms, world.device
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.PrefixStore("world", world.store)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
+    world.spanning = dist.group.WORLD
+    own = None
+    for members in (realms.train, *realms.engines):  # every rank makes every group, in the same order
+        group = dist.new_group(members, backend=backend, timeout=NEVER)
+        own = group if world.rank in members else own
+    if realms.generate:
+        world.refit = dist.new_group((0, *realms.generate), backend=backend, timeout=NEVER)
+    dist.group.WORLD = own
+
+
+def leave(world: World, timeout_s: float) -> None:
+    """The end of a run that went well: rank 0, whose process holds the store, goes last."""
+    world.store.set(f"bye/{world.rank}", "")
+    if world.rank == 0:
+        world.store.wait([f"bye/{rank}" for rank in range(world.size)], timedelta(seconds=timeout_s))
