@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,14 +43,15 @@ class Run:
             print(f"resumed from {latest.folder}", flush=True)
         return step, Metrics(self.folder, self.recipe.logger, step)
 
-    def save(self, step: int, stream: PromptStream | ExampleStream, values: dict[str, float]) -> Checkpoint:
+    def save(self, step: int, position: dict[str, Any], values: dict[str, float]) -> Checkpoint:
+        """`position`: the data stream's, after this step."""
         config = self.recipe.checkpointing
         partial = self.checkpoints.begin(step)
         self.train.save(str(partial)).result()
         if config.save_consolidated:
             self.train.export(str(partial / "hf")).result()
         metric = values.get(config.metric_name.replace(":", "/", 1)) if config.metric_name else None
-        return self.checkpoints.commit(partial, step, metric, {"stream": stream.state_dict()})
+        return self.checkpoints.commit(partial, step, metric, {"stream": position})
 
     def saves(self, step: int, last: bool) -> bool:
         return self.recipe.checkpointing.enabled and (last or step % self.recipe.checkpointing.save_period == 0)
@@ -84,7 +86,8 @@ def run_online(
     metrics.take_clocks()  # that refit belongs to no step
     if grpo.val_at_start and step == 0 and validation:
         metrics.log(0, validate() | metrics.take_clocks())
-    while step < grpo.max_num_steps and (batch := prompts.take(grpo.num_prompts_per_step)):
+    batch = prompts.take(grpo.num_prompts_per_step)
+    while step < grpo.max_num_steps and len(batch) == grpo.num_prompts_per_step:
         with metrics.clock("step"):
             with metrics.clock("rollout"):
                 groups = rollout(batch, grpo.num_generations_per_prompt, f"train/{step}", _sampling(recipe.policy.generation))
@@ -96,7 +99,8 @@ def run_online(
                 results = train.step().result()[0]
             step += 1
             refit()
-        last = step == grpo.max_num_steps or prompts.remaining < grpo.num_prompts_per_step
+        position, batch = prompts.state_dict(), prompts.take(grpo.num_prompts_per_step)
+        last = step == grpo.max_num_steps or len(batch) < grpo.num_prompts_per_step
         values = mean_metrics("train", results) | rollout_metrics("train", groups)
         if _due(grpo.val_period, step) or (grpo.val_at_end and last):
             values |= validate()
@@ -105,7 +109,7 @@ def run_online(
         metrics.log_rollouts(step, groups, run.tokenizer)
         metrics.log(step, values | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]})
         if run.saves(step, last):
-            run.save(step, prompts, values)
+            run.save(step, position, values)
     metrics.close()
     return step
 
@@ -124,20 +128,23 @@ def run_offline(run: Run, examples: ExampleStream, validation: list[Sample]) -> 
 
     if sft.val_at_start and step == 0 and validation:
         metrics.log(0, validate() | metrics.take_clocks())
-    while step < sft.max_num_steps and (samples := examples.take(recipe.policy.train_global_batch_size)):
+    size = recipe.policy.train_global_batch_size
+    samples = examples.take(size)
+    while step < sft.max_num_steps and len(samples) == size:
         with metrics.clock("step"), metrics.clock("train"):
             train.load(parts=share(samples, recipe.policy, run.places, recipe.policy.train_global_batch_size)).result()
             results = train.step().result()[0]
         step += 1
-        last = step == sft.max_num_steps or examples.remaining < recipe.policy.train_global_batch_size
+        tokens = sum(len(sample.tokens) for sample in samples)
+        position, samples = examples.state_dict(), examples.take(size)
+        last = step == sft.max_num_steps or len(samples) < size
         values = mean_metrics("train", results)
         if validation and (_due(sft.val_period, step) or (sft.val_at_end and last)):
             values |= validate()
         clocks = metrics.take_clocks()
-        tokens = sum(len(sample.tokens) for sample in samples)
         metrics.log(step, values | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]})
         if run.saves(step, last):
-            run.save(step, examples, values)
+            run.save(step, position, values)
     metrics.close()
     return step
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from pipeline import algorithms, config, remote
 from pipeline.checkpoint import Checkpoints, write_durably
 from pipeline.config import Recipe
 from pipeline.coordinator import Run, run_offline, run_online
-from pipeline.data.stream import build_streams
+from pipeline.data import build_streams
+from pipeline.data.chat import load_tokenizer
 from pipeline.refit.broadcast import BroadcastRefit
 from pipeline.remote import Mailbox, Remote
 from pipeline.roles import GenerateRole, TrainRole
@@ -34,6 +33,7 @@ def main(run_dir: Path) -> None:
         role = _role(recipe, world)
         if mailbox:
             _coordinate(recipe, run_dir, world, mailbox, role)
+            remote.stop(world)
         else:
             remote.serve(world, role)
     except Exception as error:
@@ -56,7 +56,7 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
     generate = Remote(mailbox, world, realms.generate, GenerateRole, timeouts)
     engines_up = generate.setup()
     with world.phase("load data", verb="setup"):
-        tokenizer = AutoTokenizer.from_pretrained(recipe.policy.tokenizer.name)
+        tokenizer = load_tokenizer(recipe.policy.tokenizer)
         stream, validation = build_streams(recipe, tokenizer)
     places = train.setup().result()
     engines_up.result()
@@ -67,7 +67,6 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
     else:
         step = run_offline(run, stream, validation)
     write_durably(run_dir / "done.json", json.dumps({"step": step}))
-    remote.stop(world)
 
 
 def _seed(recipe: Recipe) -> int:

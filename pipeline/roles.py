@@ -6,12 +6,13 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
-from pipeline import environments, generate
+from pipeline import generate
 from pipeline.algorithms.base import Objective
 from pipeline.config import Recipe
+from pipeline.data.chat import load_tokenizer
 from pipeline.data.packing import pack
+from pipeline.environments import registry as environments
 from pipeline.refit.base import Refit
 from pipeline.remote import verb
 from pipeline.rollout import RolloutWork, rollout
@@ -67,8 +68,9 @@ class TrainRole:
         batches = _pack(update.samples, update.forward, self._backend.device)
         found = {}
         for members, logprobs in zip(update.forward, self._backend.forward(batches, model), strict=True):
-            lengths = [len(update.samples[i].tokens) for i in members]
-            found |= dict(zip(members, logprobs.split(lengths), strict=True))
+            if members:
+                lengths = [len(update.samples[i].tokens) for i in members]
+                found |= dict(zip(members, logprobs.split(lengths), strict=True))
         return found
 
     @verb("train")
@@ -130,7 +132,7 @@ class GenerateRole:
         policy = self._recipe.policy
         with self._world.phase("load engine"):
             self._backend = generate.build(policy, len(self._engine), self._engine.index(self._world.rank), self._seed)
-            self._tokenizer = AutoTokenizer.from_pretrained(policy.tokenizer.name)
+            self._tokenizer = load_tokenizer(policy.tokenizer)
             self._environments = environments.build(self._recipe.env) if self._leader else {}
 
     @verb("refit")
@@ -148,7 +150,9 @@ def _pack(samples: list[Sample], microbatches: list[list[int]], device: torch.de
 
 
 def _attach(field: str, logprobs: dict[int, torch.Tensor], update: Update, batches: list[PackedBatch]) -> list[PackedBatch]:
-    return [
-        dataclasses.replace(batch, **{field: torch.cat([logprobs[i] for i in members])})
-        for members, batch in zip(update.train, batches, strict=True)
-    ]
+    """The training microbatches with one more field, put together from samples."""
+    attached = []
+    for members, batch in zip(update.train, batches, strict=True):
+        values = [logprobs[i] for i in members] or [torch.zeros_like(batch.generate_logprobs)]
+        attached.append(dataclasses.replace(batch, **{field: torch.cat(values)}))
+    return attached

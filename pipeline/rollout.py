@@ -78,5 +78,5 @@ def rollout(
 
 def _judge(environment: Environment, prompt: Prompt, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Rollout:
     text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-    reward, metrics = environment.score(prompt, text)
-    return Rollout(completion, reward, metrics)
+    outcome = environment.step(prompt, text)
+    return Rollout(completion, outcome.reward, outcome.metrics)

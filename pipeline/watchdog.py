@@ -1,6 +1,6 @@
 """No silent hang. Every rank says regularly that it lives and what it does; a wait that goes on too long ends the run by name.
 
-A thread on every rank sends heartbeats to the store of rank 0. Rank 0's thread reads them all and ends the run when
+Every rank sends heartbeats to the store of rank 0. Rank 0 reads them all and ends the run when
 - a rank has been silent for `cluster.timeouts.silence` (killed, stopped, or its node is gone), or
 - a verb has outlasted its own timeout: the ranks that have not replied are named with the phase they are in, or
 - the world has not formed within `cluster.timeouts.join`.
@@ -10,6 +10,7 @@ collective that never returns; the launcher then ends the rest of the job.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -17,10 +18,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import msgspec
+import torch.distributed as dist
 
 from pipeline.config import TimeoutsConfig
 from pipeline.world import World
@@ -59,7 +60,6 @@ class Beat(msgspec.Struct, array_like=True):
     node: str
     verb: str
     phase: str
-    seconds: float  # in this phase
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,10 @@ class Overdue:
 
 
 class Watchdog:
-    """Runs until `stop`. `overdue` is asked on rank 0 for calls past their deadline."""
+    """Runs until `stop`. `overdue` is asked on rank 0 for calls past their deadline.
+
+    Two threads: one exchanges beats with the store, and may be stuck there for ever when rank 0 is stopped; the other judges.
+    """
 
     def __init__(
         self,
@@ -83,57 +86,64 @@ class Watchdog:
     ):
         self._world = world
         self._run_dir = run_dir
-        self._silence_s = silence_s = timeouts.silence
+        self._silence_s = timeouts.silence
         self._join_s = timeouts.join
-        self._started = time.monotonic()
         self._overdue = overdue
-        self._interval_s = min(1.0, silence_s / 10)
+        self._interval_s = min(1.0, timeouts.silence / 10)
         self._stopped = threading.Event()
         self._store = world.store.clone()  # the main thread may sit in a blocking call on its own connection
-        self._store.set_timeout(timedelta(seconds=silence_s))
-        self._heard: dict[int, tuple[Beat, float]] = {}
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._started = self._answered = time.monotonic()
+        self._heard: dict[int, tuple[Beat, float]] = {}  # on rank 0: each rank's newest beat, and when it came
 
     def start(self) -> None:
-        self._beat(0)
-        self._thread.start()
+        for loop in (self._exchange, self._judge):
+            threading.Thread(target=loop, name=f"watchdog{loop.__name__}", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join(self._silence_s)
 
-    def _run(self) -> None:
-        count = 0
-        while not self._stopped.wait(self._interval_s):
-            count += 1
+    def _exchange(self) -> None:
+        for count in itertools.count():
+            world, activity = self._world, self._world.activity
+            beat = Beat(count, world.place.node, activity.verb, activity.phase)
             try:
-                self._beat(count)
-                if self._world.rank == 0:
-                    self._check()
-            except Exception as error:  # the store is a C++ object: a lost peer shows as one of several error types
-                if not self._stopped.is_set():
-                    self._end(Failure.here(self._world, f"rank 0 (train), the coordinator, does not answer: {error}"))
+                self._store.set(f"beat/{world.rank}", msgspec.msgpack.encode(beat))
+                self._store.check([f"beat/{world.rank}"])  # setting waits for no answer
+                if world.rank == 0:
+                    self._listen()
+            except dist.DistError:
+                return  # `_judge` notices, unless the run is over
+            self._answered = time.monotonic()
+            if self._stopped.wait(self._interval_s):
+                return
 
-    def _beat(self, count: int) -> None:
-        world, activity = self._world, self._world.activity
-        beat = Beat(count, world.place.node, activity.verb, activity.phase, time.monotonic() - activity.since)
-        self._store.set(f"beat/{world.rank}", msgspec.msgpack.encode(beat))
-
-    def _check(self) -> None:
+    def _listen(self) -> None:
         now = time.monotonic()
-        values = self._store.multi_get([f"beat/{rank}" for rank in range(self._world.size)])
-        for rank, value in enumerate(values):
+        here = [r for r in range(self._world.size) if r in self._heard or self._store.check([f"beat/{r}"])]
+        for rank, value in zip(here, self._store.multi_get([f"beat/{rank}" for rank in here]), strict=True):
             beat = msgspec.msgpack.decode(value, type=Beat)
             if rank not in self._heard or self._heard[rank][0].count != beat.count:
                 self._heard[rank] = (beat, now)
-        silent = [rank for rank, (_, heard) in self._heard.items() if now - heard > self._silence_s]
-        if silent:
-            self._blame(silent, f"not heard from for {self._silence_s:g} s (cluster.timeouts.silence)")
-        if late := self._overdue():
-            self._blame(late.missing, f"verb '{late.verb}' has not ended after {late.timeout_s:g} s")
-        joining = [rank for rank, (beat, _) in self._heard.items() if beat.verb == "join"]
-        if joining and now - self._started > self._join_s:
-            self._blame(joining, f"the world has not formed after {self._join_s:g} s (cluster.timeouts.join)")
+
+    def _judge(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            now = time.monotonic()
+            if now - self._answered > self._silence_s:
+                self._end(
+                    Failure.here(
+                        self._world,
+                        f"rank 0 (train), the coordinator, does not answer since {self._silence_s:g} s"
+                        f" (cluster.timeouts.silence): {self._world.describe(self._world.rank)} gives up in verb"
+                        f" '{self._world.activity.verb}', phase '{self._world.activity.phase}'",
+                    )
+                )
+            if silent := [rank for rank, (_, heard) in self._heard.items() if now - heard > self._silence_s]:
+                self._blame(silent, f"not heard from for {self._silence_s:g} s (cluster.timeouts.silence)")
+            if late := self._overdue():
+                self._blame(late.missing, f"verb '{late.verb}' has not ended after {late.timeout_s:g} s")
+            joining = [rank for rank, (beat, _) in self._heard.items() if beat.verb == "join"]
+            if joining and now - self._started > self._join_s:
+                self._blame(joining, f"the world has not formed after {self._join_s:g} s (cluster.timeouts.join)")
 
     def _blame(self, ranks: list[int], why: str) -> None:
         beats = {rank: self._heard[rank][0] for rank in ranks}

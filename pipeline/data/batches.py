@@ -22,25 +22,27 @@ def _share_one(samples: list[Sample], policy: PolicyConfig, data_ranks: int) -> 
         tokens=int(sum(sample.loss_mask.sum() for sample in samples)),
         sequences=int(sum(sample.loss_mask.any() for sample in samples)),
     )
-    packing = policy.sequence_packing
-    train = _plan(lengths, data_ranks, packing.enabled, packing.train_mb_tokens, policy.train_micro_batch_size)
-    forward = _plan(lengths, data_ranks, packing.enabled, packing.logprob_mb_tokens, policy.logprob_batch_size)
+    packed = policy.sequence_packing.enabled
+    train_bounds = _bounds(packed, policy.sequence_packing.train_mb_tokens, policy.train_micro_batch_size)
+    forward_bounds = _bounds(packed, policy.sequence_packing.logprob_mb_tokens, policy.logprob_batch_size)
+    train = plan_microbatches(lengths, data_ranks, *train_bounds)
+    owned = [sorted(i for microbatch in plan for i in microbatch) for plan in train]
+    forward = [plan_microbatches([lengths[i] for i in members], 1, *forward_bounds)[0] if members else [] for members in owned]
+    most = max(map(len, forward))  # FSDP's ranks gather weights together, so all run as many; empty ones fill up
     updates = []
-    for train_plan, forward_plan in zip(train, forward, strict=True):
-        members = sorted(i for microbatch in train_plan for i in microbatch)
+    for plan, members, forward_plan in zip(train, owned, forward, strict=True):
         place = {member: position for position, member in enumerate(members)}
         updates.append(
             Update(
                 [samples[i] for i in members],
-                [[place[i] for i in microbatch] for microbatch in train_plan],
-                [[place[i] for i in microbatch] for microbatch in forward_plan],
+                [[place[i] for i in microbatch] for microbatch in plan],
+                forward_plan + [[]] * (most - len(forward_plan)),
                 counts,
             )
         )
     return updates
 
 
-def _plan(lengths: list[int], data_ranks: int, packed: bool, tokens: int, sequences: int) -> list[list[list[int]]]:
-    if packed:
-        return plan_microbatches(lengths, data_ranks, max_tokens=tokens, max_sequences=None)
-    return plan_microbatches(lengths, data_ranks, max_tokens=None, max_sequences=sequences)
+def _bounds(packed: bool, tokens: int, sequences: int) -> tuple[int | None, int | None]:
+    """(tokens, sequences) that a microbatch may have."""
+    return (tokens, None) if packed else (None, sequences)

@@ -1,0 +1,96 @@
+"""Checkpoints: what is not complete is never chosen, whatever moment the writer was killed at."""
+
+import json
+
+import pytest
+
+from pipeline.checkpoint import COMPLETE, Checkpoint, Checkpoints, superfluous
+from pipeline.config import CheckpointingConfig
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    return Checkpoints(tmp_path, "attempt", CheckpointingConfig(keep_top_k=None))
+
+
+def save(checkpoints, step, metric=None):
+    partial = checkpoints.begin(step)
+    (partial / "weights").write_bytes(b"w" * step)
+    (partial / "hf").mkdir()
+    (partial / "hf" / "config.json").write_text("{}")
+    return checkpoints.commit(partial, step, metric, {"stream": {"position": step}})
+
+
+def test_latest_is_the_highest_step(checkpoints):
+    assert checkpoints.latest() is None
+    for step in (2, 10, 9):
+        save(checkpoints, step)
+    assert checkpoints.latest().step == 10
+    assert checkpoints.latest().state == {"stream": {"position": 10}}
+
+
+def test_partial_folders_are_not_checkpoints_and_are_cleaned(checkpoints):
+    save(checkpoints, 1)
+    partial = checkpoints.begin(2)
+    (partial / "weights").write_bytes(b"w")
+    assert checkpoints.latest().step == 1
+    checkpoints.clean()
+    assert not partial.exists()
+    assert checkpoints.latest().step == 1
+
+
+@pytest.mark.parametrize("damage", ["truncate", "delete", "no record", "half a record", "no folder entry"])
+def test_a_damaged_checkpoint_is_passed_over_and_can_be_written_again(checkpoints, damage):
+    save(checkpoints, 1)
+    folder = save(checkpoints, 2).folder
+    if damage == "truncate":
+        (folder / "weights").write_bytes(b"w")
+    elif damage == "delete":
+        (folder / "weights").unlink()
+    elif damage == "no record":
+        (folder / COMPLETE).unlink()
+    elif damage == "half a record":
+        (folder / COMPLETE).write_text((folder / COMPLETE).read_text()[:30])
+    else:
+        (folder / "hf" / "config.json").unlink()
+    assert checkpoints.latest().step == 1
+    save(checkpoints, 2)
+    assert checkpoints.latest().step == 2
+
+
+def test_two_attempts_write_apart(tmp_path):
+    old, new = (Checkpoints(tmp_path, name, CheckpointingConfig(keep_top_k=None)) for name in ("old", "new"))
+    first, second = old.begin(3), new.begin(3)
+    (first / "weights").write_bytes(b"old")
+    (second / "weights").write_bytes(b"new")
+    new.commit(second, 3, None, {})
+    (first / "weights").write_bytes(b"later")
+    assert (new.latest().folder / "weights").read_bytes() == b"new"
+
+
+def kept(metrics, higher_is_better=True, top=2):
+    config = CheckpointingConfig(keep_top_k=top, higher_is_better=higher_is_better)
+    all_of_them = [Checkpoint(None, step, metric, {}) for step, metric in enumerate(metrics)]
+    gone = superfluous(all_of_them, config)
+    return [c.step for c in all_of_them if c not in gone]
+
+
+def test_keeps_the_best_and_the_latest():
+    assert kept([0.9, 0.1, 0.8, 0.2]) == [0, 2, 3]
+    assert kept([0.9, 0.1, 0.8, 0.2], higher_is_better=False) == [1, 3]
+    assert kept([None, None, None]) == [1, 2]
+    assert kept([0.5, None, 0.4, None]) == [0, 2, 3]
+    assert kept([-0.5, None, -0.4]) == [0, 2]
+    assert kept([0.1, 0.2], top=0) == [1]
+
+
+def test_commit_removes_what_is_superfluous(tmp_path):
+    checkpoints = Checkpoints(tmp_path, "attempt", CheckpointingConfig(keep_top_k=1))
+    for step, metric in ((1, 0.9), (2, 0.1), (3, 0.2)):
+        save(checkpoints, step, metric)
+    assert [c.step for c in checkpoints.all()] == [1, 3]
+
+
+def test_the_record_names_every_file(checkpoints):
+    folder = save(checkpoints, 4).folder
+    assert json.loads((folder / COMPLETE).read_text())["files"] == {"weights": 4, "hf/config.json": 2}

@@ -1,0 +1,130 @@
+"""Runs one rank of a small world with a role made for the tests: `python -m tests.world.ranks RUN_DIR SCENARIO`."""
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipeline.config import TimeoutsConfig
+from pipeline.remote import Mailbox, Remote, serve, stop, verb
+from pipeline.watchdog import Failure, Watchdog
+from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
+
+REALMS = Realms(train=(0, 1), generate=(2, 3, 4), engines=((2, 3), (4,)))
+TIMEOUTS = TimeoutsConfig(join=15, silence=4, train=5)
+
+
+@dataclass(frozen=True)
+class Message:
+    array: np.ndarray
+    text: str
+
+
+class Role:
+    def __init__(self, world: World):
+        self.world = world
+
+    @verb("setup")
+    def double(self, message: Message) -> Message:
+        return Message(message.array * 2, f"{message.text}{self.world.rank}")
+
+    @verb("setup")
+    def realm(self) -> list[int]:
+        """Size of the default group, and who is in it."""
+        ranks = torch.zeros(5, dtype=torch.int64)
+        ranks[self.world.rank] = 1
+        dist.all_reduce(ranks)
+        return [dist.get_world_size(), *ranks.tolist()]
+
+    @verb("setup")
+    def broadcast(self) -> float:
+        value = torch.full((3,), 7.0 if self.world.rank == 0 else 0.0)
+        dist.broadcast(value, src=0, group=self.world.refit)
+        return float(value.sum())
+
+    @verb("train")
+    def hang(self) -> None:
+        with self.world.phase("decode"):
+            if self.world.rank == 4:
+                time.sleep(600)
+
+    @verb("setup")
+    def linger(self) -> None:
+        with self.world.phase("decode"):
+            time.sleep(600)
+
+    @verb("setup")
+    def fail(self) -> None:
+        if self.world.rank == 3:
+            raise ValueError("the engine is on fire")
+
+    def secret(self) -> None:
+        raise AssertionError("not a verb")
+
+
+def check(train: Remote, generate: Remote) -> None:
+    replies = generate.double(Message(np.arange(3, dtype=np.int32), "rank ")).result()
+    assert [reply.text for reply in replies] == ["rank 2", "rank 3", "rank 4"]
+    assert all(reply.array.tolist() == [0, 2, 4] and reply.array.dtype == np.int32 for reply in replies)
+    large = [np.random.default_rng(i).random((1000, 300 + i)) for i in range(3)]  # above INLINE
+    ahead = [generate.double(parts=[Message(array, str(turn)) for array in large]) for turn in range(3)]
+    assert train.realm().result() == [[2, 1, 1, 0, 0, 0]] * 2  # a collective while bodies are under way
+    for turn, future in enumerate(ahead):
+        for i, reply in enumerate(future.result()):
+            assert reply.text == f"{turn}{i + 2}"
+            assert (reply.array == large[i] * 2).all()
+    assert generate.realm().result() == [[2, 0, 0, 1, 1, 0], [2, 0, 0, 1, 1, 0], [1, 0, 0, 0, 0, 1]]
+    received = generate.broadcast()
+    dist.broadcast(torch.full((3,), 7.0), src=0, group=train._world.refit)
+    assert received.result() == [21.0] * 3
+    try:
+        generate.secret()
+    except AttributeError as error:
+        assert "not a verb" in str(error)
+    else:
+        raise AssertionError("a method that is no verb was called")
+    print("checked", flush=True)
+
+
+def main(run_dir: Path, scenario: str) -> None:
+    place = Place.from_environment(run_dir)
+    if scenario == "absent" and place.rank == 3:
+        return
+    world = World(place, REALMS, open_store(place, TIMEOUTS.join))
+    mailbox = Mailbox(world) if world.rank == 0 else None
+    watchdog = Watchdog(world, run_dir, TIMEOUTS, *([mailbox.overdue] if mailbox else []))
+    try:
+        watchdog.start()
+        wait_for_all(world, 3 if scenario == "absent" else TIMEOUTS.join)
+        join(world)
+        role = Role(world)
+        if not mailbox:
+            serve(world, role)
+        else:
+            train = Remote(mailbox, world, REALMS.train, Role, TIMEOUTS, role)
+            generate = Remote(mailbox, world, REALMS.generate, Role, TIMEOUTS)
+            if scenario == "check":
+                check(train, generate)
+            elif scenario == "fail":
+                generate.fail().result()
+            elif scenario == "hang":
+                generate.hang().result()
+            else:
+                print("ready", flush=True)
+                generate.linger().result()
+            stop(world)
+    except Exception as error:
+        Failure.here(world, f"{type(error).__name__}: {error}").record(run_dir)
+        os._exit(1)
+    watchdog.stop()
+    leave(world, TIMEOUTS.silence)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
