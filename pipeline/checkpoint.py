@@ -5,7 +5,8 @@
       step_000010/                      complete: renamed only after everything in it was on disk
         complete.json                   step, the loop's state, and the size of every file
         train-rank00000.safetensors ... what the train backend wrote
-        hf/                             a Hugging Face checkpoint, if checkpointing.save_consolidated
+        hf/                             a Hugging Face checkpoint, if checkpointing.save_consolidated;
+                                        the run folder's own `hf` leads to the latest when the run has ended
 
 The partial folder bears the attempt's name, so a lost attempt that still writes cannot touch what its rerun writes. Generate
 ranks have nothing to save: their weights come by refit, and each request carries its own seed.
@@ -80,6 +81,15 @@ class Checkpoints:
         for checkpoint in superfluous(self.all(), self._config):
             shutil.rmtree(checkpoint.folder)
         return Checkpoint(folder, step, metric, state)
+
+    def link_latest(self, link: Path, part: str) -> None:
+        """Let `link` point at a part of the latest checkpoint, if that has it."""
+        latest = self.latest()
+        if latest and (latest.folder / part).exists():
+            beside = link.with_name(f".{link.name}.{self._attempt}")
+            beside.unlink(missing_ok=True)
+            beside.symlink_to(os.path.relpath(latest.folder / part, link.parent))
+            beside.replace(link)
 
 
 def superfluous(checkpoints: list[Checkpoint], config: CheckpointingConfig) -> list[Checkpoint]:

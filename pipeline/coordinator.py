@@ -80,7 +80,9 @@ def run_online(
 
     def validate() -> dict[str, float]:
         with metrics.clock("validation"):
-            return rollout_metrics("val", rollout(validation, 1, "val", _sampling(recipe.policy.generation, validation=True)))
+            groups = rollout(validation, 1, "val", _sampling(recipe.policy.generation, validation=True))
+        metrics.log_rollouts(step, groups, run.tokenizer, kind="val")
+        return rollout_metrics("val", groups)
 
     refit()
     metrics.take_clocks()  # that refit belongs to no step

@@ -66,6 +66,7 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
         step = run_online(run, algorithms.build(recipe), generate, realms, stream, validation)
     else:
         step = run_offline(run, stream, validation)
+    checkpoints.link_latest(run_dir / "hf", "hf")
     write_durably(run_dir / "done.json", json.dumps({"step": step}))
 
 

@@ -40,8 +40,8 @@ class Metrics:
         beside = self._path.with_suffix(".tmp")
         write_durably(beside, "".join(json.dumps(line) + "\n" for line in kept))
         beside.replace(self._path)
-        for path in self._rollouts.glob("step_*.jsonl"):
-            if int(path.stem.removeprefix("step_")) > step:
+        for path in self._rollouts.glob("*_*.jsonl"):
+            if int(path.stem.rpartition("_")[2]) > step:
                 path.unlink()
 
     @contextmanager
@@ -69,10 +69,12 @@ class Metrics:
             self._board.flush()
         print(f"step {step}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()), flush=True)
 
-    def log_rollouts(self, step: int, groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase) -> None:
-        """The step's rollouts, one object per line."""
+    def log_rollouts(
+        self, step: int, groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase, kind: str = "step"
+    ) -> None:
+        """A step's rollouts, one object per line, in rollouts/<kind>_<step>.jsonl; `kind` is "step" or "val"."""
         records = [_record(group, sample, tokenizer) for group in groups for sample in range(len(group.rollouts))]
-        with open(self._rollouts / f"step_{step:06d}.jsonl", "w") as file:
+        with open(self._rollouts / f"{kind}_{step:06d}.jsonl", "w") as file:
             for record in records[: self._config.num_rollouts_to_log]:
                 file.write(json.dumps(record) + "\n")
 
@@ -127,11 +129,12 @@ def _record(group: RolloutGroup, sample: int, tokenizer: PreTrainedTokenizerBase
         "prompt_index": group.prompt.index,
         "sample": sample,
         "prompt": tokenizer.decode(group.prompt.tokens),
+        "prompt_tokens": group.prompt.tokens.tolist(),
         "completion": tokenizer.decode(rollout.completion.tokens),
+        "completion_tokens": rollout.completion.tokens.tolist(),
         "task": group.prompt.task,
         "reward": rollout.reward,
         **rollout.metrics,
-        "tokens": len(rollout.completion.tokens),
         "finish": rollout.completion.finish,
         "version": rollout.completion.version,
     }

@@ -39,7 +39,7 @@ class TrainRole:
     @verb("setup")
     def setup(self) -> DataPlace:
         with self._world.phase("load model"):
-            self._backend = FSDPBackend(self._recipe.policy, self._seed, self._algorithm.needs.reference)
+            self._backend = FSDPBackend(self._recipe.policy, self._world.own, self._seed, self._algorithm.needs.reference)
         return DataPlace(self._backend.data_rank, self._backend.data_size)
 
     @verb("train")

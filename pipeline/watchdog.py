@@ -27,6 +27,7 @@ from pipeline.config import TimeoutsConfig
 from pipeline.world import World
 
 EXIT_STATUS = 124  # as timeout(1)
+SHORTEST_S = 0.05  # between two beats
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,10 @@ class Watchdog:
             except dist.DistError:
                 return  # `_judge` notices, unless the run is over
             self._answered = time.monotonic()
-            if self._stopped.wait(self._interval_s):
+            if self._stopped.wait(SHORTEST_S):
                 return
+            world.activity_changed.wait(self._interval_s)
+            world.activity_changed.clear()
 
     def _listen(self) -> None:
         now = time.monotonic()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,13 +79,12 @@ class Realms:
         return next(engine for engine in self.engines if rank in engine)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Activity:
     """What a rank is doing, as its heartbeat tells."""
 
     verb: str = "join"
     phase: str = ""
-    since: float = 0.0  # time.monotonic()
 
 
 class World:
@@ -97,20 +97,26 @@ class World:
         self.realms = realms
         self.realm = realms.name(place.rank)
         self.store = store
-        self.activity = Activity(since=time.monotonic())
+        self.activity = Activity()
+        self.activity_changed = threading.Event()  # so that the watchdog tells it at once
         self.device = _device(place)
         self.spanning: dist.ProcessGroup | None = None  # all ranks
+        self.own: dist.ProcessGroup | None = None  # the train realm, or this generate rank's engine
         self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks; None if nobody generates
 
     @contextmanager
     def phase(self, phase: str, verb: str | None = None) -> Iterator[None]:
         """Say what this rank is doing; the watchdog names it if it does not end."""
         before = self.activity
-        self.activity = Activity(verb or before.verb, phase, time.monotonic())
+        self._set(Activity(verb or before.verb, phase))
         try:
             yield
         finally:
-            self.activity = before
+            self._set(before)
+
+    def _set(self, activity: Activity) -> None:
+        self.activity = activity
+        self.activity_changed.set()
 
     def describe(self, rank: int) -> str:
         return f"rank {rank} ({self.realms.name(rank)})"
@@ -176,13 +182,12 @@ def join(world: World) -> None:
     store = dist.PrefixStore("world", world.store)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
     world.spanning = dist.group.WORLD
-    own = None
     for members in (realms.train, *realms.engines):  # every rank makes every group, in the same order
         group = dist.new_group(members, backend=backend, timeout=NEVER)
-        own = group if world.rank in members else own
+        world.own = group if world.rank in members else world.own
     if realms.generate:
         world.refit = dist.new_group((0, *realms.generate), backend=backend, timeout=NEVER)
-    dist.group.WORLD = own
+    dist.group.WORLD = world.own
 
 
 def leave(world: World, timeout_s: float) -> None:

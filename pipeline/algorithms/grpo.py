@@ -63,6 +63,7 @@ class GRPO:
                 "ratio_min": masked_extreme(ratio, batch, largest=False),
                 "sampling_importance_ratio": masked_share(weight, batch, counts),
                 "token_mult_prob_error": masked_share(torch.exp((batch.generate_logprobs - old).abs()), batch, counts),
+                "gen_logprob_error_max": masked_extreme((batch.generate_logprobs - old).abs(), batch, largest=True),
                 "gen_kl_error": masked_share(estimate_kl(batch.generate_logprobs, old, "k3"), batch, counts),
                 "approx_entropy": masked_share(-torch.exp(current - batch.generate_logprobs) * current, batch, counts),
             }

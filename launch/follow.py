@@ -1,0 +1,203 @@
+"""Progress of a run in the terminal: a live view on a tty, else one plain line per step; at the end what came of it.
+
+Reads only the run folder (metrics.jsonl, done.json, failure.json, logs) and the job's state, so it can be attached to any run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from launch.job import JobStatus, RunJob
+
+SHOWN = (
+    "train/reward",
+    "train/accuracy",
+    "train/loss",
+    "val/accuracy",
+    "val/loss",
+    "time/step",
+    "time/rollout",
+    "time/train",
+    "time/refit",
+    "throughput/tokens_per_s",
+)
+POLL_S = 0.5
+LOG_LINES = 30
+TAIL_BYTES = 256 << 10
+SETTLE_S = 5.0
+"""How long done.json may lag behind the job's end on a shared file system."""
+
+
+class Metrics:
+    """metrics.jsonl, read as it grows."""
+
+    def __init__(self, run_dir: Path):
+        self.path = run_dir / "metrics.jsonl"
+        self.inode = self.offset = 0
+        self.step = 0
+        self.time = 0.0
+        self.latest: dict[str, float] = {}  # of each key
+        self.pace: deque[tuple[int, float]] = deque(maxlen=20)  # (step, unix time)
+
+    def new_lines(self) -> list[dict[str, Any]]:
+        """The complete lines since the last call. A line that is not JSON is an error of its writer, and raises ValueError."""
+        if not self.path.exists():
+            return []
+        with open(self.path, "rb") as file:
+            if (inode := os.fstat(file.fileno()).st_ino) != self.inode:
+                self.inode, self.offset = (
+                    inode,
+                    0,
+                )  # a resumed run writes the file anew, without the steps that it will do again
+            file.seek(self.offset)
+            text = file.read()
+        complete = text[: text.rfind(b"\n") + 1]
+        self.offset += len(complete)
+        lines = [line for line in map(json.loads, complete.splitlines()) if line["time"] > self.time]
+        for line in lines:
+            self._take(line)
+        return lines
+
+    def _take(self, line: dict[str, Any]) -> None:
+        self.step, self.time = line["step"], line["time"]
+        self.latest.update({key: value for key, value in line.items() if isinstance(value, int | float)})
+        if self.pace and self.pace[-1][0] >= self.step:  # the same step's validation, or a resumed run
+            self.pace = deque((p for p in self.pace if p[0] < self.step), maxlen=self.pace.maxlen)
+        self.pace.append((self.step, self.time))
+
+    def seconds_left(self, max_steps: int) -> float | None:
+        """At the mean pace of the last steps; None before there are two."""
+        if len(self.pace) < 2 or self.pace[-1][0] == self.pace[0][0]:
+            return None
+        (first, begin), (last, end) = self.pace[0], self.pace[-1]
+        return (max_steps - last) * (end - begin) / (last - first)
+
+
+class Follower:
+    def __init__(self, run_dir: Path, job: RunJob, max_steps: int, metrics: Metrics, console: Console | None = None):
+        """`metrics`: what it has read already is not shown as lines again."""
+        self.run_dir = run_dir
+        self.job = job
+        self.max_steps = max_steps
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.metrics = metrics
+        self.said = ""
+
+    def follow(self) -> bool:
+        """Show progress until the job ends; whether the run succeeded. Ctrl-C comes through as KeyboardInterrupt."""
+        if self.console.is_terminal:
+            with Live(console=self.console, auto_refresh=False, transient=True) as live:
+                status = self._watch(lambda status, _: live.update(self._view(status), refresh=True))
+        else:
+            status = self._watch(self._print_lines)
+        return self._verdict(status)
+
+    def _watch(self, show) -> JobStatus:
+        while True:
+            ended = any((self.run_dir / name).exists() for name in ("done.json", "failure.json"))
+            status = self.job.status(now=ended)
+            show(status, self.metrics.new_lines())
+            if status.ended:
+                return status
+            time.sleep(POLL_S)
+
+    # ---- what is shown ------------------------------------------------------------------------------------------------------
+
+    def _waiting(self, status: JobStatus) -> str:
+        starting = ": the ranks are starting, no step yet" if status.state == "RUNNING" else ""
+        return f"{self.job.name()}: {status}{starting}"
+
+    def _print_lines(self, status: JobStatus, lines: list[dict[str, Any]]) -> None:
+        waiting = self._waiting(status)
+        if not lines and waiting != self.said and not status.ended and self.said != "steps":
+            self.console.print(Text(waiting))
+            self.said = waiting
+        for line in lines:
+            self.said = "steps"
+            self.console.print(Text("  ".join([f"step {line['step']}/{self.max_steps}", *self._values(line), *self._eta()])))
+
+    def _values(self, line: dict[str, float]) -> list[str]:
+        return [f"{key} {line[key]:.4g}" for key in SHOWN if line.get(key) is not None]
+
+    def _eta(self) -> list[str]:
+        left = self.metrics.seconds_left(self.max_steps)
+        return [] if left is None else [f"left {timedelta(seconds=round(left))}"]
+
+    def _view(self, status: JobStatus) -> Group | Text:
+        if not self.metrics.step:
+            return Text(self._waiting(status))
+        head = "  ".join([f"step {self.metrics.step}/{self.max_steps}", *self._eta(), f"{self.job.name()}: {status}"])
+        table = Table.grid(padding=(0, 2))
+        for key in SHOWN:
+            if key in self.metrics.latest:
+                table.add_row(key, f"{self.metrics.latest[key]:.4g}")
+        bar = Table.grid()  # a bar alone does not end its line
+        bar.add_row(ProgressBar(total=self.max_steps, completed=self.metrics.step, width=60))
+        return Group(Text(head), bar, table)
+
+    # ---- the end ------------------------------------------------------------------------------------------------------------
+
+    def _verdict(self, status: JobStatus) -> bool:
+        done = self.run_dir / "done.json"
+        deadline = time.monotonic() + SETTLE_S
+        while status.state in ("COMPLETED", "GONE") and not done.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if status.state in ("COMPLETED", "GONE") and done.exists():
+            self.console.print(Text(f"done: step {json.loads(done.read_text())['step']}, in {self.run_dir}"))
+            return True
+        self.console.print(Text("\n".join(failure(self.run_dir, self.job, status))))
+        return False
+
+
+def failure(run_dir: Path, job: RunJob, status: JobStatus) -> list[str]:
+    """Why the run ended, in lines: failure.json's message, else the end of the log that tells most, and where the logs are."""
+    logs = latest_logs(run_dir)
+    if status.succeeded:
+        lines = [f"{job.name()} ended, but the run is not complete: there is no done.json"]
+    else:
+        lines = [f"the run failed: {job.name()} is {status}"]
+    report = run_dir / "failure.json"
+    if report.exists():
+        said = json.loads(report.read_text())
+        where = ", ".join(f"{key} {said[key]}" for key in ("realm", "host", "verb", "phase") if said.get(key))
+        lines += [f"rank {said['rank']} ({where}): {said['message']}"]
+    elif log := telling_log(run_dir, logs):
+        lines += [f"the end of {log}:", *(f"  {line}" for line in _tail(log).splitlines()[-LOG_LINES:])]
+    return [*lines, f"logs: {logs[0].parent if logs else run_dir / 'submitit'}"]
+
+
+def latest_logs(run_dir: Path) -> list[Path]:
+    """The rank logs of the last attempt, in rank order."""
+    attempts = sorted((run_dir / "attempts").glob("*"), key=lambda path: path.stat().st_ctime)
+    return sorted(attempts[-1].glob("rank*.log")) if attempts else []
+
+
+def telling_log(run_dir: Path, logs: list[Path]) -> Path | None:
+    """The log of the rank that died first: with a traceback, and the earliest last word. Else the executor's own."""
+    by_last_word = sorted(logs, key=lambda path: path.stat().st_mtime)
+    for log in by_last_word:
+        if "Traceback (most recent call last)" in _tail(log):
+            return log
+    own = sorted((run_dir / "submitit").glob("*.log*"), key=lambda path: path.stat().st_mtime) + sorted(
+        (run_dir / "submitit").glob("*_log.out"), key=lambda path: path.stat().st_mtime
+    )
+    return next((log for log in reversed(own) if log.stat().st_size), None)
+
+
+def _tail(log: Path) -> str:
+    """The last TAIL_BYTES."""
+    with open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+        return file.read().decode(errors="replace")

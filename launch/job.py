@@ -1,0 +1,110 @@
+"""What the two executors have in common: the components of a job, its status, and how a run folder remembers its job.
+
+Every rank, under either executor, is started with
+    HETSTEP_RUN_DIR      the run folder, absolute
+    HETSTEP_RANK         global; the train component's ranks come first
+    HETSTEP_WORLD_SIZE   ranks of all components
+    HETSTEP_LOCAL_RANK   on its node, within its component
+    HETSTEP_MASTER_ADDR  a host that rank 0 runs on
+    HETSTEP_ATTEMPT      unique for each start of the ranks; its logs are in attempts/<attempt>/rank00000.log ...
+    HETSTEP_COMPONENT    train, generate
+    HETSTEP_NODE         the name of its node
+    HETSTEP_JOB_ID       Slurm's, of the leading component; or the process id of the local controller
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from pipeline.config import ComponentConfig, Recipe, RecipeError, generates
+
+ROOT = Path(__file__).parent.parent
+"""What ranks find `launch` and `pipeline` by."""
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    state: str  # Slurm's word, or the same word for a local job; GONE: nobody knows it any more
+    reason: str = ""  # why it waits, or why it ended
+    ended: bool = False
+
+    @property
+    def succeeded(self) -> bool:
+        return self.state == "COMPLETED"
+
+    def __str__(self) -> str:
+        return f"{self.state} ({self.reason})" if self.reason else self.state
+
+
+class RunJob(Protocol):
+    """A submitted job, as `follow` needs it."""
+
+    job_id: str
+    start_time: int | None  # as in JobRecord
+
+    def status(self, now: bool = False) -> JobStatus:
+        """`now`: ask, however recently it was asked."""
+
+    def cancel(self, check: bool = True) -> None: ...
+
+    def name(self) -> str:
+        """For people, e.g. `Slurm job 17`."""
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """job.json: which job writes, or wrote last, into a run folder."""
+
+    executor: str  # slurm, local
+    job_id: str
+    host: str
+    start_time: int | None = None  # local: of the controller, in ticks after boot, because a process id is used again
+
+    @classmethod
+    def of(cls, executor: str, job: RunJob) -> JobRecord:
+        return cls(executor, job.job_id, socket.gethostname(), job.start_time)
+
+    def attach(self, run_dir: Path) -> RunJob:
+        """A handle on that job. Raises RecipeError where it cannot be asked from this machine."""
+        if self.executor == "slurm":
+            from launch.slurm import HetSlurmJob
+
+            return HetSlurmJob(run_dir / "submitit", self.job_id)
+        from launch.local import HetLocalJob
+
+        if self.host != socket.gethostname():
+            raise RecipeError(
+                f"run_dir: {run_dir} was last written by local process {self.job_id} on {self.host}; go on from there, or, if"
+                f" that process has ended, delete {run_dir}/job.json"
+            )
+        return HetLocalJob(run_dir / "submitit", self.job_id, start_time=self.start_time)
+
+
+def read_record(run_dir: Path) -> JobRecord | None:
+    path = run_dir / "job.json"
+    return JobRecord(**json.loads(path.read_text())) if path.exists() else None
+
+
+def write_record(run_dir: Path, record: JobRecord) -> None:
+    write_json(run_dir / "job.json", asdict(record))
+
+
+def write_json(path: Path, value: object) -> None:
+    """Readers see the old file or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)
+
+
+def components(recipe: Recipe) -> dict[str, ComponentConfig]:
+    """The job's components, in rank order. vLLM's variables are set before Python starts: it reads them on import."""
+    parts = {"train": recipe.cluster.train}
+    if generates(recipe):
+        generate, vllm = recipe.cluster.generate, recipe.policy.generation.vllm_cfg
+        parts["generate"] = replace(generate, env_vars={**vllm.env_vars, **generate.env_vars})
+    return parts

@@ -1,0 +1,251 @@
+"""The local executor: the same ranks as processes of this machine, under a controller that outlives the terminal.
+
+The controller (`python -m launch.local RUN_DIR`) is to the ranks what Slurm with --kill-on-bad-exit is: the first rank that
+fails ends all others, and so does a signal to the controller, its end by whatever cause, or the time limit.
+A component's "nodes" are
+only a number here: all ranks share this machine, and each "node" has its own range of GPUs. Containers are ignored.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from submitit.local import local
+
+from launch.job import ROOT, JobStatus, write_json
+from pipeline.config import ComponentConfig, RecipeError, ranks, ranks_per_node
+
+GRACE_S = 2.0
+"""Between SIGTERM and SIGKILL."""
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LIBC = ctypes.CDLL(None)
+
+
+# ---- the ranks ----------------------------------------------------------------------------------------------------------
+
+
+def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, str]]:
+    """What each rank's environment has besides the submitting one's, in rank order. Raises RecipeError if GPUs are too few."""
+    world_size = sum(ranks(component) for component in components.values())
+    environments, first_gpu = [], 0
+    for name, component in components.items():
+        per_node = ranks_per_node(component)
+        for index in range(ranks(component)):
+            environment = {
+                "HETSTEP_COMPONENT": name,
+                "HETSTEP_RANK": str(len(environments)),
+                "HETSTEP_WORLD_SIZE": str(world_size),
+                "HETSTEP_LOCAL_RANK": str(index % per_node),
+                "HETSTEP_MASTER_ADDR": "127.0.0.1",
+                "HETSTEP_NODE": socket.gethostname(),
+            }
+            if component.gpus_per_node:
+                node_gpu = first_gpu + index // per_node * component.gpus_per_node
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(node_gpu, component.gpus_per_node))
+            else:
+                environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+            environments.append({**environment, **component.env_vars})
+        first_gpu += component.nodes * component.gpus_per_node
+    return environments
+
+
+def _devices(first: int, count: int) -> list[str]:
+    """`count` GPUs from the `first` one on, out of those that this process may see."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = [str(i) for i in range(first + count)] if visible is None else [d for d in visible.split(",") if d]
+    if len(devices) < first + count:
+        raise RecipeError(
+            f"cluster: the components need {first + count} GPUs or more on this machine, but CUDA_VISIBLE_DEVICES={visible}"
+            f" shows {len(devices)}; fewer nodes or gpus_per_node in cluster.train and cluster.generate"
+        )
+    return devices[first : first + count]
+
+
+def rank_command(run_dir: Path) -> list[str]:
+    return [sys.executable, "-u", "-m", "launch.task", f"{run_dir}/submitit"]
+
+
+def commands(run_dir: Path, components: dict[str, ComponentConfig]) -> str:
+    """One line per rank, for people: what the controller will start."""
+    return "".join(
+        " ".join([*(f"{key}={shlex.quote(value)}" for key, value in environment.items()), shlex.join(rank_command(run_dir))])
+        + "\n"
+        for environment in rank_environments(components)
+    )
+
+
+# ---- the controller -----------------------------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    """Why the controller ends the ranks."""
+
+
+class Controller:
+    """Runs in a process and session of its own. Its job id is its process id; its verdict is left in submitit/<id>_end.json."""
+
+    def __init__(self, run_dir: Path, environments: list[dict[str, str]]):
+        self.run_dir = run_dir
+        self.environments = environments
+        self.attempt = f"local-{os.getpid()}-{int(time.time())}"
+        self.rank_of: dict[int, int] = {}  # process id -> rank, of those that have not been reaped
+
+    def run(self, time_min: float) -> int:
+        """0 if every rank ended with 0, else 1."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, self._stop)
+        signal.setitimer(signal.ITIMER_REAL, time_min * 60)
+        try:
+            self._start()
+            while self.rank_of:
+                self._reap_one()
+            state, reason = "COMPLETED", ""
+        except Stop as stop:
+            state, reason = stop.args
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, signal.SIG_IGN)
+        self._kill_all()
+        write_json(self.run_dir / f"submitit/{os.getpid()}_end.json", {"state": state, "reason": reason})
+        return 0 if state == "COMPLETED" else 1
+
+    def _stop(self, number: int, _frame) -> None:
+        if number == signal.SIGALRM:
+            raise Stop("TIMEOUT", "the time limit, cluster.time_min")
+        raise Stop("CANCELLED", f"by {signal.Signals(number).name}")
+
+    def _start(self) -> None:
+        logs = self.run_dir / "attempts" / self.attempt
+        logs.mkdir(parents=True)
+        shared = {
+            "HETSTEP_RUN_DIR": str(self.run_dir),
+            "HETSTEP_ATTEMPT": self.attempt,
+            "HETSTEP_JOB_ID": str(os.getpid()),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        }
+        for rank, environment in enumerate(self.environments):
+            with open(logs / f"rank{rank:05d}.log", "ab") as log:
+                process = subprocess.Popen(
+                    rank_command(self.run_dir),
+                    env={**os.environ, **shared, **environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    process_group=0,  # so that what a rank starts is ended with it
+                    preexec_fn=_die_with_parent,
+                )
+            self.rank_of[process.pid] = rank
+
+    def _reap_one(self) -> None:
+        """Wait for a rank to end. Raises Stop if it failed, and does not reap it then: its process group stays its own."""
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        rank = self.rank_of[ended.si_pid]
+        if ended.si_code != os.CLD_EXITED:
+            raise Stop("FAILED", f"rank {rank} was ended by {signal.Signals(ended.si_status).name}")
+        if ended.si_status != 0:
+            raise Stop("FAILED", f"rank {rank} exited with status {ended.si_status}")
+        os.waitpid(ended.si_pid, 0)
+        del self.rank_of[ended.si_pid]
+
+    def _kill_all(self) -> None:
+        for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+            for pid in self.rank_of:
+                os.killpg(pid, number)  # the leader is not reaped yet, so the group exists
+            deadline = time.monotonic() + patience
+            while any(not _ended(pid) for pid in self.rank_of) and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+
+def _ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: a controller that is killed with SIGKILL takes the ranks along."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# ---- submitting ---------------------------------------------------------------------------------------------------------
+
+
+class HetLocalJob(local.LocalJob):
+    """A handle on a controller, by its process id and start time; it need not be our child."""
+
+    def __init__(self, folder: Path, job_id: str, tasks=(0,), process=None, start_time: int | None = None):
+        super().__init__(folder, job_id, tasks, process)
+        self.start_time = start_time
+
+    def status(self, now: bool = False) -> JobStatus:
+        alive = self._is_alive()  # asked before the verdict is looked for, which is written first
+        end = self.paths.folder / f"{self.job_id}_end.json"
+        if alive:
+            return JobStatus("RUNNING")
+        if end.exists():
+            return JobStatus(**json.loads(end.read_text()), ended=True)
+        return JobStatus("FAILED", "the controller was killed", ended=True)
+
+    def _is_alive(self) -> bool:
+        if self._process is not None and self._process.poll() is not None:
+            return False
+        return self.start_time is not None and start_time(int(self.job_id)) == self.start_time
+
+    def cancel(self, check: bool = True) -> None:
+        if self._is_alive():
+            os.kill(int(self.job_id), signal.SIGTERM)
+
+    def name(self) -> str:
+        return f"local job {self.job_id}"
+
+
+def start_time(pid: int) -> int | None:
+    """In clock ticks after boot; None for a zombie or no such process. proc(5): /proc/pid/stat, fields 3 and 22."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+class HetLocalExecutor(local.LocalExecutor):
+    """Submits one function to run on every rank of `components`; pickles and the controller's log are in <run_dir>/submitit."""
+
+    job_class = HetLocalJob
+
+    def __init__(self, run_dir: Path, time_min: float, components: dict[str, ComponentConfig]):
+        super().__init__(run_dir / "submitit")
+        self.run_dir = run_dir
+        self.environments = rank_environments(components)
+        self.script = commands(run_dir, components)
+        self.parameters = {"timeout_min": time_min}
+
+    def _num_tasks(self) -> int:
+        return len(self.environments)
+
+    def _submit_command(self, command: str) -> HetLocalJob:
+        plan = {"time_min": self.parameters["timeout_min"], "environments": self.environments}
+        write_json(self.folder / "plan.json", plan)
+        with open(self.folder / "controller.log", "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "launch.local", str(self.run_dir)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a terminal's Ctrl-C or hang-up must not reach it
+            )
+        tasks = range(self._num_tasks())
+        return HetLocalJob(self.folder, str(process.pid), tasks, process, start_time=start_time(process.pid))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    plan = json.loads((folder / "submitit/plan.json").read_text())
+    sys.exit(Controller(folder, plan["environments"]).run(plan["time_min"]))

@@ -1,0 +1,255 @@
+"""The Slurm executor: one heterogeneous job, one background srun per component.
+
+One srun per component, because a container image is an option of a whole srun. The price is that Slurm numbers ranks per step,
+so the batch script tells each step its first global rank. Leaves out: job arrays (Slurm refuses them together with het jobs)
+and requeueing. Options, states and traps: https://slurm.schedmd.com/heterogeneous_jobs.html
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from submitit.slurm import slurm
+
+from launch.job import ROOT, JobStatus
+from pipeline.config import ClusterConfig, ComponentConfig, ranks, ranks_per_node
+
+# A state that is not here is on its way: Slurm adds new ones (SIGNALING ...), and taking one for an end would lose a live job.
+TERMINAL = frozenset(
+    (
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+    )
+)
+GONE = "GONE"  # not Slurm's: nobody knows the job any more
+
+# sbatch sets these from the leading component, and srun reads them as its own options: the other component would get the
+# leader's numbers. Every step says its own instead.
+INHERITED = (
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_CPUS_PER_TASK"),
+    *("SLURM_TRES_PER_TASK", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"),
+    *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
+)
+
+SIGNAL_LEAD_S = 120
+"""How long before the time limit SIGUSR2 comes. Slurm sends it early and coarsely, by up to a minute."""
+
+
+# ---- the batch script ---------------------------------------------------------------------------------------------------
+
+
+def batch_script(
+    run_dir: Path, name: str, cluster: ClusterConfig, components: dict[str, ComponentConfig], after: tuple[str, ...] = ()
+) -> str:
+    """The text for sbatch. `after`: ids of jobs that must have succeeded first."""
+    header, steps, first = [], [], 0
+    for k, (component_name, component) in enumerate(components.items()):
+        header += ["#SBATCH hetjob"] if k else []
+        header += _directives(component, cluster.time_min, name)
+        if k == 0:  # these concern the one batch script
+            header += _flags(
+                ("output", f"{run_dir}/submitit/%j_0_log.out"),
+                ("open-mode", "append"),
+                ("signal", f"USR2@{SIGNAL_LEAD_S}"),
+                ("dependency", f"afterok:{':'.join(after)}" if after else None),
+                ("kill-on-invalid-dep", "yes" if after else None),
+            )
+        group = f"--het-group={k} " if len(components) > 1 else ""
+        steps.append(_step(component_name, component, first, group, run_dir))
+        first += ranks(component)
+    return "\n".join(["#!/bin/bash", *header, "", *_prologue(run_dir, first), "", *steps, "", *_epilogue(len(steps)), ""])
+
+
+def _directives(component: ComponentConfig, time_min: int, name: str) -> list[str]:
+    return _flags(
+        ("job-name", name.replace(" ", "_")),
+        ("time", time_min),
+        ("nodes", component.nodes),
+        ("ntasks-per-node", ranks_per_node(component)),
+        ("cpus-per-task", component.cpus_per_task),
+        ("gpus-per-node", component.gpus_per_node or None),
+        ("mem", component.mem),
+        ("partition", component.partition),
+        ("account", component.account),
+        ("qos", component.qos),
+        ("constraint", component.constraint),
+    ) + (["#SBATCH --exclusive"] if component.exclusive else [])
+
+
+def _flags(*pairs: tuple[str, object]) -> list[str]:
+    return [f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in pairs if value is not None]
+
+
+def _prologue(run_dir: Path, world_size: int) -> list[str]:
+    return [
+        f"export HETSTEP_RUN_DIR={shlex.quote(str(run_dir))} HETSTEP_WORLD_SIZE={world_size} HETSTEP_JOB_ID=$SLURM_JOB_ID",
+        'export HETSTEP_ATTEMPT="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
+        "# SLURM_JOB_NODELIST is merged over the components and sorted: rank 0 need not be on its first host.",
+        'hosts=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}") || exit 1',
+        "export HETSTEP_MASTER_ADDR=${hosts%%$'\\n'*}",
+        f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        'mkdir -p "$HETSTEP_RUN_DIR/attempts/$HETSTEP_ATTEMPT" || exit 1',
+    ]
+
+
+def _step(name: str, component: ComponentConfig, first_rank: int, group: str, run_dir: Path) -> str:
+    """One background srun. The task redirects its own output: srun's %t is off by the component's index."""
+    exports = {"HETSTEP_COMPONENT": name, **component.env_vars}
+    task = [
+        "trap '' USR2",  # or the signal ends the task while Python has no handler yet
+        "export " + " ".join(f"{key}={shlex.quote(value)}" for key, value in exports.items()),
+        f"export HETSTEP_RANK=$(({first_rank} + SLURM_PROCID)) HETSTEP_LOCAL_RANK=$SLURM_LOCALID HETSTEP_NODE=$SLURMD_NODENAME",
+        *(["export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"] if not component.gpus_per_node else []),
+        'exec >>"$HETSTEP_RUN_DIR/attempts/$HETSTEP_ATTEMPT/$(printf rank%05d.log "$HETSTEP_RANK")" 2>&1',
+        f"exec {shlex.quote(component.python or sys.executable)} -u -m launch.task {shlex.quote(f'{run_dir}/submitit')}",
+    ]
+    options = [
+        f"--nodes={component.nodes}",
+        f"--ntasks={ranks(component)}",
+        f"--ntasks-per-node={ranks_per_node(component)}",
+        *([f"--cpus-per-task={component.cpus_per_task}"] if component.cpus_per_task else []),
+        *([f"--gpus-per-node={component.gpus_per_node}"] if component.gpus_per_node else []),
+        *([f"--container-image={component.container_image}"] if component.container_image else []),
+        *([f"--container-mounts={','.join(component.container_mounts)}"] if component.container_mounts else []),
+        *([f"--container-workdir={component.container_workdir}"] if component.container_workdir else []),
+        *component.srun_args,
+    ]
+    scrub = " ".join(f"-u {variable}" for variable in INHERITED)
+    return f"env {scrub} srun {group}--kill-on-bad-exit=1 {shlex.join(options)} bash -c {shlex.quote('; '.join(task))} &"
+
+
+def _epilogue(steps: int) -> list[str]:
+    return [
+        "# A step that fails ends the batch script, and with it Slurm ends the other component.",
+        f"for _ in $(seq {steps}); do wait -n || exit $?; done",
+    ]
+
+
+# ---- the job's state ----------------------------------------------------------------------------------------------------
+
+
+class HetWatcher(slurm.SlurmInfoWatcher):
+    """States from `scontrol show job`, which works without accounting; from sacct once slurmctld has forgotten the job.
+
+    submitit's own watcher reads only sacct, whose rows for a het job are named `17+0`, `17+1`, so it never learns the state.
+    """
+
+    def update(self) -> None:
+        for job_id in self._registered - self._finished:
+            self._num_calls += 1
+            if info := query(job_id):
+                self._info_dict[job_id] = info
+            if self.is_done(job_id, mode="cache"):
+                self._finished.add(job_id)
+        self._last_status_check = time.time()
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        return self.get_state(job_id, mode) in {*TERMINAL, GONE}
+
+
+def query(job_id: str) -> dict[str, str] | None:
+    """{"JobID", "State", "NodeList", "Reason"} of the whole job. State GONE: neither slurmctld nor accounting know it.
+
+    None if slurmctld does not answer just now. Raises FileNotFoundError where there is no scontrol.
+    """
+    answer = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True)
+    if answer.returncode == 0:
+        return combine([parse(line) for line in answer.stdout.splitlines() if line.startswith("JobId=")])
+    if "Invalid job id" not in answer.stderr:
+        return None
+    answer = subprocess.run(
+        ["sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id], capture_output=True, text=True
+    )
+    rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 2]
+    return combine([parse_sacct(*row) for row in rows]) if rows else {"JobID": job_id, "State": GONE}
+
+
+def parse(line: str) -> dict[str, str]:
+    """A line of `scontrol show job -o`. Of a key that comes twice the first counts: SubmitLine is free text, and last."""
+    fields: dict[str, str] = {}
+    for word in line.split():
+        key, equals, value = word.partition("=")
+        if equals:
+            fields.setdefault(key, value)
+    return {
+        "JobID": fields.get("HetJobId", fields["JobId"]),
+        "Offset": fields.get("HetJobOffset", "0"),
+        "State": fields["JobState"],
+        "NodeList": fields.get("NodeList", ""),
+        "Reason": fields.get("Reason", "None"),
+    }
+
+
+def parse_sacct(job_id: str, state: str, nodes: str) -> dict[str, str]:
+    """`17+1`, `CANCELLED by 0`, `n[1-2]` -> the same keys as `parse`."""
+    leader, _, offset = job_id.partition("+")
+    return {"JobID": leader, "Offset": offset or "0", "State": state.split()[0], "NodeList": nodes, "Reason": "None"}
+
+
+def combine(parts: list[dict[str, str]]) -> dict[str, str]:
+    """The components' rows as one: the leader's state, but no end before every component has ended."""
+    parts = sorted(parts, key=lambda part: int(part["Offset"]))
+    leader = dict(parts[0])
+    leader.pop("Offset")
+    leader["NodeList"] = ",".join(part["NodeList"] for part in parts if part["NodeList"])
+    if leader["State"] in TERMINAL and not all(part["State"] in TERMINAL for part in parts):
+        leader["State"] = "COMPLETING"
+    return leader
+
+
+# ---- submitting ---------------------------------------------------------------------------------------------------------
+
+
+class HetSlurmJob(slurm.SlurmJob):
+    watcher = HetWatcher(delay_s=15)
+    start_time = None  # Slurm's ids are not used again
+
+    def status(self, now: bool = False) -> JobStatus:
+        info = self.watcher.get_info(self.job_id, mode="force" if now else "standard")
+        state, reason = info.get("State", "UNKNOWN"), info.get("Reason", "None")
+        return JobStatus(state, "" if reason == "None" else reason, ended=state in TERMINAL or state == GONE)
+
+    def name(self) -> str:
+        return f"Slurm job {self.job_id}"
+
+
+class HetSlurmExecutor(slurm.SlurmExecutor):
+    """Submits one function to run on every rank of `components`; pickles and the batch log are in <run_dir>/submitit."""
+
+    job_class = HetSlurmJob
+
+    def __init__(
+        self,
+        run_dir: Path,
+        name: str,
+        cluster: ClusterConfig,
+        components: dict[str, ComponentConfig],
+        after: tuple[str, ...] = (),
+    ):
+        super().__init__(run_dir / "submitit")
+        self.components = components
+        self.script = batch_script(run_dir, name, cluster, components, after)
+        self.parameters = {"time": cluster.time_min}  # for submitit's bookkeeping; Slurm reads the script
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        return self.script
+
+    def _num_tasks(self) -> int:
+        return sum(ranks(component) for component in self.components.values())
+
+    def _internal_process_submissions(self, delayed_submissions):
+        if len(delayed_submissions) != 1:
+            raise ValueError("a heterogeneous job cannot be a job array: submit one function at a time")
+        return super()._internal_process_submissions(delayed_submissions)

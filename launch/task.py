@@ -1,0 +1,83 @@
+"""What every rank's process runs: `python -m launch.task FOLDER`, under Slurm and on this machine alike.
+
+Both executors start it with the same environment (`HETSTEP_*`, see launch/job.py), so submitit needs one job environment, not
+one per executor. It runs submitit's `process_job` and then leaves by `os._exit`, because the teardown of an inference engine or
+of a process group may hang after the work is done or has failed, and a rank that lingers keeps the whole job alive.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+from submitit.core import plugins
+from submitit.core.job_environment import JobEnvironment
+
+end_is_near = threading.Event()
+"""Set by SIGUSR2, which Slurm sends before the time limit or a preemption; the pipeline may look at it between two steps."""
+
+
+class HetstepJobEnvironment(JobEnvironment):
+    """submitit's view of a rank, read from the environment that both executors set."""
+
+    _env = {  # noqa: RUF012 (declared ClassVar by the base class)
+        "job_id": "HETSTEP_JOB_ID",
+        "global_rank": "HETSTEP_RANK",
+        "local_rank": "HETSTEP_LOCAL_RANK",
+        "num_tasks": "HETSTEP_WORLD_SIZE",
+    }
+
+    def __repr__(self) -> str:
+        return (
+            f"rank {self.global_rank} of {self.num_tasks} ({os.environ['HETSTEP_COMPONENT']}) on"
+            f" {os.environ['HETSTEP_NODE']}, attempt {os.environ['HETSTEP_ATTEMPT']}"
+        )
+
+    def _handle_signals(self, paths, submission) -> None:
+        """Not submitit's handlers, which ignore SIGTERM (a cancel would take KillWait) and requeue inside the signal."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR2, lambda *_: end_is_near.set())
+
+
+def rank_main(run_dir: str) -> None:
+    """What `launch/submit.py` submits: the pipeline's entry. Imported here, so that submitting never imports torch."""
+    from pipeline import main
+
+    main.main(Path(run_dir))
+
+
+def run(folder: str) -> int:
+    """Run the pickled submission in `folder` as this rank; the status to exit with. Its errors go to stderr."""
+    from submitit.core.submission import process_job
+
+    plugins.get_job_environments()["hetstep"] = HetstepJobEnvironment()  # process_job picks by SUBMITIT_EXECUTOR
+    os.environ["SUBMITIT_EXECUTOR"] = "hetstep"
+    try:
+        process_job(folder)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main(folder: str) -> None:
+    status = run(folder)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    # Not `main` of this module: the pickle refers to `launch.task`, and there must be one copy of `end_is_near`.
+    from launch import task
+
+    task.main(sys.argv[1])

@@ -1,0 +1,163 @@
+"""From a record to tokens: prompts for sampling, conversations for supervised training.
+
+With a chat template, a prompt is the rendered conversation up to where the assistant speaks, and in training the loss counts
+what the assistant says, its end-of-turn token included. Without one (`data.apply_chat_template: false`) a prompt is bare text,
+and what is learned is the answer and the end-of-sequence token.
+
+Leaves out: tool calls, images, preference pairs.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.config import DataConfig, DatasetConfig, TokenizerConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def load_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer `config.name`, with the recipe's chat template if it gives one."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(config.name)
+    if config.chat_template is not None:
+        tokenizer.chat_template = config.chat_template
+    return tokenizer
+
+
+class Encoder:
+    """Encodes the records of one data set.
+
+    Raises ValueError if the tokenizer has no chat template and the recipe asks for one, if `prompt_file` has no single {}, or
+    if there is a system prompt and nowhere to put it.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, tokenizer_config: TokenizerConfig, data: DataConfig, dataset: DatasetConfig
+    ) -> None:
+        self.tokenizer, self.data, self.dataset = tokenizer, data, dataset
+        self._template_kwargs = tokenizer_config.chat_template_kwargs or {}
+        self._prompt_text = _read_prompt_file(dataset.prompt_file) if dataset.prompt_file else "{}"
+        self._system = Path(dataset.system_prompt_file).read_text().strip() if dataset.system_prompt_file else None
+        if data.apply_chat_template and not tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path} has no chat template; give one in policy.tokenizer.chat_template,"
+                " or set data.apply_chat_template=false for bare text"
+            )
+        if self._system is not None and not data.apply_chat_template:
+            raise ValueError("data: system_prompt_file needs a chat template, and data.apply_chat_template is false")
+        if dataset.messages_key and not data.apply_chat_template:
+            raise ValueError("data: messages_key needs a chat template, and data.apply_chat_template is false")
+
+    def prompt(self, record: dict[str, Any]) -> np.ndarray:
+        """`[P]` int32: the tokens after which the policy answers. Raises ValueError if the record lacks the input."""
+        text = self._prompt_text.format(_text(record, self.dataset.input_key))
+        if not self.data.apply_chat_template:
+            return _int32(self.tokenizer(text).input_ids)
+        return _int32(self._render([*self._system_message(), {"role": "user", "content": text}], add_generation_prompt=True))
+
+    def answer(self, record: dict[str, Any]) -> str:
+        """The expected answer. Raises ValueError if the record lacks it."""
+        return _text(record, self.dataset.output_key)
+
+    def conversation(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens `[L]` int32 and loss mask `[L]` bool.
+
+        Raises ValueError if the record has no conversation with an assistant in it, or if the template renders an earlier turn
+        differently once later ones follow, so that no mask can say which tokens are the assistant's.
+        """
+        if not self.data.apply_chat_template:
+            prompt = self.prompt(record)
+            answer = self.tokenizer(self.answer(record), add_special_tokens=False).input_ids
+            answer = _int32([*answer, self.tokenizer.eos_token_id])
+            return np.concatenate([prompt, answer]), np.arange(len(prompt) + len(answer)) >= len(prompt)
+        messages = self._messages(record)
+        if GENERATION_BLOCK.search(self.tokenizer.get_chat_template()):
+            rendered = self._render(messages, return_dict=True, return_assistant_tokens_mask=True)
+            return _int32(rendered["input_ids"]), np.asarray(rendered["assistant_masks"], dtype=bool)
+        return self._masked_by_prefixes(messages)
+
+    def _messages(self, record: dict[str, Any]) -> list[dict[str, str]]:
+        if not self.dataset.messages_key:
+            user = self._prompt_text.format(_text(record, self.dataset.input_key))
+            turns = [{"role": "user", "content": user}, {"role": "assistant", "content": self.answer(record)}]
+            return [*self._system_message(), *turns]
+        messages = record.get(self.dataset.messages_key)
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
+            raise ValueError(f"'{self.dataset.messages_key}' is not a list of {{role, content}}")
+        roles = [message["role"] for message in messages]
+        if "assistant" not in roles or roles[0] == "assistant":
+            raise ValueError(f"'{self.dataset.messages_key}' has no assistant's turn after another's: {roles}")
+        return messages if roles[0] == "system" else [*self._system_message(), *messages]
+
+    def _system_message(self) -> list[dict[str, str]]:
+        return [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def _render(self, messages: list[dict[str, str]], **options: Any) -> Any:
+        return self.tokenizer.apply_chat_template(messages, **{"return_dict": False, **self._template_kwargs, **options})
+
+    def _masked_by_prefixes(self, messages: list[dict[str, str]]) -> tuple[np.ndarray, np.ndarray]:
+        """An assistant's turn is what rendering it adds to the conversation before it. Each rendering must begin with the one
+        before; then the spans are those of the whole."""
+        whole = self._render(messages)
+        mask = np.zeros(len(whole), dtype=bool)
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:i], add_generation_prompt=True)
+            after = self._render(messages[: i + 1])
+            if after[: len(before)] != before or whole[: len(after)] != after:
+                raise ValueError(
+                    f"the chat template renders the conversation up to message {i} differently when more follows, so the"
+                    " assistant's tokens cannot be told from the rest; mark them with {% generation %} in"
+                    " policy.tokenizer.chat_template, or train on single turns"
+                )
+            mask[len(before) : self._end_of_turn(after, len(before))] = True
+        return _int32(whole), mask
+
+    def _end_of_turn(self, tokens: list[int], begin: int) -> int:
+        """Where the loss on the turn that starts at `begin` stops: behind its last special token, if only white space follows
+        (the newline after <|im_end|> is the template's: a sampler stops before it)."""
+        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        for end in range(len(tokens), begin, -1):
+            if tokens[end - 1] in special:
+                return end
+            if self.tokenizer.decode(tokens[end - 1]).strip():
+                break
+        return len(tokens)
+
+
+def _read_prompt_file(path: str) -> str:
+    """Braces are Python's: one {} for the input, {{ and }} for the others (as in \\boxed{{}})."""
+    text = Path(path).read_text()
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+    except ValueError as error:
+        raise ValueError(f"data: prompt_file {path}: {error}; write braces other than the input's as {{{{ and }}}}") from None
+    if fields != [""]:
+        raise ValueError(
+            f"data: prompt_file {path} must have one {{}} where the input goes ({{{{ and }}}} for braces); its fields: {fields}"
+        )
+    return text
+
+
+def _text(record: dict[str, Any], key: str) -> str:
+    if key not in record:
+        raise ValueError(f"has no '{key}'; it has: {', '.join(record)}")
+    value = record[key]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"'{key}' is a {type(value).__name__}, not a text or a number")
+    return str(value)
+
+
+def _int32(tokens: list[int]) -> np.ndarray:
+    return np.asarray(tokens, dtype=np.int32)

@@ -1,0 +1,90 @@
+"""Which sequences go through the model together, and laying them end to end.
+
+Pure Python over lengths; nothing is padded. Leaves out: splitting one sequence over microbatches.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pipeline.types import PackedBatch, Sample
+
+_NOTHING = Sample(np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1, np.float32), np.zeros(1, np.float32))
+
+
+def plan_microbatches(
+    lengths: Sequence[int], data_ranks: int, max_tokens: int | None, max_sequences: int | None
+) -> list[list[list[int]]]:
+    """Share sequences among data-parallel ranks and microbatches: `plan[rank][microbatch]` is a list of sample numbers.
+
+    Every sample comes once; every rank has the same number of microbatches, because FSDP's ranks gather weights together; no
+    microbatch is above `max_tokens` tokens or `max_sequences` sequences. There are as few microbatches as a longest-first
+    assignment to the emptiest one finds room for; all are of similar size, for ranks wait for each other at each of them. In
+    a microbatch the longest come first and equal lengths lie together. With fewer samples than microbatches must be, some are
+    empty (say 3 samples of which no two fit together, for 2 ranks); `pack` makes of those one token that counts for nothing.
+
+    Raises ValueError if a sample is above `max_tokens`, or there are fewer samples than ranks.
+    """
+    if len(lengths) < data_ranks:
+        raise ValueError(f"{len(lengths)} sequences cannot be shared among {data_ranks} data-parallel ranks")
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if max_tokens is not None and lengths[longest_first[0]] > max_tokens:
+        raise ValueError(
+            f"sample {longest_first[0]} has {lengths[longest_first[0]]} tokens, more than a microbatch may have ({max_tokens})"
+        )
+    tokens = max_tokens or sum(lengths)
+    sequences = max_sequences or len(lengths)
+    least = max(-(-sum(lengths) // tokens), -(-len(lengths) // sequences))
+    for rounds in itertools.count(-(-least // data_ranks)):
+        bins = _spread(lengths, longest_first, rounds * data_ranks, tokens, sequences)
+        if bins is not None:
+            break
+    bins.sort(key=lambda members: -sum(lengths[i] for i in members))
+    plan: list[list[list[int]]] = [[] for _ in range(data_ranks)]
+    for k in range(rounds):
+        of_this_round = bins[k * data_ranks : (k + 1) * data_ranks]
+        # Back and forth, so that no rank has the largest of every round.
+        for rank, members in enumerate(of_this_round if k % 2 == 0 else reversed(of_this_round)):
+            plan[rank].append(members)
+    return plan
+
+
+def _spread(
+    lengths: Sequence[int], longest_first: list[int], count: int, max_tokens: int, max_sequences: int
+) -> list[list[int]] | None:
+    """Give each sequence to the bin with the fewest tokens. None if that one has no room, for then no other has."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    emptiest = [(0, b) for b in range(count)]  # a heap; bins that have max_sequences leave it
+    for i in longest_first:
+        if not emptiest or emptiest[0][0] + lengths[i] > max_tokens:
+            return None
+        total, b = heapq.heappop(emptiest)
+        bins[b].append(i)
+        if len(bins[b]) < max_sequences:
+            heapq.heappush(emptiest, (total + lengths[i], b))
+    return bins
+
+
+def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
+    """Lay samples end to end. Of no samples it makes a batch of one token with a False mask, whose share of any loss is 0."""
+    samples = samples or [_NOTHING]
+    lengths = tuple(len(sample.tokens) for sample in samples)
+
+    def joined(field: str, dtype: type) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([getattr(sample, field) for sample in samples]).astype(dtype)).to(device)
+
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    return PackedBatch(
+        tokens=joined("tokens", np.int64),
+        positions=torch.from_numpy(positions).to(device),
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device),
+        lengths=lengths,
+        loss_mask=joined("loss_mask", np.bool_),
+        generate_logprobs=joined("logprobs", np.float32),
+        advantages=joined("advantages", np.float32),
+    )

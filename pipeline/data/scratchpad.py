@@ -1,0 +1,87 @@
+"""Scratchpad addition: a task that a 0.8M-parameter model learns in a minute on two CPU cores, and its tokenizer.
+
+    47+85=  ->  7+5=12,4+8+1=13;132
+
+The columns are added from the right, each with its carry; the answer follows the `;`. Demonstrations can be careless
+(`mistakes`): supervised training then learns the scratchpad, slips and all, and reinforcement learning, which sees only
+whether the answer is right, must become better than its teacher. (Scratchpads: Nye et al. 2021, arXiv:2112.00114.)
+
+Leaves out: negative numbers, more than two summands.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+PAD, BOS, EOS, UNK = "<pad>", "<s>", "</s>", "<unk>"
+CHARACTERS = "0123456789+=,;:.-*/ abcdefghijklmnopqrstuvwxyz?!()[]<>_'\"#|\n"
+VALIDATION_SHARE = 16  # one sum in so many is for validation
+
+
+def addition(
+    split: str, size: int, seed: int, digits: int | Sequence[int] = (1, 2, 3), mistakes: float = 0.0
+) -> list[dict[str, str]]:
+    """`size` sums as `{"input": "47+85=", "output": "7+5=12,4+8+1=13;132", "answer": "132"}`, drawn with replacement.
+
+    Each summand's number of digits is drawn evenly from `digits`. With the probability `mistakes` a column of `output` has a
+    wrong last digit, which its result takes over; `answer` is always right. Whether a sum may appear in "train" or in
+    "validation" is a property of the sum alone, so the two share none, whatever their sizes and seeds. Raises ValueError for
+    another split and for digits below 1.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f"scratchpad_addition: split '{split}' is not one of: train, validation")
+    lengths = [digits] if isinstance(digits, int) else list(digits)
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"scratchpad_addition: digits {digits} must be numbers of at least 1")
+    draw = random.Random(f"scratchpad addition {split} {seed}")
+    records = []
+    while len(records) < size:
+        a, b = (_number(draw, draw.choice(lengths)) for _ in range(2))
+        if (split == "validation") == _for_validation(a, b):
+            records.append({"input": f"{a}+{b}=", "output": _demonstration(a, b, mistakes, draw), "answer": str(a + b)})
+    return records
+
+
+def _number(draw: random.Random, digits: int) -> int:
+    return draw.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+
+
+def _for_validation(a: int, b: int) -> bool:
+    return zlib.crc32(f"{a}+{b}".encode()) % VALIDATION_SHARE == 0
+
+
+def _demonstration(a: int, b: int, mistakes: float, draw: random.Random) -> str:
+    columns, carry, result = [], 0, ""
+    for place in range(max(len(str(a)), len(str(b)))):
+        x, y = a // 10**place % 10, b // 10**place % 10
+        total = x + y + carry
+        if draw.random() < mistakes:
+            total = total // 10 * 10 + (total + draw.randint(1, 9)) % 10
+        columns.append(f"{x}+{y}+1={total}" if carry else f"{x}+{y}={total}")
+        carry, result = total // 10, f"{total % 10}{result}"
+    return f"{','.join(columns)};{carry or ''}{result}"
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write the character tokenizer of `recipes/tiny` (64 tokens, a text begins with <s>): python -c "from pathlib import
+    Path; from pipeline.data.scratchpad import write_tokenizer; write_tokenizer(Path('recipes/tiny'))"."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, UNK, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNK,
+        model_max_length=128,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)

@@ -1,0 +1,174 @@
+"""Records as a shuffled, resumable stream of what a step takes.
+
+Position p of the stream is record `permutation(seed, p // N)[p % N]` of N: each epoch is a fresh order that depends on seed
+and epoch alone, so the stream's whole state is its position, and a resumed run sees exactly the prompts that it would have
+seen, whatever number it takes at a time. torchdata's StatefulDataLoader carries that position; it runs in this process
+(`num_workers=0`): a step's prompts are encoded in milliseconds, and forking a rank that holds a process group is not safe.
+
+Leaves out: sharding (the coordinator alone reads the data), curricula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from pipeline.data.chat import Encoder
+from pipeline.types import Prompt, Sample
+
+CHECKED_AT_START = 20_000  # records encoded once before the run (seconds), so that a bad one ends it at once
+
+Record = dict[str, Any]
+Item = TypeVar("Item", Prompt, Sample)
+
+
+def encode_prompt(encoder: Encoder, position: int, record: Record) -> Prompt:
+    """`Prompt.index` is the position in the stream, over all epochs."""
+    return Prompt(position, encoder.prompt(record), encoder.dataset.env_name, {"answer": encoder.answer(record)})
+
+
+def encode_example(encoder: Encoder, position: int, record: Record) -> Sample:
+    """A conversation to learn from; log-probs and advantages are 0, supervised training has none."""
+    tokens, mask = encoder.conversation(record)
+    zeros = np.zeros(len(tokens), dtype=np.float32)
+    return Sample(tokens, mask, logprobs=zeros, advantages=zeros)
+
+
+class Stream(Generic[Item]):
+    """Takes items in order, and can be put back to where it was.
+
+    Raises ValueError, naming the record, if one cannot be encoded, or is longer than `data.max_input_seq_length` where
+    `data.overlong_prompts` is "error"; where that is "drop" the stream passes over such records, and their positions with
+    them. The first CHECKED_AT_START records are encoded at once for this; `dropped_at_start` of them are too long.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        encoder: Encoder,
+        encode: Callable[[Encoder, int, Record], Item],
+        *,
+        seed: int,
+        shuffle: bool,
+        max_num_epochs: int,
+    ) -> None:
+        self._identity = {"records": len(records), "seed": seed, "shuffle": shuffle}
+        self._order = _Order(len(records), seed, shuffle, max_num_epochs)
+        items = _Items(records, encoder, encode)
+        # The loader draws a number when it starts; from a generator of its own, it leaves the run's random state alone.
+        self._loader = StatefulDataLoader(
+            items, batch_size=None, sampler=self._order, collate_fn=_as_it_is, generator=torch.Generator()
+        )
+        self._iterator = iter(self._loader)
+        checked = min(len(records), CHECKED_AT_START)
+        self.dropped_at_start = sum(items[0, number] is None for number in range(checked))
+        if self.dropped_at_start == checked:
+            raise ValueError(f"data: the first {checked} records are all longer than data.max_input_seq_length")
+
+    @property
+    def epochs_done(self) -> int:
+        return self._order.position // self._identity["records"]
+
+    def take(self, n: int) -> list[Item]:
+        """The next n items. Fewer, and at last none, only when `max_num_epochs` have gone by."""
+        items: list[Item] = []
+        while len(items) < n:
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                break
+            if item is not None:
+                items.append(item)
+        return items
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {**self._identity, "loader": self._loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken. Raises ValueError if that was another data set, seed or order."""
+        for key, value in self._identity.items():
+            if state[key] != value:
+                raise ValueError(f"data: the checkpoint's stream had {key} {state[key]}, this one has {value}: it cannot go on")
+        self._loader.load_state_dict(state["loader"])
+        self._iterator = iter(self._loader)
+
+
+class PromptStream(Stream[Prompt]):
+    """Prompts to sample from."""
+
+    def __init__(
+        self, records: Sequence[Record], encoder: Encoder, *, seed: int, shuffle: bool = True, max_num_epochs: int = 1
+    ) -> None:
+        super().__init__(records, encoder, encode_prompt, seed=seed, shuffle=shuffle, max_num_epochs=max_num_epochs)
+
+
+class ExampleStream(Stream[Sample]):
+    """Conversations for supervised training."""
+
+    def __init__(
+        self, records: Sequence[Record], encoder: Encoder, *, seed: int, shuffle: bool = True, max_num_epochs: int = 1
+    ) -> None:
+        super().__init__(records, encoder, encode_example, seed=seed, shuffle=shuffle, max_num_epochs=max_num_epochs)
+
+
+class _Order(Sampler):
+    """Yields (position, record number). Its own iterator, so that it goes on where it stands after `load_state_dict`."""
+
+    def __init__(self, size: int, seed: int, shuffle: bool, epochs: int) -> None:
+        self._size, self._seed, self._shuffle, self._epochs = size, seed, shuffle, epochs
+        self._permutation: tuple[int, np.ndarray] | None = None  # of which epoch, [N]
+        self.position = 0
+
+    def __iter__(self) -> _Order:
+        return self
+
+    def __next__(self) -> tuple[int, int]:
+        epoch, place = divmod(self.position, self._size)
+        if epoch >= self._epochs:
+            raise StopIteration
+        self.position += 1
+        if not self._shuffle:
+            return self.position - 1, place
+        if self._permutation is None or self._permutation[0] != epoch:
+            self._permutation = epoch, np.random.default_rng([self._seed, epoch]).permutation(self._size)
+        return self.position - 1, int(self._permutation[1][place])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class _Items(Dataset):
+    """The item at (position, record number); None where the record is too long and to be dropped."""
+
+    def __init__(self, records: Sequence[Record], encoder: Encoder, encode: Callable[[Encoder, int, Record], Any]) -> None:
+        self._records, self._encoder, self._encode = records, encoder, encode
+
+    def __getitem__(self, place: tuple[int, int]) -> Prompt | Sample | None:
+        position, number = place
+        data = self._encoder.data
+        try:
+            item = self._encode(self._encoder, position, self._records[number])
+            if len(item.tokens) <= data.max_input_seq_length:
+                return item
+            if data.overlong_prompts == "error":
+                raise ValueError(
+                    f"{len(item.tokens)} tokens are more than data.max_input_seq_length {data.max_input_seq_length};"
+                    " data.overlong_prompts=drop passes over such records"
+                )
+        except ValueError as error:
+            raise ValueError(f"data: record {number} (from 0): {error}") from error
+        return None
+
+
+def _as_it_is(item: Any) -> Any:
+    """For the loader, which would turn numpy into tensors."""
+    return item

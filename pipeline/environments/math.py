@@ -1,0 +1,112 @@
+"""Mathematical answers, judged by math-verify in a process of its own.
+
+Comparing two expressions can take for ever, or all memory: sympy evaluates what a model wrote. So a long-lived worker
+(`math_worker.py`) does it, with a limit of seconds for each answer; a worker that outlasts it is killed and another started.
+Worker and environment exchange lines of JSON over pipes.
+
+Leaves out: several workers; rewards for form.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pipeline.environments.base import Outcome
+from pipeline.types import Prompt
+
+START_TIMEOUT_S = 300.0  # importing sympy, on a cold network file system
+PACKAGE_ROOT = Path(__file__).parents[2]
+
+
+class Math:
+    """Reward 1 if math-verify finds the text's answer equal to `prompt.task["answer"]`, else 0.
+
+    `timeout_s` is for one answer. Metrics: `accuracy`; `timeout`, 1 if it took longer; `crash`, 1 if the worker died of it. The
+    reward of the latter two is 0.
+    """
+
+    def __init__(self, timeout_s: float = 10.0) -> None:
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s: {timeout_s} must be above 0")
+        self._timeout_s = timeout_s
+        self._worker = _Worker()
+
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        """Raises ValueError if math-verify can read nothing in the expected answer."""
+        if not self._worker.alive:  # killed below, or with the thread that started it
+            self._worker = _Worker()
+        try:
+            reply = self._worker.ask({"expected": prompt.task["answer"], "text": text}, self._timeout_s)
+        except (TimeoutError, EOFError) as error:
+            self._worker.kill()
+            return Outcome(0.0, _metrics(timeout=isinstance(error, TimeoutError), crash=isinstance(error, EOFError)))
+        if "error" in reply:
+            raise ValueError(f"prompt {prompt.index}: {reply['error']}")
+        return Outcome(float(reply["right"]), _metrics(accuracy=reply["right"]))
+
+    def close(self) -> None:
+        self._worker.kill()
+
+
+def _metrics(accuracy: bool = False, timeout: bool = False, crash: bool = False) -> dict[str, float]:
+    return {"accuracy": float(accuracy), "timeout": float(timeout), "crash": float(crash)}
+
+
+class _Worker:
+    """The process. Raises RuntimeError if it does not start; its error messages are on this process's stderr."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.environments.math_worker", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        self._received = b""
+        try:
+            self._receive(START_TIMEOUT_S)
+        except (TimeoutError, EOFError) as error:
+            self.kill()
+            raise RuntimeError(f"the math worker did not start: {error!r}, exit status {self.process.returncode}") from error
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def ask(self, question: dict[str, str], timeout_s: float) -> dict[str, object]:
+        """One question, one reply. Raises TimeoutError, or EOFError if the worker dies."""
+        try:
+            self.process.stdin.write(json.dumps(question).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise EOFError("the math worker is gone") from None
+        return self._receive(timeout_s)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                pass  # what was still to be written was for the dead
+
+    def _receive(self, timeout_s: float) -> dict[str, object]:
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._received:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"no reply within {timeout_s} s")
+            chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                raise EOFError("the math worker died")
+            self._received += chunk
+        line, self._received = self._received.split(b"\n", 1)
+        return json.loads(line)

@@ -1,0 +1,34 @@
+"""What both backends derive from a request and from the policy's files: the room for new tokens and the stop tokens."""
+
+from __future__ import annotations
+
+from pipeline.config import PolicyConfig
+from pipeline.types import Request
+
+
+def new_token_limit(request: Request, max_model_len: int) -> int:
+    """How many tokens may be drawn for `request`. Raises ValueError, naming it, if its prompt is empty or leaves no room."""
+    if not len(request.tokens):
+        raise ValueError(f"request {request.id}: the prompt is empty")
+    room = max_model_len - len(request.tokens)
+    if room < 1:
+        raise ValueError(
+            f"request {request.id}: a prompt of {len(request.tokens)} tokens leaves no room for a new one"
+            f" in max_model_len {max_model_len}"
+        )
+    return min(room, request.sampling.max_new_tokens)
+
+
+def eos_token_ids(policy: PolicyConfig) -> tuple[int, ...]:
+    """The tokens that end any completion: the tokenizer's, and those that the model's generation_config, if any, lists.
+
+    Chat models name several there, e.g. Llama 3 ends a turn with another token than a text.
+    """
+    from transformers import AutoTokenizer, GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+
+    ids = {AutoTokenizer.from_pretrained(policy.tokenizer.name).eos_token_id}
+    if cached_file(policy.model_name, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False) is not None:
+        listed = GenerationConfig.from_pretrained(policy.model_name).eos_token_id
+        ids.update(listed if isinstance(listed, list) else [listed])
+    return tuple(sorted(ids - {None}))

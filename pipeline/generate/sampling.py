@@ -1,0 +1,77 @@
+"""Drawing one token per row, so that a row's draws depend on its own seed and positions and on nothing else.
+
+Gumbel-max: argmax(log p - log E) with E ~ Exp(1) independent per token is a draw from p. E is a pure function of (seed,
+position, token), counted out by SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014; its
+constants are below), so no generator is kept per request and one pass of tensor arithmetic serves all rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of the unsigned 64-bit `value`; torch's int64 arithmetic wraps, so bits are all that matters."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift; torch's own keeps the sign."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's output function, elementwise on int64."""
+    x = (x ^ _shift(x, 30)).mul_(_MIX_1)
+    x = x.bitwise_xor_(_shift(x, 27)).mul_(_MIX_2)
+    return x.bitwise_xor_(_shift(x, 31))
+
+
+def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Exp(1) draws, [R, vocab_size] float32, from `seeds` [R] int64 and `positions` [R] int64 (0 is a request's first draw)."""
+    stream = _mix(_mix(seeds) + (positions + 1) * _GAMMA)
+    counter = torch.arange(1, vocab_size + 1, device=seeds.device).mul_(_GAMMA)
+    bits = _mix(stream[:, None] + counter)
+    # The top 32 bits: small E wins the argmax, and -log1p(-u) keeps u's full resolution there.
+    uniform = _shift(bits, 32).to(torch.float32).add_(0.5).mul_(2.0**-32)
+    return uniform.neg_().log1p_().neg_()
+
+
+def keep_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Logits [R, V] with -inf outside each row's top k [R] int64 and then outside the smallest set of probability top p [R]."""
+    ordered, order = logits.sort(dim=-1, descending=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities  # so the first is always kept
+    ordered = ordered.masked_fill(before >= top_p[:, None], -torch.inf)
+    return torch.empty_like(logits).scatter_(-1, order, ordered)
+
+
+def sample(
+    logits: torch.Tensor,  # [R, V], any float type
+    temperature: torch.Tensor | None,  # [R] float32; 0 is greedy; None: all greedy
+    seeds: torch.Tensor,  # [R] int64
+    positions: torch.Tensor,  # [R] int64, tokens drawn before
+    top_k: torch.Tensor | None,  # [R] int64, V where there is no limit; None: no row has one
+    top_p: torch.Tensor | None,  # [R] float32; given together with top_k
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [R] int64 and their log-probs [R] float32 in the distribution drawn from (greedy rows: at temperature 1)."""
+    logits = logits.float()
+    if temperature is None:
+        logprobs = logits.log_softmax(-1)
+        tokens = logprobs.argmax(-1)
+    else:
+        greedy = temperature == 0
+        logits = logits / torch.where(greedy, 1.0, temperature)[:, None]
+        if top_k is not None:
+            logits = keep_top(logits, top_k, top_p)
+        logprobs = logits.log_softmax(-1)
+        noise = exponential_noise(seeds, positions, logits.shape[-1]).log_().mul_(~greedy[:, None])
+        tokens = (logprobs - noise).argmax(-1)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]

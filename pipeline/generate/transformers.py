@@ -1,0 +1,220 @@
+"""Generation with a Hugging Face model: continuous batching over dense rows. The reference that vLLM is tested against.
+
+Every `step` first admits waiting requests, in order, up to `max_num_seqs` rows, then draws one token for every row. A finished
+row leaves at once and the last row takes its place, so the batch is always as wide as there are unfinished requests. Equal
+prompts are prefilled once: the first request's keys and values are copied for the others, also when those are admitted while
+it still runs. A prefill covers all but the prompt's last token, which goes in as the row's first decode step; so there is only
+one place where tokens are drawn.
+
+Left out: prefix sharing between different prompts, tensor parallelism, attention other than full (see kv_cache).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from pipeline.config import PolicyConfig
+from pipeline.generate.kv_cache import ATTENTION, RowCache
+from pipeline.generate.requests import eos_token_ids, new_token_limit
+from pipeline.generate.sampling import sample
+from pipeline.generate.weights import checked, checkpoint_shapes, model_config
+from pipeline.types import Completion, Request
+
+_PREFILL_TOKENS = 16384  # of one forward, with padding; bounds its activations
+
+
+@dataclass(slots=True)
+class _Row:
+    """A running sequence: prompt, then `tokens`; the cache holds all of it but the last token."""
+
+    request: Request
+    limit: int  # of new tokens
+    stop: frozenset[int]
+    length: int  # tokens in the cache
+    last: int  # the token that goes in next
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """How each row is drawn from; R rows, on the device. See `sample`."""
+
+    temperature: torch.Tensor | None  # [R] float32
+    seeds: torch.Tensor  # [R] int64
+    top_k: torch.Tensor | None  # [R] int64
+    top_p: torch.Tensor | None  # [R] float32
+
+
+class TransformersBackend:
+    """One engine on one device: the current CUDA device, or the CPU where there is none."""
+
+    def __init__(self, policy: PolicyConfig) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        config = model_config(policy)
+        self._shapes, self._tied = checkpoint_shapes(config)
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, policy.precision), attn_implementation=ATTENTION
+            )
+        self._model = model.to(self._device).eval().requires_grad_(False)
+        self._tensors = {name: tensor for name, tensor in model.state_dict().items() if name in self._shapes}
+        if absent := self._shapes.keys() - self._tensors.keys():
+            raise ValueError(
+                f"{policy.model_name}: transformers stores '{min(absent)}' fused with other tensors, which the transformers"
+                " backend does not take apart; use policy.generation.backend=vllm"
+            )
+        self._eos = eos_token_ids(policy)
+        self._max_rows = policy.generation.max_num_seqs
+        self._max_model_len = policy.generation.vllm_cfg.max_model_len
+        self._version: int | None = None
+        self._usable = False
+        self._waiting: deque[tuple[Request, int]] = deque()
+        self._rows: list[_Row] = []
+        self._draws: _Draws | None = None  # of the present rows; None: to be made
+        self._cache = RowCache(config.num_hidden_layers)
+        self.prefilled_tokens = 0  # since the start; equal prompts count once
+
+    @property
+    def pending(self) -> int:
+        return len(self._waiting) + len(self._rows)
+
+    def add(self, requests: list[Request]) -> None:
+        self._check_usable()
+        self._waiting.extend([(request, new_token_limit(request, self._max_model_len)) for request in requests])
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        self._check_usable()
+        if self._waiting and len(self._rows) < self._max_rows:
+            self._admit()
+        if not self._rows:
+            return []
+        self._decode()
+        return self._take_finished()
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        if self.pending:
+            raise RuntimeError(f"load_weights with {self.pending} requests pending: a completion has one version")
+        self._usable = False
+        for name, tensor in checked(weights, self._shapes, self._tied):
+            self._tensors[name].copy_(tensor)
+        self._version, self._usable = version, True
+
+    def close(self) -> None:
+        """Drop the model and the cache."""
+        self._usable = False
+        del self._model, self._tensors, self._cache
+
+    def _check_usable(self) -> None:
+        if not self._usable:
+            raise RuntimeError("the engine has no whole set of weights; load_weights must succeed first")
+
+    def _admit(self) -> None:
+        """Move waiting requests to rows, and fill those rows' caches with all but the last token of their prompts."""
+        owners = {row.request.tokens.tobytes(): index for index, row in enumerate(self._rows)}
+        fresh, copies = [], []
+        while self._waiting and len(self._rows) < self._max_rows:
+            request, limit = self._waiting.popleft()
+            index, prompt = len(self._rows), np.asarray(request.tokens, dtype=np.int32)
+            stop = frozenset((*self._eos, *request.sampling.stop_token_ids))
+            self._rows.append(_Row(request, limit, stop, length=len(prompt) - 1, last=int(prompt[-1])))
+            owner = owners.setdefault(prompt.tobytes(), index)
+            if len(prompt) > 1:
+                fresh.append(index) if owner == index else copies.append((owner, index))
+        self._draws = None
+        self._cache.reserve(len(self._rows), max(row.length for row in self._rows) + 1)
+        fresh.sort(key=lambda index: self._rows[index].length)  # like lengths together: less padding
+        while fresh:
+            count = 1
+            while count < len(fresh) and (count + 1) * self._rows[fresh[count]].length <= _PREFILL_TOKENS:
+                count += 1
+            self._prefill(fresh[:count])
+            del fresh[:count]
+        if copies:
+            sources, targets = zip(*copies, strict=True)
+            self._cache.copy(list(sources), list(targets), max(self._rows[index].length for index in targets))
+
+    def _prefill(self, indices: list[int]) -> None:
+        lengths = [self._rows[index].length for index in indices]
+        tokens = np.zeros((len(indices), max(lengths)), dtype=np.int64)  # padded on the right, where causal attention hides it
+        for row, index, length in zip(tokens, indices, lengths, strict=True):
+            row[:length] = self._rows[index].request.tokens[:length]
+        self._cache.rows, self._cache.positions = torch.tensor(indices, device=self._device), None
+        inputs = torch.from_numpy(tokens).to(self._device)
+        positions = torch.arange(tokens.shape[1], device=self._device)[None]
+        self._model.base_model(input_ids=inputs, position_ids=positions, past_key_values=self._cache, use_cache=True)
+        self.prefilled_tokens += sum(lengths)
+
+    def _decode(self) -> None:
+        """Feed each row's last token and draw its next one."""
+        rows, cache = self._rows, self._cache
+        if self._draws is None:
+            self._draws = self._make_draws()
+            cache.rows = torch.arange(len(rows), device=self._device)
+        lengths = [row.length for row in rows]
+        inputs = torch.tensor([[row.last for row in rows], lengths, [len(row.tokens) for row in rows]], device=self._device)
+        last, positions, drawn = inputs  # each [R] int64
+        cache.positions, cache.length = positions, max(lengths) + 1
+        cache.reserve(len(rows), cache.length)
+        mask = None
+        if min(lengths) != max(lengths):
+            mask = (torch.arange(cache.length, device=self._device) <= positions[:, None])[:, None, None]
+        logits = self._model(
+            input_ids=last[:, None], position_ids=positions[:, None], attention_mask=mask, past_key_values=cache, use_cache=True
+        ).logits
+        draws = self._draws
+        tokens, logprobs = sample(logits[:, -1], draws.temperature, draws.seeds, drawn, draws.top_k, draws.top_p)
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.length += 1
+            row.last = token
+
+    def _make_draws(self) -> _Draws:
+        samplings = [row.request.sampling for row in self._rows]
+        greedy = all(s.temperature == 0 for s in samplings)
+        cut = any(s.top_k or s.top_p < 1 for s in samplings)
+        vocab_size = self._model.config.get_text_config().vocab_size
+        return _Draws(
+            temperature=None if greedy else torch.tensor([s.temperature for s in samplings], device=self._device),
+            seeds=torch.tensor([row.request.seed for row in self._rows], device=self._device),
+            top_k=torch.tensor([s.top_k or vocab_size for s in samplings], device=self._device) if cut else None,
+            top_p=torch.tensor([s.top_p for s in samplings], device=self._device) if cut else None,
+        )
+
+    def _take_finished(self) -> list[Completion]:
+        """Completions of the rows that ended; the last rows move into their places."""
+        rows = self._rows
+        ended = [i for i, row in enumerate(rows) if row.last in row.stop or len(row.tokens) == row.limit]
+        if not ended:
+            return []
+        completions = [self._completion(rows[index]) for index in ended]
+        kept = len(rows) - len(ended)
+        holes = [index for index in ended if index < kept]
+        gone = set(ended)
+        movers = [index for index in range(kept, len(rows)) if index not in gone]
+        if movers:
+            self._cache.copy(movers, holes, max(rows[index].length for index in movers))
+        for mover, hole in zip(movers, holes, strict=True):
+            rows[hole] = rows[mover]
+        del rows[kept:]
+        self._draws = None
+        return completions
+
+    def _completion(self, row: _Row) -> Completion:
+        return Completion(
+            id=row.request.id,
+            tokens=np.array(row.tokens, dtype=np.int32),
+            logprobs=np.array(row.logprobs, dtype=np.float32),
+            version=self._version,
+            finish="stop" if row.last in row.stop else "length",
+        )

@@ -1,0 +1,238 @@
+"""The policy network: a Hugging Face causal LM that takes packed tokens and gives log-probs, built in shards.
+
+The model is made on the meta device, cut by tensor parallelism and `fully_shard`, and only then given memory: each rank reads
+its own boxes of the checkpoint, so no rank ever holds the whole model (random weights excepted: those are drawn whole, on the
+CPU). The policy is in evaluation mode for good: dropout would make its log-probs differ from what the engine sampled with.
+
+Models whose weights, head or attention need more than this does are refused when they are built: heads that do more than
+hidden @ W^T, recurrent layers, checkpoints whose names are not the model's own, buffers that cannot be derived again.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import cached_file
+
+from pipeline.config import PolicyConfig
+from pipeline.train import tensor_parallel
+from pipeline.train.attention import NAME, Packing, check_attention
+from pipeline.train.logprobs import VocabularyShard, token_logprobs
+from pipeline.train.shards import Box, BoxReader, local, local_box, whole
+
+Read = Callable[[str, Box], torch.Tensor]
+"""(Hugging Face name, box) -> that box of the initial weights, on the CPU."""
+
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old checkpoints; computed from the config today
+
+
+class PolicyModel(nn.Module):
+    """tokens [T], positions [T] -> log p(tokens[t] | before) [T] float32."""
+
+    def __init__(self, hf: PreTrainedModel, temperature: float, chunk: int | None):
+        super().__init__()
+        self.hf = hf
+        self.partial: list[str] = []  # parameters whose gradients are to be summed over tensor-parallel ranks
+        self.shard: VocabularyShard | None = None
+        self._temperature = temperature
+        self._chunk = chunk
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing) -> torch.Tensor:
+        # use_cache must be off: with it, transformers ignores that positions restart.
+        hidden = self.hf.base_model(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
+        ).last_hidden_state[0]
+        weight = self.hf.get_output_embeddings().weight
+        if self.shard is not None:
+            weight = weight.to_local()
+        return token_logprobs(hidden, weight, tokens, positions, self._temperature, self._chunk, self.shard)
+
+
+def build(policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, seed: int) -> PolicyModel:
+    """The policy with its initial weights in float32, cut over `mesh` (dimensions "data" and "tensor"; None: one rank, whole).
+
+    Raises ValueError, naming the key of the recipe, if this model cannot be trained here.
+    """
+    config = _config(policy)
+    check_attention(config, policy.max_total_sequence_length)
+    make = functools.partial(AutoModelForCausalLM.from_config, config, dtype=torch.float32, attn_implementation=NAME)
+    with torch.device("meta"):
+        hf = make().eval()
+    _check_model(hf)
+    read = _random_weights(make, seed) if policy.random_init else _checkpoint(policy.model_name, hf)
+    names = {id(parameter): name for name, parameter in hf.named_parameters()}
+    tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
+
+    model = PolicyModel(hf, policy.generation.temperature, policy.logprob_chunk_size)
+    offload = policy.dtensor_cfg.cpu_offload and device.type != "cpu"
+    if mesh is not None and mesh["tensor"].size() > 1:
+        model.partial = tensor_parallel.parallelize(hf, mesh["tensor"])
+        model.shard = tensor_parallel.vocabulary_shard(hf, mesh["tensor"])
+    layers = [module for module in hf.modules() if type(module).__name__ in hf._no_split_modules]
+    if policy.dtensor_cfg.activation_checkpointing:
+        for layer in layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    if mesh is not None:
+        _shard(model, layers, mesh["data"], policy.precision, offload)
+    model.to_empty(device=torch.device("cpu") if offload else device)
+    for alias, name in tied.items():  # to_empty gave each name memory of its own
+        module, _, parameter = alias.rpartition(".")
+        setattr(hf.get_submodule(module), parameter, hf.get_parameter(name))
+    _derive_buffers(hf, device)
+    for name, parameter in hf.named_parameters():
+        local(parameter).copy_(read(name, local_box(parameter)))
+    return model
+
+
+def _config(policy: PolicyConfig) -> Any:
+    config, unused = AutoConfig.from_pretrained(
+        policy.model_name, local_files_only=True, return_unused_kwargs=True, **policy.hf_config_overrides
+    )
+    if unused:
+        raise ValueError(f"policy.hf_config_overrides: {', '.join(unused)} is not in the {config.model_type} configuration")
+    return config
+
+
+def _shard(model: PolicyModel, layers: list[nn.Module], mesh: DeviceMesh, precision: str, offload: bool) -> None:
+    compute = getattr(torch, precision)
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute if compute != torch.float32 else None, reduce_dtype=torch.float32
+        ),
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+    }
+    for layer in layers:
+        fully_shard(layer, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Losses are already divided by the global count, so gradients add up; fully_shard would average them.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+# ---- refusing what would be wrong ---------------------------------------------------------------------------------------
+
+
+def _check_model(hf: PreTrainedModel) -> None:
+    name = f"policy.model_name: {type(hf).__name__}"
+    if not hf._supports_attention_backend:
+        raise ValueError(f"{name} has an attention of its own, which cannot be replaced by the packed one")
+    if hf._is_stateful or any(isinstance(m, nn.Conv1d) for m in hf.modules()):
+        raise ValueError(f"{name} has layers other than attention that mix tokens; packed sequences would leak into each other")
+    if not hf._no_split_modules:
+        raise ValueError(f"{name} does not say what its layers are (_no_split_modules)")
+    if persistent := sorted(set(hf.state_dict()) - {n for n, _ in hf.named_parameters(remove_duplicate=False)}):
+        raise ValueError(f"{name} keeps buffers in its checkpoint, which the train backend does not carry: {persistent[:4]}")
+    try:
+        linear = _head_is_linear(hf)
+    except Exception as error:
+        raise ValueError(f"{name} has a head that cannot be tried out: {error}") from error
+    if not linear:
+        raise ValueError(f"{name} has a head that does more than hidden @ W^T (a scale, a soft cap or a bias)")
+
+
+def _head_is_linear(hf: PreTrainedModel) -> bool:
+    """Run the model's own head code on known hidden states, large enough for a soft cap to show."""
+    head, body, prefix = hf.get_output_embeddings(), hf.base_model, hf.base_model_prefix
+    if type(head) is not nn.Linear or head.bias is not None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    hidden = 100 * torch.randn(1, 3, head.in_features, generator=generator)
+    trial = nn.Linear(head.in_features, 8, bias=False)
+    stub = nn.Module()
+    stub.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden)
+    try:
+        setattr(hf, prefix, stub)
+        hf.set_output_embeddings(trial)
+        with torch.no_grad():
+            logits = hf(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False).logits
+            return torch.allclose(logits, hidden @ trial.weight.T, rtol=1e-4, atol=1e-4)
+    finally:
+        setattr(hf, prefix, body)
+        hf.set_output_embeddings(head)
+
+
+# ---- initial weights ----------------------------------------------------------------------------------------------------
+
+
+def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> Read:
+    """Weights as transformers draws them, the same whatever the layout: each rank draws the whole model and keeps its boxes."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.random.default_generator.manual_seed(seed)
+        weights = make().state_dict()
+    return lambda name, box: weights[name][box.within(whole(weights[name].shape))]
+
+
+def _checkpoint(model_name: str, hf: PreTrainedModel) -> Read:
+    """The safetensors of a folder or of a cached Hugging Face name, checked against the model's own names and shapes."""
+    reader = BoxReader()
+    for path in _safetensors(model_name):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                shape = tuple(file.get_slice(name).get_shape())
+                reader.add(name, shape, path, whole(shape))
+    parameters = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+    every = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
+    ignored = [_DERIVED, *map(re.compile, hf._keys_to_ignore_on_load_unexpected or ())]
+    stray = sorted(n for n in set(reader.shapes) - every if not any(pattern.search(n) for pattern in ignored))
+    missing = sorted(set(parameters) - set(reader.shapes))
+    if missing or stray:
+        raise ValueError(
+            f"policy.model_name: the checkpoint {model_name} is not this {type(hf).__name__}:"
+            f" missing {missing[:4]} ({len(missing)}), unknown {stray[:4]} ({len(stray)})"
+        )
+    if wrong := [f"{n} {reader.shapes[n]} for {shape}" for n, shape in parameters.items() if reader.shapes[n] != shape]:
+        raise ValueError(f"policy.model_name: shapes of the checkpoint {model_name} differ from the model's: {wrong[:4]}")
+    for alias, name in hf.all_tied_weights_keys.items():
+        if alias in reader.shapes and not torch.equal(*(reader.read(n, whole(reader.shapes[n])) for n in (alias, name))):
+            raise ValueError(
+                f"policy.model_name: {alias} and {name} differ in the checkpoint {model_name}, but its configuration ties them;"
+                " set policy.hf_config_overrides.tie_word_embeddings=false"
+            )
+    return reader.read
+
+
+def _safetensors(model_name: str) -> list[Path]:
+    options = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    if single := cached_file(model_name, "model.safetensors", **options):
+        return [Path(single)]
+    index = cached_file(model_name, "model.safetensors.index.json", **options)
+    if index is None:
+        raise ValueError(f"policy.model_name: {model_name} has no model.safetensors and no index of several; is it downloaded?")
+    files = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    return [Path(cached_file(model_name, file, local_files_only=True)) for file in files]
+
+
+def _derive_buffers(hf: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint holds (rotary frequencies), with the model's own initialisation."""
+    for module_name, module in hf.named_modules():
+        own = dict(module.named_buffers(recurse=False))
+        if not own:
+            continue
+        for name, buffer in own.items():
+            if not buffer.is_floating_point():
+                raise ValueError(
+                    f"policy.model_name: buffer {module_name}.{name} of {type(hf).__name__} cannot be derived again"
+                )
+            setattr(module, name, torch.full_like(buffer, torch.nan, device=device))
+        hf._init_weights(module)
+        for name in own:
+            if getattr(module, name).isnan().any():
+                raise ValueError(
+                    f"policy.model_name: buffer {module_name}.{name} of {type(hf).__name__} cannot be derived again"
+                )

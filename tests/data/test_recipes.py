@@ -1,0 +1,51 @@
+"""Every recipe in the repository loads; the tiny ones' data goes all the way to what a step takes."""
+
+import numpy as np
+import pytest
+
+from pipeline import config
+from pipeline.data.chat import Encoder, load_tokenizer
+from pipeline.data.datasets import load_records
+from pipeline.data.scratchpad import addition
+from pipeline.data.stream import ExampleStream, PromptStream
+from pipeline.environments.registry import build
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in config.RECIPES.glob("*.yaml")))
+def test_loads(name: str):
+    recipe = config.load(name)
+    assert recipe.name == name
+    for needed in recipe.needs:
+        assert config.load(needed).run_dir == f"runs/{needed}"
+
+
+def test_tiny_sft(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(config.RECIPES.parent)
+    recipe = config.load("tiny_sft")
+    tokenizer = load_tokenizer(recipe.policy.tokenizer)
+    encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, recipe.data.train)
+    stream = ExampleStream(load_records(recipe.data.train, recipe.sft.seed), encoder, seed=recipe.sft.seed)
+    examples = stream.take(recipe.policy.train_global_batch_size)
+    assert len(examples) == 64 and stream.dropped_at_start == 0
+    for example in examples:
+        text = tokenizer.decode(example.tokens[example.loss_mask])
+        assert tokenizer.decode(example.tokens[~example.loss_mask]).endswith("=")
+        assert text.endswith("</s>") and ";" in text
+
+
+def test_tiny_grpo(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(config.RECIPES.parent)
+    sft, grpo = config.load("tiny_sft"), config.load("tiny_grpo")
+    assert grpo.needs == ["tiny_sft"] and grpo.policy.model_name == f"{sft.run_dir}/hf"
+    tokenizer = load_tokenizer(sft.policy.tokenizer)
+    encoder = Encoder(tokenizer, grpo.policy.tokenizer, grpo.data, grpo.data.train)
+    seed = grpo.grpo.seed
+    prompts = PromptStream(load_records(grpo.data.train, seed), encoder, seed=seed).take(grpo.grpo.num_prompts_per_step)
+    solutions = {record["input"]: record["output"] for record in addition("train", 20_000, seed, digits=[1, 2])}
+    environment = build(grpo.env)["addition"]
+    for prompt in prompts:
+        text = tokenizer.decode(prompt.tokens, skip_special_tokens=True)
+        assert environment.step(prompt, solutions[text]).reward == 1.0
+        assert environment.step(prompt, solutions[text] + "0").reward == 0.0
+        assert len(prompt.tokens) + grpo.policy.generation.max_new_tokens <= grpo.policy.max_total_sequence_length
+    assert np.array_equal([prompt.index for prompt in prompts], np.arange(16))

@@ -1,0 +1,119 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from pipeline.config import RECIPES, DataConfig, DatasetConfig, TokenizerConfig
+from pipeline.data.chat import Encoder
+from pipeline.data.stream import ExampleStream, PromptStream
+
+TOKENIZER = AutoTokenizer.from_pretrained(RECIPES / "tiny")
+RECORDS = [{"input": f"{i}+1=", "output": str(i + 1)} for i in range(7)]
+
+
+def encoder(limit: int = 100, overlong: str = "error") -> Encoder:
+    data = DataConfig(max_input_seq_length=limit, overlong_prompts=overlong, apply_chat_template=False)
+    return Encoder(TOKENIZER, TokenizerConfig(), data, DatasetConfig(env_name="addition"))
+
+
+def prompts(seed: int = 5, epochs: int = 100, records: list = RECORDS, shuffle: bool = True, **options) -> PromptStream:
+    return PromptStream(records, encoder(**options), seed=seed, shuffle=shuffle, max_num_epochs=epochs)
+
+
+def answers(taken: list) -> list[str]:
+    return [prompt.task["answer"] for prompt in taken]
+
+
+def test_an_epoch_is_every_record_once_in_an_order_of_its_own():
+    stream = prompts()
+    epochs = [answers(stream.take(7)) for _ in range(3)]
+    assert all(sorted(epoch) == ["1", "2", "3", "4", "5", "6", "7"] for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert stream.epochs_done == 3
+    assert answers(prompts().take(7)) == epochs[0] != answers(prompts(seed=6).take(7))
+    assert answers(prompts(shuffle=False).take(9)) == ["1", "2", "3", "4", "5", "6", "7", "1", "2"]
+
+
+def test_a_prompt_is_whole():
+    prompt = prompts(shuffle=False).take(9)[8]
+    assert (prompt.index, prompt.environment, prompt.task) == (8, "addition", {"answer": "2"})
+    assert prompt.tokens.dtype == np.int32
+    assert TOKENIZER.decode(prompt.tokens) == "<s>1+1="
+
+
+@pytest.mark.parametrize("before", [0, 1, 6, 7, 8, 17])
+def test_resumes_to_the_prompt_whatever_is_taken_at_a_time(before: int):
+    whole = prompts().take(30)
+    first = prompts()
+    taken = first.take(before)
+    state = json.loads(json.dumps(first.state_dict()))
+    second = prompts()
+    second.take(3)
+    second.load_state_dict(state)
+    while len(taken) < 30:
+        taken += second.take(min(4, 30 - len(taken)))
+    assert [prompt.index for prompt in taken] == list(range(30))
+    assert answers(taken) == answers(whole)
+    assert second.state_dict()["loader"] == prompts_after(30)
+
+
+def prompts_after(n: int) -> dict:
+    stream = prompts()
+    stream.take(n)
+    return stream.state_dict()["loader"]
+
+
+def test_ends_after_max_num_epochs_and_goes_on_when_there_are_more():
+    stream = prompts(epochs=2)
+    assert [len(stream.take(5)) for _ in range(4)] == [5, 5, 4, 0]
+    assert stream.epochs_done == 2
+    longer = prompts(epochs=3)
+    longer.load_state_dict(stream.state_dict())
+    assert [prompt.index for prompt in longer.take(100)] == list(range(14, 21))
+
+
+def test_state_of_another_stream_is_refused():
+    for other, what in (
+        (prompts(seed=6), "seed"),
+        (prompts(records=RECORDS[:6]), "records"),
+        (prompts(shuffle=False), "shuffle"),
+    ):
+        with pytest.raises(ValueError, match=f"had {what}"):
+            prompts().load_state_dict(other.state_dict())
+
+
+def test_leaves_the_global_random_state_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    stream = prompts()
+    stream.take(3)
+    prompts().load_state_dict(stream.state_dict())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_too_long_a_prompt():
+    records = [*RECORDS, {"input": "123456+1=", "output": "123457"}]
+    with pytest.raises(ValueError, match=r"record 7 \(from 0\): 10 tokens are more than data.max_input_seq_length 9"):
+        prompts(records=records, limit=9)
+    stream = prompts(records=records, limit=9, overlong="drop", epochs=2)
+    assert stream.dropped_at_start == 1
+    taken = stream.take(100)
+    assert sorted(answers(taken)) == sorted([str(i) for i in range(1, 8)] * 2)
+    assert len({prompt.index for prompt in taken}) == 14
+    with pytest.raises(ValueError, match="first 8 records are all longer"):
+        prompts(records=records, limit=2, overlong="drop")
+
+
+def test_a_bad_record_is_named():
+    with pytest.raises(ValueError, match=r"record 7 \(from 0\): has no 'output'; it has: input, result"):
+        prompts(records=[*RECORDS, {"input": "1", "result": "2"}])
+
+
+def test_examples_to_learn_from():
+    example = ExampleStream(RECORDS, encoder(), seed=0, shuffle=False).take(3)[2]
+    assert TOKENIZER.decode(example.tokens) == "<s>2+1=3</s>"
+    assert example.loss_mask.tolist() == [False] * 5 + [True] * 2
+    assert example.advantages.tolist() == example.logprobs.tolist() == [0.0] * 7

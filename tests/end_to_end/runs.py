@@ -1,0 +1,87 @@
+"""Submit real runs of the tiny model as a user would, and read what they left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.metrics import NOT_REPRODUCIBLE, read
+
+ROOT = Path(__file__).parents[2]
+FAULTS = Path(__file__).parent / "faults"
+RECIPE = Path(__file__).parent / "recipe.yaml"
+LOCAL = ("cluster.executor=local",)
+SLURM = (
+    "cluster.executor=slurm",
+    "cluster.train.nodes=2",
+    "cluster.train.ranks_per_node=1",
+    "cluster.generate.nodes=2",
+    "cluster.generate.ranks_per_node=1",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """When rank `actor` enters `phase` for the `count`-th time, rank `victim` gets the signal."""
+
+    phase: str
+    victim: int
+    actor: int = 0
+    count: int = 2
+    signal: int = signal.SIGKILL
+
+
+@dataclass
+class Run:
+    folder: Path
+    status: int
+    output: str
+    seconds: float
+
+    def metrics(self) -> list[dict]:
+        """Every step's line, without what differs from run to run."""
+        return [
+            {key: value for key, value in line.items() if not key.startswith(NOT_REPRODUCIBLE)}
+            for line in read(self.folder / "metrics.jsonl")
+        ]
+
+    def failure(self) -> dict:
+        return json.loads((self.folder / "failure.json").read_text())
+
+
+def submit(folder: Path, *overrides: str, env: dict | None = None, fault: Fault | None = None, timeout: float = 240) -> Run:
+    """`python launch/submit.py recipe=... ` in the foreground, in a run folder."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    pids = folder.parent / f"{folder.name}.pids"
+    if fault:
+        pids.mkdir(exist_ok=True)
+        record = {**fault.__dict__, "signal": int(fault.signal), "folder": str(pids)}
+        environment |= {"HETSTEP_TEST_FAULT": json.dumps(record), "PYTHONPATH": str(FAULTS)}
+    command = [sys.executable, str(ROOT / "launch/submit.py"), f"recipe={RECIPE}", f"run_dir={folder}", *overrides]
+    start = time.monotonic()
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
+    )
+    return Run(folder, result.returncode, result.stdout + result.stderr, time.monotonic() - start)
+
+
+def left_alive(folder: Path, within_s: float = 15) -> list[int]:
+    """Ranks of a run with a fault whose process is still there after a while."""
+    pids = {int(path.name): int(path.read_text()) for path in (folder.parent / f"{folder.name}.pids").glob("[0-9]*")}
+    deadline = time.monotonic() + within_s
+    while alive := [rank for rank, pid in pids.items() if _alive(pid)]:
+        if time.monotonic() > deadline:
+            return alive
+        time.sleep(0.1)
+    return []
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

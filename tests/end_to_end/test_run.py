@@ -1,0 +1,109 @@
+"""Whole runs: the same numbers on both executors, and generation that equals a fresh engine with the exported checkpoint."""
+
+import json
+
+import numpy as np
+import pytest
+
+from pipeline.metrics import read
+from tests.end_to_end.runs import LOCAL, SLURM, submit
+
+VLLM = ("policy.generation.backend=vllm", "cluster.timeouts.silence=120")
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """Three steps of vLLM and FSDP2 with greedy validation at the end, exported."""
+    folder = tmp_path_factory.mktemp("local") / "run"
+    run = submit(folder, *VLLM, *LOCAL, *EXPORTED)
+    assert run.status == 0, run.output
+    return run
+
+
+EXPORTED = (
+    "grpo.max_num_steps=3",
+    "grpo.val_at_end=true",
+    "grpo.max_val_samples=6",
+    "checkpointing.save_consolidated=true",
+)
+
+
+@pytest.mark.slurm
+def test_slurm_equals_local_to_the_last_bit(tmp_path, local, slurm_cluster):
+    run = submit(tmp_path / "run", *VLLM, *SLURM, *EXPORTED, env=slurm_cluster.env)
+    assert run.status == 0, run.output
+    assert len(run.metrics()) == 3
+    assert run.metrics() == local.metrics()
+
+
+def test_sampled_logprobs_equal_the_train_backends(local):
+    for line in read(local.folder / "metrics.jsonl"):
+        assert line["train/gen_logprob_error_max"] < 1e-4
+        assert 1 <= line["train/token_mult_prob_error"] < 1 + 1e-4
+
+
+def test_training_moved_the_policy(local):
+    first, *_, last = local.metrics()
+    assert first["train/loss"] != last["train/loss"]
+    assert last["train/reference_kl"] > 1e-5
+
+
+def test_generation_equals_a_fresh_vllm_with_the_exported_checkpoint(local):
+    """In a process that never saw the run."""
+    records = read(local.folder / "rollouts" / "val_000003.jsonl")
+    assert len(records) == 6
+    assert all(record["version"] == 3 for record in records)
+    from tests.end_to_end.fresh_vllm import greedy
+
+    completions = greedy(local.folder / "hf", [record["prompt_tokens"] for record in records], max_tokens=12)
+    assert completions == [record["completion_tokens"] for record in records]
+
+
+def test_exported_checkpoint_loads_in_transformers(local):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(local.folder / "hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(local.folder / "hf")
+    record = read(local.folder / "rollouts" / "val_000003.jsonl")[0]
+    prompt = torch.tensor([record["prompt_tokens"]])
+    out = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+    assert out.tolist()[: len(record["completion_tokens"])] == record["completion_tokens"]
+    assert tokenizer.decode(record["prompt_tokens"]) == record["prompt"]
+
+
+def test_a_run_is_a_folder(local):
+    folder = local.folder
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest
+    assert {
+        "recipe.yaml",
+        "batch.sh",
+        "metrics.jsonl",
+        "tensorboard",
+        "rollouts",
+        "checkpoints",
+        "attempts",
+        "done.json",
+        "hf",
+    } <= {path.name for path in folder.iterdir()}
+    logs = list(folder.glob("attempts/*/rank*.log"))
+    assert len(logs) == 4
+
+
+def test_a_finished_run_does_nothing_more(local):
+    before = local.metrics()
+    again = submit(local.folder, *VLLM, *LOCAL, *EXPORTED)
+    assert again.status == 0, again.output
+    assert local.metrics() == before
+
+
+def test_seeds_do_not_depend_on_the_engine():
+    from pipeline.rollout import sampling_seed
+
+    seeds = {
+        sampling_seed(42, f"train/{step}", prompt, sample) for step in range(5) for prompt in range(20) for sample in range(8)
+    }
+    assert len(seeds) == 5 * 20 * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert np.std([seed / 2**63 for seed in seeds]) == pytest.approx(12**-0.5, rel=0.1)

@@ -1,0 +1,34 @@
+import numpy as np
+import pytest
+
+from pipeline.environments.exact_match import ExactMatch
+from pipeline.types import Prompt
+
+PROMPT = Prompt(0, np.zeros(1, np.int32), "addition", {"answer": "132"})
+
+
+def reward(text: str, pattern: str | None = None) -> float:
+    outcome = ExactMatch(pattern).step(PROMPT, text)
+    assert outcome.metrics == {"accuracy": outcome.reward}
+    return outcome.reward
+
+
+def test_the_whole_text():
+    assert reward(" 132\n") == 1.0
+    assert reward("0132") == reward("13 2") == reward("") == 0.0
+
+
+def test_the_patterns_last_match():
+    pattern = r";(\d+)$"
+    assert reward("7+5=12,4+8+1=13;132", pattern) == 1.0
+    assert reward("7+5=12,4+8+1=13;133", pattern) == 0.0
+    assert reward("132", pattern) == reward(";132 or so", pattern) == reward(";", pattern) == 0.0
+    assert reward("1 then 132", r"\d+") == 1.0
+    assert reward("132 then 1", r"\d+") == 0.0
+
+
+def test_a_pattern_that_cannot_be_used():
+    with pytest.raises(ValueError, match="2 groups"):
+        ExactMatch(r"(\d)(\d)")
+    with pytest.raises(ValueError, match="pattern"):
+        ExactMatch("(")

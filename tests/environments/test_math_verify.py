@@ -1,0 +1,116 @@
+"""The worker is real: real math-verify, real processes, an expression that sympy does not finish."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.environments.math import Math
+from pipeline.types import Prompt
+
+NEVER_ENDS = "\\boxed{\\sum_{k=1}^{10^9} \\sin(k)^k}"
+
+
+@pytest.fixture(scope="module")
+def math() -> Iterator[Math]:
+    environment = Math(timeout_s=30.0)
+    yield environment
+    environment.close()
+
+
+def step(environment: Math, expected: str, text: str) -> tuple[float, dict[str, float]]:
+    outcome = environment.step(Prompt(3, np.zeros(1, np.int32), "math", {"answer": expected}), text)
+    return outcome.reward, outcome.metrics
+
+
+@pytest.mark.parametrize(
+    ("expected", "text", "right"),
+    [
+        ("42", "So the answer is 42.", True),
+        ("42", "So the answer is 41.", False),
+        ("42", "", False),
+        ("42", 'quotes " and\nnew lines é, then \\boxed{42}', True),
+        ("\\frac{1}{2}", "I get \\boxed{0.5}", True),
+        ("\\frac{1}{2}", "$\\frac{2}{3}$", False),
+        ("x^2+1", "\\boxed{1+x^2}", True),
+        ("$x^2+1$", "\\boxed{x^2-1}", False),
+        ("\\boxed{(1,2)}", "\\boxed{(1, 2)}", True),
+    ],
+)
+def test_right_and_wrong(math: Math, expected: str, text: str, right: bool):
+    assert step(math, expected, text) == (float(right), {"accuracy": float(right), "timeout": 0.0, "crash": 0.0})
+
+
+def test_an_expected_answer_without_content_is_an_error(math: Math):
+    with pytest.raises(ValueError, match="prompt 3: math-verify can read nothing"):
+        step(math, " ", "42")
+    assert step(math, "5", "5")[0] == 1.0
+
+
+def test_an_answer_that_never_ends_is_killed_and_the_next_is_judged():
+    environment = Math(timeout_s=1.0)
+    first = environment._worker.process
+    assert step(environment, "1", NEVER_ENDS) == (0.0, {"accuracy": 0.0, "timeout": 1.0, "crash": 0.0})
+    assert first.returncode == -signal.SIGKILL
+    assert not Path(f"/proc/{first.pid}").exists()
+    environment._timeout_s = 30.0
+    assert step(environment, "7", "\\boxed{7}")[0] == 1.0
+    environment.close()
+    assert not environment._worker.alive
+
+
+def test_a_worker_that_dies_of_an_answer_costs_that_answer_alone():
+    environment = Math(timeout_s=60.0)
+    worker = environment._worker.process
+    killer = threading.Timer(0.5, worker.kill)
+    killer.start()
+    assert step(environment, "1", NEVER_ENDS) == (0.0, {"accuracy": 0.0, "timeout": 0.0, "crash": 1.0})
+    assert step(environment, "7", "7")[0] == 1.0
+    environment.close()
+
+
+def test_the_worker_imports_no_torch(math: Math):
+    mapped = Path(f"/proc/{math._worker.process.pid}/maps").read_text()
+    assert "libpython" in mapped or "python" in mapped
+    assert "torch" not in mapped and "vllm" not in mapped
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_worker_dies_with_its_parent(busy: bool):
+    """Whether it waits for a question (its pipe ends) or is in the midst of an answer (the kernel's signal)."""
+    ask = f"math._worker.process.stdin.write(json.dumps({{'expected': '1', 'text': {NEVER_ENDS!r}}}).encode() + b'\\n');"
+    program = (
+        "import json, os, time; from pipeline.environments.math import Math; math = Math();"
+        f"{ask + 'math._worker.process.stdin.flush(); time.sleep(1);' if busy else ''}"
+        "print(math._worker.process.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    worker = int(parent.stdout.readline())
+    assert Path(f"/proc/{worker}").exists()
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    for _ in range(200):
+        if not _runs(worker):
+            return
+        time.sleep(0.05)
+    pytest.fail("the worker outlived its parent")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_worker_that_cannot_start_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match=r"did not start.*exit status 1"):
+        Math()

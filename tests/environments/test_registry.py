@@ -1,0 +1,53 @@
+import numpy as np
+import pytest
+
+from pipeline.config import EnvironmentConfig
+from pipeline.environments.base import Outcome
+from pipeline.environments.exact_match import ExactMatch
+from pipeline.environments.math import Math
+from pipeline.environments.registry import build
+from pipeline.types import Prompt
+
+
+class LengthReward:
+    """A user's environment."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        return Outcome(self.scale * len(text))
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_kinds_and_a_users_class():
+    environments = build(
+        {
+            "addition": EnvironmentConfig(kind="exact_match", kwargs={"pattern": "=(.*)"}),
+            "math": EnvironmentConfig(kind="math", timeout_s=3.0),
+            "length": EnvironmentConfig(kind=f"{__name__}.LengthReward", kwargs={"scale": 0.5}),
+        }
+    )
+    prompt = Prompt(0, np.zeros(1, np.int32), "length", {"answer": "4"})
+    assert isinstance(environments["addition"], ExactMatch) and isinstance(environments["math"], Math)
+    assert environments["addition"].step(prompt, "2+2=4").reward == environments["math"].step(prompt, "$4$").reward == 1.0
+    assert environments["length"].step(prompt, "abc").reward == 1.5
+    for environment in environments.values():
+        environment.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EnvironmentConfig(kind="maths"), r"env\.a \(kind maths\): no such kind; there are: exact_match, math"),
+        (EnvironmentConfig(kind="no.such.Class"), "no such class: No module named 'no'"),
+        (EnvironmentConfig(kind="pipeline.environments.math.Algebra"), "no such class: .*Algebra"),
+        (EnvironmentConfig(kind="exact_match", kwargs={"patern": "x"}), r"env\.a .*patern"),
+        (EnvironmentConfig(kind="math", timeout_s=0.0), "timeout_s: 0.0 must be above 0"),
+    ],
+)
+def test_what_is_wrong_is_named(config: EnvironmentConfig, message: str):
+    with pytest.raises(ValueError, match=message):
+        build({"a": config})

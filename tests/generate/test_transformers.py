@@ -1,0 +1,72 @@
+"""What only the transformers backend has: shared prefills, rows that leave, growing caches."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipeline.generate import build
+from tests.generate.tiny import MAX_MODEL_LEN, drain, policy, requests, single
+
+
+def test_equal_prompts_are_prefilled_once(new_engine):
+    engine = new_engine("transformers", "llama")
+    drawn = requests(3, 8)
+    drain(engine, drawn)
+    assert engine.prefilled_tokens == sum(len(drawn[8 * group].tokens) - 1 for group in range(3))
+
+
+def test_a_prompt_that_still_runs_is_not_prefilled_again(new_engine):
+    engine = new_engine("transformers", "llama")
+    prompt = np.arange(2, 22)
+    expected = drain(engine, [single(prompt, id="b", temperature=0.0)])["b"]
+    assert engine.prefilled_tokens == 19
+    engine.add([single(prompt, id="a", temperature=0.0, max_new_tokens=8)])
+    engine.step()
+    engine.add([single(prompt, id="b", temperature=0.0)])
+    done = []
+    while engine.pending:
+        done += engine.step()
+    assert engine.prefilled_tokens == 38
+    assert next(c for c in done if c.id == "b").tokens.tolist() == expected.tokens.tolist()
+
+
+def test_finished_rows_make_place_at_once(new_engine):
+    engine = new_engine("transformers", "llama", max_num_seqs=2)
+    lengths = {"long": 30, "a": 2, "b": 3, "c": 4}
+    prompt = np.arange(2, 9)
+    engine._eos = ()
+    engine.add([single(prompt, id=id, max_new_tokens=length) for id, length in lengths.items()])
+    steps, ended = 0, {}
+    while engine.pending:
+        steps += 1
+        ended |= {completion.id: steps for completion in engine.step()}
+    assert ended == {"a": 2, "b": 5, "c": 9, "long": 30}
+
+
+def test_a_prompt_of_one_token_and_a_cache_that_grows(new_engine, checkpoint):
+    engine = new_engine("transformers", "qwen3")
+    for prompt in (np.array([7]), np.arange(2, 60)):
+        room = MAX_MODEL_LEN - len(prompt)
+        done = drain(engine, [single(prompt, temperature=0.0, max_new_tokens=room)])["a"]
+        assert done.tokens.tolist() == checkpoint("qwen3", 0).greedy(prompt, room)
+
+
+def test_stop_tokens_come_from_the_tokenizer_and_the_generation_config(checkpoint, tmp_path):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    from pipeline.generate.requests import eos_token_ids
+
+    source = policy(checkpoint("llama", 0).folder, "transformers")
+    AutoTokenizer.from_pretrained(source.tokenizer.name).save_pretrained(tmp_path)
+    alone = replace(source, model_name=str(tmp_path))
+    assert eos_token_ids(alone) == (1,)
+    GenerationConfig(eos_token_id=[5, 9]).save_pretrained(tmp_path)
+    assert eos_token_ids(alone) == (1, 5, 9)
+
+
+def test_models_that_it_cannot_serve_are_refused(checkpoint):
+    with pytest.raises(ValueError, match=r"fused .*backend=vllm"):
+        build(policy(checkpoint("qwen3_moe", 0).folder, "transformers"), 1, 0, 0)
+    with pytest.raises(ValueError, match="whole model on each rank"):
+        build(policy(checkpoint("llama", 0).folder, "transformers"), 2, 0, 0)

@@ -1,0 +1,126 @@
+"""What only the vLLM backend has: tensor parallelism inside a larger world, packing on reload, equality to the reference."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.generate.tiny import MAX_MODEL_LEN, drain, requests, single
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(autouse=True)
+def own_groups():
+    """vLLM keeps its groups per process; those of an earlier test's dense model lack what an MoE model asks for."""
+    from vllm.distributed import destroy_model_parallel
+
+    destroy_model_parallel()
+
+
+def tokens(done):
+    return {id: completion.tokens.tolist() for id, completion in done.items()}
+
+
+def fresh_greedy(folder, drawn, **arguments):
+    """Greedy tokens of a vLLM that reads its weights from disk."""
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import tokens_input
+
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=32,
+        **{"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 32 << 20} | arguments,
+    )
+    llm.llm_engine.engine_core._finalizer.detach()
+    params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[1], ignore_eos=True, detokenize=False)
+    outputs = llm.generate([tokens_input(r.tokens.tolist()) for r in drawn], params, use_tqdm=False)
+    return {r.id: list(out.outputs[0].token_ids) for r, out in zip(drawn, outputs, strict=True)}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_reloaded_equals_fresh_from_disk_and_the_reference(family, new_engine, checkpoint):
+    drawn = requests(6, 1, temperature=0.0)
+    engine = new_engine("vllm", family)
+    expected = {seed: fresh_greedy(checkpoint(family, seed).folder, drawn) for seed in (0, 1)}
+    assert expected[0] != expected[1]
+    assert tokens(drain(engine, drawn)) == expected[0]
+    engine.load_weights(checkpoint(family, 1).weights().items(), version=1)
+    assert tokens(drain(engine, drawn)) == expected[1]
+    engine.close()
+    gc.collect()
+    if family == "qwen3":
+        reference = new_engine("transformers", family)
+        reference.load_weights(checkpoint(family, 1).weights().items(), version=1)
+        assert tokens(drain(reference, drawn)) == expected[1]
+
+
+def test_seeded_prompts_that_exceed_one_step_s_token_budget(new_engine):
+    """vLLM would cut the prompt at the budget's edge, and could not rewind its generator on CPU."""
+    engine = new_engine("vllm", "llama", max_num_seqs=128)
+    random = np.random.default_rng(0)
+    drawn = [single(random.integers(2, 96, 61), id=str(k), max_new_tokens=2) for k in range(128)]  # 7808 tokens
+    done = drain(engine, drawn)
+    engine.close()
+    assert all(1 <= len(completion.tokens) <= 2 for completion in done.values())
+
+
+def test_a_cached_prefix_does_not_outlive_its_weights(new_engine, checkpoint, monkeypatch):
+    monkeypatch.setenv("HETSTEP_SETTING", "old")
+    engine = new_engine("vllm", "llama", max_model_len=192, env_vars={"HETSTEP_SETTING": "new"})
+    assert os.environ["HETSTEP_SETTING"] == "new"
+    # Longer than one block of vLLM's cache on CPU (128 tokens), of which only whole ones are shared.
+    request = single(np.random.default_rng(0).integers(2, 96, 150), temperature=0.0)
+    for version in (0, 1):
+        engine.load_weights(checkpoint("llama", version).weights().items(), version)
+        expected = checkpoint("llama", version).greedy(request.tokens, 24)
+        for _ in range(2):  # the second finds the first's prefix
+            done = drain(engine, [request])["a"]
+            assert done.tokens.tolist() == expected
+            logprobs = checkpoint("llama", version).logprobs(request.tokens, done.tokens, 0.0)
+            np.testing.assert_allclose(done.logprobs, logprobs, atol=1e-4)
+
+
+def test_two_ranks_inside_a_larger_world_equal_one(tmp_path, new_engine, checkpoint):
+    folders = [str(checkpoint("llama", seed).folder) for seed in (0, 1)]
+    ranks = []
+    for rank in range(3):
+        arguments = [str(rank), str(tmp_path / "rendezvous"), *folders, str(tmp_path / f"{rank}.json")]
+        command = [sys.executable, "-m", "tests.generate.tensor_parallel_rank", *arguments]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}))
+    try:
+        assert [rank.wait(timeout=240) for rank in ranks] == [0, 0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    replies = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (1, 2)]
+    assert replies[0]["results"] == replies[1]["results"]
+    # Engines on one node keep apart by the process id of their first rank.
+    assert [reply["shared_memory"] for reply in replies] == [str(replies[0]["pid"])] * 2
+
+    engine, expected = new_engine("vllm", "llama"), []
+    for version in (0, 1):
+        engine.load_weights(checkpoint("llama", version).weights().items(), version)
+        expected += [tokens(drain(engine, requests(4, 2, temperature=temperature))) for temperature in (0.0, 1.0)]
+    assert replies[0]["results"] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_cuda_graphs_see_new_weights(family, new_engine, checkpoint):
+    drawn = requests(6, 1, temperature=0.0)
+    gpu = {"dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": None}
+    expected = fresh_greedy(checkpoint(family, 1).folder, drawn, **gpu)
+    gc.collect()
+    engine = new_engine("vllm", family, precision="bfloat16", enforce_eager=False, gpu_memory_utilization=0.2)
+    drain(engine, drawn)
+    engine.load_weights(checkpoint(family, 1).weights().items(), version=1)
+    assert tokens(drain(engine, drawn)) == expected
+    engine.close()

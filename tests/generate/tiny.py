@@ -1,0 +1,121 @@
+"""Tiny models with tokenizers, the eager Hugging Face forward that every log-prob is measured against, and requests."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from pipeline.config import GenerationConfig, PolicyConfig, TokenizerConfig, VLLMConfig
+from pipeline.generate.base import GenerateBackend
+from pipeline.types import Completion, Request, Sampling
+
+VOCAB, EOS, MAX_MODEL_LEN = 96, 1, 64
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,  # large, so that distributions are peaked and greedy choices are clear
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2),
+}
+
+
+@dataclass
+class Checkpoint:
+    folder: Path
+    model: PreTrainedModel  # float32, eager attention
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """As on disk."""
+        from safetensors.torch import load_file
+
+        return load_file(self.folder / "model.safetensors")
+
+    def logprobs(self, prompt: np.ndarray, completion: np.ndarray, temperature: float) -> np.ndarray:
+        """log p(completion[t] | prompt, completion[<t]), [C] float32."""
+        tokens = torch.from_numpy(np.concatenate([prompt, completion])).long()
+        with torch.no_grad():
+            logits = self.model(tokens[None]).logits[0, len(prompt) - 1 : -1] / (temperature or 1.0)
+        return logits.log_softmax(-1).gather(-1, tokens[len(prompt) :, None])[:, 0].numpy()
+
+    def greedy(self, prompt: np.ndarray, max_new_tokens: int) -> list[int]:
+        tokens = torch.from_numpy(prompt).long()[None]
+        out = self.model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0
+        )
+        return out[0, len(prompt) :].tolist()
+
+
+def save(folder: Path, family: str, seed: int) -> Checkpoint:
+    """A model and its tokenizer, drawn from `seed`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(CONFIGS[family]).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"w{EOS}").save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return Checkpoint(folder, model.eval())
+
+
+def policy(folder: Path, backend: str, max_num_seqs: int = 32, precision: str = "float32", **vllm_cfg) -> PolicyConfig:
+    settings = {"max_model_len": MAX_MODEL_LEN, "enforce_eager": True} | vllm_cfg
+    return PolicyConfig(
+        model_name=str(folder),
+        tokenizer=TokenizerConfig(name=str(folder)),
+        precision=precision,
+        generation=GenerationConfig(backend=backend, max_num_seqs=max_num_seqs, vllm_cfg=VLLMConfig(**settings)),
+    )
+
+
+def drain(engine: GenerateBackend, requests: list[Request]) -> dict[str, Completion]:
+    """Each request's completion, by its id."""
+    engine.add(requests)
+    done: list[Completion] = []
+    while engine.pending:
+        done += engine.step()
+    assert engine.step() == []
+    assert sorted(c.id for c in done) == sorted(r.id for r in requests)
+    return {completion.id: completion for completion in done}
+
+
+def requests(groups: int, size: int, seed: int = 0, **sampling) -> list[Request]:
+    """`size` requests for each of `groups` prompts of different lengths."""
+    random = np.random.default_rng(seed)
+    settings = Sampling(**{"max_new_tokens": 24} | sampling)
+    made = []
+    for group in range(groups):
+        prompt = random.integers(2, VOCAB, 3 + 4 * group).astype(np.int32)
+        seeds = random.integers(0, 2**63, size)
+        made += [Request(f"{group}/{k}", prompt, int(seeds[k]), settings) for k in range(size)]
+    return made
+
+
+def single(prompt: np.ndarray, id: str = "a", **sampling) -> Request:
+    return Request(id, prompt.astype(np.int32), 0, replace(Sampling(max_new_tokens=24), **sampling))

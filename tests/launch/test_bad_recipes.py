@@ -1,0 +1,197 @@
+"""Whatever is wrong with a recipe is said at once, by the real command: one message, status 2, nothing created or submitted."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.job import ROOT
+from tests.launch.model import write_data, write_model, write_recipe
+
+SUBMIT = ROOT / "launch/submit.py"
+TENSOR_PARALLEL = "policy.generation.vllm_cfg.tensor_parallel_size"
+
+
+def refuse(folder: Path, *overrides: str, recipe: str | None = None, path: str | None = None) -> str:
+    """Submit `folder`/tiny.yaml from `folder`; the message of its refusal. The folder must be as it was."""
+    bin_folder = folder / "bin"  # an sbatch that tells on whoever calls it
+    bin_folder.mkdir(exist_ok=True)
+    (bin_folder / "sbatch").write_text(f"#!/bin/sh\ntouch {folder}/submitted\n")
+    (bin_folder / "sbatch").chmod(0o755)
+    before = sorted(folder.rglob("*"))
+    environment = {**os.environ, "PATH": path or f"{bin_folder}:{os.environ['PATH']}", "HF_HOME": str(folder / "hf")}
+    command = [sys.executable, str(SUBMIT), f"recipe={recipe or folder / 'tiny.yaml'}", *overrides]
+    begin = time.monotonic()
+    answer = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    elapsed = time.monotonic() - begin
+    print(f"refused in {elapsed:.2f} s: {answer.stderr}")
+    assert elapsed < 10
+    assert answer.returncode == 2, answer.stdout + answer.stderr
+    assert answer.stdout == ""
+    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1
+    assert sorted(folder.rglob("*")) == before
+    return answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("grpo.max_num_step=5", ["'grpo.max_num_step' is not a key", "did you mean 'grpo.max_num_steps'"]),
+        ("grpo.max_num_steps=many", ["the command line", "grpo.max_num_steps", "many"]),
+        ("detach=perhaps", ["detach", "perhaps", "true or false"]),
+        ("policy.train_global_batch_size=3", ["policy.train_global_batch_size", "3 does not divide the 4 samples"]),
+        (
+            "policy.dtensor_cfg.tensor_parallel_size=2",
+            ["policy.dtensor_cfg.tensor_parallel_size", "2 does not divide the 1 ranks"],
+        ),
+        ("policy.max_total_sequence_length=65", ["policy.max_total_sequence_length", "65", "at most 64"]),
+        ("data.max_input_seq_length=3", ["data.jsonl:2", "a prompt of 4 tokens", "data.max_input_seq_length is 3", "=drop"]),
+        ("data.train.data_path=no.jsonl", ["data.train.data_path", "no.jsonl", "No such file"]),
+        ("data.train.input_key=question", ["data.jsonl:1", "no key 'question'", "input, output"]),
+        ("data.train.prompt_file=no.txt", ["data.train.prompt_file", "no.txt", "No such file"]),
+        ("data.train.system_prompt_file=no.txt", ["data.train.system_prompt_file", "data.apply_chat_template is false"]),
+        ("data.apply_chat_template=true", ["data.apply_chat_template", "no chat template", "policy.tokenizer.chat_template"]),
+        ("data.train.prompt_file=tiny.yaml", ["data.train.prompt_file", "must have one {} where the input goes"]),
+        ("env.math.kind=poetry", ["env.math.kind", "poetry", "math, exact_match"]),
+        ("policy.model_name=./nowhere", ["policy.model_name", "no folder ./nowhere"]),
+        ("policy.model_name=some/model", ["policy.model_name", "'some/model'", "hf download some/model"]),
+        ("policy.model_name=hf_or_not", ["policy.model_name", "hf_or_not"]),
+        ("policy.random_init=false", ["policy.model_name", "no weights", "policy.random_init=true"]),
+        ("needs=[nothing]", ["recipe=nothing", "no such recipe"]),
+        ("run_dir=data.jsonl", ["run_dir", "data.jsonl is not one", "run_dir=..."]),
+        ("run_dir=/proc/nobody/may", ["run_dir", "/proc", "cannot be written"]),
+    ],
+)
+def test_one_key(tmp_path, override, says):
+    write_recipe(tmp_path)
+    message = refuse(tmp_path, override)
+    assert [part for part in says if part not in message] == []
+
+
+def test_tensor_parallel_size_that_does_not_divide_the_heads(tmp_path):
+    write_recipe(tmp_path)
+    message = refuse(tmp_path, "cluster.generate.ranks_per_node=3", f"{TENSOR_PARALLEL}=3")
+    assert (
+        f"{TENSOR_PARALLEL}: 3 does not divide the model's 4 attention heads and 2 key-value heads; one of 1, 2, 4" in message
+    )
+    train = ("cluster.train.ranks_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=4")  # no rank may hold half a head
+    assert "policy.dtensor_cfg.tensor_parallel_size: 4 does not divide" in (message := refuse(tmp_path, *train))
+    assert "one of 1, 2 would" in message
+
+
+def test_generate_world_that_tensor_parallel_does_not_divide(tmp_path):
+    write_recipe(tmp_path)
+    message = refuse(tmp_path, "cluster.generate.ranks_per_node=3", f"{TENSOR_PARALLEL}=2")
+    assert TENSOR_PARALLEL in message and "2 does not divide the 3 ranks of cluster.generate" in message
+
+
+def test_missing_shard(tmp_path):
+    write_recipe(tmp_path)
+    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (tmp_path / "model/model-1.safetensors").touch()
+    assert "lacks 1 of its 2 weight files, first model-2.safetensors" in refuse(tmp_path, "policy.random_init=false")
+
+
+def test_no_tokenizer(tmp_path):
+    write_recipe(tmp_path)
+    (tmp_path / "model/tokenizer.json").unlink()
+    assert "policy.tokenizer.name" in (message := refuse(tmp_path)) and "has no tokenizer" in message
+
+
+@pytest.mark.parametrize(("line", "says"), [('{"input": "a", ', "data.jsonl:3: not JSON"), ("[1]", "data.jsonl:3: a list")])
+def test_malformed_data_file(tmp_path, line, says):
+    write_recipe(tmp_path)
+    with open(tmp_path / "data.jsonl", "a") as file:
+        file.write(line + "\n")
+    assert says in refuse(tmp_path)
+
+
+def test_messages_that_are_not_messages(tmp_path):
+    write_recipe(tmp_path)
+    (tmp_path / "data.jsonl").write_text('{"chat": [{"role": "user"}]}\n')
+    chat = ["data.train.messages_key=chat", "data.apply_chat_template=true", "policy.tokenizer.chat_template=x"]
+    assert "data.jsonl:1: 'chat' is not a list of {role, content}" in refuse(tmp_path, *chat)
+    assert "data.train.system_prompt_file: no.txt: No such file" in refuse(
+        tmp_path, *chat, "data.train.system_prompt_file=no.txt"
+    )
+
+
+def test_data_set_that_is_nowhere(tmp_path):
+    write_recipe(tmp_path, data={"apply_chat_template": False, "train": {"dataset_name": "some/data", "env_name": "math"}})
+    message = refuse(tmp_path)
+    assert "data.train.dataset_name: 'some/data'" in message and "hf download --repo-type dataset some/data" in message
+
+
+def test_folder_of_another_recipe(tmp_path):
+    write_recipe(tmp_path, grpo={"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "seed": 1})
+    from pipeline import config
+
+    (tmp_path / "run").mkdir()
+    config.write(config.load(str(tmp_path / "tiny.yaml")), tmp_path / "run/recipe.yaml")
+    write_data(tmp_path / "other.jsonl", ["3+3="])
+    assert "holds another recipe: grpo.seed is 1 there and 2 here" in refuse(tmp_path, "grpo.seed=2")
+    assert "data.train.data_path is" in refuse(tmp_path, "data.train.data_path=other.jsonl")
+
+
+def test_no_sbatch(tmp_path):
+    write_recipe(tmp_path)
+    message = refuse(tmp_path, "cluster.executor=slurm", path=str(tmp_path))
+    assert "cluster.executor: slurm, but there is no sbatch here" in message
+
+
+def test_recipe_that_does_not_exist(tmp_path):
+    known = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+    message = refuse(tmp_path, recipe="nothing_like_it")
+    assert "recipe=nothing_like_it: no such recipe" in message
+    assert [name for name in known if name not in message] == []
+
+
+def test_recipe_without_equals(tmp_path):
+    write_recipe(tmp_path)
+    assert "'grpo' on the command line is not key=value" in refuse(tmp_path, "grpo")
+
+
+def test_needs_in_a_circle(tmp_path, monkeypatch):
+    from launch import submit
+    from pipeline import config
+    from pipeline.config import reading
+
+    monkeypatch.setattr(reading, "RECIPES", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path, "first", needs=["second"])
+    write_recipe(tmp_path, "second", needs=["first"])
+    with pytest.raises(config.RecipeError, match="first -> second -> first"):
+        submit.plan("first", [], dry=False)
+
+
+def test_prompt_with_its_prompt_file_and_numbers_as_inputs(tmp_path):
+    write_recipe(tmp_path)
+    (tmp_path / "prompt.txt").write_text("what is {} in {{}}")
+    (tmp_path / "data.jsonl").write_text('{"input": 7, "output": 1}\n{"input": 1234567, "output": 1}\n')
+    message = refuse(tmp_path, "data.train.prompt_file=prompt.txt", "data.max_input_seq_length=14")
+    assert "data.jsonl:2: a prompt of 21 tokens" in message
+
+
+def test_model_of_a_needed_run_is_not_looked_for(tmp_path, monkeypatch):
+    from launch import submit
+    from pipeline.config import reading
+
+    monkeypatch.setattr(reading, "RECIPES", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path, "base")
+    policy = {"model_name": "runs/base/checkpoints/hf", "train_global_batch_size": 4, "max_total_sequence_length": 32}
+    write_recipe(tmp_path, "second", needs=["base"], policy=policy)
+    assert [recipe.name for recipe in submit.plan("second", [], dry=False)] == ["base", "second"]
+
+    write_model(tmp_path / "runs/base/checkpoints/hf")
+    (tmp_path / "runs/base/done.json").write_text('{"step": 3}')
+    with pytest.raises(submit.RecipeError, match="has no weights"):  # now it is looked for
+        submit.plan("second", [], dry=False)
+    shutil.copy(tmp_path / "data.jsonl", tmp_path / "runs/base/checkpoints/hf/model.safetensors")
+    assert [recipe.name for recipe in submit.plan("second", [], dry=False)] == ["second"]

@@ -1,0 +1,91 @@
+"""Who may write into a run folder."""
+
+import threading
+
+import pytest
+
+from launch import run_folder
+from launch.job import JobRecord, components, write_record
+from pipeline import config
+from pipeline.config import RecipeError
+from tests.launch.model import write_recipe
+
+
+@pytest.fixture
+def load(tmp_path):
+    path = write_recipe(tmp_path)
+    return lambda *overrides: config.load(str(path), list(overrides))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run_dir=elsewhere",
+        "needs=[another]",
+        "cluster.train.nodes=2",
+        "cluster.timeouts.join=5",
+        "logger.num_rollouts_to_log=1",
+        "checkpointing.save_period=7",
+        "checkpointing.keep_top_k=null",
+        "grpo.max_num_steps=99",
+        "grpo.val_period=2",
+        "policy.generation.val_temperature=0.5",
+    ],
+)
+def test_keys_that_may_change_when_a_run_goes_on(load, override):
+    assert config.to_yaml(load()) != config.to_yaml(load(override))
+    assert run_folder.first_difference(load(), load(override)) is None
+
+
+def test_variables_for_vllm_reach_the_generate_ranks_only(load):
+    parts = components(load("policy.generation.vllm_cfg.env_vars={A: '1', B: '2'}", "cluster.generate.env_vars={B: '3'}"))
+    assert parts["generate"].env_vars == {"A": "1", "B": "3"}
+    assert parts["train"].env_vars == {}
+
+
+def test_the_first_other_key_is_named_in_the_schemas_order(load):
+    now = load("grpo.seed=1", "policy.optimizer.kwargs.lr=1", "grpo.max_num_steps=99")
+    assert run_folder.first_difference(load(), now) == ("grpo.seed", 42, 1)
+    assert run_folder.first_difference(load(), load("policy.optimizer.kwargs.betas=[0.9,0.95]")) == (
+        "policy.optimizer.kwargs.betas",
+        None,
+        [0.9, 0.95],
+    )
+
+
+def test_a_folder_is_held_while_it_is_submitted_to(tmp_path):
+    refused = []
+
+    def second() -> None:
+        with pytest.raises(RecipeError, match="just being submitted to") as error, run_folder.locked(tmp_path):
+            pass
+        refused.append(error)
+
+    with run_folder.locked(tmp_path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    assert refused
+    with run_folder.locked(tmp_path):
+        pass
+
+
+def test_a_local_job_of_another_host_cannot_be_asked(tmp_path):
+    write_record(tmp_path, JobRecord("local", "1", "another-host", start_time=1))
+    with pytest.raises(RecipeError, match=r"on another-host.*job\.json"), run_folder.locked(tmp_path):
+        pass
+
+
+def test_a_slurm_job_cannot_be_asked_where_there_is_no_scontrol(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    write_record(tmp_path, JobRecord("slurm", "17", "login"))
+    with pytest.raises(RecipeError, match=r"Slurm job 17.*no scontrol here"), run_folder.locked(tmp_path):
+        pass
+
+
+def test_what_an_earlier_attempt_said_about_its_end_is_removed(tmp_path, load):
+    for name in ("failure.json", "done.json"):
+        (tmp_path / name).write_text("{}")
+    run_folder.prepare(load(), tmp_path, "#!/bin/bash\n")
+    assert not (tmp_path / "failure.json").exists() and run_folder.done_step(tmp_path) is None
+    assert run_folder.first_difference(config.read(tmp_path / "recipe.yaml"), load()) is None

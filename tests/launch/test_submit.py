@@ -1,0 +1,275 @@
+"""`launch/submit.py`: what it prints, what it starts, what it ends with. The jobs are real; what the ranks do is tests' own."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import submit
+from launch.job import ROOT, read_record
+from pipeline.config import reading
+from tests.launch import tasks
+from tests.launch.model import write_recipe
+from tests.launch.waiting import none_alive, reports, wait_until, wait_until_ended
+
+SUBMIT = ROOT / "launch/submit.py"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A folder with a recipe `tiny`, as the current one."""
+    write_recipe(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reading, "RECIPES", tmp_path)
+    return tmp_path
+
+
+def run(monkeypatch, task, *arguments: str) -> int:
+    monkeypatch.setattr(submit.task, "rank_main", task)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return submit.main(list(arguments))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+# ---- the command itself ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", ["slurm", "local"])
+def test_dry_run_writes_nothing_and_imports_no_torch(here, executor):
+    code = (
+        "import runpy, sys, time; sys.argv = sys.argv[1:]; begin = time.monotonic()\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'vllm'} & set(sys.modules)\n"
+        "print('IMPORTED', sorted(heavy), 'SECONDS', round(time.monotonic() - begin, 2))"
+    )
+    arguments = [str(SUBMIT), "recipe=tiny.yaml", "dry_run=true", f"cluster.executor={executor}", "cluster.generate.nodes=2"]
+    before = files(here)
+    environment = {**os.environ, "PATH": str(here)}  # no sbatch here
+    answer = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    print(answer.stdout.splitlines()[-1])
+    assert "IMPORTED [] SECONDS" in answer.stdout
+    assert files(here) == before
+    assert "max_num_steps: 3" in answer.stdout
+    if executor == "slurm":
+        assert "#SBATCH hetjob" in answer.stdout
+        assert answer.stdout.count("--het-group=") == 2
+        assert subprocess.run(["bash", "-n"], input=answer.stdout.partition("# the recipe")[0], text=True).returncode == 0
+    else:
+        assert answer.stdout.count("-m launch.task") == 3
+
+
+def test_works_where_the_package_is_not_installed(here):
+    """-I: neither the current folder, nor PYTHONPATH, nor the editable install of this checkout is looked at."""
+    code = (
+        "import runpy, sys; sys.argv = sys.argv[1:]\n"
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
+        "sys.path[:] = [sys.argv[0].rpartition('/')[0], *(p for p in sys.path if 'hetstep' not in p)]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    arguments = [str(SUBMIT), "recipe=tiny.yaml", "dry_run=true"]
+    answer = subprocess.run([sys.executable, "-I", "-c", code, *arguments], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 2), (["--help"], 0)])
+def test_usage(arguments, status):
+    answer = subprocess.run([sys.executable, str(SUBMIT), *arguments], capture_output=True, text=True)
+    assert answer.returncode == status
+    assert "recipe=NAME" in answer.stdout and "follow=RUN_DIR" in answer.stdout
+
+
+# ---- a run ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_from_submit_to_done(here, monkeypatch, capsys):
+    assert run(monkeypatch, tasks.write_steps, "recipe=tiny") == 0
+    out = capsys.readouterr().out
+    assert "step 3/3  train/reward 0.3" in out
+    assert "done: step 3" in out
+    assert {path.name for path in (here / "run").iterdir()} >= {
+        "recipe.yaml",
+        "batch.sh",
+        "manifest.json",
+        "job.json",
+        "submitit",
+    }
+    (entry,) = json.loads((here / "run/manifest.json").read_text())
+    assert entry["executor"] == "local" and entry["job_id"] == read_record(here / "run").job_id
+    assert entry["versions"]["submitit"] and entry["python"].startswith("3.")
+
+    assert run(monkeypatch, tasks.write_steps, "recipe=tiny") == 0
+    assert "is complete at step 3; raise grpo.max_num_steps" in capsys.readouterr().out
+
+    assert run(monkeypatch, tasks.write_steps, "recipe=tiny", "grpo.max_num_steps=5") == 0
+    out = capsys.readouterr().out
+    assert "step 5/5" in out and "step 3/" not in out
+    assert len(json.loads((here / "run/manifest.json").read_text())) == 2
+    assert len(list((here / "run/attempts").iterdir())) == 2
+
+
+def test_a_failure_is_told_from_failure_json(here, monkeypatch, capsys):
+    assert run(monkeypatch, tasks.fail_with_report, "recipe=tiny") == 1
+    out = capsys.readouterr().out
+    assert "rank 1 (realm generate, host here, verb rollout, phase step 3): the dog ate it" in out
+    assert f"logs: {here}/run/attempts/local-" in out
+
+
+def test_a_failure_is_told_from_the_log_that_has_the_traceback(here, monkeypatch, capsys):
+    assert run(monkeypatch, tasks.fail_on_rank_1, "recipe=tiny") == 1
+    out = capsys.readouterr().out
+    assert "FAILED (rank 1 exited with status 1)" in out
+    assert "rank00001.log" in out and "RuntimeError: rank 1 has had enough" in out
+
+
+def test_an_end_without_done_is_a_failure(here, monkeypatch, capsys):
+    monkeypatch.setattr("launch.follow.SETTLE_S", 0.0)
+    assert run(monkeypatch, tasks.report, "recipe=tiny") == 1
+    assert "there is no done.json" in capsys.readouterr().out
+
+
+def test_detach_follow_and_a_second_submission(here, monkeypatch, capsys):
+    assert run(monkeypatch, tasks.report_and_wait, "recipe=tiny", "detach=true") == 0
+    assert f"follow={here}/run" in capsys.readouterr().out
+    found = reports(here / "run", 2)
+    job = read_record(here / "run").attach(here / "run")
+
+    assert run(monkeypatch, tasks.report, "recipe=tiny") == 2
+    assert f"run_dir: local job {job.job_id} is still writing into" in capsys.readouterr().err
+    job.cancel()
+    wait_until_ended(job)
+    none_alive(found)
+
+    assert run(monkeypatch, tasks.report, f"follow={here}/run") == 1
+    assert "CANCELLED (by SIGTERM)" in capsys.readouterr().out
+
+
+def test_needs_run_first_and_once(here, monkeypatch, capsys):
+    write_recipe(here, "base", run_dir="elsewhere")
+    write_recipe(here, "second", needs=["base"], run_dir="runs/second")
+    assert run(monkeypatch, tasks.write_steps, "recipe=second", "detach=true") == 2
+    assert "local executor cannot wait" in capsys.readouterr().err
+    assert run(monkeypatch, tasks.write_steps, "recipe=second", "cluster.executor=local", "grpo.max_num_steps=2") == 0
+    out = capsys.readouterr().out
+    assert out.index("base: local job") < out.index("second: local job")
+    assert json.loads((here / "runs/base/done.json").read_text()) == {"step": 3}  # its own recipe, not this command's keys
+    assert json.loads((here / "runs/second/done.json").read_text()) == {"step": 2}
+
+    assert run(monkeypatch, tasks.write_steps, "recipe=second", "grpo.max_num_steps=4") == 0
+    assert "base: local job" not in capsys.readouterr().out
+
+
+def test_a_need_that_fails_stops_the_rest(here, monkeypatch, capsys):
+    write_recipe(here, "base")
+    write_recipe(here, "second", needs=["base"], run_dir="runs/second")
+    assert run(monkeypatch, tasks.fail_with_report, "recipe=second") == 1
+    assert not (here / "runs/second").exists()
+
+
+# ---- Ctrl-C ---------------------------------------------------------------------------------------------------------------
+
+SUBMIT_WAITING = (
+    "import sys; from launch import submit; from tests.launch import tasks;"
+    "submit.task.rank_main = tasks.report_and_wait; sys.exit(submit.main(['recipe=tiny.yaml']))"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_without_a_terminal_the_first_signal_cancels(here, number):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUBMIT_WAITING],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    found = reports(here / "run", 2)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "CANCELLED" in out
+    none_alive(found)
+
+
+def test_at_a_terminal_ctrl_c_asks_first(here):
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["PYTHONPATH"] = str(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", SUBMIT_WAITING])
+    screen = bytearray()
+
+    def shows(text: bytes) -> bool:
+        if text in screen:
+            return True
+        try:
+            screen.extend(os.read(terminal, 4096))
+        except OSError:  # the other end is closed
+            return text in screen
+        return text in screen
+
+    found = reports(here / "run", 2)
+    wait_until(lambda: shows(b"RUNNING"), "the live view")
+    os.write(terminal, b"\x03")
+    wait_until(lambda: shows(b"Enter to go on"), "the question")
+    os.write(terminal, b"\n")
+    del screen[:]
+    wait_until(lambda: shows(b"RUNNING"), "the live view again")
+    os.write(terminal, b"\x03")
+    wait_until(lambda: shows(b"Enter to go on"), "the question again")
+    time.sleep(0.1)  # a terminal's Ctrl-C reaches whoever reads; let it read
+    os.write(terminal, b"\x03")
+    wait_until(lambda: shows(b"CANCELLED"), "the end")
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 130
+    none_alive(found)
+
+
+# ---- on Slurm -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_slurm(here, slurm_cluster, monkeypatch) -> Path:
+    for key in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(key, slurm_cluster.env[key])
+    write_recipe(here, "base", cluster={"executor": "auto"})
+    write_recipe(here, "second", needs=["base"], run_dir="runs/second", cluster={"executor": "auto"})
+    return here
+
+
+@pytest.mark.slurm
+def test_auto_takes_slurm_where_there_is_one(on_slurm, monkeypatch, capsys):
+    assert run(monkeypatch, tasks.write_steps, "recipe=base") == 0
+    out = capsys.readouterr().out
+    assert "base: Slurm job" in out and "step 3/3" in out and "done: step 3" in out
+    assert (on_slurm / "run/batch.sh").read_text().count("#SBATCH hetjob") == 1
+    assert run(monkeypatch, tasks.fail_with_report, "recipe=base", "run_dir=other") == 1
+    assert "the dog ate it" in capsys.readouterr().out
+
+
+@pytest.mark.slurm
+def test_detached_needs_are_chained(on_slurm, monkeypatch, capsys):
+    assert run(monkeypatch, tasks.write_steps, "recipe=second", "detach=true") == 0
+    assert read_record(on_slurm / "runs/base").executor == "slurm"
+    assert run(monkeypatch, tasks.write_steps, f"follow={on_slurm}/runs/second") == 0
+    assert (on_slurm / "runs/base/done.json").stat().st_mtime <= (on_slurm / "runs/second/done.json").stat().st_mtime
+    assert f"afterok:{read_record(on_slurm / 'runs/base').job_id}" in (on_slurm / "runs/second/batch.sh").read_text()
+
+
+@pytest.mark.slurm
+def test_a_refusal_by_sbatch_is_told(on_slurm, monkeypatch, capfd):
+    assert run(monkeypatch, tasks.write_steps, "recipe=base", "cluster.train.partition=nowhere") == 2
+    assert "sbatch refused the job" in (err := capfd.readouterr().err) and "invalid partition" in err

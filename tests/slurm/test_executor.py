@@ -1,0 +1,133 @@
+"""The Slurm executor against a real Slurm: four nodes, two components of two ranks."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from launch import slurm
+from launch.job import JobRecord, read_record, write_record
+from launch.slurm import HetSlurmExecutor, HetSlurmJob
+from pipeline.config import ClusterConfig, ComponentConfig
+from tests.launch import tasks
+from tests.launch.waiting import none_alive, reports, wait_until, wait_until_ended
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def cluster(slurm_cluster, monkeypatch):
+    for key in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(key, slurm_cluster.env[key])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return slurm_cluster
+
+
+def executor(run_dir: Path, after: tuple[str, ...] = (), **generate) -> HetSlurmExecutor:
+    components = {"train": ComponentConfig(nodes=2, cpus_per_task=1), "generate": ComponentConfig(**{"nodes": 2, **generate})}
+    return HetSlurmExecutor(run_dir, "a test", ClusterConfig(time_min=5), components, after)
+
+
+def test_two_components_form_one_world(cluster, tmp_path):
+    job = executor(tmp_path, env_vars={"TEST_VAR": "it's set"}).submit(tasks.report, str(tmp_path))
+    wait_until_ended(job)
+
+    assert job.status().state == "COMPLETED"
+    assert job.watcher.get_info(job.job_id)["NodeList"].count("127.0.0.") == 2  # one list for each component
+    found = reports(tmp_path, 4)
+    assert [each["HETSTEP_RANK"] for each in found] == ["0", "1", "2", "3"]
+    assert [each["HETSTEP_COMPONENT"] for each in found] == ["train", "train", "generate", "generate"]
+    assert [each["TEST_VAR"] for each in found] == [None, None, "it's set", "it's set"]
+    assert {each["HETSTEP_WORLD_SIZE"] for each in found} == {"4"}
+    assert {each["HETSTEP_LOCAL_RANK"] for each in found} == {"0"}
+    assert {each["HETSTEP_JOB_ID"] for each in found} == {job.job_id}
+    assert {each["HETSTEP_RUN_DIR"] for each in found} == {str(tmp_path)}
+    assert {each["HETSTEP_MASTER_ADDR"] for each in found} == {found[0]["HETSTEP_NODE"]}
+    assert sorted(each["HETSTEP_NODE"] for each in found) == cluster.nodes
+    assert {each["HETSTEP_ATTEMPT"] for each in found} == {f"{job.job_id}-0"}
+    assert {each["OMP_NUM_THREADS"] for each in found} == {"1"}
+    logs = sorted((tmp_path / f"attempts/{job.job_id}-0").iterdir())
+    assert [log.name for log in logs] == [f"rank{rank:05d}.log" for rank in range(4)]
+    for rank, log in enumerate(logs):
+        assert f"rank {rank} says hello" in log.read_text()
+
+
+def test_components_of_different_shape_get_their_own_gpus_and_ranks(cluster, tmp_path):
+    components = {
+        "train": ComponentConfig(nodes=1, gpus_per_node=4, mem="2G"),
+        "generate": ComponentConfig(nodes=1, gpus_per_node=2, cpus_per_task=2, mem="1G", exclusive=True),
+    }
+    job = HetSlurmExecutor(tmp_path, "gpus", ClusterConfig(time_min=5), components).submit(tasks.report, str(tmp_path))
+    wait_until_ended(job)
+
+    assert job.status().state == "COMPLETED", (tmp_path / f"submitit/{job.job_id}_0_log.out").read_text()
+    found = reports(tmp_path, 6)
+    assert [each["HETSTEP_LOCAL_RANK"] for each in found] == ["0", "1", "2", "3", "0", "1"]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["0,1,2,3"] * 4 + ["0,1"] * 2
+
+
+def test_a_recipe_that_does_not_generate_is_a_plain_job(cluster, tmp_path):
+    components = {"train": ComponentConfig(nodes=1, ranks_per_node=2)}
+    job = HetSlurmExecutor(tmp_path, "plain", ClusterConfig(time_min=5), components).submit(tasks.report, str(tmp_path))
+    wait_until_ended(job)
+
+    assert job.status().state == "COMPLETED"
+    found = reports(tmp_path, 2)
+    assert [each["HETSTEP_LOCAL_RANK"] for each in found] == ["0", "1"]
+    assert found[0]["HETSTEP_MASTER_ADDR"] == found[0]["HETSTEP_NODE"]
+
+
+@pytest.mark.parametrize("victim", [1, 2], ids=["train rank", "generate rank"])
+def test_a_killed_rank_ends_the_whole_job(cluster, tmp_path, victim):
+    job = executor(tmp_path).submit(tasks.report_and_wait, str(tmp_path))
+    found = reports(tmp_path, 4)
+    os.kill(found[victim]["pid"], signal.SIGKILL)
+    wait_until_ended(job)
+
+    assert job.status().state == "FAILED"
+    none_alive(found)
+
+
+def test_a_status_is_kept_and_ends_the_job(cluster, tmp_path):
+    job = executor(tmp_path).submit(tasks.exit_with_7_on_rank_1, str(tmp_path))
+    wait_until_ended(job)
+
+    assert job.status().state == "FAILED"
+    assert "Exited with exit code 7" in (tmp_path / f"submitit/{job.job_id}_0_log.out").read_text()  # srun says so
+    none_alive(reports(tmp_path, 4))
+
+
+def test_cancel_ends_both_components(cluster, tmp_path):
+    job = executor(tmp_path).submit(tasks.report_and_wait, str(tmp_path))
+    write_record(tmp_path, JobRecord.of("slurm", job))
+    found = reports(tmp_path, 4)
+    again = read_record(tmp_path).attach(tmp_path)
+    assert again.status(now=True).state == "RUNNING"
+    again.cancel()
+    wait_until_ended(again)
+
+    assert again.status().state == "CANCELLED"
+    none_alive(found)
+    wait_until(lambda: not cluster.steps_alive(), "the end of every step")
+
+
+def test_a_dependent_job_waits_and_never_starts_if_the_first_fails(cluster, tmp_path):
+    first = executor(tmp_path / "first").submit(tasks.report_and_wait, str(tmp_path / "first"))
+    second = executor(tmp_path / "second", after=(first.job_id,)).submit(tasks.report, str(tmp_path / "second"))
+    reports(tmp_path / "first", 4)
+    assert second.status(now=True) == slurm.JobStatus("PENDING", "Dependency")
+    first.cancel()
+    wait_until_ended(second)
+
+    assert second.status().state == "CANCELLED"
+    assert not (tmp_path / "second/attempts").exists()
+
+
+def test_an_array_is_refused(cluster, tmp_path):
+    with pytest.raises(ValueError, match="array"):
+        executor(tmp_path).map_array(tasks.report, ["a", "b"])
+
+
+def test_a_job_that_nobody_knows_is_gone(cluster, tmp_path):
+    assert HetSlurmJob(tmp_path, "4000000").status(now=True) == slurm.JobStatus("GONE", ended=True)

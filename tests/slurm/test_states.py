@@ -1,0 +1,31 @@
+"""How Slurm's words for a job are read; lines as Slurm 22.05 to 26.05 print them."""
+
+from launch.slurm import TERMINAL, combine, parse, parse_sacct
+
+LEADER = (
+    "JobId=17 HetJobId=17 HetJobOffset=0 HetJobIdSet=17-18 JobName=a UserId=root(0) JobState=FAILED Reason=NonZeroExitCode"
+    " NodeList=n[1-2] SubmitLine=sbatch --comment JobState=COMPLETED JobId=99"
+)
+CHILD = "JobId=18 HetJobId=17 HetJobOffset=1 HetJobIdSet=17-18 JobName=a JobState=RUNNING Reason=None NodeList=n[3-4]"
+
+
+def test_free_text_at_the_end_of_a_line_does_not_count():
+    assert parse(LEADER)["State"] == "FAILED"
+    assert parse(LEADER)["JobID"] == "17"
+
+
+def test_a_job_has_ended_when_every_component_has():
+    ended = CHILD.replace("RUNNING", "CANCELLED")
+    assert combine([parse(CHILD), parse(LEADER)])["State"] == "COMPLETING"
+    whole = combine([parse(ended), parse(LEADER)])
+    assert whole == {"JobID": "17", "State": "FAILED", "NodeList": "n[1-2],n[3-4]", "Reason": "NonZeroExitCode"}
+
+
+def test_sacct_rows_of_a_het_job():
+    rows = [parse_sacct("17+1", "COMPLETED", "n3"), parse_sacct("17+0", "CANCELLED by 1000", "n1")]
+    assert combine(rows) == {"JobID": "17", "State": "CANCELLED", "NodeList": "n1,n3", "Reason": "None"}
+
+
+def test_a_state_that_is_not_known_is_not_an_end():
+    for state in ("SIGNALING", "PENDING", "RUNNING", "COMPLETING", "REQUEUED", "STAGE_OUT", "SOMETHING_NEW"):
+        assert state not in TERMINAL

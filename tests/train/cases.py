@@ -1,0 +1,119 @@
+"""Tiny real models, packed batches of one fixed data set, and what Hugging Face's eager models say about them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from pipeline.config import DTensorConfig, GenerationConfig, OptimizerConfig, PolicyConfig
+from pipeline.types import LossOutput, PackedBatch
+
+VOCABULARY = 61  # odd, so that two ranks get unequal parts of it
+LENGTHS = (5, 5, 1, 9, 3, 3, 12, 2)
+TEMPERATURE = 0.7
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def configs() -> dict[str, PreTrainedConfig]:
+    return {
+        "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+        "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=False),
+        "qwen3": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False),
+        "qwen3_tied": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
+    }
+
+
+FAMILIES = tuple(configs())
+
+
+def write_models(folder: Path) -> None:
+    """One checkpoint per family. Every tensor is random: biases and norms too, which would else start at 0 and 1."""
+    for family, config in configs().items():
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        model.save_pretrained(folder / family)
+
+
+def policy(model: Path | str, **changes) -> PolicyConfig:
+    """A recipe's policy section, resolved: float32, no clipping, AdamW."""
+    return PolicyConfig(
+        **{
+            "model_name": str(model),
+            "precision": "float32",
+            "max_total_sequence_length": 64,
+            "logprob_chunk_size": 16,
+            "max_grad_norm": None,
+            "dtensor_cfg": DTensorConfig(),
+            "optimizer": OptimizerConfig(kwargs={"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}),
+            "generation": GenerationConfig(temperature=TEMPERATURE),
+            **changes,
+        }
+    )
+
+
+def sequences() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """[(tokens [L] int64, weights of the tokens' log-probs in the loss [L] float32)]"""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randint(0, VOCABULARY, (length,), generator=generator), torch.randn(length, generator=generator))
+        for length in LENGTHS
+    ]
+
+
+def pack(chosen: list[int], device: str = "cpu") -> PackedBatch:
+    """Those of the `sequences()`, end to end."""
+    tokens, weights = zip(*(sequences()[i] for i in chosen), strict=True)
+    lengths = tuple(len(t) for t in tokens)
+    total = sum(lengths)
+    return PackedBatch(
+        tokens=torch.cat(tokens).to(device),
+        positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32),
+        lengths=lengths,
+        loss_mask=torch.ones(total, dtype=torch.bool, device=device),
+        generate_logprobs=torch.zeros(total, device=device),
+        advantages=torch.cat(weights).to(device),
+    )
+
+
+def loss(logprobs: torch.Tensor, batch: PackedBatch) -> LossOutput:
+    """A weighted sum of log-probs over the global count of tokens, with one metric of each kind."""
+    share = -(logprobs * batch.advantages).sum() / sum(LENGTHS)
+    detached = logprobs.detach()
+    metrics = {"logprob": detached.sum() / sum(LENGTHS), "logprob_max": batch.advantages.max(), "logprob_min": detached.min()}
+    return LossOutput(share, metrics)
+
+
+def eager(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+    """(log-probs of each sequence [L], gradients by name, loss), one sequence at a time, by HF eager in `dtype`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    # Rotary frequencies are derived in float32 by any model; keep to that, so that only rounding differs.
+    logprobs, total = [], 0.0
+    for tokens, weights in sequences():
+        logits = model(tokens[None]).logits[0, :-1] / TEMPERATURE
+        following = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        logprobs.append(torch.cat([torch.zeros(1, dtype=dtype), following.detach()]))
+        total = total - (following * weights[1:]).sum() / sum(LENGTHS)
+    total.backward()
+    return logprobs, {name: parameter.grad for name, parameter in model.named_parameters()}, total.detach()

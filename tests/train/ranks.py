@@ -1,0 +1,225 @@
+"""Several train ranks as processes of a larger world, in which one more rank stands by and takes part in nothing.
+
+`run` starts them; what each train rank does is a function of this module, called SPMD with (layout, folder).
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from pipeline.config import DTensorConfig, PolicyConfig
+from pipeline.train.fsdp import FSDPBackend
+from tests.train import cases
+
+SCHEDULER = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 10}}
+
+
+@dataclass(frozen=True)
+class Layout:
+    data: int
+    tensor: int
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor
+
+
+def run(work, layout: Layout, folder: Path) -> None:
+    """`work(layout, folder)` on every train rank. Raises what any of them raised."""
+    with_bystander = layout.ranks + 1
+    store = folder / f"store-{work.__name__}-{layout.data}-{layout.tensor}"
+    # A fork server, so that torch and transformers are imported once for all of them.
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    arguments = (with_bystander, work, layout, folder, store)
+    mp.start_processes(_process, arguments, nprocs=with_bystander, start_method="forkserver")
+
+
+def _process(rank: int, size: int, work, layout: Layout, folder: Path, store: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    timeout = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    world = dist.group.WORLD
+    realm = dist.new_group(list(range(layout.ranks)))
+    if rank < layout.ranks:
+        dist.group.WORLD = realm
+        work(layout, folder)
+    dist.barrier(group=world)
+    dist.group.WORLD = world
+    dist.destroy_process_group()
+
+
+def backend(policy: PolicyConfig, layout: Layout = Layout(1, 1), reference: bool = False, **dtensor) -> FSDPBackend:
+    policy.dtensor_cfg = DTensorConfig(tensor_parallel_size=layout.tensor, **dtensor)
+    return FSDPBackend(policy, dist.group.WORLD, seed=7, reference=reference)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def gradients(trained: FSDPBackend) -> dict[str, torch.Tensor]:
+    """In full; they stay until the next step."""
+    return {name: full(parameter.grad) for name, parameter in trained._model.hf.named_parameters()}
+
+
+def weights(trained: FSDPBackend) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trained.weights()}
+
+
+def shares(layout: Layout, batches: int = 2) -> list[list[list[int]]]:
+    """Which sequences are in which batch of which data rank."""
+    order = list(range(len(cases.LENGTHS)))
+    cuts = layout.data * batches
+    parts = [order[i::cuts] for i in range(cuts)]
+    return [parts[rank :: layout.data] for rank in range(layout.data)]
+
+
+def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Every tensor equal up to `tolerance` of the largest entry of all."""
+    assert ours.keys() == theirs.keys()
+    largest = max(t.abs().max().item() for t in theirs.values())
+    assert largest > 0.01  # the comparison would be empty otherwise
+    worst = {name: (ours[name].double() - theirs[name].double()).abs().max().item() / largest for name in theirs}
+    name = max(worst, key=worst.get)
+    assert worst[name] < tolerance, f"{name} is off by {worst[name]:.1e} of the largest entry"
+
+
+def check_against_eager(trained: FSDPBackend, layout: Layout, model: Path, tolerance: float = 1e-6) -> None:
+    """Log-probs, loss, metrics, every gradient and their norm of one step, against HF eager."""
+    logprobs, expected, total = cases.eager(model)
+    mine = shares(layout)[trained.data_rank]
+    batches = [cases.pack(chosen) for chosen in mine]
+    for chosen, ours in zip(mine, trained.forward(batches), strict=True):
+        theirs = torch.cat([logprobs[i] for i in chosen])
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).abs().max() < 1e-5
+    result = trained.step(batches, cases.loss)
+    assert_near(gradients(trained), expected, tolerance)
+    norm = torch.stack([g.norm() for g in expected.values()]).norm().item()
+    assert abs(result.metrics["grad_norm"] / norm - 1) < 1e-6
+    assert abs(result.metrics["loss"] - total.item()) < 1e-6
+    every = torch.cat(logprobs)
+    assert abs(result.metrics["logprob"] - every.mean().item()) < 1e-5
+    assert abs(result.metrics["logprob_min"] - every.min().item()) < 1e-5
+    assert result.metrics["logprob_max"] == max(weights.max().item() for _, weights in cases.sequences())
+    assert result.metrics["lr"] == 1e-3
+
+
+# ---- what the train ranks do --------------------------------------------------------------------------------------------
+
+
+def all_families(layout: Layout, folder: Path) -> None:
+    for family in cases.FAMILIES:
+        model = folder / family
+        trained = backend(cases.policy(model), layout)
+        assert (trained.data_size, trained.data_rank) == (layout.data, dist.get_rank() // layout.tensor)
+        check_weights_are_the_files(trained, model)
+        check_against_eager(trained, layout, model)
+    check_random_weights(layout, folder)
+    check_activation_checkpointing(layout, folder)
+    check_bfloat16(layout, folder)
+    check_clipping_and_refusal(layout, folder)
+    check_save_and_load(layout, folder)
+
+
+def check_weights_are_the_files(trained: FSDPBackend, model: Path) -> None:
+    ours = weights(trained)
+    files = load_file(model / "model.safetensors")
+    assert list(ours) == [name for name, _ in trained._model.hf.named_parameters()]
+    assert ours.keys() == files.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, files[name]) if dist.get_rank() == 0 else tensor.numel() == 0
+
+
+def check_random_weights(layout: Layout, folder: Path) -> None:
+    """The same whatever the layout, and what transformers draws from that seed."""
+    trained = backend(cases.policy(folder / "qwen3_tied", random_init=True), layout)
+    torch.manual_seed(7)
+    expected = AutoModelForCausalLM.from_config(cases.configs()["qwen3_tied"], dtype=torch.float32)
+    for name, parameter in trained._model.hf.named_parameters():
+        assert torch.equal(full(parameter), expected.get_parameter(name)), name
+
+
+def check_activation_checkpointing(layout: Layout, folder: Path) -> None:
+    found = []
+    for on in (False, True):
+        trained = backend(cases.policy(folder / "qwen3"), layout, activation_checkpointing=on)
+        trained.step([cases.pack(chosen) for chosen in shares(layout)[trained.data_rank]], cases.loss)
+        found.append(gradients(trained))
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
+
+
+def check_bfloat16(layout: Layout, folder: Path) -> None:
+    """Compute in bfloat16 is near, and the weights that it updates are float32."""
+    logprobs, expected, _ = cases.eager(folder / "qwen3_tied")
+    trained = backend(cases.policy(folder / "qwen3_tied", precision="bfloat16"), layout)
+    mine = shares(layout)[trained.data_rank]
+    batches = [cases.pack(chosen) for chosen in mine]
+    for chosen, ours in zip(mine, trained.forward(batches), strict=True):
+        difference = (ours - torch.cat([logprobs[i] for i in chosen])).abs()
+        assert 0 < difference.max() < 0.5
+    trained.step(batches, cases.loss)
+    assert_near(gradients(trained), expected, 0.1)
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in trained._model.parameters())
+    assert all(tensor.dtype == torch.bfloat16 for _, tensor in trained.weights())
+
+
+def check_clipping_and_refusal(layout: Layout, folder: Path) -> None:
+    trained = backend(cases.policy(folder / "qwen3", max_grad_norm=0.01), layout)
+    batches = [cases.pack(chosen) for chosen in shares(layout)[trained.data_rank]]
+    assert trained.step(batches, cases.loss).metrics["grad_norm"] > 0.02
+    clipped = torch.stack([g.norm() for g in gradients(trained).values()]).norm()
+    assert abs(clipped / 0.01 - 1) < 1e-5
+
+    def broken(logprobs, batch):
+        output = cases.loss(logprobs, batch)
+        # On one data rank only, yet all must refuse.
+        return type(output)(output.loss * (torch.nan if trained.data_rank == 0 else 1.0), output.metrics)
+
+    before = [full(p).clone() for p in trained._model.parameters()]
+    try:
+        trained.step(batches, broken)
+    except FloatingPointError:
+        assert all(torch.equal(a, full(p)) for a, p in zip(before, trained._model.parameters(), strict=True))
+    else:
+        raise AssertionError("a gradient that is not finite was taken")
+    trained.step(batches, cases.loss)
+    assert all(p.isfinite().all() for p in map(full, trained._model.parameters()))
+
+
+def check_save_and_load(layout: Layout, folder: Path) -> None:
+    """Interrupted after two steps and resumed: the next two are the same to the last bit."""
+    settings = {"scheduler": SCHEDULER}
+    trained = backend(cases.policy(folder / "qwen3_tied", **settings), layout)
+    batches = [cases.pack(chosen) for chosen in shares(layout)[trained.data_rank]]
+
+    def two_steps(trained: FSDPBackend) -> tuple:
+        metrics = [trained.step(batches, cases.loss).metrics for _ in range(2)]
+        return metrics, torch.rand(3), [full(p).clone() for p in trained._model.parameters()]
+
+    two_steps(trained)
+    saved = folder / f"saved-{layout.data}-{layout.tensor}"
+    trained.save(saved)
+    expected = two_steps(trained)
+    resumed = backend(cases.policy(folder / "qwen3_tied", **settings), layout)
+    for other in (resumed, trained):  # in a new process, and back in the old one
+        other.load(saved)
+        metrics, drawn, parameters = two_steps(other)
+        assert metrics == expected[0]
+        assert torch.equal(drawn, expected[1])
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected[2], strict=True))
+    if dist.get_rank() == 0:
+        torch.save({"metrics": metrics, "parameters": parameters}, folder / f"after-{layout.data}-{layout.tensor}.pt")

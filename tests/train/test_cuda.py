@@ -1,0 +1,69 @@
+"""On a GPU: bfloat16 through the variable-length kernel, against HF eager there."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from tests.train import cases, ranks
+
+pytestmark = pytest.mark.gpu
+ALL = list(range(len(cases.LENGTHS)))
+
+
+@pytest.fixture(autouse=True)
+def nccl():
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield
+    dist.destroy_process_group()
+
+
+class Kernels(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", cases.FAMILIES)
+def test_bfloat16_log_probs_and_gradients(models, family):
+    trained = ranks.backend(cases.policy(models / family, precision="bfloat16"))
+    batch = cases.pack(ALL, "cuda")
+    with Kernels() as kernels:
+        ours = trained.forward([batch])[0]
+    assert any("varlen_attn" in name for name in kernels.seen)
+    model = AutoModelForCausalLM.from_pretrained(models / family, dtype=torch.bfloat16, attn_implementation="eager").cuda()
+    for i, found in zip(ALL, ours.split(cases.LENGTHS), strict=True):
+        tokens = cases.sequences()[i][0].cuda()
+        logits = model(tokens[None]).logits[0, :-1].float() / cases.TEMPERATURE
+        expected = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        assert (found[1:] - expected).abs().max() < 0.3 if len(tokens) > 1 else found[0] == 0
+    trained.step([batch], cases.loss)
+    _, gradients, _ = cases.eager(models / family)
+    ranks.assert_near({name: g.cpu() for name, g in ranks.gradients(trained).items()}, gradients, 0.1)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_resumes_to_the_last_bit(models, tmp_path, offload):
+    trained = ranks.backend(cases.policy(models / "qwen3_tied", precision="bfloat16"), cpu_offload=offload)
+    assert {p.device.type for p in trained._model.parameters()} == {"cpu" if offload else "cuda"}
+    batch = cases.pack(ALL, "cuda")
+    trained.step([batch], cases.loss)
+    trained.save(tmp_path)
+    drawn = torch.rand(2, device="cuda")
+    metrics = trained.step([batch], cases.loss).metrics
+    trained.load(tmp_path)
+    assert torch.equal(torch.rand(2, device="cuda"), drawn)
+    assert trained.step([batch], cases.loss).metrics == metrics
+
+
+def test_float32_takes_the_other_path(models):
+    trained = ranks.backend(cases.policy(models / "llama"))
+    logprobs, _, _ = cases.eager(models / "llama")
+    ours = trained.forward([cases.pack(ALL, "cuda")])[0]
+    assert (ours.cpu() - torch.cat(logprobs)).abs().max() < 1e-4

@@ -1,0 +1,255 @@
+"""The backend on one rank: right log-probs and gradients, refusals, reference weights, checkpoints."""
+
+import dataclasses
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    RwkvConfig,
+)
+
+from pipeline.config import OptimizerConfig
+from pipeline.train.fsdp import FSDPBackend
+from tests.train import cases, ranks
+from tests.train.ranks import Layout
+
+pytestmark = pytest.mark.usefixtures("realm")
+ALL = list(range(len(cases.LENGTHS)))
+
+
+@pytest.mark.parametrize("family", cases.FAMILIES)
+def test_agrees_with_eager(models, family):
+    trained = ranks.backend(cases.policy(models / family))
+    ranks.check_weights_are_the_files(trained, models / family)
+    ranks.check_against_eager(trained, Layout(1, 1), models / family)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])  # one rank in bfloat16 is sharded, in float32 not
+def test_one_rank_does_all_that_several_do(models, precision, tmp_path):
+    for family in cases.FAMILIES:
+        (tmp_path / family).symlink_to(models / family)
+    if precision == "bfloat16":
+        ranks.check_bfloat16(Layout(1, 1), tmp_path)
+    else:
+        ranks.check_random_weights(Layout(1, 1), tmp_path)
+        ranks.check_activation_checkpointing(Layout(1, 1), tmp_path)
+        ranks.check_clipping_and_refusal(Layout(1, 1), tmp_path)
+        ranks.check_save_and_load(Layout(1, 1), tmp_path)
+
+
+@pytest.mark.parametrize("batches", [1, 4, 8])
+def test_gradient_does_not_depend_on_microbatches(models, batches):
+    _, expected, _ = cases.eager(models / "qwen3")
+    trained = ranks.backend(cases.policy(models / "qwen3"))
+    trained.step([cases.pack(ALL[i::batches]) for i in range(batches)], cases.loss)
+    ranks.assert_near(ranks.gradients(trained), expected, 1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 1000, None])
+def test_gradient_does_not_depend_on_chunks(models, chunk):
+    _, expected, _ = cases.eager(models / "qwen3_tied")
+    trained = ranks.backend(cases.policy(models / "qwen3_tied", logprob_chunk_size=chunk))
+    trained.step([cases.pack(ALL)], cases.loss)
+    ranks.assert_near(ranks.gradients(trained), expected, 1e-6)
+
+
+def test_a_sequence_does_not_see_its_neighbours(models):
+    trained = ranks.backend(cases.policy(models / "llama"))
+    together = trained.forward([cases.pack(ALL)])[0].split(cases.LENGTHS)
+    for i in ALL:
+        alone = trained.forward([cases.pack([i])])[0]
+        assert (alone - together[i]).abs().max() < 1e-5
+        assert alone[0] == 0
+
+
+def test_sharded_checkpoint_and_half_precision_files(models, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(models / "llama", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    trained = ranks.backend(cases.policy(tmp_path))
+    for name, tensor in trained.weights():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, model.get_parameter(name).float())
+
+
+def test_reference_is_the_initial_policy(models):
+    trained = ranks.backend(cases.policy(models / "qwen3"), reference=True)
+    batches = [cases.pack(ALL)]
+    before = trained.forward(batches)[0]
+    assert torch.equal(trained.forward(batches, "reference")[0], before)
+    trained.step(batches, cases.loss)
+    weights = ranks.weights(trained)
+    after = trained.forward(batches)[0]
+    assert (after - before).abs().max() > 1e-3
+    assert torch.equal(trained.forward(batches, "reference")[0], before)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in trained.weights())
+    assert torch.equal(trained.forward(batches)[0], after)
+
+
+def test_reference_must_have_been_kept(models):
+    trained = ranks.backend(cases.policy(models / "qwen3"))
+    with pytest.raises(ValueError, match="reference=True"):
+        trained.forward([cases.pack(ALL)], "reference")
+    with pytest.raises(ValueError, match="policy, reference"):
+        trained.forward([cases.pack(ALL)], "old")
+
+
+def test_overrides_reach_the_model(models):
+    trained = ranks.backend(cases.policy(models / "llama", random_init=True, hf_config_overrides={"num_hidden_layers": 1}))
+    assert not any("layers.1." in name for name, _ in trained.weights())
+    with pytest.raises(ValueError, match="hf_config_overrides: num_layerz"):
+        ranks.backend(cases.policy(models / "llama", hf_config_overrides={"num_layerz": 1}))
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "soft cap in attention": (Gemma2Config(**cases.SHAPE, head_dim=8), "attn_logit_softcapping"),
+    "soft cap on logits": (Gemma2Config(**cases.SHAPE, head_dim=8, attn_logit_softcapping=None, sliding_window=64), "head"),
+    "scaled logits": (CohereConfig(**cases.SHAPE), "head"),
+    "divided logits": (GraniteConfig(**cases.SHAPE, logits_scaling=8.0), "head"),
+    "sliding window": (MistralConfig(**cases.SHAPE, sliding_window=63), "sliding_attention"),
+    "recurrent": (MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1), "linear_attention"),
+    "recurrent, by its layers": (RwkvConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1), "attention"),
+    "attention of its own": (BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4), "attention"),
+    "dynamic rotary": (
+        LlamaConfig(**cases.SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        "rope_type dynamic",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unsupported_models_are_refused(case, tmp_path):
+    config, message = REFUSED[case]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        ranks.backend(cases.policy(tmp_path, random_init=True))
+
+
+def test_a_window_wider_than_any_sequence_is_no_window(tmp_path):
+    MistralConfig(**cases.SHAPE, sliding_window=64).save_pretrained(tmp_path)
+    trained = ranks.backend(cases.policy(tmp_path, random_init=True))
+    assert trained.forward([cases.pack(ALL)])[0].isfinite().all()
+
+
+def test_checkpoints_that_do_not_fit_are_refused(models, tmp_path):
+    tensors = load_file(models / "llama" / "model.safetensors")
+    cases.configs()["llama"].save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"no model\.safetensors"):
+        ranks.backend(cases.policy(tmp_path))
+    for changed, message in [
+        ({k: v for k, v in tensors.items() if k != "model.norm.weight"}, "missing.*model.norm.weight"),
+        ({**tensors, "model.extra.weight": torch.zeros(2)}, "unknown.*model.extra.weight"),
+        ({**tensors, "model.norm.weight": torch.zeros(3)}, "shapes.*model.norm.weight"),
+    ]:
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            ranks.backend(cases.policy(tmp_path))
+
+
+def test_tied_weights_that_differ_are_refused(models, tmp_path):
+    tensors = load_file(models / "qwen3_tied" / "model.safetensors")
+    cases.configs()["qwen3_tied"].save_pretrained(tmp_path)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
+    ranks.backend(cases.policy(tmp_path))
+    save_file({**tensors, "lm_head.weight": embedding + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="tie_word_embeddings=false"):
+        ranks.backend(cases.policy(tmp_path))
+
+
+def test_contradicting_batches_are_refused(models):
+    trained = ranks.backend(cases.policy(models / "llama"))
+    good = cases.pack([0, 3])
+    continued = torch.arange(len(good.tokens))
+    for change, message in [
+        ({"positions": continued}, "positions"),
+        ({"cu_seqlens": torch.tensor([0, 14], dtype=torch.int32)}, "cu_seqlens"),
+        ({"cu_seqlens": good.cu_seqlens.long()}, "cu_seqlens"),
+        ({"lengths": (9, 5)}, "cu_seqlens"),
+        ({"lengths": (14,)}, "cu_seqlens"),
+        ({"lengths": (5, 8)}, "tokens has shape"),
+        ({"lengths": (5, 0, 9)}, "no empty"),
+        ({"tokens": good.tokens + cases.VOCABULARY}, "vocabulary"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            trained.step([good, dataclasses.replace(good, **change)], cases.loss)
+    with pytest.raises(ValueError, match="at least one batch"):
+        trained.step([], cases.loss)
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------------------
+
+
+def saved(models, folder, **settings) -> FSDPBackend:
+    trained = ranks.backend(cases.policy(models / "qwen3", **settings))
+    trained.step([cases.pack(ALL)], cases.loss)
+    trained.save(folder)
+    return trained
+
+
+def test_random_states_are_restored(models, tmp_path):
+    trained = saved(models, tmp_path)
+    drawn = [(torch.rand(2).tolist(), random.random(), random.gauss(), np.random.rand(), np.random.randn()) for _ in range(2)]
+    trained.load(tmp_path)
+    again = [(torch.rand(2).tolist(), random.random(), random.gauss(), np.random.rand(), np.random.randn()) for _ in range(2)]
+    assert drawn == again
+
+
+def test_a_checkpoint_is_tensors_and_json(models, tmp_path):
+    saved(models, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train-rank00000.json", "train-rank00000.safetensors"]
+    index = json.loads((tmp_path / "train-rank00000.json").read_text())["tensors"]
+    assert index["optimizer.exp_avg.lm_head.weight"] == {
+        "shape": [61, 32],
+        "dtype": "float32",
+        "offset": [0, 0],
+        "size": [61, 32],
+    }
+
+
+def test_what_does_not_fit_is_not_loaded(models, tmp_path):
+    trained = saved(models, tmp_path)
+    before = ranks.weights(trained)
+    with pytest.raises(ValueError, match=r"of another model.*q_norm"):
+        ranks.backend(cases.policy(models / "llama")).load(tmp_path)
+    with pytest.raises(ValueError, match=r"lr 0\.001 -> 0\.002"):
+        optimizer = OptimizerConfig(kwargs={"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1})
+        ranks.backend(cases.policy(models / "qwen3", optimizer=optimizer)).load(tmp_path)
+    (tmp_path / "train-rank00000.json").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="json files are there"):
+        trained.load(tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trained.weights())
+
+
+@pytest.mark.parametrize("name, kwargs", [("torch.optim.SGD", {"lr": 0.1}), ("torch.optim.SGD", {"lr": 0.1, "momentum": 0.9})])
+def test_other_optimizers_resume_to_the_last_bit(models, tmp_path, name, kwargs):
+    trained = saved(models, tmp_path, optimizer=OptimizerConfig(name=name, kwargs=kwargs))
+    trained.step([cases.pack(ALL)], cases.loss)
+    expected = ranks.weights(trained)
+    trained.load(tmp_path)
+    trained.step([cases.pack(ALL)], cases.loss)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in trained.weights())
+
+
+def test_the_realm_must_be_the_default_group(models):
+    class Larger:
+        def size(self):
+            return dist.get_world_size() + 1
+
+    with pytest.raises(ValueError, match="2 ranks but the default group 1"):
+        FSDPBackend(cases.policy(models / "llama"), Larger(), seed=0, reference=False)

@@ -1,0 +1,25 @@
+"""Every layout gives Hugging Face's eager log-probs and gradients, and resumes to the last bit."""
+
+import pytest
+import torch
+
+from tests.train import cases, ranks
+from tests.train.ranks import Layout
+
+LAYOUTS = [Layout(2, 1), Layout(1, 2), Layout(2, 2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["dp2", "tp2", "dp2tp2"])
+def test_layout(layout, models, realm):
+    ranks.run(ranks.all_families, layout, models)
+
+    # What those ranks saved goes on at another layout as it did at theirs: here, on one rank.
+    trained = ranks.backend(cases.policy(models / "qwen3_tied", scheduler=ranks.SCHEDULER))
+    trained.load(models / f"saved-{layout.data}-{layout.tensor}")
+    batches = [cases.pack(chosen) for chosen in ranks.shares(Layout(1, 1))[0]]
+    metrics = [trained.step(batches, cases.loss).metrics for _ in range(2)]
+    expected = torch.load(models / f"after-{layout.data}-{layout.tensor}.pt")["metrics"]
+    for ours, theirs in zip(metrics, expected, strict=True):
+        assert ours["lr"] == theirs["lr"]
+        assert abs(ours["loss"] - theirs["loss"]) < 1e-6
+        assert abs(ours["grad_norm"] / theirs["grad_norm"] - 1) < 1e-5

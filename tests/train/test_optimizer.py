@@ -1,0 +1,110 @@
+"""Optimizers and schedules by name: the right ones, NeMo-RL's list form, and errors that name the key."""
+
+import pytest
+import torch
+
+from pipeline.config import OptimizerConfig
+from pipeline.train.optimizer import Schedule, build_optimizer
+
+WARMUP = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 4}}
+COSINE = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 6, "eta_min": 0.1}}
+
+
+def parameters():
+    return [torch.nn.Parameter(torch.ones(3))]
+
+
+def rates(config, steps=10, skip=0):
+    optimizer = build_optimizer(OptimizerConfig(kwargs={"lr": 1.0}), parameters())
+    schedule = Schedule(optimizer, config)
+    schedule.advance(skip)
+    found = []
+    for _ in range(steps - skip):
+        found.append(schedule.lr)
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_kwargs_reach_the_optimizer():
+    kwargs = {"lr": 0.5, "betas": [0.8, 0.9], "eps": 1e-4, "weight_decay": 0.3, "foreach": True}
+    optimizer = build_optimizer(OptimizerConfig(name="torch.optim.AdamW", kwargs=kwargs), parameters())
+    assert type(optimizer) is torch.optim.AdamW
+    group = optimizer.param_groups[0]
+    assert {name: group[name] for name in kwargs} == {**kwargs, "betas": (0.8, 0.9)}
+    assert group["fused"] is None
+    optimizer = build_optimizer(OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.5}), parameters())
+    assert type(optimizer) is torch.optim.SGD and optimizer.param_groups[0]["fused"]
+
+
+def test_fused_is_the_same_optimizer():
+    outcomes = []
+    for fused in (True, False):
+        parameter = parameters()
+        kwargs = {"lr": 0.1, "weight_decay": 0.2, "fused": fused}
+        optimizer = build_optimizer(OptimizerConfig(kwargs=kwargs), parameter)
+        for step in range(3):
+            parameter[0].grad = torch.tensor([1.0, -2.0, 0.5]) * (step + 1)
+            optimizer.step()
+        outcomes.append(parameter[0].detach())
+    assert (outcomes[0] - outcomes[1]).abs().max() < 1e-6
+
+
+def test_no_scheduler_is_constant():
+    assert rates(None) == [1.0] * 10
+
+
+def test_one_scheduler():
+    assert rates(WARMUP, 6) == pytest.approx([0.1, 0.325, 0.55, 0.775, 1.0, 1.0])
+
+
+def test_list_with_milestones():
+    constant = {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {"factor": 1.0, "total_iters": 10**9}}
+    assert rates([WARMUP, constant, {"milestones": [4]}], 7) == pytest.approx([0.1, 0.325, 0.55, 0.775, 1.0, 1.0, 1.0])
+    found = rates([WARMUP, COSINE, {"milestones": [4]}], 11)
+    assert found[:4] == pytest.approx([0.1, 0.325, 0.55, 0.775])
+    cosine = [0.1 + 0.9 * (1 + torch.cos(torch.tensor(torch.pi * t / 6)).item()) / 2 for t in range(7)]
+    assert found[4:] == pytest.approx(cosine)
+
+
+STEPPED = {"name": "torch.optim.lr_scheduler.MultiStepLR", "kwargs": {"milestones": [2, 5], "gamma": 0.3}}
+
+
+@pytest.mark.parametrize("config", [None, COSINE, STEPPED, [WARMUP, COSINE, {"milestones": [4]}]])
+def test_advancing_is_having_taken_the_steps(config):
+    assert rates(config, skip=6) == rates(config)[6:]  # to the last bit
+
+
+@pytest.mark.parametrize(
+    "name, kwargs, message",
+    [
+        ("torch.optim.AdamWW", {}, r"policy\.optimizer\.name: there is no 'torch.optim.AdamWW'"),
+        ("AdamW", {}, r"policy\.optimizer\.name"),
+        ("torch.nn.Linear", {}, r"policy\.optimizer\.name: 'torch.nn.Linear' is not a Optimizer"),
+        ("torch.optim.AdamW", {"learning_rate": 1}, r"policy\.optimizer\.kwargs.*learning_rate"),
+        ("torch.optim.AdamW", {"lr": -1.0}, r"policy\.optimizer\.kwargs.*Invalid learning rate"),
+    ],
+)
+def test_wrong_optimizers_are_named(name, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        build_optimizer(OptimizerConfig(name=name, kwargs=kwargs), parameters())
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"name": "torch.optim.lr_scheduler.LinearRL"}, r"policy\.scheduler\.name: there is no"),
+        ({"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"gamma": 1}}, r"policy\.scheduler\.kwargs.*gamma"),
+        ({"name": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, "metric"),
+        ({"kwargs": {}}, r"policy\.scheduler: a schedule is"),
+        ([WARMUP], "milestones"),
+        ([], "milestones"),
+        ([WARMUP, COSINE, {"milestones": [4, 8]}], "milestones"),
+        ([WARMUP, {"name": "torch.optim.Adam"}, {"milestones": [4]}], r"policy\.scheduler\[1\]\.name.*not a LRScheduler"),
+        ("cosine", "milestones"),
+    ],
+)
+def test_wrong_schedules_are_named(config, message):
+    optimizer = build_optimizer(OptimizerConfig(kwargs={"lr": 1.0}), parameters())
+    with pytest.raises(ValueError, match=message):
+        Schedule(optimizer, config)

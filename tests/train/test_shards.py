@@ -1,0 +1,78 @@
+"""Boxes of tensors in files: any cut can be read from any other, and holes are errors."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipeline.train.shards import Box, BoxReader, read_shards, whole, write_shards
+
+
+def cut(tensor, edges, folder):
+    """A reader of `tensor`, of whose first two dimensions each cell between the `edges` is in a file of its own."""
+    reader = BoxReader()
+    rows, columns = edges
+    for i, (a, b) in enumerate(itertools.pairwise(rows)):
+        for j, (c, d) in enumerate(itertools.pairwise(columns)):
+            path = folder / f"{i}-{j}.safetensors"
+            save_file({"x": tensor[a:b, c:d].contiguous()}, path)
+            reader.add("x", tuple(tensor.shape), path, Box((a, c), (b - a, d - c)))
+    return reader
+
+
+BOXES = [
+    Box((0, 0), (7, 5)),
+    Box((2, 1), (4, 3)),
+    Box((6, 4), (1, 1)),
+    Box((3, 0), (0, 5)),
+    Box((0, 2), (3, 2)),
+]
+
+
+@pytest.mark.parametrize("box", BOXES, ids=str)
+@pytest.mark.parametrize("edges", [((0, 7), (0, 5)), ((0, 3, 7), (0, 5)), ((0, 2, 3, 7), (0, 2, 4, 5))], ids=str)
+def test_any_box_from_any_cut(edges, box, tmp_path):
+    tensor = torch.arange(35.0).view(7, 5).to(torch.bfloat16)
+    found = cut(tensor, edges, tmp_path).read("x", box)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, tensor[box.within(whole(tensor.shape))])
+
+
+def test_holes_and_contradictions(tmp_path):
+    tensor = torch.arange(35.0).view(7, 5)
+    reader = cut(tensor, ((0, 3), (0, 5)), tmp_path)
+    with pytest.raises(ValueError, match="hold 15 of the 35"):
+        reader.read("x", whole((7, 5)))
+    with pytest.raises(ValueError, match="no tensor 'y'"):
+        reader.read("y", whole((7, 5)))
+    with pytest.raises(ValueError, match="another file"):
+        reader.add("x", (7, 6), tmp_path / "0-0.safetensors", Box((0, 0), (3, 5)))
+    # Replicas count once: they do not fill holes.
+    reader.add("x", (7, 5), tmp_path / "again.safetensors", Box((0, 0), (3, 5)))
+    with pytest.raises(ValueError, match="hold 15 of the 35"):
+        reader.read("x", whole((7, 5)))
+
+
+def test_every_dtype_and_scalars_come_back(tmp_path):
+    tensors = {
+        "float32": torch.randn(3),
+        "bfloat16": torch.randn(2, 2, 2).bfloat16(),
+        "uint8": torch.arange(4, dtype=torch.uint8),
+        "scalar": torch.tensor(7.0),
+        "empty": torch.empty(0, 3),
+    }
+    write_shards(tmp_path / "new", 0, tensors, {"ranks": 1, "note": [0.1, 1e-300]})
+    reader, records = read_shards(tmp_path / "new")
+    assert records[0]["note"] == [0.1, 1e-300]
+    for name, tensor in tensors.items():
+        found = reader.read(name, whole(tensor.shape))
+        assert found.dtype == tensor.dtype and torch.equal(found, tensor)
+
+
+def test_a_missing_rank_is_an_error(tmp_path):
+    write_shards(tmp_path, 0, {"x": torch.ones(1)}, {"ranks": 2})
+    with pytest.raises(ValueError, match="1 of 2 train-rank"):
+        read_shards(tmp_path)
+    assert json.loads((tmp_path / "train-rank00000.json").read_text())["tensors"]["x"]["size"] == [1]

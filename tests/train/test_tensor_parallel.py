@@ -1,0 +1,48 @@
+"""Tensor-parallel plans that this backend does not know are refused by name. (That the others are right: test_layouts.)"""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, Olmo2Config, Phi3Config, Qwen3Config, Qwen3MoeConfig
+
+from pipeline.train import tensor_parallel
+from tests.train import cases
+
+
+class Mesh:
+    """All that the checks ask of a mesh."""
+
+    def __init__(self, size):
+        self._size = size
+
+    def size(self):
+        return self._size
+
+
+QWEN3 = {**cases.SHAPE, "head_dim": 16}
+REFUSED = {
+    "query heads": (Qwen3Config(**QWEN3), 8, "8 does not divide num_attention_heads 4"),
+    "key heads": (Qwen3Config(**QWEN3), 4, "4 does not divide num_key_value_heads 2"),
+    "width": (Qwen3Config(**{**QWEN3, "intermediate_size": 45}), 2, "2 does not divide dimension 0 of .*gate_proj, .*45"),
+    "vocabulary": (Qwen3Config(**{**QWEN3, "vocab_size": 5, "num_key_value_heads": 4}), 4, "vocabulary of 5"),
+    "packed": (Phi3Config(**cases.SHAPE, pad_token_id=0), 2, "style '.*' of .* is not supported"),
+    "gathered": (Olmo2Config(**cases.SHAPE), 2, "style 'colwise_gather_output' of .*q_proj is not supported"),
+    "experts": (Qwen3MoeConfig(**QWEN3, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2), 2, "must be 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case):
+    config, size, message = REFUSED[case]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=f"policy.dtensor_cfg.tensor_parallel_size: .*{message}"):
+        tensor_parallel.parallelize(model, Mesh(size))
+
+
+def test_a_model_without_a_plan():
+    config = GPTNeoXConfig(vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=1, num_attention_heads=4)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model._tp_plan = {}
+    with pytest.raises(ValueError, match="brings no tensor-parallel plan"):
+        tensor_parallel.parallelize(model, Mesh(2))
