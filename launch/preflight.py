@@ -15,10 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import DatasetConfig, PolicyConfig, Recipe, RecipeError, generates
+from pipeline.config import ENVIRONMENT_KINDS, GENERATED_DATASETS, DatasetConfig, PolicyConfig, Recipe, RecipeError, generates
 
-GENERATED_DATA = ("scratchpad_addition",)
-ENVIRONMENT_KINDS = ("math", "exact_match")
 SCAN_BYTES = 32 << 20  # of each data file
 LONGEST = 256  # prompts whose tokens are counted: those with the most characters
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -210,7 +208,7 @@ def _text(key: str, path: str) -> str:
 def _check_name(key: str, name: str | None) -> None:
     if name is None:
         raise RecipeError(f"{key}: neither dataset_name nor data_path is given; data_path=FILE.jsonl, or a data set's name")
-    if name in GENERATED_DATA or Path(name).is_dir():
+    if name in GENERATED_DATASETS or Path(name).is_dir():
         return
     datasets_cache = Path(os.environ.get("HF_DATASETS_CACHE") or _hf_home() / "datasets").expanduser()
     # `datasets` writes org___name in lower case; older versions kept the case. A raw copy is in the hub's cache.
@@ -219,7 +217,7 @@ def _check_name(key: str, name: str | None) -> None:
     if any((datasets_cache / folder).is_dir() for folder in prepared) or raw.is_dir():
         return
     raise RecipeError(
-        f"{key}.dataset_name: '{name}' is neither a generated data set ({', '.join(GENERATED_DATA)}), nor a folder, nor in"
+        f"{key}.dataset_name: '{name}' is neither a generated data set ({', '.join(GENERATED_DATASETS)}), nor a folder, nor in"
         f" the local caches {datasets_cache} and {hub_cache()}; fetch it with"
         f" `hf download --repo-type dataset {name}`, or give data_path"
     )

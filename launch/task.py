@@ -10,15 +10,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import traceback
 from pathlib import Path
 
 from submitit.core import plugins
 from submitit.core.job_environment import JobEnvironment
-
-end_is_near = threading.Event()
-"""Set by SIGUSR2, which Slurm sends before the time limit or a preemption; the pipeline may look at it between two steps."""
 
 
 class HetstepJobEnvironment(JobEnvironment):
@@ -40,7 +36,7 @@ class HetstepJobEnvironment(JobEnvironment):
     def _handle_signals(self, paths, submission) -> None:
         """Not submitit's handlers, which ignore SIGTERM (a cancel would take KillWait) and requeue inside the signal."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGUSR2, lambda *_: end_is_near.set())
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's warning before the time limit would end the rank at once
 
 
 def rank_main(run_dir: str) -> None:
@@ -77,7 +73,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    # Not `main` of this module: the pickle refers to `launch.task`, and there must be one copy of `end_is_near`.
-    from launch import task
-
-    task.main(sys.argv[1])
+    main(sys.argv[1])

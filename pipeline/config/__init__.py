@@ -6,6 +6,8 @@ Nothing here imports torch, so a login node answers at once.
 from pipeline.config.checks import RecipeError, validate
 from pipeline.config.reading import RECIPES, complete, find, load, read, to_yaml, write
 from pipeline.config.schema import (
+    ENVIRONMENT_KINDS,
+    GENERATED_DATASETS,
     CheckpointingConfig,
     ClusterConfig,
     ComponentConfig,
@@ -32,6 +34,8 @@ from pipeline.config.schema import (
 )
 
 __all__ = [
+    "ENVIRONMENT_KINDS",
+    "GENERATED_DATASETS",
     "RECIPES",
     "CheckpointingConfig",
     "ClusterConfig",

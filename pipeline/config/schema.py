@@ -143,9 +143,13 @@ class PolicyConfig:
 # ---- data and environments ----------------------------------------------------------------------------------------------
 
 
+GENERATED_DATASETS = ("scratchpad_addition",)  # pipeline/data/datasets.py
+ENVIRONMENT_KINDS = ("exact_match", "math")  # pipeline/environments/registry.py
+
+
 @dataclass
 class DatasetConfig:
-    dataset_name: Optional[str] = None  # a generated one (scratchpad_addition), or a name or folder for `datasets`
+    dataset_name: Optional[str] = None  # one of GENERATED_DATASETS, or a name or folder for `datasets`
     data_path: Optional[str] = None  # or a JSONL file
     split: str = "train"
     input_key: str = "input"
@@ -169,7 +173,7 @@ class DataConfig:
 
 @dataclass
 class EnvironmentConfig:
-    kind: str = MISSING  # math, exact_match
+    kind: str = MISSING  # one of ENVIRONMENT_KINDS, or the dotted path of a class
     timeout_s: float = 10.0  # for one answer
     kwargs: dict[str, Any] = field(default_factory=dict)
 

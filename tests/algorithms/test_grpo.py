@@ -260,7 +260,7 @@ def test_kl_clamps():
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_kl_gradient_is_that_of_the_exact_kl(kind):
-    """Averaged over tokens drawn from the policy, the gradient of k1 and k3 with the score factor is the exact KL's; k2's is near."""
+    """Over tokens drawn from the policy, k1's and k3's gradient with the score factor is the exact KL's; k2's is near."""
     rng = torch.Generator().manual_seed(3)
     logits = torch.randn(6, generator=rng, dtype=torch.float64).requires_grad_()
     reference = torch.log_softmax(logits.detach() + 0.05 * torch.randn(6, generator=rng, dtype=torch.float64), 0)

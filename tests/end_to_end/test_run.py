@@ -36,6 +36,18 @@ def test_slurm_equals_local_to_the_last_bit(tmp_path, local, slurm_cluster):
     assert run.metrics() == local.metrics()
 
 
+def test_tensor_parallel_run_agrees(tmp_path, local):
+    """One train rank pair and one engine pair under tensor parallelism: the same samples, the same numbers up to rounding."""
+    tensor = ("policy.dtensor_cfg.tensor_parallel_size=2", "policy.generation.vllm_cfg.tensor_parallel_size=2")
+    run = submit(tmp_path / "run", *VLLM, *LOCAL, "grpo.max_num_steps=2", "checkpointing.enabled=false", *tensor)
+    assert run.status == 0, run.output
+    for line, expected in zip(run.metrics(), local.metrics(), strict=False):
+        assert line["train/gen_logprob_error_max"] < 1e-4
+        for key in ("train/reward", "train/loss", "train/grad_norm", "train/reference_kl", "train/completion_tokens"):
+            assert line[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
+    assert len(run.metrics()) == 2
+
+
 def test_sampled_logprobs_equal_the_train_backends(local):
     for line in read(local.folder / "metrics.jsonl"):
         assert line["train/gen_logprob_error_max"] < 1e-4

@@ -1,0 +1,68 @@
+"""The recipe: merging, inheritance, and that every list of names in the schema is the one that the code serves."""
+
+import pytest
+
+from pipeline import config
+from pipeline.config import RecipeError
+
+MINIMAL = "algorithm: grpo\npolicy: {model_name: x}\nenv: {e: {kind: math}}\ndata: {train: {env_name: e}}\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to(name, text):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return to
+
+
+def test_later_layers_win(write):
+    write("grandparent.yaml", MINIMAL + "grpo: {seed: 1, val_period: 1, max_num_steps: 1}\n")
+    write("parent.yaml", "defaults: grandparent.yaml\ngrpo: {seed: 2, val_period: 2}\n")
+    child = write("child.yaml", "defaults: [parent.yaml]\ngrpo: {seed: 3}\n")
+    recipe = config.load(child, ["grpo.seed=4"])
+    assert (recipe.name, recipe.grpo.seed, recipe.grpo.val_period, recipe.grpo.max_num_steps) == ("child", 4, 2, 1)
+
+
+def test_what_is_written_is_read_back(write, tmp_path):
+    recipe = config.load(write("a.yaml", MINIMAL), ["policy.optimizer.kwargs.eps=1e-8", "policy.max_total_sequence_length=64"])
+    config.write(recipe, tmp_path / "resolved.yaml")
+    again = config.read(tmp_path / "resolved.yaml")
+    assert again == recipe
+    assert again.policy.optimizer.kwargs["eps"] == 1e-8
+    assert again.data.max_input_seq_length == again.policy.generation.vllm_cfg.max_model_len == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("defaults: b.yaml", [], "there is no"),
+        ("defaults: a.yaml", [], "in a circle"),
+        ("- a", [], "a recipe is a mapping"),
+        ("grpo: {seed: [", [], "not YAML"),
+        ("policy: {model_name: x}", [], "algorithm has no value"),
+        (MINIMAL, ["grpo.sede=1"], "'grpo.sede' is not a key; did you mean 'grpo.seed'?"),
+        (MINIMAL, ["grpo.seed=one"], "grpo.seed: Value 'one'"),
+        (MINIMAL, ["seed"], "not key=value"),
+        (MINIMAL, ["grpo.seed=${nowhere}"], "nowhere"),
+        (MINIMAL, ["loss_fn.reference_policy_kl_type=k4"], "is not one of: k1, k2, k3"),
+        (MINIMAL, ["policy.generation.temperature=0"], "must be above 0"),
+        (MINIMAL, ["policy.generation.top_p=0.9"], "leave top_p at 1.0"),
+        (MINIMAL, ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"], "leave-one-out"),
+        (MINIMAL, ["policy.sequence_packing.train_mb_tokens=100"], "cannot hold one sequence"),
+        (MINIMAL, ["cluster.train.ranks_per_node=1024"], "cannot be shared among 1024"),
+    ],
+)
+def test_errors_say_where_and_what_would_be_right(write, text, overrides, message):
+    with pytest.raises(RecipeError) as error:
+        config.load(write("a.yaml", text), overrides)
+    assert message in str(error.value)
+
+
+def test_the_schema_names_what_there_is():
+    from pipeline.data.datasets import GENERATED
+    from pipeline.environments.registry import KINDS
+
+    assert set(config.GENERATED_DATASETS) == set(GENERATED)
+    assert set(config.ENVIRONMENT_KINDS) == set(KINDS)
