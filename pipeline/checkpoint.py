@@ -72,12 +72,12 @@ class Checkpoints:
         """Everything in `partial` is on disk: make it a checkpoint, then drop those no longer to be kept."""
         files = {str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()}
         write_durably(partial / COMPLETE, json.dumps({"step": step, "metric": metric, "state": state, "files": files}))
-        sync_folder(partial)
+        sync(partial)
         folder = self._folder / _name(step)
         if folder.exists():  # an incomplete one; `latest` passed over it
             shutil.rmtree(folder)
         partial.rename(folder)
-        sync_folder(self._folder)
+        sync(self._folder)
         for checkpoint in superfluous(self.all(), self._config):
             shutil.rmtree(checkpoint.folder)
         return Checkpoint(folder, step, metric, state)
@@ -107,15 +107,13 @@ def superfluous(checkpoints: list[Checkpoint], config: CheckpointingConfig) -> l
 
 
 def write_durably(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(text)
+    sync(path)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, as fsync does for the bytes of a file."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -6,13 +6,13 @@ Tensors stream through rank 0 one at a time; its memory is bounded by one shard 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer
 
+from pipeline.checkpoint import sync
 from pipeline.config import PolicyConfig
 from pipeline.train.base import TrainBackend
 
@@ -42,9 +42,8 @@ def export(backend: TrainBackend, policy: PolicyConfig, folder: Path, writes: bo
     config.dtype = policy.precision
     config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(policy.tokenizer.name).save_pretrained(folder)
-    for path in folder.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+    for path in (*folder.iterdir(), folder):
+        sync(path)
 
 
 def _write_shard(shard: dict[str, torch.Tensor], folder: Path, number: int) -> list[str]:

@@ -8,7 +8,6 @@ No pickle. Boxes that several ranks hold (replicas) are written by each of them.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
+
+from pipeline.checkpoint import sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def write_shards(folder: Path, rank: int, tensors: dict[str, torch.Tensor], reco
     save_file({name: local(tensor).cpu().contiguous() for name, tensor in tensors.items()}, stem.with_suffix(".safetensors"))
     stem.with_suffix(".json").write_text(json.dumps({**record, "tensors": index}))
     for path in (stem.with_suffix(".safetensors"), stem.with_suffix(".json"), folder):
-        _fsync(path)
+        sync(path)
 
 
 def _json(box: Box) -> dict[str, list[int]]:
@@ -157,11 +158,3 @@ def read_shards(folder: Path) -> tuple[BoxReader, list[dict[str, Any]]]:
         for name, entry in record["tensors"].items():
             reader.add(name, entry["shape"], path, Box(tuple(entry["offset"]), tuple(entry["size"])))
     return reader, records
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
