@@ -195,9 +195,9 @@ def _undisturbed(engine_ranks: int, rank_in_engine: int) -> Iterator[None]:
     if engine_ranks > 1 and not cuda:
         # The CPU communicator names its shared memory after what follows the last colon: without this, engines on one node
         # would meet in the same segment.
-        name = [os.getpid()]
-        dist.broadcast_object_list(name, group_src=0, group=dist.group.WORLD)
-        init_method = f"env://:{name[0]}"
+        name = torch.tensor([os.getpid()])
+        dist.broadcast(name, group_src=0)
+        init_method = f"env://:{name.item()}"
         ExecutorWithExternalLauncher._distributed_args = lambda _: (init_method, rank_in_engine, rank_in_engine)
     try:
         yield

@@ -123,9 +123,9 @@ def test_a_rank_that_never_comes_is_named(start):
 
 def test_nothing_between_ranks_is_pickled():
     """The ports are open to everyone on the cluster: no pickle, no object collectives, in what we wrote."""
-    forbidden = re.compile(r"(cloud)?pickle|\w*(gather|scatter|broadcast|send|recv)_object\w*|torch\.(load|save)")
+    forbidden = re.compile(r"(^|\.)((cloud)?pickle|\w*(gather|scatter|broadcast|send|recv)_object\w*|torch\.(load|save))$")
     for path in (ROOT / "pipeline").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute | ast.Name | ast.Import | ast.ImportFrom):
                 for name in re.split(r"[\s,]+", ast.unparse(node)):
-                    assert not forbidden.fullmatch(name), f"{path}:{node.lineno}: {name}"
+                    assert not forbidden.search(name), f"{path}:{node.lineno}: {name}"
