@@ -54,24 +54,43 @@ class Run:
 
 
 def submit(folder: Path, *overrides: str, env: dict | None = None, fault: Fault | None = None, timeout: float = 240) -> Run:
-    """`python launch/submit.py recipe=... ` in the foreground, in a run folder."""
+    """`python launch/submit.py recipe=... ` in the foreground, in a run folder, to its end."""
+    start = time.monotonic()
+    process = launch(folder, *overrides, env=env, fault=fault)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return Run(folder, process.returncode, output, time.monotonic() - start)
+
+
+def launch(folder: Path, *overrides: str, env: dict | None = None, fault: Fault | None = None) -> subprocess.Popen:
+    """The same, without waiting. Where there is a fault, each rank's process id is a file in `pids_of(folder)`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    pids = folder.parent / f"{folder.name}.pids"
     if fault:
+        pids = pids_of(folder)
         pids.mkdir(exist_ok=True)
         record = {**fault.__dict__, "signal": int(fault.signal), "folder": str(pids)}
         environment |= {"HETSTEP_TEST_FAULT": json.dumps(record), "PYTHONPATH": str(FAULTS)}
     command = [sys.executable, str(ROOT / "launch/submit.py"), f"recipe={RECIPE}", f"run_dir={folder}", *overrides]
-    start = time.monotonic()
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    return Run(folder, result.returncode, result.stdout + result.stderr, time.monotonic() - start)
+
+
+def pids_of(folder: Path) -> Path:
+    return folder.parent / f"{folder.name}.pids"
 
 
 def left_alive(folder: Path, within_s: float = 15) -> list[int]:
     """Ranks of a run with a fault whose process is still there after a while."""
-    pids = {int(path.name): int(path.read_text()) for path in (folder.parent / f"{folder.name}.pids").glob("[0-9]*")}
+    pids = {int(path.name): int(path.read_text()) for path in pids_of(folder).glob("[0-9]*")}
     deadline = time.monotonic() + within_s
     while alive := [rank for rank, pid in pids.items() if _alive(pid)]:
         if time.monotonic() > deadline:

@@ -4,11 +4,14 @@ Two train and two generate ranks. Here: each phase once on the local executor, w
 phase, on both executors, is `make test-long`.
 """
 
+import os
+import random
 import signal
+import time
 
 import pytest
 
-from tests.end_to_end.runs import LOCAL, SLURM, Fault, left_alive, submit
+from tests.end_to_end.runs import LOCAL, SLURM, Fault, Run, launch, left_alive, pids_of, submit
 
 # Which rank enters the phase: rank 0 the train realm's, rank 2 the generate realm's.
 ACTORS = {"decode": 2, "forward": 0, "step": 0, "receive": 2, "send": 0, "write": 0}
@@ -28,7 +31,7 @@ def uninterrupted(tmp_path_factory):
 def kill_and_rerun(folder, fault, placement, env=None):
     broken = submit(folder, *placement, env=env, fault=fault)
     assert broken.status == 1, broken.output
-    assert (folder.parent / f"{folder.name}.pids" / "done").exists(), "the fault never struck"
+    assert (pids_of(folder) / "done").exists(), "the fault never struck"
     assert broken.seconds < 120
     assert left_alive(folder) == []
     assert not (folder / "done.json").exists()
@@ -55,6 +58,36 @@ def test_kill_every_rank_in_every_phase(tmp_path, request, uninterrupted, victim
     placement = SLURM if executor == "slurm" else LOCAL
     rerun = kill_and_rerun(tmp_path / "run", Fault(phase, victim, ACTORS[phase], count=3), placement, env)
     assert rerun.metrics() == uninterrupted
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_run_killed_again_and_again_comes_to_the_same_end(tmp_path):
+    """One run of 40 steps, a random rank of it killed 20 times at random moments: loading, saving, between two checkpoints."""
+    steps = "grpo.max_num_steps=40"
+    whole = submit(tmp_path / "whole", *LOCAL, steps)
+    assert whole.status == 0, whole.output
+    draw = random.Random(0)
+    folder, progress = tmp_path / "run", []
+    for _ in range(20):
+        for stale in pids_of(folder).glob("[0-9]*"):
+            stale.unlink()
+        process = launch(folder, *LOCAL, steps, fault=Fault("never", victim=0))
+        victim = pids_of(folder) / str(draw.randrange(4))
+        deadline = time.monotonic() + 60
+        while not victim.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(draw.uniform(0, 14))
+        if process.poll() is None:
+            os.kill(int(victim.read_text()), signal.SIGKILL)
+        process.communicate(timeout=60)
+        assert left_alive(folder) == []
+        progress.append(len(list((folder / "checkpoints").glob("step_*"))))
+    assert progress == sorted(progress), "a checkpoint was lost"
+    assert progress[-1] > 0, "no run lived long enough to save"
+    last = submit(folder, *LOCAL, steps)
+    assert last.status == 0, last.output
+    assert Run(folder, 0, "", 0).metrics() == whole.metrics()
 
 
 @pytest.mark.parametrize(("victim", "phase", "verb"), [(3, "decode", "rollout")])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.metrics import read
-from tests.end_to_end.runs import LOCAL, SLURM, submit
+from tests.end_to_end.runs import LOCAL, SLURM, Fault, submit
 
 VLLM = ("policy.generation.backend=vllm", "cluster.timeouts.silence=120")
 
@@ -34,6 +34,16 @@ def test_slurm_equals_local_to_the_last_bit(tmp_path, local, slurm_cluster):
     assert run.status == 0, run.output
     assert len(run.metrics()) == 3
     assert run.metrics() == local.metrics()
+
+
+def test_a_killed_run_of_vllm_goes_on_to_the_last_bit(tmp_path, local):
+    """The engine starts anew, with another history, and still draws the same tokens."""
+    broken = submit(tmp_path / "run", *VLLM, *LOCAL, *EXPORTED, fault=Fault("decode", victim=3, actor=2, count=3))
+    assert broken.status == 1, broken.output
+    assert [line["step"] for line in broken.metrics()] == [1, 2]
+    rerun = submit(tmp_path / "run", *VLLM, *LOCAL, *EXPORTED)
+    assert rerun.status == 0, rerun.output
+    assert rerun.metrics() == local.metrics()
 
 
 def test_tensor_parallel_run_agrees(tmp_path, local):
