@@ -35,13 +35,12 @@ class Run:
         """Go on from the last complete checkpoint, if there is one: the step, and the metrics cut back to it."""
         self.checkpoints.clean()
         latest = self.checkpoints.latest()
-        step = 0
-        if latest:
-            self.train.restore(str(latest.folder)).result()
-            stream.load_state_dict(latest.state["stream"])
-            step = latest.step
-            print(f"resumed from {latest.folder}", flush=True)
-        return step, Metrics(self.folder, self.recipe.logger, step)
+        if latest is None:
+            return 0, Metrics(self.folder, self.recipe.logger, after_step=None)
+        self.train.restore(str(latest.folder)).result()
+        stream.load_state_dict(latest.state["stream"])
+        print(f"resumed from {latest.folder}", flush=True)
+        return latest.step, Metrics(self.folder, self.recipe.logger, after_step=latest.step)
 
     def save(self, step: int, position: dict[str, Any], values: dict[str, float]) -> Checkpoint:
         """`position`: the data stream's, after this step."""
@@ -104,7 +103,7 @@ def run_online(
         position, batch = prompts.state_dict(), prompts.take(grpo.num_prompts_per_step)
         last = step == grpo.max_num_steps or len(batch) < grpo.num_prompts_per_step
         values = mean_metrics("train", results) | rollout_metrics("train", groups)
-        if _due(grpo.val_period, step) or (grpo.val_at_end and last):
+        if validation and (_due(grpo.val_period, step) or (grpo.val_at_end and last)):
             values |= validate()
         tokens = sum(len(rollout.completion.tokens) for group in groups for rollout in group.rollouts)
         clocks = metrics.take_clocks()
@@ -134,7 +133,7 @@ def run_offline(run: Run, examples: ExampleStream, validation: list[Sample]) -> 
     samples = examples.take(size)
     while step < sft.max_num_steps and len(samples) == size:
         with metrics.clock("step"), metrics.clock("train"):
-            train.load(parts=share(samples, recipe.policy, run.places, recipe.policy.train_global_batch_size)).result()
+            train.load(parts=share(samples, recipe.policy, run.places, size)).result()
             results = train.step().result()[0]
         step += 1
         tokens = sum(len(sample.tokens) for sample in samples)

@@ -1,7 +1,7 @@
 """What a run tells: metrics.jsonl, TensorBoard and rollouts, all written by rank 0 inside the run folder.
 
-metrics.jsonl has one object per step. It is the truth that a rerun continues: `resume` cuts it, TensorBoard's events and the
-rollouts back to the step that was restored, so that no step appears twice.
+metrics.jsonl has one object per step. A rerun cuts it, TensorBoard's events and the rollouts back to the step that was
+restored, so that no step appears twice.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ NOT_REPRODUCIBLE = ("time", "throughput/")  # keys that begin so differ from run
 
 
 class Metrics:
-    def __init__(self, run_dir: Path, config: LoggerConfig, step: int):
-        """Begin or go on after `step`; what was written beyond it is dropped."""
+    def __init__(self, run_dir: Path, config: LoggerConfig, after_step: int | None):
+        """Go on after a step that was restored, dropping what was written beyond it; None: begin, dropping everything."""
+        last = -1 if after_step is None else after_step  # step 0 has a line too: the validation before the first step
         self._path = run_dir / "metrics.jsonl"
         self._rollouts = run_dir / "rollouts"
         self._config = config
         self._clocks: dict[str, float] = {}
         self._rollouts.mkdir(exist_ok=True)
-        self._cut(step)
+        self._cut(last)
         self._file = open(self._path, "a")  # noqa: SIM115 it lives as long as the run
-        self._board = _board(run_dir / "tensorboard", step) if config.tensorboard_enabled else None
+        self._board = _board(run_dir / "tensorboard", last) if config.tensorboard_enabled else None
 
-    def _cut(self, step: int) -> None:
-        kept = [line for line in read(self._path) if line["step"] <= step]
+    def _cut(self, last: int) -> None:
+        kept = [line for line in read(self._path) if line["step"] <= last]
         beside = self._path.with_suffix(".tmp")
         write_durably(beside, "".join(json.dumps(line) + "\n" for line in kept))
         beside.replace(self._path)
         for path in self._rollouts.glob("*_*.jsonl"):
-            if int(path.stem.rpartition("_")[2]) > step:
+            if int(path.stem.rpartition("_")[2]) > last:
                 path.unlink()
 
     @contextmanager
@@ -140,7 +141,7 @@ def _record(group: RolloutGroup, sample: int, tokenizer: PreTrainedTokenizerBase
     }
 
 
-def _board(folder: Path, step: int) -> Any:
+def _board(folder: Path, last: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder), purge_step=step + 1)
+    return SummaryWriter(str(folder), purge_step=last + 1)

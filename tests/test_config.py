@@ -18,11 +18,11 @@ def write(tmp_path):
 
 
 def test_later_layers_win(write):
-    write("grandparent.yaml", MINIMAL + "grpo: {seed: 1, val_period: 1, max_num_steps: 1}\n")
-    write("parent.yaml", "defaults: grandparent.yaml\ngrpo: {seed: 2, val_period: 2}\n")
+    write("grandparent.yaml", MINIMAL + "grpo: {seed: 1, num_prompts_per_step: 1, max_num_steps: 1}\n")
+    write("parent.yaml", "defaults: grandparent.yaml\ngrpo: {seed: 2, num_prompts_per_step: 64}\n")
     child = write("child.yaml", "defaults: [parent.yaml]\ngrpo: {seed: 3}\n")
     recipe = config.load(child, ["grpo.seed=4"])
-    assert (recipe.name, recipe.grpo.seed, recipe.grpo.val_period, recipe.grpo.max_num_steps) == ("child", 4, 2, 1)
+    assert (recipe.name, recipe.grpo.seed, recipe.grpo.num_prompts_per_step, recipe.grpo.max_num_steps) == ("child", 4, 64, 1)
 
 
 def test_what_is_written_is_read_back(write, tmp_path):
@@ -51,6 +51,7 @@ def test_what_is_written_is_read_back(write, tmp_path):
         (MINIMAL, ["policy.generation.top_p=0.9"], "leave top_p at 1.0"),
         (MINIMAL, ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"], "leave-one-out"),
         (MINIMAL, ["policy.sequence_packing.train_mb_tokens=100"], "cannot hold one sequence"),
+        (MINIMAL, ["grpo.val_period=5"], "data.validation must name a data set"),
         (MINIMAL, ["cluster.train.ranks_per_node=1024"], "cannot be shared among 1024"),
     ],
 )

@@ -33,14 +33,14 @@ def group(*rewards):
 
 
 def test_a_rerun_leaves_no_step_twice(tmp_path):
-    metrics = Metrics(tmp_path, LoggerConfig(), step=0)
+    metrics = Metrics(tmp_path, LoggerConfig(), after_step=None)
     for step in (1, 2, 3):
         metrics.log_rollouts(step, [group(1.0, 0.0)], Words())
         metrics.log(step, {"train/loss": float(step)})
     metrics.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "train/lo')  # killed while writing
-    metrics = Metrics(tmp_path, LoggerConfig(), step=1)
+    metrics = Metrics(tmp_path, LoggerConfig(), after_step=1)
     assert [p.name for p in sorted((tmp_path / "rollouts").iterdir())] == ["step_000001.jsonl"]
     metrics.log(2, {"train/loss": 20.0})
     metrics.close()
@@ -50,8 +50,17 @@ def test_a_rerun_leaves_no_step_twice(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 20.0)]
 
 
+def test_a_rerun_without_a_checkpoint_begins_anew(tmp_path):
+    for _ in range(2):
+        metrics = Metrics(tmp_path, LoggerConfig(tensorboard_enabled=False), after_step=None)
+        metrics.log(0, {"val/accuracy": 0.5})
+        metrics.log_rollouts(0, [group(1.0)], Words(), kind="val")
+        metrics.close()
+    assert len(read(tmp_path / "metrics.jsonl")) == 1
+
+
 def test_numbers_that_json_lacks_become_null(tmp_path):
-    metrics = Metrics(tmp_path, LoggerConfig(tensorboard_enabled=False), step=0)
+    metrics = Metrics(tmp_path, LoggerConfig(tensorboard_enabled=False), after_step=None)
     metrics.log(1, {"a": math.nan, "b": -math.inf, "c": 1.5})
     metrics.close()
     (line,) = read(tmp_path / "metrics.jsonl")
@@ -60,7 +69,7 @@ def test_numbers_that_json_lacks_become_null(tmp_path):
 
 
 def test_clocks_add_up_within_a_step(tmp_path):
-    metrics = Metrics(tmp_path, LoggerConfig(tensorboard_enabled=False), step=0)
+    metrics = Metrics(tmp_path, LoggerConfig(tensorboard_enabled=False), after_step=None)
     for _ in range(2):
         with metrics.clock("refit"):
             pass
@@ -84,7 +93,7 @@ def test_updates_of_a_step_are_combined_by_name():
 
 
 def test_num_rollouts_to_log(tmp_path):
-    metrics = Metrics(tmp_path, LoggerConfig(tensorboard_enabled=False, num_rollouts_to_log=1), step=0)
+    metrics = Metrics(tmp_path, LoggerConfig(tensorboard_enabled=False, num_rollouts_to_log=1), after_step=None)
     metrics.log_rollouts(1, [group(1.0, 0.0)], Words())
     metrics.close()
     (record,) = read(tmp_path / "rollouts" / "step_000001.jsonl")

@@ -52,6 +52,7 @@ def validate(recipe: Recipe) -> None:
             raise RecipeError(f"{key}: {value} is too small; at least {least}")
     _check_batch(recipe)
     _check_world(recipe)
+    _check_validation(recipe)
     if generates(recipe):
         _check_sampling(recipe)
 
@@ -104,6 +105,15 @@ def _check_world(recipe: Recipe) -> None:
     if recipe.policy.generation.colocated.enabled:
         raise RecipeError(
             "policy.generation.colocated.enabled: true is not supported yet; train and generate ranks are disjoint"
+        )
+
+
+def _check_validation(recipe: Recipe) -> None:
+    section = getattr(recipe, recipe.algorithm)
+    wanted = [key for key in ("val_period", "val_at_start", "val_at_end") if getattr(section, key)]
+    if wanted and recipe.data.validation is None:
+        raise RecipeError(
+            f"{recipe.algorithm}.{wanted[0]}: there is nothing to validate on; data.validation must name a data set"
         )
 
 
