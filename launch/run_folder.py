@@ -40,10 +40,10 @@ MAY_DIFFER = (
     "needs",
     "cluster.*",
     "logger.*",
-    "checkpointing.save_period",
-    "checkpointing.keep_top_k",
+    "checkpointing.*",
     "*.max_num_steps",
     "*.val_*",
+    "*.max_val_samples",
 )
 
 

@@ -1,6 +1,7 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch.distributed as dist
 
 from pipeline.generate import build
 from pipeline.generate.base import GenerateBackend
@@ -31,3 +32,11 @@ def new_engine(checkpoint) -> Callable[..., GenerateBackend]:
         return engine
 
     return make
+
+
+@pytest.fixture(scope="package", autouse=True)
+def default_group() -> Iterator[None]:
+    """vLLM, alone in a process, makes torch's default group; tests of other packages make their own."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -28,7 +28,7 @@ def load(tmp_path):
         "checkpointing.save_period=7",
         "checkpointing.keep_top_k=null",
         "grpo.max_num_steps=99",
-        "grpo.val_period=2",
+        "grpo.max_val_samples=2",
         "policy.generation.val_temperature=0.5",
     ],
 )
