@@ -1,0 +1,99 @@
+"""A process that takes one training step whenever it is told to, so that contenders can take turns on a busy machine.
+
+The parent writes the line `step`, the child answers with one line of JSON: {phase: [CPU seconds, wall seconds]}, which add up
+to the step, and `lengths`, those of the completions. While it waits, a contender uses no CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+Times = dict[str, list[float]]  # phase -> [CPU seconds of all threads of the process, wall seconds]
+
+LONGEST_S = 900.0  # that a start or a step may take
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",  # more threads than free cores wait for each other, and burn CPU seconds while they do
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+class Contender:
+    """The parent's end."""
+
+    def __init__(self, name: str, command: list[str], log: Path):
+        self.name = name
+        self._log = log
+        with log.open("w") as stderr:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | ENVIRONMENT
+            )
+        self._receive()
+
+    def step(self) -> tuple[Times, list[int]]:
+        """(times by phase, completion lengths). Raises RuntimeError with the end of its log if the process has ended."""
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        reply = self._receive()
+        return reply["times"], reply["lengths"]
+
+    def _receive(self) -> dict:
+        too_long = threading.Timer(LONGEST_S, self._process.kill)
+        too_long.start()
+        line = self._process.stdout.readline()
+        too_long.cancel()
+        if not line:
+            tail = "\n".join(self._log.read_text().splitlines()[-20:])
+            raise RuntimeError(f"{self.name} has ended with status {self._process.wait()}; the end of {self._log}:\n{tail}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+
+class Turns:
+    """The child's end. What anyone prints to stdout goes to stderr."""
+
+    def __init__(self) -> None:
+        self._replies = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def reply(self, value: dict) -> None:
+        print(json.dumps(value), file=self._replies, flush=True)
+
+    def wait(self) -> bool:
+        """Whether there is another step to take."""
+        return bool(sys.stdin.readline())
+
+
+class Clock:
+    """Where a step's time goes."""
+
+    def __init__(self) -> None:
+        self._times: Times = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        cpu, wall = time.process_time(), time.perf_counter()
+        yield
+        spent = self._times.setdefault(name, [0.0, 0.0])
+        spent[0] += time.process_time() - cpu
+        spent[1] += time.perf_counter() - wall
+
+    def take(self) -> Times:
+        """What has been counted since the last time."""
+        times, self._times = self._times, {}
+        return times

@@ -1,0 +1,149 @@
+"""Our GRPO step in one process, from the pipeline's own parts: what the train and generate ranks do, without the mail between.
+
+`python -m tests.benchmarks.our_step CASE FOLDER BACKEND PACKED_TOKENS`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from pipeline import generate
+from pipeline.algorithms.grpo import GRPO
+from pipeline.config import (
+    GenerationConfig,
+    GRPOConfig,
+    LossConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+    TokenizerConfig,
+    VLLMConfig,
+)
+from pipeline.data.batches import share
+from pipeline.data.chat import load_tokenizer
+from pipeline.data.packing import pack
+from pipeline.environments.base import Outcome
+from pipeline.generate.base import GenerateBackend
+from pipeline.rollout import RolloutWork, rollout
+from pipeline.train.fsdp import FSDPBackend
+from pipeline.types import Completion, DataPlace, Prompt, Request, RolloutGroup, Sampling
+from tests.benchmarks.cases import CASES, LEARNING_RATE, Case, score
+from tests.benchmarks.contender import Clock, Turns
+
+
+class EvenWords:
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        return Outcome(score(text))
+
+    def close(self) -> None:
+        pass
+
+
+class Dealt:
+    """A generation backend whose requests end after the lengths that the case has dealt out."""
+
+    def __init__(self, engine: GenerateBackend, lengths: list[int]):
+        self._engine = engine
+        self._lengths = lengths
+
+    def add(self, requests: list[Request]) -> None:
+        self._engine.add(
+            [
+                dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, max_new_tokens=length))
+                for request, length in zip(requests, self._lengths, strict=True)
+            ]
+        )
+
+    def step(self) -> list[Completion]:
+        return self._engine.step()
+
+    @property
+    def pending(self) -> int:
+        return self._engine.pending
+
+
+class OurStep:
+    def __init__(self, case: Case, folder: Path, backend: str, packed_tokens: int):
+        self.case, self.clock, self._steps = case, Clock(), 0
+        policy = self._policy = _policy(case, folder, backend, packed_tokens)
+        self._tokenizer = load_tokenizer(policy.tokenizer)
+        self._grpo = GRPO(GRPOConfig(use_leave_one_out_baseline=False), LossConfig(), updates_per_step=1)
+        self._train = FSDPBackend(policy, dist.group.WORLD, seed=0, reference=False)
+        self._engine = generate.build(policy, engine_ranks=1, rank_in_engine=0, seed=0)
+        self._engine.load_weights(self._train.weights(), 0)
+
+    def step(self) -> list[int]:
+        """Completion lengths. The times are in `clock`."""
+        groups = self.rollout()
+        self.learn(groups)
+        return [len(rollout.completion.tokens) for group in groups for rollout in group.rollouts]
+
+    def rollout(self) -> list[RolloutGroup]:
+        prompts = self.case.prompts_of(self._steps)
+        work = RolloutWork(
+            [Prompt(i, tokens.astype(np.int32), "even", {}) for i, tokens in enumerate(prompts)],
+            self.case.generations,
+            f"train/{self._steps}",
+            seed=0,
+            sampling=Sampling(max_new_tokens=self.case.max_length),
+        )
+        engine = Dealt(self._engine, self.case.lengths().tolist())
+        # A rollout asks nothing of the world but to note its phases.
+        return rollout(work, engine, {"even": EvenWords()}, self._tokenizer, self.clock, leader=True)
+
+    def learn(self, groups: list[RolloutGroup]) -> None:
+        with self.clock.phase("credit and pack"):
+            samples = self._grpo.credit(groups)
+            ((update,),) = share(samples, self._policy, [DataPlace(0, 1)], len(samples))
+            batches = [pack([update.samples[i] for i in members], self._train.device) for members in update.train]
+        with self.clock.phase("loss, backward and optimizer"):
+            self._train.step(batches, lambda logprobs, batch: self._grpo.loss(logprobs, batch, update.counts))
+        self._steps += 1
+        with self.clock.phase("refit"):
+            self._engine.load_weights(self._train.weights(), self._steps)
+
+
+def _policy(case: Case, folder: Path, backend: str, packed_tokens: int) -> PolicyConfig:
+    longest = case.prompt_length + case.max_length
+    return PolicyConfig(
+        model_name=str(folder),
+        tokenizer=TokenizerConfig(name=str(folder / "tokenizer")),
+        train_global_batch_size=case.samples,
+        train_micro_batch_size=1,
+        logprob_batch_size=1,
+        max_total_sequence_length=longest,
+        precision="float32",
+        sequence_packing=SequencePackingConfig(train_mb_tokens=packed_tokens, logprob_mb_tokens=packed_tokens),
+        optimizer=OptimizerConfig(kwargs={"lr": LEARNING_RATE, "weight_decay": 0.0}),
+        generation=GenerationConfig(
+            backend=backend,
+            max_new_tokens=case.max_length,
+            max_num_seqs=case.samples,
+            vllm_cfg=VLLMConfig(max_model_len=longest, enforce_eager=True),
+        ),
+    )
+
+
+def join_alone() -> None:
+    """Make this process a world of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def main(name: str, folder: str, backend: str, packed_tokens: str) -> None:
+    turns = Turns()
+    join_alone()
+    ours = OurStep(CASES[name], Path(folder), backend, int(packed_tokens))
+    turns.reply({})
+    while turns.wait():
+        lengths = ours.step()
+        turns.reply({"times": ours.clock.take(), "lengths": lengths})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
