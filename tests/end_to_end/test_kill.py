@@ -63,30 +63,29 @@ def test_kill_every_rank_in_every_phase(tmp_path, request, uninterrupted, victim
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_run_killed_again_and_again_comes_to_the_same_end(tmp_path):
-    """One run of 40 steps, a random rank of it killed 20 times at random moments: loading, saving, between two checkpoints."""
-    steps = "grpo.max_num_steps=40"
+    """A random rank killed at random moments, while loading, saving, anywhere, until the run has ended all the same."""
+    steps = "grpo.max_num_steps=120"
     whole = submit(tmp_path / "whole", *LOCAL, steps)
     assert whole.status == 0, whole.output
     draw = random.Random(0)
-    folder, progress = tmp_path / "run", []
-    for _ in range(20):
+    folder, progress = tmp_path / "run", [0]
+    while not (folder / "done.json").exists():
+        assert len(progress) < 60, f"no end in sight: {progress}"
         for stale in pids_of(folder).glob("[0-9]*"):
             stale.unlink()
         process = launch(folder, *LOCAL, steps, fault=Fault("never", victim=0))
         victim = pids_of(folder) / str(draw.randrange(4))
-        deadline = time.monotonic() + 60
-        while not victim.exists() and time.monotonic() < deadline:
+        while not victim.exists() and process.poll() is None:
             time.sleep(0.05)
-        time.sleep(draw.uniform(0, 14))
+        time.sleep(draw.uniform(0, 12))
         if process.poll() is None:
             os.kill(int(victim.read_text()), signal.SIGKILL)
         process.communicate(timeout=60)
         assert left_alive(folder) == []
         progress.append(len(list((folder / "checkpoints").glob("step_*"))))
     assert progress == sorted(progress), "a checkpoint was lost"
-    assert progress[-1] > 0, "no run lived long enough to save"
-    last = submit(folder, *LOCAL, steps)
-    assert last.status == 0, last.output
+    assert len(progress) > 5, f"hardly killed at all: {progress}"
+    print(f"checkpoints after each of {len(progress) - 1} starts: {progress[1:]}")
     assert Run(folder, 0, "", 0).metrics() == whole.metrics()
 
 
