@@ -130,7 +130,7 @@ class Watchdog:
 
     def _judge(self) -> None:
         while not self._stopped.wait(self._interval_s):
-            now = time.monotonic()
+            heard, now = dict(self._heard), time.monotonic()  # a copy: the other thread adds ranks as they come
             if now - self._answered > self._silence_s:
                 self._end(
                     Failure.here(
@@ -140,11 +140,11 @@ class Watchdog:
                         f" '{self._world.activity.verb}', phase '{self._world.activity.phase}'",
                     )
                 )
-            if silent := [rank for rank, (_, heard) in self._heard.items() if now - heard > self._silence_s]:
+            if silent := [rank for rank, (_, last) in heard.items() if now - last > self._silence_s]:
                 self._blame(silent, f"not heard from for {self._silence_s:g} s (cluster.timeouts.silence)")
             if late := self._overdue():
                 self._blame(late.missing, f"verb '{late.verb}' has not ended after {late.timeout_s:g} s")
-            joining = [rank for rank, (beat, _) in self._heard.items() if beat.verb == "join"]
+            joining = [rank for rank, (beat, _) in heard.items() if beat.verb == "join"]
             if joining and now - self._started > self._join_s:
                 self._blame(joining, f"the world has not formed after {self._join_s:g} s (cluster.timeouts.join)")
 

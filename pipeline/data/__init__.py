@@ -24,7 +24,10 @@ def build_streams(
     def stream(dataset, shuffle, epochs):
         encoder = Encoder(tokenizer, recipe.policy.tokenizer, data, dataset)
         records = load_records(dataset, section.seed)
-        return kind(records, encoder, seed=section.seed, shuffle=shuffle, max_num_epochs=epochs)
+        made = kind(records, encoder, seed=section.seed, shuffle=shuffle, max_num_epochs=epochs)
+        if made.dropped_at_start:
+            print(f"data: {made.dropped_at_start} of {len(records)} records are too long and are passed over", flush=True)
+        return made
 
     train = stream(data.train, data.shuffle, section.max_num_epochs)
     validation = stream(data.validation, False, 1).take(section.max_val_samples) if data.validation else []
