@@ -15,7 +15,7 @@ DOWNHILL = [
     ("algorithms", "train", "generate", "environments", "remote"),
     ("watchdog", "metrics"),
     ("world", "checkpoint", "data", "models"),
-    ("config", "types"),
+    ("config", "types", "boxes"),
 ]
 LEVEL = {part: level for level, parts in enumerate(DOWNHILL) for part in parts}
 

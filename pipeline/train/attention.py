@@ -40,8 +40,12 @@ class Packing:
 
     @staticmethod
     def of(batch: PackedBatch) -> Packing:
-        runs = tuple((len(tuple(same)), length) for length, same in itertools.groupby(batch.lengths))
-        return Packing(batch.cu_seqlens, max(batch.lengths), runs)
+        return Packing.of_lengths(batch.lengths, batch.cu_seqlens)
+
+    @staticmethod
+    def of_lengths(lengths: tuple[int, ...], cu_seqlens: torch.Tensor) -> Packing:
+        runs = tuple((len(tuple(same)), length) for length, same in itertools.groupby(lengths))
+        return Packing(cu_seqlens, max(lengths), runs)
 
 
 def check_batch(batch: PackedBatch, vocabulary: int) -> None:
@@ -88,15 +92,26 @@ def packed_attention(
             f"{type(module).__name__} asks for what packed attention does not do: mask {attention_mask is not None},"
             f" cache {bool(use_cache)}, causal {getattr(module, 'is_causal', True)}, other arguments {unknown}"
         )
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend(query, key, value, packing, scaling)[None], None
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None
+) -> torch.Tensor:
+    """Causal attention of each sequence to itself: query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv] -> [T, Hq, Dv].
+
+    scale: of the logits; None: 1 / sqrt(D).
+    """
     half = query.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and half and query.size(-1) <= _VARLEN_MAX_HEAD_DIM and query.size(-1) % 8 == 0:
-        return _varlen(query, key, value, packing, scaling), None
-    return _per_run(query, key, value, packing, scaling), None
+    width = query.size(-1)
+    if query.is_cuda and half and width <= _VARLEN_MAX_HEAD_DIM and width % 8 == 0 and value.size(-1) == width:
+        return _varlen(query, key, value, packing, scale)
+    return _per_run(query, key, value, packing, scale)
 
 
 def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None) -> torch.Tensor:
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    out = varlen_attn(
+    return varlen_attn(
         query,
         key,
         value,
@@ -108,7 +123,6 @@ def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing
         window_size=(-1, 0),  # everything to the left, nothing to the right: causal
         enable_gqa=query.size(1) != key.size(1),
     )
-    return out[None]
 
 
 def _per_run(
@@ -117,13 +131,13 @@ def _per_run(
     grouped = query.size(1) != key.size(1)
     tokens = [count * length for count, length in packing.runs]
     # split, not one slice per run: its backward joins the gradients once instead of padding each to T tokens.
-    pieces = zip(packing.runs, *(x[0].split(tokens, dim=1) for x in (query, key, value)), strict=True)
+    pieces = zip(packing.runs, *(x.split(tokens) for x in (query, key, value)), strict=True)
     outputs = []
     for (count, length), *qkv in pieces:
-        q, k, v = (x.unflatten(1, (count, length)).transpose(0, 1) for x in qkv)  # [count, H, length, D]
+        q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)  # [count, H, length, D]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         outputs.append(out.transpose(1, 2).flatten(0, 1))  # [count * length, H, D]
-    return torch.cat(outputs)[None]
+    return torch.cat(outputs)
 
 
 def check_attention(config: Any, max_length: int) -> None:

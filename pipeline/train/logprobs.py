@@ -40,8 +40,20 @@ def token_logprobs(
     """
     # Row t predicts token t + 1. Rows at the end of a sequence predict the next one's first token, which is masked below:
     # computing those few for nothing is cheaper than gathering the others.
-    predicted = _Logprobs.apply(hidden, weight, tokens.roll(-1), temperature, chunk or len(tokens), shard)
+    predicted = target_logprobs(hidden, weight, tokens.roll(-1), temperature, chunk, shard)
     return predicted.roll(1).masked_fill(positions == 0, 0.0)
+
+
+def target_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    chunk: int | None,
+    shard: VocabularyShard | None = None,
+) -> torch.Tensor:
+    """log p(targets[t]) by the distribution that row t of hidden [T, H] predicts, as [T] float32. Else as `token_logprobs`."""
+    return _Logprobs.apply(hidden, weight, targets, temperature, chunk or len(targets), shard)
 
 
 class _Logprobs(torch.autograd.Function):

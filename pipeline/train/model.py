@@ -27,11 +27,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import cached_file
 
+from pipeline.boxes import Box, whole
 from pipeline.config import PolicyConfig
 from pipeline.train import tensor_parallel
 from pipeline.train.attention import NAME, Packing, check_attention
 from pipeline.train.logprobs import VocabularyShard, token_logprobs
-from pipeline.train.shards import Box, BoxReader, local, local_box, whole
+from pipeline.train.shards import BoxReader, local, local_box
 
 Read = Callable[[str, Box], torch.Tensor]
 """(Hugging Face name, box) -> that box of the initial weights, on the CPU."""

@@ -18,33 +18,8 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
+from pipeline.boxes import Box, whole
 from pipeline.checkpoint import sync
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.size).numel()
-
-    def intersect(self, other: Box) -> Box | None:
-        """What both cover; None if that is nothing."""
-        start = tuple(map(max, self.offset, other.offset))
-        stop = tuple(min(o + s, p + t) for o, s, p, t in zip(self.offset, self.size, other.offset, other.size, strict=True))
-        if any(b <= a for a, b in zip(start, stop, strict=True)):
-            return None
-        return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
-
-    def within(self, outer: Box) -> tuple[slice, ...]:
-        """The slices that cut this box out of a tensor that holds `outer`."""
-        return tuple(slice(o - p, o - p + s) for o, s, p in zip(self.offset, self.size, outer.offset, strict=True))
-
-
-def whole(shape: tuple[int, ...]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
 
 
 def local_box(tensor: torch.Tensor) -> Box:
@@ -77,7 +52,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Stored:
     path: Path
     box: Box
 
@@ -87,7 +62,7 @@ class BoxReader:
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._pieces: dict[str, list[_Stored]] = {}
         self._files: dict[Path, Any] = {}
 
     def add(self, name: str, shape: tuple[int, ...], path: Path, box: Box) -> None:
@@ -95,7 +70,7 @@ class BoxReader:
             raise ValueError(f"{path}: '{name}' has shape {tuple(shape)} here and {self.shapes[name]} in another file")
         pieces = self._pieces.setdefault(name, [])
         if all(box != piece.box for piece in pieces):  # else a replica
-            pieces.append(_Piece(path, box))
+            pieces.append(_Stored(path, box))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """That box of the tensor, on the CPU. Raises ValueError if the files do not hold all of it."""
@@ -116,7 +91,7 @@ class BoxReader:
             raise ValueError(f"'{name}': the files hold {found} of the {box.numel} elements of {box}")
         return out
 
-    def _slice(self, piece: _Piece, name: str, part: Box) -> torch.Tensor:
+    def _slice(self, piece: _Stored, name: str, part: Box) -> torch.Tensor:
         if piece.path not in self._files:
             self._files[piece.path] = safe_open(piece.path, framework="pt")
         file = self._files[piece.path]

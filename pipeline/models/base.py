@@ -1,0 +1,41 @@
+"""What a model family says of itself: its Megatron-Core configuration, and its parameters as functions of Hugging Face tensors.
+
+A family is a module of this package with two functions of a transformers config:
+
+    transformer(config) -> keyword arguments of megatron-core's TransformerConfig (or MLATransformerConfig), as plain values
+    parameters(config)  -> {Megatron name: Parameter}, in the model's order
+
+Run on real tensors, a parameter's function converts; run on meta tensors under `pipeline.models.layout.record`, it gives the
+layout, which serves export, checkpoints and refit. So no mapping is written twice, and none is written backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Split = Literal["none", "rows", "columns", "halves"]
+"""How tensor parallelism cuts a whole parameter [out, in] or [out]: not at all; by rows; by columns; by the rows of each of its
+two halves (gate and up projections of a gated MLP). A vocabulary is cut by rows after it was padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One whole Megatron parameter as a function of Hugging Face tensors."""
+
+    sources: tuple[str, ...]  # names in a Hugging Face checkpoint, as they are on disk
+    function: Callable[
+        ..., torch.Tensor
+    ]  # of their tensors, in that order; views, narrow, cat and stack only, so that it can be recorded
+    split: Split = "none"
+    expert: int | None = None  # which expert it belongs to, over all expert-parallel ranks; cut by *expert* tensor parallelism
+
+    # Names are Megatron-Core's with global layer and expert numbers, those of the local (not TransformerEngine) modules:
+    #   embedding.word_embeddings.weight
+    #   decoder.layers.3.self_attention.linear_qkv.weight
+    #   decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight
+    #   decoder.final_layernorm.weight
+    #   output_layer.weight            (absent where the embedding is tied to it)

@@ -1,0 +1,127 @@
+"""DeepSeek-V3 (https://arxiv.org/abs/2412.19437): multi-head latent attention; after some dense layers, experts beside a shared
+expert, chosen from the best groups of experts by sigmoid scores plus a bias that balances their load.
+
+Left out: the layers for multi-token prediction, which transformers does not load either.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeline.models import decoder
+from pipeline.models.base import Parameter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def transformer(config: PreTrainedConfig) -> dict[str, Any]:
+    """Raises ValueError for attention, RoPE and routing that are not described."""
+    decoder.require(config, attention_bias=False, rope_interleave=True, num_key_value_heads=config.num_attention_heads)
+    # In transformers the norms of the latents have this epsilon whatever the config says; Megatron-Core has one for all norms.
+    decoder.require(config, rms_norm_eps=1e-6)
+    return {
+        **decoder.transformer(config),
+        "num_query_groups": config.num_attention_heads,
+        "kv_channels": config.v_head_dim,
+        "multi_latent_attention": True,
+        "qk_layernorm": True,  # of the latents
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        **_rotary(config),
+        **_mixture(config),
+    }
+
+
+def _rotary(config: PreTrainedConfig) -> dict[str, Any]:
+    parameters = decoder.rotary(config, "default", "yarn")
+    if parameters.get("rope_type", "default") == "default":
+        return {"rope_type": "rope", "rotary_base": parameters["rope_theta"], "rotary_scaling_factor": 1.0}
+    original = parameters["original_max_position_embeddings"]
+    # transformers scales the softmax by mscale_all_dim, and cosines and sines by the ratio of mscale and mscale_all_dim if both
+    # are given, else as if by mscale 1 and mscale_all_dim 0.
+    all_dimensions = parameters.get("mscale_all_dim") or 0.0
+    mscale = (parameters.get("mscale") or 0.0) if all_dimensions else 1.0
+    if not mscale or parameters.get("attention_factor") is not None or not parameters.get("truncate", True):
+        raise ValueError(
+            "policy.model_name: deepseek_v3 with YaRN's attention_factor, mscale_all_dim but no mscale, or with truncate=false "
+            "is not described"
+        )
+    return {
+        "rope_type": "yarn",
+        "rotary_base": parameters["rope_theta"],
+        "rotary_scaling_factor": parameters.get("factor") or config.max_position_embeddings / original,
+        "original_max_position_embeddings": original,
+        "beta_fast": parameters.get("beta_fast") or 32,
+        "beta_slow": parameters.get("beta_slow") or 1,
+        "mscale": mscale,
+        "mscale_all_dim": all_dimensions,
+    }
+
+
+def _mixture(config: PreTrainedConfig) -> dict[str, Any]:
+    topk, groups, chosen = config.num_experts_per_tok, config.n_group, config.topk_group
+    decoder.require(config, norm_topk_prob=topk > 1)  # as Megatron-Core does with sigmoid scores
+    limited = chosen < groups
+    if limited and topk // chosen != 2:
+        raise ValueError(
+            f"policy.model_name: deepseek_v3 with num_experts_per_tok={topk} and topk_group={chosen} is not described: a "
+            "group's score is that of its two best experts, in Megatron-Core that of its num_experts_per_tok // topk_group best"
+        )
+    if not config.n_shared_experts or not any(_sparse(config)):
+        raise ValueError(
+            "policy.model_name: deepseek_v3 without a shared expert or without a layer that has experts is not described"
+        )
+    return {
+        "num_moe_experts": config.n_routed_experts,
+        "moe_layer_freq": _sparse(config),
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
+        "moe_router_topk": topk,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        **({"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if limited else {}),
+    }
+
+
+def parameters(config: PreTrainedConfig) -> dict[str, Parameter]:
+    layers: dict[str, Parameter] = {}
+    for i, sparse in enumerate(_sparse(config)):
+        target, source = f"decoder.layers.{i}", f"model.layers.{i}"
+        layers |= decoder.norms(target, source)
+        layers |= _attention(config, f"{target}.self_attention", f"{source}.self_attn")
+        target, source = f"{target}.mlp", f"{source}.mlp"
+        if not sparse:
+            layers |= decoder.mlp(target, source)
+            continue
+        layers |= decoder.experts(config.n_routed_experts, target, source)
+        layers |= decoder.one(f"{target}.router.expert_bias", f"{source}.gate.e_score_correction_bias")
+        layers |= decoder.mlp(f"{target}.shared_experts", f"{source}.shared_experts")
+    return decoder.model(config, layers)
+
+
+def _attention(config: PreTrainedConfig, target: str, source: str) -> dict[str, Parameter]:
+    if config.q_lora_rank is None:
+        query = decoder.one(f"{target}.linear_q_proj.weight", f"{source}.q_proj.weight", "rows")
+    else:
+        query = {
+            **decoder.one(f"{target}.linear_q_down_proj.weight", f"{source}.q_a_proj.weight", "rows"),
+            **decoder.one(f"{target}.q_layernorm.weight", f"{source}.q_a_layernorm.weight"),
+            **decoder.one(f"{target}.linear_q_up_proj.weight", f"{source}.q_b_proj.weight", "rows"),
+        }
+    return {
+        **query,
+        **decoder.one(f"{target}.linear_kv_down_proj.weight", f"{source}.kv_a_proj_with_mqa.weight", "rows"),
+        **decoder.one(f"{target}.kv_layernorm.weight", f"{source}.kv_a_layernorm.weight"),
+        **decoder.one(f"{target}.linear_kv_up_proj.weight", f"{source}.kv_b_proj.weight", "rows"),
+        **decoder.one(f"{target}.linear_proj.weight", f"{source}.o_proj.weight", "columns"),
+    }
+
+
+def _sparse(config: PreTrainedConfig) -> list[int]:
+    """For each layer, 1 if it has experts, 0 if it is dense."""
+    return [int(i >= config.first_k_dense_replace) for i in range(config.num_hidden_layers)]

@@ -1,0 +1,41 @@
+"""Dense decoders with grouped-query attention: Llama, Qwen2 (biases of queries, keys, values), Qwen3 (norms of queries, keys)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeline.models import decoder
+from pipeline.models.base import Parameter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def transformer(config: PreTrainedConfig) -> dict[str, Any]:
+    """Raises ValueError for biases and windows that are not described."""
+    if config.model_type == "llama":
+        decoder.require(config, attention_bias=False, mlp_bias=False)
+    if config.model_type == "qwen3":
+        decoder.require(config, attention_bias=False)
+    return {
+        **decoder.transformer(config),
+        **decoder.grouped_query_attention(config),
+        "add_qkv_bias": config.model_type == "qwen2",
+        "qk_layernorm": config.model_type == "qwen3",
+    }
+
+
+def parameters(config: PreTrainedConfig) -> dict[str, Parameter]:
+    layers: dict[str, Parameter] = {}
+    for i in range(config.num_hidden_layers):
+        target, source = f"decoder.layers.{i}", f"model.layers.{i}"
+        layers |= decoder.norms(target, source)
+        layers |= decoder.attention(
+            config,
+            f"{target}.self_attention",
+            f"{source}.self_attn",
+            bias=config.model_type == "qwen2",
+            head_norms=config.model_type == "qwen3",
+        )
+        layers |= decoder.mlp(f"{target}.mlp", f"{source}.mlp")
+    return decoder.model(config, layers)

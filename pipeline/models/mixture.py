@@ -1,0 +1,63 @@
+"""Mixtures of experts on Llama's attention: Qwen3-MoE and Mixtral. A softmax over the router's logits weighs the experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeline.models import decoder
+from pipeline.models.base import Parameter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def transformer(config: PreTrainedConfig) -> dict[str, Any]:
+    """Raises ValueError for biases, windows and routing that are not described."""
+    qwen = config.model_type == "qwen3_moe"
+    decoder.require(config, **({"attention_bias": False} if qwen else {"router_jitter_noise": 0.0}))
+    normalized = config.norm_topk_prob if qwen else True  # a token's weights sum to 1
+    if normalized and config.num_experts_per_tok == 1:
+        raise ValueError(
+            f"policy.model_name: {config.model_type} with num_experts_per_tok=1 and normalized weights is not described: the "
+            "router would get no gradient"
+        )
+    if not any(_sparse(config)):
+        raise ValueError(f"policy.model_name: {config.model_type} without a layer that has experts is not described")
+    return {
+        **decoder.transformer(config),
+        **decoder.grouped_query_attention(config),
+        "qk_layernorm": qwen,
+        "num_moe_experts": config.num_local_experts,
+        "moe_layer_freq": _sparse(config),
+        "moe_ffn_hidden_size": config.moe_intermediate_size if qwen else config.intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_score_function": "softmax",
+        # A softmax over the chosen experts' logits is one over all, normalized to 1 over the chosen.
+        "moe_router_pre_softmax": not normalized,
+    }
+
+
+def parameters(config: PreTrainedConfig) -> dict[str, Parameter]:
+    qwen = config.model_type == "qwen3_moe"
+    layers: dict[str, Parameter] = {}
+    for i, sparse in enumerate(_sparse(config)):
+        target, source = f"decoder.layers.{i}", f"model.layers.{i}"
+        layers |= decoder.norms(target, source)
+        layers |= decoder.attention(config, f"{target}.self_attention", f"{source}.self_attn", bias=False, head_norms=qwen)
+        if not sparse:
+            layers |= decoder.mlp(f"{target}.mlp", f"{source}.mlp")
+        elif qwen:
+            layers |= decoder.experts(config.num_local_experts, f"{target}.mlp", f"{source}.mlp")
+        else:
+            layers |= decoder.experts(
+                config.num_local_experts, f"{target}.mlp", f"{source}.block_sparse_moe", names=("w1", "w3", "w2")
+            )
+    return decoder.model(config, layers)
+
+
+def _sparse(config: PreTrainedConfig) -> list[int]:
+    """For each layer, 1 if it has experts, 0 if it is dense."""
+    layers = range(config.num_hidden_layers)
+    if config.model_type == "mixtral":
+        return [1 for _ in layers]
+    return [int(i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0) for i in layers]

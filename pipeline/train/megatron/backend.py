@@ -1,0 +1,350 @@
+"""The Megatron-Core training backend: tensor, pipeline, context, expert, sequence and data parallelism.
+
+Weights are in the recipe's precision, gradients are summed by Megatron-Core's DistributedDataParallel, and its distributed
+optimizer keeps float32 weights and state cut over data-parallel ranks. Checkpoints hold boxes of Hugging Face tensors, so they
+load at any layout.
+
+Left out: virtual pipeline stages, FP8, multi-token prediction, LoRA, Megatron-FSDP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from pipeline import models
+from pipeline.boxes import Box, Piece, whole
+from pipeline.config import PolicyConfig
+from pipeline.models.hugging_face import checkpoint_shapes
+from pipeline.models.layout import flat_boxes, place, restrict
+from pipeline.train import state
+from pipeline.train.attention import check_attention, check_batch
+from pipeline.train.base import Loss
+from pipeline.train.megatron.batch import LocalBatch, localize
+from pipeline.train.megatron.gather import Gatherer
+from pipeline.train.megatron.layout import Local, describe
+from pipeline.train.megatron.model import Head, build
+from pipeline.train.megatron.optimizer import Optimizer, Range
+from pipeline.train.megatron.conversion import converted
+from pipeline.train.model import _config as load_config
+from pipeline.train.outputs import broadcast_record, reduce_outputs
+from pipeline.train.shards import read_shards, write_shards
+from pipeline.types import LossOutput, PackedBatch, StepResult
+
+FOREVER_MINUTES = 60 * 24 * 365  # the watchdog bounds waits
+
+
+class MegatronBackend:
+    """See `pipeline.train.base.TrainBackend`."""
+
+    def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, reference: bool):
+        """As `FSDPBackend`: group is the train realm and the default group; reference: keep the initial weights.
+
+        Raises ValueError, naming the key of the recipe, if the model or the layout is not supported.
+        """
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self._policy, self._group = policy, group
+        _initialize(policy, seed)
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.data_size = parallel_state.get_data_parallel_world_size()
+        hf = load_config(policy)
+        check_attention(hf, policy.max_total_sequence_length)
+        family = models.family(hf)
+        self._shapes, _ = checkpoint_shapes(hf)
+        stage = build(policy, hf).to(self.device)
+        self._local = describe(stage, family.parameters(hf), self._shapes)
+        self._of = {id(local.tensor): local for local in self._local.values()}
+        self._stage = stage
+        self._head = Head(hf.vocab_size, policy.generation.temperature, policy.logprob_chunk_size)
+        self._vocabulary = hf.vocab_size
+        self._model = _data_parallel(policy, stage)
+        self._optimizer = Optimizer(policy, self._model)
+        self._load_initial(hf, seed)
+        self._stale = False  # whether the optimizer's result has yet to reach all data-parallel ranks' weights
+        self._reference = [local.tensor.detach().to("cpu", copy=True) for local in self._local.values()] if reference else None
+        self._gatherer = Gatherer(
+            [(local.tensor, local.hugging_face) for name, local in self._local.items() if _speaks(name)],
+            self._shapes,
+            group,
+            self.device,
+        )
+
+    # ---- forward and step -----------------------------------------------------------------------------------------------
+
+    def forward(self, batches: Sequence[PackedBatch], model: str = "policy") -> list[torch.Tensor]:
+        """The same on every rank that shares `data_rank`. Raises ValueError for another `model`, or for "reference" when none
+        was kept."""
+        if model not in ("policy", "reference"):
+            raise ValueError(f"model '{model}' is not one of: policy, reference")
+        self._check(batches)
+        found: list[torch.Tensor] = []
+
+        def keep(batch: PackedBatch, logprobs: torch.Tensor) -> torch.Tensor:
+            found.append(logprobs)
+            return logprobs
+
+        with torch.no_grad(), self._reference_weights() if model == "reference" else contextlib.nullcontext():
+            self._run(batches, keep, forward_only=True)
+        self._empty_cache(2)
+        return self._from_last_stage(found, [len(batch.tokens) for batch in batches])
+
+    def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
+        self._check(batches)
+        if not batches:
+            raise ValueError("a step needs at least one batch")
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        outputs: list[LossOutput] = []
+
+        def share(batch: PackedBatch, logprobs: torch.Tensor) -> torch.Tensor:
+            output = loss(logprobs, batch)
+            outputs.append(LossOutput(output.loss.detach(), output.metrics))
+            return output.loss
+
+        self._run(batches, share, forward_only=False)
+        metrics = self._metrics(outputs)
+        lr = self._optimizer.lr
+        metrics |= {"grad_norm": self._optimizer.step(), "lr": lr}
+        self._stale = True
+        self._empty_cache(1)
+        return StepResult(metrics)
+
+    def _check(self, batches: Sequence[PackedBatch]) -> None:
+        for batch in batches:
+            check_batch(batch, self._vocabulary)
+
+    def _run(
+        self, batches: Sequence[PackedBatch], finish: Callable[[PackedBatch, torch.Tensor], torch.Tensor], forward_only: bool
+    ) -> None:
+        """Megatron-Core's own schedule over the microbatches. finish(batch, logprobs [T]): on the last stage; what it returns
+        is differentiated."""
+        if not batches:
+            return
+
+        def forward_step(iterator: Iterator[tuple[PackedBatch, LocalBatch]], model: DistributedDataParallel):
+            batch, local = next(iterator)
+            hidden = model(local.tokens, local.positions, attention_mask=None, packed_seq_params=local.sequences)
+            if not parallel_state.is_pipeline_last_stage():
+                return hidden, None
+            # It wants a number of tokens as well, to divide by in the end; `_finalize` does not, as losses are divided already.
+            one = torch.ones((), dtype=torch.int, device=self.device)
+            return self._head.logprobs(self._stage, hidden, local), lambda logprobs: (finish(batch, logprobs), one, None)
+
+        config = self._stage.config
+        context = parallel_state.get_context_parallel_group()
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        pairs = ((batch, localize(batch, context.size(), context.rank(), multiple)) for batch in batches)
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=pairs,
+            model=[self._model],
+            num_microbatches=len(batches),
+            seq_length=1,  # each microbatch tells its own (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _from_last_stage(self, found: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
+        """The log-probs that the last pipeline stage computed, on all stages."""
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        if stages.size() == 1 or not lengths:
+            return found
+        last = stages.rank() == stages.size() - 1
+        flat = torch.cat(found) if last else torch.empty(sum(lengths), dtype=torch.float32, device=self.device)
+        dist.broadcast(flat, group_src=stages.size() - 1, group=stages)
+        return list(flat.split(lengths))
+
+    def _metrics(self, outputs: list[LossOutput]) -> dict[str, float]:
+        """The same on every rank of the realm."""
+        stages = parallel_state.get_pipeline_model_parallel_group()
+        found = {}
+        if parallel_state.is_pipeline_last_stage():
+            # Tensor- and context-parallel peers computed the same loss of the same batches.
+            found = reduce_outputs(outputs, True, parallel_state.get_data_parallel_group(), self.device)
+        if stages.size() == 1:
+            return found
+        return broadcast_record(found, stages.size() - 1, stages, self.device)
+
+    def _empty_cache(self, level: int) -> None:
+        if self.device.type == "cuda" and self._policy.megatron_cfg.empty_unused_memory_level >= level:
+            torch.cuda.empty_cache()
+
+    # ---- weights --------------------------------------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._synchronize()
+        yield from self._gatherer.tensors(getattr(torch, self._policy.precision))
+
+    def _synchronize(self) -> None:
+        """Gather what each data-parallel rank has updated, if that was left for the next forward pass to do."""
+        if self._stale and self._model.ddp_config.overlap_param_gather:
+            self._model.start_param_sync(force_sync=True)
+        self._stale = False
+
+    @contextlib.contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        if self._reference is None:
+            raise ValueError("no reference weights were kept; construct the backend with reference=True")
+        self._synchronize()
+        ours = [local.tensor.detach() for local in self._local.values()]
+        kept = [tensor.to("cpu", copy=True) for tensor in ours]
+        try:
+            for tensor, reference in zip(ours, self._reference, strict=True):
+                tensor.copy_(reference)
+            yield
+        finally:
+            for tensor, policy in zip(ours, kept, strict=True):
+                tensor.copy_(policy)
+
+    def _load_initial(self, hf, seed: int) -> None:
+        if self._policy.random_init:
+            self._fill(initial_weights(self._policy, hf, seed), lambda local: local.hugging_face)
+        else:
+            self._fill(converted(self._policy, hf, self._group).read, lambda local: local.whole)
+
+    def _fill(self, read, pieces_of) -> None:
+        """Give the model's tensors, and the optimizer's float32 copies of this rank's ranges, what `read` has of their pieces."""
+        for local in self._local.values():
+            tensor = local.tensor.detach()
+            tensor.zero_()  # padding of the vocabulary has no piece
+            place(tensor, pieces_of(local), read)
+        for part in self._optimizer.ranges():
+            part.main.zero_()
+            for box, view in _boxes(part, part.main):
+                place(view, restrict(pieces_of(self._of[id(part.parameter)]), box), read)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        self._synchronize()
+        rank = self._group.rank()
+        record = {
+            "ranks": self._group.size(),
+            "layout": self._layout(),
+            "steps": self._optimizer.steps,
+            "optimizer": self._optimizer.options,
+            "random": state.random_record(),
+        }
+        write_shards(folder, rank, self._entries(), record)
+
+    def _entries(self) -> Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
+        """(name, whole shape, box, tensor) of all that a checkpoint holds of this rank."""
+        updated = set()
+        for part in self._optimizer.ranges():
+            local = self._of[id(part.parameter)]
+            updated.add(id(part.parameter))
+            for prefix, values in {"model": part.main, **{f"optimizer.{k}": v for k, v in part.state.items()}}.items():
+                for box, view in _boxes(part, values):
+                    yield from self._as_hugging_face(prefix, restrict(local.hugging_face, box), view)
+        for name, local in self._local.items():
+            if not local.tensor.requires_grad and _speaks(name):  # a frozen router, or a router's bias
+                yield from self._as_hugging_face("model", local.hugging_face, local.tensor.detach())
+        for name, tensor in state.random_tensors(self.device, self._group.rank()).items():
+            yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
+
+    def _as_hugging_face(self, prefix: str, pieces: Iterable[Piece], tensor: torch.Tensor):
+        for piece in pieces:
+            part = tensor[piece.target.within(whole(tuple(tensor.shape)))]
+            yield f"{prefix}.{piece.name}", self._shapes[piece.name], piece.source, part.reshape(piece.source.size)
+
+    def load(self, folder: Path) -> None:
+        """The layout may be another than that of `save`; only at the same one are the random states restored.
+
+        Raises ValueError if the weights are of another model, or if optimizer or schedule are set otherwise than they were.
+        """
+        reader, records = read_shards(folder)
+        record = records[0]
+        stored = {n.removeprefix("model."): s for n, s in reader.shapes.items() if n.startswith("model.")}
+        if stored != {name: tuple(shape) for name, shape in self._shapes.items()}:
+            odd = sorted(n for n in stored.keys() | self._shapes.keys() if stored.get(n) != self._shapes.get(n))
+            raise ValueError(f"{folder}: the checkpoint is of another model; these differ: {odd[:4]} ({len(odd)})")
+        if record.get("optimizer") != self._optimizer.options:
+            raise ValueError(
+                f"{folder}: the optimizer's settings have changed since, or another backend's were used:"
+                f" {record.get('optimizer')} -> {self._optimizer.options}"
+            )
+        self._fill(lambda name, box: reader.read(f"model.{name}", box), lambda local: local.hugging_face)
+        states = {}
+        kinds = sorted({name.split(".", 2)[1] for name in reader.shapes if name.startswith("optimizer.")})
+        for part in self._optimizer.ranges():
+            states[part.parameter] = {kind: self._read_state(reader, kind, part) for kind in kinds}
+        self._optimizer.restore(record["steps"], states)
+        self._stale = False
+        if record.get("layout") == self._layout() and record["ranks"] == self._group.size():
+            state.load_random(self.device, self._group.rank(), reader, records[self._group.rank()]["random"])
+
+    def _read_state(self, reader, kind: str, part: Range) -> torch.Tensor:
+        values = torch.zeros_like(part.main)
+        for box, view in _boxes(part, values):
+            pieces = restrict(self._of[id(part.parameter)].hugging_face, box)
+            place(view, pieces, lambda name, source: reader.read(f"optimizer.{kind}.{name}", source))
+        return values
+
+    def _layout(self) -> list[int]:
+        config = self._stage.config
+        return [
+            config.tensor_model_parallel_size,
+            config.pipeline_model_parallel_size,
+            config.context_parallel_size,
+            config.expert_model_parallel_size,
+        ]
+
+
+def _boxes(part: Range, values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A flat range of a parameter as boxes of it, each with the view of `values` ([stop - start]) that belongs to it."""
+    done = 0
+    for box in flat_boxes(tuple(part.parameter.shape), part.start, part.stop):
+        yield box, values[done : done + box.numel].view(box.size)
+        done += box.numel
+
+
+def _speaks(name: str) -> bool:
+    """Whether this rank speaks for its data-parallel peers, which hold the same of this parameter."""
+    if ".local_experts." in name:
+        return parallel_state.get_expert_data_parallel_rank() == 0
+    return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+
+
+def _initialize(policy: PolicyConfig, seed: int) -> None:
+    """Megatron-Core's process groups, from the default group. Once per process."""
+    megatron = policy.megatron_cfg
+    expert = megatron.expert_model_parallel_size
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=megatron.tensor_model_parallel_size,
+        pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+        context_parallel_size=megatron.context_parallel_size,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=megatron.expert_tensor_parallel_size
+        or (megatron.tensor_model_parallel_size if expert == 1 else 1),
+        distributed_timeout_minutes=FOREVER_MINUTES,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _data_parallel(policy: PolicyConfig, stage) -> DistributedDataParallel:
+    settings = policy.megatron_cfg.distributed_data_parallel_config
+    model = DistributedDataParallel(
+        stage.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
+            overlap_grad_reduce=settings.overlap_grad_reduce,
+            overlap_param_gather=settings.overlap_param_gather,
+            use_distributed_optimizer=True,
+        ),
+        stage,
+    )
+    stage.config.finalize_model_grads_func = _finalize
+    stage.config.no_sync_func = model.no_sync
+    return model
+
+
+def _finalize(models_: list, num_tokens=None, **kwargs) -> None:
+    finalize_model_grads(models_, None, **kwargs)  # None: the loss is divided already

@@ -1,0 +1,109 @@
+"""A packed batch as Megatron-Core takes it: padded to what the layout divides, and cut over context-parallel ranks.
+
+Each sequence is padded to a multiple of 2 cp, for each context-parallel rank holds two of 2 cp equal chunks of it; the last one
+further, until a rank's tokens can be cut over the tensor-parallel ranks for sequence parallelism. Padding comes after a sequence's
+tokens, so causal attention keeps it out of them. Without either there is no padding.
+
+Row t of a rank predicts the token that follows it in its sequence, which may be another rank's; so targets are cut together with
+tokens, and log-probs are put back in the batch's own order by `Gather`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pipeline.train.attention import Packing
+from pipeline.train.megatron.attention import PackedSequences
+from pipeline.types import PackedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBatch:
+    """This context-parallel rank's part, of t tokens."""
+
+    tokens: torch.Tensor  # [1, t] int64; padding is token 0
+    positions: torch.Tensor  # [1, t] int64
+    targets: torch.Tensor  # [t] int64: the token after each; of no meaning at the end of a sequence and on padding
+    sequences: PackedSequences
+    order: torch.Tensor  # [T] int64: which row of all ranks' rows together predicts token t of the batch
+    begins: torch.Tensor  # [T] bool: whether token t begins a sequence, so that nothing predicts it
+
+
+def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int) -> LocalBatch:
+    """ranks, rank: of context parallelism. multiple: what must divide a rank's number of tokens."""
+    lengths = padded_lengths(batch.lengths, ranks, multiple)
+    device = batch.tokens.device
+    starts = list(itertools.accumulate(lengths, initial=0))
+    real = torch.cat([torch.arange(n) + start for n, start in zip(batch.lengths, starts, strict=False)]).to(device)
+    tokens, positions = batch.tokens.new_zeros(starts[-1]), batch.tokens.new_zeros(starts[-1])
+    targets = batch.tokens.new_zeros(starts[-1])
+    tokens[real], positions[real] = batch.tokens, batch.positions
+    targets[real] = batch.tokens.roll(-1)
+    mine = [_rows(lengths, ranks, r) for r in range(ranks)]
+    place = torch.empty(starts[-1], dtype=torch.int64)
+    place[torch.cat(mine)] = torch.arange(starts[-1])
+    begins = batch.positions == 0
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
+    rows = mine[rank].to(device)
+    return LocalBatch(
+        tokens=tokens[rows][None],
+        positions=positions[rows][None],
+        targets=targets[rows],
+        sequences=PackedSequences(
+            qkv_format="thd",
+            # Padding counts as tokens of its sequence: no kernel then need know of it.
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=cu_seqlens,
+            cu_seqlens_kv_padded=cu_seqlens,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            packing=Packing.of_lengths(lengths, cu_seqlens),
+            lengths=lengths,
+        ),
+        order=place.to(device)[(real - 1).clamp(min=0)],
+        begins=begins,
+    )
+
+
+def padded_lengths(lengths: tuple[int, ...], ranks: int, multiple: int) -> tuple[int, ...]:
+    unit = 2 * ranks if ranks > 1 else 1
+    padded = [-(-length // unit) * unit for length in lengths]
+    while (sum(padded) // ranks) % multiple:
+        padded[-1] += unit
+    return tuple(padded)
+
+
+def _rows(lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
+    """The rows of the padded batch that a rank holds: of each sequence, chunks `rank` and 2 ranks - 1 - rank of 2 ranks."""
+    if ranks == 1:
+        return torch.arange(sum(lengths))
+    rows, start = [], 0
+    for length in lengths:
+        chunk = length // (2 * ranks)
+        rows += [torch.arange(chunk) + start + c * chunk for c in (rank, 2 * ranks - 1 - rank)]
+        start += length
+    return torch.cat(rows)
+
+
+class Gather(torch.autograd.Function):
+    """[t] of each context-parallel rank -> [ranks * t] on all of them.
+
+    Every rank computes the same loss of the whole, so each takes back its own part of the gradient: summed over ranks, as data
+    parallelism does, that counts every token once.
+    """
+
+    @staticmethod
+    def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        whole = local.new_empty(group.size() * len(local))
+        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None

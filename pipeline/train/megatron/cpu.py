@@ -1,0 +1,89 @@
+"""Megatron-Core on CPU: `torch.cuda` in its sources becomes `torch.cpu` while they are imported.
+
+Megatron-Core asks for CUDA's streams, events, generators and current device all over, though nothing that it computes needs
+them. `enable` puts an import hook before the import system's own, which rewrites those uses in modules of `megatron.core`; torch
+itself is not touched. So the same layouts, schedules and collectives run here over gloo as on GPUs over NCCL. Where CUDA is there,
+nothing happens. A rewriting that no longer finds its text (another Megatron-Core) raises ImportError.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from types import CodeType
+
+import torch
+
+PACKAGE = "megatron.core"
+
+# Everywhere: (pattern, what it becomes). torch.cpu has the same stream and device functions as torch.cuda.
+_EVERYWHERE = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"device_ids=\[torch\.cuda\.current_device\(\)\]", "device_ids=None"),
+        (r"\.cuda\((?:torch\.cuda\.current_device\(\)|non_blocking=True)?\)", ".cpu()"),
+        (
+            r"torch\.cuda\.(current_device|synchronize|current_stream|stream|Stream|Event|set_device|device_count)\b",
+            r"torch.cpu.\1",
+        ),
+        (r"torch\.cuda\.default_stream\b", "torch.cpu.current_stream"),
+        (r"torch\.cuda\.(?:random\.)?(get_rng_state|manual_seed)\b", r"torch.\1"),
+        (r"torch\.get_rng_state\(device=device\)", "torch.get_rng_state()"),
+        (r"(device(?:_type)?=|torch\.device\(|torch\.autocast\(|init_data\()(['\"])cuda\2", r"\1\2cpu\2"),
+        (r"(['\"])torch\.cuda\.(Float|Half|BFloat16)Tensor", r"\1torch.\2Tensor"),
+        (r", pin_memory=True", ""),
+        # Compiling for the CPU needs a C++ compiler at run time and a minute.
+        (r"\bjit_fuser = torch\.(compile|jit\.script)", "jit_fuser = noop_decorator"),
+    )
+]
+
+# In one module: (text, what it becomes).
+_IN_MODULE = {
+    "megatron.core.jit": [("jit_fuser = noop_decorator\n# nv", "jit_fuser = None\n# nv")],
+    "megatron.core.transformer.moe.token_dispatcher": [("self.d2h_event.synchronize()", "pass")],
+    "megatron.core.transformer.moe.moe_utils": [
+        ("if torch.is_tensor(tensor) and tensor.is_cuda:", "if torch.is_tensor(tensor):"),
+        ("tensor.record_stream(torch.cpu.current_stream())", "pass"),
+    ],
+    "megatron.core.tensor_parallel.random": [
+        (
+            "if hasattr(_C, '_cuda_setRNGState') and callable(_C._cuda_setRNGState):",
+            "torch.set_rng_state(new_state); return\n    if False:",
+        )
+    ],
+}
+
+
+def enable() -> None:
+    """Call before the first import of megatron.core. Does nothing where CUDA is, or when called again."""
+    if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if any(name.startswith(PACKAGE) for name in sys.modules):
+        raise ImportError(f"{PACKAGE} was imported before pipeline.train.megatron.cpu.enable()")
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if not name.startswith(PACKAGE):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        source = importlib.util.decode_source(self.get_data(path))
+        for pattern, replacement in _EVERYWHERE:
+            source = pattern.sub(replacement, source)
+        for text, replacement in _IN_MODULE.get(fullname, ()):
+            if text not in source:
+                raise ImportError(f"{fullname} no longer has {text!r}; pipeline/train/megatron/cpu.py was written for 0.16.1")
+            source = source.replace(text, replacement)
+        return compile(source, path, "exec", dont_inherit=True)

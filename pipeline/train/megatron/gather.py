@@ -1,0 +1,109 @@
+"""Full Hugging Face tensors on rank 0 of the train realm, put together from the boxes that ranks hold.
+
+Rank 0 asks every rank once what it holds and chooses, for each box, the lowest rank that has it (replicas hold the same). Then
+tensor after tensor, each chosen rank sends its boxes and rank 0 puts them in place; its memory is one full tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from pipeline.boxes import Box, Piece, whole
+
+
+class Offer(msgspec.Struct, array_like=True):
+    """A box of a Hugging Face tensor that a rank holds."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, self.size)
+
+
+Table = dict[str, list[Offer]]
+
+
+class Gatherer:
+    def __init__(
+        self,
+        local: list[tuple[torch.Tensor, list[Piece]]],
+        shapes: Mapping[str, tuple[int, ...]],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ):
+        """local: tensors of this rank and what they are of Hugging Face tensors; replicas may be left out.
+        shapes: of all of those, by name, in the order in which they are to come. Collective.
+
+        Raises ValueError if the ranks' boxes do not make up every tensor.
+        """
+        self._shapes = shapes
+        self._group = group
+        self._held = {(piece.name, piece.source): (tensor, piece.target) for tensor, pieces in local for piece in pieces}
+        self._device = device
+        mine: Table = {}
+        for name, box in self._held:
+            mine.setdefault(name, []).append(Offer(box.offset, box.size))
+        tables = [msgspec.msgpack.decode(body, type=Table) for body in _gather_bytes(msgspec.msgpack.encode(mine), group, self._device)]
+        # Every rank sees all tables and comes to the same choice.
+        self._chosen: dict[str, list[tuple[int, Box]]] = {name: [] for name in shapes}
+        seen: set[tuple[str, Box]] = set()
+        for rank, table in enumerate(tables):
+            for name, offers in table.items():
+                for box in (offer.box for offer in offers):
+                    if (name, box) not in seen:
+                        seen.add((name, box))
+                        self._chosen[name].append((rank, box))
+        for name, chosen in self._chosen.items():
+            if sum(box.numel for _, box in chosen) != whole(shapes[name]).numel:
+                raise ValueError(f"weights: the ranks' boxes of {name} {list(shapes[name])} do not make up the whole: {chosen[:4]}")
+
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, full tensor) on rank 0; an empty one elsewhere. Collective: all ranks must exhaust it."""
+        rank = self._group.rank()
+        for name, shape in self._shapes.items():
+            if rank == 0:
+                yield name, self._assemble(name, shape, dtype)
+                continue
+            mine = [self._part(name, box, dtype).flatten() for owner, box in self._chosen[name] if owner == rank]
+            if mine:
+                dist.send(torch.cat(mine), group_dst=0, group=self._group)
+            yield name, torch.empty(0, dtype=dtype, device=self._device)
+
+    def _assemble(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        full = torch.empty(shape, dtype=dtype, device=self._device)
+        owners: dict[int, list[Box]] = {}
+        for owner, box in self._chosen[name]:
+            owners.setdefault(owner, []).append(box)
+        for owner, boxes in owners.items():
+            if owner == 0:
+                parts = [self._part(name, box, dtype) for box in boxes]
+            else:
+                flat = torch.empty(sum(box.numel for box in boxes), dtype=dtype, device=self._device)
+                dist.recv(flat, group_src=owner, group=self._group)
+                parts = list(flat.split([box.numel for box in boxes]))
+            for box, part in zip(boxes, parts, strict=True):
+                full[box.within(whole(shape))] = part.view(box.size)
+        return full
+
+    def _part(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        tensor, target = self._held[name, box]
+        return tensor.detach()[target.within(whole(tuple(tensor.shape)))].to(dtype).reshape(box.size)
+
+
+def _gather_bytes(body: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+    """Every rank's, in order, on all ranks."""
+    sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    sizes[group.rank()] = len(body)
+    dist.all_reduce(sizes, group=group)
+    longest = int(sizes.max())
+    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
+    mine[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(device)
+    every = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(every, mine, group=group)
+    return [part[:n].cpu().numpy().tobytes() for part, n in zip(every.split(longest), sizes.tolist(), strict=True)]

@@ -1,0 +1,115 @@
+"""What each parameter of this rank's pipeline stage is a part of: of which whole Megatron parameter, and of which Hugging Face tensors.
+
+Names of the stage's own modules count layers and experts from this rank's first, and differ with TransformerEngine (norms fused
+into the layer after them, grouped experts). `global_name` undoes both, so that a family's description (`pipeline/models`) applies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+
+from pipeline.boxes import Piece
+from pipeline.models.base import Parameter
+from pipeline.models.layout import Shape, cut_of, record
+from pipeline.train.megatron.model import PolicyStage
+
+_ENGINE_NAMES = {  # TransformerEngine's -> those of the local modules
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A tensor of this rank's stage."""
+
+    tensor: torch.Tensor  # a parameter, or a buffer that checkpoints hold
+    whole: list[Piece]  # of whole Megatron parameters
+    hugging_face: list[Piece]  # of Hugging Face tensors
+    shape: Shape  # of the whole Megatron parameter, without padding
+
+
+def describe(stage: PolicyStage, parameters: Mapping[str, Parameter], shapes: Mapping[str, Shape]) -> dict[str, Local]:
+    """By global Megatron name. parameters: the family's; shapes: of the Hugging Face tensors, by their on-disk names.
+
+    Raises ValueError if the stage has a tensor that the family does not know, or of another shape.
+    """
+    found = {}
+    for name, tensor in _tensors(stage):
+        parameter = parameters.get(name)
+        if parameter is None:
+            raise ValueError(f"policy.model_name: Megatron-Core's model has {name}, which the model's family does not describe")
+        found[name] = _local(name, tensor, parameter, [(source, tuple(shapes[source])) for source in parameter.sources])
+    return found
+
+
+def _local(name: str, tensor: torch.Tensor, parameter: Parameter, sources: list[tuple[str, Shape]]) -> Local:
+    rank, size = _tensor_place(parameter)
+    shape, _ = record(parameter.function, sources)
+    vocabulary = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+    rows = -(-shape[0] // size) * size if vocabulary else shape[0]
+    # Some of Megatron-Core's modules are whole on every rank in one spec and cut in another (MLA's down-projections).
+    split = "none" if tuple(tensor.shape) == shape else parameter.split
+    locals_, pieces = record(cut_of(partial(_padded, parameter.function, rows), split, rank, size), sources)
+    _, whole = record(cut_of(partial(_padded, _same, rows), split, rank, size), [(name, shape)])
+    if locals_ != tuple(tensor.shape):
+        raise ValueError(f"policy.model_name: {name} has shape {tuple(tensor.shape)} in Megatron-Core's model, {locals_} by its family")
+    return Local(tensor, whole, pieces, shape)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _padded(function, rows: int, *sources: torch.Tensor) -> torch.Tensor:
+    whole = function(*sources)
+    missing = rows - whole.shape[0]
+    return torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])]) if missing else whole
+
+
+def _tensor_place(parameter: Parameter) -> tuple[int, int]:
+    if parameter.expert is not None:
+        return parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _tensors(stage: PolicyStage) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and buffers with a place in a checkpoint (a router's bias), by global name."""
+    persistent = stage.state_dict(keep_vars=True).keys()
+    for name, tensor in stage.named_parameters():
+        yield global_name(stage, name), tensor
+    for name, tensor in stage.named_buffers():
+        if name in persistent and tensor is not None and name.endswith("expert_bias"):
+            yield global_name(stage, name), tensor
+
+
+def global_name(stage: PolicyStage, name: str) -> str:
+    """Megatron-Core's name of a stage's tensor, as it would be without pipeline, expert parallelism and TransformerEngine."""
+    if name == "output_layer.weight" and stage.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+    if not match:
+        return name
+    layer = stage.decoder.layers[int(match[1])].layer_number - 1  # Megatron-Core counts from 1
+    rest = _ENGINE_NAMES.get(match[2], match[2])
+    first = _first_expert(stage)
+    rest = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + first}", rest)
+    rest = re.sub(
+        r"mlp\.experts\.(linear_fc\d)\.weight(\d+)", lambda m: f"mlp.experts.local_experts.{int(m[2]) + first}.{m[1]}.weight", rest
+    )
+    return f"decoder.layers.{layer}.{rest}"
+
+
+def _first_expert(stage: PolicyStage) -> int:
+    experts = stage.config.num_moe_experts
+    if not experts:
+        return 0
+    return parallel_state.get_expert_model_parallel_rank() * experts // parallel_state.get_expert_model_parallel_world_size()

@@ -1,0 +1,226 @@
+"""A Megatron-Core GPTModel from a Hugging Face config: one pipeline stage of the policy, which gives log-probs.
+
+TransformerEngine's modules are taken where it imports on a GPU, else Megatron-Core's local ones with our norm and attention
+(`attention.py`) and a warning. Fused kernels are used where what they need is there, unless the recipe says otherwise.
+
+Rotary frequencies are those that transformers derives from the config, so every scaling that it knows and that does not depend on
+the sequence is supported; YaRN's factor on queries and keys becomes part of the softmax's scale, which is the same. Multi-latent
+attention has rotary embeddings of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pipeline import models
+from pipeline.config import MegatronConfig, PolicyConfig
+from pipeline.train.logprobs import VocabularyShard, target_logprobs
+from pipeline.train.megatron.attention import PackedAttention, RMSNorm
+from pipeline.train.megatron.batch import Gather, LocalBatch
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # Megatron-Core 0.16.1 reads it even where TransformerEngine did not import
+
+
+class PolicyStage(GPTModel):
+    """One pipeline stage. Its output is hidden states for the next stage, or from the last one log-probs."""
+
+    def _postprocess(self, hidden_states, *args, **kwargs):
+        """In place of logits, which would be the largest tensor of the step: hidden states [t, 1, H], whole on each rank."""
+        if self.post_process and self.config.sequence_parallel:
+            # Each tensor-parallel rank's gradient is complete (`target_logprobs` sums over the vocabulary), so it is split only.
+            return tensor_parallel.gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        return hidden_states
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What the last stage makes of hidden states."""
+
+    vocabulary: int  # without padding
+    temperature: float
+    chunk: int | None
+
+    def logprobs(self, stage: PolicyStage, hidden: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+        """hidden [t, 1, H] of this context-parallel rank -> log p(tokens[t] | before) [T] float32 of the whole batch."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        tied = stage.share_embeddings_and_output_weights
+        weight = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
+        start = group.rank() * len(weight)
+        weight = weight[: max(self.vocabulary - start, 0)]  # padding takes no part in the softmax
+        shard = VocabularyShard(start, group) if group.size() > 1 else None
+        predicted = target_logprobs(hidden[:, 0], weight, batch.targets, self.temperature, self.chunk, shard)
+        context = parallel_state.get_context_parallel_group()
+        if context.size() > 1:
+            predicted = Gather.apply(predicted, context)
+        return predicted[batch.order].masked_fill(batch.begins, 0.0)
+
+
+def build(policy: PolicyConfig, hf: PreTrainedConfig) -> PolicyStage:
+    """This rank's stage, on its device, in the recipe's precision, with weights yet to be given.
+
+    Raises ValueError, naming the key of the recipe, for what Megatron-Core cannot do with this model or layout.
+    """
+    engine = transformer_engine()
+    config = _transformer_config(policy, hf, engine)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm")
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    stage = PolicyStage(
+        config,
+        spec if engine else _with_our_modules(spec),
+        vocab_size=-(-hf.vocab_size // size) * size,
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        parallel_output=True,
+    )
+    if not config.multi_latent_attention:
+        stage.rotary_pos_emb.inv_freq, _ = rotary(hf)
+    if policy.megatron_cfg.freeze_moe_router:
+        for name, parameter in stage.named_parameters():
+            if ".router." in name:
+                parameter.requires_grad_(False)
+    return stage.train()  # Megatron-Core recomputes activations in this mode only; there is no dropout
+
+
+def transformer_engine() -> bool:
+    """Whether to build on TransformerEngine. Warns where a GPU must do without."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        import transformer_engine.pytorch  # noqa: F401 whether it imports is the question
+    except ImportError as error:
+        warnings.warn(
+            f"TransformerEngine does not import ({error}); Megatron-Core's local modules are used instead, which are slower",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def rotary(hf: PreTrainedConfig) -> tuple[torch.Tensor, float]:
+    """(inverse frequencies [D / 2] float32, factor on queries and on keys), as transformers derives them."""
+    parameters = hf.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind != "default":
+        return ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+    width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    return 1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width), 1.0
+
+
+def _transformer_config(policy: PolicyConfig, hf: PreTrainedConfig, engine: bool) -> TransformerConfig:
+    megatron = policy.megatron_cfg
+    dtype = getattr(torch, policy.precision)
+    family = models.family(hf).transformer(hf)
+    arguments = {**family, **_layout(megatron, dtype), **_fusions(megatron, engine), **_recompute(megatron)}
+    if arguments.get("num_moe_experts"):
+        arguments |= _mixture(megatron, engine)
+    latent = arguments.get("multi_latent_attention", False)
+    if not latent:
+        width = arguments["kv_channels"]
+        _, factor = rotary(hf)
+        arguments["softmax_scale"] = factor * factor * width**-0.5
+    arguments["activation_func"] = {"silu": F.silu}[arguments.get("activation_func", "silu")]
+    if megatron.attention_backend:
+        arguments["attention_backend"] = AttnBackend[megatron.attention_backend]
+    arguments |= megatron.model_overrides
+    cls = MLATransformerConfig if latent else TransformerConfig
+    try:
+        return cls(**arguments)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise ValueError(f"policy.megatron_cfg: Megatron-Core does not take this layout or these options: {error}") from error
+
+
+def _layout(megatron: MegatronConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "num_layers_in_first_pipeline_stage": megatron.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": megatron.num_layers_in_last_pipeline_stage,
+        "context_parallel_size": megatron.context_parallel_size,
+        "sequence_parallel": megatron.sequence_parallel,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "variable_seq_lengths": True,  # each microbatch has its own number of tokens
+        "calculate_per_token_loss": True,  # losses are divided already: Megatron-Core must sum, not average
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths demands it, of dense models too
+    }
+
+
+def _fusions(megatron: MegatronConfig, engine: bool) -> dict[str, bool]:
+    """Null in the recipe: on where what it needs is there."""
+    needs_engine = {"apply_rope_fusion": megatron.apply_rope_fusion, "moe_permute_fusion": megatron.moe_permute_fusion}
+    for name, wanted in needs_engine.items():
+        if wanted and not engine:
+            raise ValueError(f"policy.megatron_cfg.{name}: true needs TransformerEngine, which is not here; null or false")
+    activation = megatron.bias_activation_fusion
+    return {
+        "apply_rope_fusion": engine if megatron.apply_rope_fusion is None else megatron.apply_rope_fusion,
+        "bias_activation_fusion": torch.cuda.is_available() if activation is None else activation,
+        "gradient_accumulation_fusion": bool(megatron.gradient_accumulation_fusion),
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": engine,
+        "bias_dropout_fusion": False,
+    }
+
+
+def _recompute(megatron: MegatronConfig) -> dict[str, Any]:
+    if not megatron.activation_checkpointing:
+        return {}
+    if megatron.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": megatron.recompute_modules}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": megatron.recompute_method or "uniform",
+        "recompute_num_layers": megatron.recompute_num_layers or 1,
+    }
+
+
+def _mixture(megatron: MegatronConfig, engine: bool) -> dict[str, Any]:
+    grouped = megatron.moe_grouped_gemm
+    if grouped and not engine:
+        raise ValueError("policy.megatron_cfg.moe_grouped_gemm: true needs TransformerEngine, which is not here; null or false")
+    return {
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "moe_grouped_gemm": engine if grouped is None else grouped,
+        "moe_permute_fusion": engine if megatron.moe_permute_fusion is None else megatron.moe_permute_fusion,
+        "moe_router_dtype": megatron.moe_router_dtype,
+        "moe_router_load_balancing_type": "none",  # losses that balance load would pull the policy from what it sampled with
+        "moe_router_bias_update_rate": megatron.moe_router_bias_update_rate,
+        "moe_shared_expert_overlap": megatron.moe_shared_expert_overlap,
+    }
+
+
+def _with_our_modules(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """A local spec with our norm and attention in the place of those that do less."""
+    for layer in {id(spec): spec for spec in block.layer_specs}.values():
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            norm = getattr(attention, name, None)
+            if norm is not None and norm is not IdentityOp:
+                setattr(attention, name, RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=block.layer_specs, layer_norm=RMSNorm)

@@ -1,0 +1,236 @@
+"""Megatron-Core's distributed optimizer: each data-parallel rank updates a flat range of every parameter, in float32.
+
+Its settings come from `policy.megatron_cfg.optimizer` and `.scheduler` where the recipe has them, else from `policy.optimizer`
+and `policy.scheduler`, so that a recipe changes backend without other keys. With Megatron's own settings, norms and biases are not
+decayed, as it is its habit; with torch's, all parameters are, as it is torch's.
+
+Left out: fp16 and its loss scale, CPU offload's own state, checkpoints in Megatron-Core's format (`state` gives flat ranges, which
+`backend.py` writes as boxes of Hugging Face tensors).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as CoreConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from pipeline.config import MegatronOptimizerConfig, MegatronSchedulerConfig, PolicyConfig
+from pipeline.train.optimizer import Schedule
+
+ADAM = {"torch.optim.AdamW": True, "torch.optim.Adam": False}  # name -> whether weight decay is decoupled
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The entries [start, stop) of a parameter, counted flat, that this data-parallel rank updates."""
+
+    parameter: torch.nn.Parameter  # of the model
+    start: int
+    stop: int
+    main: torch.Tensor  # [stop - start] float32, the weights
+    state: dict[str, torch.Tensor]  # each [stop - start]: exp_avg, exp_avg_sq, or nothing before the first step
+
+
+class Optimizer:
+    def __init__(self, policy: PolicyConfig, model: DistributedDataParallel):
+        """Raises ValueError, naming the key, for what Megatron-Core's optimizer does not do."""
+        own = policy.megatron_cfg.optimizer
+        config = _core_config(policy, own)
+        overrides = None if own else {}  # None: Megatron-Core's habit
+        self._core = get_megatron_optimizer(config, [model], config_overrides=overrides, use_gloo_process_groups=False)
+        self._clip = config.clip_grad
+        self.options = {
+            name: getattr(config, name)
+            for name in ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
+        } | {"decoupled_weight_decay": config.decoupled_weight_decay, "decays_norms": overrides is not None}
+        scheduler = policy.megatron_cfg.scheduler
+        if scheduler is not None:
+            self._schedule = CoreSchedule(self._core, config, scheduler)
+        else:
+            self._schedule = TorchSchedule(self._core, config, policy.scheduler)
+
+    @property
+    def steps(self) -> int:
+        return self._schedule.steps
+
+    @property
+    def lr(self) -> float:
+        """Of the next step."""
+        return self._schedule.lr
+
+    def zero_grad(self) -> None:
+        self._core.zero_grad()
+
+    def step(self) -> float:
+        """One update; the norm of the whole gradient before clipping. Collective over the realm.
+
+        Raises FloatingPointError if the gradient is not finite; nothing has changed then.
+        """
+        self._core.prepare_grads()
+        norm = float(self._core.get_grad_norm())
+        if not math.isfinite(norm):
+            self.zero_grad()
+            raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
+        if self._clip > 0:
+            for part in self._parts():
+                clip_grad_by_total_norm_fp32(
+                    part.get_parameters(),
+                    max_norm=self._clip,
+                    total_norm=norm,
+                    use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                )
+        self._core.step_with_ready_grads()
+        self._schedule.step()
+        return norm
+
+    def ranges(self) -> Iterator[Range]:
+        """What this rank updates."""
+        for part in self._parts():
+            for parameter, (group, place) in part.model_param_group_index_map.items():
+                where = part._get_model_param_range_map(parameter)["param"]
+                main = part.optimizer.param_groups[group]["params"][place]
+                state = {k: v for k, v in part.optimizer.state.get(main, {}).items() if torch.is_tensor(v) and v.dim()}
+                yield Range(parameter, where.start, where.end, main.detach(), state)
+
+    def restore(self, steps: int, state: dict[torch.nn.Parameter, dict[str, torch.Tensor]]) -> None:
+        """As after `steps` steps that left `state`: for each parameter of `ranges()`, its state tensors."""
+        self._schedule.advance(steps)
+        for part in self._parts():
+            for parameter, (group, place) in part.model_param_group_index_map.items():
+                main = part.optimizer.param_groups[group]["params"][place]
+                found = dict(state.get(parameter, {}))
+                if found and isinstance(part.optimizer, torch.optim.Optimizer) and "exp_avg" in found:
+                    found["step"] = torch.tensor(float(steps))  # torch's Adam counts for each parameter
+                part.optimizer.state[main] = found
+            for group in part.optimizer.param_groups:
+                if "step" in group:  # TransformerEngine's and apex's count for each group
+                    group["step"] = steps
+
+    def _parts(self) -> list[Any]:
+        """Megatron-Core's optimizers, of dense parameters and of experts, that have something to update."""
+        return [part for part in self._core.chained_optimizers if part.optimizer is not None and part.get_parameters()]
+
+
+class TorchSchedule:
+    """A schedule of torch's, run on a stand-in, since Megatron-Core's optimizer is none of torch's."""
+
+    def __init__(self, core: Any, config: CoreConfig, schedule: Any):
+        self._core, self._config = core, config
+        self._stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr)
+        self._schedule = Schedule(self._stand_in, schedule)
+        self._apply()
+
+    @property
+    def steps(self) -> int:
+        return self._schedule.steps
+
+    @property
+    def lr(self) -> float:
+        return self._schedule.lr
+
+    def step(self) -> None:
+        self.advance(1)
+
+    def advance(self, steps: int) -> None:
+        self._schedule.advance(steps)
+        self._apply()
+
+    def _apply(self) -> None:
+        for group in self._core.param_groups:
+            group["lr"] = self._schedule.lr
+            group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
+
+
+class CoreSchedule:
+    """Megatron-Core's warm-up and decay, counted in optimizer steps."""
+
+    def __init__(self, core: Any, config: CoreConfig, schedule: MegatronSchedulerConfig):
+        if schedule.lr_decay_iters is None and schedule.lr_decay_style != "constant":
+            raise ValueError(
+                f"policy.megatron_cfg.scheduler.lr_decay_iters: {schedule.lr_decay_style} needs the number of steps to decay over"
+            )
+        steps = max(schedule.lr_decay_iters or 0, schedule.lr_warmup_iters + 1)
+        self.steps = 0
+        self._core = core
+        self._scheduler = OptimizerParamScheduler(
+            core,
+            init_lr=schedule.lr_warmup_init,
+            max_lr=config.lr,
+            min_lr=config.min_lr,
+            lr_warmup_steps=schedule.lr_warmup_iters,
+            lr_decay_steps=steps,
+            lr_decay_style=schedule.lr_decay_style,
+            start_wd=config.weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
+            end_wd=config.weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
+            wd_incr_steps=steps,
+            wd_incr_style=schedule.weight_decay_incr_style,
+        )
+
+    @property
+    def lr(self) -> float:
+        return float(self._core.param_groups[0]["lr"])
+
+    def step(self) -> None:
+        self.advance(1)
+
+    def advance(self, steps: int) -> None:
+        self.steps += steps
+        self._scheduler.step(increment=steps)
+
+
+def _core_config(policy: PolicyConfig, own: MegatronOptimizerConfig | None) -> CoreConfig:
+    shared = {
+        "bf16": policy.precision == "bfloat16",
+        "params_dtype": getattr(torch, policy.precision),
+        "use_distributed_optimizer": True,
+    }
+    if own is not None:
+        return CoreConfig(
+            optimizer=own.optimizer,
+            lr=own.lr,
+            min_lr=own.min_lr,
+            weight_decay=own.weight_decay,
+            adam_beta1=own.adam_beta1,
+            adam_beta2=own.adam_beta2,
+            adam_eps=own.adam_eps,
+            sgd_momentum=own.sgd_momentum,
+            clip_grad=own.clip_grad or 0.0,
+            use_precision_aware_optimizer=own.use_precision_aware_optimizer,
+            optimizer_cpu_offload=own.optimizer_cpu_offload,
+            optimizer_offload_fraction=own.optimizer_offload_fraction,
+            overlap_cpu_optimizer_d2h_h2d=own.overlap_cpu_optimizer_d2h_h2d,
+            **shared,
+        )
+    torch_config = policy.optimizer
+    kwargs = dict(torch_config.kwargs)
+    if torch_config.name not in ADAM:
+        raise ValueError(
+            f"policy.optimizer.name: the Megatron backend takes {', '.join(ADAM)}, not {torch_config.name}; or give"
+            " policy.megatron_cfg.optimizer"
+        )
+    decoupled = ADAM[torch_config.name]
+    lr, (beta1, beta2) = kwargs.pop("lr", 1e-3), kwargs.pop("betas", (0.9, 0.999))
+    eps, decay = kwargs.pop("eps", 1e-8), kwargs.pop("weight_decay", 0.01 if decoupled else 0.0)
+    for speed_only in ("fused", "foreach"):
+        kwargs.pop(speed_only, None)
+    if kwargs:
+        raise ValueError(f"policy.optimizer.kwargs: Megatron-Core's optimizer does not take {', '.join(kwargs)}")
+    return CoreConfig(
+        optimizer="adam",
+        lr=lr,
+        weight_decay=decay,
+        decoupled_weight_decay=decoupled,
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+        adam_eps=eps,
+        clip_grad=policy.max_grad_norm or 0.0,
+        **shared,
+    )

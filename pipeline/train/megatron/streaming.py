@@ -1,0 +1,88 @@
+"""Safetensors files, read and written one tensor at a time.
+
+The format is 8 bytes with the length of a JSON header, the header, and the tensors' bytes one after another
+(https://github.com/huggingface/safetensors, "Format"). The safetensors package writes from tensors that are all in memory at
+once, and reads through a memory map, whose pages count as the process's own; here memory is bounded by one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipeline.checkpoint import sync
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies in a file."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # in bytes from the file's beginning
+    nbytes: int
+
+    def load(self) -> torch.Tensor:
+        """A copy of it. Raises ValueError if the file ends too early."""
+        data = torch.empty(self.nbytes, dtype=torch.uint8)
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            if file.readinto(data.numpy()) != self.nbytes:
+                raise ValueError(f"{self.path}: the file is cut off")
+        return data.view(self.dtype).view(self.shape)
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """What a file holds, by its header alone. Raises ValueError if the file is cut off or a dtype is no floating-point one."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        size = path.stat().st_size
+        header = json.loads(file.read(length)) if 0 < length <= size - 8 else None
+    if header is None:
+        raise ValueError(f"{path}: this is no safetensors file, or it is cut off")
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, not one of {', '.join(_DTYPES)}; is it quantised?")
+        if 8 + length + end > size:
+            raise ValueError(f"{path}: the file is cut off: {name} ends at byte {8 + length + end} of {size}")
+        found[name] = StoredTensor(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + begin, end - begin)
+    return found
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], make: Callable[[str], torch.Tensor]) -> None:
+    """Write `make(name)` for every name of `tensors`, which tell its shape and dtype (and may be meta tensors).
+
+    The file is on the disk when this returns.
+    """
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # so that each is aligned to its own dtype
+    header, end = {}, 0
+    for name in names:
+        tensor = tensors[name]
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            made = make(name)
+            if (made.dtype, made.shape) != (tensors[name].dtype, tensors[name].shape):
+                raise AssertionError(f"{name} is {made.dtype} {made.shape}, not {tensors[name].dtype} {tensors[name].shape}")
+            file.write(made.contiguous().view(-1).view(torch.uint8).numpy())
+            del made  # else it would stay while the next is made
+    sync(path)
