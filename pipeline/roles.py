@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline import generate
+from pipeline import generate, train
 from pipeline.algorithms.base import Objective
 from pipeline.config import Recipe
 from pipeline.data.chat import load_tokenizer
@@ -18,7 +18,6 @@ from pipeline.remote import verb
 from pipeline.rollout import RolloutWork, rollout
 from pipeline.train.base import TrainBackend
 from pipeline.train.export import export
-from pipeline.train.fsdp import FSDPBackend
 from pipeline.types import DataPlace, PackedBatch, RolloutGroup, Sample, Update
 from pipeline.world import World
 
@@ -39,7 +38,7 @@ class TrainRole:
     @verb("setup")
     def setup(self) -> DataPlace:
         with self._world.phase("load model"):
-            self._backend = FSDPBackend(self._recipe.policy, self._world.own, self._seed, self._algorithm.needs.reference)
+            self._backend = train.build(self._recipe.policy, self._world.own, self._seed, self._algorithm.needs.reference)
         return DataPlace(self._backend.data_rank, self._backend.data_size)
 
     @verb("train")

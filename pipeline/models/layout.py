@@ -228,42 +228,29 @@ def _view(tensor: torch.Tensor, home: Shape) -> list[Piece]:
 
 
 def _peel(runs: list[Run], start: int, place: int, home: Shape, shape: Shape) -> list[Piece]:
-    """Split runs until each lies along one dimension of either tensor, one run to a dimension."""
+    """The boxes of runs that begin at `start` in a storage of shape `home` and at `place` in a view of shape `shape`. Runs are
+    split until each lies along one dimension of either tensor, one run to a dimension."""
+
+    def go_on(skip: Run, rest: list[Run]) -> list[Piece]:
+        count, stride, far = skip
+        return _peel(rest, start + count * stride, place + count * far, home, shape)
+
     ends = ((1, start, home), (2, place, shape))  # which stride of a run, from where, in which tensor
     for i, run in enumerate(runs):
+        before, after = runs[:i], runs[i + 1 :]
         for end, _, dims in ends:
             dim, step = _dimension(run[end], dims)
-            if step != 1 or any(_dimension(other[end], dims)[0] == dim for other in runs[i + 1 :]):  # entry by entry
-                rest = runs[:i] + runs[i + 1 :]
-                return [
-                    piece for n in range(run[0]) for piece in _peel(rest, start + n * run[1], place + n * run[2], home, shape)
-                ]
-    for i, (count, stride, far) in enumerate(runs):
+            if step != 1 or any(_dimension(other[end], dims)[0] == dim for other in after):  # entry by entry
+                return [piece for n in range(run[0]) for piece in go_on((n, *run[1:]), before + after)]
+    for i, run in enumerate(runs):
+        before, after = runs[:i], runs[i + 1 :]
         for end, origin, dims in ends:
-            dim, _ = _dimension(runs[i][end], dims)
-            room = dims[dim] - _coordinates(origin, dims)[dim]
-            if count <= room:
-                continue
-            # The run goes on in the next row: what is left of this row, whole rows, and a rest.
+            dim, _ = _dimension(run[end], dims)
             row = dims[dim]
-            head = room if room < row else 0
-            rows, tail = divmod(count - head, row)
-            parts: list[tuple[int, list[Run]]] = [(0, [(head, stride, far)])] if head else []
-            if rows:
-                parts.append((head, [(rows, stride * row, far * row), (row, stride, far)]))
-            if tail:
-                parts.append((count - tail, [(tail, stride, far)]))
-            return [
-                piece
-                for skip, new in parts
-                for piece in _peel(
-                    runs[:i] + [run for run in new if run[0] > 1] + runs[i + 1 :],
-                    start + skip * stride,
-                    place + skip * far,
-                    home,
-                    shape,
-                )
-            ]
+            room = row - _coordinates(origin, dims)[dim]
+            if run[0] > room:
+                parts = _rows(run, row, room % row)
+                return [piece for skip, new in parts for piece in go_on((skip, *run[1:]), before + new + after)]
     if [run[1] for run in runs] != sorted((run[1] for run in runs), reverse=True):
         raise ValueError("recorded function: it transposes, which no pieces express")
     boxes = []
@@ -273,6 +260,20 @@ def _peel(runs: list[Run], start: int, place: int, home: Shape, shape: Shape) ->
             size[_dimension(run[end], dims)[0]] = run[0]
         boxes.append(Box(_coordinates(origin, dims), tuple(size)))
     return [Piece("", *boxes)]
+
+
+def _rows(run: Run, row: int, head: int) -> list[tuple[int, list[Run]]]:
+    """Parts of a run that goes on in the next row of `row` entries: the `head` left of its first row, whole rows, a tail; each
+    with how many entries come before it, as its own runs."""
+    count, stride, far = run
+    rows, tail = divmod(count - head, row)
+    parts = [
+        (0, [(head, stride, far)]),
+        (head, [(rows, stride * row, far * row), (row, stride, far)]),
+        (count - tail, [(tail, stride, far)]),
+    ]
+    # A run of one entry is none: it needs no dimension of its own.
+    return [(skip, [part for part in new if part[0] > 1]) for skip, new in parts if new[0][0]]
 
 
 def _strides(shape: Shape) -> Shape:

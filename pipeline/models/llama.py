@@ -1,4 +1,4 @@
-"""Dense decoders with grouped-query attention: Llama, Qwen2 (biases of queries, keys, values), Qwen3 (norms of queries, keys)."""
+"""Dense decoders with grouped queries: Llama, Qwen2 (biases of queries, keys, values), Qwen3 (norms of queries, keys)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,27 @@
+"""Training backends. Which one a recipe uses was decided when it was submitted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.config import PolicyConfig, uses_megatron
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from pipeline.train.base import TrainBackend
+
+
+def build(policy: PolicyConfig, group: dist.ProcessGroup, seed: int, reference: bool) -> TrainBackend:
+    """This rank's part of the policy. Collective over `group`, the train realm, which must be the default group by now.
+
+    seed: of random weights, if the recipe wants those. reference: keep the initial weights for `forward(..., "reference")`.
+    Raises ValueError, naming the key of the recipe, if the model or the layout is not supported.
+    """
+    if uses_megatron(policy):
+        from pipeline.train.megatron.backend import MegatronBackend
+
+        return MegatronBackend(policy, group, seed, reference)
+    from pipeline.train.fsdp import FSDPBackend
+
+    return FSDPBackend(policy, group, seed, reference)

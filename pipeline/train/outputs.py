@@ -36,9 +36,7 @@ def reduce_outputs(
     return result
 
 
-def broadcast_record(
-    record: dict[str, float], source: int, group: dist.ProcessGroup, device: torch.device
-) -> dict[str, float]:
+def broadcast_record(record: dict[str, float], source: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:
     """The record of rank `source` of `group`, to the last bit, on all of its ranks."""
     body = json.dumps(record).encode() if group.rank() == source else b""
     length = torch.tensor([len(body)], device=device)

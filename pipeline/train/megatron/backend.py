@@ -18,24 +18,25 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from transformers import PreTrainedConfig
 
 from pipeline import models
 from pipeline.boxes import Box, Piece, whole
 from pipeline.config import PolicyConfig
-from pipeline.models.hugging_face import checkpoint_shapes
+from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.layout import flat_boxes, place, restrict
 from pipeline.train import state
 from pipeline.train.attention import check_attention, check_batch
 from pipeline.train.base import Loss
+from pipeline.train.initial_weights import Read, initial_weights
 from pipeline.train.megatron.batch import LocalBatch, localize
+from pipeline.train.megatron.conversion import converted
 from pipeline.train.megatron.gather import Gatherer
 from pipeline.train.megatron.layout import Local, describe
-from pipeline.train.megatron.model import Head, build
+from pipeline.train.megatron.model import Head, PolicyStage, build
 from pipeline.train.megatron.optimizer import Optimizer, Range
-from pipeline.train.megatron.conversion import converted
-from pipeline.train.model import _config as load_config
 from pipeline.train.outputs import broadcast_record, reduce_outputs
-from pipeline.train.shards import read_shards, write_shards
+from pipeline.train.shards import BoxReader, Entry, read_shards, write_shards
 from pipeline.types import LossOutput, PackedBatch, StepResult
 
 FOREVER_MINUTES = 60 * 24 * 365  # the watchdog bounds waits
@@ -54,7 +55,7 @@ class MegatronBackend:
         _initialize(policy, seed)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
-        hf = load_config(policy)
+        hf = model_config(policy)
         check_attention(hf, policy.max_total_sequence_length)
         family = models.family(hf)
         self._shapes, _ = checkpoint_shapes(hf)
@@ -67,7 +68,6 @@ class MegatronBackend:
         self._model = _data_parallel(policy, stage)
         self._optimizer = Optimizer(policy, self._model)
         self._load_initial(hf, seed)
-        self._stale = False  # whether the optimizer's result has yet to reach all data-parallel ranks' weights
         self._reference = [local.tensor.detach().to("cpu", copy=True) for local in self._local.values()] if reference else None
         self._gatherer = Gatherer(
             [(local.tensor, local.hugging_face) for name, local in self._local.items() if _speaks(name)],
@@ -112,7 +112,6 @@ class MegatronBackend:
         metrics = self._metrics(outputs)
         lr = self._optimizer.lr
         metrics |= {"grad_norm": self._optimizer.step(), "lr": lr}
-        self._stale = True
         self._empty_cache(1)
         return StepResult(metrics)
 
@@ -179,20 +178,12 @@ class MegatronBackend:
     # ---- weights --------------------------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self._synchronize()
-        yield from self._gatherer.tensors(getattr(torch, self._policy.precision))
-
-    def _synchronize(self) -> None:
-        """Gather what each data-parallel rank has updated, if that was left for the next forward pass to do."""
-        if self._stale and self._model.ddp_config.overlap_param_gather:
-            self._model.start_param_sync(force_sync=True)
-        self._stale = False
+        return self._gatherer.tensors(getattr(torch, self._policy.precision))
 
     @contextlib.contextmanager
     def _reference_weights(self) -> Iterator[None]:
         if self._reference is None:
             raise ValueError("no reference weights were kept; construct the backend with reference=True")
-        self._synchronize()
         ours = [local.tensor.detach() for local in self._local.values()]
         kept = [tensor.to("cpu", copy=True) for tensor in ours]
         try:
@@ -203,14 +194,14 @@ class MegatronBackend:
             for tensor, policy in zip(ours, kept, strict=True):
                 tensor.copy_(policy)
 
-    def _load_initial(self, hf, seed: int) -> None:
+    def _load_initial(self, hf: PreTrainedConfig, seed: int) -> None:
         if self._policy.random_init:
             self._fill(initial_weights(self._policy, hf, seed), lambda local: local.hugging_face)
         else:
             self._fill(converted(self._policy, hf, self._group).read, lambda local: local.whole)
 
-    def _fill(self, read, pieces_of) -> None:
-        """Give the model's tensors, and the optimizer's float32 copies of this rank's ranges, what `read` has of their pieces."""
+    def _fill(self, read: Read, pieces_of: Callable[[Local], list[Piece]]) -> None:
+        """Give the model's tensors, and the optimizer's float32 copies of its ranges, what `read` has of their pieces."""
         for local in self._local.values():
             tensor = local.tensor.detach()
             tensor.zero_()  # padding of the vocabulary has no piece
@@ -223,7 +214,6 @@ class MegatronBackend:
     # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        self._synchronize()
         rank = self._group.rank()
         record = {
             "ranks": self._group.size(),
@@ -234,8 +224,8 @@ class MegatronBackend:
         }
         write_shards(folder, rank, self._entries(), record)
 
-    def _entries(self) -> Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
-        """(name, whole shape, box, tensor) of all that a checkpoint holds of this rank."""
+    def _entries(self) -> Iterator[Entry]:
+        """All that a checkpoint holds of this rank."""
         updated = set()
         for part in self._optimizer.ranges():
             local = self._of[id(part.parameter)]
@@ -249,7 +239,7 @@ class MegatronBackend:
         for name, tensor in state.random_tensors(self.device, self._group.rank()).items():
             yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
 
-    def _as_hugging_face(self, prefix: str, pieces: Iterable[Piece], tensor: torch.Tensor):
+    def _as_hugging_face(self, prefix: str, pieces: Iterable[Piece], tensor: torch.Tensor) -> Iterator[Entry]:
         for piece in pieces:
             part = tensor[piece.target.within(whole(tuple(tensor.shape)))]
             yield f"{prefix}.{piece.name}", self._shapes[piece.name], piece.source, part.reshape(piece.source.size)
@@ -276,11 +266,10 @@ class MegatronBackend:
         for part in self._optimizer.ranges():
             states[part.parameter] = {kind: self._read_state(reader, kind, part) for kind in kinds}
         self._optimizer.restore(record["steps"], states)
-        self._stale = False
         if record.get("layout") == self._layout() and record["ranks"] == self._group.size():
             state.load_random(self.device, self._group.rank(), reader, records[self._group.rank()]["random"])
 
-    def _read_state(self, reader, kind: str, part: Range) -> torch.Tensor:
+    def _read_state(self, reader: BoxReader, kind: str, part: Range) -> torch.Tensor:
         values = torch.zeros_like(part.main)
         for box, view in _boxes(part, values):
             pieces = restrict(self._of[id(part.parameter)].hugging_face, box)
@@ -329,14 +318,16 @@ def _initialize(policy: PolicyConfig, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _data_parallel(policy: PolicyConfig, stage) -> DistributedDataParallel:
+def _data_parallel(policy: PolicyConfig, stage: PolicyStage) -> DistributedDataParallel:
     settings = policy.megatron_cfg.distributed_data_parallel_config
     model = DistributedDataParallel(
         stage.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
             overlap_grad_reduce=settings.overlap_grad_reduce,
-            overlap_param_gather=settings.overlap_param_gather,
+            # Never overlapped with the next forward pass: a refit reads every weight before it, and our head reads the output
+            # layer's without running that module, which is what would wait for it.
+            overlap_param_gather=False,
             use_distributed_optimizer=True,
         ),
         stage,

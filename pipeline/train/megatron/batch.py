@@ -1,11 +1,11 @@
 """A packed batch as Megatron-Core takes it: padded to what the layout divides, and cut over context-parallel ranks.
 
-Each sequence is padded to a multiple of 2 cp, for each context-parallel rank holds two of 2 cp equal chunks of it; the last one
-further, until a rank's tokens can be cut over the tensor-parallel ranks for sequence parallelism. Padding comes after a sequence's
-tokens, so causal attention keeps it out of them. Without either there is no padding.
+Under context parallelism each rank holds two of 2 cp equal chunks of every sequence, so each is padded to a multiple of 2 cp;
+the last one further, until sequence parallelism can cut a rank's tokens. Padding comes after a sequence's tokens, where causal
+attention keeps it out of them. Without either there is no padding.
 
-Row t of a rank predicts the token that follows it in its sequence, which may be another rank's; so targets are cut together with
-tokens, and log-probs are put back in the batch's own order by `Gather`.
+Row t of a rank predicts the token that follows it in its sequence, which may be another rank's; so targets are cut together
+with tokens, and `Gather` and `order` put log-probs back in the batch's own order.
 """
 
 from __future__ import annotations

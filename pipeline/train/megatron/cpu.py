@@ -1,9 +1,9 @@
 """Megatron-Core on CPU: `torch.cuda` in its sources becomes `torch.cpu` while they are imported.
 
 Megatron-Core asks for CUDA's streams, events, generators and current device all over, though nothing that it computes needs
-them. `enable` puts an import hook before the import system's own, which rewrites those uses in modules of `megatron.core`; torch
-itself is not touched. So the same layouts, schedules and collectives run here over gloo as on GPUs over NCCL. Where CUDA is there,
-nothing happens. A rewriting that no longer finds its text (another Megatron-Core) raises ImportError.
+them. `enable` puts an import hook before the import system's own, which rewrites those uses in modules of `megatron.core`;
+torch itself is not touched. So the same layouts, schedules and collectives run here over gloo as on GPUs over NCCL. Where CUDA
+is, nothing happens. A rewriting that no longer finds its text (another Megatron-Core) raises ImportError.
 """
 
 from __future__ import annotations

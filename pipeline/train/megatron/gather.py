@@ -49,7 +49,10 @@ class Gatherer:
         mine: Table = {}
         for name, box in self._held:
             mine.setdefault(name, []).append(Offer(box.offset, box.size))
-        tables = [msgspec.msgpack.decode(body, type=Table) for body in _gather_bytes(msgspec.msgpack.encode(mine), group, self._device)]
+        tables = [
+            msgspec.msgpack.decode(body, type=Table)
+            for body in _gather_bytes(msgspec.msgpack.encode(mine), group, self._device)
+        ]
         # Every rank sees all tables and comes to the same choice.
         self._chosen: dict[str, list[tuple[int, Box]]] = {name: [] for name in shapes}
         seen: set[tuple[str, Box]] = set()
@@ -61,7 +64,9 @@ class Gatherer:
                         self._chosen[name].append((rank, box))
         for name, chosen in self._chosen.items():
             if sum(box.numel for _, box in chosen) != whole(shapes[name]).numel:
-                raise ValueError(f"weights: the ranks' boxes of {name} {list(shapes[name])} do not make up the whole: {chosen[:4]}")
+                raise ValueError(
+                    f"weights: the ranks' boxes of {name} {list(shapes[name])} do not make up the whole: {chosen[:4]}"
+                )
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full tensor) on rank 0; an empty one elsewhere. Collective: all ranks must exhaust it."""

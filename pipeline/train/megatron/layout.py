@@ -1,7 +1,7 @@
-"""What each parameter of this rank's pipeline stage is a part of: of which whole Megatron parameter, and of which Hugging Face tensors.
+"""What each tensor of this rank's pipeline stage is a part of: which whole Megatron parameter, and which Hugging Face tensors.
 
-Names of the stage's own modules count layers and experts from this rank's first, and differ with TransformerEngine (norms fused
-into the layer after them, grouped experts). `global_name` undoes both, so that a family's description (`pipeline/models`) applies.
+The stage's own names count layers and experts from this rank's first, and differ with TransformerEngine (norms fused into the
+layer after them, grouped experts). `global_name` undoes both, so that a family's description (`pipeline/models`) applies.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def _local(name: str, tensor: torch.Tensor, parameter: Parameter, sources: list[
     locals_, pieces = record(cut_of(partial(_padded, parameter.function, rows), split, rank, size), sources)
     _, whole = record(cut_of(partial(_padded, _same, rows), split, rank, size), [(name, shape)])
     if locals_ != tuple(tensor.shape):
-        raise ValueError(f"policy.model_name: {name} has shape {tuple(tensor.shape)} in Megatron-Core's model, {locals_} by its family")
+        raise ValueError(
+            f"policy.model_name: {name} has shape {tuple(tensor.shape)} in Megatron-Core's model, {locals_} by its family"
+        )
     return Local(tensor, whole, pieces, shape)
 
 
@@ -103,7 +105,9 @@ def global_name(stage: PolicyStage, name: str) -> str:
     first = _first_expert(stage)
     rest = re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{int(m[1]) + first}", rest)
     rest = re.sub(
-        r"mlp\.experts\.(linear_fc\d)\.weight(\d+)", lambda m: f"mlp.experts.local_experts.{int(m[2]) + first}.{m[1]}.weight", rest
+        r"mlp\.experts\.(linear_fc\d)\.weight(\d+)",
+        lambda m: f"mlp.experts.local_experts.{int(m[2]) + first}.{m[1]}.weight",
+        rest,
     )
     return f"decoder.layers.{layer}.{rest}"
 

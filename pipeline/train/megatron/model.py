@@ -3,9 +3,9 @@
 TransformerEngine's modules are taken where it imports on a GPU, else Megatron-Core's local ones with our norm and attention
 (`attention.py`) and a warning. Fused kernels are used where what they need is there, unless the recipe says otherwise.
 
-Rotary frequencies are those that transformers derives from the config, so every scaling that it knows and that does not depend on
-the sequence is supported; YaRN's factor on queries and keys becomes part of the softmax's scale, which is the same. Multi-latent
-attention has rotary embeddings of its own.
+Rotary frequencies are those that transformers derives from the config, so every scaling that does not depend on the sequence is
+supported; YaRN's factor on queries and keys becomes part of the softmax's scale, which is the same. Multi-latent attention has
+rotary embeddings of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.post_training.modelopt.layers import Linear as WholeLinear
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
@@ -33,8 +36,9 @@ from pipeline.train.logprobs import VocabularyShard, target_logprobs
 from pipeline.train.megatron.attention import PackedAttention, RMSNorm
 from pipeline.train.megatron.batch import Gather, LocalBatch
 
-if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # Megatron-Core 0.16.1 reads it even where TransformerEngine did not import
+if not HAVE_TE:  # two places of Megatron-Core 0.16.1 do not see that TransformerEngine did not import
+    moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = False
 
 
 class PolicyStage(GPTModel):
@@ -43,7 +47,7 @@ class PolicyStage(GPTModel):
     def _postprocess(self, hidden_states, *args, **kwargs):
         """In place of logits, which would be the largest tensor of the step: hidden states [t, 1, H], whole on each rank."""
         if self.post_process and self.config.sequence_parallel:
-            # Each tensor-parallel rank's gradient is complete (`target_logprobs` sums over the vocabulary), so it is split only.
+            # Each rank's gradient is complete (`target_logprobs` sums it over the vocabulary), so it is only split.
             return tensor_parallel.gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states
 
@@ -219,6 +223,11 @@ def _with_our_modules(block: TransformerBlockSubmodules) -> TransformerBlockSubm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
+        for name in ("linear_q_down_proj", "linear_kv_down_proj"):
+            if hasattr(attention, name):
+                # Whole on every rank, as with TransformerEngine. Cut, as in the local spec, the gradient of the keys' rotary part
+                # would be that of a rank's own heads only.
+                setattr(attention, name, WholeLinear)
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             norm = getattr(attention, name, None)
             if norm is not None and norm is not IdentityOp:

@@ -1,11 +1,11 @@
 """Megatron-Core's distributed optimizer: each data-parallel rank updates a flat range of every parameter, in float32.
 
 Its settings come from `policy.megatron_cfg.optimizer` and `.scheduler` where the recipe has them, else from `policy.optimizer`
-and `policy.scheduler`, so that a recipe changes backend without other keys. With Megatron's own settings, norms and biases are not
-decayed, as it is its habit; with torch's, all parameters are, as it is torch's.
+and `policy.scheduler`, so that a recipe changes backend without other keys. With Megatron's own settings, norms and biases are
+not decayed, as is its habit; with torch's, all parameters are, as is torch's.
 
-Left out: fp16 and its loss scale, CPU offload's own state, checkpoints in Megatron-Core's format (`state` gives flat ranges, which
-`backend.py` writes as boxes of Hugging Face tensors).
+Left out: fp16 and its loss scale; checkpoints in Megatron-Core's format (`ranges` gives flat ranges, which `backend.py` writes
+as boxes of Hugging Face tensors).
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class CoreSchedule:
     def __init__(self, core: Any, config: CoreConfig, schedule: MegatronSchedulerConfig):
         if schedule.lr_decay_iters is None and schedule.lr_decay_style != "constant":
             raise ValueError(
-                f"policy.megatron_cfg.scheduler.lr_decay_iters: {schedule.lr_decay_style} needs the number of steps to decay over"
+                f"policy.megatron_cfg.scheduler.lr_decay_iters: {schedule.lr_decay_style} needs the number of steps it takes"
             )
         steps = max(schedule.lr_decay_iters or 0, schedule.lr_warmup_iters + 1)
         self.steps = 0

@@ -1,0 +1,101 @@
+"""A tiny config and checkpoint of every model family that Megatron-Core trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+SHAPE = {
+    "vocab_size": 61,  # odd, so that it must be padded for two ranks
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LATENT = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 12,
+    "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 4.0, "beta_slow": 1.0},
+}
+
+
+def configs() -> dict[str, PreTrainedConfig]:
+    return {
+        "llama": LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
+        "llama_yarn": LlamaConfig(**SHAPE, rope_parameters=YARN_ROPE),
+        "qwen2": Qwen2Config(**SHAPE),
+        "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+        "qwen3_tied": Qwen3Config(**{**SHAPE, "tie_word_embeddings": True}, head_dim=16),
+        "qwen3_moe": Qwen3MoeConfig(
+            **{**SHAPE, "num_hidden_layers": 3},
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=12,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+        ),
+        "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+        "deepseek_v3": DeepseekV3Config(**{**SHAPE, **LATENT}),
+        # Queries without a latent, no groups, plain RoPE.
+        "deepseek_v3_plain": DeepseekV3Config(
+            **{
+                **SHAPE,
+                **LATENT,
+                "q_lora_rank": None,
+                "n_group": 1,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        ),
+    }
+
+
+FAMILIES = tuple(configs())
+
+
+def write_models(folder: Path) -> None:
+    """One checkpoint per family. Every tensor is random: biases and norms too, which would else start at 0 and 1."""
+    for family, config in configs().items():
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        tensors = dict(model.named_parameters())
+        tensors |= {name: tensor for name, tensor in model.named_buffers() if name in model.state_dict()}  # a router's bias
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.normal_(1.0 if "norm" in name else 0.0, 0.2)
+        model.save_pretrained(folder / family)
