@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.config import ComponentConfig, Recipe, RecipeError, generates
+from pipeline.config import ComponentConfig, Recipe, RecipeError, generates, uses_megatron
 
 ROOT = Path(__file__).parent.parent
 """What ranks find `launch` and `pipeline` by."""
@@ -102,8 +102,11 @@ def write_json(path: Path, value: object) -> None:
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
-    """The job's components, in rank order. vLLM's variables are set before Python starts: it reads them on import."""
-    parts = {"train": recipe.cluster.train}
+    """The job's components, in rank order. Backends' variables are set before Python starts: some are read on import."""
+    train, megatron = recipe.cluster.train, recipe.policy.megatron_cfg
+    if uses_megatron(recipe.policy) and megatron.env_vars:
+        train = replace(train, env_vars={**megatron.env_vars, **train.env_vars})
+    parts = {"train": train}
     if generates(recipe):
         generate, vllm = recipe.cluster.generate, recipe.policy.generation.vllm_cfg
         parts["generate"] = replace(generate, env_vars={**vllm.env_vars, **generate.env_vars})

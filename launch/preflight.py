@@ -1,5 +1,7 @@
 """What can be said against a recipe from the files it names, before anything is created or submitted.
 
+The model's own files are `launch/preflight_model.py`'s.
+
 Reads JSON, JSONL and tokenizer.json; imports neither torch nor transformers, and bounds what it reads, so that it answers
 within two seconds. What lies beyond the bounds, and by how much the chat template lengthens a prompt, is checked in
 the job.
@@ -15,7 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import ENVIRONMENT_KINDS, GENERATED_DATASETS, DatasetConfig, PolicyConfig, Recipe, RecipeError, generates
+from launch import preflight_model
+from launch.model_files import hf_home, hub_cache, inside, model_folder, read_json
+from pipeline.config import ENVIRONMENT_KINDS, GENERATED_DATASETS, DatasetConfig, Recipe, RecipeError
 
 SCAN_BYTES = 32 << 20  # of each data file
 LONGEST = 256  # prompts whose tokens are counted: those with the most characters
@@ -30,13 +34,10 @@ def check(recipe: Recipe, pending: list[Path] = ()) -> None:
                 f"env.{name}.kind: '{environment.kind}' is not one of: {', '.join(ENVIRONMENT_KINDS)},"
                 " nor the dotted path of a class"
             )
+    preflight_model.check(recipe, pending)
     policy = recipe.policy
-    if not _inside(policy.model_name, pending):
-        folder = model_folder("policy.model_name", policy.model_name)
-        _check_weights(policy, folder)
-        _check_model(recipe, {**_read_json(folder / "config.json"), **policy.hf_config_overrides})
     tokenizer = None
-    if not _inside(policy.tokenizer.name, pending):
+    if not inside(policy.tokenizer.name, pending):
         folder = model_folder("policy.tokenizer.name", policy.tokenizer.name)
         if not any((folder / name).exists() for name in TOKENIZER_FILES):
             raise RecipeError(f"policy.tokenizer.name: {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
@@ -47,115 +48,16 @@ def check(recipe: Recipe, pending: list[Path] = ()) -> None:
             _check_dataset(recipe, key, dataset, tokenizer if tokenizer and tokenizer.exists() else None)
 
 
-def _inside(name: str, folders: list[Path]) -> bool:
-    return any(Path(name).absolute().is_relative_to(folder.absolute()) for folder in folders)
-
-
-# ---- the model ----------------------------------------------------------------------------------------------------------
-
-
-def model_folder(key: str, name: str) -> Path:
-    """The folder that a model's name stands for: itself, or a snapshot in the Hugging Face cache. Raises RecipeError."""
-    if Path(name).is_dir():
-        if not (Path(name) / "config.json").exists() and key == "policy.model_name":
-            raise RecipeError(f"{key}: {name} has no config.json; give a folder with a Hugging Face checkpoint")
-        return Path(name)
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1
-    if not looks_like_path and (snapshot := _cached(hub_cache() / f"models--{name.replace('/', '--')}")):
-        return snapshot
-    if looks_like_path:
-        raise RecipeError(f"{key}: there is no folder {name} (looked from {os.getcwd()})")
-    raise RecipeError(
-        f"{key}: '{name}' is neither a folder (looked from {os.getcwd()}) nor in the cache {hub_cache()}; fetch it with"
-        f" `hf download {name}`"
-    )
-
-
-def hub_cache() -> Path:
-    """As huggingface_hub finds it: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
-    return Path(os.environ.get("HF_HUB_CACHE") or _hf_home() / "hub").expanduser()
-
-
-def _hf_home() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(os.environ.get("HF_HOME") or Path(cache) / "huggingface").expanduser()
-
-
-def _cached(repository: Path) -> Path | None:
-    """The snapshot of `main`, else the only ones there are, newest first, if it has a config.json."""
-    main = repository / "refs/main"
-    snapshots = sorted(repository.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    if main.exists():
-        snapshots.insert(0, repository / "snapshots" / main.read_text().strip())
-    return next((snapshot for snapshot in snapshots if (snapshot / "config.json").exists()), None)
-
-
-def _check_weights(policy: PolicyConfig, folder: Path) -> None:
-    if policy.random_init or (folder / "model.safetensors").exists():
-        return
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        raise RecipeError(
-            f"policy.model_name: {folder} has no weights (model.safetensors or {index.name}); fetch the whole checkpoint, or"
-            " policy.random_init=true to start from random ones"
-        )
-    shards = sorted(set(_read_json(index)["weight_map"].values()))
-    if absent := [shard for shard in shards if not (folder / shard).exists()]:
-        raise RecipeError(
-            f"policy.model_name: {folder} lacks {len(absent)} of its {len(shards)} weight files, first {absent[0]};"
-            " fetch it again"
-        )
-
-
-def _check_model(recipe: Recipe, model: dict[str, Any]) -> None:
-    model = {**model, **model.get("text_config", {})}  # multimodal families keep the language model's numbers there
-    policy = recipe.policy
-    heads = model.get("num_attention_heads")
-    kv_heads = model.get("num_key_value_heads") or heads
-    if heads:
-        _check_heads("policy.dtensor_cfg.tensor_parallel_size", policy.dtensor_cfg.tensor_parallel_size, heads, kv_heads, False)
-        if generates(recipe):
-            size = policy.generation.vllm_cfg.tensor_parallel_size
-            _check_heads("policy.generation.vllm_cfg.tensor_parallel_size", size, heads, kv_heads, True)
-    limit = model.get("max_position_embeddings")
-    if limit and policy.max_total_sequence_length > limit:
-        raise RecipeError(
-            f"policy.max_total_sequence_length: {policy.max_total_sequence_length} is beyond the model's"
-            f" max_position_embeddings; at most {limit}"
-        )
-
-
-def _check_heads(key: str, size: int, heads: int, kv_heads: int, replicates: bool) -> None:
-    """`replicates`: several ranks may keep the same key-value head, as in vLLM; the train backend does not do that."""
-
-    def fits(k: int) -> bool:
-        return heads % k == 0 and (kv_heads % k == 0 or (replicates and k % kv_heads == 0))
-
-    if not fits(size):
-        allowed = ", ".join(str(k) for k in range(1, heads + 1) if fits(k))
-        raise RecipeError(
-            f"{key}: {size} does not divide the model's {heads} attention heads and {kv_heads} key-value heads;"
-            f" one of {allowed} would"
-        )
-
-
 def _check_chat_template(recipe: Recipe, folder: Path) -> None:
     """That the tokenizer has one, where the recipe asks for one and gives none itself."""
     if not recipe.data.apply_chat_template or recipe.policy.tokenizer.chat_template is not None:
         return
     settings = folder / "tokenizer_config.json"
-    if not any(folder.glob("chat_template*")) and not (settings.exists() and _read_json(settings).get("chat_template")):
+    if not any(folder.glob("chat_template*")) and not (settings.exists() and read_json(settings).get("chat_template")):
         raise RecipeError(
             f"data.apply_chat_template: true, but the tokenizer in {folder} has no chat template; give one in"
             " policy.tokenizer.chat_template, or data.apply_chat_template=false for bare text"
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise RecipeError(f"{path}: not JSON: {error}") from None
 
 
 # ---- data ---------------------------------------------------------------------------------------------------------------
@@ -210,7 +112,7 @@ def _check_name(key: str, name: str | None) -> None:
         raise RecipeError(f"{key}: neither dataset_name nor data_path is given; data_path=FILE.jsonl, or a data set's name")
     if name in GENERATED_DATASETS or Path(name).is_dir():
         return
-    datasets_cache = Path(os.environ.get("HF_DATASETS_CACHE") or _hf_home() / "datasets").expanduser()
+    datasets_cache = Path(os.environ.get("HF_DATASETS_CACHE") or hf_home() / "datasets").expanduser()
     # `datasets` writes org___name in lower case; older versions kept the case. A raw copy is in the hub's cache.
     prepared = {name.replace("/", "___"), name.replace("/", "___").lower(), _snake(name)}
     raw = hub_cache() / f"datasets--{name.replace('/', '--')}"

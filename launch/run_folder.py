@@ -33,8 +33,9 @@ from launch.job import ROOT, RunJob, read_record, write_json
 from pipeline import config
 from pipeline.config import Recipe, RecipeError
 
-# Keys that may change when a run is continued. They say where it runs, how long, and what is written beside it; none of them
-# changes a step that is computed. run_dir is here because the same folder has many spellings.
+# Keys that may change when a run is continued. They say where it runs, how long, how its work is divided and what is written
+# beside it; none of them changes a step that is computed, but for the rounding of sums that are divided otherwise.
+# run_dir is here because the same folder has many spellings.
 MAY_DIFFER = (
     "run_dir",
     "needs",
@@ -44,26 +45,44 @@ MAY_DIFFER = (
     "*.max_num_steps",
     "*.val_*",
     "*.max_val_samples",
+    "policy.dtensor_cfg.tensor_parallel_size",
+    "policy.dtensor_cfg.activation_checkpointing",
+    "policy.dtensor_cfg.cpu_offload",
+    "policy.megatron_cfg.*_parallel_size",
+    "policy.megatron_cfg.sequence_parallel",
+    "policy.megatron_cfg.num_layers_in_*_pipeline_stage",
+    "policy.megatron_cfg.activation_checkpointing",
+    "policy.megatron_cfg.recompute_*",
+    "policy.megatron_cfg.checkpoint.*",
+    "policy.megatron_cfg.force_reconvert_from_hf",
 )
 
 
-def check(recipe: Recipe) -> None:
-    """Whether this recipe may write into its run_dir. Raises RecipeError if it is another recipe's or cannot be written."""
+def earlier(recipe: Recipe) -> Recipe | None:
+    """The recipe that this run was last submitted as. Raises RecipeError if its folder cannot be written or read."""
     run_dir = Path(recipe.run_dir).absolute()
     _check_writable(run_dir)
-    if (path := run_dir / "recipe.yaml").exists():
-        try:
-            before = config.read(path)
-        except (RecipeError, ValueError) as error:
-            raise RecipeError(
-                f"run_dir: {run_dir} holds a recipe that this version cannot read ({error}); take another folder"
-            ) from None
-        if difference := first_difference(before, recipe):
-            key, old, new = difference
-            raise RecipeError(
-                f"run_dir: {run_dir} holds another recipe: {key} is {old} there and {new} here; take another folder"
-                f" (run_dir=...), or give {key}={old}"
-            )
+    if not (path := run_dir / "recipe.yaml").exists():
+        return None
+    try:
+        before = config.read(path)
+    except (RecipeError, ValueError) as error:
+        raise RecipeError(
+            f"run_dir: {run_dir} holds a recipe that this version cannot read ({error}); take another folder"
+        ) from None
+    backend = config.asked_backend(before.policy)  # older versions wrote one of the two keys only
+    return config.decided(before, backend) if backend else before
+
+
+def check(recipe: Recipe) -> None:
+    """Raises RecipeError if this recipe may not write into its run_dir: it is another recipe's, or cannot be written."""
+    before = earlier(recipe)
+    if before is not None and (difference := first_difference(before, recipe)):
+        key, old, new = difference
+        raise RecipeError(
+            f"run_dir: {Path(recipe.run_dir).absolute()} holds another recipe: {key} is {old} there and {new} here; take"
+            f" another folder (run_dir=...), or give {key}={old}"
+        )
 
 
 def _check_writable(run_dir: Path) -> None:

@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from launch import local, preflight, run_folder, slurm, task
+from launch import backend, local, preflight, run_folder, slurm, task
 from launch.follow import Follower, Metrics
 from launch.job import JobRecord, RunJob, components, read_record, write_record
 from pipeline import config
@@ -79,10 +79,10 @@ def main(arguments: list[str]) -> int:
         request = parse(arguments)
         if request.follow:
             return attach(Path(request.follow).absolute())
-        recipes = plan(request.recipe, request.overrides, request.dry_run)
+        planned = plan(request.recipe, request.overrides, request.dry_run)
         if request.dry_run:
-            return dry_run(recipes)
-        return submit(recipes, request.detach)
+            return dry_run(planned)
+        return submit(planned, request.detach)
     except RecipeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -96,7 +96,15 @@ def main(arguments: list[str]) -> int:
 # ---- what is to run -----------------------------------------------------------------------------------------------------
 
 
-def plan(name: str, overrides: list[str], dry: bool) -> list[Recipe]:
+@dataclass(frozen=True)
+class Planned:
+    """A recipe that has passed every check, for the train backend that was chosen."""
+
+    recipe: Recipe
+    choice: backend.Choice
+
+
+def plan(name: str, overrides: list[str], dry: bool) -> list[Planned]:
     """What has to run, in order, the asked-for recipe last: needed recipes that are complete are left out. All are checked."""
     executor = [override for override in overrides if override.startswith("cluster.executor=")]
     ordered: list[Recipe] = []
@@ -113,12 +121,15 @@ def plan(name: str, overrides: list[str], dry: bool) -> list[Recipe]:
 
     add(config.load(name, overrides), [name])
     pending: list[Path] = []
+    planned: list[Planned] = []
     for recipe in ordered:
         _check_executor(recipe, dry)
+        recipe, choice = backend.choose(recipe, pending, run_folder.earlier(recipe))
         preflight.check(recipe, pending)
         run_folder.check(recipe)
         pending.append(Path(recipe.run_dir))
-    return ordered
+        planned.append(Planned(recipe, choice))
+    return planned
 
 
 def choose_executor(recipe: Recipe) -> str:
@@ -134,15 +145,18 @@ def _check_executor(recipe: Recipe, dry: bool) -> None:
         raise RecipeError("cluster.executor: slurm, but there is no sbatch here; submit from a Slurm login node, or =local")
 
 
-def dry_run(recipes: list[Recipe]) -> int:
-    for needed in recipes[:-1]:
-        print(f"# first, because it is needed: {needed.name}, in {needed.run_dir}")
-    recipe = recipes[-1]
+def dry_run(planned: list[Planned]) -> int:
+    for needed in planned[:-1]:
+        print(f"# first, because it is needed: {needed.recipe.name}, in {needed.recipe.run_dir}")
+    recipe, choice = planned[-1].recipe, planned[-1].choice
     run_dir = Path(recipe.run_dir).absolute()
     if choose_executor(recipe) == "slurm":
         print(slurm.batch_script(run_dir, recipe.name, recipe.cluster, components(recipe)))
     else:
         print(local.commands(run_dir, components(recipe)))
+    print(f"# {choice}")
+    if choice.warning:
+        print(f"# warning: {choice.warning}")
     print(f"# the recipe\n{config.to_yaml(recipe)}", end="")
     return 0
 
@@ -150,42 +164,43 @@ def dry_run(recipes: list[Recipe]) -> int:
 # ---- running it ---------------------------------------------------------------------------------------------------------
 
 
-def submit(recipes: list[Recipe], detach: bool) -> int:
-    main_recipe = recipes[-1]
+def submit(planned: list[Planned], detach: bool) -> int:
+    main_recipe = planned[-1].recipe
     run_dir = Path(main_recipe.run_dir).absolute()
     if (step := run_folder.done_step(run_dir)) is not None and step >= max_steps(main_recipe):
         print(f"{run_dir} is complete at step {step}; raise {main_recipe.algorithm}.max_num_steps to go on")
         return 0
     run_folder.refuse_live(run_dir)
     if detach:
-        return _submit_detached(recipes)
-    for recipe in recipes:
-        folder = Path(recipe.run_dir).absolute()
+        return _submit_detached(planned)
+    for each in planned:
+        recipe, folder = each.recipe, Path(each.recipe.run_dir).absolute()
         metrics = _metrics_so_far(folder)
         job = run_folder.live_job(folder) if recipe is not main_recipe else None  # a needed run may be under way already
-        if status := attend(folder, job or start(recipe), max_steps(recipe), metrics):
+        if status := attend(folder, job or start(each), max_steps(recipe), metrics):
             return status
     return 0
 
 
-def _submit_detached(recipes: list[Recipe]) -> int:
-    if len(recipes) > 1 and choose_executor(recipes[-1]) == "local":
-        names = ", ".join(recipe.name for recipe in recipes[:-1])
+def _submit_detached(planned: list[Planned]) -> int:
+    if len(planned) > 1 and choose_executor(planned[-1].recipe) == "local":
+        names = ", ".join(each.recipe.name for each in planned[:-1])
         raise RecipeError(
             f"detach: the local executor cannot wait for what is needed first ({names}); run that, or do not detach"
         )
     job_ids: dict[str, str] = {}
-    for recipe in recipes:
-        run_dir = Path(recipe.run_dir).absolute()
+    for each in planned:
+        recipe, run_dir = each.recipe, Path(each.recipe.run_dir).absolute()
         after = tuple(job_ids[need] for need in recipe.needs if need in job_ids)
-        job = run_folder.live_job(run_dir) or start(recipe, after)
+        job = run_folder.live_job(run_dir) or start(each, after)
         job_ids[recipe.name] = job.job_id
         print(f"follow it: python {Path(__file__).resolve()} follow={run_dir}")
     return 0
 
 
-def start(recipe: Recipe, after: tuple[str, ...] = ()) -> RunJob:
+def start(planned: Planned, after: tuple[str, ...] = ()) -> RunJob:
     """Submit one recipe, once the Slurm jobs `after` have succeeded. Raises RecipeError if its folder is in use."""
+    recipe, choice = planned.recipe, planned.choice
     run_dir = Path(recipe.run_dir).absolute()
     name = choose_executor(recipe)
     with run_folder.locked(run_dir):
@@ -201,7 +216,9 @@ def start(recipe: Recipe, after: tuple[str, ...] = ()) -> RunJob:
         except BaseException:
             job.cancel(check=False)  # a job that the folder does not know of must not write into it
             raise
-    print(f"{recipe.name}: {job.name()}, in {run_dir}", flush=True)
+    print(f"{recipe.name}: {job.name()}, in {run_dir}\n{recipe.name}: {choice}", flush=True)
+    if choice.warning:
+        print(f"warning: {choice.warning}", file=sys.stderr)
     return job
 
 

@@ -52,7 +52,7 @@ def test_what_is_written_is_read_back(write, tmp_path):
         (MINIMAL, ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"], "leave-one-out"),
         (MINIMAL, ["policy.sequence_packing.train_mb_tokens=100"], "cannot hold one sequence"),
         (MINIMAL, ["grpo.val_period=5"], "data.validation must name a data set"),
-        (MINIMAL, ["cluster.train.ranks_per_node=1024"], "cannot be shared among 1024"),
+        (MINIMAL, ["cluster.train.ranks_per_node=1024", "policy.dtensor_cfg.enabled=true"], "cannot be shared among 1024"),
     ],
 )
 def test_errors_say_where_and_what_would_be_right(write, text, overrides, message):

@@ -3,7 +3,17 @@
 Nothing here imports torch, so a login node answers at once.
 """
 
-from pipeline.config.checks import RecipeError, validate
+from pipeline.config.checks import validate
+from pipeline.config.errors import RecipeError
+from pipeline.config.layout import Backend, asked_backend, check_expert_layout, decided
+from pipeline.config.megatron import (
+    MEGATRON_MODEL_TYPES,
+    MegatronCheckpointConfig,
+    MegatronConfig,
+    MegatronDDPConfig,
+    MegatronOptimizerConfig,
+    MegatronSchedulerConfig,
+)
 from pipeline.config.reading import RECIPES, complete, find, load, read, to_yaml, write
 from pipeline.config.schema import (
     ENVIRONMENT_KINDS,
@@ -28,15 +38,19 @@ from pipeline.config.schema import (
     TimeoutsConfig,
     TokenizerConfig,
     VLLMConfig,
+    expert_tensor_parallel_size,
     generates,
     ranks,
     ranks_per_node,
+    uses_megatron,
 )
 
 __all__ = [
     "ENVIRONMENT_KINDS",
     "GENERATED_DATASETS",
+    "MEGATRON_MODEL_TYPES",
     "RECIPES",
+    "Backend",
     "CheckpointingConfig",
     "ClusterConfig",
     "ComponentConfig",
@@ -48,6 +62,11 @@ __all__ = [
     "GenerationConfig",
     "LoggerConfig",
     "LossConfig",
+    "MegatronCheckpointConfig",
+    "MegatronConfig",
+    "MegatronDDPConfig",
+    "MegatronOptimizerConfig",
+    "MegatronSchedulerConfig",
     "OptimizerConfig",
     "PolicyConfig",
     "Recipe",
@@ -58,7 +77,11 @@ __all__ = [
     "TimeoutsConfig",
     "TokenizerConfig",
     "VLLMConfig",
+    "asked_backend",
+    "check_expert_layout",
     "complete",
+    "decided",
+    "expert_tensor_parallel_size",
     "find",
     "generates",
     "load",
@@ -66,6 +89,7 @@ __all__ = [
     "ranks_per_node",
     "read",
     "to_yaml",
+    "uses_megatron",
     "validate",
     "write",
 ]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from omegaconf import OmegaConf
 
-from pipeline.config.schema import Recipe, generates, ranks, ranks_per_node
-
-
-class RecipeError(ValueError):
-    """Something in the recipe is wrong; the message says what, where, and what would be right."""
-
+from pipeline.config import megatron_checks
+from pipeline.config.errors import RecipeError
+from pipeline.config.layout import asked_backend, check_divides, check_layout
+from pipeline.config.schema import Recipe, generates
 
 CHOICES = {
     "algorithm": ("grpo", "sft"),
@@ -42,13 +40,17 @@ AT_LEAST = {
 
 
 def validate(recipe: Recipe) -> None:
-    """What the recipe says against itself. Raises RecipeError with the key and what would be right."""
+    """What the recipe says against itself. Raises RecipeError with the key and what would be right.
+
+    What depends on the train backend is only checked once that is chosen: `launch/backend.py` calls this again.
+    """
     config = OmegaConf.structured(recipe)
-    for key, choices in CHOICES.items():
+    for key, choices in (CHOICES | megatron_checks.CHOICES).items():
         if (value := OmegaConf.select(config, key)) not in choices:
-            raise RecipeError(f"{key}: '{value}' is not one of: {', '.join(choices)}")
-    for key, least in AT_LEAST.items():
-        if (value := OmegaConf.select(config, key)) < least:
+            raise RecipeError(f"{key}: '{value}' is not one of: {', '.join(str(c) for c in choices if c is not None)}")
+    for key, least in (AT_LEAST | megatron_checks.AT_LEAST).items():
+        value = OmegaConf.select(config, key)
+        if value is not None and value < least:  # what may not be null, the schema has refused
             raise RecipeError(f"{key}: {value} is too small; at least {least}")
     _check_batch(recipe)
     _check_world(recipe)
@@ -72,12 +74,6 @@ def _check_batch(recipe: Recipe) -> None:
                 "grpo.num_generations_per_prompt: 1 leaves nothing for a leave-one-out baseline; at least 2, or"
                 " grpo.use_leave_one_out_baseline=false"
             )
-    data_ranks = ranks(recipe.cluster.train) // policy.dtensor_cfg.tensor_parallel_size
-    if data_ranks and policy.train_global_batch_size < data_ranks:
-        raise RecipeError(
-            f"policy.train_global_batch_size: {policy.train_global_batch_size} sequences cannot be shared among {data_ranks}"
-            f" data-parallel ranks; at least {data_ranks}"
-        )
     for key in ("train_mb_tokens", "logprob_mb_tokens"):
         tokens = getattr(policy.sequence_packing, key)
         if policy.sequence_packing.enabled and tokens < policy.max_total_sequence_length:
@@ -88,20 +84,12 @@ def _check_batch(recipe: Recipe) -> None:
 
 
 def _check_world(recipe: Recipe) -> None:
-    cluster = recipe.cluster
-    pairs = [("train", "policy.dtensor_cfg.tensor_parallel_size", recipe.policy.dtensor_cfg.tensor_parallel_size)]
+    if asked_backend(recipe.policy) == "megatron":
+        megatron_checks.check_megatron(recipe.policy)
+    check_layout(recipe)
     if generates(recipe):
-        vllm = recipe.policy.generation.vllm_cfg
-        pairs.append(("generate", "policy.generation.vllm_cfg.tensor_parallel_size", vllm.tensor_parallel_size))
-    for realm, key, size in pairs:
-        count = ranks(getattr(cluster, realm))
-        if count % size:
-            raise RecipeError(
-                f"{key}: {size} does not divide the {count} ranks of cluster.{realm} (nodes {getattr(cluster, realm).nodes} x"
-                f" {ranks_per_node(getattr(cluster, realm))} per node); one of {_divisors(count)} would"
-            )
-    if not recipe.policy.dtensor_cfg.enabled:
-        raise RecipeError("policy.dtensor_cfg.enabled: false leaves no training backend; FSDP2/DTensor is the only one so far")
+        size = recipe.policy.generation.vllm_cfg.tensor_parallel_size
+        check_divides("policy.generation.vllm_cfg.tensor_parallel_size", size, recipe.cluster.generate, "generate")
     if recipe.policy.generation.colocated.enabled:
         raise RecipeError(
             "policy.generation.colocated.enabled: true is not supported yet; train and generate ranks are disjoint"
@@ -143,7 +131,3 @@ def _check_sampling(recipe: Recipe) -> None:
             f"data.train.env_name: '{recipe.data.train.env_name}' is not a key under env;"
             f" there are: {', '.join(recipe.env) or 'none'}"
         )
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(k) for k in range(1, n + 1) if n % k == 0)

@@ -9,7 +9,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from pipeline.config.checks import RecipeError, validate
+from pipeline.config.checks import validate
+from pipeline.config.errors import RecipeError
 from pipeline.config.schema import Recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"

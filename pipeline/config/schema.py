@@ -10,6 +10,8 @@ from typing import Any, Optional  # OmegaConf reads these annotations at run tim
 
 from omegaconf import MISSING
 
+from pipeline.config.megatron import MegatronConfig
+
 # ---- the algorithm ------------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +66,7 @@ class TokenizerConfig:
 
 @dataclass
 class DTensorConfig:
-    enabled: bool = True
+    enabled: Optional[bool] = None  # null: launch/backend.py chooses at submission
     tensor_parallel_size: int = 1
     activation_checkpointing: bool = False
     cpu_offload: bool = False
@@ -133,6 +135,7 @@ class PolicyConfig:
     precision: str = "bfloat16"  # float32, bfloat16; master weights are float32 in either
     logprob_chunk_size: Optional[int] = 2048  # tokens whose logits exist at once; null: all
     dtensor_cfg: DTensorConfig = field(default_factory=DTensorConfig)
+    megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     max_grad_norm: Optional[float] = 1.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -216,6 +219,7 @@ class ComponentConfig:
 
     nodes: int = 1
     gpus_per_node: int = 0
+    gpu_memory_gb: float = 80.0  # of one GPU, in units of 10^9 bytes; only for the choice of a train backend
     ranks_per_node: Optional[int] = None  # null: one per GPU, or 1
     cpus_per_task: Optional[int] = None
     partition: Optional[str] = None
@@ -270,3 +274,15 @@ def ranks_per_node(component: ComponentConfig) -> int:
 def generates(recipe: Recipe) -> bool:
     """Whether the algorithm samples, so that the job has a generate component."""
     return recipe.algorithm == "grpo"
+
+
+def uses_megatron(policy: PolicyConfig) -> bool:
+    """Whether Megatron-Core trains, else FSDP2. `launch/backend.py` writes the choice into the recipe at submission."""
+    return policy.megatron_cfg.enabled is True
+
+
+def expert_tensor_parallel_size(megatron: MegatronConfig) -> int:
+    """The size that `expert_tensor_parallel_size` stands for; see there."""
+    if megatron.expert_tensor_parallel_size is not None:
+        return megatron.expert_tensor_parallel_size
+    return megatron.tensor_model_parallel_size if megatron.expert_model_parallel_size == 1 else 1

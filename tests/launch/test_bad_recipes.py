@@ -133,7 +133,7 @@ def test_folder_of_another_recipe(tmp_path):
     from pipeline import config
 
     (tmp_path / "run").mkdir()
-    config.write(config.load(str(tmp_path / "tiny.yaml")), tmp_path / "run/recipe.yaml")
+    config.write(config.load(str(tmp_path / "tiny.yaml"), ["policy.dtensor_cfg.enabled=true"]), tmp_path / "run/recipe.yaml")
     write_data(tmp_path / "other.jsonl", ["3+3="])
     assert "holds another recipe: grpo.seed is 1 there and 2 here" in refuse(tmp_path, "grpo.seed=2")
     assert "data.train.data_path is" in refuse(tmp_path, "data.train.data_path=other.jsonl")
@@ -187,11 +187,11 @@ def test_model_of_a_needed_run_is_not_looked_for(tmp_path, monkeypatch):
     write_recipe(tmp_path, "base")
     policy = {"model_name": "runs/base/checkpoints/hf", "train_global_batch_size": 4, "max_total_sequence_length": 32}
     write_recipe(tmp_path, "second", needs=["base"], policy=policy)
-    assert [recipe.name for recipe in submit.plan("second", [], dry=False)] == ["base", "second"]
+    assert [planned.recipe.name for planned in submit.plan("second", [], dry=False)] == ["base", "second"]
 
     write_model(tmp_path / "runs/base/checkpoints/hf")
     (tmp_path / "runs/base/done.json").write_text('{"step": 3}')
     with pytest.raises(submit.RecipeError, match="has no weights"):  # now it is looked for
         submit.plan("second", [], dry=False)
     shutil.copy(tmp_path / "data.jsonl", tmp_path / "runs/base/checkpoints/hf/model.safetensors")
-    assert [recipe.name for recipe in submit.plan("second", [], dry=False)] == ["second"]
+    assert [planned.recipe.name for planned in submit.plan("second", [], dry=False)] == ["second"]

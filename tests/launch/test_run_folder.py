@@ -30,11 +30,35 @@ def load(tmp_path):
         "grpo.max_num_steps=99",
         "grpo.max_val_samples=2",
         "policy.generation.val_temperature=0.5",
+        "policy.dtensor_cfg.tensor_parallel_size=2",
+        "policy.dtensor_cfg.activation_checkpointing=true",
+        "policy.dtensor_cfg.cpu_offload=true",
+        "policy.megatron_cfg.tensor_model_parallel_size=2",
+        "policy.megatron_cfg.pipeline_model_parallel_size=2",
+        "policy.megatron_cfg.num_layers_in_first_pipeline_stage=2",
+        "policy.megatron_cfg.num_layers_in_last_pipeline_stage=2",
+        "policy.megatron_cfg.context_parallel_size=2",
+        "policy.megatron_cfg.expert_model_parallel_size=2",
+        "policy.megatron_cfg.expert_tensor_parallel_size=2",
+        "policy.megatron_cfg.sequence_parallel=true",
+        "policy.megatron_cfg.activation_checkpointing=true",
+        "policy.megatron_cfg.recompute_granularity=selective",
+        "policy.megatron_cfg.recompute_num_layers=2",
+        "policy.megatron_cfg.checkpoint.async_save=true",
+        "policy.megatron_cfg.force_reconvert_from_hf=true",
     ],
 )
 def test_keys_that_may_change_when_a_run_goes_on(load, override):
     assert config.to_yaml(load()) != config.to_yaml(load(override))
     assert run_folder.first_difference(load(), load(override)) is None
+
+
+@pytest.mark.parametrize("key", ["enabled=true", "freeze_moe_router=false", "moe_router_dtype=fp32", "optimizer.lr=1"])
+def test_keys_of_megatron_that_change_what_is_computed(load, key):
+    name, _, _ = key.partition("=")
+    assert run_folder.first_difference(load(), load(f"policy.megatron_cfg.{key}"))[0].startswith(
+        f"policy.megatron_cfg.{name.partition('.')[0]}"
+    )
 
 
 def test_variables_for_vllm_reach_the_generate_ranks_only(load):

@@ -13,6 +13,7 @@ import pytest
 
 from launch import submit
 from launch.job import ROOT, read_record
+from pipeline import config
 from pipeline.config import reading
 from tests.launch import tasks
 from tests.launch.model import write_recipe
@@ -64,12 +65,28 @@ def test_dry_run_writes_nothing_and_imports_no_torch(here, executor):
     assert "IMPORTED [] SECONDS" in answer.stdout
     assert files(here) == before
     assert "max_num_steps: 3" in answer.stdout
+    assert "# FSDP2 trains, because cluster.train has no GPUs\n" in answer.stdout
     if executor == "slurm":
         assert "#SBATCH hetjob" in answer.stdout
         assert answer.stdout.count("--het-group=") == 2
         assert subprocess.run(["bash", "-n"], input=answer.stdout.partition("# the recipe")[0], text=True).returncode == 0
     else:
         assert answer.stdout.count("-m launch.task") == 3
+
+
+def test_dry_run_warns_of_two_backends(here, capsys):
+    assert (
+        submit.main(["recipe=tiny", "dry_run=true", "policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"]) == 2
+    )
+    assert "config.json of this llama has no 'num_hidden_layers'" in capsys.readouterr().err
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 39}
+    described = json.loads((here / "model/config.json").read_text())
+    (here / "model/config.json").write_text(json.dumps(described | sizes))
+    assert (
+        submit.main(["recipe=tiny", "dry_run=true", "policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "# Megatron-Core trains, because policy.megatron_cfg.enabled goes before" in out and "are both true" in out
 
 
 def test_works_where_the_package_is_not_installed(here):
@@ -100,6 +117,8 @@ def test_a_run_from_submit_to_done(here, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "step 3/3  train/reward 0.3" in out
     assert "done: step 3" in out
+    assert "tiny: FSDP2 trains, because cluster.train has no GPUs" in out
+    assert config.read(here / "run/recipe.yaml").policy.dtensor_cfg.enabled is True
     assert {path.name for path in (here / "run").iterdir()} >= {
         "recipe.yaml",
         "batch.sh",

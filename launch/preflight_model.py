@@ -1,0 +1,191 @@
+"""What can be said against a recipe from its model's config.json and weight files, for the train backend that was chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from launch.model_files import model_config, model_folder, read_json
+from launch.model_shape import ModelShape
+from pipeline.config import (
+    MEGATRON_MODEL_TYPES,
+    PolicyConfig,
+    Recipe,
+    RecipeError,
+    check_expert_layout,
+    expert_tensor_parallel_size,
+    generates,
+    uses_megatron,
+)
+
+MEGATRON = "policy.megatron_cfg"
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+MLA_ROPE_TYPES = ("default", "yarn")
+PLAIN = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}  # what pipeline/models describes, where a key is given
+
+
+def check(recipe: Recipe, pending: list[Path] = ()) -> None:
+    """Raises RecipeError. A model that is yet to come out of one of the run folders `pending` is checked in the job."""
+    policy = recipe.policy
+    model = model_config(policy, pending)
+    if model is None:
+        return
+    _check_weights(policy, model_folder("policy.model_name", policy.model_name))
+    if uses_megatron(policy):
+        _check_megatron(policy, model)
+    _check_attention(recipe, model)
+
+
+def _check_weights(policy: PolicyConfig, folder: Path) -> None:
+    if policy.random_init or (folder / "model.safetensors").exists():
+        return
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        raise RecipeError(
+            f"policy.model_name: {folder} has no weights (model.safetensors or {index.name}); fetch the whole checkpoint, or"
+            " policy.random_init=true to start from random ones"
+        )
+    shards = sorted(set(read_json(index)["weight_map"].values()))
+    if absent := [shard for shard in shards if not (folder / shard).exists()]:
+        raise RecipeError(
+            f"policy.model_name: {folder} lacks {len(absent)} of its {len(shards)} weight files, first {absent[0]};"
+            " fetch it again"
+        )
+
+
+def _check_attention(recipe: Recipe, model: dict[str, Any]) -> None:
+    policy = recipe.policy
+    heads = model.get("num_attention_heads")
+    kv_heads = model.get("num_key_value_heads") or heads
+    if heads:
+        if uses_megatron(policy):
+            train_key, train_size = f"{MEGATRON}.tensor_model_parallel_size", policy.megatron_cfg.tensor_model_parallel_size
+        else:
+            train_key, train_size = "policy.dtensor_cfg.tensor_parallel_size", policy.dtensor_cfg.tensor_parallel_size
+        _check_heads(train_key, train_size, heads, kv_heads, False)
+        if generates(recipe):
+            size = policy.generation.vllm_cfg.tensor_parallel_size
+            _check_heads("policy.generation.vllm_cfg.tensor_parallel_size", size, heads, kv_heads, True)
+    limit = model.get("max_position_embeddings")
+    if limit and policy.max_total_sequence_length > limit:
+        raise RecipeError(
+            f"policy.max_total_sequence_length: {policy.max_total_sequence_length} is beyond the model's"
+            f" max_position_embeddings; at most {limit}"
+        )
+
+
+def _check_heads(key: str, size: int, heads: int, kv_heads: int, replicates: bool) -> None:
+    """`replicates`: several ranks may keep the same key-value head, as in vLLM; the train backends do not do that."""
+
+    def fits(k: int) -> bool:
+        return heads % k == 0 and (kv_heads % k == 0 or (replicates and k % kv_heads == 0))
+
+    if not fits(size):
+        allowed = ", ".join(str(k) for k in range(1, heads + 1) if fits(k))
+        raise RecipeError(
+            f"{key}: {size} does not divide the model's {heads} attention heads and {kv_heads} key-value heads;"
+            f" one of {allowed} would"
+        )
+
+
+# ---- Megatron-Core ------------------------------------------------------------------------------------------------------
+
+
+def _check_megatron(policy: PolicyConfig, model: dict[str, Any]) -> None:
+    family = model.get("model_type")
+    if family not in MEGATRON_MODEL_TYPES:
+        raise RecipeError(
+            f"{MEGATRON}.enabled: this backend has no '{family}' models, only {', '.join(MEGATRON_MODEL_TYPES)};"
+            " policy.dtensor_cfg.enabled=true trains others"
+        )
+    if model.get("quantization_config"):
+        raise RecipeError(
+            f"policy.model_name: the checkpoint is quantized ({model['quantization_config'].get('quant_method')}), which the"
+            " Megatron backend does not read; give one in bfloat16 or float32"
+        )
+    for name, only in PLAIN.items():
+        if model.get(name, only) != only:
+            raise RecipeError(
+                f"policy.model_name: the Megatron backend has no {family} models with {name}={model[name]}, only with {only};"
+                " policy.dtensor_cfg.enabled=true trains others"
+            )
+    shape = ModelShape.of(model)
+    _check_positions(policy, model, family)
+    _check_stages(policy, shape)
+    _check_widths(policy, shape)
+    _check_experts(policy, shape, family)
+
+
+def _check_positions(policy: PolicyConfig, model: dict[str, Any], family: str) -> None:
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    known = MLA_ROPE_TYPES if family == "deepseek_v3" else ROPE_TYPES
+    if kind not in known:
+        raise RecipeError(
+            f"policy.model_name: the model's rope_type '{kind}' is not one of those that the Megatron backend has for"
+            f" {family}: {', '.join(known)}; policy.dtensor_cfg.enabled=true may do"
+        )
+    # Of these families Mixtral slides whenever it has a window, the others only where use_sliding_window says so.
+    window = model.get("sliding_window") if model.get("use_sliding_window", family == "mixtral") else None
+    kinds = model.get("layer_types")
+    slides = "sliding_attention" in kinds if kinds else model.get("max_window_layers", 0) < model["num_hidden_layers"]
+    if window and window < policy.max_total_sequence_length and slides:
+        raise RecipeError(
+            f"policy.max_total_sequence_length: {policy.max_total_sequence_length} is beyond the model's sliding window of"
+            f" {window}, which the Megatron backend does not have; at most {window}, or policy.dtensor_cfg.enabled=true"
+        )
+
+
+def _check_stages(policy: PolicyConfig, shape: ModelShape) -> None:
+    """As TransformerConfig and get_num_layers_to_build have it: stages hold equally many layers, but for the first and last."""
+    m = policy.megatron_cfg
+    first, last = m.num_layers_in_first_pipeline_stage, m.num_layers_in_last_pipeline_stage
+    stages = m.pipeline_model_parallel_size - (first is not None) - (last is not None)
+    layers = shape.layers - (first or 0) - (last or 0)
+    if (layers > 0 and layers % stages == 0) if stages else layers == 0:
+        return
+    if first is None and last is None:
+        raise RecipeError(
+            f"{MEGATRON}.pipeline_model_parallel_size: {stages} does not divide the model's {shape.layers} layers; another"
+            " size, or num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+        )
+    raise RecipeError(
+        f"{MEGATRON}.num_layers_in_first_pipeline_stage {first}, num_layers_in_last_pipeline_stage {last}: of the model's"
+        f" {shape.layers} layers that leaves {layers} for the {stages} other stages; each must get the same number, at least 1"
+    )
+
+
+def _check_widths(policy: PolicyConfig, shape: ModelShape) -> None:
+    size = policy.megatron_cfg.tensor_model_parallel_size
+    for name, width in (("MLP", shape.dense_width), ("shared experts", shape.shared_width)):
+        if width % size:
+            raise RecipeError(
+                f"{MEGATRON}.tensor_model_parallel_size: {size} does not divide the intermediate size {width} of the model's"
+                f" {name}"
+            )
+
+
+def _check_experts(policy: PolicyConfig, shape: ModelShape, family: str) -> None:
+    m = policy.megatron_cfg
+    if m.moe_router_bias_update_rate and family != "deepseek_v3":
+        raise RecipeError(f"{MEGATRON}.moe_router_bias_update_rate: {family} models have no such bias; it must be 0")
+    if not shape.experts:
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if (getattr(m, name) or 1) > 1:
+                raise RecipeError(f"{MEGATRON}.{name}: {getattr(m, name)}, but the model has no experts; it must be 1")
+        return
+    check_expert_layout(policy)
+    if shape.experts % m.expert_model_parallel_size:
+        raise RecipeError(
+            f"{MEGATRON}.expert_model_parallel_size: {m.expert_model_parallel_size} does not divide the model's"
+            f" {shape.experts} experts"
+        )
+    if shape.expert_width % expert_tensor_parallel_size(m):
+        raise RecipeError(
+            f"{MEGATRON}.expert_tensor_parallel_size: {expert_tensor_parallel_size(m)} does not divide the intermediate size"
+            f" {shape.expert_width} of the model's experts"
+        )

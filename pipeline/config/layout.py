@@ -1,0 +1,134 @@
+"""Which backend trains, and whether the ranks divide as it needs them to, as far as the recipe alone can tell.
+
+What the model has to say (heads, layers, experts) is in `launch/preflight_model.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from pipeline.config.errors import RecipeError
+from pipeline.config.schema import ComponentConfig, PolicyConfig, Recipe, expert_tensor_parallel_size, ranks, ranks_per_node
+
+Backend = Literal["megatron", "dtensor"]
+
+DTENSOR = "policy.dtensor_cfg"
+MEGATRON = "policy.megatron_cfg"
+
+
+def asked_backend(policy: PolicyConfig) -> Backend | None:
+    """What the two `enabled` keys say; None if they leave it open. Both true is Megatron, both false raises RecipeError."""
+    megatron, dtensor = policy.megatron_cfg.enabled, policy.dtensor_cfg.enabled
+    if megatron is False and dtensor is False:
+        raise RecipeError(
+            f"{MEGATRON}.enabled, {DTENSOR}.enabled: both false leaves no training backend; one of them true, or both null for"
+            " a choice by the size of the model"
+        )
+    if megatron or dtensor is False:
+        return "megatron"
+    return "dtensor" if dtensor or megatron is False else None
+
+
+def decided(recipe: Recipe, backend: Backend) -> Recipe:
+    """The same recipe with both `enabled` keys set."""
+    policy, megatron = recipe.policy, backend == "megatron"
+    sections = {
+        "megatron_cfg": replace(policy.megatron_cfg, enabled=megatron),
+        "dtensor_cfg": replace(policy.dtensor_cfg, enabled=not megatron),
+    }
+    return replace(recipe, policy=replace(policy, **sections))
+
+
+def check_layout(recipe: Recipe) -> None:
+    """Raises RecipeError if the train ranks cannot be divided as the chosen backend's keys have it."""
+    backend = asked_backend(recipe.policy)
+    if backend == "megatron":
+        _check_megatron(recipe)
+    elif backend == "dtensor":
+        size = recipe.policy.dtensor_cfg.tensor_parallel_size
+        check_divides(f"{DTENSOR}.tensor_parallel_size", size, recipe.cluster.train, "train")
+    if backend:
+        _check_global_batch(recipe, backend)
+
+
+def check_divides(key: str, size: int, component: ComponentConfig, realm: str) -> None:
+    """Raises RecipeError if a realm's ranks are no multiple of `size` ranks that belong together. `key`: what says so."""
+    count = ranks(component)
+    if count % size:
+        divisors = ", ".join(str(k) for k in range(1, count + 1) if count % k == 0)
+        raise RecipeError(
+            f"{key}: {size} does not divide the {count} ranks of cluster.{realm} (nodes {component.nodes} x"
+            f" {ranks_per_node(component)} per node); one of {divisors} would"
+        )
+
+
+def data_parallel_size(recipe: Recipe, backend: Backend) -> int:
+    """How many train ranks hold different samples of a batch."""
+    policy = recipe.policy
+    if backend == "megatron":
+        m = policy.megatron_cfg
+        share = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+    else:
+        share = policy.dtensor_cfg.tensor_parallel_size
+    return ranks(recipe.cluster.train) // share
+
+
+def _check_megatron(recipe: Recipe) -> None:
+    """What megatron.core.parallel_state and ModelParallelConfig would refuse, and the same for experts."""
+    m, train = recipe.policy.megatron_cfg, recipe.cluster.train
+    tensor, pipeline, context = m.tensor_model_parallel_size, m.pipeline_model_parallel_size, m.context_parallel_size
+    check_divides(
+        f"{MEGATRON}: tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline} x context_parallel_size"
+        f" {context}",
+        tensor * pipeline * context,
+        train,
+        "train",
+    )
+    expert, expert_tensor = m.expert_model_parallel_size, expert_tensor_parallel_size(m)
+    check_divides(
+        f"{MEGATRON}: expert_model_parallel_size {expert} x expert_tensor_parallel_size {expert_tensor} x"
+        f" pipeline_model_parallel_size {pipeline}",
+        expert * expert_tensor * pipeline,
+        train,
+        "train",
+    )
+    if m.sequence_parallel and tensor == 1:
+        raise RecipeError(
+            f"{MEGATRON}.sequence_parallel: true cuts sequences over the tensor-parallel ranks, and"
+            " tensor_model_parallel_size is 1; make that more, or this false"
+        )
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        if getattr(m, name) is not None and pipeline == 1:
+            raise RecipeError(f"{MEGATRON}.{name}: there is one stage only; pipeline_model_parallel_size makes more")
+
+
+def check_expert_layout(policy: PolicyConfig) -> None:
+    """Of a mixture of experts. Raises RecipeError for layouts that Megatron-Core gets wrong, or refuses when it trains.
+
+    With experts not spread (EP 1) Megatron-Core reduces their gradients as it does those of other weights, over ranks with the
+    same tensor-parallel part. Cut otherwise than those (ETP != TP), the sum lacks terms or mixes parts, and nothing is said:
+    `allreduce` in megatron/core/tensor_parallel/layers.py.
+    """
+    m = policy.megatron_cfg
+    tensor, expert_tensor = m.tensor_model_parallel_size, expert_tensor_parallel_size(m)
+    if m.expert_model_parallel_size == 1 and expert_tensor != tensor:
+        raise RecipeError(
+            f"{MEGATRON}.expert_tensor_parallel_size: {expert_tensor} with tensor_model_parallel_size {tensor} and"
+            " expert_model_parallel_size 1 gives wrong gradients of the experts, without an error; leave it null, or spread"
+            " the experts with expert_model_parallel_size"
+        )
+    if tensor > 1 and not m.sequence_parallel:
+        raise RecipeError(
+            f"{MEGATRON}.sequence_parallel: false, but a mixture of experts with tensor_model_parallel_size {tensor} trains"
+            " only with true"
+        )
+
+
+def _check_global_batch(recipe: Recipe, backend: Backend) -> None:
+    size = data_parallel_size(recipe, backend)
+    if recipe.policy.train_global_batch_size < size:
+        raise RecipeError(
+            f"policy.train_global_batch_size: {recipe.policy.train_global_batch_size} sequences cannot be shared among {size}"
+            f" data-parallel ranks; at least {size}"
+        )

@@ -1,0 +1,177 @@
+"""What the keys of `policy.megatron_cfg` may hold. How the ranks divide is checked in `layout.py`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from pipeline.config.errors import RecipeError
+from pipeline.config.megatron import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+from pipeline.config.schema import PolicyConfig
+
+KEY = "policy.megatron_cfg"
+RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+
+CHOICES = {  # null passes wherever the schema allows it
+    f"{KEY}.recompute_granularity": ("full", "selective"),
+    f"{KEY}.recompute_method": (None, "uniform", "block"),
+    f"{KEY}.empty_unused_memory_level": (0, 1, 2),
+    f"{KEY}.moe_router_dtype": (None, "fp32", "fp64"),
+    f"{KEY}.attention_backend": (None, "auto", "flash", "fused", "unfused"),
+    f"{KEY}.optimizer.optimizer": (None, "adam", "sgd"),
+    f"{KEY}.scheduler.lr_decay_style": (None, "constant", "linear", "cosine", "inverse-square-root"),
+}
+
+AT_LEAST = {
+    f"{KEY}.tensor_model_parallel_size": 1,
+    f"{KEY}.pipeline_model_parallel_size": 1,
+    f"{KEY}.num_layers_in_first_pipeline_stage": 1,
+    f"{KEY}.num_layers_in_last_pipeline_stage": 1,
+    f"{KEY}.context_parallel_size": 1,
+    f"{KEY}.expert_model_parallel_size": 1,
+    f"{KEY}.expert_tensor_parallel_size": 1,
+    f"{KEY}.recompute_num_layers": 1,
+    f"{KEY}.moe_router_bias_update_rate": 0,
+    f"{KEY}.optimizer.lr": 0,
+    f"{KEY}.optimizer.min_lr": 0,
+    f"{KEY}.optimizer.weight_decay": 0,
+    f"{KEY}.optimizer.clip_grad": 0,
+    f"{KEY}.scheduler.lr_decay_iters": 1,
+    f"{KEY}.scheduler.lr_warmup_iters": 0,
+    f"{KEY}.scheduler.lr_warmup_init": 0,
+}
+
+# Keys that may only have their default, each with what to say to another value.
+ONLY_DEFAULT = {
+    "virtual_pipeline_model_parallel_size": "interleaved pipeline stages are not supported",
+    "moe_token_dispatcher_type": "the others do not take sequences of varying length, or need DeepEP",
+    "moe_enable_deepep": "DeepEP is not supported",
+    "moe_router_load_balancing_type": "a balancing loss would be divided by another count than the policy's loss",
+    "moe_aux_loss_coeff": "a balancing loss would be divided by another count than the policy's loss",
+    "moe_per_layer_logging": "a router's load is not logged",
+    "mtp_num_layers": "multi-token prediction is not trained",
+    "mtp_loss_scaling_factor": "multi-token prediction is not trained",
+    "mtp_use_repeated_layer": "multi-token prediction is not trained",
+    "mtp_detach_heads": "multi-token prediction is not trained",
+    "cuda_graph_impl": "packed batches vary in shape from step to step, and a CUDA graph has one",
+    "cuda_graph_modules": "CUDA graphs are not supported",
+    "cuda_graph_warmup_steps": "CUDA graphs are not supported",
+    "fine_grained_activation_offloading": "activation_checkpointing=true with recompute_granularity=selective saves memory too",
+    "offload_modules": "activation_checkpointing=true with recompute_granularity=selective saves memory too",
+    "use_fused_linear_logprobs": "policy.logprob_chunk_size bounds the memory of logits",
+    "fused_linear_logprobs_chunk_size": "policy.logprob_chunk_size bounds the memory of logits",
+    "use_fused_weighted_squared_relu": "no supported model family has this activation",
+    "use_gloo_process_groups": "groups are gloo's on CPU and NCCL's on GPUs",
+    "fp8_cfg.enabled": "training in 8 bits is not supported",
+    "peft.enabled": "every weight is trained",
+    "optimizer.fp16": "policy.precision=bfloat16 needs no loss scaling",
+    "optimizer.params_dtype": "main weights are float32",
+    "optimizer.use_distributed_optimizer": "the optimizer's state is always cut over the data ranks",
+    "scheduler.weight_decay_incr_style": "weight decay does not change",
+    "distributed_data_parallel_config.use_custom_fsdp": "policy.dtensor_cfg.enabled=true shards parameters over data ranks",
+    "distributed_data_parallel_config.data_parallel_sharding_strategy": "it would say how use_custom_fsdp shards",
+    "checkpoint.ckpt_assume_constant_structure": "a run's checkpoints all have the same structure",
+}
+
+
+def check_megatron(policy: PolicyConfig) -> None:
+    """Raises RecipeError for what Megatron-Core, or this backend of it, does not do."""
+    megatron = policy.megatron_cfg
+    _check_only_defaults(megatron)
+    if megatron.pipeline_dtype != policy.precision:
+        raise RecipeError(
+            f"{KEY}.pipeline_dtype: {megatron.pipeline_dtype}, but stages pass on activations of policy.precision"
+            f" {policy.precision}; leave it out"
+        )
+    _check_recompute(megatron)
+    if megatron.optimizer is not None:
+        _check_optimizer(megatron.optimizer, policy.precision)
+    if megatron.scheduler is not None:
+        if megatron.optimizer is None:
+            raise RecipeError(
+                f"{KEY}.scheduler: its rates are those of {KEY}.optimizer, which is null; give that too, or the torch schedule"
+                " in policy.scheduler"
+            )
+        _check_scheduler(megatron.scheduler, megatron.optimizer)
+    known = {field.name for field in fields(MegatronConfig)}
+    if doubles := [name for name in megatron.model_overrides if name in known]:
+        raise RecipeError(f"{KEY}.model_overrides.{doubles[0]}: this has a key of its own: {KEY}.{doubles[0]}")
+
+
+def _check_only_defaults(megatron: MegatronConfig) -> None:
+    defaults = MegatronConfig(optimizer=MegatronOptimizerConfig(), scheduler=MegatronSchedulerConfig())
+    for key, why in ONLY_DEFAULT.items():
+        if _section(megatron, key) is None:
+            continue
+        value, only = _get(megatron, key), _get(defaults, key)
+        if value != only:
+            raise RecipeError(f"{KEY}.{key}: {_yaml(value)} is not supported, only {_yaml(only)}: {why}")
+
+
+def _section(megatron: MegatronConfig, key: str) -> object:
+    section = key.rpartition(".")[0]
+    return getattr(megatron, section) if section else megatron
+
+
+def _get(megatron: MegatronConfig, key: str) -> object:
+    section, name = _section(megatron, key), key.rpartition(".")[2]
+    return section.get(name, False) if isinstance(section, dict) else getattr(section, name)
+
+
+def _yaml(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _check_recompute(megatron: MegatronConfig) -> None:
+    """As TransformerConfig has it: method and number of layers are of "full", modules of "selective"."""
+    of = {"full": ("recompute_method", "recompute_num_layers"), "selective": ("recompute_modules",)}
+    for granularity, names in of.items():
+        for name in names:
+            if getattr(megatron, name) is not None and megatron.recompute_granularity != granularity:
+                raise RecipeError(
+                    f"{KEY}.{name}: belongs to recompute_granularity={granularity}, which is {megatron.recompute_granularity}"
+                )
+    given = [name for name in ("recompute_method", "recompute_num_layers", "recompute_modules") if getattr(megatron, name)]
+    if megatron.recompute_granularity != "full":
+        given.append("recompute_granularity")
+    if given and not megatron.activation_checkpointing:
+        raise RecipeError(f"{KEY}.{given[0]}: says nothing while {KEY}.activation_checkpointing is false; set that to true")
+    if unknown := [name for name in megatron.recompute_modules or () if name not in RECOMPUTE_MODULES]:
+        raise RecipeError(f"{KEY}.recompute_modules: '{unknown[0]}' is not one of: {', '.join(RECOMPUTE_MODULES)}")
+
+
+def _check_optimizer(optimizer: MegatronOptimizerConfig, precision: str) -> None:
+    key = f"{KEY}.optimizer"
+    bf16 = precision == "bfloat16"
+    if optimizer.bf16 not in (None, bf16):
+        raise RecipeError(f"{key}.bf16: {_yaml(optimizer.bf16)}, but policy.precision is {precision}; leave it out")
+    if optimizer.use_precision_aware_optimizer and optimizer.optimizer != "adam":
+        raise RecipeError(f"{key}.use_precision_aware_optimizer: only adam has one, and {key}.optimizer is not adam")
+    if optimizer.min_lr > optimizer.lr:
+        raise RecipeError(f"{key}.min_lr: {optimizer.min_lr} is above {key}.lr {optimizer.lr}")
+    if not 0 <= optimizer.optimizer_offload_fraction <= 1:
+        raise RecipeError(f"{key}.optimizer_offload_fraction: {optimizer.optimizer_offload_fraction} is not between 0 and 1")
+    if optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_fraction == 0:
+        raise RecipeError(f"{key}.optimizer_cpu_offload: true, but {key}.optimizer_offload_fraction is 0; 1.0 offloads all")
+    for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
+        if getattr(optimizer, name) and not optimizer.optimizer_cpu_offload:
+            raise RecipeError(f"{key}.{name}: says nothing while {key}.optimizer_cpu_offload is false")
+
+
+def _check_scheduler(scheduler: MegatronSchedulerConfig, optimizer: MegatronOptimizerConfig) -> None:
+    key = f"{KEY}.scheduler"
+    for name in ("start_weight_decay", "end_weight_decay"):
+        if getattr(scheduler, name) not in (None, optimizer.weight_decay):
+            raise RecipeError(
+                f"{key}.{name}: {getattr(scheduler, name)} differs from {KEY}.optimizer.weight_decay"
+                f" {optimizer.weight_decay}; weight decay does not change, leave it out"
+            )
+    if scheduler.lr_warmup_init > optimizer.lr:
+        raise RecipeError(f"{key}.lr_warmup_init: {scheduler.lr_warmup_init} is above {KEY}.optimizer.lr {optimizer.lr}")
+    if scheduler.lr_decay_iters is None:
+        if scheduler.lr_decay_style != "constant":
+            raise RecipeError(f"{key}.lr_decay_iters: {scheduler.lr_decay_style} must know at which step it ends; give that")
+    elif scheduler.lr_warmup_iters >= scheduler.lr_decay_iters:
+        raise RecipeError(
+            f"{key}.lr_warmup_iters: {scheduler.lr_warmup_iters} steps must be fewer than {key}.lr_decay_iters"
+            f" {scheduler.lr_decay_iters}"
+        )

@@ -1,0 +1,320 @@
+"""Which backend trains, and what a model's config.json has to say against it. The configs are real families' sizes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from launch import backend, run_folder
+from launch.backend import fsdp_bytes, megatron_bytes
+from launch.job import components
+from launch.model_shape import ModelShape
+from launch.preflight_model import check
+from pipeline import config
+from pipeline.config import MEGATRON_MODEL_TYPES, RecipeError
+from tests.launch.model import write_recipe
+
+KEY = "policy.megatron_cfg"
+TINY = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 96}
+EXPERTS = {"intermediate_size": 96, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+CONFIGS = {
+    "llama": {"intermediate_size": 96},
+    "qwen2": {"intermediate_size": 96, "tie_word_embeddings": True},
+    "qwen3": {"intermediate_size": 96, "head_dim": 16},
+    "qwen3_moe": {**EXPERTS, "head_dim": 16, "num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [2]},
+    "mixtral": {"intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "deepseek_v3": EXPERTS
+    | {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+    | {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
+    | {"num_key_value_heads": 8},
+}
+
+
+def sized(family: str, hidden: int, width: int, layers: int, vocabulary: int, heads: int, kv_heads: int, **more) -> dict:
+    sizes = {"hidden_size": hidden, "intermediate_size": width, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    return {"model_type": family, **sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
+
+
+LLAMA_70B = sized("llama", 8192, 28672, 80, 128256, 64, 8)
+QWEN3_30B = sized("qwen3_moe", 2048, 6144, 48, 151936, 32, 4, head_dim=128, num_experts=128, moe_intermediate_size=768)
+DEEPSEEK_671B = sized("deepseek_v3", 7168, 18432, 61, 129280, 128, 128, n_routed_experts=256, n_shared_experts=1)
+DEEPSEEK_671B |= {"moe_intermediate_size": 2048, "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512}
+DEEPSEEK_671B |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(model's config, *overrides): a recipe on 8 train ranks whose model folder has that config.json."""
+    path = write_recipe(tmp_path)
+
+    def with_model(model: dict, *overrides: str):
+        (tmp_path / "model/config.json").write_text(json.dumps(model))
+        ranks = [] if any(o.startswith("cluster.train.") for o in overrides) else ["cluster.train.ranks_per_node=8"]
+        batch = ["policy.train_global_batch_size=256", "grpo.num_prompts_per_step=128"]
+        return config.load(str(path), [*ranks, *batch, *overrides])
+
+    return with_model
+
+
+def gpus(nodes: int, per_node: int = 8) -> list[str]:
+    return [f"cluster.train.nodes={nodes}", f"cluster.train.gpus_per_node={per_node}"]
+
+
+def model(family: str, **changes) -> dict:
+    return {"model_type": family, **TINY, **CONFIGS[family], **changes}
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "chosen", "reason"),
+    [
+        ([], "dtensor", "cluster.train has no GPUs"),
+        ([f"{KEY}.enabled=true"], "megatron", "policy.megatron_cfg.enabled is true"),
+        ([f"{KEY}.enabled=false"], "dtensor", "policy.megatron_cfg.enabled is false"),
+        (["policy.dtensor_cfg.enabled=true"], "dtensor", "policy.dtensor_cfg.enabled is true"),
+        (["policy.dtensor_cfg.enabled=false"], "megatron", "policy.dtensor_cfg.enabled is false"),
+        ([f"{KEY}.enabled=false", "policy.dtensor_cfg.enabled=true"], "dtensor", "policy.dtensor_cfg.enabled is true"),
+        ([f"{KEY}.pipeline_model_parallel_size=2"], "megatron", "pipeline_model_parallel_size is set"),
+        (["policy.dtensor_cfg.tensor_parallel_size=2"], "dtensor", "policy.dtensor_cfg.tensor_parallel_size is set"),
+    ],
+)
+def test_what_the_recipe_asks_for(load, overrides, chosen, reason):
+    recipe, choice = backend.choose(load(model("llama"), *overrides))
+    assert (choice.backend, choice.warning) == (chosen, None)
+    assert reason in str(choice) and ("Megatron-Core" if chosen == "megatron" else "FSDP2") in str(choice)
+    assert config.uses_megatron(recipe.policy) == (chosen == "megatron")
+    assert recipe.policy.megatron_cfg.enabled is not recipe.policy.dtensor_cfg.enabled
+    assert backend.choose(recipe)[0] == recipe
+
+
+def test_both_enabled_is_megatron_with_a_warning(load):
+    recipe, choice = backend.choose(load(model("llama"), f"{KEY}.enabled=true", "policy.dtensor_cfg.enabled=true"))
+    assert config.uses_megatron(recipe.policy) and recipe.policy.dtensor_cfg.enabled is False
+    assert "are both true" in choice.warning
+
+
+def test_keys_of_both_layouts_need_a_word(load):
+    keys = (f"{KEY}.tensor_model_parallel_size=2", "policy.dtensor_cfg.tensor_parallel_size=4")
+    with pytest.raises(RecipeError, match="are of two backends; say which one trains"):
+        backend.choose(load(model("llama"), *keys))
+    assert backend.choose(load(model("llama"), *keys, f"{KEY}.enabled=true"))[1].backend == "megatron"
+
+
+def test_the_layout_is_checked_for_the_chosen_backend(load):
+    with pytest.raises(RecipeError, match=r"tensor_model_parallel_size 3 x .* does not divide the 8 ranks"):
+        backend.choose(load(model("llama"), f"{KEY}.tensor_model_parallel_size=3"))
+    with pytest.raises(RecipeError, match=r"dtensor_cfg\.tensor_parallel_size: 3 does not divide the 8 ranks"):
+        backend.choose(load(model("llama"), "policy.dtensor_cfg.tensor_parallel_size=3"))
+
+
+@pytest.mark.parametrize(
+    ("described", "overrides", "chosen", "reason"),
+    [
+        (model("llama"), gpus(1), "dtensor", "0.0e9 parameters"),
+        (LLAMA_70B, gpus(4), "dtensor", "70.6e9 parameters take 40.4 GB on each of 32 GPUs with 80"),
+        (QWEN3_30B, gpus(2), "dtensor", "30.5e9 parameters (29.0e9 in 128 experts a layer) take 34.3 GB on each of 16 GPUs"),
+        (QWEN3_30B, [*gpus(8), "cluster.train.gpu_memory_gb=288"], "megatron", "take 188.9 GB on each of 64 GPUs with 288"),
+        ({"model_type": "gemma3"}, gpus(1), "dtensor", "the Megatron backend has no 'gemma3' models"),
+    ],
+)
+def test_by_size(load, described, overrides, chosen, reason):
+    _, choice = backend.choose(load(described, *overrides))
+    assert choice.backend == chosen
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("described", "nodes", "says"),
+    [
+        (DEEPSEEK_671B, 64, ["671.0e9 parameters", "cuts the model over at least 128 GPUs", "expert_model_parallel_size"]),
+        (LLAMA_70B, 2, ["under FSDP2 70.6e9 parameters would take 75.7 GB on each of 16 GPUs with 80", "more GPUs"]),
+    ],
+)
+def test_what_fits_only_if_the_recipe_says_how(load, described, nodes, says):
+    batch = ["policy.train_global_batch_size=512", "grpo.num_prompts_per_step=256"]
+    with pytest.raises(RecipeError) as error:
+        backend.choose(load(described, *gpus(nodes), *batch))
+    assert [part for part in says if part not in str(error.value)] == []
+    layout = [f"{KEY}.pipeline_model_parallel_size={nodes // 4 or 1}", f"{KEY}.tensor_model_parallel_size=8"]
+    assert backend.choose(load(described, *gpus(nodes), *batch, *layout))[1].backend == "megatron"
+
+
+def test_a_model_that_is_not_there_yet(load, tmp_path):
+    recipe = load(model("llama"), *gpus(1), f"policy.model_name={tmp_path}/runs/base/hf")
+    _, choice = backend.choose(recipe, [tmp_path / "runs/base"])
+    assert choice.backend == "dtensor" and "is not there yet" in choice.reason
+    check(backend.choose(recipe, [tmp_path / "runs/base"])[0], [tmp_path / "runs/base"])
+
+
+def test_a_run_goes_on_with_what_it_began_with(load, tmp_path):
+    begun, _ = backend.choose(load(model("llama"), f"{KEY}.enabled=true"))
+    recipe = load(model("llama"), "cluster.train.nodes=2")
+    (tmp_path / "run").mkdir()
+    config.write(begun, tmp_path / "run/recipe.yaml")
+    recipe, choice = backend.choose(recipe, before=run_folder.earlier(recipe))
+    assert (choice.backend, choice.reason) == ("megatron", "the run began with it")
+    run_folder.check(recipe)
+    other, _ = backend.choose(load(model("llama"), f"{KEY}.enabled=false"), before=run_folder.earlier(recipe))
+    with pytest.raises(RecipeError, match=r"enabled is (True|False) there"):
+        run_folder.check(other)
+
+
+def test_what_is_written_for_the_ranks_is_the_choice(load, tmp_path):
+    recipe, _ = backend.choose(load(model("llama"), f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.env_vars={{A: '1'}}"))
+    config.write(recipe, tmp_path / "recipe.yaml")
+    again = config.read(tmp_path / "recipe.yaml")
+    assert again == recipe and config.uses_megatron(again.policy)
+    assert components(again)["train"].env_vars == {"A": "1"} and components(again)["generate"].env_vars == {}
+    fsdp = config.decided(again, "dtensor")
+    assert components(fsdp)["train"].env_vars == {}
+
+
+# ---- sizes ----------------------------------------------------------------------------------------------------------------
+
+
+BIASED = [
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), [*((family, {}) for family in MEGATRON_MODEL_TYPES), *BIASED])
+def test_the_counts_are_transformers(family, changes, tmp_path):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    described = {key: value for key, value in model(family, **changes).items() if key != "model_type"}
+    hf = AutoConfig.for_model(family, **described)
+    hf.save_pretrained(tmp_path)  # the keys as transformers writes them
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(hf)
+    written = json.loads((tmp_path / "config.json").read_text())
+    shape = ModelShape.of(written)
+    assert shape == ModelShape.of(model(family, **changes))
+    named = {name: parameter.numel() for name, parameter in whole.named_parameters()}
+
+    def of(*parts: str) -> int:
+        return sum(numel for name, numel in named.items() if any(part in name for part in parts))
+
+    assert shape.parameters == sum(named.values())
+    assert shape.embedding == of("embed_tokens", "lm_head")
+    assert shape.routed == of("mlp.experts.", "block_sparse_moe.experts.")
+    layers = [of(f"layers.{layer}.") for layer in range(6)]
+    assert max(layers) == shape.largest_layer
+
+
+def test_a_config_that_lacks_a_key():
+    with pytest.raises(RecipeError, match="this llama has no 'vocab_size'"):
+        ModelShape.of({key: value for key, value in model("llama").items() if key != "vocab_size"})
+
+
+def test_bytes():
+    shape = ModelShape.of(LLAMA_70B)
+    assert shape.parameters == 70_553_706_496  # Llama 3 70B
+    assert megatron_bytes(10, 8, 1, "bfloat16") == 10 * (6 + 12 / 8)
+    assert megatron_bytes(10, 8, 4, "float32") == 10 / 4 * (8 + 8 / 2)
+    assert fsdp_bytes(replace(shape, attention=80, mlp=160, embedding=0, other=0, largest_layer=3), 4, "bfloat16") == 978
+
+
+# ---- what the model says against Megatron-Core ----------------------------------------------------------------------------
+
+
+def sizes(**given: int) -> list[str]:
+    names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model", "etp": "expert_tensor"}
+    return [f"{KEY}.{names[name]}_parallel_size={size}" for name, size in given.items()]
+
+
+SP = f"{KEY}.sequence_parallel=true"
+FIRST, LAST = (f"{KEY}.num_layers_in_{which}_pipeline_stage" for which in ("first", "last"))
+
+
+@pytest.mark.parametrize(
+    ("described", "overrides", "says"),
+    [
+        (model("llama", model_type="gemma3"), [], "has no 'gemma3' models, only llama, qwen2"),
+        (model("llama", quantization_config={"quant_method": "fp8"}), [], "the checkpoint is quantized (fp8)"),
+        (model("llama", attention_bias=True), [], "no llama models with attention_bias=True, only with False"),
+        (model("qwen3", hidden_act="gelu"), [], "no qwen3 models with hidden_act=gelu, only with silu"),
+        (model("llama", rope_scaling={"rope_type": "longrope"}), [], "rope_type 'longrope' is not one of"),
+        (model("llama", rope_parameters={"rope_type": "dynamic"}), [], "rope_type 'dynamic' is not one of"),
+        (model("deepseek_v3", rope_scaling={"type": "linear"}), [], "deepseek_v3: default, yarn"),
+        (model("mixtral", sliding_window=16), [], "beyond the model's sliding window of 16"),
+        (model("qwen2", sliding_window=16, use_sliding_window=True), [], "beyond the model's sliding window of 16"),
+        (model("llama"), sizes(tp=8), "8 does not divide the model's 8 attention heads and 4 key-value heads; one of 1, 2, 4"),
+        (model("llama", intermediate_size=98), sizes(tp=4), "does not divide the intermediate size 98 of the model's MLP"),
+        (model("deepseek_v3", moe_intermediate_size=33), [*sizes(tp=4, ep=2), SP], "66 of the model's shared experts"),
+        (model("llama"), sizes(pp=4), "4 does not divide the model's 6 layers"),
+        (model("llama"), [*sizes(pp=4), f"{FIRST}=1"], "leaves 5 for the 3 other stages"),
+        (model("llama"), [*sizes(pp=2), f"{FIRST}=2", f"{LAST}=3"], "leaves 1 for the 0 other stages"),
+        (model("llama"), [*sizes(pp=4), f"{FIRST}=3", f"{LAST}=3"], "leaves 0 for the 2 other stages"),
+        (model("llama"), sizes(ep=2), "expert_model_parallel_size: 2, but the model has no experts"),
+        (model("llama"), sizes(tp=2, etp=2), "expert_tensor_parallel_size: 2, but the model has no experts"),
+        (model("mixtral"), sizes(ep=8), "8 does not divide the model's 4 experts"),
+        (model("qwen3_moe", moe_intermediate_size=33), [*sizes(tp=2), SP], "2 does not divide the intermediate size 33"),
+        (model("qwen3_moe"), [*sizes(tp=2, etp=1), SP], "gives wrong gradients of the experts, without an error"),
+        (model("qwen3_moe"), sizes(etp=2), "gives wrong gradients of the experts, without an error"),
+        (model("qwen3_moe"), sizes(tp=2), "sequence_parallel: false, but a mixture of experts"),
+        (model("qwen3_moe"), [f"{KEY}.moe_router_bias_update_rate=0.001"], "qwen3_moe models have no such bias"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_by_name(load, described, overrides, says):
+    recipe, _ = backend.choose(load(described, f"{KEY}.enabled=true", *overrides))
+    with pytest.raises(RecipeError) as error:
+        check(recipe)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("described", "overrides"),
+    [
+        (model("llama", rope_scaling={"rope_type": "llama3"}), [*sizes(tp=2, pp=2, cp=2), SP]),
+        (model("llama"), [*sizes(pp=4), f"{FIRST}=1", f"{LAST}=1"]),
+        (model("llama"), [*sizes(pp=2), f"{FIRST}=2"]),
+        (model("qwen2", sliding_window=16, use_sliding_window=False), sizes(tp=4)),
+        (model("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=6), []),
+        (model("qwen2", sliding_window=16, use_sliding_window=True, layer_types=["full_attention"] * 6), []),
+        (model("qwen2", sliding_window=32, use_sliding_window=True), []),
+        (model("mixtral"), [*sizes(tp=2), SP]),
+        (model("qwen3_moe"), [*sizes(tp=2, ep=4), SP]),
+        (model("deepseek_v3"), [*sizes(pp=2, ep=4), f"{KEY}.moe_router_bias_update_rate=0.001"]),
+    ],
+)
+def test_what_fits(load, described, overrides):
+    check(backend.choose(load(described, f"{KEY}.enabled=true", *overrides))[0])
+
+
+def test_the_families_are_those_that_are_described():
+    from pipeline.models import FAMILIES
+
+    assert set(MEGATRON_MODEL_TYPES) == set(FAMILIES)
+
+
+def test_stages_are_megatron_cores(load):
+    """Where we say yes, Megatron-Core's own configuration does; where we say no, it does not."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    for stages, first, last in [
+        (2, 2, None),
+        (2, None, 5),
+        (2, 2, 3),
+        (3, 1, 1),
+        (3, 2, 2),
+        (4, 1, None),
+        (4, 3, 3),
+        (4, 2, 2),
+    ]:
+        keys = [f"{FIRST}={first if first else 'null'}", f"{LAST}={last if last else 'null'}"]
+        recipe, _ = backend.choose(
+            load(model("llama"), f"cluster.train.nodes={stages}", f"{KEY}.enabled=true", *sizes(pp=stages), *keys)
+        )
+        options = {"num_layers": 6, "hidden_size": 64, "num_attention_heads": 8, "pipeline_model_parallel_size": stages}
+        options |= {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+        try:
+            TransformerConfig(**options, pipeline_dtype="float32")
+        except ValueError:
+            with pytest.raises(RecipeError, match="other stages"):
+                check(recipe)
+        else:
+            check(recipe)

@@ -1,0 +1,297 @@
+"""`policy.megatron_cfg`: NeMo-RL's section is taken, what cannot be done is refused by name, and layouts must divide."""
+
+from dataclasses import fields
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from pipeline import config
+from pipeline.config import (
+    MegatronConfig,
+    MegatronOptimizerConfig,
+    MegatronSchedulerConfig,
+    PolicyConfig,
+    RecipeError,
+    megatron_checks,
+)
+from pipeline.config.megatron_checks import ONLY_DEFAULT
+
+MINIMAL = "algorithm: grpo\npolicy: {model_name: x}\nenv: {e: {kind: math}}\ndata: {train: {env_name: e}}\n"
+KEY = "policy.megatron_cfg"
+
+# The section of NeMo-RL's examples/configs/grpo_math_1B.yaml, key by key.
+NEMO_RL = """
+enabled: true
+model_overrides: {}
+checkpoint: {async_save: true, ckpt_assume_constant_structure: true}
+use_fused_linear_logprobs: false
+fused_linear_logprobs_chunk_size: 256
+force_reconvert_from_hf: False
+empty_unused_memory_level: 1
+activation_checkpointing: false
+cuda_graph_impl: "none"
+cuda_graph_modules: []
+cuda_graph_warmup_steps: 3
+fine_grained_activation_offloading: false
+offload_modules: null
+recompute_granularity: "full"
+recompute_modules: null
+tensor_model_parallel_size: 1
+expert_tensor_parallel_size: 1
+expert_model_parallel_size: 1
+pipeline_model_parallel_size: 1
+num_layers_in_first_pipeline_stage: null
+num_layers_in_last_pipeline_stage: null
+context_parallel_size: 1
+pipeline_dtype: ${policy.precision}
+sequence_parallel: false
+freeze_moe_router: true
+moe_router_dtype: "fp64"
+moe_router_load_balancing_type: "none"
+moe_router_bias_update_rate: 0.0
+moe_permute_fusion: true
+apply_rope_fusion: True
+bias_activation_fusion: True
+defer_fp32_logits: False
+moe_per_layer_logging: False
+moe_enable_deepep: false
+moe_token_dispatcher_type: "alltoall"
+moe_shared_expert_overlap: false
+use_gloo_process_groups: false
+mtp_num_layers: 0
+mtp_loss_scaling_factor: 0.0
+mtp_use_repeated_layer: false
+mtp_detach_heads: false
+gradient_accumulation_fusion: false
+use_fused_weighted_squared_relu: false
+peft:
+  enabled: false
+  target_modules: []
+  exclude_modules: []
+  dim: 8
+  alpha: 32
+  dropout: 0.0
+  dropout_position: "post"
+  lora_A_init_method: "xavier"
+  lora_B_init_method: "zero"
+  a2a_experimental: false
+  lora_dtype: None
+optimizer:
+  optimizer: "adam"
+  lr: 5.0e-6
+  min_lr: 5.0e-7
+  weight_decay: 0.01
+  bf16: true
+  fp16: false
+  params_dtype: "float32"
+  adam_beta1: 0.9
+  adam_beta2: 0.999
+  adam_eps: 1e-8
+  sgd_momentum: 0.9
+  use_distributed_optimizer: true
+  use_precision_aware_optimizer: true
+  clip_grad: ${policy.max_grad_norm}
+  optimizer_cpu_offload: false
+  optimizer_offload_fraction: 0.0
+  overlap_cpu_optimizer_d2h_h2d: false
+scheduler:
+  start_weight_decay: ${policy.megatron_cfg.optimizer.weight_decay}
+  end_weight_decay: ${policy.megatron_cfg.optimizer.weight_decay}
+  weight_decay_incr_style: "constant"
+  lr_decay_style: "constant"
+  lr_decay_iters: 1000
+  lr_warmup_iters: 13
+  lr_warmup_init: 5.0e-7
+distributed_data_parallel_config:
+  grad_reduce_in_fp32: false
+  overlap_grad_reduce: true
+  overlap_param_gather: true
+  use_custom_fsdp: false
+  data_parallel_sharding_strategy: "optim_grads_params"
+fp8_cfg: {enabled: false, fp8: "e4m3", fp8_recipe: "blockwise", fp8_param: false}
+env_vars: null
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    path = tmp_path / "a.yaml"
+
+    def from_text(*overrides, text=MINIMAL):
+        path.write_text(text)
+        return config.load(str(path), list(overrides))
+
+    return from_text
+
+
+def refused(load, *overrides, ranks=8, enabled="true") -> str:
+    with pytest.raises(RecipeError) as error:
+        load(f"{KEY}.enabled={enabled}", f"cluster.train.ranks_per_node={ranks}", *overrides)
+    return str(error.value)
+
+
+# ---- keys -----------------------------------------------------------------------------------------------------------------
+
+
+def test_nemo_rls_section_is_taken_as_it_is(load):
+    section = "".join(f"    {line}\n" for line in NEMO_RL.strip().splitlines())
+    text = MINIMAL.replace("policy: {model_name: x}\n", f"policy:\n  model_name: x\n  megatron_cfg:\n{section}")
+    recipe = load(text=text)
+    assert config.uses_megatron(recipe.policy)
+    assert recipe.policy.megatron_cfg.optimizer.clip_grad == recipe.policy.max_grad_norm == 1.0
+    assert recipe.policy.megatron_cfg.scheduler.start_weight_decay == 0.01
+
+
+def test_nothing_is_refused_that_is_the_default(load):
+    recipe = load(f"{KEY}.enabled=true", f"{KEY}.optimizer={{}}", f"{KEY}.scheduler={{}}")
+    assert recipe.policy.megatron_cfg.optimizer.lr == 5e-6
+    assert load(f"{KEY}.enabled=true").policy.megatron_cfg.optimizer is None
+
+
+@pytest.mark.parametrize("key", ONLY_DEFAULT)
+def test_what_is_not_done_is_refused_by_name(load, key):
+    defaults = OmegaConf.structured(MegatronConfig(optimizer=MegatronOptimizerConfig(), scheduler=MegatronSchedulerConfig()))
+    other = {
+        bool: lambda value: not value,
+        int: lambda value: value + 1,
+        float: lambda value: value + 0.5,
+        str: lambda _: "odd",
+    }
+    special = {"cuda_graph_modules": ["moe"], "offload_modules": ["moe"], "virtual_pipeline_model_parallel_size": 2}
+    default = OmegaConf.select(defaults, key)
+    value = special[key] if key in special else other[type(default)](default)
+    given = [f"{KEY}.optimizer.lr=1e-6"] if key.startswith(("optimizer", "scheduler")) else []
+    message = refused(load, *given, f"{KEY}.{key}={yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}")
+    assert message.startswith(f"{KEY}.{key}: ") and message.endswith(ONLY_DEFAULT[key])
+    load(f"{KEY}.enabled=false", *given, f"{KEY}.{key}={yaml.safe_dump(value, default_flow_style=True).splitlines()[0]}")
+
+
+OPTIMIZER = f"{KEY}.optimizer"
+SCHEDULER = f"{KEY}.scheduler"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([f"{KEY}.enabled=false", "policy.dtensor_cfg.enabled=false"], "both false leaves no training backend"),
+        ([f"{KEY}.pipeline_dtype=float32"], "activations of policy.precision bfloat16"),
+        ([f"{KEY}.moe_router_dtype=bf16"], "'bf16' is not one of: fp32, fp64"),
+        ([f"{KEY}.attention_backend=sdpa"], "'sdpa' is not one of: auto, flash, fused, unfused"),
+        ([f"{KEY}.empty_unused_memory_level=3"], "'3' is not one of: 0, 1, 2"),
+        ([f"{KEY}.tensor_model_parallel_size=0"], "0 is too small; at least 1"),
+        ([f"{KEY}.recompute_granularity=selective"], "says nothing while policy.megatron_cfg.activation_checkpointing"),
+        ([f"{KEY}.recompute_num_layers=2"], "says nothing while policy.megatron_cfg.activation_checkpointing"),
+        (
+            [f"{KEY}.activation_checkpointing=true", f"{KEY}.recompute_modules=[moe]"],
+            "belongs to recompute_granularity=selective",
+        ),
+        (
+            [f"{KEY}.activation_checkpointing=true", f"{KEY}.recompute_granularity=selective", f"{KEY}.recompute_num_layers=1"],
+            "belongs to recompute_granularity=full",
+        ),
+        (
+            [f"{KEY}.activation_checkpointing=true", f"{KEY}.recompute_granularity=selective", f"{KEY}.recompute_modules=[x]"],
+            "'x' is not one of: core_attn",
+        ),
+        ([f"{KEY}.model_overrides.sequence_parallel=true"], "has a key of its own: policy.megatron_cfg.sequence_parallel"),
+        ([f"{OPTIMIZER}.optimizer=lion"], "'lion' is not one of: adam, sgd"),
+        ([f"{OPTIMIZER}.bf16=false"], "policy.precision is bfloat16"),
+        ([f"{OPTIMIZER}.bf16=true", "policy.precision=float32"], "policy.precision is float32"),
+        ([f"{OPTIMIZER}.min_lr=1"], "1.0 is above policy.megatron_cfg.optimizer.lr"),
+        ([f"{OPTIMIZER}.optimizer=sgd", f"{OPTIMIZER}.use_precision_aware_optimizer=true"], "only adam has one"),
+        ([f"{OPTIMIZER}.optimizer_cpu_offload=true"], "1.0 offloads all"),
+        ([f"{OPTIMIZER}.optimizer_offload_fraction=0.5"], "says nothing while"),
+        ([f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"], "says nothing while"),
+        ([f"{OPTIMIZER}.optimizer_cpu_offload=true", f"{OPTIMIZER}.optimizer_offload_fraction=2"], "not between 0 and 1"),
+        ([f"{SCHEDULER}.lr_warmup_iters=2"], "policy.megatron_cfg.optimizer, which is null"),
+        ([f"{OPTIMIZER}={{}}", f"{SCHEDULER}.lr_decay_style=WSD"], "'WSD' is not one of: constant"),
+        ([f"{OPTIMIZER}={{}}", f"{SCHEDULER}.lr_decay_style=cosine"], "must know at which step it ends"),
+        ([f"{OPTIMIZER}={{}}", f"{SCHEDULER}.lr_decay_iters=5", f"{SCHEDULER}.lr_warmup_iters=5"], "must be fewer than"),
+        ([f"{OPTIMIZER}={{}}", f"{SCHEDULER}.lr_warmup_init=1"], "is above policy.megatron_cfg.optimizer.lr"),
+        ([f"{OPTIMIZER}={{}}", f"{SCHEDULER}.end_weight_decay=0.1"], "differs from policy.megatron_cfg.optimizer.weight_decay"),
+    ],
+)
+def test_values_that_contradict(load, overrides, says):
+    assert says in refused(load, *overrides)
+
+
+def test_every_key_that_megatron_core_also_has_is_named_as_there():
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    ours_alone = {
+        *("enabled", "force_reconvert_from_hf", "activation_checkpointing", "empty_unused_memory_level", "defer_fp32_logits"),
+        *("freeze_moe_router", "optimizer", "scheduler", "distributed_data_parallel_config", "checkpoint", "env_vars"),
+        *("model_overrides", "peft", "fp8_cfg", "mtp_use_repeated_layer", "mtp_detach_heads", "use_fused_linear_logprobs"),
+        *("fused_linear_logprobs_chunk_size", "use_gloo_process_groups"),
+        *("cuda_graph_modules",),  # cuda_graph_scope in this version
+    }
+
+    def names(cls):
+        return {field.name for field in fields(cls)}
+
+    assert names(MegatronConfig) - names(TransformerConfig) == ours_alone
+    assert names(MegatronOptimizerConfig) <= names(OptimizerConfig)
+    assert names(config.MegatronDDPConfig) <= names(DistributedDataParallelConfig)
+    recompute = set(megatron_checks.RECOMPUTE_MODULES)
+    for module in (*recompute, "odd"):
+        options = {"recompute_granularity": "selective", "recompute_modules": [module], "moe_grouped_gemm": True}
+        options |= {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "multi_latent_attention": True}
+        if module in recompute:
+            TransformerConfig(**options)
+        else:
+            with pytest.raises(AssertionError, match="Invalid choices for recompute_modules"):
+                TransformerConfig(**options)
+
+
+# ---- layouts --------------------------------------------------------------------------------------------------------------
+
+
+def sizes(**given: int) -> list[str]:
+    names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model", "etp": "expert_tensor"}
+    return [f"{KEY}.{names[name]}_parallel_size={size}" for name, size in given.items()]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "says"),
+    [
+        (sizes(tp=2, pp=2, cp=2), 4, "2 x pipeline_model_parallel_size 2 x context_parallel_size 2: 8 does not divide the 4"),
+        (sizes(tp=3), 8, "3 does not divide the 8 ranks of cluster.train (nodes 1 x 8 per node); one of 1, 2, 4, 8"),
+        (sizes(ep=4, etp=2, pp=2), 8, "4 x expert_tensor_parallel_size 2 x pipeline_model_parallel_size 2: 16 does not divide"),
+        (sizes(ep=3), 8, "expert_model_parallel_size 3 x expert_tensor_parallel_size 1"),
+        ([f"{KEY}.sequence_parallel=true"], 8, "tensor_model_parallel_size is 1"),
+        ([f"{KEY}.num_layers_in_first_pipeline_stage=2"], 8, "there is one stage only"),
+        ([f"{KEY}.num_layers_in_last_pipeline_stage=2"], 8, "there is one stage only"),
+        ([*sizes(tp=2), "policy.train_global_batch_size=2"], 8, "cannot be shared among 4 data-parallel ranks; at least 4"),
+    ],
+)
+def test_ranks_that_do_not_divide(load, overrides, ranks, says):
+    assert says in refused(load, *overrides, ranks=ranks)
+
+
+@pytest.mark.parametrize("given", [{"tp": 2, "pp": 2}, {"tp": 2, "ep": 4, "etp": 2}, {"pp": 2, "ep": 4}, {"cp": 4, "tp": 2}])
+def test_layouts_that_megatron_core_can_form(load, given):
+    load(f"{KEY}.enabled=true", "cluster.train.ranks_per_node=8", *sizes(**given))
+
+
+def test_a_size_of_the_backend_that_does_not_train_is_not_looked_at(load):
+    load(f"{KEY}.enabled=true", "policy.dtensor_cfg.tensor_parallel_size=3")
+    load(f"{KEY}.enabled=false", *sizes(tp=3))
+    load("policy.dtensor_cfg.tensor_parallel_size=3")  # nor is anything before one is chosen
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "etp", "size"), [(1, 1, None, 1), (4, 1, None, 4), (4, 2, None, 1), (4, 2, 2, 2), (2, 1, 1, 1)]
+)
+def test_the_expert_tensor_parallel_size_that_null_stands_for(tp, ep, etp, size):
+    section = MegatronConfig(tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    assert config.expert_tensor_parallel_size(section) == size
+
+
+def test_nobody_uses_megatron_unasked():
+    policy = PolicyConfig(model_name="x")
+    assert not config.uses_megatron(policy)
+    policy.megatron_cfg.enabled = True
+    assert config.uses_megatron(policy)
