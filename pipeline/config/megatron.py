@@ -53,7 +53,7 @@ class MegatronSchedulerConfig:
 class MegatronDDPConfig:
     grad_reduce_in_fp32: bool = True  # False: a step's microbatches are summed in policy.precision
     overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = True
+    overlap_param_gather: bool = True  # says nothing: a refit reads every weight before the next forward pass could wait for it
     # Only these values: the parameters are not sharded, the optimizer is.
     use_custom_fsdp: bool = False
     data_parallel_sharding_strategy: str = "optim_grads_params"
@@ -105,7 +105,7 @@ class MegatronConfig:
     moe_permute_fusion: Optional[bool] = None
     apply_rope_fusion: Optional[bool] = None
     bias_activation_fusion: Optional[bool] = None
-    gradient_accumulation_fusion: Optional[bool] = None
+    gradient_accumulation_fusion: bool = False  # needs TransformerEngine or apex
     attention_backend: Optional[str] = None  # auto, flash, fused, unfused of TransformerEngine; null: auto
 
     optimizer: Optional[MegatronOptimizerConfig] = None  # null: policy.optimizer

@@ -26,16 +26,6 @@ def require(config: PreTrainedConfig, **values: Any) -> None:
             raise ValueError(f"policy.model_name: {config.model_type} with {name}={found!r} is not described; {value!r} is")
 
 
-def require_full_attention(config: PreTrainedConfig) -> None:
-    """Raises ValueError if a layer looks at a window only."""
-    if hasattr(config, "layer_types"):
-        others = sorted(set(config.layer_types) - {"full_attention"})
-        if others:
-            raise ValueError(f"policy.model_name: {config.model_type} with layers of type {', '.join(others)} is not described")
-    elif hasattr(config, "sliding_window"):
-        require(config, sliding_window=None)
-
-
 def rotary(config: PreTrainedConfig, *kinds: str) -> dict[str, Any]:
     """The config's RoPE parameters. Raises ValueError if they are not of these kinds, or turn a part of each head only."""
     parameters = config.rope_parameters
@@ -67,7 +57,6 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
 
 def grouped_query_attention(config: PreTrainedConfig) -> dict[str, Any]:
     """Rotary frequencies are not here: transformers derives them from the config."""
-    require_full_attention(config)
     rotary(config, "default", "linear", "llama3", "yarn")
     return {
         "num_query_groups": config.num_key_value_heads,

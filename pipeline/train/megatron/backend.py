@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from pipeline import models
 from pipeline.boxes import Box, Piece, whole
-from pipeline.config import PolicyConfig
+from pipeline.config import PolicyConfig, expert_tensor_parallel_size
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.layout import flat_boxes, place, restrict
 from pipeline.train import state
@@ -304,14 +304,12 @@ def _speaks(name: str) -> bool:
 def _initialize(policy: PolicyConfig, seed: int) -> None:
     """Megatron-Core's process groups, from the default group. Once per process."""
     megatron = policy.megatron_cfg
-    expert = megatron.expert_model_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
         pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
         context_parallel_size=megatron.context_parallel_size,
-        expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=megatron.expert_tensor_parallel_size
-        or (megatron.tensor_model_parallel_size if expert == 1 else 1),
+        expert_model_parallel_size=megatron.expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size(megatron),
         distributed_timeout_minutes=FOREVER_MINUTES,
         create_gloo_process_groups=False,
     )

@@ -182,7 +182,7 @@ def _fusions(megatron: MegatronConfig, engine: bool) -> dict[str, bool]:
     return {
         "apply_rope_fusion": engine if megatron.apply_rope_fusion is None else megatron.apply_rope_fusion,
         "bias_activation_fusion": torch.cuda.is_available() if activation is None else activation,
-        "gradient_accumulation_fusion": bool(megatron.gradient_accumulation_fusion),
+        "gradient_accumulation_fusion": megatron.gradient_accumulation_fusion,
         "masked_softmax_fusion": False,
         "persist_layer_norm": engine,
         "bias_dropout_fusion": False,
@@ -225,7 +225,7 @@ def _with_our_modules(block: TransformerBlockSubmodules) -> TransformerBlockSubm
         attention.core_attention = PackedAttention
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(attention, name):
-                # Whole on every rank, as with TransformerEngine. Cut, as in the local spec, the gradient of the keys' rotary part
+                # Whole on every rank, as with TransformerEngine. Cut as in the local spec, the gradient of the keys' rotary part
                 # would be that of a rank's own heads only.
                 setattr(attention, name, WholeLinear)
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
