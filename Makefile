@@ -23,9 +23,10 @@ $(READY): $(LOCK) pyproject.toml
 slurm:
 	@containers/install-slurm.sh
 
+# `make demo OVERRIDES=policy.megatron_cfg.enabled=true` trains on Megatron-Core.
 demo: $(READY)
 	rm -rf runs/demo
-	$(BIN)/python launch/submit.py recipe=tiny_grpo cluster.executor=local run_dir=runs/demo
+	$(BIN)/python launch/submit.py recipe=tiny_grpo cluster.executor=local run_dir=runs/demo $(OVERRIDES)
 	$(BIN)/python launch/report.py runs/demo
 
 test: setup

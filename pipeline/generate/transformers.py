@@ -22,7 +22,8 @@ from pipeline.config import PolicyConfig
 from pipeline.generate.kv_cache import ATTENTION, RowCache
 from pipeline.generate.requests import eos_token_ids, new_token_limit
 from pipeline.generate.sampling import sample
-from pipeline.generate.weights import checked, checkpoint_shapes, model_config
+from pipeline.generate.weights import checked
+from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.types import Completion, Request
 
 _PREFILL_TOKENS = 16384  # of one forward, with padding; bounds its activations

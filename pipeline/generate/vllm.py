@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from pipeline.config import PolicyConfig
 from pipeline.generate.requests import eos_token_ids, new_token_limit
-from pipeline.generate.weights import checked, checkpoint_shapes, model_config
+from pipeline.generate.weights import checked
+from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.types import Completion, Request
 
 # vLLM reads these when it is imported. In process, or the engine could not be stepped and its weights not be reached.

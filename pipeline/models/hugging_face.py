@@ -55,16 +55,18 @@ def on_disk(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str,
 
 
 def layout(model: PreTrainedModel) -> dict[str, list[Piece]]:
-    """For each tensor of the model, by its name in memory, of which boxes of tensors on disk it consists.
+    """For each tensor of the model, by its name in memory, of which whole tensors on disk it consists, and where they lie.
 
-    Raises ValueError, naming the recipe's key, if it does not consist of boxes.
+    Raises ValueError, naming the recipe's key, if it does not, or a tensor on disk is spread over several in memory.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in _state(model).items()}
-    refusal = f"policy.model_name: {type(model).__name__} keeps tensors in memory that are not boxes of those on disk"
+    refusal = f"policy.model_name: {type(model).__name__} keeps tensors in memory that are not made of whole ones on disk"
     try:
         saved = record_all(lambda state: on_disk(model, state), shapes)
     except ValueError as error:
         raise ValueError(f"{refusal}: {error}") from error
+    if spread := [name for name, (_, pieces) in saved.items() if len(pieces) != 1]:
+        raise ValueError(f"{refusal}: {spread[0]}")
     pieces = invert({name: pieces for name, (_, pieces) in saved.items()})
     for name, shape in shapes.items():
         if sum(piece.target.numel for piece in pieces.get(name, ())) != math.prod(shape):

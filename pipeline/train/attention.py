@@ -96,9 +96,7 @@ def packed_attention(
     return attend(query, key, value, packing, scaling)[None], None
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None
-) -> torch.Tensor:
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None) -> torch.Tensor:
     """Causal attention of each sequence to itself: query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv] -> [T, Hq, Dv].
 
     scale: of the logits; None: 1 / sqrt(D).

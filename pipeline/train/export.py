@@ -1,35 +1,79 @@
-"""A Hugging Face checkpoint out of any train backend: sharded safetensors, the index, config and tokenizer.
+"""A Hugging Face checkpoint out of any train backend: sharded safetensors, the index, config, tokenizer, generation config.
 
-Tensors stream through rank 0 one at a time; its memory is bounded by one shard file.
+From a running backend (`export`), or from what one saved (`export_checkpoint`), which needs no ranks and no GPU. Tensors stream
+one at a time; memory is bounded by one shard file and one tensor.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import GenerationConfig
+from transformers.utils import cached_file
 
+from pipeline.boxes import whole
 from pipeline.checkpoint import sync
 from pipeline.config import PolicyConfig
+from pipeline.data.chat import load_tokenizer
+from pipeline.models.hugging_face import checkpoint_shapes, meta_model, model_config
 from pipeline.train.base import TrainBackend
+from pipeline.train.shards import read_shards
 
 SHARD_BYTES = 4 << 30
 
 
 def export(backend: TrainBackend, policy: PolicyConfig, folder: Path, writes: bool, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write the policy below `folder`. Collective; only the rank that `writes` does."""
-    if not writes:
-        for _ in backend.weights():  # gathering a full tensor needs every rank
-            pass
+    """Write the backend's policy below `folder`. Collective; only the rank that `writes` does."""
+    if writes:
+        write_model(backend.weights(), policy, folder, shard_bytes)
         return
+    for _ in backend.weights():  # gathering a full tensor needs every rank
+        pass
+
+
+def export_checkpoint(checkpoint: Path, policy: PolicyConfig, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write the policy that `save` of any backend, at any layout, left in `checkpoint`.
+
+    `folder` appears at the end and complete; until then all is in `.<its name>.partial` beside it. Raises ValueError if the
+    checkpoint is of another model than `policy` says.
+    """
+    reader, _ = read_shards(checkpoint)
+    shapes, _ = checkpoint_shapes(model_config(policy))
+    stored = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
+    if stored != shapes:
+        odd = sorted(name for name in stored.keys() | shapes.keys() if stored.get(name) != shapes.get(name))
+        raise ValueError(f"{checkpoint}: not of the recipe's policy.model_name; these differ: {odd[:4]} ({len(odd)})")
+    partial = folder.with_name(f".{folder.name}.partial")
+    if partial.exists():  # an earlier attempt was killed
+        shutil.rmtree(partial)
+    dtype = getattr(torch, policy.precision)
+    weights = ((name, reader.read(f"model.{name}", whole(shape)).to(dtype)) for name, shape in shapes.items())
+    write_model(weights, policy, partial, shard_bytes)
+    partial.rename(folder)
+    sync(folder.parent)
+
+
+def write_model(weights: Iterable[tuple[str, torch.Tensor]], policy: PolicyConfig, folder: Path, shard_bytes: int) -> None:
+    """Write what transformers and vLLM load: what goes with the weights, then the weights in files of about `shard_bytes`."""
     folder.mkdir(parents=True, exist_ok=True)
+    config = model_config(policy)
+    config.dtype = policy.precision
+    config.architectures = config.architectures or [type(meta_model(config)).__name__]  # vLLM looks the model up by it
+    config.save_pretrained(folder)
+    if cached_file(
+        policy.model_name, "generation_config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+    ):
+        GenerationConfig.from_pretrained(policy.model_name, local_files_only=True).save_pretrained(folder)
+    load_tokenizer(policy.tokenizer).save_pretrained(folder)
     shards: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
     total = size = 0
-    for name, tensor in backend.weights():
+    for name, tensor in weights:
         if shard and size + tensor.nbytes > shard_bytes:
             shards.append(_write_shard(shard, folder, len(shards)))
             shard, size = {}, 0
@@ -38,10 +82,6 @@ def export(backend: TrainBackend, policy: PolicyConfig, folder: Path, writes: bo
         total += tensor.nbytes
     shards.append(_write_shard(shard, folder, len(shards)))
     _name_shards(folder, shards, total)
-    config = AutoConfig.from_pretrained(policy.model_name, **policy.hf_config_overrides)
-    config.dtype = policy.precision
-    config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(policy.tokenizer.name).save_pretrained(folder)
     for path in (*folder.iterdir(), folder):
         sync(path)
 

@@ -3,14 +3,17 @@
 Ranks form a mesh of data x tensor parallelism. Parameters are float32 and cut over both; the compute precision is the
 recipe's. One rank in float32 without offloading runs the plain module, with no sharding machinery around it.
 
+Mixtures of experts train too: transformers keeps a layer's experts in one tensor, which `fully_shard` cuts like any other.
+
 Left out: pipeline, context, expert and sequence parallelism, dropout, frozen parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,13 +22,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from pipeline.boxes import Piece, whole
 from pipeline.config import PolicyConfig
+from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.train import state
 from pipeline.train.attention import Packing, check_batch
 from pipeline.train.base import Loss
 from pipeline.train.model import build
 from pipeline.train.optimizer import Schedule, build_optimizer
-from pipeline.train.shards import local, local_box, read_shards, write_shards
+from pipeline.train.outputs import reduce_outputs
+from pipeline.train.shards import Entry, Shards, collect, local, read_shards
 from pipeline.types import LossOutput, PackedBatch, StepResult
 
 
@@ -56,6 +62,7 @@ class FSDPBackend:
             mesh = init_device_mesh(self.device.type, (self.data_size, tensor_size), mesh_dim_names=("data", "tensor"))
         self._model = build(policy, self.device, mesh, seed)
         self._parameters = dict(self._model.hf.named_parameters())
+        self._shapes, _ = checkpoint_shapes(self._model.hf.config)  # of the tensors on disk, in a checkpoint's order
         self._tensor_group = mesh.get_group("tensor") if mesh is not None else None
         self._vocabulary = self._model.hf.get_input_embeddings().weight.shape[0]
         self._reference = [local(p).to("cpu", copy=True) for p in self._parameters.values()] if reference else None
@@ -88,7 +95,9 @@ class FSDPBackend:
             output.loss.backward()
             outputs.append(LossOutput(output.loss.detach(), output.metrics))
         self._sum_partial_gradients()
-        metrics, norm = self._reduce(outputs)
+        # Tensor-parallel peers hold the same batches; one of them speaks for all.
+        metrics = reduce_outputs(outputs, counts=self._tensor_rank == 0, group=self._group, device=self.device)
+        norm = self._norm()
         if not math.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
             raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
@@ -142,25 +151,11 @@ class FSDPBackend:
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
-    def _reduce(self, outputs: list[LossOutput]) -> tuple[dict[str, float], float]:
-        """(loss and metrics over all batches and data ranks, the norm of the whole gradient), in float64."""
-        names = sorted(outputs[0].metrics)
-        extreme = [name for name in names if name.endswith(("_max", "_min"))]
-        summed = [name for name in names if name not in extreme]
-        values = torch.stack([torch.stack([o.loss, *(o.metrics[n] for n in summed)]) for o in outputs]).double().sum(0)
-        if self._tensor_rank:  # tensor-parallel peers hold the same batches; one of them speaks for all
-            values.zero_()
-        totals = torch.cat([values.to(self.device), self._squared_norm()[None]])
-        dist.all_reduce(totals, group=self._group)
-        loss, *sums, squared_norm = totals.tolist()
-        result = {"loss": loss, **dict(zip(summed, sums, strict=True))}
-        if extreme:
-            sign = torch.tensor([-1.0 if n.endswith("_min") else 1.0 for n in extreme], dtype=torch.float64, device=self.device)
-            peaks = torch.stack([torch.stack([o.metrics[n] for n in extreme]) for o in outputs]).to(self.device).double()
-            peaks = (peaks * sign).amax(0)
-            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self._group)
-            result |= dict(zip(extreme, (peaks * sign).tolist(), strict=True))
-        return result, math.sqrt(squared_norm)
+    def _norm(self) -> float:
+        """Of the whole gradient, added up in float64."""
+        squared = self._squared_norm()
+        dist.all_reduce(squared, group=self._group)
+        return math.sqrt(squared.item())
 
     def _squared_norm(self) -> torch.Tensor:
         """This rank's share of the squared norm, [] float64: what several ranks hold counts on the first of them."""
@@ -195,19 +190,34 @@ class FSDPBackend:
                     shape=parameter.shape,
                     stride=parameter.stride(),
                 ).full_tensor()
-            yield name, tensor if self._group.rank() == 0 else tensor.new_empty(0)
+            outer = whole(tuple(tensor.shape))
+            for piece in self._model.layout[name]:
+                part = tensor[piece.target.within(outer)].reshape(piece.source.size).contiguous()
+                yield piece.name, part if self._group.rank() == 0 else tensor.new_empty(0)
 
     def save(self, folder: Path) -> None:
-        rank = self._group.rank()
-        tensors = {f"model.{name}": parameter for name, parameter in self._parameters.items()}
-        tensors |= state.optimizer_tensors(self._optimizer, self._names()) | state.random_tensors(self.device, rank)
+        self._collect(copy=False).write(folder, self._group.rank())
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy what `save` would write to host memory. The result writes it below a folder, durably, from any thread."""
+        return functools.partial(self._collect(copy=True).write, rank=self._group.rank())
+
+    def _collect(self, copy: bool) -> Shards:
         record = {
             "ranks": self._group.size(),
             "steps": self._schedule.steps,
             "param_group": state.options(self._optimizer),
             "random": state.random_record(),
         }
-        write_shards(folder, rank, tensors, record)
+        return collect(self._entries(), record, copy)
+
+    def _entries(self) -> Iterator[Entry]:
+        """All that a checkpoint holds of this rank."""
+        for name, parameter in self._parameters.items():
+            yield from state.entries("model", parameter, self._model.layout[name], self._shapes)
+        yield from state.optimizer_entries(self._optimizer, self._pieces(), self._shapes)
+        for name, tensor in state.random_tensors(self.device, self._group.rank()).items():
+            yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
 
     def load(self, folder: Path) -> None:
         """The layout may be another than that of `save`; with another number of ranks, the random states stay as they are.
@@ -216,11 +226,16 @@ class FSDPBackend:
         """
         reader, records = read_shards(folder)
         rank, record = self._group.rank(), records[0]
-        expected = {f"model.{name}": tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        expected = {f"model.{name}": shape for name, shape in self._shapes.items()}
         stored = {name: shape for name, shape in reader.shapes.items() if name.startswith("model.")}
         if stored != expected:
             odd = sorted(name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name))
             raise ValueError(f"{folder}: the checkpoint is of another model; these differ: {odd[:4]} ({len(odd)})")
+        if "param_group" not in record:
+            raise ValueError(
+                f"{folder}: another train backend wrote this; go on with policy.megatron_cfg.enabled=true, or begin anew from"
+                " its weights (python launch/export.py)"
+            )
         optimizer, schedule = self._new_optimizer()
         schedule.advance(record["steps"])
         ours, theirs = state.options(optimizer), record["param_group"]
@@ -229,10 +244,10 @@ class FSDPBackend:
             raise ValueError(f"{folder}: policy.optimizer or policy.scheduler has changed since: {', '.join(odd)}")
         self._optimizer, self._schedule = optimizer, schedule
         for name, parameter in self._parameters.items():
-            local(parameter).copy_(reader.read(f"model.{name}", local_box(parameter)))
-        state.load_optimizer(self._optimizer, self._names(), reader)
+            state.load_entries("model", parameter, self._model.layout[name], reader)
+        state.load_optimizer(self._optimizer, self._pieces(), self._shapes, reader)
         if record["ranks"] == self._group.size():
             state.load_random(self.device, rank, reader, records[rank]["random"])
 
-    def _names(self) -> dict[torch.nn.Parameter, str]:
-        return {parameter: name for name, parameter in self._parameters.items()}
+    def _pieces(self) -> dict[torch.nn.Parameter, list[Piece]]:
+        return {parameter: self._model.layout[name] for name, parameter in self._parameters.items()}

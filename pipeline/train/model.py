@@ -11,33 +11,24 @@ hidden @ W^T, recurrent layers, checkpoints whose names are not the model's own,
 from __future__ import annotations
 
 import functools
-import json
-import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils import cached_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from pipeline.boxes import Box, whole
+from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig
+from pipeline.models.hugging_face import layout, model_config
+from pipeline.models.layout import place, restrict
 from pipeline.train import tensor_parallel
 from pipeline.train.attention import NAME, Packing, check_attention
+from pipeline.train.initial_weights import initial_weights
 from pipeline.train.logprobs import VocabularyShard, token_logprobs
-from pipeline.train.shards import BoxReader, local, local_box
-
-Read = Callable[[str, Box], torch.Tensor]
-"""(Hugging Face name, box) -> that box of the initial weights, on the CPU."""
-
-_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old checkpoints; computed from the config today
+from pipeline.train.shards import local, local_box
 
 
 class PolicyModel(nn.Module):
@@ -48,6 +39,7 @@ class PolicyModel(nn.Module):
         self.hf = hf
         self.partial: list[str] = []  # parameters whose gradients are to be summed over tensor-parallel ranks
         self.shard: VocabularyShard | None = None
+        self.layout: dict[str, list[Piece]] = {}  # of which boxes of tensors on disk each parameter of `hf` consists
         self._temperature = temperature
         self._chunk = chunk
 
@@ -67,17 +59,19 @@ def build(policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, s
 
     Raises ValueError, naming the key of the recipe, if this model cannot be trained here.
     """
-    config = _config(policy)
+    config = model_config(policy)
     check_attention(config, policy.max_total_sequence_length)
-    make = functools.partial(AutoModelForCausalLM.from_config, config, dtype=torch.float32, attn_implementation=NAME)
     with torch.device("meta"):
-        hf = make().eval()
+        hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=NAME).eval()
     _check_model(hf)
-    read = _random_weights(make, seed) if policy.random_init else _checkpoint(policy.model_name, hf)
+    # transformers gives the padding token's embedding no gradient. Here nothing is padded: where that token is, it was sampled.
+    hf.get_input_embeddings().padding_idx = None
+    read = initial_weights(policy, config, seed)
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
 
     model = PolicyModel(hf, policy.generation.temperature, policy.logprob_chunk_size)
+    model.layout = layout(hf)
     offload = policy.dtensor_cfg.cpu_offload and device.type != "cpu"
     if mesh is not None and mesh["tensor"].size() > 1:
         model.partial = tensor_parallel.parallelize(hf, mesh["tensor"])
@@ -94,17 +88,8 @@ def build(policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, s
         setattr(hf.get_submodule(module), parameter, hf.get_parameter(name))
     _derive_buffers(hf, device)
     for name, parameter in hf.named_parameters():
-        local(parameter).copy_(read(name, local_box(parameter)))
+        place(local(parameter), restrict(model.layout[name], local_box(parameter)), read)
     return model
-
-
-def _config(policy: PolicyConfig) -> Any:
-    config, unused = AutoConfig.from_pretrained(
-        policy.model_name, local_files_only=True, return_unused_kwargs=True, **policy.hf_config_overrides
-    )
-    if unused:
-        raise ValueError(f"policy.hf_config_overrides: {', '.join(unused)} is not in the {config.model_type} configuration")
-    return config
 
 
 def _shard(model: PolicyModel, layers: list[nn.Module], mesh: DeviceMesh, precision: str, offload: bool) -> None:
@@ -156,7 +141,7 @@ def _head_is_linear(hf: PreTrainedModel) -> bool:
     hidden = 100 * torch.randn(1, 3, head.in_features, generator=generator)
     trial = nn.Linear(head.in_features, 8, bias=False)
     stub = nn.Module()
-    stub.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden)
+    stub.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden)
     try:
         setattr(hf, prefix, stub)
         hf.set_output_embeddings(trial)
@@ -166,57 +151,6 @@ def _head_is_linear(hf: PreTrainedModel) -> bool:
     finally:
         setattr(hf, prefix, body)
         hf.set_output_embeddings(head)
-
-
-# ---- initial weights ----------------------------------------------------------------------------------------------------
-
-
-def _random_weights(make: Callable[[], PreTrainedModel], seed: int) -> Read:
-    """Weights as transformers draws them, the same whatever the layout: each rank draws the whole model and keeps its boxes."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.random.default_generator.manual_seed(seed)
-        weights = make().state_dict()
-    return lambda name, box: weights[name][box.within(whole(weights[name].shape))]
-
-
-def _checkpoint(model_name: str, hf: PreTrainedModel) -> Read:
-    """The safetensors of a folder or of a cached Hugging Face name, checked against the model's own names and shapes."""
-    reader = BoxReader()
-    for path in _safetensors(model_name):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                shape = tuple(file.get_slice(name).get_shape())
-                reader.add(name, shape, path, whole(shape))
-    parameters = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
-    every = {name for name, _ in hf.named_parameters(remove_duplicate=False)}
-    ignored = [_DERIVED, *map(re.compile, hf._keys_to_ignore_on_load_unexpected or ())]
-    stray = sorted(n for n in set(reader.shapes) - every if not any(pattern.search(n) for pattern in ignored))
-    missing = sorted(set(parameters) - set(reader.shapes))
-    if missing or stray:
-        raise ValueError(
-            f"policy.model_name: the checkpoint {model_name} is not this {type(hf).__name__}:"
-            f" missing {missing[:4]} ({len(missing)}), unknown {stray[:4]} ({len(stray)})"
-        )
-    if wrong := [f"{n} {reader.shapes[n]} for {shape}" for n, shape in parameters.items() if reader.shapes[n] != shape]:
-        raise ValueError(f"policy.model_name: shapes of the checkpoint {model_name} differ from the model's: {wrong[:4]}")
-    for alias, name in hf.all_tied_weights_keys.items():
-        if alias in reader.shapes and not torch.equal(*(reader.read(n, whole(reader.shapes[n])) for n in (alias, name))):
-            raise ValueError(
-                f"policy.model_name: {alias} and {name} differ in the checkpoint {model_name}, but its configuration ties them;"
-                " set policy.hf_config_overrides.tie_word_embeddings=false"
-            )
-    return reader.read
-
-
-def _safetensors(model_name: str) -> list[Path]:
-    options = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
-    if single := cached_file(model_name, "model.safetensors", **options):
-        return [Path(single)]
-    index = cached_file(model_name, "model.safetensors.index.json", **options)
-    if index is None:
-        raise ValueError(f"policy.model_name: {model_name} has no model.safetensors and no index of several; is it downloaded?")
-    files = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    return [Path(cached_file(model_name, file, local_files_only=True)) for file in files]
 
 
 def _derive_buffers(hf: PreTrainedModel, device: torch.device) -> None:

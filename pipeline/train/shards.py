@@ -2,12 +2,13 @@
 
 A rank writes its boxes to `train-rank00000.safetensors` with a JSON index beside it, and reads whatever boxes it needs from all
 ranks' files, so a checkpoint loads at any layout. A Hugging Face checkpoint is the case where every box is a whole tensor.
-No pickle. Boxes that several ranks hold (replicas) are written by each of them.
+No pickle. Boxes that several ranks hold (replicas) are written by each that hands them in.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+Entry = tuple[str, tuple[int, ...], Box, torch.Tensor]
+"""(name, shape of the whole tensor, box of it, the entries of that box). A name may come with several boxes."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Stored:
     path: Path
+    key: str  # the box's name in the file
     box: Box
 
 
@@ -65,12 +71,13 @@ class BoxReader:
         self._pieces: dict[str, list[_Stored]] = {}
         self._files: dict[Path, Any] = {}
 
-    def add(self, name: str, shape: tuple[int, ...], path: Path, box: Box) -> None:
+    def add(self, name: str, shape: tuple[int, ...], path: Path, box: Box, key: str | None = None) -> None:
+        """The file at `path` holds `box` of the tensor `name`, under `key` (None: under its name)."""
         if self.shapes.setdefault(name, tuple(shape)) != tuple(shape):
             raise ValueError(f"{path}: '{name}' has shape {tuple(shape)} here and {self.shapes[name]} in another file")
         pieces = self._pieces.setdefault(name, [])
         if all(box != piece.box for piece in pieces):  # else a replica
-            pieces.append(_Stored(path, box))
+            pieces.append(_Stored(path, name if key is None else key, box))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """That box of the tensor, on the CPU. Raises ValueError if the files do not hold all of it."""
@@ -81,7 +88,7 @@ class BoxReader:
             part = box if box.numel == 0 else box.intersect(piece.box)
             if part is None:
                 continue
-            data = self._slice(piece, name, part)
+            data = self._slice(piece, part)
             if part == box:
                 return data
             out = torch.empty(box.size, dtype=data.dtype) if out is None else out
@@ -91,33 +98,63 @@ class BoxReader:
             raise ValueError(f"'{name}': the files hold {found} of the {box.numel} elements of {box}")
         return out
 
-    def _slice(self, piece: _Stored, name: str, part: Box) -> torch.Tensor:
+    def _slice(self, piece: _Stored, part: Box) -> torch.Tensor:
         if piece.path not in self._files:
             self._files[piece.path] = safe_open(piece.path, framework="pt")
         file = self._files[piece.path]
         if part.numel == 0:
-            return torch.empty(part.size, dtype=file.get_tensor(name).dtype)
+            return torch.empty(part.size, dtype=file.get_tensor(piece.key).dtype)
         if part == piece.box:
-            return file.get_tensor(name)
-        return file.get_slice(name)[part.within(piece.box)]
+            return file.get_tensor(piece.key)
+        return file.get_slice(piece.key)[part.within(piece.box)]
 
 
-def write_shards(folder: Path, rank: int, tensors: dict[str, torch.Tensor], record: dict[str, Any]) -> None:
-    """Write this rank's boxes of `tensors`, and `record` (JSON) with the index; both are on the disk when this returns."""
-    folder.mkdir(parents=True, exist_ok=True)
-    index = {
-        name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), **_json(local_box(tensor))}
-        for name, tensor in tensors.items()
-    }
-    stem = folder / f"train-rank{rank:05d}"
-    save_file({name: local(tensor).cpu().contiguous() for name, tensor in tensors.items()}, stem.with_suffix(".safetensors"))
-    stem.with_suffix(".json").write_text(json.dumps({**record, "tensors": index}))
-    for path in (stem.with_suffix(".safetensors"), stem.with_suffix(".json"), folder):
-        sync(path)
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """What a rank writes."""
+
+    tensors: dict[str, torch.Tensor]  # by their names in the file, on the CPU
+    record: dict[str, Any]  # JSON, with the index
+
+    def write(self, folder: Path, rank: int) -> None:
+        """All of it is on the disk when this returns."""
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = folder / f"train-rank{rank:05d}"
+        save_file(self.tensors, stem.with_suffix(".safetensors"))
+        stem.with_suffix(".json").write_text(json.dumps(self.record))
+        for path in (stem.with_suffix(".safetensors"), stem.with_suffix(".json"), folder):
+            sync(path)
 
 
-def _json(box: Box) -> dict[str, list[int]]:
-    return {"offset": list(box.offset), "size": list(box.size)}
+def collect(entries: Iterable[Entry], record: dict[str, Any], copy: bool = False) -> Shards:
+    """This rank's boxes, and `record` (JSON), whose "ranks" says how many ranks write.
+
+    copy: into memory of their own, so that training can go on before they are written.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    index = {}
+    boxes: set[tuple[str, Box]] = set()
+    for name, shape, box, tensor in entries:
+        if tuple(tensor.shape) != box.size:
+            raise AssertionError(f"'{name}': a tensor of shape {tuple(tensor.shape)} is not {box}")
+        if (name, box) in boxes:
+            raise AssertionError(f"'{name}': {box} comes twice")
+        boxes.add((name, box))
+        key = name if name not in index else f"{name}@{','.join(map(str, box.offset))}"
+        index[key] = {
+            "name": name,
+            "shape": list(shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "offset": list(box.offset),
+            "size": list(box.size),
+        }
+        tensors[key] = tensor.detach().to("cpu", copy=copy).contiguous()
+    return Shards(tensors, {**record, "tensors": index})
+
+
+def write_shards(folder: Path, rank: int, entries: Iterable[Entry], record: dict[str, Any]) -> None:
+    """Write this rank's boxes, and `record` with the index; both are on the disk when this returns."""
+    collect(entries, record).write(folder, rank)
 
 
 def read_shards(folder: Path) -> tuple[BoxReader, list[dict[str, Any]]]:
@@ -130,6 +167,6 @@ def read_shards(folder: Path) -> tuple[BoxReader, list[dict[str, Any]]]:
     reader = BoxReader()
     for rank, record in enumerate(records):
         path = folder / f"train-rank{rank:05d}.safetensors"
-        for name, entry in record["tensors"].items():
-            reader.add(name, entry["shape"], path, Box(tuple(entry["offset"]), tuple(entry["size"])))
+        for key, entry in record["tensors"].items():
+            reader.add(entry["name"], entry["shape"], path, Box(tuple(entry["offset"]), tuple(entry["size"])), key)
     return reader, records

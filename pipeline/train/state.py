@@ -1,15 +1,19 @@
-"""What a checkpoint holds besides the weights: optimizer state as named tensors, and the state of the random generators."""
+"""What a checkpoint holds: boxes of weights and optimizer state, by the names of the tensors of a Hugging Face checkpoint, and
+the state of the random generators.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from pipeline.train.shards import BoxReader, local, local_box, whole
+from pipeline.boxes import Piece, whole
+from pipeline.models.layout import Shape, place, restrict
+from pipeline.train.shards import BoxReader, Entry, local, local_box
 
 
 def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -18,12 +22,25 @@ def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in group.items() if name != "params"}
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str]) -> dict[str, torch.Tensor]:
-    """`optimizer.<state>.<parameter>` -> tensor: of the parameter's shape and cut like it, or a scalar.
+def entries(prefix: str, tensor: torch.Tensor, pieces: list[Piece], shapes: Mapping[str, Shape]) -> Iterator[Entry]:
+    """This rank's part of a tensor that consists of `pieces` of tensors on disk, named `<prefix>.<name on disk>`.
 
+    shapes: of the tensors on disk.
+    """
+    held = local(tensor)
+    for piece in restrict(pieces, local_box(tensor)):
+        part = held[piece.target.within(whole(tuple(held.shape)))].reshape(piece.source.size)
+        yield f"{prefix}.{piece.name}", shapes[piece.name], piece.source, part
+
+
+def optimizer_entries(
+    optimizer: torch.optim.Optimizer, pieces: Mapping[torch.nn.Parameter, list[Piece]], shapes: Mapping[str, Shape]
+) -> Iterator[Entry]:
+    """`optimizer.<state>.<name on disk>`: cut like the parameter's weights, or a scalar.
+
+    A scalar is of the parameter in memory, so it comes once, by the name of the first tensor on disk that it consists of.
     Raises ValueError for an optimizer with other state.
     """
-    tensors = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if value is None:
@@ -32,29 +49,41 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[torch.nn.Par
                 raise ValueError(
                     f"policy.optimizer.name: {type(optimizer).__name__} keeps '{key}' in a form that cannot be saved"
                 )
-            tensors[f"optimizer.{key}.{names[parameter]}"] = value
-    return tensors
+            if value.shape == parameter.shape:
+                yield from entries(f"optimizer.{key}", value, pieces[parameter], shapes)
+            else:
+                yield f"optimizer.{key}.{pieces[parameter][0].name}", (), whole(()), value
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str], reader: BoxReader) -> None:
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    pieces: Mapping[torch.nn.Parameter, list[Piece]],
+    shapes: Mapping[str, Shape],
+    reader: BoxReader,
+) -> None:
     """Give a fresh optimizer the state that `reader` has of it."""
-    stored: dict[str, list[str]] = {}
+    kinds: dict[str, list[str]] = {}
     for name in reader.shapes:
         if name.startswith("optimizer."):
-            _, key, parameter_name = name.split(".", 2)
-            stored.setdefault(parameter_name, []).append(key)
+            _, kind, tensor_name = name.split(".", 2)
+            kinds.setdefault(tensor_name, []).append(kind)
     state = {}
     for number, parameter in enumerate(_parameters(optimizer)):
+        first = pieces[parameter][0].name
         state[number] = {}
-        for key in stored.get(names[parameter], []):
-            name = f"optimizer.{key}.{names[parameter]}"
-            if reader.shapes[name] == tuple(parameter.shape):
+        for kind in kinds.get(first, []):
+            if reader.shapes[f"optimizer.{kind}.{first}"] == shapes[first]:
                 value = torch.empty_like(parameter)
-                local(value).copy_(reader.read(name, local_box(parameter)))
+                load_entries(f"optimizer.{kind}", value, pieces[parameter], reader)
             else:
-                value = reader.read(name, whole(()))
-            state[number][key] = value
+                value = reader.read(f"optimizer.{kind}.{first}", whole(()))
+            state[number][kind] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def load_entries(prefix: str, tensor: torch.Tensor, pieces: list[Piece], reader: BoxReader) -> None:
+    """Fill this rank's part of a tensor from what `entries` gave of it, at whatever layout."""
+    place(local(tensor), restrict(pieces, local_box(tensor)), lambda name, box: reader.read(f"{prefix}.{name}", box))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from pipeline.config import DTensorConfig, GenerationConfig, OptimizerConfig, PolicyConfig
 from pipeline.types import LossOutput, PackedBatch
@@ -38,10 +46,30 @@ def configs() -> dict[str, PreTrainedConfig]:
         "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=False),
         "qwen3": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=False),
         "qwen3_tied": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
+        # The second layer is dense; three experts, so that two ranks get unequal parts of them.
+        "qwen3_moe": Qwen3MoeConfig(
+            **SHAPE,
+            head_dim=16,
+            moe_intermediate_size=24,
+            num_experts=3,
+            num_experts_per_tok=2,
+            mlp_only_layers=[1],
+            tie_word_embeddings=False,
+        ),
+        "mixtral": MixtralConfig(
+            **SHAPE, num_local_experts=4, num_experts_per_tok=2, bos_token_id=None, eos_token_id=None, tie_word_embeddings=False
+        ),
     }
 
 
 FAMILIES = tuple(configs())
+MIXTURES = ("qwen3_moe", "mixtral")
+EXPORTED = {"qwen3_tied": "bfloat16", "qwen3_moe": "float32"}  # families and precisions that exports are tested with
+
+
+def tolerance(family: str) -> float:
+    """Of gradients, as a share of the largest entry; transformers rounds a router's softmax to float32 in any precision."""
+    return 3e-6 if family in MIXTURES else 1e-6
 
 
 def write_models(folder: Path) -> None:
@@ -107,7 +135,9 @@ def loss(logprobs: torch.Tensor, batch: PackedBatch) -> LossOutput:
 
 def eager(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
     """(log-probs of each sequence [L], gradients by name, loss), one sequence at a time, by HF eager in `dtype`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    )
     # Rotary frequencies are derived in float32 by any model; keep to that, so that only rounding differs.
     logprobs, total = [], 0.0
     for tokens, weights in sequences():

@@ -1,14 +1,17 @@
-"""The Hugging Face export: one file or several, names that transformers finds, values to the bit."""
+"""The Hugging Face export, out of a backend and out of a checkpoint: one file or several, names that transformers finds, values
+to the bit."""
 
 import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.config import PolicyConfig, TokenizerConfig
-from pipeline.train.export import export
+from pipeline.train.export import export, export_checkpoint
 from tests.end_to_end.runs import ROOT
+from tests.train import cases, ranks
 
 TINY = str(ROOT / "recipes/tiny")
 
@@ -58,3 +61,48 @@ def test_a_rank_that_does_not_write_takes_part(tmp_path, model):
     policy = PolicyConfig(model_name=TINY, tokenizer=TokenizerConfig(name=TINY))
     export(Backend(model), policy, tmp_path / "hf", writes=False)
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.fixture(scope="module")
+def saved(models):
+    """What two ranks saved of every family of `cases.EXPORTED`."""
+    ranks.run(ranks.train_and_save, ranks.Layout(2, 1), models)
+    return models
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 20_000])
+@pytest.mark.parametrize("family", cases.EXPORTED)
+def test_a_checkpoint_of_two_ranks_is_exported_offline(saved, family, shard_bytes, tmp_path):
+    precision = cases.EXPORTED[family]
+    policy = cases.policy(saved / family, precision=precision, tokenizer=TokenizerConfig(TINY, chat_template="{{ messages }}"))
+    (tmp_path / ".hf.partial").mkdir()
+    (tmp_path / ".hf.partial" / "stale.safetensors").write_text("of an attempt that was killed")
+    folder = saved / "exported" / family
+    export_checkpoint(folder / "checkpoint", policy, tmp_path / "hf", shard_bytes)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    files = list((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 1 if shard_bytes == 20_000 else len(files) == 1
+    assert not (tmp_path / "hf" / "stale.safetensors").exists()
+
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    expected = load_file(folder / "weights.safetensors")
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == tensors[name].dtype == getattr(torch, precision)
+        assert torch.equal(tensors[name], tensor), name
+
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert loaded.dtype == getattr(torch, precision)
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text())  # the model has one
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template == "{{ messages }}"
+    if precision == "float32":
+        ours = load_file(folder / "logprobs.safetensors")
+        theirs, _, _ = cases.eager(tmp_path / "hf")
+        assert all((ours[str(i)] - logprobs).abs().max() < 1e-5 for i, logprobs in enumerate(theirs))
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(saved, tmp_path):
+    with pytest.raises(ValueError, match=r"not of the recipe's policy.model_name.*lm_head"):
+        export_checkpoint(saved / "exported" / "qwen3_tied" / "checkpoint", cases.policy(saved / "qwen3"), tmp_path / "hf")
+    assert not list(tmp_path.iterdir())

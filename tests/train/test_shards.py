@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.train.shards import Box, BoxReader, read_shards, whole, write_shards
+from pipeline.boxes import Box, whole
+from pipeline.train.shards import BoxReader, read_shards, write_shards
 
 
 def cut(tensor, edges, folder):
@@ -55,6 +56,10 @@ def test_holes_and_contradictions(tmp_path):
         reader.read("x", whole((7, 5)))
 
 
+def entry(name, tensor):
+    return name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
+
+
 def test_every_dtype_and_scalars_come_back(tmp_path):
     tensors = {
         "float32": torch.randn(3),
@@ -63,7 +68,7 @@ def test_every_dtype_and_scalars_come_back(tmp_path):
         "scalar": torch.tensor(7.0),
         "empty": torch.empty(0, 3),
     }
-    write_shards(tmp_path / "new", 0, tensors, {"ranks": 1, "note": [0.1, 1e-300]})
+    write_shards(tmp_path / "new", 0, [entry(*item) for item in tensors.items()], {"ranks": 1, "note": [0.1, 1e-300]})
     reader, records = read_shards(tmp_path / "new")
     assert records[0]["note"] == [0.1, 1e-300]
     for name, tensor in tensors.items():
@@ -71,8 +76,28 @@ def test_every_dtype_and_scalars_come_back(tmp_path):
         assert found.dtype == tensor.dtype and torch.equal(found, tensor)
 
 
+def test_several_boxes_of_one_tensor_by_one_rank(tmp_path):
+    """As a rank has them that holds a stretch of a flat buffer: a row's end, whole rows, a row's start."""
+    tensor = torch.arange(35.0).view(7, 5)
+    boxes = [Box((1, 3), (1, 2)), Box((2, 0), (2, 5)), Box((4, 0), (1, 1))]
+    rest = [Box((0, 0), (1, 5)), Box((1, 0), (1, 3)), Box((4, 1), (1, 4)), Box((5, 0), (2, 5))]
+    for rank, mine in enumerate((boxes, rest)):
+        entries = [("x", (7, 5), box, tensor[box.within(whole((7, 5)))]) for box in mine]
+        write_shards(tmp_path, rank, entries, {"ranks": 2})
+    reader, _ = read_shards(tmp_path)
+    assert torch.equal(reader.read("x", whole((7, 5))), tensor)
+    assert torch.equal(reader.read("x", Box((1, 2), (4, 2))), tensor[1:5, 2:4])
+
+
+def test_entries_that_contradict_themselves_are_errors(tmp_path):
+    with pytest.raises(AssertionError, match=r"'x': a tensor of shape \(3,\)"):
+        write_shards(tmp_path, 0, [("x", (4,), Box((0,), (2,)), torch.zeros(3))], {"ranks": 1})
+    with pytest.raises(AssertionError, match="comes twice"):
+        write_shards(tmp_path, 0, [entry("x", torch.zeros(2)) for _ in range(2)], {"ranks": 1})
+
+
 def test_a_missing_rank_is_an_error(tmp_path):
-    write_shards(tmp_path, 0, {"x": torch.ones(1)}, {"ranks": 2})
+    write_shards(tmp_path, 0, [entry("x", torch.ones(1))], {"ranks": 2})
     with pytest.raises(ValueError, match="1 of 2 train-rank"):
         read_shards(tmp_path)
     assert json.loads((tmp_path / "train-rank00000.json").read_text())["tensors"]["x"]["size"] == [1]

@@ -1,0 +1,86 @@
+"""The weights that training begins with, by their names in a Hugging Face checkpoint: its own files, or random ones.
+
+Every backend reads them here, so both begin with the same ones and refuse the same checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
+
+from pipeline.boxes import Box, whole
+from pipeline.config import PolicyConfig
+from pipeline.models.hugging_face import checkpoint_shapes, meta_model, on_disk
+from pipeline.train.shards import BoxReader
+
+Read = Callable[[str, Box], torch.Tensor]
+"""(name on disk, box) -> that box of the tensor, on the CPU."""
+
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old checkpoints; computed from the config today
+
+
+def initial_weights(policy: PolicyConfig, config: PreTrainedConfig, seed: int) -> Read:
+    """Of the checkpoint `policy.model_name`, or, with `policy.random_init`, as transformers draws them from `seed`.
+
+    config: the checkpoint's, with the recipe's overrides. Raises ValueError, naming the key of the recipe, if the checkpoint is
+    not of this model.
+    """
+    return _random(config, seed) if policy.random_init else _checkpoint(policy.model_name, config)
+
+
+def _random(config: PreTrainedConfig, seed: int) -> Read:
+    """The same whatever the layout: each rank draws the whole model and keeps its boxes."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.random.default_generator.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = on_disk(model, model.state_dict())
+    return lambda name, box: weights[name][box.within(whole(weights[name].shape))]
+
+
+def _checkpoint(model_name: str, config: PreTrainedConfig) -> Read:
+    """The safetensors of a folder or of a cached Hugging Face name, checked against the model's own names and shapes."""
+    reader = BoxReader()
+    for path in checkpoint_files(model_name):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                shape = tuple(file.get_slice(name).get_shape())
+                reader.add(name, shape, path, whole(shape))
+    shapes, tied = checkpoint_shapes(config)
+    model = meta_model(config)
+    ignored = [_DERIVED, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
+    unknown = reader.shapes.keys() - shapes.keys() - tied.keys()
+    stray = sorted(name for name in unknown if not any(pattern.search(name) for pattern in ignored))
+    missing = sorted(shapes.keys() - reader.shapes.keys())
+    if missing or stray:
+        raise ValueError(
+            f"policy.model_name: the checkpoint {model_name} is not this {type(model).__name__}:"
+            f" missing {missing[:4]} ({len(missing)}), unknown {stray[:4]} ({len(stray)})"
+        )
+    if wrong := [f"{n} {reader.shapes[n]} for {shape}" for n, shape in shapes.items() if reader.shapes[n] != shape]:
+        raise ValueError(f"policy.model_name: shapes of the checkpoint {model_name} differ from the model's: {wrong[:4]}")
+    for alias, name in tied.items():
+        if alias in reader.shapes and not torch.equal(*(reader.read(n, whole(reader.shapes[n])) for n in (alias, name))):
+            raise ValueError(
+                f"policy.model_name: {alias} and {name} differ in the checkpoint {model_name}, but its configuration ties them;"
+                " set policy.hf_config_overrides.tie_word_embeddings=false"
+            )
+    return reader.read
+
+
+def checkpoint_files(model_name: str) -> list[Path]:
+    """The safetensors files of a folder or of a cached Hugging Face name. Raises ValueError if there are none."""
+    options = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    if single := cached_file(model_name, "model.safetensors", **options):
+        return [Path(single)]
+    index = cached_file(model_name, "model.safetensors.index.json", **options)
+    if index is None:
+        raise ValueError(f"policy.model_name: {model_name} has no model.safetensors and no index of several; is it downloaded?")
+    files = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    return [Path(cached_file(model_name, file, local_files_only=True)) for file in files]

@@ -1,0 +1,113 @@
+"""`python launch/export.py`: what a user types, what comes out, and what is refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from launch import export
+from launch.job import ROOT
+from pipeline import config
+from pipeline.checkpoint import Checkpoints
+from tests.launch.model import write_recipe
+from tests.train import cases, ranks
+
+FAMILY = "qwen3_moe"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run folder with checkpoints of steps 3 and 20, which two ranks saved."""
+    folder = tmp_path_factory.mktemp("run")
+    cases.write_models(folder)
+    ranks.run(ranks.train_and_save, ranks.Layout(2, 1), folder)
+    path = write_recipe(folder)
+    recipe = yaml.safe_load(path.read_text())
+    recipe["policy"] = {
+        "model_name": str(folder / FAMILY),
+        "precision": cases.EXPORTED[FAMILY],
+        "max_total_sequence_length": 64,
+        "train_global_batch_size": 4,
+        "tokenizer": {"name": str(ROOT / "recipes/tiny"), "chat_template": "{{ messages }}"},
+    }
+    path.write_text(yaml.safe_dump(recipe))
+    run = folder / "run"
+    run.mkdir()
+    loaded = config.load(str(path))
+    config.write(loaded, run / "recipe.yaml")
+    checkpoints = Checkpoints(run, "attempt", loaded.checkpointing)
+    for step in (3, 20):
+        partial = checkpoints.begin(step)
+        shutil.copytree(folder / "exported" / FAMILY / "checkpoint", partial, dirs_exist_ok=True)
+        checkpoints.commit(partial, step, None, {})
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    return shutil.copytree(finished / "run", tmp_path / "run")
+
+
+def test_the_script_writes_what_transformers_loads(finished, run, tmp_path):
+    command = [sys.executable, str(ROOT / "launch/export.py"), "run=run"]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"written: {run / 'hf_step_20'}\n"
+    assert not list(run.glob(".*partial"))
+    model = AutoModelForCausalLM.from_pretrained(run / "hf_step_20")
+    assert model.dtype == torch.float32
+    tensors = load_file(run / "hf_step_20" / "model.safetensors")
+    expected = load_file(finished / "exported" / FAMILY / "weights.safetensors")
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+    assert AutoTokenizer.from_pretrained(run / "hf_step_20").chat_template == "{{ messages }}"
+    assert json.loads((run / "hf_step_20" / "config.json").read_text())["architectures"] == ["Qwen3MoeForCausalLM"]
+
+
+def test_another_step_and_another_folder(run, tmp_path, capsys):
+    assert export.main([f"run={run}", "step=3", f"out={tmp_path / 'there'}"]) == 0
+    assert capsys.readouterr().out == f"written: {tmp_path / 'there'}\n"
+    assert (tmp_path / "there" / "model.safetensors").exists()
+
+
+def test_what_is_wrong_is_said(run, tmp_path, capsys):
+    def refused(*arguments: str) -> str:
+        assert export.main(list(arguments)) == 2
+        return capsys.readouterr().err
+
+    assert "run=RUN_DIR" in refused("step=3")
+    assert "'stop=3' on the command line is not one of: run=..., step=..., out=..." in refused(f"run={run}", "stop=3")
+    assert "'run=' on the command line" in refused("run=")
+    assert "step is on the command line twice" in refused(f"run={run}", "step=3", "step=20")
+    assert "nowhere is not a run folder" in refused(f"run={tmp_path / 'nowhere'}")
+    assert "'latest' is not a number of steps; complete are those of step 3, 20" in refused(f"run={run}", "step=latest")
+    assert "no complete checkpoint of step 7; complete are those of step 3, 20" in refused(f"run={run}", "step=7")
+    assert "exists already" in refused(f"run={run}", f"out={tmp_path}")
+    (run / "checkpoints/step_000020/train-rank00001.safetensors").unlink()
+    assert "no complete checkpoint of step 20; complete are those of step 3" in refused(f"run={run}", "step=20")
+    assert not (run / "hf_step_20").exists()
+    shutil.rmtree(run / "checkpoints")
+    assert "the run has no complete checkpoint" in refused(f"run={run}")
+
+
+def test_a_model_that_is_gone_is_named(run, tmp_path, capsys):
+    text = (run / "recipe.yaml").read_text()
+    recipe = yaml.safe_load(text)
+    recipe["policy"]["model_name"] = "gone/model"
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert export.main([f"run={run}"]) == 2
+    assert "policy.model_name, whose paths count from" in capsys.readouterr().err
+
+
+def test_without_arguments_it_explains_itself(capsys):
+    assert export.main([]) == 2
+    assert "run=RUN_DIR" in capsys.readouterr().out
+    assert export.main(["--help"]) == 0

@@ -1,0 +1,59 @@
+"""What a checkpoint holds and how it lies in memory, against what transformers itself saves and loads."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.boxes import whole
+from pipeline.models import hugging_face
+from pipeline.models.layout import place
+from tests.train import cases
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    cases.write_models(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", cases.FAMILIES)
+def test_shapes_are_those_of_the_files(models, family):
+    shapes, tied = hugging_face.checkpoint_shapes(AutoConfig.from_pretrained(models / family))
+    files = load_file(models / family / "model.safetensors")
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in files.items()}
+    assert tied == ({"lm_head.weight": "model.embed_tokens.weight"} if family == "qwen3_tied" else {})
+
+
+@pytest.mark.parametrize("family", cases.FAMILIES)
+def test_what_lies_in_memory_is_what_transformers_loads(models, family):
+    files = load_file(models / family / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(models / family)
+    layout = hugging_face.layout(hugging_face.meta_model(loaded.config))
+    assert layout.keys() == dict(loaded.named_parameters()).keys()
+    for name, parameter in loaded.named_parameters():
+        ours = torch.full_like(parameter, torch.nan, requires_grad=False)
+        place(ours, layout[name], lambda name, box: files[name][box.within(whole(tuple(files[name].shape)))])
+        assert torch.equal(ours, parameter), name
+    fused = [name for name, pieces in layout.items() if [piece.name for piece in pieces] != [name]]
+    assert any("experts" in name for name in fused) == (family in cases.MIXTURES)
+
+
+@pytest.mark.parametrize(
+    ("convert", "named"),
+    [
+        (lambda state: {"turned": state["lm_head.weight"].mT}, "transposes"),
+        (
+            lambda state: {"joined": torch.cat([state["model.norm.weight"], state["model.layers.0.input_layernorm.weight"]])},
+            "joined",
+        ),
+        (lambda state: {"lost": state["model.norm.weight"]}, "model.embed_tokens.weight"),
+    ],
+    ids=["transposed", "joined", "lost"],
+)
+def test_what_is_not_made_of_whole_tensors_is_refused(monkeypatch, convert, named):
+    model = hugging_face.meta_model(cases.configs()["llama"])
+    monkeypatch.setattr(hugging_face, "on_disk", lambda model, state: convert(state))
+    with pytest.raises(ValueError, match=f"policy.model_name: LlamaForCausalLM .*{named}"):
+        hugging_face.layout(model)

@@ -1,0 +1,42 @@
+"""One piece of work at a time beside the main thread, and no error lost."""
+
+import threading
+
+import pytest
+
+from pipeline.train.background import Background
+
+
+def test_work_goes_on_beside_and_one_at_a_time():
+    background, gates, order = Background(), [threading.Event(), threading.Event()], []
+    assert background.done()
+    background.wait()
+
+    def work(number: int) -> None:
+        assert gates[number].wait(10)
+        order.append(number)
+
+    background.start(lambda: work(0))
+    assert not background.done()
+    second = threading.Thread(target=background.start, args=(lambda: work(1),))
+    second.start()
+    gates[1].set()
+    second.join(0.2)
+    assert order == [] and second.is_alive()  # it waits for the first
+    gates[0].set()
+    second.join(10)
+    background.wait()
+    assert order == [0, 1] and background.done()
+
+
+def test_an_error_is_raised_until_it_is_heard():
+    def fail() -> None:
+        raise OSError("no space left")
+
+    for ask in (Background.wait, Background.done, lambda background: background.start(lambda: None)):
+        background = Background()
+        background.start(fail)
+        with pytest.raises(OSError, match="no space left"):
+            background.wait()
+        with pytest.raises(OSError, match="no space left"):
+            ask(background)
