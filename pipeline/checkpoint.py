@@ -10,8 +10,6 @@
 
 The partial folder bears the attempt's name, so a lost attempt that still writes cannot touch what its rerun writes. Generate
 ranks have nothing to save: their weights come by refit, and each request carries its own seed.
-
-Left out: asynchronous saving.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ class Run:
     train: Remote
     places: list[DataPlace]  # of the train ranks
     tokenizer: PreTrainedTokenizerBase
+    _unsettled: Callable[[], Checkpoint] | None = None  # commits a save that may still be under way
 
     def restore(self, stream: PromptStream | ExampleStream) -> tuple[int, Metrics]:
         """Go on from the last complete checkpoint, if there is one: the step, and the metrics cut back to it."""
@@ -42,15 +45,23 @@ class Run:
         print(f"resumed from {latest.folder}", flush=True)
         return latest.step, Metrics(self.folder, self.recipe.logger, after_step=latest.step)
 
-    def save(self, step: int, position: dict[str, Any], values: dict[str, float]) -> Checkpoint:
-        """`position`: the data stream's, after this step."""
+    def save(self, step: int, position: dict[str, Any], values: dict[str, float]) -> None:
+        """`position`: the data stream's, after this step. With checkpointing.async_save, `settle` makes it a checkpoint."""
+        self.settle(wait=True)
         config = self.recipe.checkpointing
         partial = self.checkpoints.begin(step)
         self.train.save(str(partial)).result()
         if config.save_consolidated:
             self.train.export(str(partial / "hf")).result()
         metric = values.get(config.metric_name.replace(":", "/", 1)) if config.metric_name else None
-        return self.checkpoints.commit(partial, step, metric, {"stream": position})
+        self._unsettled = functools.partial(self.checkpoints.commit, partial, step, metric, {"stream": position})
+        self.settle(wait=not config.async_save)
+
+    def settle(self, wait: bool = False) -> None:
+        """Make a checkpoint of what all ranks have written, if they have."""
+        if self._unsettled and all(self.train.written(wait).result()):
+            self._unsettled()
+            self._unsettled = None
 
     def saves(self, step: int, last: bool) -> bool:
         return self.recipe.checkpointing.enabled and (last or step % self.recipe.checkpointing.save_period == 0)
@@ -109,8 +120,10 @@ def run_online(
         clocks = metrics.take_clocks()
         metrics.log_rollouts(step, groups, run.tokenizer)
         metrics.log(step, values | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]})
+        run.settle()
         if run.saves(step, last):
             run.save(step, position, values)
+    run.settle(wait=True)
     metrics.close()
     return step
 
@@ -144,8 +157,10 @@ def run_offline(run: Run, examples: ExampleStream, validation: list[Sample]) -> 
             values |= validate()
         clocks = metrics.take_clocks()
         metrics.log(step, values | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]})
+        run.settle()
         if run.saves(step, last):
             run.save(step, position, values)
+    run.settle(wait=True)
     metrics.close()
     return step
 

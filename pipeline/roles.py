@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from pipeline.environments import registry as environments
 from pipeline.refit.base import Refit
 from pipeline.remote import verb
 from pipeline.rollout import RolloutWork, rollout
+from pipeline.train.background import Background
 from pipeline.train.base import TrainBackend
 from pipeline.train.export import export
 from pipeline.types import DataPlace, PackedBatch, RolloutGroup, Sample, Update
@@ -34,6 +36,7 @@ class TrainRole:
         self._updates: list[Update] = []
         self._batches: list[list[PackedBatch]] = []  # the microbatches of each update
         self._backend: TrainBackend
+        self._background = Background()
 
     @verb("setup")
     def setup(self) -> DataPlace:
@@ -100,8 +103,20 @@ class TrainRole:
 
     @verb("save")
     def save(self, folder: str) -> None:
+        """With checkpointing.async_save, only copy what is to be written, and let a thread write it."""
         with self._world.phase("write"):
-            self._backend.save(Path(folder))
+            if self._recipe.checkpointing.async_save:
+                self._background.start(functools.partial(self._backend.snapshot(), Path(folder)))
+            else:
+                self._backend.save(Path(folder))
+
+    @verb("save")
+    def written(self, wait: bool) -> bool:
+        """Whether what `save` began is on the disk. Raises what became of it if it failed."""
+        with self._world.phase("write"):
+            if wait:
+                self._background.wait()
+            return self._background.done()
 
     @verb("save")
     def restore(self, folder: str) -> None:

@@ -61,7 +61,7 @@ class MegatronDDPConfig:
 
 @dataclass
 class MegatronCheckpointConfig:
-    async_save: bool = False  # write while the next steps are computed
+    async_save: bool = False  # what checkpointing.async_save is by default
     ckpt_assume_constant_structure: bool = True  # only this value
 
 

@@ -191,6 +191,7 @@ class CheckpointingConfig:
     keep_top_k: Optional[int] = 3  # by metric_name; the latest is kept besides; null: all
     metric_name: Optional[str] = None  # "val:accuracy", "train:reward"; null: keep the latest keep_top_k
     higher_is_better: bool = True
+    async_save: bool = "${policy.megatron_cfg.checkpoint.async_save}"  # type: ignore[assignment]  # write while training goes on
     save_consolidated: bool = False  # also write a Hugging Face checkpoint, in `hf/` beside the sharded one
 
 

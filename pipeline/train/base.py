@@ -41,5 +41,9 @@ class TrainBackend(Protocol):
     def save(self, folder: Path) -> None:
         """Write this rank's share of weights, optimizer, schedule and random state below `folder`, durably."""
 
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy what `save` would write to host memory; the result writes it below a folder, durably, from any thread, while
+        training goes on."""
+
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, to the last bit. Raises ValueError if it does not fit this model."""

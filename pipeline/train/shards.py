@@ -152,11 +152,6 @@ def collect(entries: Iterable[Entry], record: dict[str, Any], copy: bool = False
     return Shards(tensors, {**record, "tensors": index})
 
 
-def write_shards(folder: Path, rank: int, entries: Iterable[Entry], record: dict[str, Any]) -> None:
-    """Write this rank's boxes, and `record` with the index; both are on the disk when this returns."""
-    collect(entries, record).write(folder, rank)
-
-
 def read_shards(folder: Path) -> tuple[BoxReader, list[dict[str, Any]]]:
     """(reader of all ranks' boxes, all ranks' records). Raises ValueError if a rank's file is missing."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("train-rank*.json"))]

@@ -10,6 +10,7 @@ Left out: virtual pipeline stages, FP8, multi-token prediction, LoRA, Megatron-F
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from pipeline.train.megatron.layout import Local, describe
 from pipeline.train.megatron.model import Head, PolicyStage, build
 from pipeline.train.megatron.optimizer import Optimizer, Range
 from pipeline.train.outputs import broadcast_record, reduce_outputs
-from pipeline.train.shards import BoxReader, Entry, read_shards, write_shards
+from pipeline.train.shards import BoxReader, Entry, Shards, collect, read_shards
 from pipeline.types import LossOutput, PackedBatch, StepResult
 
 FOREVER_MINUTES = 60 * 24 * 365  # the watchdog bounds waits
@@ -215,7 +216,12 @@ class MegatronBackend:
     # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        rank = self._group.rank()
+        self._collect(copy=False).write(folder, self._group.rank())
+
+    def snapshot(self) -> Callable[[Path], None]:
+        return functools.partial(self._collect(copy=True).write, rank=self._group.rank())
+
+    def _collect(self, copy: bool) -> Shards:
         record = {
             "ranks": self._group.size(),
             "layout": self._layout(),
@@ -223,7 +229,7 @@ class MegatronBackend:
             "optimizer": self._optimizer.options,
             "random": state.random_record(),
         }
-        write_shards(folder, rank, self._entries(), record)
+        return collect(self._entries(), record, copy)
 
     def _entries(self) -> Iterator[Entry]:
         """All that a checkpoint holds of this rank."""
