@@ -15,7 +15,7 @@ MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deep
 class MegatronOptimizerConfig:
     """Megatron's names for an optimizer. Its state and main weights are float32 and cut over the data ranks."""
 
-    optimizer: str = "adam"  # adam (that is, AdamW), sgd
+    optimizer: str = "adam"  # that is, AdamW
     lr: float = 5e-6
     min_lr: float = 0.0  # where scheduler.lr_decay_style ends
     weight_decay: float = 0.01

@@ -17,7 +17,7 @@ CHOICES = {  # null passes wherever the schema allows it
     f"{KEY}.empty_unused_memory_level": (0, 1, 2),
     f"{KEY}.moe_router_dtype": (None, "fp32", "fp64"),
     f"{KEY}.attention_backend": (None, "auto", "flash", "fused", "unfused"),
-    f"{KEY}.optimizer.optimizer": (None, "adam", "sgd"),
+    f"{KEY}.optimizer.optimizer": (None, "adam"),  # all that its distributed optimizer does
     f"{KEY}.scheduler.lr_decay_style": (None, "constant", "linear", "cosine", "inverse-square-root"),
 }
 
@@ -144,8 +144,6 @@ def _check_optimizer(optimizer: MegatronOptimizerConfig, precision: str) -> None
     bf16 = precision == "bfloat16"
     if optimizer.bf16 not in (None, bf16):
         raise RecipeError(f"{key}.bf16: {_yaml(optimizer.bf16)}, but policy.precision is {precision}; leave it out")
-    if optimizer.use_precision_aware_optimizer and optimizer.optimizer != "adam":
-        raise RecipeError(f"{key}.use_precision_aware_optimizer: only adam has one, and {key}.optimizer is not adam")
     if optimizer.min_lr > optimizer.lr:
         raise RecipeError(f"{key}.min_lr: {optimizer.min_lr} is above {key}.lr {optimizer.lr}")
     if not 0 <= optimizer.optimizer_offload_fraction <= 1:

@@ -31,6 +31,7 @@ from pipeline.train.attention import check_attention, check_batch
 from pipeline.train.base import Loss
 from pipeline.train.initial_weights import Read, initial_weights
 from pipeline.train.megatron.batch import LocalBatch, localize
+from pipeline.train.megatron.conversion import converted
 from pipeline.train.megatron.gather import Gatherer
 from pipeline.train.megatron.layout import Local, describe
 from pipeline.train.megatron.model import Head, PolicyStage, build
@@ -198,8 +199,6 @@ class MegatronBackend:
         if self._policy.random_init:
             self._fill(initial_weights(self._policy, hf, seed), lambda local: local.hugging_face)
         else:
-            from pipeline.train.megatron.conversion import converted
-
             self._fill(converted(self._policy, hf, self._group).read, lambda local: local.whole)
 
     def _fill(self, read: Read, pieces_of: Callable[[Local], list[Piece]]) -> None:

@@ -10,12 +10,10 @@ Left out: quantised checkpoints, and conversions for a layout; these are whole p
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -26,6 +24,8 @@ from transformers import PreTrainedConfig
 from pipeline.config import PolicyConfig
 from pipeline.models import family
 from pipeline.models.base import Parameter
+from pipeline.models.hugging_face import checkpoint_shapes
+from pipeline.train.initial_weights import checkpoint_files, initial_weights
 from pipeline.train.megatron.fingerprint import content_digests, fingerprint
 from pipeline.train.megatron.sharing import first, share
 from pipeline.train.megatron.shelf import VARIABLE, Conversion, Shelf, unusable
@@ -58,12 +58,86 @@ def converted(
     if getattr(config, "quantization_config", None):
         raise ValueError(f"policy.model_name: {policy.model_name} is quantised; training needs a checkpoint that is not")
     root = folder or shared_folder()
-    first(group, lambda: _prepare(root))
-    files = _safetensors(policy.model_name)
-    digests = content_digests(files, root / "digests", group)
+    files = checkpoint_files(policy.model_name)
     parameters = family(config).parameters(config)
-    work = _Conversion(policy, config, root, files, digests)
-    with contextlib.ExitStack() as lock:
-        chosen = json.loads(first(group, lambda: work.choose(lock, timeout_s)))
-        if "partial" in chosen:
-            share(group, lambda: work.convert(Path(chosen["partial"]), group))
+    first(group, lambda: _prepare(root))
+    digests = content_digests(files, root / "digests", group)
+    identity = first(group, lambda: fingerprint(digests, parameters, checkpoint_shapes(config)[0]))
+    shelf = Shelf(root, policy.model_name, identity)
+
+    def find() -> str | None:
+        return None if policy.megatron_cfg.force_reconvert_from_hf else shelf.find()
+
+    with contextlib.ExitStack() as stack:
+        found = first(group, find)
+        if not found:
+            first(group, lambda: stack.enter_context(shelf.alone(timeout_s)))
+            found = first(group, find)  # another job may have made it meanwhile
+        if not found:
+            first(group, lambda: _check(policy, config))
+            partial = Path(first(group, shelf.begin))
+            share(group, lambda: _write_part(partial, files, parameters, group.rank(), group.size()))
+            found = first(group, lambda: shelf.commit(partial, parameters.keys()))
+        opened: list[Conversion] = []
+        share(group, lambda: opened.append(_open(Path(found))))
+    return opened[0]
+
+
+def _prepare(root: Path) -> None:
+    """Make the shared folder, and see that it can be written."""
+    try:
+        (root / "digests").mkdir(parents=True, exist_ok=True)
+        for folder in (root, root / "digests"):
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+    except OSError as error:
+        raise unusable(root, error) from error
+
+
+def _check(policy: PolicyConfig, config: PreTrainedConfig) -> None:
+    """Refuse what training without a conversion would refuse: other names or shapes, copies that are not."""
+    initial_weights(policy, config, seed=0)
+
+
+def _write_part(partial: Path, files: list[Path], parameters: Mapping[str, Parameter], rank: int, size: int) -> None:
+    """Convert this rank's part of the parameters into a file of its own."""
+    _see(partial)
+    stored = {name: tensor for file in files for name, tensor in stored_tensors(file).items()}
+    mine = _part(parameters, stored, rank, size)
+    if not mine:
+        return
+
+    def make(name: str) -> torch.Tensor:
+        parameter = parameters[name]
+        return parameter.function(*(stored[source].load() for source in parameter.sources))
+
+    results = {
+        name: parameters[name].function(*(stored[source].empty() for source in parameters[name].sources)) for name in mine
+    }
+    write_tensors(partial / f"rank{rank:05d}.safetensors", results, make)
+
+
+def _part(parameters: Mapping[str, Parameter], stored: Mapping[str, StoredTensor], rank: int, size: int) -> list[str]:
+    """The names of one of `size` parts of about equal bytes, in the model's order, as its files have them."""
+    sizes = {name: sum(stored[source].nbytes for source in parameter.sources) for name, parameter in parameters.items()}
+    total, before, part = sum(sizes.values()), 0, []
+    for name, nbytes in sizes.items():
+        if before * size // total == rank:
+            part.append(name)
+        before += nbytes
+    return part
+
+
+def _open(folder: Path) -> Conversion:
+    _see(folder)
+    return Conversion(folder)
+
+
+def _see(folder: Path) -> None:
+    """Raises ValueError if this node's shared folder is not the first rank's."""
+    # The parent is listed because an NFS client caches that a single name does not exist.
+    if not folder.parent.is_dir() or folder.name not in os.listdir(folder.parent):
+        raise ValueError(
+            f"{folder} is not there on {socket.gethostname()}, though the first train rank sees it;"
+            f" set {VARIABLE} to a folder that all train nodes share"
+        )

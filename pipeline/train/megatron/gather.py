@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.boxes import Box, Piece, whole
+from pipeline.train.megatron.sharing import all_gather
 
 
 class Offer(msgspec.Struct, array_like=True):
@@ -49,10 +50,7 @@ class Gatherer:
         mine: Table = {}
         for name, box in self._held:
             mine.setdefault(name, []).append(Offer(box.offset, box.size))
-        tables = [
-            msgspec.msgpack.decode(body, type=Table)
-            for body in _gather_bytes(msgspec.msgpack.encode(mine), group, self._device)
-        ]
+        tables = [msgspec.msgpack.decode(body, type=Table) for body in all_gather(group, msgspec.msgpack.encode(mine))]
         # Every rank sees all tables and comes to the same choice.
         self._chosen: dict[str, list[tuple[int, Box]]] = {name: [] for name in shapes}
         seen: set[tuple[str, Box]] = set()
@@ -99,16 +97,3 @@ class Gatherer:
     def _part(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
         tensor, target = self._held[name, box]
         return tensor.detach()[target.within(whole(tuple(tensor.shape)))].to(dtype).reshape(box.size)
-
-
-def _gather_bytes(body: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    """Every rank's, in order, on all ranks."""
-    sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
-    sizes[group.rank()] = len(body)
-    dist.all_reduce(sizes, group=group)
-    longest = int(sizes.max())
-    mine = torch.zeros(longest, dtype=torch.uint8, device=device)
-    mine[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8).to(device)
-    every = torch.empty(group.size() * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(every, mine, group=group)
-    return [part[:n].cpu().numpy().tobytes() for part, n in zip(every.split(longest), sizes.tolist(), strict=True)]

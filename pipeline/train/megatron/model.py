@@ -10,8 +10,10 @@ rotary embeddings of its own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,19 +84,20 @@ def build(policy: PolicyConfig, hf: PreTrainedConfig) -> PolicyStage:
     """
     engine = transformer_engine()
     config = _transformer_config(policy, hf, engine)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm")
     size = parallel_state.get_tensor_model_parallel_world_size()
-    stage = PolicyStage(
-        config,
-        spec if engine else _with_our_modules(spec),
-        vocab_size=-(-hf.vocab_size // size) * size,
-        max_sequence_length=hf.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=hf.tie_word_embeddings,
-        parallel_output=True,
-    )
+    with _refusals_named():
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm")
+        stage = PolicyStage(
+            config,
+            spec if engine else _with_our_modules(spec),
+            vocab_size=-(-hf.vocab_size // size) * size,
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            parallel_output=True,
+        )
     if not config.multi_latent_attention:
         stage.rotary_pos_emb.inv_freq, _ = rotary(hf)
     if policy.megatron_cfg.freeze_moe_router:
@@ -133,7 +136,7 @@ def _transformer_config(policy: PolicyConfig, hf: PreTrainedConfig, engine: bool
     megatron = policy.megatron_cfg
     dtype = getattr(torch, policy.precision)
     family = models.family(hf).transformer(hf)
-    arguments = {**family, **_layout(megatron, dtype), **_fusions(megatron, engine), **_recompute(megatron)}
+    arguments = {**family, **_layout(megatron, dtype), **_fusions(megatron, engine), **_recompute(megatron, engine)}
     if arguments.get("num_moe_experts"):
         arguments |= _mixture(megatron, engine)
     latent = arguments.get("multi_latent_attention", False)
@@ -146,8 +149,15 @@ def _transformer_config(policy: PolicyConfig, hf: PreTrainedConfig, engine: bool
         arguments["attention_backend"] = AttnBackend[megatron.attention_backend]
     arguments |= megatron.model_overrides
     cls = MLATransformerConfig if latent else TransformerConfig
-    try:
+    with _refusals_named():
         return cls(**arguments)
+
+
+@contextlib.contextmanager
+def _refusals_named() -> Iterator[None]:
+    """What Megatron-Core refuses, as a ValueError that names the section of the recipe."""
+    try:
+        yield
     except (AssertionError, ValueError, TypeError) as error:
         raise ValueError(f"policy.megatron_cfg: Megatron-Core does not take this layout or these options: {error}") from error
 
@@ -189,11 +199,14 @@ def _fusions(megatron: MegatronConfig, engine: bool) -> dict[str, bool]:
     }
 
 
-def _recompute(megatron: MegatronConfig) -> dict[str, Any]:
+def _recompute(megatron: MegatronConfig, engine: bool) -> dict[str, Any]:
     if not megatron.activation_checkpointing:
         return {}
     if megatron.recompute_granularity == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": megatron.recompute_modules}
+        modules = megatron.recompute_modules
+        if modules and "layernorm" in modules and not engine:  # Megatron-Core 0.16.1 asks TransformerEngine about FP8 there
+            raise ValueError("policy.megatron_cfg.recompute_modules: layernorm needs TransformerEngine, which is not here")
+        return {"recompute_granularity": "selective", "recompute_modules": modules and list(modules)}
     return {
         "recompute_granularity": "full",
         "recompute_method": megatron.recompute_method or "uniform",
@@ -225,8 +238,8 @@ def _with_our_modules(block: TransformerBlockSubmodules) -> TransformerBlockSubm
         attention.core_attention = PackedAttention
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(attention, name):
-                # Whole on every rank, as with TransformerEngine. Cut as in the local spec, the gradient of the keys' rotary part
-                # would be that of a rank's own heads only.
+                # Whole on every rank, as with TransformerEngine. Cut as in the local spec, the gradient of the keys' rotary
+                # part would be that of a rank's own heads only.
                 setattr(attention, name, WholeLinear)
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             norm = getattr(attention, name, None)

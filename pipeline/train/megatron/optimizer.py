@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -46,16 +46,23 @@ class Optimizer:
         config = _core_config(policy, own)
         overrides = None if own else {}  # None: Megatron-Core's habit
         self._core = get_megatron_optimizer(config, [model], config_overrides=overrides, use_gloo_process_groups=False)
-        self._clip = config.clip_grad
+        self._policy, self._config = policy, config
+        scheduler = policy.megatron_cfg.scheduler
         self.options = {
             name: getattr(config, name)
-            for name in ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum")
-        } | {"decoupled_weight_decay": config.decoupled_weight_decay, "decays_norms": overrides is not None}
-        scheduler = policy.megatron_cfg.scheduler
+            for name in ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
+        } | {
+            "decoupled_weight_decay": config.decoupled_weight_decay,
+            "decays_norms": overrides is not None,
+            "scheduler": asdict(scheduler) if scheduler else policy.scheduler,
+        }
+        self._schedule = self._new_schedule()
+
+    def _new_schedule(self) -> TorchSchedule | CoreSchedule:
+        scheduler = self._policy.megatron_cfg.scheduler
         if scheduler is not None:
-            self._schedule = CoreSchedule(self._core, config, scheduler)
-        else:
-            self._schedule = TorchSchedule(self._core, config, policy.scheduler)
+            return CoreSchedule(self._core, self._config, scheduler)
+        return TorchSchedule(self._core, self._config, self._policy.scheduler)
 
     @property
     def steps(self) -> int:
@@ -79,11 +86,11 @@ class Optimizer:
         if not math.isfinite(norm):
             self.zero_grad()
             raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
-        if self._clip > 0:
+        if self._config.clip_grad > 0:
             for part in self._parts():
                 clip_grad_by_total_norm_fp32(
                     part.get_parameters(),
-                    max_norm=self._clip,
+                    max_norm=self._config.clip_grad,
                     total_norm=norm,
                     use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
                 )
@@ -102,6 +109,7 @@ class Optimizer:
 
     def restore(self, steps: int, state: dict[torch.nn.Parameter, dict[str, torch.Tensor]]) -> None:
         """As after `steps` steps that left `state`: for each parameter of `ranges()`, its state tensors."""
+        self._schedule = self._new_schedule()
         self._schedule.advance(steps)
         for part in self._parts():
             for parameter, (group, place) in part.model_param_group_index_map.items():
@@ -193,6 +201,11 @@ def _core_config(policy: PolicyConfig, own: MegatronOptimizerConfig | None) -> C
         "use_distributed_optimizer": True,
     }
     if own is not None:
+        if own.optimizer != "adam":
+            raise ValueError(
+                "policy.megatron_cfg.optimizer.optimizer: Megatron-Core's distributed optimizer takes adam only,"
+                f" not {own.optimizer}"
+            )
         return CoreConfig(
             optimizer=own.optimizer,
             lr=own.lr,
@@ -201,7 +214,6 @@ def _core_config(policy: PolicyConfig, own: MegatronOptimizerConfig | None) -> C
             adam_beta1=own.adam_beta1,
             adam_beta2=own.adam_beta2,
             adam_eps=own.adam_eps,
-            sgd_momentum=own.sgd_momentum,
             clip_grad=own.clip_grad or 0.0,
             use_precision_aware_optimizer=own.use_precision_aware_optimizer,
             optimizer_cpu_offload=own.optimizer_cpu_offload,

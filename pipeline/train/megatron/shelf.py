@@ -23,7 +23,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Set
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class Conversion:
     """A complete conversion. While this object lives, no job removes it."""
 
     def __init__(self, folder: Path):
-        """Raises FileNotFoundError if it is not there, or no longer, and ValueError if its files are not as they were written."""
+        """Raises FileNotFoundError if it is not there, or no longer; ValueError if its files are not of the sizes written."""
         self.folder = folder
         self._in_use = open(folder / COMPLETE)  # noqa: SIM115 - it stays open
         _flock(self._in_use, fcntl.LOCK_SH)
@@ -51,7 +51,6 @@ class Conversion:
         sizes = {name: (folder / name).stat().st_size for name in record["files"]}
         if sizes != record["files"]:
             raise ValueError(f"{folder}: the sizes of its files are not those in {COMPLETE}")
-        self.fingerprint = record["fingerprint"]
         self._reader = BoxReader()
         for name, entry in record["tensors"].items():
             shape = tuple(entry["shape"])
@@ -63,26 +62,29 @@ class Conversion:
 
 
 class Shelf:
-    """All conversions of one checkpoint, as one rank manages them."""
+    """All conversions of one checkpoint. One rank of a job manages them: it finds one, or writes one alone."""
 
     def __init__(self, root: Path, model_name: str, fingerprint: str):
+        self._root = root
+        self._name = _slug(model_name)
         self._fingerprint = fingerprint
-        self._lock = root / f"{fingerprint[:16]}.lock"
-        same = [folder for folder in sorted(root.glob(f"*-{fingerprint[:16]}")) if folder.is_dir()]
-        self._folder = same[0] if same else root / f"{_slug(model_name)}-{fingerprint[:16]}"
+        self._found: Conversion | None = None  # not to be removed before this job's other ranks have opened it
 
-    def latest(self) -> Conversion | None:
-        """The newest that is complete."""
+    @property
+    def _folder(self) -> Path:
+        short = self._fingerprint[:16]
+        same = sorted(self._root.glob(f"*-{short}"))  # another job may have come first, with another name for it
+        return same[0] if same else self._root / f"{self._name}-{short}"
+
+    def find(self) -> str | None:
+        """The folder of the newest complete conversion."""
         for folder in reversed(self._numbered()):
             try:
-                conversion = Conversion(folder)
-            except FileNotFoundError:  # removed meanwhile, or a file of it is gone
-                continue
-            except ValueError as error:
+                self._found = Conversion(folder)
+            except (FileNotFoundError, ValueError) as error:
                 print(f"not used: {error}", flush=True)
                 continue
-            if conversion.fingerprint == self._fingerprint:
-                return conversion
+            return str(folder)
         return None
 
     @contextlib.contextmanager
@@ -92,12 +94,13 @@ class Shelf:
         Raises TimeoutError, naming the other job, after `timeout_s` seconds; ValueError if the file system has no locks.
         """
         deadline, told = time.monotonic() + timeout_s, False
-        with open(self._lock, "a+") as file:
+        lock = self._root / f"{self._fingerprint[:16]}.lock"
+        with open(lock, "a+") as file:
             while not _taken(file):
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"{self._lock}: still held after {timeout_s:g} s by {_holder(file)}")
+                    raise TimeoutError(f"{lock}: still held after {timeout_s:g} s by {_holder(file)}")
                 if not told:
-                    print(f"waiting until this checkpoint is converted by {_holder(file)} ({self._lock})", flush=True)
+                    print(f"waiting for {_holder(file)}, which converts the same checkpoint ({lock})", flush=True)
                     told = True
                 time.sleep(0.2)
             file.truncate(0)
@@ -105,7 +108,7 @@ class Shelf:
             file.flush()
             yield
 
-    def begin(self) -> Path:
+    def begin(self) -> str:
         """An empty folder to write into. What dead jobs left is removed, as no live one writes here now."""
         self._folder.mkdir(exist_ok=True)
         for folder in self._folder.glob(".*"):
@@ -114,29 +117,30 @@ class Shelf:
         partial = self._folder / f".{number:06d}.{socket.gethostname()}-{os.getpid()}-{time.time_ns()}.partial"
         partial.mkdir()
         sync(self._folder)
-        return partial
+        print(f"converting the checkpoint for Megatron-Core, in {self._folder}", flush=True)
+        return str(partial)
 
-    def commit(self, partial: Path, names: set[str]) -> Conversion:
+    def commit(self, partial: Path, names: Set[str]) -> str:
         """The files in `partial`, with the tensors `names`, are on disk: make them a conversion, and drop older ones."""
         files = sorted(partial.glob("*.safetensors"))
         tensors = {
-            name: {"shape": stored.shape, "file": file.name} for file in files for name, stored in stored_tensors(file).items()
+            name: {"shape": stored.shape, "dtype": str(stored.dtype).removeprefix("torch."), "file": file.name}
+            for file in files
+            for name, stored in stored_tensors(file).items()
         }
         if tensors.keys() != names:
             raise AssertionError(f"{partial}: these are not what was to be written: {sorted(tensors.keys() ^ names)[:4]}")
         sizes = {file.name: file.stat().st_size for file in files}
-        write_durably(
-            partial / COMPLETE, json.dumps({"fingerprint": self._fingerprint, "files": sizes, "tensors": tensors})
-        )
+        write_durably(partial / COMPLETE, json.dumps({"fingerprint": self._fingerprint, "files": sizes, "tensors": tensors}))
         sync(partial)
         folder = self._folder / partial.name.split(".")[1]
         partial.rename(folder)
         sync(self._folder)
-        conversion = Conversion(folder)
+        self._found = Conversion(folder)
         for other in self._numbered():
             if other != folder:
                 _remove_unless_read(other)
-        return conversion
+        return str(folder)
 
     def _numbered(self) -> list[Path]:
         """Asked by listing the folder, since an NFS client caches that a single name does not exist."""
@@ -187,14 +191,15 @@ def _remove_unless_read(folder: Path) -> None:
     try:
         file = open(folder / COMPLETE, "r+")  # noqa: SIM115 - an exclusive lock needs one that can be written
     except FileNotFoundError:
-        return _remove(folder)
+        _remove(folder)
+        return
     with file:
         try:
             _flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"{folder} is still being read; the next conversion of this checkpoint removes it", flush=True)
-            return None
-        return _remove(folder)
+            return
+        _remove(folder)
 
 
 def _remove(folder: Path) -> None:

@@ -30,6 +30,10 @@ class StoredTensor:
     start: int  # in bytes from the file's beginning
     nbytes: int
 
+    def empty(self) -> torch.Tensor:
+        """A meta tensor like it."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
     def load(self) -> torch.Tensor:
         """A copy of it. Raises ValueError if the file ends too early."""
         data = torch.empty(self.nbytes, dtype=torch.uint8)
