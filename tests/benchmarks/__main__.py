@@ -1,7 +1,9 @@
-"""`python -m tests.benchmarks`, from the repository's root: the GRPO step against TRL 1.16, in one run.
+"""`python -m tests.benchmarks`, from the repository's root: the GRPO step against TRL 1.16, and our train backends, in one run.
 
-    python -m tests.benchmarks                  the tables of both cases; `compare CASE` for one, 0.8M or 32M
-    python -m tests.benchmarks profile CASE     where our step's time goes
+    python -m tests.benchmarks                  all tables of the next two; a CASE after either is for that one alone
+    python -m tests.benchmarks compare CASE     the GRPO step against TRL's: 0.8M, 32M
+    python -m tests.benchmarks backends CASE    packed against padded, Megatron-Core against FSDP2: 0.8M-skewed, 32M-half
+    python -m tests.benchmarks profile CASE     where our step's time goes; with --backend megatron or fsdp, a training step's
     python -m tests.benchmarks tune CASE        CPU seconds by size of microbatch, TRL's and ours
 
 All take one step in turns, one process each and one thread each, so whatever else runs on the machine meets all of them. What
@@ -12,46 +14,72 @@ a core. Left out: more than one rank and GPUs.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tests.benchmarks import cases, floor, trl_environment
-from tests.benchmarks.cases import CASES, Case
+from tests.benchmarks.cases import CASES, STEP_CASES, TRAIN_CASES, Case
 from tests.benchmarks.contender import ENVIRONMENT, Contender
-from tests.benchmarks.report import CPU, Measured, print_case
+from tests.benchmarks.report import CPU, Measured, print_backends, print_case
+from tests.benchmarks.train_step import TRAIN_BACKENDS
 
 FOLDER = Path(".bench")
-BACKENDS = ("transformers", "vllm")
+BACKENDS = ("transformers", "vllm")  # that sample
+LAYOUTS = ("packed", "padded")
+AGREEMENT = 1e-4  # of losses and gradient norms, relative: on a CPU, torch's float32 norm of 2M numbers is off by up to 6e-5
 _PACKED_TOKENS = (512, 1024, 1536, 2048, 8192)  # tried by `tune`
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
-    parser.add_argument("command", nargs="?", choices=("compare", "profile", "tune"), default="compare")
+    parser.add_argument("command", nargs="?", choices=("compare", "backends", "profile", "tune"))
     parser.add_argument("case", nargs="?", choices=CASES)
-    parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="what samples in the profile")
+    parser.add_argument("--backend", choices=(*BACKENDS, *TRAIN_BACKENDS), default=BACKENDS[0], help="what is profiled")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # for the floor, which is measured in this process
-    for case in [CASES[arguments.case]] if arguments.case else CASES.values():
-        if arguments.command == "profile":
+    chosen = (CASES[arguments.case],) if arguments.case else ()
+    if arguments.command in (None, "compare"):
+        for case in chosen or STEP_CASES:
+            compare(case)
+    if arguments.command in (None, "backends"):
+        for case in chosen or TRAIN_CASES:
+            compare_backends(case)
+    if arguments.command == "profile":
+        for case in chosen or STEP_CASES:
             command = [sys.executable, "-m", "tests.benchmarks.profile", case.name, str(_checkpoint(case)), arguments.backend]
             subprocess.run(command, env=os.environ | ENVIRONMENT, check=True)
-        elif arguments.command == "tune":
+    if arguments.command == "tune":
+        for case in chosen or STEP_CASES:
             tune(case)
-        else:
-            compare(case)
 
 
 def compare(case: Case) -> None:
     folder = _checkpoint(case)
     contenders = [_trl(case, folder, case.trl_micro_batch)]
     contenders += [_ours(case, folder, backend, case.packed_tokens) for backend in BACKENDS]
-    measured = take_turns(case, contenders)
+    measured = take_turns(case, contenders, _check_lengths)
     print_case(case, floor.measure(case), measured)
+
+
+def compare_backends(case: Case) -> None:
+    folder = _checkpoint(case)
+    contenders = [
+        Contender(
+            f"{title}, {layout}",
+            [sys.executable, "-m", "tests.benchmarks.train_step", case.name, str(folder), backend, layout],
+            FOLDER / f"{case.name}-{backend}-{layout}.log",
+        )
+        for backend, title in TRAIN_BACKENDS.items()
+        for layout in LAYOUTS
+    ]
+    print_backends(case, *take_turns(case, contenders, _check_agreement))
 
 
 def tune(case: Case) -> None:
@@ -60,22 +88,39 @@ def tune(case: Case) -> None:
     trials = [(f"{size} samples", lambda size=size: _trl(case, folder, size)) for size in sizes]
     trials += [(f"{n} tokens", lambda n=n: _ours(case, folder, BACKENDS[0], n)) for n in _PACKED_TOKENS]
     for setting, start in trials:
-        (measured,) = take_turns(case, [start()])
+        (measured,) = take_turns(case, [start()], _check_lengths)
         print(f"{case.name}, {measured.name}, microbatches of {setting}: {measured.median(CPU):.3f} CPU s", flush=True)
 
 
-def take_turns(case: Case, contenders: list[Contender]) -> list[Measured]:
+Check = Callable[[Case, dict[str, dict[str, Any]]], None]
+"""(case, every contender's answer of one turn, by name). Raises RuntimeError if they have not done equal work."""
+
+
+def take_turns(case: Case, contenders: list[Contender], check: Check) -> list[Measured]:
     measured = [Measured(contender.name) for contender in contenders]
     for step in range(case.warmup + case.steps):
-        for contender, record in zip(contenders, measured, strict=True):
-            times, lengths = contender.step()
-            if sorted(lengths) != sorted(case.lengths()):
-                raise RuntimeError(f"{contender.name} sampled {sum(lengths)} tokens, not the {case.tokens[1]} dealt out")
-            if step >= case.warmup:
-                record.times.append(times)
+        answers = {contender.name: contender.step() for contender in contenders}
+        check(case, answers)
+        if step >= case.warmup:
+            for record in measured:
+                record.times.append(answers[record.name]["times"])
     for contender in contenders:
         contender.close()
     return measured
+
+
+def _check_lengths(case: Case, answers: dict[str, dict[str, Any]]) -> None:
+    for name, answer in answers.items():
+        if sorted(answer["lengths"]) != sorted(case.lengths()):
+            raise RuntimeError(f"{name} sampled {sum(answer['lengths'])} tokens, not the {case.tokens[1]} dealt out")
+
+
+def _check_agreement(case: Case, answers: dict[str, dict[str, Any]]) -> None:
+    (first, expected), *others = ((name, answer["metrics"]) for name, answer in answers.items())
+    for name, metrics in others:
+        for key, value in metrics.items():
+            if not math.isclose(value, expected[key], rel_tol=AGREEMENT):
+                raise RuntimeError(f"{case.name}: {name} has a {key} of {value}, but {first} of {expected[key]}")
 
 
 def _trl(case: Case, folder: Path, micro_batch: int) -> Contender:

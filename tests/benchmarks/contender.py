@@ -1,7 +1,7 @@
 """A process that takes one training step whenever it is told to, so that contenders can take turns on a busy machine.
 
-The parent writes the line `step`, the child answers with one line of JSON: {phase: [CPU seconds, wall seconds]}, which add up
-to the step, and `lengths`, those of the completions. While it waits, a contender uses no CPU.
+The parent writes the line `step`, the child answers with one line of JSON: `times`, {phase: [CPU seconds, wall seconds]}, which
+add up to the step, and what else the parent wants to compare. While it waits, a contender uses no CPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 Times = dict[str, list[float]]  # phase -> [CPU seconds of all threads of the process, wall seconds]
 
@@ -42,14 +43,13 @@ class Contender:
             )
         self._receive()
 
-    def step(self) -> tuple[Times, list[int]]:
-        """(times by phase, completion lengths). Raises RuntimeError with the end of its log if the process has ended."""
+    def step(self) -> dict[str, Any]:
+        """The child's answer. Raises RuntimeError with the end of its log if the process has ended."""
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
-        reply = self._receive()
-        return reply["times"], reply["lengths"]
+        return self._receive()
 
-    def _receive(self) -> dict:
+    def _receive(self) -> dict[str, Any]:
         too_long = threading.Timer(LONGEST_S, self._process.kill)
         too_long.start()
         line = self._process.stdout.readline()
@@ -84,16 +84,34 @@ class Clock:
 
     def __init__(self) -> None:
         self._times: Times = {}
+        self._last = (0.0, 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        cpu, wall = time.process_time(), time.perf_counter()
+        begun = _now()
         yield
+        self._spend(name, begun, _now())
+
+    def start(self) -> None:
+        """Begin the first of some laps."""
+        self._last = _now()
+
+    def lap(self, name: str) -> None:
+        """A phase that began where the last one ended, for phases that no `with` can hold."""
+        now = _now()
+        self._spend(name, self._last, now)
+        self._last = now
+
+    def _spend(self, name: str, begun: tuple[float, float], ended: tuple[float, float]) -> None:
         spent = self._times.setdefault(name, [0.0, 0.0])
-        spent[0] += time.process_time() - cpu
-        spent[1] += time.perf_counter() - wall
+        for clock in (0, 1):
+            spent[clock] += ended[clock] - begun[clock]
 
     def take(self) -> Times:
         """What has been counted since the last time."""
         times, self._times = self._times, {}
         return times
+
+
+def _now() -> tuple[float, float]:
+    return time.process_time(), time.perf_counter()

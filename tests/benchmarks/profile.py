@@ -1,6 +1,7 @@
-"""Where our step's CPU time goes: torch's operators, then Python's functions, for rollout and training apart.
+"""Where our step's CPU time goes: torch's operators, then Python's functions.
 
-`python -m tests.benchmarks.profile CASE FOLDER BACKEND`, by way of `python -m tests.benchmarks profile CASE`.
+`python -m tests.benchmarks.profile CASE FOLDER BACKEND`, by way of `python -m tests.benchmarks profile CASE --backend BACKEND`.
+A backend that samples (transformers, vllm): rollout and training apart. One that trains (fsdp, megatron): a packed step of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.benchmarks.cases import CASES
 from tests.benchmarks.our_step import OurStep, join_alone
+from tests.benchmarks.train_step import TRAIN_BACKENDS, TrainStep
 
 _ROWS = 20
 
@@ -24,6 +26,13 @@ def main(name: str, folder: str, backend: str) -> None:
     """One step by each profiler, since both together would measure each other."""
     case = CASES[name]
     join_alone()
+    if backend in TRAIN_BACKENDS:
+        trained = TrainStep(case, Path(folder), backend, "packed")
+        for _ in range(case.warmup):
+            trained.step()
+        for profiled in (_operators, _functions):
+            profiled(f"{case.name}, {backend}, training", trained.step)
+        return
     ours = OurStep(case, Path(folder), backend, case.packed_tokens)
     for _ in range(case.warmup):
         ours.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from tests.benchmarks.cases import Case
+from tests.benchmarks.cases import Case, padded_microbatches, padded_tokens
 from tests.benchmarks.contender import Times
 from tests.benchmarks.floor import Floor
 
@@ -65,6 +65,42 @@ def print_case(case: Case, floor: Floor, measured: list[Measured]) -> None:
             f"{contender.name}: {case.samples / cpu:.1f} samples and {completion_tokens / cpu:.0f} completion tokens per CPU s;"
             f" {trl.median(CPU) / cpu:.2f} times TRL's speed in CPU s, {trl.median(WALL) / wall:.2f} times in wall s"
         )
+
+
+def print_backends(
+    case: Case, fsdp_packed: Measured, fsdp_padded: Measured, megatron_packed: Measured, megatron_padded: Measured
+) -> None:
+    lengths = (case.prompt_length + case.lengths()).tolist()
+    real = sum(lengths)
+    dealt, by_length = (padded_tokens(x, padded_microbatches(x, case.packed_tokens)) / real for x in (lengths, sorted(lengths)))
+    phases = fsdp_packed.phases
+    print(
+        f"\n{case.name}: {case.parameters / 1e6:.2f}M parameters, float32, {case.samples} sequences of random tokens, {real} in"
+        f" all, {real / case.samples:.0f} on average and at most {max(lengths)}; microbatches of at most {case.packed_tokens}."
+        f" Padding in the order they come makes {dealt:.2f} times as many tokens of them (sorted by length it would be"
+        f" {by_length:.2f}). One rank, one thread. {len(fsdp_packed.times)} steps, in turns, after {case.warmup} for warming"
+        " up; losses and gradient norms agree."
+    )
+    titles = [*(f"{phase:>23s}" for phase in phases), f"{'ms a token':>12s}{'tokens per s':>14s}"]
+    print(f"{'CPU seconds a step':24s}{'min':>8s}{'median':>8s}" + "".join(titles))
+    for contender in (fsdp_packed, fsdp_padded, megatron_packed, megatron_padded):
+        median = contender.median(CPU)
+        parts = "".join(f"{statistics.median(contender.part([phase], CPU)):23.3f}" for phase in phases)
+        whole = f"{contender.name:24s}{min(contender.part(phases, CPU)):8.3f}{median:8.3f}"
+        print(f"{whole}{parts}{1000 * median / real:12.3f}{real / median:14.0f}")
+    print(f"ratios of medians, by python -m tests.benchmarks backends {case.name} (tokens are real ones, not padding):")
+    _ratio("padded / packed, FSDP2", fsdp_padded, fsdp_packed)
+    _ratio("padded / packed, Megatron-Core", megatron_padded, megatron_packed)
+    _ratio("Megatron-Core / FSDP2, packed", megatron_packed, fsdp_packed)
+    _ratio("Megatron-Core / FSDP2, padded", megatron_padded, fsdp_padded)
+
+
+def _ratio(title: str, one: Measured, other: Measured) -> None:
+    by_phase = []
+    for phase in one.phases:
+        ours, theirs = (statistics.median(contender.part([phase], CPU)) for contender in (one, other))
+        by_phase.append(f"{phase} {ours / theirs:.2f} ({ours - theirs:+.3f} s)")
+    print(f"  {title:32s}{one.median(CPU) / other.median(CPU):5.2f}   {'; '.join(by_phase)}")
 
 
 def _row(title: str, contender: Measured, phases: list[str]) -> None:

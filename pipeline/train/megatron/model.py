@@ -85,12 +85,18 @@ def build(policy: PolicyConfig, hf: PreTrainedConfig) -> PolicyStage:
     engine = transformer_engine()
     config = _transformer_config(policy, hf, engine)
     size = parallel_state.get_tensor_model_parallel_world_size()
+    rows = -(-hf.vocab_size // size)
+    if rows * (size - 1) >= hf.vocab_size:
+        raise ValueError(
+            f"policy.megatron_cfg.tensor_model_parallel_size: a vocabulary of {hf.vocab_size} leaves some of {size} ranks"
+            " without a row"
+        )
     with _refusals_named():
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm")
         stage = PolicyStage(
             config,
             spec if engine else _with_our_modules(spec),
-            vocab_size=-(-hf.vocab_size // size) * size,
+            vocab_size=rows * size,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),

@@ -1,0 +1,119 @@
+"""One training step of one backend on one rank, packed or padded, on samples of random tokens: nothing is sampled.
+
+`python -m tests.benchmarks.train_step CASE FOLDER BACKEND LAYOUT`, with BACKEND fsdp or megatron and LAYOUT packed or padded.
+
+Padded is what a trainer without packing computes: every sample of a microbatch made as long as its longest by tokens that the
+loss does not count (`cases.padded_microbatches`). The loss is SFT's, since its value tells whether the log-probs of two
+contenders agree.
+
+On one rank in float32 the FSDP2 backend runs the plain Hugging Face module, with no sharding machinery around it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipeline import train
+from pipeline.algorithms.sft import SFT
+from pipeline.config import MegatronConfig, MegatronDDPConfig, OptimizerConfig, PolicyConfig
+from pipeline.data.packing import pack, plan_microbatches
+from pipeline.types import GlobalCounts, LossOutput, PackedBatch, Sample
+from tests.benchmarks.cases import CASES, LEARNING_RATE, PAD, Case, padded_microbatches
+from tests.benchmarks.contender import Clock, Turns
+from tests.benchmarks.our_step import join_alone
+
+TRAIN_BACKENDS = {"fsdp": "FSDP2", "megatron": "Megatron-Core"}
+FORWARD, BACKWARD, OPTIMIZER = "forward and loss", "backward", "norm, clip and update"
+
+
+class TrainStep:
+    def __init__(self, case: Case, folder: Path, backend: str, layout: str):
+        self.clock, self._steps = Clock(), 0
+        self._case, self._padded = case, layout == "padded"
+        self._train = train.build(_policy(case, folder, backend == "megatron"), dist.group.WORLD, seed=0, reference=False)
+
+    def step(self) -> dict[str, float]:
+        """The step's loss and gradient norm. The times are in `clock`."""
+        samples = samples_of(self._case, self._steps)
+        counts = GlobalCounts(sum(int(sample.loss_mask.sum()) for sample in samples), len(samples))
+        batches = [pack(microbatch, self._train.device) for microbatch in microbatches(self._case, samples, self._padded)]
+
+        def loss(logprobs: torch.Tensor, batch: PackedBatch) -> LossOutput:
+            # The engine alone knows when a backward pass has ended, whoever began it.
+            logprobs.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(backward_ends))
+            output = SFT().loss(logprobs, batch, counts)
+            self.clock.lap(FORWARD)
+            return output
+
+        def backward_ends() -> None:
+            self.clock.lap(BACKWARD)
+
+        self.clock.start()
+        result = self._train.step(batches, loss)
+        self.clock.lap(OPTIMIZER)
+        self._steps += 1
+        return {name: result.metrics[name] for name in ("loss", "grad_norm")}
+
+
+def samples_of(case: Case, step: int) -> list[Sample]:
+    """The case's prompts and lengths, with random tokens for completions, in the order a rollout would give them."""
+    prompts = case.prompts_of(step).astype(np.int32).repeat(case.generations, axis=0)
+    random = np.random.default_rng((step, 1))
+    return [
+        _sample(np.concatenate([prompt, random.integers(2, case.vocab_size, length, np.int32)]), case.prompt_length)
+        for prompt, length in zip(prompts, case.lengths(), strict=True)
+    ]
+
+
+def microbatches(case: Case, samples: list[Sample], padded: bool) -> list[list[Sample]]:
+    lengths = [len(sample.tokens) for sample in samples]
+    if padded:
+        plan = padded_microbatches(lengths, case.packed_tokens)
+        return [[_padded(samples[i], max(lengths[j] for j in members)) for i in members] for members in plan]
+    (plan,) = plan_microbatches(lengths, 1, case.packed_tokens, None)
+    return [[samples[i] for i in members] for members in plan]
+
+
+def _sample(tokens: np.ndarray, prompt_length: int) -> Sample:
+    nothing = np.zeros(len(tokens), np.float32)
+    return Sample(tokens, np.arange(len(tokens)) >= prompt_length, nothing, nothing)
+
+
+def _padded(sample: Sample, length: int) -> Sample:
+    def longer(values: np.ndarray, fill: int) -> np.ndarray:
+        return np.pad(values, (0, length - len(values)), constant_values=fill)
+
+    return Sample(longer(sample.tokens, PAD), *(longer(x, 0) for x in (sample.loss_mask, sample.logprobs, sample.advantages)))
+
+
+def _policy(case: Case, folder: Path, megatron: bool) -> PolicyConfig:
+    return PolicyConfig(
+        model_name=str(folder),
+        random_init=True,  # the same weights for everyone, from the seed
+        max_total_sequence_length=case.prompt_length + case.max_length,
+        precision="float32",
+        megatron_cfg=MegatronConfig(
+            enabled=megatron, pipeline_dtype="float32", distributed_data_parallel_config=MegatronDDPConfig()
+        ),
+        optimizer=OptimizerConfig(kwargs={"lr": LEARNING_RATE, "weight_decay": 0.0}),
+    )
+
+
+def main(name: str, folder: str, backend: str, layout: str) -> None:
+    turns = Turns()
+    join_alone()
+    ours = TrainStep(CASES[name], Path(folder), backend, layout)
+    turns.reply({})
+    while turns.wait():
+        metrics = ours.step()
+        turns.reply({"times": ours.clock.take(), "metrics": metrics})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
