@@ -1,0 +1,32 @@
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from pipeline.train.megatron.shelf import VARIABLE
+from tests.train.megatron.layouts import write_families
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Path:
+    """A folder with one checkpoint per family that Megatron-Core trains, and what Hugging Face says of each."""
+    folder = tmp_path_factory.mktemp("megatron-models")
+    write_families(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def on_the_right_device(request):
+    """Whether Megatron-Core runs on the CPU was decided for the whole process when it was imported."""
+    if torch.cuda.is_available() and not request.node.get_closest_marker("gpu"):
+        pytest.skip("layouts are tested on the CPU: CUDA_VISIBLE_DEVICES= python -m pytest tests/train/megatron")
+
+
+@pytest.fixture
+def realm(realm, models, monkeypatch):
+    """A train realm of this process alone, on the CPU."""
+    monkeypatch.setenv(VARIABLE, str(models / "converted"))
+    yield
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()

@@ -1,0 +1,81 @@
+"""On a GPU, with TransformerEngine where it imports, else with the local modules: packed log-probs and gradients against HF."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from pipeline.train.megatron.model import transformer_engine
+from pipeline.train.megatron.shelf import VARIABLE
+from tests.train import cases
+from tests.train.megatron import layouts
+from tests.train.ranks import assert_near
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TransformerEngine does not import")]
+ALL = list(range(len(cases.LENGTHS)))
+
+
+@pytest.fixture(autouse=True)
+def nccl(models, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(models / "converted"))
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "mixtral", "deepseek_v3"])
+def test_bfloat16_log_probs_and_gradients(models, family):
+    """Near those of Hugging Face's eager model, itself in bfloat16 for the log-probs."""
+    trained = layouts.backend(cases.policy(models / family, precision="bfloat16"), pipeline_dtype="bfloat16")
+    batch = cases.pack(ALL, "cuda")
+    ours = trained.forward([batch])[0]
+    model = AutoModelForCausalLM.from_pretrained(models / family, dtype=torch.bfloat16, attn_implementation="eager").cuda()
+    for i, found in zip(ALL, ours.split(cases.LENGTHS), strict=True):
+        tokens = cases.sequences()[i][0].cuda()
+        logits = model(tokens[None]).logits[0, :-1].float() / cases.TEMPERATURE
+        expected = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        assert (found[1:] - expected).abs().max() < 0.5 if len(tokens) > 1 else found[0] == 0
+    trained.step([batch], cases.loss)
+    assert_near(layouts.gradients(trained)[0], layouts.expected(models / family).gradients, 0.1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_float32(models, family):
+    """TransformerEngine's attention has no float32."""
+    if transformer_engine():
+        pytest.skip("TransformerEngine's packed attention is for half precision")
+    trained = layouts.backend(cases.policy(models / family))
+    expected = layouts.expected(models / family)
+    batch = cases.pack(ALL, "cuda")
+    assert (trained.forward([batch])[0].cpu() - torch.cat(expected.logprobs)).abs().max() < 1e-4
+    trained.step([batch], cases.loss)
+    assert_near(layouts.gradients(trained)[0], expected.gradients, 1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
+def test_resumes_to_the_last_bit(models, tmp_path, family):
+    def fresh():
+        return layouts.backend(cases.policy(models / family, precision="bfloat16"), pipeline_dtype="bfloat16")
+
+    trained = fresh()
+    batch = cases.pack([0, 1, 2, 3], "cuda")
+    trained.step([batch], cases.loss)
+    trained.save(tmp_path)
+    drawn = torch.rand(2, device="cuda")
+    metrics = [trained.step([batch], cases.loss).metrics for _ in range(2)]
+    resumed = fresh()
+    resumed.load(tmp_path)
+    assert torch.equal(torch.rand(2, device="cuda"), drawn)
+    assert [resumed.step([batch], cases.loss).metrics for _ in range(2)] == metrics
+
+
+def test_weights_are_the_files_rounded(models):
+    trained = layouts.backend(cases.policy(models / "qwen3_moe", precision="bfloat16"), pipeline_dtype="bfloat16")
+    files = load_file(models / "qwen3_moe" / "model.safetensors")
+    found = layouts.weights(trained)
+    assert found.keys() == files.keys()
+    assert all(tensor.is_cuda and torch.equal(tensor.cpu(), files[name].bfloat16()) for name, tensor in found.items())

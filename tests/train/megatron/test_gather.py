@@ -1,0 +1,37 @@
+"""Hugging Face tensors on rank 0 from the boxes that ranks hold. Layouts of several ranks: `test_parity.py`."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.boxes import Box, Piece
+from pipeline.train.megatron.gather import Gatherer
+
+SHAPES = {"b": (3, 2), "a": (4,)}
+
+
+def gatherer(local):
+    return Gatherer(local, SHAPES, dist.group.WORLD, torch.device("cpu"))
+
+
+def fused(rows: int = 3) -> tuple[torch.Tensor, list[Piece]]:
+    """A local tensor [2, 5]: `a` in its first row, and in its second one rows of `b`, the last one first."""
+    tensor = torch.arange(10.0).view(2, 5)
+    pieces = [Piece("a", Box((0,), (4,)), Box((0, 0), (1, 4))), Piece("b", Box((2, 0), (1, 2)), Box((1, 0), (1, 2)))]
+    return tensor, [*pieces, Piece("b", Box((1, 0), (1, 2)), Box((1, 2), (1, 2)))][:rows]
+
+
+def test_tensors_come_whole_in_order_and_in_the_dtype_asked_for(realm):
+    first = (torch.tensor([[20.0, 21.0]]), [Piece("b", Box((0, 0), (1, 2)), Box((0, 0), (1, 2)))])
+    found = gatherer([fused(), first])
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = [(name, tensor.clone()) for name, tensor in found.tensors(dtype)]
+        assert [name for name, _ in tensors] == ["b", "a"]
+        assert all(tensor.dtype == dtype for _, tensor in tensors)
+        assert dict(tensors)["a"].tolist() == [0, 1, 2, 3]
+        assert dict(tensors)["b"].tolist() == [[20, 21], [7, 8], [5, 6]]
+
+
+def test_a_tensor_that_nobody_has_in_full_is_an_error(realm):
+    with pytest.raises(ValueError, match=r"boxes of b \[3, 2\] do not make up the whole"):
+        gatherer([fused(2)])

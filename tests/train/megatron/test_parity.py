@@ -1,0 +1,96 @@
+"""Every family in every layout, against Hugging Face's eager model in float64: log-probs, loss, metrics, every gradient.
+
+`python -m tests.train.megatron` prints the differences.
+"""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tests.models.cases import SHAPE
+from tests.train import cases
+from tests.train.megatron import layouts
+from tests.train.megatron.layouts import OF_FOUR_RANKS, OF_TWO_RANKS, ONE, PP2, TP2, TP2_SP, Layout
+
+# Float32 is good to about 1e-6 of the largest entry; what a layout gets wrong is off by far more.
+GRADIENT, LOGPROB = 5e-6, 1e-5
+# Four ranks take time, and what they could get wrong that two could not is the same in the others.
+OF_EACH_KIND = ("qwen2", "qwen3_tied", "qwen3_moe", "deepseek_v3")
+
+
+def check(found: dict[str, layouts.Difference], families: tuple[str, ...]) -> None:
+    assert tuple(found) == families
+    far = {family: d for family, d in found.items() if d.logprob > LOGPROB or d.relative > GRADIENT or d.replicas > 1e-6}
+    assert not far
+
+
+@pytest.mark.parametrize("layout", [ONE, *OF_TWO_RANKS], ids=lambda layout: layout.name)
+def test_families(models, layout):
+    check(layouts.measured(layout, models), layout.families)
+
+
+@pytest.mark.parametrize("layout", OF_FOUR_RANKS, ids=lambda layout: layout.name)
+def test_four_ranks(models, layout):
+    families = tuple(family for family in layout.families if family in OF_EACH_KIND)
+    check(layouts.measured(layout, models, families), families)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", OF_FOUR_RANKS, ids=lambda layout: layout.name)
+def test_four_ranks_with_every_family(models, layout):
+    check(layouts.measured(layout, models), layout.families)
+
+
+def test_fewer_key_value_heads_than_ranks(tmp_path):
+    """Megatron-Core gives both ranks the one that there is."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}))
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    model.save_pretrained(tmp_path / "multi_query")
+    layouts.write_expected(tmp_path / "multi_query")
+    check(layouts.measured(TP2_SP, tmp_path, ("multi_query",)), ("multi_query",))
+
+
+# ---- what is wrong, or refused ------------------------------------------------------------------------------------------
+
+
+def experts_cut_otherwise(layout: Layout, folder: Path) -> None:
+    trained = layouts.backend(cases.policy(folder / "mixtral"), layout)
+    theirs = layouts.expected(folder / "mixtral")
+    mine = layouts.batches(trained, layout)
+    for chosen, found in zip(layouts.shares(layout)[trained.data_rank], trained.forward(mine), strict=True):
+        assert (found - theirs.of(chosen)).abs().max() < LOGPROB
+    trained.step(mine, cases.loss)
+    ours, replicas = layouts.gradients(trained)
+    assert replicas > 1e-2
+    off = {name: (ours[name] - gradient).abs().max().item() for name, gradient in theirs.gradients.items()}
+    assert max(off.values()) > 1e-2
+    assert {name for name, by in off.items() if by > 1e-3} == {name for name in off if ".experts." in name}, off
+
+
+def test_experts_cut_otherwise_than_the_rest_are_silently_wrong(models):
+    """Which is why pipeline/config/layout.py refuses it (`check_expert_layout`). If this fails, it need no longer."""
+    layouts.run(experts_cut_otherwise, Layout(tp=2, sp=True, etp=1), models)
+
+
+def refused(message: str, layout: Layout, folder: Path) -> None:
+    with pytest.raises(ValueError, match=f"^policy.megatron_cfg: .*{message}"):
+        layouts.backend(cases.policy(folder, random_init=True), layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "message"),
+    [
+        (PP2, {"num_hidden_layers": 3}, "num_layers should be divisible by pipeline_model_parallel_size"),
+        (TP2, {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}, r"num_attention_heads \(3\)"),
+        (TP2, {"intermediate_size": 43}, "43 is not divisible by 2"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(tmp_path, layout, changes, message):
+    LlamaConfig(**{**SHAPE, **changes}).save_pretrained(tmp_path)
+    layouts.run(functools.partial(refused, message), layout, tmp_path)
