@@ -104,11 +104,13 @@ class TrainRole:
     @verb("save")
     def save(self, folder: str) -> None:
         """With checkpointing.async_save, only copy what is to be written, and let a thread write it."""
+        behind = self._recipe.checkpointing.async_save
         with self._world.phase("write"):
-            if self._recipe.checkpointing.async_save:
-                self._background.start(functools.partial(self._backend.snapshot(), Path(folder)))
+            write = functools.partial(self._backend.shards(copy=behind).write, Path(folder), self._world.own.rank())
+            if behind:
+                self._background.start(write)
             else:
-                self._backend.save(Path(folder))
+                write()
 
     @verb("save")
     def written(self, wait: bool) -> bool:

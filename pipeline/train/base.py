@@ -1,8 +1,8 @@
 """What the pipeline asks of a training backend.
 
 Every method is SPMD: all ranks of the train realm call it together, with the same arguments except for `batches`, which are
-the rank's own. Ranks with the same `data_rank` (tensor-parallel peers) are given the same batches; all data ranks are given
-the same number of batches. Weights go by their Hugging Face names.
+the rank's own. Ranks with the same `data_rank` (peers in tensor, pipeline or context parallelism) are given the same batches;
+all data ranks are given the same number of batches. Weights go by their Hugging Face names.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from pipeline.train.shards import Shards
 from pipeline.types import LossOutput, PackedBatch, StepResult
 
 Loss = Callable[[torch.Tensor, PackedBatch], LossOutput]
@@ -38,12 +39,14 @@ class TrainBackend(Protocol):
         exhaust it. The tensor is only good until the next one is asked for, and only rank 0 of the realm gets a real one
         (others get an empty tensor)."""
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's share of weights, optimizer, schedule and random state below `folder`, durably."""
+    def shards(self, copy: bool = False) -> Shards:
+        """This rank's share of weights, optimizer, schedule and random state, for `Shards.write`.
 
-    def snapshot(self) -> Callable[[Path], None]:
-        """Copy what `save` would write to host memory; the result writes it below a folder, durably, from any thread, while
-        training goes on."""
+        copy: in memory of its own, so that training can go on before it is written.
+        """
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, to the last bit. Raises ValueError if it does not fit this model."""
+        """Restore what all ranks' shards below `folder` hold, to the last bit at the same layout.
+
+        Raises ValueError if it does not fit this model.
+        """

@@ -11,9 +11,8 @@ Left out: pipeline, context, expert and sequence parallelism, dropout, frozen pa
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -195,14 +194,7 @@ class FSDPBackend:
                 part = tensor[piece.target.within(outer)].reshape(piece.source.size).contiguous()
                 yield piece.name, part if self._group.rank() == 0 else tensor.new_empty(0)
 
-    def save(self, folder: Path) -> None:
-        self._collect(copy=False).write(folder, self._group.rank())
-
-    def snapshot(self) -> Callable[[Path], None]:
-        """Copy what `save` would write to host memory. The result writes it below a folder, durably, from any thread."""
-        return functools.partial(self._collect(copy=True).write, rank=self._group.rank())
-
-    def _collect(self, copy: bool) -> Shards:
+    def shards(self, copy: bool = False) -> Shards:
         record = {
             "ranks": self._group.size(),
             "steps": self._schedule.steps,
@@ -220,7 +212,7 @@ class FSDPBackend:
             yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
 
     def load(self, folder: Path) -> None:
-        """The layout may be another than that of `save`; with another number of ranks, the random states stay as they are.
+        """The layout may be another than that of saving; with another number of ranks, the random states stay as they are.
 
         Raises ValueError if the weights are of another model, or if optimizer or schedule are set otherwise than they were.
         """

@@ -54,7 +54,7 @@ def test_resumes_to_the_last_bit(models, tmp_path, offload):
     assert {p.device.type for p in trained._model.parameters()} == {"cpu" if offload else "cuda"}
     batch = cases.pack(ALL, "cuda")
     trained.step([batch], cases.loss)
-    trained.save(tmp_path)
+    trained.shards().write(tmp_path, dist.get_rank())
     drawn = torch.rand(2, device="cuda")
     metrics = trained.step([batch], cases.loss).metrics
     trained.load(tmp_path)

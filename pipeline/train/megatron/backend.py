@@ -10,7 +10,6 @@ Left out: virtual pipeline stages, FP8, multi-token prediction, LoRA, Megatron-F
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -214,13 +213,7 @@ class MegatronBackend:
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
-        self._collect(copy=False).write(folder, self._group.rank())
-
-    def snapshot(self) -> Callable[[Path], None]:
-        return functools.partial(self._collect(copy=True).write, rank=self._group.rank())
-
-    def _collect(self, copy: bool) -> Shards:
+    def shards(self, copy: bool = False) -> Shards:
         record = {
             "ranks": self._group.size(),
             "layout": self._layout(),
@@ -251,7 +244,7 @@ class MegatronBackend:
             yield f"{prefix}.{piece.name}", self._shapes[piece.name], piece.source, part.reshape(piece.source.size)
 
     def load(self, folder: Path) -> None:
-        """The layout may be another than that of `save`; only at the same one are the random states restored.
+        """The layout may be another than that of saving; only at the same one are the random states restored.
 
         Raises ValueError if the weights are of another model, or if optimizer or schedule are set otherwise than they were.
         """

@@ -39,7 +39,7 @@ def save(layout: Layout, folder: Path) -> None:
             if not local.tensor.requires_grad:
                 local.tensor.detach().mul_(1.25)  # else it would be what a fresh backend has anyway
         saved = folder / "saved" / family
-        trained.save(saved)
+        trained.shards().write(saved, dist.get_rank())
         drawn = torch.rand(3).tolist()
         weights, metrics = layouts.weights(trained), three_steps(trained, layout)
         if dist.get_rank() == 0:
@@ -151,7 +151,7 @@ def test_megatrons_own_settings_resume_to_the_last_bit(models, realm, tmp_path):
 
     trained = fresh()
     three_steps(trained, ONE)
-    trained.save(tmp_path)
+    trained.shards().write(tmp_path, dist.get_rank())
     expected = three_steps(trained, ONE)
     assert len({metrics["lr"] for metrics in expected}) == 3
     for other in (fresh(), trained):  # in a new process, and back in the old one
