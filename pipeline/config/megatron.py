@@ -24,15 +24,16 @@ class MegatronOptimizerConfig:
     adam_eps: float = 1e-8
     sgd_momentum: float = 0.9
     clip_grad: Optional[float] = "${policy.max_grad_norm}"  # type: ignore[assignment]  # null, 0: do not clip
-    use_precision_aware_optimizer: bool = False  # TransformerEngine's FusedAdam, which keeps main weights as remainders
-    optimizer_cpu_offload: bool = False
-    optimizer_offload_fraction: float = 0.0  # of the state, with optimizer_cpu_offload
-    overlap_cpu_optimizer_d2h_h2d: bool = False  # with optimizer_cpu_offload
+    # Says nothing: with state in float32 it computes the same, and checkpoints need main weights as they are.
+    use_precision_aware_optimizer: bool = False
     # Only what follows from the rest:
     bf16: Optional[bool] = None  # whether policy.precision is bfloat16; null says nothing
     fp16: bool = False
     params_dtype: str = "float32"
     use_distributed_optimizer: bool = True
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 0.0
+    overlap_cpu_optimizer_d2h_h2d: bool = False
 
 
 @dataclass

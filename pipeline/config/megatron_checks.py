@@ -66,6 +66,9 @@ ONLY_DEFAULT = {
     "optimizer.fp16": "policy.precision=bfloat16 needs no loss scaling",
     "optimizer.params_dtype": "main weights are float32",
     "optimizer.use_distributed_optimizer": "the optimizer's state is always cut over the data ranks",
+    "optimizer.optimizer_cpu_offload": "the optimizer's state stays on the GPUs, cut over the data ranks",
+    "optimizer.optimizer_offload_fraction": "the optimizer's state stays on the GPUs, cut over the data ranks",
+    "optimizer.overlap_cpu_optimizer_d2h_h2d": "the optimizer's state stays on the GPUs, cut over the data ranks",
     "scheduler.weight_decay_incr_style": "weight decay does not change",
     "distributed_data_parallel_config.use_custom_fsdp": "policy.dtensor_cfg.enabled=true shards parameters over data ranks",
     "distributed_data_parallel_config.data_parallel_sharding_strategy": "it would say how use_custom_fsdp shards",
@@ -146,13 +149,6 @@ def _check_optimizer(optimizer: MegatronOptimizerConfig, precision: str) -> None
         raise RecipeError(f"{key}.bf16: {_yaml(optimizer.bf16)}, but policy.precision is {precision}; leave it out")
     if optimizer.min_lr > optimizer.lr:
         raise RecipeError(f"{key}.min_lr: {optimizer.min_lr} is above {key}.lr {optimizer.lr}")
-    if not 0 <= optimizer.optimizer_offload_fraction <= 1:
-        raise RecipeError(f"{key}.optimizer_offload_fraction: {optimizer.optimizer_offload_fraction} is not between 0 and 1")
-    if optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_fraction == 0:
-        raise RecipeError(f"{key}.optimizer_cpu_offload: true, but {key}.optimizer_offload_fraction is 0; 1.0 offloads all")
-    for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
-        if getattr(optimizer, name) and not optimizer.optimizer_cpu_offload:
-            raise RecipeError(f"{key}.{name}: says nothing while {key}.optimizer_cpu_offload is false")
 
 
 def _check_scheduler(scheduler: MegatronSchedulerConfig, optimizer: MegatronOptimizerConfig) -> None:

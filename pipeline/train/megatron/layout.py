@@ -34,7 +34,6 @@ class Local:
     tensor: torch.Tensor  # a parameter, or a buffer that checkpoints hold
     whole: list[Piece]  # of whole Megatron parameters
     hugging_face: list[Piece]  # of Hugging Face tensors
-    shape: Shape  # of the whole Megatron parameter, without padding
 
 
 def describe(stage: PolicyStage, parameters: Mapping[str, Parameter], shapes: Mapping[str, Shape]) -> dict[str, Local]:
@@ -64,7 +63,7 @@ def _local(name: str, tensor: torch.Tensor, parameter: Parameter, sources: list[
         raise ValueError(
             f"policy.model_name: {name} has shape {tuple(tensor.shape)} in Megatron-Core's model, {locals_} by its family"
         )
-    return Local(tensor, whole, pieces, shape)
+    return Local(tensor, whole, pieces)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ Its settings come from `policy.megatron_cfg.optimizer` and `.scheduler` where th
 and `policy.scheduler`, so that a recipe changes backend without other keys. With Megatron's own settings, norms and biases are
 not decayed, as is its habit; with torch's, all parameters are, as is torch's.
 
-Left out: fp16 and its loss scale; checkpoints in Megatron-Core's format (`ranges` gives flat ranges, which `backend.py` writes
-as boxes of Hugging Face tensors).
+Left out: fp16 and its loss scale; CPU offload; checkpoints in Megatron-Core's format (`ranges` gives flat ranges, which
+`backend.py` writes as boxes of Hugging Face tensors).
 """
 
 from __future__ import annotations
@@ -88,12 +88,7 @@ class Optimizer:
             raise FloatingPointError(f"the gradient's norm is {norm}; the step was not taken")
         if self._config.clip_grad > 0:
             for part in self._parts():
-                clip_grad_by_total_norm_fp32(
-                    part.get_parameters(),
-                    max_norm=self._config.clip_grad,
-                    total_norm=norm,
-                    use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-                )
+                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=self._config.clip_grad, total_norm=norm)
         self._core.step_with_ready_grads()
         self._schedule.step()
         return norm
@@ -112,14 +107,16 @@ class Optimizer:
         self._schedule = self._new_schedule()
         self._schedule.advance(steps)
         for part in self._parts():
+            # torch's Adam counts steps for each parameter, TransformerEngine's and apex's for each group.
+            per_parameter = isinstance(part.optimizer, torch.optim.Adam)
             for parameter, (group, place) in part.model_param_group_index_map.items():
                 main = part.optimizer.param_groups[group]["params"][place]
                 found = dict(state.get(parameter, {}))
-                if found and isinstance(part.optimizer, torch.optim.Optimizer) and "exp_avg" in found:
-                    found["step"] = torch.tensor(float(steps))  # torch's Adam counts for each parameter
+                if found and per_parameter:
+                    found["step"] = torch.tensor(float(steps))
                 part.optimizer.state[main] = found
-            for group in part.optimizer.param_groups:
-                if "step" in group:  # TransformerEngine's and apex's count for each group
+            if steps and not per_parameter:
+                for group in part.optimizer.param_groups:
                     group["step"] = steps
 
     def _parts(self) -> list[Any]:
@@ -215,10 +212,6 @@ def _core_config(policy: PolicyConfig, own: MegatronOptimizerConfig | None) -> C
             adam_beta2=own.adam_beta2,
             adam_eps=own.adam_eps,
             clip_grad=own.clip_grad or 0.0,
-            use_precision_aware_optimizer=own.use_precision_aware_optimizer,
-            optimizer_cpu_offload=own.optimizer_cpu_offload,
-            optimizer_offload_fraction=own.optimizer_offload_fraction,
-            overlap_cpu_optimizer_d2h_h2d=own.overlap_cpu_optimizer_d2h_h2d,
             **shared,
         )
     torch_config = policy.optimizer
