@@ -1,12 +1,14 @@
 """Boxes: the parts of a tensor that ranks hold, files store and messages carry.
 
 A box is an offset and a size in every dimension of a whole tensor. A piece says that a box of one tensor is a box of another:
-a fused QKV, an interleaved QKV, `gate_up` and stacked experts are only lists of pieces.
+a fused QKV, an interleaved QKV, `gate_up` and stacked experts are only lists of pieces. A region says the same of a local tensor's storage, whatever its
+strides.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 
 
@@ -48,3 +50,27 @@ class Piece:
     name: str
     source: Box
     target: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Where the entries of a box of a tensor on disk lie in a tensor of this rank, whatever their order there.
+
+    Entry `index` of the box lies `offset + sum(index * strides)` entries behind the first of the local tensor's storage that the
+    tensor shows. Worked example, rows 8 to 11 of a [16, 32] in the second half of the columns of a local [4, 64]:
+        Region("mlp.up_proj.weight", Box((8, 0), (4, 32)), "gate_up", offset=32, strides=(64, 1))
+    """
+
+    name: str  # the tensor on disk
+    box: Box  # of it
+    tensor: str  # this rank's name of the local tensor
+    offset: int  # entries
+    strides: tuple[int, ...]  # entries, one for each dimension of the box; 0 where its size is 1
+
+
+def region(piece: Piece, tensor: str, strides: tuple[int, ...]) -> Region:
+    """A piece of a local tensor that has these strides, as a region."""
+    offset = sum(map(operator.mul, piece.target.offset, strides))
+    steps = iter(step for step, size in zip(strides, piece.target.size, strict=True) if size > 1)
+    along = tuple(next(steps) if size > 1 else 0 for size in piece.source.size)
+    return Region(piece.name, piece.source, tensor, offset, along)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from pipeline.boxes import Region
 from pipeline.train.shards import Shards
 from pipeline.types import LossOutput, PackedBatch, StepResult
 
@@ -38,6 +39,16 @@ class TrainBackend(Protocol):
         """Every tensor of the policy in full, in a fixed order, in the precision it is served in. Collective: all ranks must
         exhaust it. The tensor is only good until the next one is asked for, and only rank 0 of the realm gets a real one
         (others get an empty tensor)."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor on disk, in the order of a checkpoint."""
+
+    def layout(self) -> list[Region]:
+        """Every entry of the policy that this rank holds, replicas too. The same for as long as the backend lives."""
+
+    def local(self, tensor: str) -> torch.Tensor:
+        """The local tensor that regions name so, as it is now, without a graph. Its precision may be higher than the served."""
 
     def shards(self, copy: bool = False) -> Shards:
         """This rank's share of weights, optimizer, schedule and random state, for `Shards.write`.

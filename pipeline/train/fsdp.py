@@ -21,16 +21,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from pipeline.boxes import Piece, whole
+from pipeline.boxes import Piece, Region, region, whole
 from pipeline.config import PolicyConfig
 from pipeline.models.hugging_face import checkpoint_shapes
+from pipeline.models.layout import Shape, restrict
 from pipeline.train import state
 from pipeline.train.attention import Packing, check_batch
 from pipeline.train.base import Loss
 from pipeline.train.model import build
 from pipeline.train.optimizer import Schedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
-from pipeline.train.shards import Entry, Shards, collect, local, read_shards
+from pipeline.train.shards import Entry, Shards, collect, local, local_box, read_shards
 from pipeline.types import LossOutput, PackedBatch, StepResult
 
 
@@ -193,6 +194,20 @@ class FSDPBackend:
             for piece in self._model.layout[name]:
                 part = tensor[piece.target.within(outer)].reshape(piece.source.size).contiguous()
                 yield piece.name, part if self._group.rank() == 0 else tensor.new_empty(0)
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return self._shapes
+
+    def layout(self) -> list[Region]:
+        return [
+            region(piece, name, local(parameter).stride())
+            for name, parameter in self._parameters.items()
+            for piece in restrict(self._model.layout[name], local_box(parameter))
+        ]
+
+    def local(self, tensor: str) -> torch.Tensor:
+        return local(self._parameters[tensor])
 
     def shards(self, copy: bool = False) -> Shards:
         record = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -15,7 +16,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from pipeline.boxes import whole
 from pipeline.config import DTensorConfig, GenerationConfig, OptimizerConfig, PolicyConfig
+from pipeline.train.base import TrainBackend
 from pipeline.types import LossOutput, PackedBatch
 
 VOCABULARY = 61  # odd, so that two ranks get unequal parts of it
@@ -123,6 +126,28 @@ def pack(chosen: list[int], device: str = "cpu") -> PackedBatch:
         generate_logprobs=torch.zeros(total, device=device),
         advantages=torch.cat(weights).to(device),
     )
+
+
+def check_layout(trained: TrainBackend, files: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every region of this rank shows what the file has there. {name: which of its entries this rank holds, bool}"""
+    assert {name: tuple(tensor.shape) for name, tensor in files.items()} == trained.shapes
+    held = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in trained.shapes.items()}
+    for region in trained.layout():
+        local = trained.local(region.tensor)
+        seen = local.as_strided(region.box.size, region.strides, local.storage_offset() + region.offset)
+        box = region.box.within(whole(trained.shapes[region.name]))
+        assert torch.equal(seen, files[region.name][box].to(local.dtype)), region
+        assert not held[region.name][box].any(), f"{region} is held twice"
+        held[region.name][box] = True
+    return held
+
+
+def check_all_held(held: dict[str, torch.Tensor]) -> None:
+    """The train ranks together hold every entry. Collective."""
+    for name, entries in held.items():
+        count = entries.to(torch.int32)
+        dist.all_reduce(count)
+        assert count.min() > 0, name
 
 
 def loss(logprobs: torch.Tensor, batch: PackedBatch) -> LossOutput:

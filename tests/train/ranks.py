@@ -148,6 +148,7 @@ def check_weights_are_the_files(trained: FSDPBackend, model: Path) -> None:
     assert ours.keys() == files.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, files[name]) if dist.get_rank() == 0 else tensor.numel() == 0
+    cases.check_all_held(cases.check_layout(trained, files))
 
 
 def check_random_weights(layout: Layout, folder: Path, family: str) -> None:

@@ -21,10 +21,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import PreTrainedConfig
 
 from pipeline import models
-from pipeline.boxes import Box, Piece, whole
+from pipeline.boxes import Box, Piece, Region, region, whole
 from pipeline.config import PolicyConfig, expert_tensor_parallel_size
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
-from pipeline.models.layout import flat_boxes, place, restrict
+from pipeline.models.layout import Shape, flat_boxes, place, restrict
 from pipeline.train import state
 from pipeline.train.attention import check_attention, check_batch
 from pipeline.train.base import Loss
@@ -179,6 +179,18 @@ class MegatronBackend:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._gatherer.tensors(getattr(torch, self._policy.precision))
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return self._shapes
+
+    def layout(self) -> list[Region]:
+        return [
+            region(piece, name, local.tensor.stride()) for name, local in self._local.items() for piece in local.hugging_face
+        ]
+
+    def local(self, tensor: str) -> torch.Tensor:
+        return self._local[tensor].tensor.detach()
 
     @contextlib.contextmanager
     def _reference_weights(self) -> Iterator[None]:

@@ -280,3 +280,4 @@ def check_weights_are_the_files(trained: MegatronBackend, model: Path) -> None:
     assert list(ours) == list(trained._shapes) and ours.keys() == files.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, files[name]) if dist.get_rank() == 0 else tensor.numel() == 0, name
+    cases.check_all_held(cases.check_layout(trained, files))
