@@ -12,6 +12,7 @@ from pipeline.config import (
     PolicyConfig,
     Recipe,
     RecipeError,
+    VLLMConfig,
     check_expert_layout,
     expert_tensor_parallel_size,
     generates,
@@ -70,11 +71,29 @@ def _check_attention(recipe: Recipe, model: dict[str, Any]) -> None:
         if generates(recipe):
             size = policy.generation.vllm_cfg.tensor_parallel_size
             _check_heads("policy.generation.vllm_cfg.tensor_parallel_size", size, heads, kv_heads, True)
+            _check_engine(policy.generation.vllm_cfg, model)
     limit = model.get("max_position_embeddings")
     if limit and policy.max_total_sequence_length > limit:
         raise RecipeError(
             f"policy.max_total_sequence_length: {policy.max_total_sequence_length} is beyond the model's"
             f" max_position_embeddings; at most {limit}"
+        )
+
+
+def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> None:
+    key, experts = (
+        "policy.generation.vllm_cfg",
+        model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts"),
+    )
+    if vllm.expert_parallel_size > 1 and not experts:
+        raise RecipeError(f"{key}.expert_parallel_size: {vllm.expert_parallel_size}, but the model has no experts; 1")
+    if vllm.expert_parallel_size > 1 and experts % vllm.expert_parallel_size:
+        raise RecipeError(
+            f"{key}.expert_parallel_size: {vllm.expert_parallel_size} does not divide the model's {experts} experts"
+        )
+    if vllm.pipeline_parallel_size > (layers := model.get("num_hidden_layers", vllm.pipeline_parallel_size)):
+        raise RecipeError(
+            f"{key}.pipeline_parallel_size: {vllm.pipeline_parallel_size} stages, but the model has {layers} layers"
         )
 
 

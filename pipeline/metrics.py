@@ -137,7 +137,7 @@ def _record(group: RolloutGroup, sample: int, tokenizer: PreTrainedTokenizerBase
         "reward": rollout.reward,
         **rollout.metrics,
         "finish": rollout.completion.finish,
-        "version": rollout.completion.version,
+        "spans": [[span.version, span.tokens] for span in rollout.completion.spans],
     }
 
 

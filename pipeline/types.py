@@ -57,13 +57,21 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Successive tokens of a completion that the same weights drew."""
+
+    version: int  # of the weights
+    tokens: int  # how many
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine drew for one request."""
+    """What an engine drew for one request. Worked example, 5 tokens under a refit after the third: spans (7, 3), (8, 2)."""
 
     id: str  # the request's
     tokens: np.ndarray  # [C] int32, with the stop token if there was one
     logprobs: np.ndarray  # [C] float32, of the distribution that was sampled from (after temperature)
-    version: int  # of the weights that sampled it
+    spans: tuple[Span, ...]  # in order; their tokens add up to C
     finish: str  # "stop": ended by a stop token; "length": cut
 
 

@@ -13,7 +13,7 @@ CHOICES = {
     "algorithm": ("grpo", "sft"),
     "policy.precision": ("float32", "bfloat16"),
     "policy.generation.backend": ("vllm", "transformers"),
-    "policy.generation.refit_transport": ("broadcast",),
+    "policy.generation.refit_transport": ("planned", "delta", "broadcast"),
     "loss_fn.reference_policy_kl_type": ("k1", "k2", "k3"),
     "data.overlong_prompts": ("error", "drop"),
     "cluster.executor": ("auto", "slurm", "local"),
@@ -32,10 +32,16 @@ AT_LEAST = {
     "policy.generation.max_new_tokens": 1,
     "policy.generation.max_num_seqs": 1,
     "policy.generation.vllm_cfg.tensor_parallel_size": 1,
+    "policy.generation.vllm_cfg.pipeline_parallel_size": 1,
+    "policy.generation.vllm_cfg.expert_parallel_size": 1,
     "policy.generation.refit_cfg.bucket_bytes": 1,
     "checkpointing.save_period": 1,
     "cluster.train.nodes": 1,
     "cluster.generate.nodes": 1,
+    "cluster.network.nic_gb_per_s": 1e-3,
+    "cluster.network.node_gb_per_s": 1e-3,
+    "cluster.network.memory_gb_per_s": 1e-3,
+    "cluster.network.latency_us": 0,
 }
 
 
@@ -88,11 +94,31 @@ def _check_world(recipe: Recipe) -> None:
         megatron_checks.check_megatron(recipe.policy)
     check_layout(recipe)
     if generates(recipe):
-        size = recipe.policy.generation.vllm_cfg.tensor_parallel_size
-        check_divides("policy.generation.vllm_cfg.tensor_parallel_size", size, recipe.cluster.generate, "generate")
+        _check_engine(recipe)
     if recipe.policy.generation.colocated.enabled:
         raise RecipeError(
             "policy.generation.colocated.enabled: true is not supported yet; train and generate ranks are disjoint"
+        )
+
+
+def _check_engine(recipe: Recipe) -> None:
+    generation, key = recipe.policy.generation, "policy.generation.vllm_cfg"
+    tensor, stages = generation.vllm_cfg.tensor_parallel_size, generation.vllm_cfg.pipeline_parallel_size
+    expert = generation.vllm_cfg.expert_parallel_size
+    if generation.backend == "transformers":
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+            if getattr(generation.vllm_cfg, name) > 1:
+                raise RecipeError(f"{key}.{name}: the transformers backend keeps a whole model on each rank; it must be 1")
+    product = (
+        f"{key}.tensor_parallel_size"
+        if stages == 1
+        else f"{key}: tensor_parallel_size {tensor} x pipeline_parallel_size {stages}"
+    )
+    check_divides(product, tensor * stages, recipe.cluster.generate, "generate")
+    if expert not in (1, tensor):
+        raise RecipeError(
+            f"{key}.expert_parallel_size: {expert}, but vLLM spreads experts over the ranks of tensor_parallel_size {tensor},"
+            f" or cuts each of them over those; {tensor} or 1"
         )
 
 
@@ -107,11 +133,6 @@ def _check_validation(recipe: Recipe) -> None:
 
 def _check_sampling(recipe: Recipe) -> None:
     generation = recipe.policy.generation
-    if generation.backend == "transformers" and generation.vllm_cfg.tensor_parallel_size > 1:
-        raise RecipeError(
-            "policy.generation.vllm_cfg.tensor_parallel_size: the transformers backend keeps a whole model on each rank;"
-            " it must be 1"
-        )
     if generation.top_p != 1.0 or generation.top_k is not None:
         raise RecipeError(
             "policy.generation.top_p, top_k: training needs log-probs of the distribution that was sampled from, and the train"

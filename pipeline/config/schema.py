@@ -93,6 +93,8 @@ class ColocatedConfig:
 @dataclass
 class VLLMConfig:
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    expert_parallel_size: int = 1  # 1: experts are cut like other weights; tensor_parallel_size: whole experts are spread
     gpu_memory_utilization: float = 0.6
     max_model_len: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
     enforce_eager: bool = False
@@ -102,7 +104,8 @@ class VLLMConfig:
 
 @dataclass
 class RefitConfig:
-    bucket_bytes: int = 256 << 20  # tensors travel in buckets of about this size
+    bucket_bytes: int = 256 << 20  # what a rank sends, or receives, in one round; it stages at most three times as much
+    digest: bool = True  # after every refit both ends prove that they hold the same values
 
 
 @dataclass
@@ -115,7 +118,7 @@ class GenerationConfig:
     val_temperature: float = "${.temperature}"  # type: ignore[assignment]
     stop_token_ids: Optional[list[int]] = None
     max_num_seqs: int = 256  # completions that one engine decodes at once
-    refit_transport: str = "broadcast"
+    refit_transport: str = "planned"  # planned, delta: each rank receives its own shard; broadcast: all of it, from rank 0
     refit_cfg: RefitConfig = field(default_factory=RefitConfig)
     vllm_cfg: VLLMConfig = field(default_factory=VLLMConfig)
     vllm_kwargs: dict[str, Any] = field(default_factory=dict)  # straight to vllm.LLM
@@ -238,11 +241,22 @@ class ComponentConfig:
 
 
 @dataclass
+class NetworkConfig:
+    """What the refit is planned and judged by. GB/s are 10^9 bytes a second, one way. Defaults: a 400 Gb/s NIC for each GPU."""
+
+    nic_gb_per_s: float = 50.0  # of one rank, to other nodes
+    node_gb_per_s: float = 450.0  # of one rank, within its node: NVLink 4
+    latency_us: float = 20.0  # of a message
+    memory_gb_per_s: float = 1500.0  # at which a rank gathers what it sends and places what it received
+
+
+@dataclass
 class ClusterConfig:
     executor: str = "auto"  # auto, slurm, local; auto takes slurm where there is an sbatch
     time_min: int = 240
     train: ComponentConfig = field(default_factory=ComponentConfig)
     generate: ComponentConfig = field(default_factory=ComponentConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
 
 
@@ -275,6 +289,11 @@ def ranks_per_node(component: ComponentConfig) -> int:
 def generates(recipe: Recipe) -> bool:
     """Whether the algorithm samples, so that the job has a generate component."""
     return recipe.algorithm == "grpo"
+
+
+def engine_ranks(vllm: VLLMConfig) -> int:
+    """How many generate ranks make one engine."""
+    return vllm.tensor_parallel_size * vllm.pipeline_parallel_size
 
 
 def uses_megatron(policy: PolicyConfig) -> bool:

@@ -9,7 +9,7 @@ from pipeline.generate.base import GenerateBackend
 
 
 def build(policy: PolicyConfig, engine_ranks: int, rank_in_engine: int, seed: int) -> GenerateBackend:
-    """This rank's part of one engine. It has no weights yet: `load_weights` comes before the first request.
+    """This rank's part of one engine. It has no weights yet: an `update` comes before the first request.
 
     Collective over the `engine_ranks` ranks of the engine. If torch.distributed is initialised, its default group must be
     exactly those ranks. `seed` only matters to requests without one of their own, of which there are none here.

@@ -6,25 +6,29 @@ prompts are prefilled once: the first request's keys and values are copied for t
 it still runs. A prefill covers all but the prompt's last token, which goes in as the row's first decode step; so there is only
 one place where tokens are drawn.
 
-Left out: prefix sharing between different prompts, tensor parallelism, attention other than full (see kv_cache).
+Left out: prefix sharing between different prompts, new weights while requests run, tensor parallelism, attention other than
+full (see kv_cache).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from pipeline.boxes import Piece, region, whole
 from pipeline.config import PolicyConfig
+from pipeline.generate.base import Unit
 from pipeline.generate.kv_cache import ATTENTION, RowCache
 from pipeline.generate.requests import eos_token_ids, new_token_limit
 from pipeline.generate.sampling import sample
 from pipeline.generate.weights import checked
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
-from pipeline.types import Completion, Request
+from pipeline.models.layout import Shape
+from pipeline.types import Completion, Request, Span
 
 _PREFILL_TOKENS = 16384  # of one forward, with padding; bounds its activations
 
@@ -40,6 +44,37 @@ class _Row:
     last: int  # the token that goes in next
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+
+class _Update:
+    """See `pipeline.generate.base.WeightUpdate`: tensors are written in place."""
+
+    def __init__(
+        self, tensors: dict[str, torch.Tensor], shapes: dict[str, Shape], tied: dict[str, str], serve: Callable[[int], None]
+    ) -> None:
+        self._tensors, self._shapes, self._tied, self._serve = tensors, shapes, tied, serve
+        self._missing = set(shapes)
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in checked(weights, self._shapes, self._tied):
+            self._tensors[name].copy_(tensor)
+            self.finish(name)
+
+    def target(self, unit: str, tensor: str) -> torch.Tensor:
+        return self._tensors[tensor]
+
+    def in_place(self, unit: str) -> bool:
+        return True
+
+    def finish(self, unit: str) -> None:
+        self._missing.discard(unit)
+
+    def commit(self, version: int, recompute_kv_cache: bool = True) -> None:
+        """No request runs, so there is no cache to compute anew."""
+        if self._missing:
+            raise RuntimeError(f"commit: {len(self._missing)} tensors were not written, the first is '{min(self._missing)}'")
+        self._serve(version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +136,22 @@ class TransformersBackend:
         self._decode()
         return self._take_finished()
 
-    @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return self._shapes
+
+    def layout(self) -> list[Unit]:
+        """Every tensor is a unit of its own."""
+        pieces = {name: Piece(name, whole(shape), whole(shape)) for name, shape in self._shapes.items()}
+        return [Unit(name, (region(piece, name, self._tensors[name].stride()),)) for name, piece in pieces.items()]
+
+    def update(self) -> _Update:
         if self.pending:
-            raise RuntimeError(f"load_weights with {self.pending} requests pending: a completion has one version")
+            raise RuntimeError(f"new weights while {self.pending} requests run: the transformers backend lets them end first")
         self._usable = False
-        for name, tensor in checked(weights, self._shapes, self._tied):
-            self._tensors[name].copy_(tensor)
+        return _Update(self._tensors, self._shapes, self._tied, self._serve)
+
+    def _serve(self, version: int) -> None:
         self._version, self._usable = version, True
 
     def close(self) -> None:
@@ -117,7 +161,7 @@ class TransformersBackend:
 
     def _check_usable(self) -> None:
         if not self._usable:
-            raise RuntimeError("the engine has no whole set of weights; load_weights must succeed first")
+            raise RuntimeError("the engine has no whole set of weights; an update must be committed first")
 
     def _admit(self) -> None:
         """Move waiting requests to rows, and fill those rows' caches with all but the last token of their prompts."""
@@ -216,6 +260,6 @@ class TransformersBackend:
             id=row.request.id,
             tokens=np.array(row.tokens, dtype=np.int32),
             logprobs=np.array(row.logprobs, dtype=np.float32),
-            version=self._version,
+            spans=(Span(self._version, len(row.tokens)),),
             finish="stop" if row.last in row.stop else "length",
         )

@@ -2,7 +2,8 @@
 
 vLLM takes torch's default process group for its own. When it is not the only realm, `world.py` has by then made the engine's
 ranks the default group, and vLLM's tensor parallelism runs over them through its `external_launcher`: every rank schedules for
-itself, identically, because every rank is given the same requests. Left out: sleep and wake, updates while requests run.
+itself, identically, because every rank is given the same requests. Weights may be replaced while requests run: nothing is in
+flight then, and a cached prefix is only found by requests of the weights that made it. Left out: sleep and wake.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import gc
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config import PolicyConfig
+from pipeline.generate.base import Unit
 from pipeline.generate.requests import eos_token_ids, new_token_limit
-from pipeline.generate.weights import checked
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
-from pipeline.types import Completion, Request
+from pipeline.types import Completion, Request, Span
 
 # vLLM reads these when it is imported. In process, or the engine could not be stepped and its weights not be reached.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -41,14 +43,23 @@ if current_platform.is_cpu():
     current_platform.simple_compile_backend = "eager"
 
 from vllm import EngineArgs, SamplingParams  # noqa: E402
-from vllm.distributed import destroy_model_parallel  # noqa: E402
-from vllm.inputs import tokens_input  # noqa: E402
+from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.distributed import destroy_model_parallel, get_pp_group  # noqa: E402
+from vllm.inputs import TokensInput, tokens_input  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
+from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # noqa: E402
+from vllm.v1.request import RequestStatus  # noqa: E402
 
-from pipeline.generate.vllm_reload import reload  # noqa: E402
+from pipeline.generate.vllm_layout import ModuleUnit, record  # noqa: E402
+from pipeline.generate.vllm_update import VLLMUpdate  # noqa: E402
+
+if current_platform.is_cpu():
+    from pipeline.generate.vllm_cpu import spread_experts
+
+    spread_experts()
 
 _CPU_CACHE_BYTES = 4 << 30  # at most; sequences that do not fit wait
 
@@ -58,47 +69,97 @@ class VLLMBackend:
 
     def __init__(self, policy: PolicyConfig, engine_ranks: int, rank_in_engine: int, seed: int) -> None:
         config = model_config(policy)
+        # Before the engine: where vLLM runs a transformers model, it changes that model's classes.
         self._shapes, self._tied = checkpoint_shapes(config)
         self._eos = eos_token_ids(policy)
         self._max_model_len = policy.generation.vllm_cfg.max_model_len
+        self._precision = getattr(torch, policy.precision)
         self._version: int | None = None
         self._usable = False
+        self._update: VLLMUpdate | None = None  # under way
+        self._ended: list[Completion] = []  # found while an update began, for the next step
         arguments = EngineArgs(**_arguments(policy, config, engine_ranks, seed))
         with _undisturbed(engine_ranks, rank_in_engine):
             self._engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         # It would destroy every process group of this process, the world's too, when the engine is collected.
         self._engine.engine_core._finalizer.detach()
+        self._core = self._engine.engine_core.engine_core
+        (worker,) = self._engine.collective_rpc(lambda worker: worker)
+        self._model, self._config = worker.model_runner.get_model(), worker.vllm_config
+        if current_platform.is_cpu() and policy.generation.vllm_cfg.pipeline_parallel_size > 1:
+            _receive_from_stage_before(worker.model_runner)
 
     @property
     def pending(self) -> int:
-        return self._engine.get_num_unfinished_requests()
+        return self._engine.get_num_unfinished_requests() + len(self._ended)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._shapes
+
+    def layout(self) -> list[Unit]:
+        return [described.unit for described in self._units.values() if described.unit.regions]
+
+    @cached_property
+    def _units(self) -> dict[str, ModuleUnit]:
+        with set_current_vllm_config(self._config):
+            complete = self._config.model_config.quantization is None
+            return record(self._model, self._shapes, self._precision, complete)
 
     def add(self, requests: list[Request]) -> None:
         self._check_usable()
         limits = [new_token_limit(request, self._max_model_len) for request in requests]
         for request, limit in zip(requests, limits, strict=True):
-            self._engine.add_request(request.id, tokens_input(request.tokens.tolist()), self._sampling_params(request, limit))
+            self._engine.add_request(request.id, self._prompt(request), self._sampling_params(request, limit))
 
     def step(self) -> list[Completion]:
         self._check_usable()
-        if not self._engine.has_unfinished_requests():
-            return []
-        return [self._completion(output) for output in self._engine.step()]
+        ended, self._ended = self._ended, []
+        if self._engine.has_unfinished_requests():
+            ended += [self._completion(output) for output in self._engine.step()]
+        return ended
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        if self.pending:
-            raise RuntimeError(f"load_weights with {self.pending} requests pending: a completion has one version")
+    def update(self) -> VLLMUpdate:
+        self._settle()
         self._usable = False
-        self._engine.collective_rpc(reload, args=(checked(weights, self._shapes, self._tied),))
-        if not self._engine.reset_prefix_cache():
-            raise RuntimeError("vLLM did not drop its prefix cache")
-        self._version, self._usable = version, True
+        if self._update is not None:
+            self._update.give_up()
+        self._update = VLLMUpdate(self._model, self._config, self._shapes, self._tied, lambda: self._units, self._serve)
+        return self._update
+
+    def _settle(self) -> None:
+        """Take what batches in flight drew: the old weights drew it. There are some with pipeline stages, and where vLLM
+        schedules ahead of the device."""
+        if not self._core.batch_queue:
+            return
+        self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while self._core.batch_queue:
+            self._ended += [self._completion(output) for output in self._engine.step()]
+        self._core.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def _serve(self, version: int, recompute_kv_cache: bool) -> None:
+        running = self._engine.has_unfinished_requests()
+        if recompute_kv_cache or not running:
+            if not self._engine.reset_prefix_cache(reset_running_requests=running):
+                raise RuntimeError("vLLM did not drop its prefix cache")
+        else:
+            self._rename_waiting(version)
+        self._engine.set_weight_version(str(version))
+        self._version, self._usable, self._update = version, True, None
+
+    def _rename_waiting(self, version: int) -> None:
+        """Requests that have not begun look for prefixes of the new weights, though they were added under the old."""
+        for request in self._core.scheduler.waiting:
+            if request.status != RequestStatus.PREEMPTED:
+                request.cache_salt = str(version)
+                request.block_hashes.clear()
+                request.update_block_hashes()
 
     def close(self) -> None:
         """Free the model, the cache and vLLM's own process groups; the default group and the world's stay."""
         self._usable = False
         self._engine.model_executor.shutdown()
-        del self._engine
+        del self._engine, self._core, self._model, self._update
         destroy_model_parallel()
         gc.collect()
         if current_platform.is_cuda():
@@ -106,7 +167,10 @@ class VLLMBackend:
 
     def _check_usable(self) -> None:
         if not self._usable:
-            raise RuntimeError("the engine has no whole set of weights; load_weights must succeed first")
+            raise RuntimeError("the engine has no whole set of weights; an update must be committed first")
+
+    def _prompt(self, request: Request) -> TokensInput:
+        return tokens_input(request.tokens.tolist(), cache_salt=str(self._version))  # the salt is part of a prefix's name
 
     def _sampling_params(self, request: Request, limit: int) -> SamplingParams:
         sampling = request.sampling
@@ -134,7 +198,7 @@ class VLLMBackend:
             id=output.request_id,
             tokens=np.array(drawn.token_ids, dtype=np.int32),
             logprobs=np.array(drawn.logprobs.logprobs, dtype=np.float32),
-            version=self._version,
+            spans=tuple(Span(int(span.version), span.end - span.start) for span in drawn.weight_versions),
             finish=drawn.finish_reason,
         )
 
@@ -142,6 +206,15 @@ class VLLMBackend:
 def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) -> dict[str, Any]:
     """What vllm.LLM takes too; `vllm_kwargs` comes last and overrides."""
     generation, vllm_cfg = policy.generation, policy.generation.vllm_cfg
+    stages = vllm_cfg.pipeline_parallel_size
+    tensor_ranks = engine_ranks // stages
+    if tensor_ranks * stages != engine_ranks:
+        raise ValueError(f"an engine of {engine_ranks} ranks cannot have {stages} equal pipeline stages")
+    if vllm_cfg.expert_parallel_size not in (1, tensor_ranks):
+        raise ValueError(
+            f"policy.generation.vllm_cfg.expert_parallel_size={vllm_cfg.expert_parallel_size}: vLLM spreads experts over all of"
+            f" a stage's ranks or none: 1 or {tensor_ranks}"
+        )
     arguments = {
         "model": policy.model_name,
         "load_format": "dummy",
@@ -150,7 +223,9 @@ def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) 
         "hf_overrides": dict(policy.hf_config_overrides),
         "dtype": policy.precision,
         "seed": seed,
-        "tensor_parallel_size": engine_ranks,
+        "tensor_parallel_size": tensor_ranks,
+        "pipeline_parallel_size": stages,
+        "enable_expert_parallel": vllm_cfg.expert_parallel_size > 1,
         "max_model_len": vllm_cfg.max_model_len,
         "max_num_seqs": generation.max_num_seqs,
         "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
@@ -162,23 +237,31 @@ def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) 
     if dist.is_initialized():
         arguments["distributed_executor_backend"] = "external_launcher"
     if current_platform.is_cpu():
-        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(policy, config, engine_ranks)
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(policy, config, tensor_ranks)
         # A prompt in pieces makes vLLM rewind the request's generator, which CPU generators cannot.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(vllm_cfg.max_model_len, generation.max_num_seqs, 4096)
     return arguments | generation.vllm_kwargs
 
 
-def _cpu_cache_bytes(policy: PolicyConfig, config: Any, engine_ranks: int) -> int:
+def _cpu_cache_bytes(policy: PolicyConfig, config: Any, tensor_ranks: int) -> int:
     """Room for `max_num_seqs` sequences of `max_model_len`, in blocks of vLLM's size on CPU, up to a bound."""
     text = config.get_text_config()
-    heads = max(1, (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // engine_ranks)
+    heads = max(1, (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) // tensor_ranks)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     token_bytes = 2 * text.num_hidden_layers * heads * head_dim * getattr(torch, policy.precision).itemsize
     block = 128
     blocks = -(-policy.generation.vllm_cfg.max_model_len // block)
     wanted = (policy.generation.max_num_seqs * blocks + 1) * block * token_bytes  # vLLM keeps one block for itself
     return max(min(wanted, _CPU_CACHE_BYTES), (blocks + 1) * block * token_bytes)
+
+
+def _receive_from_stage_before(runner: Any) -> None:
+    """Make the tensors that a later pipeline stage receives into; vLLM's warm-up does so, which there is none of on CPU."""
+    if runner.intermediate_tensors is None and not get_pp_group().is_first_rank:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -228,20 +228,34 @@ def _view(tensor: torch.Tensor, home: Shape) -> list[Piece]:
 
 
 def _peel(runs: list[Run], start: int, place: int, home: Shape, shape: Shape) -> list[Piece]:
-    """The boxes of runs that begin at `start` in a storage of shape `home` and at `place` in a view of shape `shape`. Runs are
-    split until each lies along one dimension of either tensor, one run to a dimension."""
+    """The boxes of runs that begin at `start` in a storage of shape `home` and at `place` in a view of shape `shape`."""
+    pieces = []
+    for part, starts in peel(runs, (start, place), (home, shape)):
+        if [run[1] for run in part] != sorted((run[1] for run in part), reverse=True):
+            raise ValueError("recorded function: it transposes, which no pieces express")
+        pieces.append(Piece("", run_box(part, 0, starts, home)[0], run_box(part, 1, starts, shape)[0]))
+    return pieces
 
-    def go_on(skip: Run, rest: list[Run]) -> list[Piece]:
+
+def peel(
+    runs: list[Run], starts: tuple[int, int], shapes: tuple[Shape, Shape | None]
+) -> Iterator[tuple[list[Run], tuple[int, int]]]:
+    """Parts of what `runs` go over, each as its runs and where it begins at either end. The ends are contiguous tensors of
+    these shapes; None: any storage. Runs are split until each lies along one dimension of either, one run to a dimension."""
+
+    def go_on(skip: Run, rest: list[Run]) -> Iterator[tuple[list[Run], tuple[int, int]]]:
         count, stride, far = skip
-        return _peel(rest, start + count * stride, place + count * far, home, shape)
+        return peel(rest, (starts[0] + count * stride, starts[1] + count * far), shapes)
 
-    ends = ((1, start, home), (2, place, shape))  # which stride of a run, from where, in which tensor
+    ends = [(end + 1, starts[end], dims) for end, dims in enumerate(shapes) if dims is not None]  # + 1: which stride of a run
     for i, run in enumerate(runs):
         before, after = runs[:i], runs[i + 1 :]
         for end, _, dims in ends:
             dim, step = _dimension(run[end], dims)
             if step != 1 or any(_dimension(other[end], dims)[0] == dim for other in after):  # entry by entry
-                return [piece for n in range(run[0]) for piece in go_on((n, *run[1:]), before + after)]
+                for n in range(run[0]):
+                    yield from go_on((n, *run[1:]), before + after)
+                return
     for i, run in enumerate(runs):
         before, after = runs[:i], runs[i + 1 :]
         for end, origin, dims in ends:
@@ -249,17 +263,19 @@ def _peel(runs: list[Run], start: int, place: int, home: Shape, shape: Shape) ->
             row = dims[dim]
             room = row - _coordinates(origin, dims)[dim]
             if run[0] > room:
-                parts = _rows(run, row, room % row)
-                return [piece for skip, new in parts for piece in go_on((skip, *run[1:]), before + new + after)]
-    if [run[1] for run in runs] != sorted((run[1] for run in runs), reverse=True):
-        raise ValueError("recorded function: it transposes, which no pieces express")
-    boxes = []
-    for end, origin, dims in ends:
-        size = [1] * len(dims)
-        for run in runs:
-            size[_dimension(run[end], dims)[0]] = run[0]
-        boxes.append(Box(_coordinates(origin, dims), tuple(size)))
-    return [Piece("", *boxes)]
+                for skip, new in _rows(run, row, room % row):
+                    yield from go_on((skip, *run[1:]), before + new + after)
+                return
+    yield runs, starts
+
+
+def run_box(runs: Sequence[Run], end: int, starts: tuple[int, int], shape: Shape) -> tuple[Box, list[int]]:
+    """What `peel` gave, at one end (0 or 1): the box of that tensor, and the dimension along which each run goes."""
+    dims = [_dimension(run[end + 1], shape)[0] for run in runs]
+    size = [1] * len(shape)
+    for run, dim in zip(runs, dims, strict=True):
+        size[dim] = run[0]
+    return Box(_coordinates(starts[end], shape), tuple(size)), dims
 
 
 def _rows(run: Run, row: int, head: int) -> list[tuple[int, list[Run]]]:
@@ -276,6 +292,7 @@ def _rows(run: Run, row: int, head: int) -> list[tuple[int, list[Run]]]:
     return [(skip, [part for part in new if part[0] > 1]) for skip, new in parts if new[0][0]]
 
 
+@functools.lru_cache(maxsize=4096)
 def _strides(shape: Shape) -> Shape:
     """Those of a contiguous tensor."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from pipeline.generate import build
 from pipeline.generate.base import GenerateBackend
-from tests.generate.tiny import Checkpoint, policy, save
+from tests.generate.tiny import Checkpoint, load, policy, save
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def new_engine(checkpoint) -> Callable[..., GenerateBackend]:
     def make(backend: str, family: str, **settings) -> GenerateBackend:
         source = checkpoint(family, 0)
         engine = build(policy(source.folder, backend, **settings), engine_ranks=1, rank_in_engine=0, seed=0)
-        engine.load_weights(source.weights().items(), version=0)
+        load(engine, source.weights().items(), version=0)
         return engine
 
     return make

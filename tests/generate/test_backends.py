@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pipeline.generate import build
-from tests.generate.tiny import EOS, MAX_MODEL_LEN, VOCAB, drain, policy, requests, single
+from pipeline.types import Span
+from tests.generate.tiny import EOS, MAX_MODEL_LEN, VOCAB, drain, load, policy, requests, single
 
 FAMILIES = ["llama", "qwen3"]
 
@@ -31,7 +32,7 @@ def engine(new_engine, backend, family):
 def loadable(engine, family, checkpoint):
     """The engine, for a test that loads other weights; put back afterwards."""
     yield engine
-    engine.load_weights(checkpoint(family, 0).weights().items(), version=0)
+    load(engine, checkpoint(family, 0).weights().items(), version=0)
 
 
 def same(a, b):
@@ -143,10 +144,10 @@ def test_top_k_and_top_p_cut_the_distribution(engine, family, checkpoint):
 def test_new_weights_replace_the_old_ones_and_their_cached_prefixes(loadable, family, checkpoint):
     drawn = requests(6, 2, temperature=0.0)
     before = drain(loadable, drawn)
-    assert {c.version for c in before.values()} == {0}
-    loadable.load_weights(checkpoint(family, 1).weights().items(), version=1)
+    assert {span.version for c in before.values() for span in c.spans} == {0}
+    load(loadable, checkpoint(family, 1).weights().items(), version=1)
     after = drain(loadable, drawn)
-    assert {c.version for c in after.values()} == {1}
+    assert {span.version for c in after.values() for span in c.spans} == {1}
     assert any(before[id].tokens.tolist() != after[id].tokens.tolist() for id in before)
     for request in drawn:
         assert after[request.id].tokens.tolist() == checkpoint(family, 1).greedy(request.tokens, 24)
@@ -190,23 +191,17 @@ def broken_off(weights):
 )
 def test_a_failed_load_stops_the_engine_until_one_succeeds(loadable, family, checkpoint, spoil, message):
     with pytest.raises((ValueError, ConnectionError), match=message):
-        loadable.load_weights(spoil(checkpoint(family, 1).weights()), version=1)
+        load(loadable, spoil(checkpoint(family, 1).weights()), version=1)
     request = single(np.arange(2, 9), temperature=0.0)
-    with pytest.raises(RuntimeError, match="load_weights"):
+    with pytest.raises(RuntimeError, match="an update must be committed first"):
         loadable.step()
-    with pytest.raises(RuntimeError, match="load_weights"):
+    with pytest.raises(RuntimeError, match="an update must be committed first"):
         loadable.add([request])
-    loadable.load_weights(checkpoint(family, 1).weights().items(), version=2)
+    load(loadable, checkpoint(family, 1).weights().items(), version=2)
     done = drain(loadable, [request])["a"]
-    assert done.version == 2 and done.tokens.tolist() == checkpoint(family, 1).greedy(request.tokens, 24)
-
-
-def test_weights_do_not_change_under_a_running_request(engine, family, checkpoint):
-    engine.add([single(np.arange(2, 9))])
-    with pytest.raises(RuntimeError, match="1 requests pending"):
-        engine.load_weights(checkpoint(family, 0).weights().items(), version=1)
-    while engine.pending:
-        assert all(completion.version == 0 for completion in engine.step())
+    assert done.spans == (Span(2, len(done.tokens)),) and done.tokens.tolist() == checkpoint(family, 1).greedy(
+        request.tokens, 24
+    )
 
 
 def test_no_weights_no_requests_and_random_state_stays(backend, checkpoint):
@@ -215,5 +210,5 @@ def test_no_weights_no_requests_and_random_state_stays(backend, checkpoint):
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1]
     engine = build(policy(checkpoint("llama", 0).folder, backend), engine_ranks=1, rank_in_engine=0, seed=3)
     assert torch.equal(torch.get_rng_state(), torch_state) and (np.random.get_state()[1] == numpy_state).all()
-    with pytest.raises(RuntimeError, match="load_weights"):
+    with pytest.raises(RuntimeError, match="an update must be committed first"):
         engine.add([single(np.arange(2, 9))])

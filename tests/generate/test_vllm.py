@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.generate.tiny import MAX_MODEL_LEN, drain, requests, single
+from tests.generate.tiny import MAX_MODEL_LEN, drain, load, refit, requests, single
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -25,6 +25,10 @@ def own_groups():
 
 def tokens(done):
     return {id: completion.tokens.tolist() for id, completion in done.items()}
+
+
+def load_full(engine, weights, version):
+    load(engine, weights.items(), version)
 
 
 def fresh_greedy(folder, drawn, **arguments):
@@ -45,20 +49,21 @@ def fresh_greedy(folder, drawn, **arguments):
     return {r.id: list(out.outputs[0].token_ids) for r, out in zip(drawn, outputs, strict=True)}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_reloaded_equals_fresh_from_disk_and_the_reference(family, new_engine, checkpoint):
-    drawn = requests(6, 1, temperature=0.0)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_updated_equals_fresh_from_disk_and_the_reference(family, new_engine, checkpoint):
+    drawn = requests(8, 1, temperature=0.0)
     engine = new_engine("vllm", family)
     expected = {seed: fresh_greedy(checkpoint(family, seed).folder, drawn) for seed in (0, 1)}
     assert expected[0] != expected[1]
     assert tokens(drain(engine, drawn)) == expected[0]
-    engine.load_weights(checkpoint(family, 1).weights().items(), version=1)
-    assert tokens(drain(engine, drawn)) == expected[1]
+    for version, (seed, update) in enumerate([(1, load_full), (0, refit), (1, refit), (0, load_full)], 1):
+        update(engine, checkpoint(family, seed).weights(), version)
+        assert tokens(drain(engine, drawn)) == expected[seed]
     engine.close()
     gc.collect()
     if family == "qwen3":
         reference = new_engine("transformers", family)
-        reference.load_weights(checkpoint(family, 1).weights().items(), version=1)
+        refit(reference, checkpoint(family, 1).weights(), version=1)
         assert tokens(drain(reference, drawn)) == expected[1]
 
 
@@ -79,7 +84,7 @@ def test_a_cached_prefix_does_not_outlive_its_weights(new_engine, checkpoint, mo
     # Longer than one block of vLLM's cache on CPU (128 tokens), of which only whole ones are shared.
     request = single(np.random.default_rng(0).integers(2, 96, 150), temperature=0.0)
     for version in (0, 1):
-        engine.load_weights(checkpoint("llama", version).weights().items(), version)
+        load(engine, checkpoint("llama", version).weights().items(), version)
         expected = checkpoint("llama", version).greedy(request.tokens, 24)
         for _ in range(2):  # the second finds the first's prefix
             done = drain(engine, [request])["a"]
@@ -88,12 +93,25 @@ def test_a_cached_prefix_does_not_outlive_its_weights(new_engine, checkpoint, mo
             np.testing.assert_allclose(done.logprobs, logprobs, atol=1e-4)
 
 
-def test_two_ranks_inside_a_larger_world_equal_one(tmp_path, new_engine, checkpoint):
-    folders = [str(checkpoint("llama", seed).folder) for seed in (0, 1)]
+long = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        pytest.param("qwen3", {}, marks=long),
+        pytest.param("qwen3_moe", {}, marks=long),
+        pytest.param("qwen3_moe", {"expert_parallel_size": 2}, marks=long),
+        pytest.param("qwen3", {"pipeline_parallel_size": 2}, marks=long),
+    ],
+)
+def test_two_ranks_inside_a_larger_world_equal_one(family, settings, tmp_path, new_engine, checkpoint):
+    old, new = (checkpoint(family, seed) for seed in (0, 1))
     ranks = []
     for rank in range(3):
-        arguments = [str(rank), str(tmp_path / "rendezvous"), *folders, str(tmp_path / f"{rank}.json")]
-        command = [sys.executable, "-m", "tests.generate.tensor_parallel_rank", *arguments]
+        files = [str(tmp_path / "rendezvous"), str(old.folder), str(new.folder), str(tmp_path / f"{rank}.json")]
+        command = [sys.executable, "-m", "tests.generate.engine_rank", str(rank), *files, json.dumps(settings)]
         ranks.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}))
     try:
         assert [rank.wait(timeout=240) for rank in ranks] == [0, 0, 0]
@@ -101,15 +119,29 @@ def test_two_ranks_inside_a_larger_world_equal_one(tmp_path, new_engine, checkpo
         for rank in ranks:
             rank.kill()
     replies = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (1, 2)]
-    assert replies[0]["results"] == replies[1]["results"]
+    assert replies[0]["results"] == replies[1]["results"] and replies[0]["in_flight"] == replies[1]["in_flight"]
     # Engines on one node keep apart by the process id of their first rank.
     assert [reply["shared_memory"] for reply in replies] == [str(replies[0]["pid"])] * 2
+    whole = sum(tensor.numel() for tensor in old.weights().values())
+    assert all(reply["received"] < 0.65 * whole for reply in replies)
 
-    engine, expected = new_engine("vllm", "llama"), []
-    for version in (0, 1):
-        engine.load_weights(checkpoint("llama", version).weights().items(), version)
-        expected += [tokens(drain(engine, requests(4, 2, temperature=temperature))) for temperature in (0.0, 1.0)]
+    engine = new_engine("vllm", family)
+    expected = [tokens(drain(engine, requests(4, 2, temperature=0.0)))]
+    load(engine, new.weights().items(), 1)
+    expected += [tokens(drain(engine, requests(4, 2, temperature=temperature))) for temperature in (0.0, 1.0)]
+    engine.close()
     assert replies[0]["results"] == expected
+
+    asked, versions = {request.id: request for request in requests(4, 2, max_new_tokens=12)}, set()
+    for id, (drawn, logprobs, spans) in replies[0]["in_flight"].items():
+        versions |= {version for version, _ in spans}
+        by_weights = {v: c.logprobs(asked[id].tokens, np.array(drawn), 1.0) for v, c in ((1, new), (2, old))}
+        start, right = 0, []
+        for version, count in spans:
+            right += by_weights[version][start : start + count].tolist()
+            start += count
+        np.testing.assert_allclose(logprobs, right, atol=1e-4)
+    assert versions == {1, 2}
 
 
 @pytest.mark.gpu
@@ -121,6 +153,6 @@ def test_cuda_graphs_see_new_weights(family, new_engine, checkpoint):
     gc.collect()
     engine = new_engine("vllm", family, precision="bfloat16", enforce_eager=False, gpu_memory_utilization=0.2)
     drain(engine, drawn)
-    engine.load_weights(checkpoint(family, 1).weights().items(), version=1)
+    load(engine, checkpoint(family, 1).weights().items(), version=1)
     assert tokens(drain(engine, drawn)) == expected
     engine.close()

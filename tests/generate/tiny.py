@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from pipeline.boxes import whole
 from pipeline.config import GenerationConfig, PolicyConfig, TokenizerConfig, VLLMConfig
-from pipeline.generate.base import GenerateBackend
+from pipeline.generate.base import GenerateBackend, Unit, WeightUpdate
 from pipeline.types import Completion, Request, Sampling
 
 VOCAB, EOS, MAX_MODEL_LEN = 96, 1, 64
@@ -92,6 +94,33 @@ def policy(folder: Path, backend: str, max_num_seqs: int = 32, precision: str = 
         precision=precision,
         generation=GenerationConfig(backend=backend, max_num_seqs=max_num_seqs, vllm_cfg=VLLMConfig(**settings)),
     )
+
+
+def load(engine: GenerateBackend, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    """All weights at once, in full."""
+    update = engine.update()
+    update.load(weights)
+    update.commit(version)
+
+
+def write(update: WeightUpdate, units: Iterable[Unit], weights: Mapping[str, torch.Tensor]) -> None:
+    """All regions of these units, which are open together, then finish them."""
+    for unit in units:
+        for region in unit.regions:
+            target = update.target(unit.name, region.tensor)
+            view = target.as_strided(region.box.size, region.strides, target.storage_offset() + region.offset)
+            tensor = weights[region.name]
+            view.copy_(tensor[region.box.within(whole(tuple(tensor.shape)))])
+    for unit in units:
+        update.finish(unit.name)
+
+
+def refit(engine: GenerateBackend, weights: Mapping[str, torch.Tensor], version: int, recompute_kv_cache: bool = True) -> None:
+    """All weights, each rank its own regions; three units are open at a time."""
+    update, units = engine.update(), engine.layout()
+    for start in range(0, len(units), 3):
+        write(update, units[start : start + 3], weights)
+    update.commit(version, recompute_kv_cache)
 
 
 def drain(engine: GenerateBackend, requests: list[Request]) -> dict[str, Completion]:

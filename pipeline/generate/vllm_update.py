@@ -1,0 +1,223 @@
+"""Replacing the weights of a live vLLM model, module by module, each rank with its own shard.
+
+Where a module's live tensors are its raw parameters, shards are written into them. Else the module goes through vLLM's
+layer-wise reload alone: raw parameters get memory, shards and fills are written, vLLM processes them as after a first load, and
+the result is copied into the storage in use, so CUDA graphs stay valid. An opaque module collects its tensors on disk in full
+and loads them with vLLM's own loader. What is derived from several modules (attention's absorbed projections, packed copies on
+CPU) is made anew once all are finished.
+
+vLLM's reload functions are private; the version is pinned. Left out: quantised checkpoints; the policy's are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import _copy_and_restore_kernel_tensors, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+from vllm.platforms import current_platform
+
+from pipeline.generate.vllm_layout import ModuleUnit, put_back, raw_name, take_apart, unwrap_loaders
+from pipeline.generate.vllm_reload import reload, repack
+from pipeline.generate.weights import checked
+
+
+class VLLMUpdate:
+    """A WeightUpdate of one rank.
+
+    units: this rank's layout, made when it is first asked for. serve(version, recompute_kv_cache): what the engine does at the
+    commit. Of the updates of a model only one may be under way; `give_up` ends one that is not committed.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: VllmConfig,
+        shapes: Mapping[str, tuple[int, ...]],
+        tied: Mapping[str, str],
+        units: Callable[[], Mapping[str, ModuleUnit]],
+        serve: Callable[[int, bool], None],
+    ) -> None:
+        self._model, self._config, self._shapes, self._tied = model, config, shapes, tied
+        self._units, self._serve = units, serve
+        self._modules = dict(model.named_modules())
+        self._targets: dict[str, dict[str, torch.Tensor]] = {}  # of the open units
+        self._plain: dict[str, bool] = {}  # looked up before a unit is opened, for then its tensors are raw
+        self._finished: set[str] = set()
+        self._ready = False
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        reload(self._model, self._config, checked(weights, self._shapes, self._tied))
+        self._ready = True
+
+    def target(self, unit: str, tensor: str) -> torch.Tensor:
+        if unit in self._finished:
+            raise RuntimeError(f"unit '{unit}' was finished in this update")
+        if unit not in self._targets:
+            self._targets[unit] = self._attempt(self._begin, unit)
+        return self._targets[unit][tensor]
+
+    def in_place(self, unit: str) -> bool:
+        if unit not in self._plain:
+            described = self._units()[unit]
+            self._plain[unit] = not described.opaque and _is_plain(self._modules[described.modules[0]], described)
+        return self._plain[unit]
+
+    def finish(self, unit: str) -> None:
+        if unit not in self._targets:
+            raise RuntimeError(f"unit '{unit}' is not open")
+        self._attempt(self._end, unit)
+        del self._targets[unit]
+        self._finished.add(unit)
+        if self._left():
+            return
+        for name, described in self._units().items():
+            if not described.unit.regions:  # only constants on this rank, such as padding
+                self._targets[name] = self._attempt(self._begin, name)
+                self._attempt(self._end, name)
+                del self._targets[name]
+        self._derive()
+        self._ready = True
+
+    def commit(self, version: int, recompute_kv_cache: bool = True) -> None:
+        if not self._ready:
+            left = self._left()
+            raise RuntimeError(f"commit of version {version}: {len(left)} units are not finished, the first is '{left[0]}'")
+        self._serve(version, recompute_kv_cache)
+
+    def give_up(self) -> None:
+        """Give the modules that are open their live tensors again, with whatever was written into those."""
+        for unit in list(self._targets):
+            self._put_back(unit)
+
+    def _left(self) -> list[str]:
+        return [name for name, unit in self._units().items() if unit.unit.regions and name not in self._finished]
+
+    def _attempt(self, do: Callable, unit: str) -> Any:
+        """`do(unit)` in vLLM's context. On an error the unit has its live tensors again."""
+        try:
+            with torch.no_grad(), set_current_vllm_config(self._config):
+                return do(unit)
+        except BaseException:
+            self._put_back(unit)
+            raise
+
+    def _put_back(self, unit: str) -> None:
+        self._targets.pop(unit, None)
+        for module in self._units()[unit].modules:
+            put_back(self._modules[module])
+
+    def _begin(self, unit: str) -> dict[str, torch.Tensor]:
+        """The targets of a unit, with everything written that its regions leave."""
+        described = self._units()[unit]
+        layer = self._modules[described.modules[0]]
+        if described.opaque:
+            device, dtype = get_layerwise_info(layer).restore_device, self._config.model_config.dtype
+            return {r.tensor: torch.empty(r.box.size, dtype=dtype, device=device) for r in described.unit.regions}
+        if not self.in_place(unit):
+            self._materialize(unit, described.written)
+        targets = {raw_name(unit, name): tensor.data for name, tensor in get_layer_tensors(layer).items()}
+        for tensor in described.holes:
+            _zero_holes(tensor, targets[tensor], described)
+        for fill in described.fills:
+            _view(targets[fill.tensor], fill.size, fill.strides, fill.offset).fill_(fill.value)
+        return {tensor: targets[tensor] for tensor in described.written}
+
+    def _end(self, unit: str) -> None:
+        described = self._units()[unit]
+        if self.in_place(unit):
+            return
+        if described.opaque:
+            for module in described.modules:
+                self._materialize(module)
+            staged = self._targets[unit]
+            self._model.load_weights((region.name, staged[region.tensor]) for region in described.unit.regions)
+        for module in described.modules:
+            _process(self._modules[module], described.written, module)
+
+    def _materialize(self, module: str, written: frozenset[str] = frozenset()) -> None:
+        """Memory for a module's raw parameters. Those that are not `written` keep their live values, where these have the same
+        form; else they are zero."""
+        layer = self._modules[module]
+        live = get_layer_tensors(layer)
+        take_apart(layer)
+        materialize_layer(layer, get_layerwise_info(layer))
+        unwrap_loaders(layer)
+        for name, tensor in get_layer_tensors(layer).items():
+            old = live.get(name)
+            if old is tensor or raw_name(module, name) in written:
+                continue
+            if old is not None and (old.shape, old.dtype) == (tensor.shape, tensor.dtype):
+                tensor.data.copy_(old.data)
+            else:
+                tensor.data.zero_()
+
+    def _derive(self) -> None:
+        with torch.no_grad(), set_current_vllm_config(self._config):
+            for layer in self._modules.values():
+                if is_deferred_attention_layer(layer):
+                    layer.process_weights_after_loading(self._config.model_config.dtype)
+            if current_platform.is_cpu():
+                repack(self._model)
+
+
+def _is_plain(layer: torch.nn.Module, described: ModuleUnit) -> bool:
+    """Whether a module's live tensors are its raw parameters, so that writing those is all there is to do.
+
+    By exact types: equal shapes and strides do not tell, as some kernels permute in place or keep copies. On CPU an embedding's
+    and lm_head's packed copies are renewed by `repack`.
+    """
+    (module,) = described.modules
+    live = {raw_name(module, name): tensor for name, tensor in get_layer_tensors(layer).items()}
+    if is_deferred_attention_layer(layer) or live.keys() != described.raw.keys():
+        return False
+    if any((tuple(t.shape), tuple(t.stride()), t.dtype) != described.raw[name] for name, t in live.items()):
+        return False
+    method = getattr(layer, "quant_method", None)
+    if not isinstance(method, QuantizeMethodBase):
+        return True  # norms, convolutions, attention sinks
+    if type(method) is UnquantizedFusedMoEMethod:
+        return current_platform.is_cuda() and method.unquantized_backend.name in ("TRITON", "BATCHED_TRITON")
+    if type(method) is UnquantizedLinearMethod:
+        return current_platform.is_cuda()
+    return type(method) is UnquantizedEmbeddingMethod
+
+
+def _process(layer: torch.nn.Module, written: frozenset[str], module: str) -> None:
+    """From raw parameters to what the kernels read, in the storage that they read; as vLLM's reload does at a layer's end."""
+    info = get_layerwise_info(layer)
+    # By these names vLLM tells the buffers that no checkpoint holds, which it must not copy back.
+    info.loaded_weights = [(name, None) for name in layer._buffers if raw_name(module, name) in written]
+    layer.__dict__.pop("_already_called_process_weights_after_loading", None)
+    method = getattr(layer, "quant_method", None)
+    if isinstance(method, QuantizeMethodBase):
+        method.process_weights_after_loading(layer)
+        if hasattr(layer, "update_param_tp_status"):
+            layer.update_param_tp_status()
+    _copy_and_restore_kernel_tensors(layer, info)
+    info.reset()
+
+
+def _zero_holes(name: str, tensor: torch.Tensor, described: ModuleUnit) -> None:
+    """Zero what neither a region nor a fill covers; the rest may be in use as a base, and keeps its values."""
+    holes = torch.ones_like(tensor, dtype=torch.bool)
+    for region in described.unit.regions:
+        if region.tensor == name:
+            _view(holes, region.box.size, region.strides, region.offset).fill_(False)
+    for fill in described.fills:
+        if fill.tensor == name:
+            _view(holes, fill.size, fill.strides, fill.offset).fill_(False)
+    tensor.masked_fill_(holes, 0)
+
+
+def _view(tensor: torch.Tensor, size: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
+    return tensor.as_strided(size, strides, tensor.storage_offset() + offset)
