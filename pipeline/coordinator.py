@@ -16,6 +16,7 @@ from pipeline.config import GenerationConfig, Recipe
 from pipeline.data.batches import share
 from pipeline.data.stream import ExampleStream, PromptStream
 from pipeline.metrics import Metrics, mean_metrics, rollout_metrics
+from pipeline.refit.coordination import Refits
 from pipeline.remote import Remote
 from pipeline.rollout import RolloutWork
 from pipeline.types import DataPlace, Prompt, RolloutGroup, Sample, Sampling
@@ -68,17 +69,21 @@ class Run:
 
 
 def run_online(
-    run: Run, algorithm: OnlineAlgorithm, generate: Remote, realms: Realms, prompts: PromptStream, validation: list[Prompt]
+    run: Run,
+    algorithm: OnlineAlgorithm,
+    generate: Remote,
+    refits: Refits,
+    realms: Realms,
+    prompts: PromptStream,
+    validation: list[Prompt],
 ) -> int:
     """Sample, judge, learn, refit; the step it ended at."""
     recipe, grpo, train = run.recipe, run.recipe.grpo, run.train
     step, metrics = run.restore(prompts)
 
-    def refit() -> None:
+    def refit() -> dict[str, float]:
         with metrics.clock("refit"):
-            received = generate.receive(step)
-            train.send().result()
-            received.result()
+            return refits(version=step)
 
     def rollout(batch: list[Prompt], samples: int, purpose: str, sampling: Sampling) -> list[RolloutGroup]:
         engines = len(realms.engines)
@@ -110,7 +115,7 @@ def run_online(
                     train.forward().result()
                 results = train.step().result()[0]
             step += 1
-            refit()
+            cost = refit()
         position, batch = prompts.state_dict(), prompts.take(grpo.num_prompts_per_step)
         last = step == grpo.max_num_steps or len(batch) < grpo.num_prompts_per_step
         values = mean_metrics("train", results) | rollout_metrics("train", groups)
@@ -119,7 +124,7 @@ def run_online(
         tokens = sum(len(rollout.completion.tokens) for group in groups for rollout in group.rollouts)
         clocks = metrics.take_clocks()
         metrics.log_rollouts(step, groups, run.tokenizer)
-        metrics.log(step, values | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]})
+        metrics.log(step, values | cost | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]})
         run.settle()
         if run.saves(step, last):
             run.save(step, position, values)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
+
 from pipeline import algorithms, config, remote
 from pipeline.checkpoint import Checkpoints, write_durably
-from pipeline.config import Recipe
+from pipeline.config import PolicyConfig, Recipe
 from pipeline.coordinator import Run, run_offline, run_online
 from pipeline.data import build_streams
 from pipeline.data.chat import load_tokenizer
+from pipeline.refit.base import Refit
 from pipeline.refit.broadcast import BroadcastRefit
+from pipeline.refit.coordination import Refits
+from pipeline.refit.planned import PlannedRefit
 from pipeline.remote import Mailbox, Remote
 from pipeline.roles import GenerateRole, TrainRole
 from pipeline.watchdog import Failure, Watchdog
@@ -44,10 +49,17 @@ def main(run_dir: Path) -> None:
 
 
 def _role(recipe: Recipe, world: World) -> TrainRole | GenerateRole:
-    refit = BroadcastRefit(world, recipe.policy.generation.refit_cfg.bucket_bytes) if world.refit else None
+    refit = _refit(recipe.policy, world) if world.refit else None
     if world.realm == "train":
         return TrainRole(recipe, _seed(recipe), world, algorithms.build(recipe), refit)
     return GenerateRole(recipe, _seed(recipe), world, refit)
+
+
+def _refit(policy: PolicyConfig, world: World) -> Refit:
+    generation = policy.generation
+    if generation.refit_transport == "broadcast":
+        return BroadcastRefit(world, generation.refit_cfg.bucket_bytes)
+    return PlannedRefit(world, generation.refit_cfg, getattr(torch, policy.precision), generation.refit_transport)
 
 
 def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, role: TrainRole) -> None:
@@ -63,7 +75,9 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
     checkpoints = Checkpoints(run_dir, world.place.folder.name, recipe.checkpointing)
     run = Run(recipe, run_dir, checkpoints, train, places, tokenizer)
     if config.generates(recipe):
-        step = run_online(run, algorithms.build(recipe), generate, realms, stream, validation)
+        nodes = {rank: world.node(rank) for rank in range(world.size)}
+        refits = Refits(recipe, realms, train, generate, role.shapes, nodes)
+        step = run_online(run, algorithms.build(recipe), generate, refits, realms, stream, validation)
     else:
         step = run_offline(run, stream, validation)
     checkpoints.link_latest(run_dir / "hf", "hf")

@@ -10,11 +10,13 @@ import torch
 
 from pipeline import generate, train
 from pipeline.algorithms.base import Objective
+from pipeline.boxes import Region
 from pipeline.config import Recipe
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.packing import pack
 from pipeline.environments import registry as environments
-from pipeline.refit.base import Refit
+from pipeline.refit.base import Refit, Report
+from pipeline.refit.tables import RankPlan, Table, table
 from pipeline.remote import verb
 from pipeline.rollout import RolloutWork, rollout
 from pipeline.train.background import Background
@@ -96,8 +98,24 @@ class TrainRole:
                 for logprobs, batch in zip(self._backend.forward(batches), batches, strict=True)
             )
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self._backend.shapes
+
+    @verb("setup")
+    def layout(self) -> Table:
+        """What this rank holds."""
+        with self._world.phase("layout"):
+            return table(self._backend.layout(), self._backend.shapes)
+
+    @verb("setup")
+    def follow(self, plan: RankPlan) -> None:
+        """Send by this plan from now on."""
+        with self._world.phase("plan"):
+            self._refit.prepare(self._backend.layout(), None, plan)
+
     @verb("refit")
-    def send(self) -> int:
+    def send(self) -> Report:
         with self._world.phase("send"):
             return self._refit.send(self._backend)
 
@@ -151,10 +169,34 @@ class GenerateRole:
             self._tokenizer = load_tokenizer(policy.tokenizer)
             self._environments = environments.build(self._recipe.env) if self._leader else {}
 
+    @verb("setup")
+    def layout(self) -> Table:
+        """What this rank must be given."""
+        with self._world.phase("layout"):
+            regions, units = self._regions()
+            return table(regions, self._backend.shapes, units)
+
+    @verb("setup")
+    def follow(self, plan: RankPlan) -> None:
+        """Receive by this plan from now on."""
+        with self._world.phase("plan"):
+            self._refit.prepare(*self._regions(), plan)
+
+    def _regions(self) -> tuple[list[Region], list[str]]:
+        pairs = [(region, unit.name) for unit in self._backend.layout() for region in unit.regions]
+        return [region for region, _ in pairs], [unit for _, unit in pairs]
+
     @verb("refit")
-    def receive(self, version: int) -> None:
+    def receive(self) -> Report:
+        """Take all new weights; they are served only from `commit` on."""
         with self._world.phase("receive"):
-            self._refit.receive(self._backend, version)
+            self._update = self._backend.update()
+            return self._refit.receive(self._update)
+
+    @verb("refit")
+    def commit(self, version: int) -> None:
+        with self._world.phase("commit"):
+            self._update.commit(version)
 
     @verb("rollout")
     def rollout(self, work: RolloutWork) -> list[RolloutGroup]:

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.config import Recipe, generates, ranks
+from pipeline.config import Recipe, engine_ranks, generates, ranks
 
 NEVER = timedelta(days=365)  # waits that the watchdog bounds
 
@@ -67,7 +67,7 @@ class Realms:
         train = tuple(range(ranks(recipe.cluster.train)))
         if not generates(recipe):
             return cls(train, (), ())
-        size = recipe.policy.generation.vllm_cfg.tensor_parallel_size
+        size = engine_ranks(recipe.policy.generation.vllm_cfg)
         generate = tuple(range(len(train), len(train) + ranks(recipe.cluster.generate)))
         engines = tuple(generate[i : i + size] for i in range(0, len(generate), size))
         return cls(train, generate, engines)
@@ -100,9 +100,9 @@ class World:
         self.activity = Activity()
         self.activity_changed = threading.Event()  # so that the watchdog tells it at once
         self.device = _device(place)
-        self.spanning: dist.ProcessGroup | None = None  # all ranks
+        self.spanning: dist.ProcessGroup | None = None  # all ranks; what travels over it from one to another
         self.own: dist.ProcessGroup | None = None  # the train realm, or this generate rank's engine
-        self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks; None if nobody generates
+        self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks, for a broadcast; None if nobody generates
 
     @contextmanager
     def phase(self, phase: str, verb: str | None = None) -> Iterator[None]:
@@ -117,6 +117,10 @@ class World:
     def _set(self, activity: Activity) -> None:
         self.activity = activity
         self.activity_changed.set()
+
+    def node(self, rank: int) -> str:
+        """The node of any rank. Only after `wait_for_all`."""
+        return self.store.get(f"here/{rank}").decode()
 
     def describe(self, rank: int) -> str:
         return f"rank {rank} ({self.realms.name(rank)})"

@@ -1,20 +1,40 @@
 """What the pipeline asks of a weight transfer from the train realm to the generate realm.
 
-Both ends run at the same time, each on all ranks of its realm. A transfer that fails raises on every rank it can reach, and the
-generate backend's version stays what it was.
+Both ends run at the same time, each on all ranks of its realm. A transfer that fails raises on every rank it can reach; the
+version that is served changes only with `WeightUpdate.commit`, which rank 0 orders once all ranks are done and their digests
+agree.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from pipeline.generate.base import GenerateBackend
+import msgspec
+import numpy as np
+
+from pipeline.generate.base import WeightUpdate
 from pipeline.train.base import TrainBackend
+
+NOTHING = np.zeros(0, np.int32)
+
+
+class Report(msgspec.Struct):
+    """What one rank did in one refit. Seconds of its main thread; on a GPU of the stream that it waited for."""
+
+    sent: int = 0  # bytes, on the wire
+    received: int = 0
+    pack: float = 0.0  # gathering what is sent, casts included
+    wire: float = 0.0  # waiting for messages
+    apply: float = 0.0  # writing what came, and finishing units
+    digest: float = 0.0
+    total: float = 0.0
+    keys: np.ndarray = NOTHING  # [k] int32, of the plan
+    hashes: np.ndarray = NOTHING  # [k] uint64: what this rank has of each, added up
 
 
 class Refit(Protocol):
-    def send(self, backend: TrainBackend) -> int:
-        """Send all weights; the bytes that this rank sent."""
+    def send(self, backend: TrainBackend) -> Report:
+        """Send this rank's share of all weights."""
 
-    def receive(self, backend: GenerateBackend, version: int) -> None:
-        """Receive all weights into `backend`, which serves them as `version`."""
+    def receive(self, update: WeightUpdate) -> Report:
+        """Write all of this rank's weights through `update`, short of its commit."""

@@ -9,13 +9,15 @@ zero ends the transfer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from pipeline.generate.base import GenerateBackend
+from pipeline.generate.base import WeightUpdate
+from pipeline.refit.base import Report
 from pipeline.train.base import TrainBackend
 from pipeline.world import World
 
@@ -34,37 +36,47 @@ class BroadcastRefit:
     def __init__(self, world: World, bucket_bytes: int):
         self._world = world
         self._bucket_bytes = bucket_bytes
+        self._bytes, self._wire = 0, 0.0  # of this refit: what crossed the wire, and the seconds that took
 
-    def send(self, backend: TrainBackend) -> int:
+    def send(self, backend: TrainBackend) -> Report:
+        start = self._begin()
         weights = backend.weights()
         if self._world.rank != 0:
             for _ in weights:  # gathering a full tensor needs every rank of the realm
                 pass
-            return 0
+            total = time.perf_counter() - start
+            return Report(pack=total, total=total)
         bucket = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._world.device)
         table: list[Entry] = []
-        size = sent = 0
+        size = 0
         for name, tensor in weights:
             grown = _padded(tensor.nbytes)
             if table and size + grown > self._bucket_bytes:
-                sent += self._flush(table, bucket[:size])
+                self._flush(table, bucket[:size])
                 table, size = [], 0
             if grown > bucket.numel():
                 bucket = torch.empty(grown, dtype=torch.uint8, device=self._world.device)
             table.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size))
             _view(bucket, table[-1]).copy_(tensor)
             size += grown
-        sent += self._flush(table, bucket[:size])
+        self._flush(table, bucket[:size])
         self._broadcast_table([])
-        return sent
+        total = time.perf_counter() - start
+        return Report(sent=self._bytes, pack=total - self._wire, wire=self._wire, total=total)
 
-    def _flush(self, table: list[Entry], bucket: torch.Tensor) -> int:
+    def _flush(self, table: list[Entry], bucket: torch.Tensor) -> None:
         self._broadcast_table(table)
         self._broadcast(bucket)
-        return bucket.numel()
 
-    def receive(self, backend: GenerateBackend, version: int) -> None:
-        backend.load_weights(self._receive_tensors(), version)
+    def receive(self, update: WeightUpdate) -> Report:
+        start = self._begin()
+        update.load(self._receive_tensors())
+        total = time.perf_counter() - start
+        return Report(received=self._bytes, wire=self._wire, apply=total - self._wire, total=total)
+
+    def _begin(self) -> float:
+        self._bytes, self._wire = 0, 0.0
+        return time.perf_counter()
 
     def _receive_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         while table := self._receive_table():
@@ -91,7 +103,10 @@ class BroadcastRefit:
         return msgspec.msgpack.decode(body.cpu().numpy().tobytes(), type=list[Entry])
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
+        start = time.perf_counter()
         dist.broadcast(tensor, src=0, group=self._world.refit)
+        self._wire += time.perf_counter() - start
+        self._bytes += tensor.nbytes
 
 
 def _view(bucket: torch.Tensor, entry: Entry) -> torch.Tensor:

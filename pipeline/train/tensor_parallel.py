@@ -29,7 +29,7 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
     _check_heads(hf, mesh.size())
     styles: dict[str, ParallelStyle] = {}
     partial = []
-    for name, style in _expand(hf).items():
+    for name, style in expand(hf).items():
         module = hf.get_submodule(name)
         if style == "replicated_with_grad_allreduce":
             partial += [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
@@ -55,7 +55,7 @@ def vocabulary_shard(hf: PreTrainedModel, mesh: DeviceMesh) -> VocabularyShard:
     return VocabularyShard(mesh.get_local_rank() * -(-rows // mesh.size()), mesh.get_group())
 
 
-def _expand(hf: PreTrainedModel) -> dict[str, str]:
+def expand(hf: PreTrainedModel) -> dict[str, str]:
     """Module name -> style, from a plan whose names have `*` for layer numbers."""
     plan = dict(hf.tp_plan or {})
     if not plan:

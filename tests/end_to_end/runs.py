@@ -26,13 +26,15 @@ SLURM = (
 
 @dataclass(frozen=True)
 class Fault:
-    """When rank `actor` enters `phase` for the `count`-th time, rank `victim` gets the signal."""
+    """When rank `actor` enters `phase` for the `count`-th time, rank `victim` gets the signal; or the next message of a refit
+    that `actor` sends is spoiled."""
 
     phase: str
     victim: int
     actor: int = 0
     count: int = 2
     signal: int = signal.SIGKILL
+    message: str = ""  # "flip" a bit of it, "drop" it, "die" while it is on its way
 
 
 @dataclass

@@ -74,7 +74,7 @@ def test_generation_equals_a_fresh_vllm_with_the_exported_checkpoint(local):
     """In a process that never saw the run."""
     records = read(local.folder / "rollouts" / "val_000003.jsonl")
     assert len(records) == 6
-    assert all(record["version"] == 3 for record in records)
+    assert all(record["spans"] == [[3, len(record["completion_tokens"])]] for record in records)
     from tests.end_to_end.fresh_vllm import greedy
 
     completions = greedy(local.folder / "hf", [record["prompt_tokens"] for record in records], max_tokens=12)

@@ -1,23 +1,31 @@
-"""Kills or stops a rank at a chosen moment. Python imports this by itself where this folder is on PYTHONPATH.
+"""Kills or stops a rank, or spoils a message, at a chosen moment. Python imports this by itself where it is on PYTHONPATH.
 
-HETSTEP_TEST_FAULT is JSON: {"phase", "count", "actor", "victim", "signal", "folder"}. Every rank leaves its process id in
-`folder`. When rank `actor` enters `phase` for the `count`-th time, it sends `signal` to rank `victim`, which may be itself.
-The pipeline knows nothing of this: `World.phase` is wrapped when `pipeline.world` is imported.
+HETSTEP_TEST_FAULT is JSON: {"phase", "count", "actor", "victim", "signal", "message", "folder"}. Every rank leaves its process
+id in `folder`. When rank `actor` enters a phase that begins with `phase` for the `count`-th time, it sends `signal` to rank
+`victim`, which may be itself; or, with a `message`, the first message of a refit that it sends from then on is not as it was:
+"flip" turns one bit of it, "drop" leaves it out, "die" kills the rank with the message on its way. The pipeline knows nothing
+of this: `World.phase` and the refit's `post` are wrapped when their modules are imported.
 """
 
 import importlib.abc
 import importlib.util
 import json
 import os
+import signal
 import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 
-class WrapPhase(importlib.abc.MetaPathFinder):
+class Wrap(importlib.abc.MetaPathFinder):
+    """Calls `wrap` on the module of this name once it is loaded."""
+
+    def __init__(self, name, wrap):
+        self.name, self.wrap = name, wrap
+
     def find_spec(self, name, path=None, target=None):
-        if name != "pipeline.world":
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -25,34 +33,66 @@ class WrapPhase(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             run(module)
-            wrap(module.World)
+            self.wrap(module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-def wrap(world_class):
-    fault = json.loads(os.environ["HETSTEP_TEST_FAULT"])
+fault = json.loads(os.environ.get("HETSTEP_TEST_FAULT", "{}"))
+spoil = []  # what is to be done to the next message
+
+
+def wrap_world(module):
     folder = Path(fault["folder"])
     (folder / os.environ["HETSTEP_RANK"]).write_text(str(os.getpid()))
     if int(os.environ["HETSTEP_RANK"]) != fault["actor"]:
         return
-    original, entered = world_class.phase, 0
+    original, entered = module.World.phase, 0
 
     @contextmanager
     def phase(self, phase, verb=None):
         nonlocal entered
         with original(self, phase, verb):
-            if phase == fault["phase"]:
+            if phase.startswith(fault["phase"]):
                 entered += 1
                 if entered == fault["count"]:
-                    time.sleep(0.3)  # its peers come as far as they can
-                    (folder / "done").touch()
-                    os.kill(int((folder / str(fault["victim"])).read_text()), fault["signal"])
+                    strike(folder)
             yield
 
-    world_class.phase = phase
+    module.World.phase = phase
 
 
-if os.environ.get("HETSTEP_TEST_FAULT") and "HETSTEP_RANK" in os.environ:
-    sys.meta_path.insert(0, WrapPhase())
+def strike(folder):
+    if fault["message"]:
+        spoil.append(fault["message"])
+        return
+    time.sleep(0.3)  # its peers come as far as they can
+    (folder / "done").touch()
+    os.kill(int((folder / str(fault["victim"])).read_text()), fault["signal"])
+
+
+def wrap_transfer(module):
+    original = module.post
+
+    def post(world, out, into, *rest):
+        if not (out and spoil):
+            return original(world, out, into, *rest)
+        (Path(fault["folder"]) / "done").touch()
+        (peer, tensor), *others = out
+        match spoil.pop():
+            case "flip":
+                tensor = tensor.clone()
+                tensor[len(tensor) // 2] ^= 16
+                return original(world, [(peer, tensor), *others], into, *rest)
+            case "drop":
+                return original(world, others, into, *rest)
+            case "die":
+                original(world, out, into, *rest)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    module.post = post
+
+
+if fault and "HETSTEP_RANK" in os.environ:
+    sys.meta_path[:0] = [Wrap("pipeline.world", wrap_world), Wrap("pipeline.refit.transfer", wrap_transfer)]

@@ -1,0 +1,308 @@
+"""What train ranks hold against what one engine wants: which boxes both share, who holds them, in which pieces they travel.
+
+Everything is columns. Rows that are equal on several ranks are looked at once: the train ranks' tables become distinct boxes
+with the set of ranks that hold each (a holder set), an engine's tables distinct boxes that one or more of its ranks want.
+Their intersections are cells; a cell is cut into pieces of bounded size. A piece lies in one held and one wanted box.
+
+Left out: who sends what, and when (`balance.py`, `rounds.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.refit.tables import Table
+
+_PAIRS = 1 << 21  # candidates for an intersection that are looked at together, which bounds memory
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """Distinct boxes, sorted by tensor, then offset, then size."""
+
+    tensor: np.ndarray  # [n] int32
+    offset: np.ndarray  # [n, D] int64
+    size: np.ndarray  # [n, D] int64
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    @property
+    def numel(self) -> np.ndarray:  # [n] int64
+        return self.size.prod(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one rank's table that hold anything, as distinct boxes."""
+
+    row: np.ndarray  # [n] int32, of the table
+    box: np.ndarray  # [n] int32, of Boxes
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the train ranks hold."""
+
+    boxes: Boxes
+    rows: dict[int, Rows]  # by global rank
+    holders: np.ndarray  # [boxes] int32: the holder set of each
+    sets: list[np.ndarray]  # the global ranks of each holder set, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one engine wants, a row for each box that one of its ranks wants. All engines want the same."""
+
+    boxes: Boxes
+    receiver: np.ndarray  # [n] int32: rank in the engine
+    row: np.ndarray  # [n] int32: of that rank's table
+    unit: np.ndarray  # [n] int32: of `units`
+    box: np.ndarray  # [n] int32
+    units: list[str]  # of all its ranks, in the model's order
+    own: list[np.ndarray]  # of each rank, its table's units, as numbers of `units`
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Boxes of bounded size, in the order of the wanted boxes: those of wanted box w are `start[w]` to `start[w + 1]`."""
+
+    start: np.ndarray  # [wanted boxes + 1] int64
+    wanted: np.ndarray  # [n] int32: wanted box
+    held: np.ndarray  # [n] int32: held box
+    offset: np.ndarray  # [n, D] int64, in the tensor on disk
+    size: np.ndarray  # [n, D] int64
+
+    @property
+    def numel(self) -> np.ndarray:  # [n] int64
+        return self.size.prod(1)
+
+
+def held(train: Mapping[int, Table], names: Sequence[str]) -> Held:
+    """Raises ValueError, naming tensor and ranks, if boxes overlap without being equal."""
+    boxes, rows = _distinct_boxes(train)
+    _, other = _pairs(boxes, boxes)
+    counts = np.bincount(other, minlength=len(boxes))
+    if counts.max(initial=1) > 1:
+        odd = int(counts.argmax())
+        first, second = _overlapping(boxes, odd)
+        raise ValueError(
+            f"refit: train ranks hold boxes of '{names[boxes.tensor[odd]]}' that overlap without being equal:"
+            f" {_show(boxes, first)} on ranks {_ranks(rows, first)}, {_show(boxes, second)} on ranks {_ranks(rows, second)}"
+        )
+    return Held(boxes, rows, *_holder_sets(rows, len(boxes)))
+
+
+def wanted(generate: Mapping[int, Table], engines: Sequence[Sequence[int]]) -> Wanted:
+    """Raises ValueError if two engines want different things, or none anything."""
+    first = list(engines[0])
+    for number, engine in enumerate(engines):
+        if len(engine) != len(first):
+            raise ValueError(f"refit: engine {number} has {len(engine)} ranks, engine 0 has {len(first)}")
+        for place, rank in enumerate(engine):
+            if not _equal(generate[rank], generate[first[place]]):
+                raise ValueError(
+                    f"refit: generate rank {rank}, rank {place} of engine {number}, wants other boxes than rank"
+                    f" {first[place]} of engine 0; all engines must have the same layout"
+                )
+    tables = {place: generate[rank] for place, rank in enumerate(first)}
+    boxes, rows = _distinct_boxes(tables)
+    if not len(boxes):
+        raise ValueError("refit: no generate rank wants anything")
+    units = list(dict.fromkeys(name for table in tables.values() for name in table.units))
+    number = {name: i for i, name in enumerate(units)}
+    own = [np.array([number[name] for name in table.units], np.int32) for table in tables.values()]
+    unit = [names[tables[place].unit[rows[place].row]] for place, names in enumerate(own)]
+    return Wanted(
+        boxes,
+        receiver=np.repeat(np.arange(len(first), dtype=np.int32), [len(rows[place].row) for place in tables]),
+        row=np.concatenate([rows[place].row for place in tables]),
+        unit=np.concatenate(unit),
+        box=np.concatenate([rows[place].box for place in tables]),
+        units=units,
+        own=own,
+    )
+
+
+def cells(have: Held, want: Wanted, names: Sequence[str], engine: Sequence[int]) -> Pieces:
+    """What each held and each wanted box share, whole. engine: the global ranks of the first engine, for messages.
+
+    Raises ValueError, naming tensor and ranks, if the train ranks do not hold all that is wanted.
+    """
+    one, other = _pairs(have.boxes, want.boxes)
+    offset = np.maximum(have.boxes.offset[one], want.boxes.offset[other])
+    size = np.minimum(have.boxes.offset[one] + have.boxes.size[one], want.boxes.offset[other] + want.boxes.size[other]) - offset
+    found = np.bincount(other, size.prod(1), len(want.boxes)).astype(np.int64)
+    if (found != want.boxes.numel).any():
+        odd = int((found != want.boxes.numel).argmax())
+        ranks = [engine[place] for place in np.unique(want.receiver[want.box == odd])]
+        raise ValueError(
+            f"refit: the train ranks hold {found[odd]} of the {want.boxes.numel[odd]} entries of '"
+            f"{names[want.boxes.tensor[odd]]}' {_show(want.boxes, odd)}, which generate ranks {ranks} want"
+        )
+    return _pieces(other, one, offset, size, len(want.boxes))
+
+
+def cut(whole: Pieces, limit: int) -> Pieces:
+    """The same in pieces of at most `limit` entries. Cut along the first dimension, so that rows stay whole; along the next
+    only where one row is too much."""
+    cell, offset, size = _split(whole.offset, whole.size, limit)
+    return _pieces(whole.wanted[cell], whole.held[cell], offset, size, len(whole.start) - 1)
+
+
+def _pieces(want: np.ndarray, have: np.ndarray, offset: np.ndarray, size: np.ndarray, boxes: int) -> Pieces:
+    start = np.concatenate([[0], np.cumsum(np.bincount(want, minlength=boxes))])
+    return Pieces(start, want.astype(np.int32), have.astype(np.int32), offset, size)
+
+
+# ---- distinct rows ------------------------------------------------------------------------------------------------------
+
+
+def lexicographic(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """The order that sorts rows of non-negative integer columns, the first column first; stable."""
+    return np.lexsort(_keys(columns)[::-1])
+
+
+def changes(*columns: np.ndarray) -> np.ndarray:
+    """[n] bool: whether a row differs from the one before; the first does."""
+    found = np.zeros(len(columns[0]), bool)
+    found[:1] = True
+    for column in columns:
+        found[1:] |= column[1:] != column[:-1]
+    return found
+
+
+def expand(start: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All numbers from `start[i]` on, `count[i]` of them, for each i: (i, number)."""
+    which = np.repeat(np.arange(len(count)), count)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count - start, count)
+
+
+def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """(where the first of each distinct row stands, in sorted order; which of those each row is)."""
+    keys = _keys(columns)
+    order = np.lexsort(keys[::-1])
+    new = changes(*(key[order] for key in keys))
+    inverse = np.empty(len(order), np.int32)
+    inverse[order] = np.cumsum(new) - 1
+    return order[new], inverse
+
+
+def _keys(columns: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The columns packed into as few int64 ones as hold them, which sort and compare as they do."""
+    keys: list[np.ndarray] = []
+    room = 1
+    for column in columns:
+        most = int(column.max(initial=0)) + 1
+        if keys and room * most < 1 << 62:
+            keys[-1] = keys[-1] * most + column
+            room *= most
+        else:
+            keys.append(column.astype(np.int64))
+            room = most
+    return keys
+
+
+def _distinct_boxes(tables: Mapping[int, Table]) -> tuple[Boxes, dict[int, Rows]]:
+    """Ranks may share a table object; it is read once."""
+    shared = {id(table): table for table in tables.values()}
+    full = {key: np.flatnonzero((table.size > 0).all(1)).astype(np.int32) for key, table in shared.items()}
+    tensor = np.concatenate([table.tensor[full[key]] for key, table in shared.items()])
+    offset = np.concatenate([table.offset[full[key]] for key, table in shared.items()])
+    size = np.concatenate([table.size[full[key]] for key, table in shared.items()])
+    first, inverse = distinct([tensor, *offset.T, *size.T])
+    stops = np.cumsum([len(rows) for rows in full.values()])
+    rows = {key: Rows(full[key], box) for key, box in zip(shared, np.split(inverse, stops[:-1]), strict=True)}
+    return Boxes(tensor[first], offset[first], size[first]), {rank: rows[id(table)] for rank, table in tables.items()}
+
+
+def _holder_sets(rows: Mapping[int, Rows], count: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Partition refinement: each rank tells the boxes it holds from those it does not, within every class so far."""
+    ranks: dict[int, list[int]] = {}  # that share their rows
+    for rank in sorted(rows):
+        ranks.setdefault(id(rows[rank]), []).append(rank)
+    boxes = {key: np.unique(rows[members[0]].box) for key, members in ranks.items()}
+    label, fresh = np.zeros(count, np.int64), 1
+    for held_boxes in boxes.values():
+        old, inverse = np.unique(label[held_boxes], return_inverse=True)
+        label[held_boxes] = fresh + inverse
+        fresh += len(old)
+    names, label = np.unique(label, return_inverse=True)
+    members: list[list[int]] = [[] for _ in names]
+    for key, held_boxes in boxes.items():
+        for number in np.unique(label[held_boxes]):
+            members[number] += ranks[key]
+    return label.astype(np.int32), [np.array(sorted(found), np.int64) for found in members]
+
+
+def _equal(one: Table, other: Table) -> bool:
+    if one is other:
+        return True
+    same = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("tensor", "offset", "size", "unit"))
+    return same and one.units == other.units
+
+
+# ---- intersections ------------------------------------------------------------------------------------------------------
+
+
+def _pairs(one: Boxes, other: Boxes) -> tuple[np.ndarray, np.ndarray]:
+    """All (i of `one`, j of `other`) that overlap, in the order of j, then i."""
+    span = int(max((boxes.offset[:, 0] + boxes.size[:, 0]).max(initial=0) for boxes in (one, other))) + 1
+    start = one.tensor * np.int64(span) + one.offset[:, 0]
+    reach = np.maximum.accumulate(start + one.size[:, 0])  # ends, made to ascend as starts do
+    begin = other.tensor * np.int64(span) + other.offset[:, 0]
+    low = np.searchsorted(reach, begin, "right")
+    count = np.maximum(np.searchsorted(start, begin + other.size[:, 0], "left") - low, 0)
+    total = np.cumsum(count)
+    found = []
+    at = 0
+    while at < len(other):
+        stop = max(at + 1, int(np.searchsorted(total, (total[at - 1] if at else 0) + _PAIRS, "right")))
+        j, i = expand(low[at:stop], count[at:stop])
+        j += at
+        meet = np.minimum(one.offset[i] + one.size[i], other.offset[j] + other.size[j]) > np.maximum(
+            one.offset[i], other.offset[j]
+        )
+        keep = meet.all(1)
+        found.append((i[keep], j[keep]))
+        at = stop
+    if not found:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    return np.concatenate([i for i, _ in found]), np.concatenate([j for _, j in found])
+
+
+def _split(offset: np.ndarray, size: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(which box each piece is of, its offset, its size)."""
+    source = np.arange(len(offset))
+    for dim in range(offset.shape[1]):
+        inner = size[:, dim + 1 :].prod(1)
+        parts = np.where(size[:, dim] * inner > limit, -(-size[:, dim] // np.maximum(limit // inner, 1)), 1)
+        if parts.max(initial=1) == 1:
+            continue
+        which, part = expand(np.zeros_like(parts), parts)
+        whole = size[which, dim]
+        start, stop = part * whole // parts[which], (part + 1) * whole // parts[which]
+        source, offset, size = source[which], offset[which], size[which]
+        offset[:, dim] += start
+        size[:, dim] = stop - start
+    return source, offset, size
+
+
+# ---- messages -----------------------------------------------------------------------------------------------------------
+
+
+def _show(boxes: Boxes, i: int) -> str:
+    return f"[{', '.join(f'{o}:{o + s}' for o, s in zip(boxes.offset[i].tolist(), boxes.size[i].tolist(), strict=True))}]"
+
+
+def _ranks(rows: Mapping[int, Rows], box: int) -> list[int]:
+    return [rank for rank, held_rows in sorted(rows.items()) if (held_rows.box == box).any()]
+
+
+def _overlapping(boxes: Boxes, odd: int) -> tuple[int, int]:
+    one, other = _pairs(boxes, boxes)
+    found = one[(other == odd) & (one != odd)]
+    return odd, int(found[0])

@@ -1,0 +1,268 @@
+"""Items as what changed since the last refit, entry by entry and lossless: where, and the new values.
+
+In bf16 an RL step often changes 1 to 5% of the values. Each item takes whichever form has the fewest bytes: in full, a bitmap
+and values, or gaps of 8 or 16 bits and values. A gap too large for its bits is bridged by entries that did not change.
+
+    bitmap     one bit an entry, lowest bit first; padded to 8 bytes; the values that changed
+    gaps       entries skipped before each value; padded to 8 bytes; the values
+
+The sender keeps a copy of what it sent (relays do not: they pass on what came). The receiver's base is the engine's own
+tensor where that is written in place, else a copy. Before each message goes a header, int64: the number of this refit, the
+number of the refit that is its base (0: none, all in full), and a code for each item. A refit that fails leaves a rank
+without a base: as a sender it then sends all in full, as a receiver it refuses what needs one.
+
+Left out: a digest of the base. Entries that do not travel are covered by the refit's digest, which reads back all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from pipeline.refit.digest import WORD, RefitError
+from pipeline.refit.sides import Message, Receives, Sends, padded
+from pipeline.refit.transfer import Clock, Mail, Wire
+
+FULL, BITMAP, GAPS8, GAPS16 = range(4)
+_MODES = 4
+_GAP = {GAPS8: torch.uint8, GAPS16: torch.int16}
+_GAP_BITS = {GAPS8: 8, GAPS16: 16}
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+_BITS = 0x0102040810204080  # times eight bytes that are 0 or 1, lowest first: their bits are the highest byte
+
+
+# ---- one item ---------------------------------------------------------------------------------------------------------
+
+
+def encode(new: torch.Tensor, base: torch.Tensor | None, out: torch.Tensor) -> int:
+    """Write what makes `base` into `new`, both [n], to the beginning of `out`, uint8 of at least n padded. Its code."""
+    count = new.numel()
+    if base is not None:
+        places = changed(new, base)
+        if len(places) < count // 8:
+            mode, places = _bridged(places, new.itemsize)
+            where = torch.diff(places, prepend=places.new_full((1,), -1)).sub_(1).to(_GAP[mode])  # int16 wraps
+        else:
+            mode, where = BITMAP, _bitmap(places, count)
+        code = len(places) * _MODES + mode
+        if encoded_bytes(code, count, new.itemsize) < padded(new.nbytes):
+            out[: where.nbytes].view(where.dtype).copy_(where)
+            start = padded(where.nbytes)
+            torch.index_select(new, 0, places, out=out[start : start + len(places) * new.itemsize].view(new.dtype))
+            return code
+    out[: new.nbytes].view(new.dtype).copy_(new)
+    return count * _MODES + FULL
+
+
+def encoded_bytes(code: int, count: int, itemsize: int) -> int:
+    """Of an item of `count` entries. Raises RefitError for a code that none has."""
+    sent, mode = divmod(code, _MODES)
+    if not 0 <= sent <= count or (mode == FULL and sent != count):
+        raise RefitError(f"delta: a message announces {sent} of {count} entries")
+    where = {FULL: 0, BITMAP: -(-count // 8), GAPS8: sent, GAPS16: 2 * sent}[mode]
+    return padded(where) + padded(sent * itemsize)
+
+
+def decode(body: torch.Tensor, code: int, count: int, precision: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(places [k] int64, None for all of them; values [k]). Raises RefitError if the places are not of this item."""
+    sent, mode = divmod(code, _MODES)
+    start = len(body) - padded(sent * precision.itemsize)
+    values = body[start : start + sent * precision.itemsize].view(precision)
+    if mode == FULL:
+        return None, values
+    if mode == BITMAP:
+        bits = body[: -(-count // 8), None] >> torch.arange(8, dtype=torch.uint8, device=body.device) & 1
+        places = bits.view(-1).nonzero().view(-1)
+    else:
+        width = _GAP[mode].itemsize
+        gaps = body[: sent * width].view(_GAP[mode]).to(torch.int64) & ((1 << 8 * width) - 1)
+        places = gaps.add_(1).cumsum(0).sub_(1)
+    if len(places) != sent or (sent and int(places[-1]) >= count):
+        raise RefitError(f"delta: a message of {sent} entries names others")
+    return places, values
+
+
+def changed(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Places whose bits differ, in order, [k] int64. new, base: [n]."""
+    lanes = WORD // new.itemsize
+    kind = _INTEGERS[new.itemsize]
+    new, base = new.view(kind), base.view(kind)
+    whole = len(new) - len(new) % lanes
+    words = new[:whole].view(torch.int64) ^ base[:whole].view(torch.int64)
+    differ = words.nonzero().view(-1)
+    if 2 * len(differ) > len(words):  # looking at every entry is cheaper than gathering that many words
+        return (new != base).nonzero().view(-1)
+    row, lane = words[differ].view(kind).view(-1, lanes).nonzero().unbind(1)
+    tail = (new[whole:] != base[whole:]).nonzero().view(-1) + whole
+    return torch.cat([differ[row] * lanes + lane, tail])
+
+
+def _bridged(places: torch.Tensor, itemsize: int) -> tuple[int, torch.Tensor]:
+    """(GAPS8 or GAPS16, whichever is less; the places, with those added that make every gap fit)."""
+    before = torch.cat([places.new_full((1,), -1), places[:-1]])
+    gaps = places - before - 1
+    sizes = {mode: (len(places) + int((gaps >> bits).sum())) * (bits // 8 + itemsize) for mode, bits in _GAP_BITS.items()}
+    mode = min(sizes, key=sizes.get)
+    bits = _GAP_BITS[mode]
+    steps = (gaps >> bits) + 1
+    which = torch.repeat_interleave(torch.arange(len(places), device=places.device), steps)
+    nth = torch.arange(len(which), device=places.device) - (steps.cumsum(0) - steps)[which] + 1
+    return mode, torch.minimum(before[which] + (nth << bits), places[which])
+
+
+def _bitmap(places: torch.Tensor, count: int) -> torch.Tensor:
+    """[ceil(count / 8)] uint8"""
+    mask = torch.zeros(padded(count), dtype=torch.uint8, device=places.device)
+    mask[places] = 1
+    return ((mask.view(torch.int64) * _BITS) >> 56).to(torch.uint8)
+
+
+def scatter(view: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values at places, counted in the view's own order of entries, whatever its strides."""
+    if not view.is_contiguous():
+        rest, places = places, torch.zeros_like(places)
+        for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
+            places += rest % size * stride
+            rest = rest // size
+    span = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    view.as_strided((span,), (1,)).index_copy_(0, places, values.to(view.dtype))
+
+
+# ---- all of them ------------------------------------------------------------------------------------------------------
+
+
+class Bases:
+    """What a rank keeps from one refit to the next. Empty until `done`."""
+
+    def __init__(self):
+        self.refit = 0  # the number of the one under way
+        self.base = 0  # the number of the one whose values are kept
+        self.sent: torch.Tensor | None = None  # one item behind the other, in the order of the sends
+        self.received: dict[int, torch.Tensor] = {}  # by item, where the engine does not write in place
+
+    def begin(self) -> int:
+        """The number of the base; none is left if this refit does not get to its end."""
+        base, self.base = self.base, 0
+        self.refit += 1
+        return base
+
+    def done(self) -> None:
+        self.base = self.refit
+
+
+class Delta:
+    def __init__(self, wire: Wire, sends: Sends, receives: Receives, bases: Bases, clock: Clock):
+        self._wire, self._sends, self._receives, self._bases, self._clock = wire, sends, receives, bases, clock
+        self._base = bases.begin()
+        self._itemsize = sends.precision.itemsize
+        self._outgoing: Mail = []
+        self._codes: dict[int, int] = {}  # of what this rank receives
+        self._bodies: dict[int, torch.Tensor] = {}
+        self._headers: list[torch.Tensor] = []  # those that come
+        self._announced: tuple[list[dist.Work], Mail]  # headers under way, which live until they are sent
+        if not sends.relays:
+            self._starts = [0]
+            for numel in sends.numels:
+                self._starts.append(self._starts[-1] + padded(numel * self._itemsize) // self._itemsize)
+            if bases.sent is None:
+                bases.sent = torch.empty(self._starts[-1], dtype=sends.precision, device=self._wire.device)
+            self._scratch = torch.empty(max(sends.numels, default=0), dtype=sends.precision, device=self._wire.device)
+
+    def pack(self, round: int) -> None:
+        out: Mail = []
+        self._outgoing = []
+        for message in self._sends.messages[round]:
+            if self._sends.relays:
+                codes = [self._codes[self._sends.sources[item]] for item in message.items]
+            else:
+                codes = self._encode(message, round)
+            header = torch.tensor([self._bases.refit, self._base, *codes], device=self._wire.device)
+            out.append((message.peer, header.view(torch.uint8)))
+        into = self._receives.messages[round]
+        self._headers = [torch.zeros(2 + len(message.items), dtype=torch.int64, device=self._wire.device) for message in into]
+        mail = [(message.peer, header.view(torch.uint8)) for message, header in zip(into, self._headers, strict=True)]
+        self._announced = (self._wire.post(out, mail), out)
+        self._clock.lap("wire")
+
+    def _encode(self, message: Message, round: int) -> list[int]:
+        """The codes. What goes is one piece of the staging."""
+        at, codes = message.starts[0], []
+        for item in message.items:
+            view = self._sends.view(item)
+            if not self._sends.in_one_piece(view) or view.storage_offset() * self._itemsize % WORD:
+                view = self._scratch[: view.numel()].view(view.shape).copy_(view)
+            self._clock.lap("pack")
+            self._sends.hash(item, view)
+            self._clock.lap("digest")
+            new = view.view(-1)
+            kept = self._bases.sent[self._starts[item] : self._starts[item] + len(new)]
+            codes.append(encode(new, kept if self._base else None, self._sends.staging(round)[at:]))
+            kept.copy_(new)
+            at += encoded_bytes(codes[-1], len(new), self._itemsize)
+        self._add(message, at, round)
+        self._clock.lap("pack")
+        return codes
+
+    def _add(self, message: Message, end: int, round: int) -> None:
+        if end > message.starts[0]:
+            self._outgoing.append((message.peer, self._sends.staging(round)[message.starts[0] : end]))
+
+    def outgoing(self, round: int) -> Mail:
+        if self._sends.relays:
+            for message in self._sends.messages[round]:
+                at = message.starts[0]
+                for body in (self._bodies[self._sends.sources[item]] for item in message.items):
+                    self._sends.staging(round)[at : at + len(body)].copy_(body)
+                    at += len(body)
+                self._add(message, at, round)
+        return self._outgoing
+
+    def incoming(self, round: int) -> Mail:
+        self._wire.wait(self._announced[0])
+        self._clock.lap("wire")
+        mail = []
+        for message, header in zip(self._receives.messages[round], self._headers, strict=True):
+            refit, base, *codes = header.tolist()
+            if refit != self._bases.refit or base not in (0, self._base):
+                raise RefitError(
+                    f"delta: rank {message.peer} sends what changed in refit {refit} since refit {base}, but this is refit"
+                    f" {self._bases.refit} here and the base is {self._base or 'lost'}: a refit before this one has failed"
+                )
+            at = message.starts[0]
+            for item, code in zip(message.items, codes, strict=True):
+                if not base and code % _MODES != FULL:
+                    raise RefitError(f"delta: rank {message.peer} sends changes without a base")
+                size = encoded_bytes(code, self._receives.numels[item], self._itemsize)
+                self._codes[item], self._bodies[item] = code, self._receives.staging(round)[at : at + size]
+                at += size
+            if at > message.starts[-1]:
+                raise RefitError(f"delta: rank {message.peer} announces more bytes than its items have")
+            if at > message.starts[0]:
+                mail.append((message.peer, self._receives.staging(round)[message.starts[0] : at]))
+        return mail
+
+    def apply(self, round: int) -> None:
+        for message in self._receives.messages[round]:
+            for item in message.items:
+                view = self._write(item)
+                self._clock.lap("apply")
+                self._receives.hash(item, view)
+                self._clock.lap("digest")
+        self._receives.finish(round)
+        self._clock.lap("apply")
+
+    def _write(self, item: int) -> torch.Tensor:
+        """Where the item now lies, in its shape on disk."""
+        receives, view = self._receives, self._receives.view(item)
+        places, values = decode(self._bodies.pop(item), self._codes[item], receives.numels[item], receives.precision)
+        if receives.in_place(item):
+            base = view
+        elif item in self._bases.received:
+            base = self._bases.received[item]
+        else:
+            base = self._bases.received[item] = torch.empty(view.shape, dtype=receives.precision, device=self._wire.device)
+        if places is None:
+            base.copy_(values.view(view.shape))
+        else:
+            scatter(base, places, values)
+        return view if base is view else view.copy_(base)

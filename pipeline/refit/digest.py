@@ -1,0 +1,141 @@
+"""The digest: both ends of a refit prove that they hold the same values, by 64-bit hashes that add up over any cut of a tensor.
+
+The hash of a box is, modulo 2^64, the sum over its rows (all dimensions but the last) of w(row) * s(row). w is a random odd
+number drawn from the row's place in the tensor on disk. s is the sum of the row's 64-bit words: entry j of a row lies in lane
+j mod (8 / itemsize) of its word. In a tensor of one dimension every entry is a row of its own. So parts may be hashed where
+they lie, on any rank and in any order, and the hashes of the parts of a box add up to its own.
+
+One flipped bit changes the hash with certainty, since an odd number times a power of two below 2^64 is not 0; rows that are
+exchanged, stale or missing change it but for a chance of the order of 2^-64.
+
+Left out: words that change places within their row leave the hash as it is; and it is no defence against an adversary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from pipeline.refit.base import Report
+from pipeline.refit.tables import Items, Plan
+
+WORD = 8  # bytes
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+_NAMED = 5  # tensors, in an error
+_RADIX = np.uint64(6364136223846793005)  # any large odd number: Knuth's multiplier for 64 bits
+
+
+class RefitError(RuntimeError):
+    """A refit went wrong, and what the generate ranks now hold must not be served."""
+
+
+class Digest:
+    """The hashes of one rank's items, gathered during a refit. Only items with a key and a region of this rank are hashed."""
+
+    def __init__(self, items: Items, dims: Sequence[int], precision: torch.dtype, device: torch.device):
+        """dims: of each item's tensor on disk. precision: in which the values are hashed."""
+        self.hashed = ((items.key >= 0) & (items.row >= 0)).tolist()
+        self._precision = precision
+        self._keys, self._places = np.unique(items.key[self.hashed], return_inverse=True)
+        weights = [row_weights(items.offset[i, : dims[i]], items.size[i, : dims[i]]) for i in np.flatnonzero(self.hashed)]
+        rows = np.zeros(len(items), np.int64)
+        rows[self.hashed] = [len(of_item) for of_item in weights]
+        ends = np.cumsum(rows)
+        self._bounds = list(zip((ends - rows).tolist(), ends.tolist(), strict=True))
+        self._last = torch.from_numpy(ends[self.hashed]).to(device)
+        lanes = WORD // precision.itemsize
+        self._lanes = [int(items.offset[i, d - 1]) % lanes if d > 1 else 0 for i, d in enumerate(dims)]
+        joined = np.concatenate(weights) if weights else np.zeros(0, np.uint64)
+        self._weights = torch.from_numpy(joined.view(np.int64)).to(device)
+        self._sums = torch.zeros(len(joined), dtype=torch.int64, device=device)
+
+    def clear(self) -> None:
+        self._sums.zero_()
+
+    def add(self, item: int, values: torch.Tensor) -> None:
+        """values: of the item, in its shape on disk."""
+        start, end = self._bounds[item]
+        sum_rows(values.to(self._precision), self._lanes[item], self._sums[start:end])
+
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        """(keys [k] int32, hashes [k] uint64)"""
+        running = torch.cumsum(self._sums * self._weights, 0)  # differences are right modulo 2^64
+        ends = torch.cat([running.new_zeros(1), running])[self._last]
+        hashes = np.zeros(len(self._keys), np.uint64)
+        np.add.at(hashes, self._places, np.diff(ends.cpu().numpy().view(np.uint64), prepend=np.uint64(0)))
+        return self._keys, hashes
+
+
+def row_weights(offset: Sequence[int], size: Sequence[int]) -> np.ndarray:
+    """w of every row of a box, [rows] uint64.
+
+    splitmix64 (Steele, Lea, Flood 2014, https://doi.org/10.1145/2660193.2660195) of the row's number, made odd. Two leading
+    dimensions or more become one number as digits do, to a base that needs no knowledge of the whole shape.
+    """
+    leading = max(1, len(size) - 1)
+    rows = np.zeros((), np.uint64)
+    for start, count in zip(offset[:leading], size[:leading], strict=True):
+        rows = rows[..., None] * _RADIX + np.arange(start, start + count, dtype=np.uint64)
+    z = rows.ravel() + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
+def sum_rows(values: torch.Tensor, lane: int, out: torch.Tensor) -> None:
+    """s of every row. lane: of the first entry of each row. out: [rows] int64, contiguous."""
+    lanes = WORD // values.itemsize
+    if values.ndim < 2:
+        values = values.reshape(-1, 1)
+    shape = values.shape[:-1]
+    if lane == 0 and _whole_words(values, lanes):
+        torch.sum(values.view(torch.int64), -1, out=out.view(shape))
+        return
+    width = 8 * values.itemsize
+    bits = values.view(_INTEGERS[values.itemsize]).to(torch.int64) & ((1 << width) - 1)
+    shifts = (torch.arange(values.shape[-1], device=values.device) + lane) % lanes * width
+    torch.sum(bits << shifts, -1, out=out.view(shape))
+
+
+def _whole_words(values: torch.Tensor, lanes: int) -> bool:
+    """Whether the rows can be read as 64-bit words where they lie."""
+    if values.shape[-1] % lanes or values.storage_offset() % lanes:
+        return False
+    *strides, last = values.stride()
+    return last == 1 and not any(stride % lanes for stride in strides)
+
+
+def compare(
+    plan: Plan, names: Sequence[str], train: Mapping[int, Report], generate: Mapping[int, Report], version: int
+) -> None:
+    """On rank 0: what the ranks said, by global rank. names: of all tensors on disk. version: which is not to be served then.
+
+    Raises RefitError that names the tensors and the generate ranks that hold something else than was sent.
+    """
+    sent, sides = np.zeros(plan.keys, np.uint64), np.zeros((2, plan.keys), bool)
+    for report in train.values():
+        np.add.at(sent, report.keys, report.hashes)
+        sides[0, report.keys] = True
+    wrong: dict[int, np.ndarray] = {}
+    for rank, report in generate.items():
+        sides[1, report.keys] = True
+        differ = (report.hashes != sent[report.keys]) | ~sides[0, report.keys]
+        if differ.any():
+            wrong[rank] = np.unique(plan.key_tensor[report.keys[differ]])
+    silent = np.unique(plan.key_tensor[~sides.all(axis=0)])
+    if not wrong and not len(silent):
+        return
+    tensors = np.unique(np.concatenate([silent, *wrong.values()]))
+    found = [f"generate rank {rank} differs in {_list(names, which)}" for rank, which in sorted(wrong.items())]
+    found += [f"nobody vouches on both ends for {_list(names, silent)}"] * bool(len(silent))
+    raise RefitError(
+        f"digest of version {version}: {len(tensors)} of {len(np.unique(plan.key_tensor))} tensors did not arrive as they were"
+        f" sent: {'; '.join(found)}"
+    )
+
+
+def _list(names: Sequence[str], tensors: np.ndarray) -> str:
+    shown = ", ".join(names[tensor] for tensor in tensors[:_NAMED])
+    return shown if len(tensors) <= _NAMED else f"{shown} and {len(tensors) - _NAMED} more"

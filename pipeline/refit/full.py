@@ -1,0 +1,94 @@
+"""Items in full: gathered in the wire's precision, and written where they belong."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.refit.sides import Message, Receives, Sends
+from pipeline.refit.transfer import Clock, Mail
+
+
+class Full:
+    """Nothing is copied that lies in one piece at that end: it is sent from, or received into, the tensor itself."""
+
+    def __init__(self, sends: Sends, receives: Receives, clock: Clock):
+        self._sends = sends
+        self._receives = receives
+        self._clock = clock
+        self._packed: Mail = []
+        self._landed: dict[int, torch.Tensor] = {}  # by item: in the wire's precision
+        self._written: set[int] = set()  # of these, those that landed in the engine's own tensor
+
+    def pack(self, round: int) -> None:
+        self._packed = [] if self._sends.relays else self._gather(round)
+
+    def outgoing(self, round: int) -> Mail:
+        return self._gather(round) if self._sends.relays else self._packed
+
+    def _gather(self, round: int) -> Mail:
+        return [
+            (message.peer, self._part(message, first, last, round))
+            for message in self._sends.messages[round]
+            for first, last in message.parts
+        ]
+
+    def _part(self, message: Message, first: int, last: int, round: int) -> torch.Tensor:
+        """[bytes] uint8"""
+        sends = self._sends
+        values = [self._values(item) for item in message.items[first:last]]
+        if last - first == 1 and sends.in_one_piece(values[0]):
+            part = values[0].view(-1).view(torch.uint8)
+        else:
+            for i, value in enumerate(values):
+                values[i] = sends.staged(message, first + i, round).view(value.shape).copy_(value)
+            part = sends.part(message, first, last, round)
+        self._clock.lap("pack")
+        for item, value in zip(message.items[first:last], values, strict=True):
+            sends.hash(item, value)
+        self._clock.lap("digest")
+        return part
+
+    def _values(self, item: int) -> torch.Tensor:
+        source = self._sends.sources[item]
+        return self._sends.view(item) if source < 0 else self._landed[source]
+
+    def incoming(self, round: int) -> Mail:
+        receives, mail = self._receives, []
+        for message in receives.messages[round]:
+            for first, last in message.parts:
+                target = self._target(message, first) if last - first == 1 else None
+                if target is not None:
+                    self._landed[message.items[first]] = target
+                    self._written.add(message.items[first])
+                    mail.append((message.peer, target.view(-1).view(torch.uint8)))
+                    continue
+                for place in range(first, last):
+                    item = message.items[place]
+                    self._landed[item] = receives.staged(message, place, round).view(receives.shapes[item])
+                mail.append((message.peer, receives.part(message, first, last, round)))
+        return mail
+
+    def _target(self, message: Message, place: int) -> torch.Tensor | None:
+        """The engine's own memory for an item, if it can be received there."""
+        item = message.items[place]
+        if not self._receives.in_place(item):
+            return None
+        view = self._receives.view(item)
+        return view if self._receives.in_one_piece(view) else None
+
+    def apply(self, round: int) -> None:
+        for message in self._receives.messages[round]:
+            for first, last in message.parts:
+                self._write(message.items[first:last])
+        self._receives.finish(round)
+        self._clock.lap("apply")
+
+    def _write(self, items: list[int]) -> None:
+        views = []
+        for item in items:
+            landed = self._landed.pop(item)
+            views.append(landed if item in self._written else self._receives.view(item).copy_(landed))
+        self._clock.lap("apply")
+        for item, view in zip(items, views, strict=True):
+            self._receives.hash(item, view)  # read back from where it was written
+        self._clock.lap("digest")

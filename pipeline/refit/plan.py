@@ -1,0 +1,203 @@
+"""The plan of a refit, made once per run on rank 0: which box goes from which train rank to which generate rank, when.
+
+    schedule(train, generate, engines, ...) -> Schedule    the whole transfer, in a few columns (`schedule.py`)
+    plan(...) -> Plan                                      the same as every rank's own list
+
+How it is made. What one engine wants is cut into pieces that lie in one held and one wanted box; pieces of the same holders,
+unit and receiver are joined into chunks (`cells.py`). Engines form sharing groups, and every chunk is sent once to each group,
+by train ranks chosen such that all send nearly the same (`balance.py`). Each stream of chunks is spread over the time, and
+rounds are filled in that order (`rounds.py`). The members of a group are head in turn, and a round brings each head no more
+than a bucket divided by the members, so that what they pass on is within the bound as well.
+
+Left out: torch, and everything that moves. A trillion parameters on thousands of ranks take seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from pipeline.config.schema import NetworkConfig
+from pipeline.refit import balance, cells, rounds
+from pipeline.refit.schedule import Chunks, Schedule
+from pipeline.refit.tables import Plan, Table
+
+_ROUNDS = 16  # at least so many where the model is large enough, so that packing, sending and applying overlap
+_LEAST_BUCKET = 1 << 16  # bytes; below this a message's latency counts more than its bytes
+_LEAST_CHUNK = 1 << 12  # bytes
+_CHUNKS_OF_BUCKET = 16  # so many chunks fill a round; with fewer, more of it stays empty
+_CHUNKS_OF_RANK = 128  # so many chunks make a train rank's share: the loads differ by about one in this
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly however many are taken
+KEY = "policy.generation.refit_cfg.bucket_bytes"
+
+
+def plan(
+    train: Mapping[int, Table],
+    generate: Mapping[int, Table],
+    engines: Sequence[Sequence[int]],
+    shapes: Mapping[str, tuple[int, ...]],
+    itemsize: int,
+    bucket_bytes: int,
+    nodes: Mapping[int, str],
+    network: NetworkConfig,
+) -> Plan:
+    """See `schedule`."""
+    return schedule(train, generate, engines, shapes, itemsize, bucket_bytes, nodes, network).plan()
+
+
+def schedule(
+    train: Mapping[int, Table],
+    generate: Mapping[int, Table],
+    engines: Sequence[Sequence[int]],
+    shapes: Mapping[str, tuple[int, ...]],
+    itemsize: int,
+    bucket_bytes: int,
+    nodes: Mapping[int, str],
+    network: NetworkConfig,
+) -> Schedule:
+    """train, generate: each rank's table, by global rank. engines: the global ranks of each engine, in the engine's order.
+    shapes: of all tensors on disk, in the tables' order. itemsize: bytes of an entry on the wire. nodes: of every rank.
+
+    Raises ValueError, naming tensor and ranks, if train ranks do not hold what is wanted or hold boxes that overlap without
+    being equal; if engines want different boxes; and, naming the recipe's key, if bucket_bytes is too small.
+    """
+    names = list(shapes)
+    have, want = cells.held(train, names), cells.wanted(generate, engines)
+    whole = cells.cells(have, want, names, engines[0])
+    ranks = np.array(sorted(train))
+    sets = [np.searchsorted(ranks, members) for members in have.sets]
+    demand = _demand(have, want, whole) * itemsize
+    shares, load = balance.shares(sets, demand, len(ranks))
+    sent = load.max(initial=0.0)
+    received = np.bincount(want.receiver, want.boxes.numel[want.box]).max(initial=0) * itemsize
+    groups = balance.groups(engines, nodes, network, sent, received)
+    members = [len(group) for group in groups]
+    bucket, limit = _sizes(bucket_bytes, itemsize, sent * len(groups), received, max(members))
+    pieces = cells.cut(whole, limit // itemsize)
+    chunks = _chunks(have, want, pieces, limit, itemsize)
+    source = _sources(chunks, sets, shares, len(groups))
+    # Of each receiver's chunks, every member of a group is head for an equal part, early and late.
+    turn = _turns(chunks.receiver)
+    head = np.stack([turn * count for count in members], 1).astype(np.int16)
+    made = Schedule(
+        have=have,
+        want=want,
+        pieces=pieces,
+        chunks=chunks,
+        engines=np.array(engines, np.int32),
+        groups=groups,
+        itemsize=itemsize,
+        bucket_bytes=bucket,
+        floor=max(received, balance.floor(sets, demand, load) * len(groups)),
+        source=ranks[source].astype(np.int32),
+        head=head,
+        round=_rounds(chunks, source, head, members, bucket),
+    )
+    _check(made)
+    return made
+
+
+def _demand(have: cells.Held, want: cells.Wanted, whole: cells.Pieces) -> np.ndarray:
+    """Entries that one engine must get from each holder set [sets] float64."""
+    asked = np.bincount(want.box, minlength=len(want.boxes))  # by how many rows of an engine
+    return np.bincount(have.holders[whole.held], whole.numel * asked[whole.wanted], len(have.sets))
+
+
+def _sizes(bucket_bytes: int, itemsize: int, sent: float, received: float, members: int) -> tuple[int, int]:
+    """(bytes of a bucket, bytes of a piece at most), if a train rank sends and a generate rank receives so many at most."""
+    bucket = min(bucket_bytes, max(int(max(sent, received)) // _ROUNDS, _LEAST_BUCKET))
+    limit = min(bucket // (_CHUNKS_OF_BUCKET * members), max(int(sent) // _CHUNKS_OF_RANK, _LEAST_CHUNK))
+    limit = max(limit, itemsize)
+    if bucket // members < 2 * limit:
+        raise ValueError(f"{KEY}: {bucket_bytes} is too little; at least {2 * itemsize * members}")
+    return bucket, limit
+
+
+def _chunks(have: cells.Held, want: cells.Wanted, pieces: cells.Pieces, limit: int, itemsize: int) -> Chunks:
+    """Of at most twice `limit` bytes, in the order of time. No piece is larger than `limit`."""
+    row, piece = cells.expand(pieces.start[want.box], np.diff(pieces.start)[want.box])
+    order = cells.lexicographic([want.unit[row], have.holders[pieces.held[piece]], want.receiver[row]])
+    row, piece = row[order], piece[order]
+    unit, receiver, holders = want.unit[row], want.receiver[row], have.holders[pieces.held[piece]]
+    size = pieces.numel[piece] * itemsize
+
+    # Bundles: all of one unit, holder set and receiver. Each is cut into equal parts of at most `limit` bytes, between pieces.
+    begins = cells.changes(unit, holders, receiver)
+    bundle, first = np.cumsum(begins) - 1, np.flatnonzero(begins)
+    total, end = np.add.reduceat(size, first), np.cumsum(size)
+    middle = 2 * (end - (end - size)[first][bundle]) - size  # twice that
+    parts = -(-total // limit)
+    part = middle * parts[bundle] // (2 * total[bundle])
+    streams = holders.astype(np.int64) * (int(want.receiver.max(initial=0)) + 1) + receiver
+    start, stop = rounds.timeline(unit[first], streams[first], total)
+
+    first = np.flatnonzero(cells.changes(bundle, part))
+    count, chunk_bytes = np.diff(first, append=len(bundle)), np.add.reduceat(size, first)
+    unit = unit[first]
+    # Else what comes in one piece would all come in the middle of its unit's time.
+    turn = _turns(np.zeros(len(total), np.int32))[bundle[first]]
+    share = (part[first] + turn) / parts[bundle[first]]
+    order = np.argsort(start[unit] + (stop - start)[unit] * share, kind="stable")
+    first = first[order]
+    return Chunks(
+        unit=unit[order],
+        receiver=receiver[first],
+        holders=holders[first],
+        stream=streams[first],
+        bytes=chunk_bytes[order],
+        first=first,
+        count=count[order],
+        row=row.astype(np.int32),
+        piece=piece.astype(np.int32),
+    )
+
+
+def _sources(chunks: Chunks, sets: Sequence[np.ndarray], shares: Sequence[np.ndarray], groups: int) -> np.ndarray:
+    """The train rank, by its number, that sends each chunk to each group [chunks, groups].
+
+    What a holder set sends lies on a line, group by group and receiver by receiver, and each of its ranks sends one interval
+    of the line: so a receiver has few sources. A receiver's own interval is in an order of which every part has chunks of all
+    times: so its sources are busy all the time.
+    """
+    order = np.lexsort((_turns(chunks.stream), chunks.receiver, chunks.holders))
+    holders, size = chunks.holders[order], chunks.bytes[order]
+    length = np.bincount(holders, size, len(sets))  # of each set's line, for one group
+    base = np.cumsum(length) - length
+    place = np.empty(len(order))
+    place[order] = np.cumsum(size) - size / 2 - base[holders]
+    end = [
+        (b + np.cumsum(share) / share.sum() * n) * groups if n else np.full(len(share), b * groups)
+        for b, n, share in zip(base, length, shares, strict=True)
+    ]
+    members = np.concatenate(sets)
+    start = np.cumsum([0, *map(len, sets)])
+    position = (base * groups + 0.0)[chunks.holders, None] + length[chunks.holders, None] * np.arange(groups) + place[:, None]
+    chosen = np.searchsorted(np.concatenate(end), position, "right")
+    return members[np.clip(chosen, start[chunks.holders, None], start[chunks.holders + 1, None] - 1)]
+
+
+def _turns(key: np.ndarray) -> np.ndarray:
+    """[n] float64 in [0, 1): over the rows of a key, and over any regular part of them, spread evenly."""
+    return rounds.running_within(key, np.ones(len(key), np.int64)) * _GOLDEN % 1
+
+
+def _rounds(chunks: Chunks, source: np.ndarray, head: np.ndarray, members: Sequence[int], bucket: int) -> np.ndarray:
+    """[chunks, groups] int32: the round in which the source sends the chunk."""
+    receivers = int(chunks.receiver.max(initial=0)) + 1
+    offset = np.cumsum([0, *members])
+    target = (offset[:-1] + head) * receivers + chunks.receiver[:, None]
+    room = np.repeat([bucket // count for count in members], np.array(members) * receivers)
+    size = np.broadcast_to(chunks.bytes[:, None], source.shape).ravel()
+    return rounds.assign(_short(source.ravel()), _short(target.ravel()), size, bucket, room).reshape(source.shape)
+
+
+def _short(ranks: np.ndarray) -> np.ndarray:
+    """uint16 where it holds them: numpy sorts those several times as fast."""
+    return ranks.astype(np.uint16 if ranks.max(initial=0) < 1 << 16 else np.int32)
+
+
+def _check(made: Schedule) -> None:
+    for sums in made.traffic():
+        if sums.max(initial=0) > made.bucket_bytes:
+            raise AssertionError(f"a rank moves {sums.max()} bytes in a round, more than its bucket of {made.bucket_bytes}")

@@ -1,0 +1,87 @@
+"""Refit by plan: every rank sends and receives exactly the bytes that the plan gives it, point to point.
+
+A train rank gathers its items in the wire's precision; a generate rank writes them where its engine wants them, and finishes
+a unit once all ranks of the engine have all of it. What stays from one refit to the next is computed once, in `prepare`.
+
+Left out: the plan (`pipeline/refit/plan.py`), and comparing what both ends hold, which rank 0 does with their reports
+(`pipeline/refit/digest.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from pipeline.boxes import Region
+from pipeline.config import RefitConfig
+from pipeline.generate.base import WeightUpdate
+from pipeline.refit.base import NOTHING, Report
+from pipeline.refit.delta import Bases, Delta
+from pipeline.refit.full import Full
+from pipeline.refit.sides import Receives, Sends
+from pipeline.refit.tables import RankPlan
+from pipeline.refit.transfer import Clock, Wire, run
+from pipeline.train.base import TrainBackend
+from pipeline.world import World
+
+
+class PlannedRefit:
+    def __init__(self, world: World, config: RefitConfig, precision: torch.dtype, transport: str):
+        """precision: on the wire. transport: "planned", or "delta": only what changed since the last refit."""
+        self._world = world
+        self._config = config
+        self._precision = precision
+        self._transport = transport
+        self._connected = False
+        self._plan: RankPlan
+        self._bases: Bases
+        self._sends: Sends
+        self._receives: Receives
+
+    def prepare(self, regions: Sequence[Region], units: Sequence[str] | None, plan: RankPlan) -> None:
+        """regions: of this rank's table, in its order. units: for each of them on a generate rank, None on a train rank."""
+        settings = (regions, self._precision, self._world.device, self._config.digest)
+        self._plan = plan
+        self._bases = Bases()
+        self._sends = Sends(plan, *settings)
+        self._receives = Receives(plan, units or (), *settings)
+        self._sends.allocate(1 if self._sends.relays else 2)
+        self._receives.allocate(2)
+
+    def send(self, backend: TrainBackend) -> Report:
+        self._sends.bind(backend)
+        return self._transfer()
+
+    def receive(self, update: WeightUpdate) -> Report:
+        self._receives.bind(update)
+        return self._transfer()
+
+    @torch.no_grad()
+    def _transfer(self) -> Report:
+        self._connect()
+        sides = (self._sends, self._receives)
+        for side in sides:
+            if side.digest:
+                side.digest.clear()
+        clock = Clock(self._world.device)
+        wire = Wire(self._world)
+        if self._transport == "delta":
+            run(self._world, wire, self._plan, Delta(wire, *sides, self._bases, clock), clock)
+        else:
+            run(self._world, wire, self._plan, Full(*sides, clock), clock)
+        keys, hashes = NOTHING, NOTHING
+        if self._config.digest:
+            side = self._receives if len(self._receives.items) else self._sends
+            keys, hashes = side.digest.result()
+            clock.lap("digest")
+        report = Report(sent=wire.sent, received=wire.received, keys=keys, hashes=hashes, **clock.seconds())
+        self._bases.done()
+        return report
+
+    def _connect(self) -> None:
+        """NCCL wants all ranks of a group in its first batch, and not every rank has messages in the first round."""
+        if self._world.device.type == "cuda" and not self._connected:
+            dist.all_reduce(torch.zeros(1, device=self._world.device), group=self._world.spanning)
+        self._connected = True

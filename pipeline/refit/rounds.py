@@ -1,0 +1,64 @@
+"""When what travels: an order in which all ranks are busy all the time, and rounds in which none moves more than its bucket.
+
+`timeline` gives each unit its share of the time from 0 to 1. A stream is what one holder set sends to one receiver; each
+stream is spread evenly over the time, its units in the model's order. So all pipeline stages are busy at once, on either side,
+and a unit is complete soon after it has begun. `assign` then fills rounds in that order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipeline.refit.cells import changes, lexicographic
+
+_LOOK_AHEAD = 4  # rounds' worth of messages that may overtake one which waits for a full rank
+
+
+def timeline(unit: np.ndarray, stream: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(when each unit begins, when it ends) [units] float64, from rows (unit, stream, bytes) with units in the model's order:
+    the mean over its streams, by their bytes."""
+    order = lexicographic([stream, unit])
+    unit, size, begins = unit[order], size[order], changes(stream[order])
+    first, which = np.flatnonzero(begins), np.cumsum(begins) - 1
+    running, total = np.cumsum(size), np.add.reduceat(size, first)
+    end = (running - (running - size)[first][which]) / total[which]
+    begin = end - size / total[which]
+    weight = np.bincount(unit, size)
+    with np.errstate(invalid="ignore"):  # units of which nothing travels
+        return tuple(np.bincount(unit, size * at) / weight for at in (begin, end))
+
+
+def running_within(key: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """The sum of `size` over the rows up to this one, itself included, that have the same key. [n] int64"""
+    order = np.argsort(key, kind="stable")
+    total = np.cumsum(size[order])
+    total -= np.maximum.accumulate(np.where(changes(key[order]), total - size[order], 0))
+    out = np.empty(len(key), np.int64)
+    out[order] = total
+    return out
+
+
+def assign(source: np.ndarray, target: np.ndarray, size: np.ndarray, bucket: int, room: np.ndarray) -> np.ndarray:
+    """The round of each message [n] int32. Messages are in the order of time.
+
+    source, target: [n] uint16 or wider; size: [n] bytes. In a round no source sends more than `bucket` bytes and no target
+    receives more than `room[target]`. A message waits while one of its ends is full; others overtake it within bounds. No
+    message is larger than `bucket` and its target's room, so the first that waits always goes.
+    """
+    rounds = np.empty(len(size), np.int32)
+    busiest = max(
+        np.bincount(source, size).max(initial=0) / bucket, (np.bincount(target, size, len(room)) / room).max(initial=0)
+    )
+    window = int(_LOOK_AHEAD * len(size) / max(busiest, 1.0)) + 64
+    pending = np.zeros(0, np.int64)
+    at = number = 0
+    while at < len(size) or len(pending):
+        more = max(0, min(window - len(pending), len(size) - at))
+        pending = np.concatenate([pending, np.arange(at, at + more)])
+        at += more
+        ends, to, count = source[pending], target[pending], size[pending]
+        fits = (running_within(ends, count) <= bucket) & (running_within(to, count) <= room[to])
+        rounds[pending[fits]] = number
+        pending = pending[~fits]
+        number += 1
+    return rounds

@@ -1,0 +1,221 @@
+"""A refit's schedule: every flow of chunks from train ranks to generate ranks, in a few columns, whatever the number of ranks.
+
+A chunk is a list of pieces: boxes that the same train ranks hold, that one rank of an engine wants for one unit. It is the
+same for all engines. Engines form sharing groups. A flow is a chunk on its way to a group: a train rank sends it to the
+group's member at ring position `head` in round r, which passes it on to the next in round r + 1, and so on around the ring.
+
+    chunks: `unit`, `receiver` (rank in the engine), `bytes`     [c], in the order of time
+    flows:  `source` (global rank), `round`, `head`              [c, groups]
+
+    Schedule.rank(rank) -> RankPlan       what one rank does
+    Schedule.plan() -> Plan               what each does
+    Schedule.hops() -> Hop, Hop, ...      what travels: (round, source, target, bytes), a row for each flow and hop
+    Schedule.traffic() -> (out, in)       bytes of each rank in each round
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pipeline.refit import cells
+from pipeline.refit.tables import Items, Plan, RankPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One step of all flows that go so far: columns, a row each, in the order of messages within a round."""
+
+    flow: np.ndarray  # [n] int64: chunk * groups + group
+    round: np.ndarray  # [n] int32
+    source: np.ndarray  # [n] int32 global rank
+    target: np.ndarray  # [n] int32 global rank
+    bytes: np.ndarray  # [n] int64
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """In the order of time. Chunk c has the rows `first[c]` to `first[c] + count[c]` of the last two columns."""
+
+    unit: np.ndarray  # [c] int32, of Wanted.units
+    receiver: np.ndarray  # [c] int32: rank in the engine
+    holders: np.ndarray  # [c] int32: holder set
+    stream: np.ndarray  # [c] int64: the same for equal holders and receiver
+    bytes: np.ndarray  # [c] int64
+    first: np.ndarray  # [c] int64
+    count: np.ndarray  # [c] int64
+    row: np.ndarray  # [p] int32, of Wanted
+    piece: np.ndarray  # [p] int32, of Pieces
+
+    def __len__(self) -> int:
+        return len(self.unit)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    have: cells.Held
+    want: cells.Wanted
+    pieces: cells.Pieces
+    chunks: Chunks
+    engines: np.ndarray  # [engines, ranks of each] int32 global ranks
+    groups: list[list[int]]  # of engines, in the order of their ring
+    itemsize: int
+    bucket_bytes: int  # what a rank at most sends in a round, and at most receives
+    floor: float  # bytes that some rank must send or receive, however it is planned for these groups
+    source: np.ndarray  # [chunks, groups] int32
+    round: np.ndarray  # [chunks, groups] int32
+    head: np.ndarray  # [chunks, groups] int16
+
+    @cached_property
+    def rounds(self) -> int:
+        return int(self.arrival.max(initial=-1)) + 1
+
+    @cached_property
+    def place(self) -> dict[int, tuple[int, int]]:
+        """Generate rank -> (engine, rank in the engine)."""
+        return {int(rank): (e, g) for e, engine in enumerate(self.engines) for g, rank in enumerate(engine)}
+
+    @cached_property
+    def ring(self) -> dict[int, tuple[int, int]]:
+        """Engine -> (group, position in its ring)."""
+        return {engine: (q, p) for q, group in enumerate(self.groups) for p, engine in enumerate(group)}
+
+    @cached_property
+    def arrival(self) -> np.ndarray:
+        """[chunks, engines] int32: the round in which the engine's rank receives the chunk."""
+        found = np.empty((len(self.chunks), len(self.engines)), np.int32)
+        for engine, (q, p) in self.ring.items():
+            found[:, engine] = self.round[:, q] + (p - self.head[:, q]) % len(self.groups[q])
+        return found
+
+    @cached_property
+    def finish(self) -> np.ndarray:
+        """[units, engines] int32: the round after whose receives all ranks of the engine have all of the unit."""
+        order = np.argsort(self.chunks.unit, kind="stable")
+        first = np.flatnonzero(cells.changes(self.chunks.unit[order]))
+        found = np.zeros((len(self.want.units), len(self.engines)), np.int32)
+        found[self.chunks.unit[order[first]]] = np.maximum.reduceat(self.arrival[order], first)
+        return found
+
+    def hops(self) -> Iterator[Hop]:
+        """From the train ranks, then from member to member."""
+        width = len(self.groups)
+        for hop in range(max(map(len, self.groups))):
+            flow, source, target = [], [], []
+            for q, group in enumerate(self.groups):
+                if hop >= len(group):
+                    continue
+                ring = self.engines[group]
+                to = ring[(self.head[:, q] + hop) % len(group), self.chunks.receiver]
+                before = ring[(self.head[:, q] + hop - 1) % len(group), self.chunks.receiver] if hop else self.source[:, q]
+                flow.append(np.arange(len(self.chunks)) * width + q)
+                source.append(before)
+                target.append(to)
+            flow, source, target = (np.stack(found, 1).ravel() for found in (flow, source, target))  # chunk by chunk
+            yield Hop(flow, self.round.ravel()[flow] + np.int32(hop), source, target, self.chunks.bytes[flow // width])
+
+    # ---- one rank -------------------------------------------------------------------------------------------------------
+
+    def rank(self, rank: int) -> RankPlan:
+        """Raises KeyError if the rank is in neither realm."""
+        if rank in self.have.rows:
+            none = np.zeros(0, np.int32)
+            return RankPlan(self.rounds, self._sends(rank), self._items(none, none, none)[0], none, none)
+        engine, g = self.place[rank]
+        q, p = self.ring[engine]
+        ring = self.engines[self.groups[q], g]
+        chunk = np.flatnonzero(self.chunks.receiver == g)
+        hop = (p - self.head[chunk, q]) % len(ring)
+        arrival = self.arrival[chunk, engine]
+        receives, got, _ = self._items(chunk, arrival, np.where(hop == 0, self.source[chunk, q], ring[p - 1]))
+        receives.row[:] = self.want.row[self.chunks.row[got]]
+        receives.key[:] = self.pieces.wanted[self.chunks.piece[got]]
+        on = hop < len(ring) - 1
+        after = ring[(p + 1) % len(ring)]
+        sends, passed, _ = self._items(chunk[on], arrival[on] + 1, np.full(np.count_nonzero(on), after))
+        order = np.argsort(got)
+        sends.source[:] = order[np.searchsorted(got, passed, sorter=order)]
+        return RankPlan(self.rounds, sends, receives, *self._units(engine, g))
+
+    def _sends(self, rank: int) -> Items:
+        """Of a train rank."""
+        order, source = self._by_source
+        chunk, q = np.divmod(order[slice(*np.searchsorted(source, (rank, rank + 1)))], len(self.groups))
+        items, piece, flow = self._items(chunk, self.round[chunk, q], self._heads[chunk, q])
+        box = self.chunks.piece[piece]
+        rows = self.have.rows[rank]
+        order = np.argsort(rows.box, kind="stable")
+        items.row[:] = rows.row[order[np.searchsorted(rows.box, self.pieces.held[box], sorter=order)]]
+        # The digest is taken where a box goes to the first that wants it, of one group; which one changes from chunk to chunk.
+        speaks = (chunk % len(self.groups) == q)[flow] & self._first_want[self.chunks.row[piece]]
+        items.key[:] = np.where(speaks, self.pieces.wanted[box], -1)
+        return items
+
+    def _items(self, chunk: np.ndarray, number: np.ndarray, peer: np.ndarray) -> tuple[Items, np.ndarray, np.ndarray]:
+        """(the pieces of these chunks, to or from these peers in these rounds; which piece each item is; of which flow)."""
+        order = cells.lexicographic([number, peer, chunk])
+        place, piece = cells.expand(self.chunks.first[chunk[order]], self.chunks.count[chunk[order]])
+        flow = order[place]
+        box = self.chunks.piece[piece]
+        absent = np.full((3, len(flow)), -1, np.int32)
+        items = Items(
+            round=number[flow].astype(np.int32),
+            peer=peer[flow].astype(np.int32),
+            row=absent[0],
+            offset=self.pieces.offset[box],
+            size=self.pieces.size[box],
+            key=absent[1],
+            source=absent[2],
+        )
+        return items, piece, flow
+
+    def _units(self, engine: int, g: int) -> tuple[np.ndarray, np.ndarray]:
+        """(finish_round, order) of a rank's own units."""
+        own = self.want.own[g]
+        finish = self.finish[own, engine]
+        return finish, np.lexsort((own, finish)).astype(np.int32)
+
+    @cached_property
+    def _by_source(self) -> tuple[np.ndarray, np.ndarray]:
+        """(flows by source, the sources) [chunks * groups]"""
+        source = self.source.ravel()
+        order = np.argsort(source, kind="stable")
+        return order, source[order]
+
+    @cached_property
+    def _heads(self) -> np.ndarray:
+        """[chunks, groups] int32: the rank that gets the chunk from its source."""
+        first = (self.engines[group][self.head[:, q], self.chunks.receiver] for q, group in enumerate(self.groups))
+        return np.stack(list(first), 1)
+
+    @cached_property
+    def _first_want(self) -> np.ndarray:
+        """[rows of want] bool: whether it is the first row that wants its box."""
+        found = np.zeros(len(self.want.box), bool)
+        found[np.unique(self.want.box, return_index=True)[1]] = True
+        return found
+
+    # ---- all ranks ------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        ranks = [*self.have.rows, *self.place]
+        return Plan(
+            {rank: self.rank(rank) for rank in ranks},
+            keys=len(self.want.boxes),
+            key_tensor=self.want.boxes.tensor,
+            chunk_bytes=int(self.pieces.numel.max(initial=0)) * self.itemsize,
+            bucket_bytes=self.bucket_bytes,
+        )
+
+    def traffic(self) -> tuple[np.ndarray, np.ndarray]:
+        """(bytes out, bytes in) of each global rank in each round [rounds, ranks] int64."""
+        ranks = 1 + max([*self.have.rows, *self.place])
+        out, into = (np.zeros(self.rounds * ranks, np.int64) for _ in range(2))
+        for hop in self.hops():
+            first = hop.round.astype(np.int64) * ranks
+            out += np.bincount(first + hop.source, hop.bytes, len(out)).astype(np.int64)
+            into += np.bincount(first + hop.target, hop.bytes, len(into)).astype(np.int64)
+        return out.reshape(-1, ranks), into.reshape(-1, ranks)

@@ -1,0 +1,190 @@
+"""The two sides of a rank in a refit: what it sends and what it receives, where that lies, and in which messages.
+
+A message is all items of one round from one rank to another, in the order of the plan. It travels in parts: an item of
+`DIRECT` bytes or more is a part of its own, so that each end may leave out its staging where the item lies in one piece in the
+wire's precision; smaller ones that follow each other share a part. Items begin at multiples of `ALIGNMENT` bytes.
+
+All of this is computed once. Per item and refit there remain a view, a copy and a sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pipeline.boxes import Region
+from pipeline.generate.base import WeightUpdate
+from pipeline.refit.digest import WORD, Digest, RefitError
+from pipeline.refit.tables import Items, RankPlan
+from pipeline.train.base import TrainBackend
+
+ALIGNMENT = WORD  # bytes: the digest reads items in place
+DIRECT = 1 << 18  # bytes; from here on a copy costs more than a message (measured with gloo on a CPU)
+
+
+class Message(NamedTuple):
+    """The items that one rank sends to another in a round."""
+
+    peer: int
+    items: list[int]  # rows of the rank's `Items`
+    starts: list[int]  # bytes into the round's staging: where each item begins, and where the message ends
+    parts: list[tuple[int, int]]  # places in `items`: the first of a part, and the one behind its last
+
+
+class Side:
+    """What both sides have in common."""
+
+    def __init__(
+        self,
+        items: Items,
+        rounds: int,
+        regions: Sequence[Region],
+        precision: torch.dtype,
+        device: torch.device,
+        digest: bool,
+    ):
+        """regions: of the rank's table, in its order."""
+        self.items = items
+        self.precision = precision
+        self.regions = [regions[row] if row >= 0 else None for row in items.row.tolist()]
+        dims = [len(held.box.size) if held else 0 for held in self.regions]
+        self.shapes = [tuple(size[:d]) for size, d in zip(items.size.tolist(), dims, strict=True)]
+        self.numels = items.size.prod(axis=1).tolist()
+        self.strides, self._offsets = _places(items, regions, dims)
+        self.messages = _messages(items, [numel * precision.itemsize for numel in self.numels], rounds)
+        self.digest = Digest(items, dims, precision, device) if digest else None
+        self._device = device
+        self._staging: list[torch.Tensor] = []
+
+    def allocate(self, buffers: int) -> None:
+        """Memory for as many rounds at a time. Kept from one refit to the next."""
+        if not self._staging:
+            size = max((messages[-1].starts[-1] for messages in self.messages if messages), default=0)
+            self._staging = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(buffers)]
+
+    def staging(self, round: int) -> torch.Tensor:
+        """[bytes] uint8"""
+        return self._staging[round % len(self._staging)]
+
+    def staged(self, message: Message, place: int, round: int) -> torch.Tensor:
+        """The staging of an item, [numel] of the wire's precision."""
+        start = message.starts[place]
+        count = self.numels[message.items[place]]
+        return self.staging(round)[start : start + count * self.precision.itemsize].view(self.precision)
+
+    def part(self, message: Message, first: int, last: int, round: int) -> torch.Tensor:
+        """The staging of a part, [bytes] uint8."""
+        end = message.starts[last - 1] + self.numels[message.items[last - 1]] * self.precision.itemsize
+        return self.staging(round)[message.starts[first] : end]
+
+    def _view(self, tensor: torch.Tensor, item: int) -> torch.Tensor:
+        return tensor.as_strided(self.shapes[item], self.strides[item], tensor.storage_offset() + self._offsets[item])
+
+    def hash(self, item: int, values: torch.Tensor) -> None:
+        """values: of the item, in its shape on disk."""
+        if self.digest and self.digest.hashed[item]:
+            self.digest.add(item, values)
+
+    def in_one_piece(self, view: torch.Tensor) -> bool:
+        """Whether this memory is what is on the wire."""
+        return view.dtype == self.precision and view.is_contiguous()
+
+
+class Sends(Side):
+    """Train: parts of its own tensors. Generate: what it received in the round before (`Items.source`)."""
+
+    def __init__(self, plan: RankPlan, *arguments, **settings):
+        super().__init__(plan.sends, plan.rounds, *arguments, **settings)
+        self.sources = plan.sends.source.tolist()
+        self.relays = any(source >= 0 for source in self.sources)
+        for item in np.flatnonzero(plan.sends.source >= 0).tolist():
+            came, goes = plan.receives.round[self.sources[item]], plan.sends.round[item]
+            if came != goes - 1:
+                raise ValueError(f"an item that comes in round {came} is to be passed on in round {goes}, not the next one")
+            self.numels[item] = int(plan.receives.size[self.sources[item]].prod())
+
+    def bind(self, backend: TrainBackend) -> None:
+        """For one refit."""
+        self._local = functools.cache(backend.local)
+
+    def view(self, item: int) -> torch.Tensor:
+        """The item where it lies in this rank's tensors, in its shape on disk. Only where the rank does not relay it."""
+        return self._view(self._local(self.regions[item].tensor), item)
+
+
+class Receives(Side):
+    """What an engine's rank takes, unit by unit."""
+
+    def __init__(self, plan: RankPlan, units: Sequence[str], *arguments, **settings):
+        """units: for each region."""
+        super().__init__(plan.receives, plan.rounds, *arguments, **settings)
+        self._units = [units[row] for row in plan.receives.row.tolist()] if len(plan.receives) else []
+        names = list(dict.fromkeys(units))
+        self._finished: list[list[str]] = [[] for _ in range(plan.rounds)]
+        for unit in plan.order.tolist():
+            self._finished[int(plan.finish_round[unit])].append(names[unit])
+        self._update: WeightUpdate
+
+    def bind(self, update: WeightUpdate) -> None:
+        """For one refit."""
+        self._update = update
+
+    def view(self, item: int) -> torch.Tensor:
+        """Where the item is to be written, in its shape on disk. Raises RefitError if that cannot hold the wire's precision."""
+        target = self._update.target(self._units[item], self.regions[item].tensor)
+        if torch.promote_types(target.dtype, self.precision) != target.dtype:
+            raise RefitError(
+                f"{self.regions[item].name} comes as {self.precision} (policy.precision),"
+                f" which the engine's {self.regions[item].tensor} in {target.dtype} cannot hold"
+            )
+        return self._view(target, item)
+
+    def in_place(self, item: int) -> bool:
+        return self._update.in_place(self._units[item])
+
+    def finish(self, round: int) -> None:
+        """All units of which the whole engine has everything after this round."""
+        for unit in self._finished[round]:
+            self._update.finish(unit)
+
+
+def _places(items: Items, regions: Sequence[Region], dims: Sequence[int]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Of each item the strides and the offset, in entries, in its region's tensor. Meaningless for what is passed on."""
+    corner = np.zeros((len(regions) + 1, items.offset.shape[1]), np.int64)
+    strides, start = np.zeros_like(corner), np.zeros(len(regions) + 1, np.int64)
+    for i, held in enumerate(regions):  # the last row is there for relays, whose `row` is -1
+        corner[i, : len(held.strides)], strides[i, : len(held.strides)] = held.box.offset, held.strides
+        start[i] = held.offset
+    along = strides[items.row]
+    offsets = start[items.row] + ((items.offset - corner[items.row]) * along).sum(axis=1)
+    return [tuple(steps[:d]) for steps, d in zip(along.tolist(), dims, strict=True)], offsets.tolist()
+
+
+def _messages(items: Items, sizes: Sequence[int], rounds: int) -> list[list[Message]]:
+    """By round. sizes: of the items, in bytes."""
+    found: list[list[Message]] = [[] for _ in range(rounds)]
+    order = np.lexsort((items.peer, items.round))  # stable: the order within a message stays
+    ends = np.stack([items.round[order], items.peer[order]], axis=1)
+    cuts = np.flatnonzero((ends[1:] != ends[:-1]).any(axis=1)) + 1
+    for members in np.split(order, cuts) if len(order) else ():
+        round, peer = int(items.round[members[0]]), int(items.peer[members[0]])
+        message = Message(peer, members.tolist(), [found[round][-1].starts[-1] if found[round] else 0], [])
+        apart = True  # the next item begins a part
+        for place, item in enumerate(message.items):
+            message.starts.append(message.starts[-1] + padded(sizes[item]))
+            alone = sizes[item] >= DIRECT
+            if alone or apart:
+                message.parts.append((place, place + 1))
+            else:
+                message.parts[-1] = (message.parts[-1][0], place + 1)
+            apart = alone
+        found[round].append(message)
+    return found
+
+
+def padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

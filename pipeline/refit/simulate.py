@@ -1,0 +1,334 @@
+"""What a planned refit takes on a described network: seconds, what bounds them, and the floor that physics sets.
+
+The model. A rank's main thread gathers and posts the messages of round r, then waits for those of round r - 1 and writes them,
+as `pipeline/refit/transfer.py` does. So packing and applying share one thread, and two rounds at most are under way. A rank
+that relays waits for round r - 1 before it gathers round r.
+
+A round of a rank takes `latency * messages + max(NIC out, NIC in, node out, node in)`, each of these bytes over bandwidth: the
+alpha-beta model (Hockney 1994, "The communication challenge for MPP") with one port, full duplex, and a NIC and links
+within the node that work side by side. Every message pays the whole latency. LogGP (Alexandrov et al. 1995) would let the
+latencies of one rank overlap and charge only each message's overhead, so this is its upper bound. Rounds of a rank follow
+each other on the wire, as batches on one NCCL communicator do.
+
+Ranks wait for their partners only. A rank's round begins when it and its partners have posted it and are done with the one
+before, and ends when it and its partners have moved all that they have in that round: an upper bound, since a partner may
+serve this rank first.
+
+Left out: congestion inside the fabric (full bisection is assumed), the digest, what `finish` of a unit costs, and the pause of
+generation. All that is sent and received is charged a copy at each end, also what needs none. So a prediction is a lower
+estimate of a refit, and an upper one of its transfer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.config.schema import NetworkConfig
+from pipeline.refit.schedule import Schedule
+
+TERMS = ("pack", "wire out", "wire in", "node", "latency", "apply")
+"""What takes time: copying what is sent, NIC out, NIC in, links within nodes, messages' latency, copying what came."""
+GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """What travels, a row each, in the order of rounds."""
+
+    round: np.ndarray  # [m] int64
+    source: np.ndarray  # [m] int64: global ranks
+    target: np.ndarray  # [m] int64
+    size: np.ndarray  # [m] int64: bytes
+    relay: np.ndarray  # [m] bool: whether it passes on what its source received in the round before
+
+    def __len__(self) -> int:
+        return len(self.round)
+
+
+def merge(round: np.ndarray, source: np.ndarray, target: np.ndarray, size: np.ndarray, relay: np.ndarray) -> Messages:
+    """Items, a row each, as the messages that they travel in: all of one round, source and target are one."""
+    ranks = int(max(source.max(initial=0), target.max(initial=0))) + 1
+    place = (round.astype(np.int64) * ranks + source) * ranks + target
+    place, which = np.unique(place, return_inverse=True)
+    pair, target = np.divmod(place, ranks)
+    round, source = np.divmod(pair, ranks)
+    total = np.zeros(len(place), np.int64)
+    np.add.at(total, which, size)
+    return Messages(round, source, target, total, np.bincount(which, relay, len(place)) > 0)
+
+
+def messages(schedule: Schedule) -> Messages:
+    """All that a plan moves."""
+    hops = list(schedule.hops())
+    relay = np.repeat(np.arange(len(hops)) > 0, [len(hop.flow) for hop in hops])
+    columns = (np.concatenate([getattr(hop, name) for hop in hops]) for name in ("round", "source", "target", "bytes"))
+    return merge(*columns, relay)
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Per round and rank, [rounds, ranks] float64: bytes by path, and messages."""
+
+    nic_out: np.ndarray
+    nic_in: np.ndarray
+    node_out: np.ndarray
+    node_in: np.ndarray
+    sends: np.ndarray
+    receives: np.ndarray
+    relays: np.ndarray  # [ranks] bool: whether the rank ever passes on what it received
+
+    @property
+    def sent(self) -> np.ndarray:
+        return self.nic_out + self.node_out
+
+    @property
+    def received(self) -> np.ndarray:
+        return self.nic_in + self.node_in
+
+    def staging(self) -> np.ndarray:
+        """[ranks] bytes that each rank stages: two of its largest rounds each way, but one of sends where it relays, since it
+        then packs no earlier than it posts (`pipeline/refit/planned.py`)."""
+        return self.sent.max(0, initial=0) * np.where(self.relays, 1, 2) + 2 * self.received.max(0, initial=0)
+
+
+def loads(messages: Messages, node: np.ndarray) -> Loads:
+    """node: [ranks], the node of each."""
+    ranks, rounds = len(node), int(messages.round.max(initial=-1)) + 1
+    far = node[messages.source] != node[messages.target]
+
+    def total(end: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return np.bincount(messages.round * ranks + end, weight, rounds * ranks).reshape(rounds, ranks)
+
+    one = np.ones(len(messages))
+    return Loads(
+        nic_out=total(messages.source, messages.size * far),
+        nic_in=total(messages.target, messages.size * far),
+        node_out=total(messages.source, messages.size * ~far),
+        node_in=total(messages.target, messages.size * ~far),
+        sends=total(messages.source, one),
+        receives=total(messages.target, one),
+        relays=np.bincount(messages.source, messages.relay, ranks) > 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When everything happens: [rounds, ranks] seconds from the start, and how long the parts take."""
+
+    messages: Messages
+    loads: Loads
+    parts: dict[str, np.ndarray]  # by TERMS
+    posted: np.ndarray  # packed, and handed to the network
+    begun: np.ndarray  # all partners are there
+    moved: np.ndarray  # this rank's bytes of the round are
+    arrived: np.ndarray  # and its partners'
+    applied: np.ndarray
+
+    @property
+    def seconds(self) -> float:
+        return float(self.applied.max(initial=0.0))
+
+
+def simulate(messages: Messages, node: np.ndarray, network: NetworkConfig) -> Timeline:
+    """Price a plan by the model above. node: [ranks], the node of each."""
+    load = loads(messages, node)
+    rounds, ranks = load.sends.shape
+    parts = _parts(load, network)
+    wire = parts["latency"] + np.maximum.reduce([parts["wire out"], parts["wire in"], parts["node"]])
+    posted, begun, moved, arrived, applied = (np.zeros((rounds, ranks)) for _ in range(5))
+    starts = np.searchsorted(messages.round, np.arange(rounds + 1))
+    never = np.zeros(ranks)
+    for r in range(rounds):
+        source, target = messages.source[starts[r] : starts[r + 1]], messages.target[starts[r] : starts[r + 1]]
+        free = applied[r - 2] if r > 1 else (posted[0] if r else never)  # the main thread
+        on_wire = arrived[r - 1] if r else never
+        posted[r] = np.where(load.relays, np.maximum(free, on_wire), free) + parts["pack"][r]  # a relay has to have come
+        begun[r] = _with_partners(np.maximum(posted[r], on_wire), source, target)
+        moved[r] = begun[r] + wire[r]
+        arrived[r] = _with_partners(moved[r], source, target)
+        if r:
+            applied[r - 1] = np.maximum(posted[r], arrived[r - 1]) + parts["apply"][r - 1]
+    if rounds:
+        before = applied[rounds - 2] if rounds > 1 else never
+        applied[-1] = np.maximum(before, arrived[-1]) + parts["apply"][-1]
+    return Timeline(messages, load, parts, posted, begun, moved, arrived, applied)
+
+
+def _parts(load: Loads, network: NetworkConfig) -> dict[str, np.ndarray]:
+    """Seconds of every round and rank, by TERMS."""
+    nic, node, memory = (GIGA * each for each in (network.nic_gb_per_s, network.node_gb_per_s, network.memory_gb_per_s))
+    return {
+        "pack": load.sent / memory,
+        "wire out": load.nic_out / nic,
+        "wire in": load.nic_in / nic,
+        "node": np.maximum(load.node_out, load.node_in) / node,
+        "latency": np.maximum(load.sends, load.receives) * (network.latency_us / 1e6),
+        "apply": load.received / memory,
+    }
+
+
+def _with_partners(own: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The latest of each rank and those that it exchanges messages with."""
+    latest = own.copy()
+    np.maximum.at(latest, source, own[target])
+    np.maximum.at(latest, target, own[source])
+    return latest
+
+
+# ---- what bounds it -----------------------------------------------------------------------------------------------------
+
+
+def bounds(timeline: Timeline) -> dict[str, float]:
+    """Seconds by TERMS along the chain of events that ends last, each waiting for the one before: they add up to the whole."""
+    spent = dict.fromkeys(TERMS, 0.0)
+    if not timeline.applied.size:
+        return spent
+    last, rank = divmod(int(timeline.applied.argmax()), timeline.applied.shape[1])
+    event, r = "applied", last
+    while r >= 0 and event != "start":
+        event, r, rank = _STEPS[event](timeline, r, rank, spent)
+    return spent
+
+
+def _before_applied(timeline: Timeline, r: int, rank: int, spent: dict[str, float]) -> tuple[str, int, int]:
+    spent["apply"] += float(timeline.parts["apply"][r, rank])
+    rounds = len(timeline.posted)
+    if r + 1 < rounds and timeline.posted[r + 1, rank] > timeline.arrived[r, rank]:
+        return "posted", r + 1, rank
+    if r + 1 == rounds and r and timeline.applied[r - 1, rank] > timeline.arrived[r, rank]:
+        return "applied", r - 1, rank
+    return "arrived", r, rank
+
+
+def _before_posted(timeline: Timeline, r: int, rank: int, spent: dict[str, float]) -> tuple[str, int, int]:
+    spent["pack"] += float(timeline.parts["pack"][r, rank])
+    if r == 0:
+        return "start", 0, rank
+    free = timeline.applied[r - 2, rank] if r > 1 else timeline.posted[0, rank]
+    if timeline.loads.relays[rank] and timeline.arrived[r - 1, rank] > free:
+        return "arrived", r - 1, rank
+    return ("applied", r - 2, rank) if r > 1 else ("posted", 0, rank)
+
+
+def _before_arrived(timeline: Timeline, r: int, rank: int, spent: dict[str, float]) -> tuple[str, int, int]:
+    slowest = _latest(timeline, r, rank, timeline.moved[r])
+    path = max(("wire out", "wire in", "node"), key=lambda name: timeline.parts[name][r, slowest])
+    for name in ("latency", path):
+        spent[name] += float(timeline.parts[name][r, slowest])
+    ready = timeline.posted[r] if r == 0 else np.maximum(timeline.posted[r], timeline.arrived[r - 1])
+    waited_for = _latest(timeline, r, slowest, ready)
+    if r and timeline.arrived[r - 1, waited_for] > timeline.posted[r, waited_for]:
+        return "arrived", r - 1, waited_for
+    return "posted", r, waited_for
+
+
+_STEPS = {"applied": _before_applied, "posted": _before_posted, "arrived": _before_arrived}
+
+
+def _latest(timeline: Timeline, r: int, rank: int, when: np.ndarray) -> int:
+    """Of a rank and its partners in a round, the one that is latest."""
+    start, stop = np.searchsorted(timeline.messages.round, (r, r + 1))
+    source, target = timeline.messages.source[start:stop], timeline.messages.target[start:stop]
+    there = np.concatenate([[rank], target[source == rank], source[target == rank]])
+    return int(there[when[there].argmax()])
+
+
+# ---- floors, and the reference ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What must move whatever the plan: bytes, where every distinct byte is counted once."""
+
+    owned: np.ndarray  # [generate ranks]: of each
+    by_node: np.ndarray  # [generate nodes]: wanted by any rank of the node
+    total: int  # wanted by any rank
+    train_ranks: int
+    ranks_per_node: int  # of generate nodes
+
+
+def demand(schedule: Schedule, node: np.ndarray) -> Demand:
+    """node: [ranks], the node of each. An overlap of boxes that are not equal, which no layout so far has, counts twice."""
+    want, size = schedule.want, schedule.want.boxes.numel * schedule.itemsize
+    owned = np.bincount(want.receiver, size[want.box], schedule.engines.shape[1])
+    inside: dict[int, set[int]] = {}  # the ranks in the engine that a node has, of whichever engine
+    for rank, (_, place) in schedule.place.items():
+        inside.setdefault(int(node[rank]), set()).add(place)
+    distinct = {
+        places: np.unique(want.box[np.isin(want.receiver, places)]) for places in {tuple(sorted(p)) for p in inside.values()}
+    }
+    by_node = np.array([size[distinct[tuple(sorted(places))]].sum() for places in inside.values()])
+    return Demand(
+        owned=np.tile(owned, len(schedule.engines)),
+        by_node=by_node,
+        total=int(size.sum()),
+        train_ranks=len(schedule.have.rows),
+        ranks_per_node=int(np.bincount(node[schedule.engines.ravel()]).max()),
+    )
+
+
+def floor(demand: Demand, network: NetworkConfig) -> tuple[float, str]:
+    """Seconds below which no transfer can be, whichever way it takes, and which limit sets them; latencies and copies are free.
+
+    train egress: every wanted byte leaves some train rank's NIC. node ingress: what a generate node wants comes in through its
+    NICs, once, and is spread inside. rank ingress: what a rank owns comes in through its NIC and from its node.
+    """
+    nic, node = GIGA * network.nic_gb_per_s, GIGA * network.node_gb_per_s
+    alone = demand.ranks_per_node == 1
+    limits = {
+        "train egress": demand.total / (demand.train_ranks * nic),
+        "node ingress": float(demand.by_node.max(initial=0)) / (demand.ranks_per_node * nic),
+        "rank ingress": float(demand.owned.max(initial=0)) / (nic if alone else nic + node),
+    }
+    name = max(limits, key=limits.__getitem__)
+    return limits[name], name
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """The reference: rank 0 gathers full tensors and broadcasts them to every generate rank. Bytes."""
+
+    total: int  # of the model on the wire
+    far: int  # of it, what only ranks of other nodes than rank 0's hold
+    near: int  # what rank 0 has to gather from ranks of its own node
+    owned: int  # of the generate rank that writes most
+    bucket: int
+    nodes: int  # of generate ranks
+    nics: int = 1  # of rank 0's node that the broadcast's group can use: one for each of its ranks in that node
+    gather_nics: int = 1  # that the gather can use
+
+
+def reference(schedule: Schedule, node: np.ndarray, total: int, bucket: int) -> Broadcast:
+    """What the bucketed broadcast would move in the plan's stead. total: bytes of all tensors, in full."""
+    have, size = schedule.have, schedule.have.boxes.numel * schedule.itemsize
+    beside = [rows.box for rank, rows in have.rows.items() if node[rank] == node[0]]
+    own, near = int(size[np.unique(have.rows[0].box)].sum()), int(size[np.unique(np.concatenate(beside))].sum())
+    return Broadcast(
+        total=total,
+        far=int(size.sum()) - near,
+        near=near - own,
+        owned=int(demand(schedule, node).owned.max()),
+        bucket=bucket,
+        nodes=len(np.unique(node[schedule.engines])),
+    )
+
+
+def broadcast_seconds(broadcast: Broadcast, network: NetworkConfig) -> tuple[float, str]:
+    """Seconds, and which stage bounds them, were gathering, packing, broadcasting and applying of buckets fully overlapped.
+
+    A broadcast is a ring, as NCCL's is: bytes pass through every rank, all links at work at once, so a bucket takes its bytes
+    over the slowest link and a latency. The next one follows it around, so a latency for each node on the way is paid once.
+    """
+    nic, node, memory = (GIGA * each for each in (network.nic_gb_per_s, network.node_gb_per_s, network.memory_gb_per_s))
+    latency = network.latency_us / 1e6
+    buckets = max(1, -(-broadcast.total // broadcast.bucket))
+    stages = {
+        "gather": max(broadcast.far / (broadcast.gather_nics * nic), broadcast.near / node) / buckets,
+        "pack": broadcast.total / memory / buckets,
+        "broadcast": broadcast.total / min(broadcast.nics * nic, node) / buckets + latency,
+        "apply": broadcast.owned / memory / buckets,
+    }
+    slowest = max(stages, key=stages.__getitem__)
+    return sum(stages.values()) + (buckets - 1) * stages[slowest] + (broadcast.nodes - 1) * latency, slowest

@@ -1,0 +1,153 @@
+"""Takes a rank through the rounds of a refit: a round is packed while the one before it is on the wire, and applied after it.
+
+Both ends post the messages of a round in one batch, and everybody goes through the rounds in the same order, so no batch ever
+waits for a later one: there is no deadlock, with gloo or with NCCL. A rank that passes on what it received in the round before
+must first have it, so it waits before it posts; everybody else posts first, and the wire is never idle. `TAG` keeps these
+messages apart from other mail over the spanning group.
+
+Left out: what the messages hold (an `Encoding`: `pipeline/refit/full.py`, `pipeline/refit/delta.py`), and timeouts, which are
+the watchdog's: it names the phase, which says whom the rank waits for.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipeline.refit.tables import RankPlan
+from pipeline.world import World
+
+TAG = 1
+
+Mail = list[tuple[int, torch.Tensor]]
+"""(the other end's global rank, contiguous uint8), in the order in which both ends post them."""
+
+
+class Clock:
+    """Adds up seconds by what they were spent on; on a GPU those of the current stream."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._laps: list[tuple[str, torch.cuda.Event]] = []
+        self._seconds: dict[str, float] = {}
+        self._start = self._last = self._now()
+
+    def _now(self):
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, spent: str) -> None:
+        """All since the last lap went into `spent`."""
+        now = self._now()
+        if self._cuda:
+            self._laps.append((spent, now))
+        else:
+            self._seconds[spent] = self._seconds.get(spent, 0.0) + now - self._last
+            self._last = now
+
+    def seconds(self) -> dict[str, float]:
+        """By what was given to `lap`, and "total"."""
+        end = self._now()
+        if not self._cuda:
+            return self._seconds | {"total": end - self._start}
+        end.synchronize()
+        last = self._start
+        for spent, event in self._laps:
+            self._seconds[spent] = self._seconds.get(spent, 0.0) + last.elapsed_time(event) / 1e3
+            last = event
+        return self._seconds | {"total": self._start.elapsed_time(end) / 1e3}
+
+
+def post(world: World, out: Mail, into: Mail) -> list[dist.Work]:
+    """In one batch."""
+    operations = [dist.P2POp(dist.isend, tensor, peer, world.spanning, TAG) for peer, tensor in out]
+    operations += [dist.P2POp(dist.irecv, tensor, peer, world.spanning, TAG) for peer, tensor in into]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+class Wire:
+    """Posts, waits, and counts bytes."""
+
+    def __init__(self, world: World):
+        self.device = world.device
+        self.sent = self.received = 0
+        self._world = world
+
+    def post(self, out: Mail, into: Mail) -> list[dist.Work]:
+        self.sent += sum(tensor.numel() for _, tensor in out)
+        self.received += sum(tensor.numel() for _, tensor in into)
+        return post(self._world, out, into)
+
+    def wait(self, works: list[dist.Work]) -> None:
+        """Until they are done; on a GPU too, where `Work.wait` alone lets this thread run ahead of what it has posted."""
+        for work in works:
+            work.wait()
+        if works and self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+class Encoding(Protocol):
+    """How items become bytes and bytes items. Rounds come in order."""
+
+    def pack(self, round: int) -> None:
+        """Gather what this rank sends of its own in a round, and tell the receivers what they must know before it comes."""
+
+    def incoming(self, round: int) -> Mail:
+        """Where what comes in a round shall be received."""
+
+    def outgoing(self, round: int) -> Mail:
+        """What is sent in a round. Where the rank relays, the round before has arrived."""
+
+    def apply(self, round: int) -> None:
+        """Write what came in a round."""
+
+
+def run(world: World, wire: Wire, plan: RankPlan, encoding: Encoding, clock: Clock) -> None:
+    """All rounds of one rank."""
+    relays = bool((plan.sends.source >= 0).any())
+    phases = _phases(plan)
+    under_way: list[dist.Work] = []
+
+    def wait(round: int) -> None:
+        with world.phase(phases[round]):
+            wire.wait(under_way)
+        clock.lap("wire")
+
+    encoding.pack(0)
+    for round in range(plan.rounds):
+        with world.phase(phases[round]):
+            into = encoding.incoming(round)
+        if relays and round:
+            wait(round - 1)
+        out = encoding.outgoing(round)
+        clock.lap("pack")
+        posted = wire.post(out, into)
+        clock.lap("wire")  # gloo sends in this thread what it can
+        if round and not relays:
+            wait(round - 1)
+        under_way = posted
+        if round:
+            encoding.apply(round - 1)
+        if round + 1 < plan.rounds:
+            encoding.pack(round + 1)
+    wait(plan.rounds - 1)
+    encoding.apply(plan.rounds - 1)
+
+
+def _phases(plan: RankPlan) -> list[str]:
+    """What a rank waits for in each round, in words."""
+    phases = []
+    for round in range(plan.rounds):
+        ends = []
+        for word, items in (("to", plan.sends), ("from", plan.receives)):
+            if peers := np.unique(items.peer[items.round == round]).tolist():
+                ends.append(f"{word} rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}")
+        phases.append(", ".join([f"round {round + 1} of {plan.rounds}", *ends]))
+    return phases

@@ -1,0 +1,34 @@
+"""Planned refits between real backends and real vLLM engines: see `matrix`."""
+
+import pytest
+
+from tests.end_to_end.fresh_vllm import greedy
+from tests.refit import matrix
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    matrix.write_models(folder)
+    return folder
+
+
+def check(chosen, folder, transport="planned"):
+    fresh = {model: greedy(folder / model, matrix.PROMPTS, matrix.MAX_TOKENS) for model in {case.model for case in chosen}}
+    for case, found in zip(chosen, matrix.run(chosen, folder, transport), strict=True):
+        assert found["rounds"] > 3
+        for rank in found["generate"]:
+            assert rank["received"] == rank["owned"], case
+            assert rank["wrong"] == [], case
+            assert rank["completions"] == fresh[case.model], case
+
+
+def test_refits_between_a_few_layouts(models):
+    train = ("fsdp2 dp2", "megatron tp2 pp2")
+    check(matrix.cases(("llama",), train, ("tp2 x 2",)) + matrix.cases(("qwen3_moe",), ("megatron tp2 ep2",), ("ep2",)), models)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_refits_between_all_layouts(models):
+    check(matrix.cases(), models)

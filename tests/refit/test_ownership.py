@@ -1,0 +1,227 @@
+"""Boxes told from a config alone, against what torch, Megatron-Core and vLLM make of the model.
+
+All ranks of a layout are built one after another in this process, in torch's "fake" process group, which has any size and
+whose collectives do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig
+
+from pipeline import models
+from pipeline.boxes import Region
+from pipeline.config import DTensorConfig, GenerationConfig, MegatronConfig, PolicyConfig, VLLMConfig
+from pipeline.models.hugging_face import checkpoint_shapes
+from pipeline.models.layout import restrict
+from pipeline.refit.ownership import ownership
+from pipeline.refit.tables import Table
+from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported
+from pipeline.train.shards import local_box
+from tests.generate import families
+from tests.models.cases import configs
+from tests.train.megatron.layouts import Layout as Megatron
+from tests.train.ranks import Layout as Cut
+
+Held = set[tuple[str, tuple[int, ...], tuple[int, ...]]]
+
+
+@contextmanager
+def rank_of(rank: int, size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # Meshes of equal layout are one to DTensor, so it would go on with those of a rank that is gone.
+        _clear_sharding_prop_cache()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    found = tmp_path_factory.mktemp("configs")
+    for family, config in configs().items():
+        config.save_pretrained(found / family)
+    return found
+
+
+def held(table: Table, shapes: dict[str, tuple[int, ...]]) -> Held:
+    """The boxes that a table has, those of no entries left out. Raises AssertionError if one comes twice."""
+    names, found = list(shapes), set()
+    for tensor, offset, size in zip(table.tensor, table.offset.tolist(), table.size.tolist(), strict=True):
+        dims = len(shapes[names[tensor]])
+        assert offset[dims:] == [0] * (len(offset) - dims) and size[dims:] == [1] * (len(size) - dims)
+        if all(size):
+            box = (names[tensor], tuple(offset[:dims]), tuple(size[:dims]))
+            assert box not in found
+            found.add(box)
+    return found
+
+
+def boxes(regions: list[Region]) -> Held:
+    return {(region.name, region.box.offset, region.box.size) for region in regions if region.box.numel}
+
+
+# ---- FSDP2 and tensor parallelism
+
+
+def fsdp_boxes(policy: PolicyConfig, layout: Cut) -> Held:
+    from pipeline.train.model import build
+
+    mesh = init_device_mesh("cpu", (layout.data, layout.tensor), mesh_dim_names=("data", "tensor"))
+    model = build(policy, torch.device("cpu"), mesh, seed=0)
+    found = set()
+    for name, parameter in model.hf.named_parameters():
+        for piece in restrict(model.layout[name], local_box(parameter)):
+            found.add((piece.name, piece.source.offset, piece.source.size))
+    return found
+
+
+DENSE = ("llama", "qwen2", "qwen3_tied")
+SPARSE = ("qwen3_moe", "mixtral")
+CUTS = [
+    *((family, Cut(data, 1)) for family in (*DENSE, *SPARSE) for data in (1, 2, 3, 5)),
+    *((family, Cut(data, 2)) for family in DENSE for data in (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), CUTS, ids=str)
+def test_fsdp(family, layout, folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    policy = PolicyConfig(
+        model_name=str(folder / family),
+        random_init=True,
+        precision="float32",
+        max_total_sequence_length=64,
+        dtensor_cfg=DTensorConfig(enabled=True, tensor_parallel_size=layout.tensor),
+        generation=GenerationConfig(temperature=1.0),
+    )
+    ours = ownership(AutoConfig.from_pretrained(folder / family), policy, layout.ranks, 1)
+    assert sorted(ours.train) == list(range(layout.ranks))
+    for rank in range(layout.ranks):
+        with rank_of(rank, layout.ranks):
+            assert held(ours.train[rank], ours.shapes) == fsdp_boxes(policy, layout), rank
+
+
+# ---- Megatron-Core
+
+
+def megatron_boxes(policy: PolicyConfig) -> Held:
+    from megatron.core import parallel_state
+
+    from pipeline.train.megatron.backend import _initialize
+    from pipeline.train.megatron.layout import describe
+    from pipeline.train.megatron.model import build
+
+    config = AutoConfig.from_pretrained(policy.model_name)
+    _initialize(policy, seed=0)
+    try:
+        shapes, _ = checkpoint_shapes(config)
+        local = describe(build(policy, config), models.family(config).parameters(config), shapes)
+    finally:
+        parallel_state.destroy_model_parallel()
+    return {(piece.name, piece.source.offset, piece.source.size) for tensor in local.values() for piece in tensor.hugging_face}
+
+
+MEGATRON = [
+    Megatron(),
+    Megatron(tp=2, sp=True),
+    Megatron(pp=2),
+    Megatron(cp=2),
+    Megatron(dp=2, tp=2, pp=2, sp=True),
+    Megatron(tp=2, cp=2, pp=2, sp=True),
+    Megatron(ep=2, dp=2),
+    Megatron(ep=2, dp=4, pp=2),
+    Megatron(tp=2, ep=2, dp=2, sp=True),
+    Megatron(tp=2, ep=2, etp=2, dp=2, pp=2, sp=True),
+    Megatron(tp=4, ep=4, cp=2, sp=True),
+]
+
+
+def check_megatron(model: Path, layout: Megatron, megatron: MegatronConfig) -> None:
+    policy = PolicyConfig(
+        model_name=str(model),
+        precision="float32",
+        megatron_cfg=megatron,
+        generation=GenerationConfig(backend="transformers", temperature=1.0),
+    )
+    ours = ownership(AutoConfig.from_pretrained(model), policy, layout.ranks, 1)
+    distinct = {}
+    for rank in range(layout.ranks):
+        with rank_of(rank, layout.ranks):
+            theirs = megatron_boxes(policy)
+        assert held(ours.train[rank], ours.shapes) == theirs, rank
+        distinct.setdefault(frozenset(theirs), set()).add(id(ours.train[rank]))
+    assert all(len(tables) == 1 for tables in distinct.values())  # equal ranks share a table
+
+
+@pytest.mark.parametrize("layout", MEGATRON, ids=lambda layout: layout.name)
+def test_megatron(layout, folder):
+    for family in layout.families:
+        if layout.pp > 1 and configs()[family].num_hidden_layers % layout.pp:
+            continue
+        if layout.tp > 2 and family != "deepseek_v3":  # fewer key heads than ranks
+            continue
+        check_megatron(folder / family, layout, layout.megatron())
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, None), (None, 2), (2, 1)])
+def test_megatron_stages_of_unequal_size(first, last, folder):
+    layout = Megatron(pp=2, ep=2, dp=2)
+    changes = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+    check_megatron(folder / "deepseek_v3", layout, layout.megatron(**changes))
+
+
+# ---- vLLM
+
+
+def vllm_boxes(model: Path, rank: int, vllm: VLLMConfig) -> dict[str, Held]:
+    """By unit."""
+    from vllm.model_executor.models import utils
+
+    from pipeline.generate.vllm_layout import record
+
+    utils._model_to_pp_missing_layer_names.clear()  # kept by id, which a model that is gone may have had
+    shapes, _ = checkpoint_shapes(AutoConfig.from_pretrained(model))
+    experts = vllm.expert_parallel_size > 1
+    with families.rank_model(model, rank, vllm.tensor_parallel_size, vllm.pipeline_parallel_size, experts) as built:
+        units = record(built, shapes, torch.float32, complete=True)
+    return {name: boxes(unit.unit.regions) for name, unit in units.items()}
+
+
+def units(table: Table, shapes: dict[str, tuple[int, ...]]) -> dict[str, Held]:
+    found = {}
+    for i, name in enumerate(table.units):
+        mine = table.unit == i
+        found[name] = held(Table(table.tensor[mine], table.offset[mine], table.size[mine], table.unit[mine]), shapes)
+    return found
+
+
+ENGINES = (VLLMConfig(), VLLMConfig(2), VLLMConfig(4), VLLMConfig(2, 2), VLLMConfig(2, 1, 2), VLLMConfig(4, 1, 4))
+
+
+@pytest.mark.parametrize(
+    "vllm", ENGINES, ids=lambda v: f"tp{v.tensor_parallel_size}pp{v.pipeline_parallel_size}ep{v.expert_parallel_size}"
+)
+@pytest.mark.parametrize("family", [name for name in families.SHORT if name != "llama_one_kv_head"])  # which has biases
+def test_vllm(family, vllm, tmp_path):
+    families.save_config(family, tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    if vllm.expert_parallel_size > 1 and not hasattr(config, "num_experts_per_tok"):
+        pytest.skip("a dense model has no experts")
+    policy = PolicyConfig(model_name=str(tmp_path), generation=GenerationConfig(temperature=1.0, vllm_cfg=vllm))
+    size = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+    ours = ownership(config, policy, 1, 2 * size)
+    assert ours.engines == [list(range(1, 1 + size)), list(range(1 + size, 1 + 2 * size))]
+    for place in range(size):
+        assert ours.generate[ours.engines[0][place]] is ours.generate[ours.engines[1][place]]
+        assert units(ours.generate[1 + place], ours.shapes) == vllm_boxes(tmp_path, place, vllm), place

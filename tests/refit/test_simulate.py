@@ -1,0 +1,236 @@
+"""The price of a plan against closed forms: few ranks, round numbers."""
+
+import numpy as np
+import pytest
+
+from pipeline.boxes import Box, Region
+from pipeline.config.schema import NetworkConfig
+from pipeline.refit import simulate as simulator
+from pipeline.refit.plan import schedule
+from pipeline.refit.simulate import (
+    TERMS,
+    Broadcast,
+    Demand,
+    Timeline,
+    bounds,
+    broadcast_seconds,
+    demand,
+    floor,
+    loads,
+    merge,
+    reference,
+    simulate,
+)
+from pipeline.refit.tables import table
+
+GB = 10**9
+FREE_COPIES = 1e9  # GB/s
+
+
+def network(nic=50.0, node=450.0, latency_us=0.0, memory=FREE_COPIES):
+    return NetworkConfig(nic_gb_per_s=nic, node_gb_per_s=node, latency_us=latency_us, memory_gb_per_s=memory)
+
+
+def messages(*rows):
+    """rows: (round, source, target, bytes), or with True at the end for a relay."""
+    columns = list(zip(*((*row, False)[:5] for row in rows), strict=True))
+    return merge(*(np.array(column) for column in columns))
+
+
+def apart(ranks):
+    """Every rank on a node of its own."""
+    return np.arange(ranks)
+
+
+def price(rows, nodes, described) -> Timeline:
+    timeline = simulate(messages(*rows), np.array(nodes), described)
+    assert sum(bounds(timeline).values()) == pytest.approx(timeline.seconds)  # the chain of events is whole
+    return timeline
+
+
+def test_one_message_takes_latency_and_bytes_over_bandwidth():
+    timeline = price([(0, 0, 1, GB)], apart(2), network(nic=50, latency_us=20))
+    assert timeline.seconds == pytest.approx(20e-6 + 1 / 50, rel=1e-6)
+    spent = bounds(timeline)
+    assert spent["latency"] == pytest.approx(20e-6)
+    assert spent["wire in"] == pytest.approx(1 / 50)
+
+
+def test_twice_the_bandwidth_halves_the_wire():
+    rows = [(r, s, 2, GB) for r in range(4) for s in (0, 1)]
+    slow, fast = (price(rows, apart(3), network(nic=nic)) for nic in (25, 50))
+    assert slow.seconds == pytest.approx(4 * 2 / 25, rel=1e-6)  # the receiver's NIC takes from both
+    assert fast.seconds == pytest.approx(slow.seconds / 2, rel=1e-6)
+    assert max(TERMS, key=bounds(fast).get) == "wire in"
+
+
+def test_a_sender_of_two_is_bound_by_its_own_nic():
+    spent = bounds(price([(r, 0, t, GB) for r in range(3) for t in (1, 2)], apart(3), network()))
+    assert spent["wire out"] == pytest.approx(3 * 2 / 50, rel=1e-6)
+
+
+def test_nic_and_node_work_side_by_side():
+    rows = [(0, 0, 1, GB), (0, 0, 2, GB)]
+    timeline = price(rows, [0, 0, 1], network(nic=50, node=25))
+    assert timeline.seconds == pytest.approx(1 / 25, rel=1e-6)  # the longer of 1/25 within the node and 1/50 out of it
+    assert bounds(timeline)["node"] == pytest.approx(1 / 25, rel=1e-6)
+
+
+def test_copies_are_hidden_behind_a_slower_wire():
+    rounds, described = 10, network(nic=50, memory=200)
+    timeline = price([(r, 0, 1, GB) for r in range(rounds)], apart(2), described)
+    assert timeline.seconds == pytest.approx(rounds / 50 + 2 / 200)  # the first is packed and the last applied alone
+
+
+def test_slow_copies_bound_it_and_hide_the_wire():
+    rounds, described = 10, network(nic=50, memory=10)
+    timeline = price([(r, 0, 1, GB) for r in range(rounds)], apart(2), described)
+    assert timeline.seconds == pytest.approx(rounds / 10 + 1 / 50 + 1 / 10)  # the last is sent and applied alone
+    spent = bounds(timeline)
+    assert spent["pack"] + spent["apply"] == pytest.approx(timeline.seconds - 1 / 50)
+
+
+def test_every_message_of_a_round_pays_its_latency():
+    rows = [(0, s, 4, 1) for s in range(4)]
+    assert price(rows, apart(5), network(latency_us=20)).seconds == pytest.approx(4 * 20e-6, rel=1e-3)
+
+
+def test_a_rank_waits_for_its_partners_only():
+    """Ranks 0 and 2 have one big round; 1 and 3 go on with theirs."""
+    rows = [(0, 0, 2, 100 * GB), *((r, 1, 3, GB) for r in range(3))]
+    timeline = price(rows, apart(4), network())
+    assert timeline.arrived[-1, 3] == pytest.approx(3 / 50, rel=1e-6)
+    assert timeline.seconds == pytest.approx(100 / 50, rel=1e-6)
+
+
+def test_a_relay_leaves_after_what_it_passes_on_has_come():
+    rows = [(0, 0, 1, GB), (1, 1, 2, GB, True)]
+    timeline = price(rows, [0, 1, 1], network(nic=50, node=100, memory=1000))
+    assert timeline.posted[1, 1] >= timeline.arrived[0, 1]
+    assert timeline.seconds == pytest.approx(1 / 1000 + 1 / 50 + 1 / 1000 + 1 / 100 + 1 / 1000)
+
+
+def test_sharing_within_a_node_halves_what_comes_in_by_nic():
+    """Ranks 2 and 3 of one node want the same: each gets half of it from afar, and hands it to the other."""
+    alone = [(r, s, s + 2, GB) for r in range(8) for s in (0, 1)]
+    heads = [(r, s, s + 2, GB) for r in range(4) for s in (0, 1)]
+    passed = [(r + 1, s + 2, 3 - s, GB, True) for r, s, *_ in heads]
+    nodes = [0, 1, 2, 2]
+    split = loads(messages(*heads, *passed), np.array(nodes))
+    whole = loads(messages(*alone), np.array(nodes))
+    assert (split.received.sum(0) == whole.received.sum(0)).all()
+    assert (2 * split.nic_in.sum(0) == whole.nic_in.sum(0)).all()
+    shared, unshared = (price(rows, nodes, network(node=1e6)) for rows in ([*heads, *passed], alone))
+    assert shared.seconds == pytest.approx(unshared.seconds / 2, rel=1e-3)
+
+
+def test_items_of_one_round_and_pair_are_one_message():
+    merged = messages((1, 0, 3, 5), (0, 0, 3, 1), (1, 0, 3, 7), (1, 2, 3, 9))
+    assert merged.round.tolist() == [0, 1, 1]
+    assert merged.source.tolist() == [0, 0, 2]
+    assert merged.size.tolist() == [1, 12, 9]
+
+
+def test_staging_is_two_rounds_each_way_and_one_of_relays():
+    staged = loads(messages((0, 0, 1, 3), (1, 0, 1, 5), (1, 1, 2, 3, True), (2, 0, 1, 4)), apart(3)).staging()
+    assert staged.tolist() == [2 * 5, 2 * 5 + 3, 2 * 3]
+
+
+def test_no_plan_beats_the_floor():
+    demand = Demand(owned=np.array([GB, GB]), by_node=np.array([GB, GB]), total=2 * GB, train_ranks=2, ranks_per_node=1)
+    seconds, limit = floor(demand, network(latency_us=20))
+    assert (seconds, limit) == (pytest.approx(1 / 50), "train egress")
+    timeline = price([(r, s, s + 2, GB // 4) for r in range(4) for s in (0, 1)], apart(4), network(latency_us=20))
+    assert seconds < timeline.seconds < 1.01 * seconds
+
+
+@pytest.mark.parametrize(
+    ("demand", "limit", "seconds"),
+    [
+        (Demand(np.full(8, GB), np.array([8 * GB]), 8 * GB, 64, 8), "node ingress", 1 / 50),
+        (Demand(np.full(8, GB), np.array([GB]), GB, 64, 8), "node ingress", 1 / 400),  # shared by all, and spread within
+        (Demand(np.full(64, GB), np.full(64, GB), 2 * GB, 1, 1), "train egress", 2 / 50),
+        (Demand(np.array([9 * GB, 1]), np.array([9 * GB]), 9 * GB, 64, 2), "node ingress", 9 / 100),
+    ],
+)
+def test_floors(demand, limit, seconds):
+    assert floor(demand, network()) == (pytest.approx(seconds), limit)
+
+
+def test_a_broadcast_takes_all_bytes_over_the_root_s_nics():
+    described = network(nic=50, node=450, latency_us=20)
+    one = Broadcast(total=100 * GB, far=0, near=0, owned=10 * GB, bucket=GB, nodes=4)
+    assert broadcast_seconds(one, described) == (pytest.approx(100 / 50 + (100 + 3) * 20e-6, rel=1e-6), "broadcast")
+    every = Broadcast(total=100 * GB, far=0, near=0, owned=10 * GB, bucket=GB, nodes=4, nics=8)
+    assert broadcast_seconds(every, described)[0] == pytest.approx(100 / 400 + (100 + 3) * 20e-6, rel=1e-6)
+
+
+def test_a_broadcast_can_be_bound_by_the_gather_before_it():
+    gathered = Broadcast(total=100 * GB, far=90 * GB, near=0, owned=10 * GB, bucket=GB, nodes=1, nics=8)
+    seconds, stage = broadcast_seconds(gathered, network())
+    assert stage == "gather"
+    assert seconds == pytest.approx(90 / 50 + 1 / 400, rel=1e-3)  # and the last bucket is broadcast after it
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_plan_lies_between_its_busiest_part_and_everybody_waiting_for_all(seed):
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(60):
+        source, target = rng.choice(6, 2, replace=False)
+        rows.append((rng.integers(8), source, target, rng.integers(1, GB), source > 3 and rng.random() < 0.5))
+    timeline = price(rows, [0, 0, 1, 1, 2, 2], network(node=90, latency_us=500, memory=rng.choice([20, 100, 1000])))
+    parts = timeline.parts
+    wire = parts["latency"] + np.maximum.reduce([parts["wire out"], parts["wire in"], parts["node"]])
+    copies = parts["pack"] + parts["apply"]
+    assert max(wire.sum(0).max(), copies.sum(0).max()) <= timeline.seconds
+    assert timeline.seconds <= (parts["pack"].max(1) + wire.max(1) + parts["apply"].max(1)).sum()
+
+
+# ---- of a real plan -----------------------------------------------------------------------------------------------------
+
+SHAPES = {"up": (4096, 1024), "norm": (1024,)}
+UP, NORM = 4096 * 1024 * 2, 1024 * 2  # bytes
+NODE = np.array([0, 0, 1, 1, 2, 2, 2, 2])
+
+
+def rows(rank, of, units=None):
+    """`up` cut by rows over `of` ranks, `norm` on all."""
+    share = 4096 // of
+    held = [Region("up", Box((rank * share, 0), (share, 1024)), "", 0, ()), Region("norm", Box((0,), (1024,)), "", 0, ())]
+    return table(held, SHAPES, units)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """Four train ranks on two nodes, each with its quarter; two engines of two ranks on one node."""
+    train = {rank: rows(rank, 4) for rank in range(4)}
+    generate = {4 + 2 * engine + rank: rows(rank, 2, ["mlp", "norm"]) for engine in (0, 1) for rank in (0, 1)}
+    nodes = {rank: str(node) for rank, node in enumerate(NODE)}
+    return schedule(train, generate, [[4, 5], [6, 7]], SHAPES, 2, UP, nodes, NetworkConfig(latency_us=0))
+
+
+def test_a_plan_s_messages_bring_each_rank_what_it_owns(planned):
+    load = loads(simulator.messages(planned), NODE)
+    assert load.received.sum(0).tolist() == [0] * 4 + [UP / 2 + NORM] * 4
+    assert load.nic_in.sum() == UP + 2 * NORM  # both engines share it
+    assert load.relays.tolist() == [False] * 4 + [True] * 4
+
+
+def test_what_a_plan_must_move(planned):
+    wanted = demand(planned, NODE)
+    assert wanted.owned.tolist() == [UP / 2 + NORM] * 4
+    assert wanted.by_node.tolist() == [UP + NORM]  # of which every entry is on two ranks, and the norm on four
+    assert (wanted.total, wanted.train_ranks, wanted.ranks_per_node) == (UP + NORM, 4, 4)
+
+
+def test_a_plan_comes_close_to_the_floor_and_not_below(planned):
+    described = network(node=1e5)
+    timeline = simulate(simulator.messages(planned), NODE, described)
+    assert 0.8 < floor(demand(planned, NODE), described)[0] / timeline.seconds <= 1
+
+
+def test_what_the_reference_would_move(planned):
+    moved = reference(planned, NODE, UP + NORM, bucket=1000)
+    assert (moved.total, moved.near, moved.far) == (UP + NORM, UP / 4, UP / 2)  # rank 0 has a quarter, as does rank 1
+    assert (moved.owned, moved.nodes, moved.bucket) == (UP / 2 + NORM, 1, 1000)
