@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipeline.config import LoggerConfig
 from pipeline.metrics import Metrics, mean_metrics, read, rollout_metrics
-from pipeline.types import Completion, Prompt, Rollout, RolloutGroup
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span
 
 
 class Words:
@@ -25,7 +25,9 @@ def group(*rewards):
         prompt,
         tuple(
             Rollout(
-                Completion(f"0/{i}", np.arange(n, dtype=np.int32), np.zeros(n, np.float32), 5, "length"), r, {"accuracy": r}
+                Completion(f"0/{i}", np.arange(n, dtype=np.int32), np.zeros(n, np.float32), (Span(5, n),), "length"),
+                r,
+                {"accuracy": r},
             )
             for i, (n, r) in enumerate(zip(lengths, rewards, strict=True))
         ),
@@ -97,4 +99,4 @@ def test_num_rollouts_to_log(tmp_path):
     metrics.log_rollouts(1, [group(1.0, 0.0)], Words())
     metrics.close()
     (record,) = read(tmp_path / "rollouts" / "step_000001.jsonl")
-    assert (record["prompt"], record["completion"], record["reward"], record["version"]) == ("1 2", "0", 1.0, 5)
+    assert (record["prompt"], record["completion"], record["reward"], record["spans"]) == ("1 2", "0", 1.0, [[5, 1]])

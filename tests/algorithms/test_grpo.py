@@ -11,7 +11,7 @@ from pipeline.algorithms.advantages import EPSILON, group_advantages
 from pipeline.algorithms.base import Needs
 from pipeline.algorithms.grpo import GRPO, estimate_kl
 from pipeline.config import GRPOConfig, LossConfig
-from pipeline.types import Completion, GlobalCounts, PackedBatch, Prompt, Rollout, RolloutGroup
+from pipeline.types import Completion, GlobalCounts, PackedBatch, Prompt, Rollout, RolloutGroup, Span
 
 # ---- advantages -------------------------------------------------------------------------------------------------------
 
@@ -64,8 +64,8 @@ def test_advantages_without_scale_are_shift_invariant_and_sum_to_zero():
 def test_credit_masks_the_prompt_and_spreads_the_advantage():
     prompt = Prompt(0, np.array([5, 6], np.int32), "math", {})
     completions = [
-        Completion("0/0", np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), 0, "stop"),
-        Completion("0/1", np.array([8], np.int32), np.array([-0.3], np.float32), 0, "length"),
+        Completion("0/0", np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), (Span(0, 2),), "stop"),
+        Completion("0/1", np.array([8], np.int32), np.array([-0.3], np.float32), (Span(0, 1),), "length"),
     ]
     group = RolloutGroup(prompt, tuple(Rollout(c, r) for c, r in zip(completions, (1.0, 0.0), strict=True)))
     config = GRPOConfig(normalize_rewards=False, use_leave_one_out_baseline=True)

@@ -1,14 +1,15 @@
-"""`python -m tests.benchmarks`, from the repository's root: the GRPO step against TRL 1.16, and our train backends, in one run.
+"""`python -m tests.benchmarks`, from the repository's root: the GRPO step against TRL 1.16, our train backends, the refit.
 
-    python -m tests.benchmarks                  all tables of the next two; a CASE after either is for that one alone
+    python -m tests.benchmarks                  all tables of the next three; a CASE after one of two is for that one alone
     python -m tests.benchmarks compare CASE     the GRPO step against TRL's: 0.8M, 32M
     python -m tests.benchmarks backends CASE    packed against padded, Megatron-Core against FSDP2: 0.8M-skewed, 32M-half
+    python -m tests.benchmarks refit            planned against broadcast and bare gloo; the planner; against published figures
     python -m tests.benchmarks profile CASE     where our step's time goes; with --backend megatron or fsdp, a training step's
     python -m tests.benchmarks tune CASE        CPU seconds by size of microbatch, TRL's and ours
 
-All take one step in turns, one process each and one thread each, so whatever else runs on the machine meets all of them. What
-is measured, and on equal terms, is in `cases.py`; CPU seconds are the figure to look at, since wall seconds include waiting for
-a core. Left out: more than one rank and GPUs.
+The first two take one step in turns, one process each and one thread each, so whatever else runs on the machine meets all of
+them. What is measured, and on equal terms, is in `cases.py`; CPU seconds are the figure to look at, since wall seconds include
+waiting for a core. Left out: GPUs, and of steps more than one rank.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _PACKED_TOKENS = (512, 1024, 1536, 2048, 8192)  # tried by `tune`
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
-    parser.add_argument("command", nargs="?", choices=("compare", "backends", "profile", "tune"))
+    parser.add_argument("command", nargs="?", choices=("compare", "backends", "refit", "profile", "tune"))
     parser.add_argument("case", nargs="?", choices=CASES)
     parser.add_argument("--backend", choices=(*BACKENDS, *TRAIN_BACKENDS), default=BACKENDS[0], help="what is profiled")
     arguments = parser.parse_args()
@@ -51,6 +52,9 @@ def main() -> None:
     if arguments.command in (None, "backends"):
         for case in chosen or TRAIN_CASES:
             compare_backends(case)
+    if arguments.command in (None, "refit"):
+        for name in ("transfer", "plan", "published"):  # in processes of their own: the planner's memory is measured
+            subprocess.run([sys.executable, "-m", f"tests.benchmarks.refit_{name}"], env=os.environ | ENVIRONMENT, check=True)
     if arguments.command == "profile":
         for case in chosen or STEP_CASES:
             command = [sys.executable, "-m", "tests.benchmarks.profile", case.name, str(_checkpoint(case)), arguments.backend]

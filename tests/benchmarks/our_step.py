@@ -75,7 +75,7 @@ class OurStep:
         self._grpo = GRPO(GRPOConfig(use_leave_one_out_baseline=False), LossConfig(), updates_per_step=1)
         self._train = FSDPBackend(policy, dist.group.WORLD, seed=0, reference=False)
         self._engine = generate.build(policy, engine_ranks=1, rank_in_engine=0, seed=0)
-        self._engine.load_weights(self._train.weights(), 0)
+        self._refit()
 
     def step(self) -> list[int]:
         """Completion lengths. The times are in `clock`."""
@@ -105,7 +105,12 @@ class OurStep:
             self._train.step(batches, lambda logprobs, batch: self._grpo.loss(logprobs, batch, update.counts))
         self._steps += 1
         with self.clock.phase("refit"):
-            self._engine.load_weights(self._train.weights(), self._steps)
+            self._refit()
+
+    def _refit(self) -> None:
+        update = self._engine.update()
+        update.load(self._train.weights())
+        update.commit(self._steps)
 
 
 def _policy(case: Case, folder: Path, backend: str, packed_tokens: int) -> PolicyConfig:

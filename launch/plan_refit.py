@@ -1,0 +1,295 @@
+"""Plan a recipe's refit and say what it would take: python launch/plan_refit.py recipe=NAME [key=value ...]
+
+    recipe=NAME         a file in recipes/, without .yaml, or a path to one
+    key=value           any key of the recipe; the network is cluster.network.*
+    model_config=PATH   a Hugging Face config.json to plan for in place of policy.model_name: nothing else of it need be there
+    out=PATH            where the timeline picture goes (default: NAME-refit.png)
+
+Needs the model's config.json alone: no weights, no GPU, no job. Prints what each rank sends and receives, how that compares
+with the floor that the network sets and with the reference broadcast, and what bounds it; writes a timeline as a PNG.
+A model that is yet to come out of a recipe listed under `needs` has the shape of the model which that recipe starts from.
+
+Ends with status 0, or 2 if something about the command line, the recipe or the model is wrong.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
+
+from launch import backend, preflight_model
+from launch.model_files import inside, read_json
+from pipeline import config
+from pipeline.config import Recipe, RecipeError, generates, ranks, ranks_per_node, uses_megatron
+
+if TYPE_CHECKING:
+    from pipeline.refit.schedule import Schedule
+    from pipeline.refit.simulate import Broadcast, Demand, Timeline
+
+BYTES = {"float32": 4, "bfloat16": 2}
+UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line."""
+
+    recipe: str
+    overrides: list[str]
+    model_config: Path | None
+    out: Path | None
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(__doc__.strip())
+        return 0 if arguments else 2
+    try:
+        request = parse(arguments)
+        with model_folder(request.model_config) as folder:
+            recipe, choice = load(request, folder)
+            predicted = predict(recipe)
+        out = request.out or Path(f"{recipe.name}-refit.png")
+        draw(predicted, out)
+        print(report(predicted, choice))
+        print(f"{'timeline':14s}{out}")
+    except (ValueError, OSError) as error:  # RecipeError is a ValueError
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(arguments: list[str]) -> Request:
+    """Raises RecipeError."""
+    special: dict[str, str] = {}
+    overrides = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise RecipeError(f"'{argument}' on the command line is not key=value")
+        if key in ("recipe", "model_config", "out"):
+            special[key] = value
+        else:
+            overrides.append(argument)
+    if not special.get("recipe"):
+        raise RecipeError("the command line needs recipe=NAME")
+    model, out = (Path(special[key]) if special.get(key) else None for key in ("model_config", "out"))
+    if model and not model.is_file():
+        raise RecipeError(f"model_config: there is no file {model} (looked from {Path.cwd()})")
+    if out and not out.absolute().parent.is_dir():
+        raise RecipeError(f"out: there is no folder {out.absolute().parent}")
+    if out and out.suffix != ".png":
+        raise RecipeError(f"out: {out} is not a .png")
+    return Request(special["recipe"], overrides, model, out)
+
+
+# ---- the recipe ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def model_folder(model_config: Path | None) -> Iterator[Path | None]:
+    """A folder that holds the file as its config.json, as transformers and vLLM want it."""
+    if model_config is None:
+        yield None
+        return
+    model = read_json(model_config)
+    if not isinstance(model, dict) or "model_type" not in model:
+        raise RecipeError(f"model_config: {model_config} is not a model's config.json, which has a model_type")
+    with tempfile.TemporaryDirectory(prefix="model-") as folder:
+        shutil.copyfile(model_config, Path(folder) / "config.json")
+        yield Path(folder)
+
+
+def load(request: Request, folder: Path | None) -> tuple[Recipe, backend.Choice]:
+    """The recipe as `launch/submit.py` reads it, for a model of which there need only be the config. Raises RecipeError."""
+    overrides = [*request.overrides, "policy.random_init=true"]
+    if folder:
+        overrides.append(f"policy.model_name={folder}")
+    recipe = config.load(request.recipe, overrides)
+    if not generates(recipe):
+        raise RecipeError(f"algorithm: {recipe.algorithm} has no generate ranks, so nothing is refitted; grpo has")
+    if not folder and (model := needed_model(recipe)):
+        recipe = config.load(request.recipe, [*overrides, f"policy.model_name={model}"])
+    recipe, choice = backend.choose(recipe)
+    preflight_model.check(recipe)
+    return recipe, choice
+
+
+def needed_model(recipe: Recipe) -> str | None:
+    """If the model is to come out of a needed recipe that has not run yet, the model that this one starts from."""
+    if Path(recipe.policy.model_name).is_dir():
+        return None
+    for name in recipe.needs:
+        needed = config.load(name, [f"run_dir=runs/{name}"])
+        if inside(recipe.policy.model_name, [Path(needed.run_dir)]):
+            return needed_model(needed) or needed.policy.model_name
+    return None
+
+
+# ---- the plan -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    recipe: Recipe
+    entries: int  # of the model
+    schedule: Schedule
+    timeline: Timeline
+    demand: Demand
+    reference: Broadcast
+
+
+def predict(recipe: Recipe) -> Prediction:
+    """Plan and price the refit of a recipe from `load`. Raises ValueError if its layouts cannot be told, or do not meet."""
+    # Not imported before: they bring torch, and a wrong command line is soon told.
+    import numpy as np
+
+    from pipeline.refit import ownership, plan, simulate
+
+    nodes, network = node_names(recipe), recipe.cluster.network
+    itemsize, bucket = BYTES[recipe.policy.precision], recipe.policy.generation.refit_cfg.bucket_bytes
+    owners = ownership.tables(recipe)
+    schedule = plan.schedule(owners.train, owners.generate, owners.engines, owners.shapes, itemsize, bucket, nodes, network)
+    number = {name: i for i, name in enumerate(dict.fromkeys(nodes.values()))}
+    node = np.array([number[nodes[rank]] for rank in range(len(nodes))])
+    entries = sum(int(np.prod(shape)) for shape in owners.shapes.values())
+    return Prediction(
+        recipe,
+        entries,
+        schedule,
+        simulate.simulate(simulate.messages(schedule), node, network),
+        simulate.demand(schedule, node),
+        simulate.reference(schedule, node, entries * itemsize, bucket),
+    )
+
+
+def node_names(recipe: Recipe) -> dict[int, str]:
+    """Of every rank, train ranks first."""
+    names = []
+    for realm, component in (("train", recipe.cluster.train), ("generate", recipe.cluster.generate)):
+        names += [f"{realm} node {rank // ranks_per_node(component)}" for rank in range(ranks(component))]
+    return dict(enumerate(names))
+
+
+def draw(predicted: Prediction, out: Path) -> None:
+    from pipeline.refit import timeline
+
+    title = f"refit of {predicted.recipe.name}, {_seconds(predicted.timeline.seconds)} predicted"
+    timeline.draw(predicted.timeline, ranks(predicted.recipe.cluster.train), title, out)
+
+
+# ---- what is printed ----------------------------------------------------------------------------------------------------
+
+
+def report(predicted: Prediction, choice: backend.Choice) -> str:
+    parts = (_headline(predicted, choice), _table(predicted), _verdict(predicted))
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _headline(predicted: Prediction, choice: backend.Choice) -> list[str]:
+    recipe, entries = predicted.recipe, predicted.entries
+    cluster, policy, network = recipe.cluster, recipe.policy, recipe.cluster.network
+    vllm, megatron, dtensor = policy.generation.vllm_cfg, policy.megatron_cfg, policy.dtensor_cfg
+    engine = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+    trains = _cuts(megatron if uses_megatron(policy) else dtensor)
+    return [
+        f"{recipe.name}: {entries:,} parameters, {_size(entries * BYTES[policy.precision])} in {policy.precision}",
+        f"{'train':14s}{ranks(cluster.train)} ranks, {ranks_per_node(cluster.train)} a node, {trains}; {choice}",
+        f"{'generate':14s}{ranks(cluster.generate)} ranks, {ranks_per_node(cluster.generate)} a node, {_cuts(vllm)};"
+        f" {_plural(ranks(cluster.generate) // engine, 'engine')} of {_plural(engine, 'rank')}",
+        f"{'network':14s}{network.nic_gb_per_s:g} GB/s a NIC, {network.node_gb_per_s:g} GB/s within a node,"
+        f" {network.latency_us:g} us a message, copies at {network.memory_gb_per_s:g} GB/s",
+    ]
+
+
+def _cuts(section: object) -> str:
+    """The sizes of a backend's section that are not 1, by their keys, without `_size`."""
+    sizes = {key: value for key, value in vars(section).items() if key.endswith("_parallel_size") and (value or 1) > 1}
+    return ", ".join(f"{key.removesuffix('_size')} {value}" for key, value in sizes.items()) or "no model parallelism"
+
+
+def _table(predicted: Prediction) -> list[str]:
+    """Min, mean and max over the ranks of a realm."""
+    schedule, load, train = predicted.schedule, predicted.timeline.loads, ranks(predicted.recipe.cluster.train)
+    out, into, staged = load.sent.sum(0), load.received.sum(0), load.staging()
+    sends, receives = load.sends.sum(0), load.receives.sum(0)
+    rows = [
+        ("bytes out of a train rank", out[:train], _size),
+        ("bytes into a generate rank", into[train:], _size),
+        ("  of these by NIC", load.nic_in.sum(0)[train:], _size),
+        ("bytes passed on by a generate rank", out[train:], _size),
+        ("messages from a train rank", sends[:train], _count),
+        ("messages to a generate rank", receives[train:], _count),
+        ("staging memory of a train rank", staged[:train], _size),
+        ("staging memory of a generate rank", staged[train:], _size),
+    ]
+    members = sorted({len(group) for group in schedule.groups})
+    sharing = f"none: the train ranks send each of {_plural(len(schedule.engines), 'engine')} all that it wants"
+    if members[-1] > 1:
+        sharing = (
+            f"{_plural(len(schedule.engines), 'engine')} in {_plural(len(schedule.groups), 'group')} of"
+            f" {' or '.join(map(str, members))}; to each group the train ranks send a byte once"
+        )
+    asked = predicted.recipe.policy.generation.refit_cfg.bucket_bytes
+    return [
+        f"{'':36s}{'min':>12s}{'mean':>12s}{'max':>12s}",
+        *(f"{name:36s}{show(v.min()):>12s}{show(v.mean()):>12s}{show(v.max()):>12s}" for name, v, show in rows),
+        f"{'rounds':14s}{schedule.rounds}, in each of which a rank sends at most {_size(schedule.bucket_bytes)} and receives at"
+        f" most as much (bucket_bytes: {_size(asked)})",
+        f"{'sharing':14s}{sharing}",
+    ]
+
+
+def _verdict(predicted: Prediction) -> list[str]:
+    import numpy as np
+
+    from pipeline.refit import simulate
+
+    network = predicted.recipe.cluster.network
+    spent = sorted(simulate.bounds(predicted.timeline).items(), key=lambda item: -item[1])
+    seconds, floor = predicted.timeline.seconds, simulate.floor(predicted.demand, network)
+    broadcast, stage = simulate.broadcast_seconds(predicted.reference, network)
+    parts = ", ".join(f"{name} {_seconds(value)} ({value / seconds:.0%})" for name, value in spent if value > seconds / 200)
+    load = predicted.timeline.loads
+    nic = np.maximum(load.nic_out.sum(0), load.nic_in.sum(0))
+    busiest = float(nic.max()) / (simulate.GIGA * network.nic_gb_per_s)
+    longer = f"{broadcast / seconds:.1f} times as long"
+    return [
+        f"{'floor':14s}{_seconds(floor[0])}, set by {floor[1]}",
+        f"{'busiest NIC':14s}{_seconds(busiest)}, that of rank {int(nic.argmax())}, were it never idle",
+        f"{'predicted':14s}{_seconds(seconds)}, {floor[0] / seconds:.0%} of the floor's rate; bound by {spent[0][0]}: {parts}",
+        f"{'broadcast':14s}{_seconds(broadcast)} for the reference, bound by its {stage}: {longer}",
+    ]
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _size(count: float) -> str:
+    factor, unit = next(((factor, unit) for factor, unit in UNITS if count >= factor), UNITS[-1])
+    return f"{count / factor:.3g} {unit}" if count / factor < 999.5 else f"{count / factor:.0f} {unit}"
+
+
+def _count(count: float) -> str:
+    return f"{count:.0f}" if count == int(count) else f"{count:.1f}"
+
+
+def _seconds(seconds: float) -> str:
+    for factor, unit in ((1, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

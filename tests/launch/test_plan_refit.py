@@ -1,0 +1,120 @@
+"""python launch/plan_refit.py: what it prints and draws for the tiny models, and what it says to wrong input."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+from launch import plan_refit
+from launch.model_shape import ModelShape
+
+ROOT = Path(__file__).parents[2]
+TINY, TINY_MOE = (ROOT / f"recipes/{name}/config.json" for name in ("tiny", "tiny_moe"))
+COLOURS = ("#e69f00", "#0072b2", "#009e73")  # pack, wire, apply
+
+
+def plan(*arguments):
+    """(status, output, errors) of the command, run from the repository's root as a user does."""
+    command = [sys.executable, "launch/plan_refit.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def parameters(config: Path) -> int:
+    return ModelShape.of(json.loads(config.read_text())).parameters
+
+
+def row(output: str, name: str) -> list[str]:
+    """The min, mean and max of a line."""
+    (line,) = (line for line in output.splitlines() if line.strip().startswith(name))
+    return re.split(r"\s{2,}", line.strip())[1:]
+
+
+def check_picture(path: Path) -> None:
+    image = imread(path)[..., :3]
+    assert image.shape[0] > 300
+    assert image.shape[1] > 800
+    for colour in COLOURS:
+        assert (np.abs(image - to_rgb(colour)).max(-1) < 0.02).sum() > 20, f"no bar in {colour}"
+
+
+def test_a_dense_model_under_fsdp(tmp_path):
+    """The recipe's own model may not be there: it has the shape of the one that its needed recipe starts from."""
+    network = ["cluster.network.nic_gb_per_s=1", "cluster.network.memory_gb_per_s=0.5", "cluster.network.latency_us=0"]
+    out = tmp_path / "dense.png"
+    status, output, errors = plan("recipe=tiny_grpo", f"out={out}", *network)
+    assert status == 0, errors
+    size = parameters(TINY) * 4
+    assert f"{parameters(TINY):,} parameters" in output
+    assert "FSDP2 trains" in output
+    assert row(output, "bytes into a generate rank") == [f"{size / 1e6:.3g} MB"] * 3  # TP 1: all of it, once
+    # Both engines share a node, so the model comes in once, and each NIC brings half of it at 1 GB/s.
+    assert f"{size / 2 / 1e9 * 1e3:.3g} ms, set by" in output
+    assert re.search(r"predicted .* bound by (pack|apply|wire out|wire in|node)", output)
+    assert re.search(r"broadcast .* for the reference", output)
+    assert output.splitlines()[-1].split() == ["timeline", str(out)]
+    check_picture(out)
+
+
+def test_a_mixture_of_experts_under_megatron(tmp_path):
+    out = tmp_path / "moe.png"
+    layout = [
+        "policy.megatron_cfg.enabled=true",
+        "policy.megatron_cfg.expert_model_parallel_size=2",
+        "policy.generation.vllm_cfg.tensor_parallel_size=2",
+        "policy.generation.vllm_cfg.expert_parallel_size=2",
+        "policy.precision=bfloat16",
+        "cluster.network.memory_gb_per_s=1",
+    ]
+    status, output, errors = plan("recipe=tiny_grpo", f"model_config={TINY_MOE}", f"out={out}", *layout)
+    assert status == 0, errors
+    assert f"{parameters(TINY_MOE):,} parameters" in output
+    assert "2 ranks, 2 a node, expert_model_parallel 2; Megatron-Core" in output
+    assert "2 ranks, 2 a node, tensor_parallel 2, expert_parallel 2; 1 engine of 2 ranks" in output
+    shape = ModelShape.of(json.loads(TINY_MOE.read_text()))
+    everywhere = shape.other  # norms and routers are on both ranks, all else is cut in two
+    size = 2 * (everywhere + (shape.parameters - everywhere) / 2)
+    assert row(output, "bytes into a generate rank")[1] == f"{size / 1e3:.3g} kB"
+    check_picture(out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["foo"], "'foo' on the command line is not key=value"),
+        (["out=a.png"], "recipe=NAME"),
+        (["recipe=tiny_gpro"], "did you mean 'tiny_grpo'?"),
+        (["recipe=tiny_sft"], "no generate ranks"),
+        (["recipe=tiny_grpo", "model_config=nowhere/config.json"], "model_config: there is no file"),
+        (["recipe=tiny_grpo", "model_config=recipes/tiny_grpo.yaml"], "not JSON"),
+        (["recipe=tiny_grpo", "model_config=recipes/tiny/tokenizer.json"], "has a model_type"),
+        (["recipe=tiny_grpo", "out=nowhere/a.png"], "out: there is no folder"),
+        (["recipe=tiny_grpo", "out=a.jpg"], "is not a .png"),
+        (["recipe=tiny_grpo", "cluster.network.nic_gb_per_s=0"], "cluster.network.nic_gb_per_s"),
+        (["recipe=tiny_grpo", "policy.model_name=nowhere/model"], "policy.model_name"),
+        (["recipe=tiny_grpo", "policy.generation.vllm_cfg.tensor_parallel_size=3"], "tensor_parallel_size: 3 does not divide"),
+    ],
+)
+def test_wrong_input_is_told_before_anything_is_planned(arguments, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert plan_refit.main(arguments) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ")
+    assert message in errors
+
+
+def test_the_command_ends_with_status_2():
+    status, output, errors = plan("recipe=tiny_grpo", "cluster.train.ranks=2")
+    assert (status, output) == (2, "")
+    assert "cluster.train.ranks" in errors
+
+
+def test_help_explains_the_keys(capsys):
+    assert plan_refit.main(["--help"]) == 0
+    assert "model_config=PATH" in capsys.readouterr().out
