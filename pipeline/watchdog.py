@@ -49,11 +49,13 @@ class Failure:
 
     def record(self, run_dir: Path) -> None:
         print(f"hetstep: {self.message}", file=sys.stderr, flush=True)
+        beside = run_dir / f"failure.{self.rank}-{os.getpid()}.tmp"
+        beside.write_text(json.dumps(asdict(self)))
         try:
-            with open(run_dir / "failure.json", "x") as file:
-                json.dump(asdict(self), file)
+            os.link(beside, run_dir / "failure.json")  # whole, or not at all: the launcher may end this process any moment
         except FileExistsError:
             pass  # an earlier failure is nearer to the cause
+        beside.unlink()
 
 
 class Beat(msgspec.Struct, array_like=True):

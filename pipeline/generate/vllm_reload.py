@@ -45,19 +45,22 @@ def reload(model: torch.nn.Module, config: VllmConfig, weights: Iterable[tuple[s
                 put_back(layer)
             raise
         if current_platform.is_cpu():
-            repack(model)
+            pack_embeddings(model)
+            for layer in model.modules():
+                pack_experts(layer)
 
 
-def repack(model: torch.nn.Module) -> None:
-    """Bring the copies up to date that CPU kernels read instead of the parameters.
+def pack_experts(layer: torch.nn.Module) -> None:
+    """What vLLM's processing of a layer of experts leaves out on an update: padding and packing for the CPU kernel."""
+    kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+    if kernel is not None and hasattr(kernel.fused_experts, "isa"):
+        kernel.fused_experts.process_weights_after_loading(layer)
 
-    An embedding, tied or not, may serve as lm_head, whose packed copy is made by its processing; and the processing of an MoE
-    layer leaves out the packing of experts on an update.
-    """
+
+def pack_embeddings(model: torch.nn.Module) -> None:
+    """Bring up to date what the CPU kernel reads instead of lm_head: the packed copy that processing makes. Any embedding may
+    serve as lm_head, and a tied lm_head is never loaded itself."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if type(method) is UnquantizedEmbeddingMethod:
             method.process_weights_after_loading(layer)
-        kernel = getattr(method, "moe_kernel", None)
-        if kernel is not None and hasattr(kernel.fused_experts, "isa"):
-            kernel.fused_experts.process_weights_after_loading(layer)

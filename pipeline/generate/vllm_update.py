@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.platforms import current_platform
 
 from pipeline.generate.vllm_layout import ModuleUnit, put_back, raw_name, take_apart, unwrap_loaders
-from pipeline.generate.vllm_reload import reload, repack
+from pipeline.generate.vllm_reload import pack_embeddings, pack_experts, reload
 from pipeline.generate.weights import checked
 
 
@@ -52,7 +52,7 @@ class VLLMUpdate:
         self._modules = dict(model.named_modules())
         self._targets: dict[str, dict[str, torch.Tensor]] = {}  # of the open units
         self._plain: dict[str, bool] = {}  # looked up before a unit is opened, for then its tensors are raw
-        self._finished: set[str] = set()
+        self._left: set[str] | None = None  # units with regions that are not finished; None: none is yet
         self._ready = False
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -60,9 +60,9 @@ class VLLMUpdate:
         self._ready = True
 
     def target(self, unit: str, tensor: str) -> torch.Tensor:
-        if unit in self._finished:
-            raise RuntimeError(f"unit '{unit}' was finished in this update")
         if unit not in self._targets:
+            if unit not in self._unfinished():
+                raise RuntimeError(f"unit '{unit}' was finished in this update")
             self._targets[unit] = self._attempt(self._begin, unit)
         return self._targets[unit][tensor]
 
@@ -77,8 +77,9 @@ class VLLMUpdate:
             raise RuntimeError(f"unit '{unit}' is not open")
         self._attempt(self._end, unit)
         del self._targets[unit]
-        self._finished.add(unit)
-        if self._left():
+        left = self._unfinished()
+        left.remove(unit)
+        if left:
             return
         for name, described in self._units().items():
             if not described.unit.regions:  # only constants on this rank, such as padding
@@ -90,8 +91,8 @@ class VLLMUpdate:
 
     def commit(self, version: int, recompute_kv_cache: bool = True) -> None:
         if not self._ready:
-            left = self._left()
-            raise RuntimeError(f"commit of version {version}: {len(left)} units are not finished, the first is '{left[0]}'")
+            left = self._unfinished()
+            raise RuntimeError(f"commit of version {version}: {len(left)} units are not finished, one is '{min(left)}'")
         self._serve(version, recompute_kv_cache)
 
     def give_up(self) -> None:
@@ -99,8 +100,10 @@ class VLLMUpdate:
         for unit in list(self._targets):
             self._put_back(unit)
 
-    def _left(self) -> list[str]:
-        return [name for name, unit in self._units().items() if unit.unit.regions and name not in self._finished]
+    def _unfinished(self) -> set[str]:
+        if self._left is None:
+            self._left = {name for name, described in self._units().items() if described.unit.regions}
+        return self._left
 
     def _attempt(self, do: Callable, unit: str) -> Any:
         """`do(unit)` in vLLM's context. On an error the unit has its live tensors again."""
@@ -167,14 +170,14 @@ class VLLMUpdate:
                 if is_deferred_attention_layer(layer):
                     layer.process_weights_after_loading(self._config.model_config.dtype)
             if current_platform.is_cpu():
-                repack(self._model)
+                pack_embeddings(self._model)
 
 
 def _is_plain(layer: torch.nn.Module, described: ModuleUnit) -> bool:
     """Whether a module's live tensors are its raw parameters, so that writing those is all there is to do.
 
     By exact types: equal shapes and strides do not tell, as some kernels permute in place or keep copies. On CPU an embedding's
-    and lm_head's packed copies are renewed by `repack`.
+    and lm_head's packed copies are renewed once all units are finished.
     """
     (module,) = described.modules
     live = {raw_name(module, name): tensor for name, tensor in get_layer_tensors(layer).items()}
@@ -203,6 +206,8 @@ def _process(layer: torch.nn.Module, written: frozenset[str], module: str) -> No
         method.process_weights_after_loading(layer)
         if hasattr(layer, "update_param_tp_status"):
             layer.update_param_tp_status()
+        if current_platform.is_cpu():
+            pack_experts(layer)
     _copy_and_restore_kernel_tensors(layer, info)
     info.reset()
 

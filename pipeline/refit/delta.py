@@ -99,15 +99,16 @@ def changed(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 def _bridged(places: torch.Tensor, itemsize: int) -> tuple[int, torch.Tensor]:
     """(GAPS8 or GAPS16, whichever is less; the places, with those added that make every gap fit)."""
-    before = torch.cat([places.new_full((1,), -1), places[:-1]])
-    gaps = places - before - 1
-    sizes = {mode: (len(places) + int((gaps >> bits).sum())) * (bits // 8 + itemsize) for mode, bits in _GAP_BITS.items()}
-    mode = min(sizes, key=sizes.get)
+    gaps = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
+    bridges = {mode: int((gaps >> bits).sum()) for mode, bits in _GAP_BITS.items()}
+    mode = min(bridges, key=lambda mode: (len(places) + bridges[mode]) * (_GAP[mode].itemsize + itemsize))
+    if not bridges[mode]:
+        return mode, places
     bits = _GAP_BITS[mode]
     steps = (gaps >> bits) + 1
     which = torch.repeat_interleave(torch.arange(len(places), device=places.device), steps)
     nth = torch.arange(len(which), device=places.device) - (steps.cumsum(0) - steps)[which] + 1
-    return mode, torch.minimum(before[which] + (nth << bits), places[which])
+    return mode, torch.minimum((places - gaps - 1)[which] + (nth << bits), places[which])
 
 
 def _bitmap(places: torch.Tensor, count: int) -> torch.Tensor:

@@ -43,21 +43,20 @@ class Digest:
         rows = np.zeros(len(items), np.int64)
         rows[self.hashed] = [len(of_item) for of_item in weights]
         ends = np.cumsum(rows)
-        self._bounds = list(zip((ends - rows).tolist(), ends.tolist(), strict=True))
         self._last = torch.from_numpy(ends[self.hashed]).to(device)
         lanes = WORD // precision.itemsize
         self._lanes = [int(items.offset[i, d - 1]) % lanes if d > 1 else 0 for i, d in enumerate(dims)]
         joined = np.concatenate(weights) if weights else np.zeros(0, np.uint64)
         self._weights = torch.from_numpy(joined.view(np.int64)).to(device)
         self._sums = torch.zeros(len(joined), dtype=torch.int64, device=device)
+        self._sums_of = self._sums.split(rows.tolist())
 
     def clear(self) -> None:
         self._sums.zero_()
 
     def add(self, item: int, values: torch.Tensor) -> None:
         """values: of the item, in its shape on disk."""
-        start, end = self._bounds[item]
-        sum_rows(values.to(self._precision), self._lanes[item], self._sums[start:end])
+        sum_rows(values.to(self._precision), self._lanes[item], self._sums_of[item])
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """(keys [k] int32, hashes [k] uint64)"""

@@ -2,8 +2,9 @@
 
 Both ends post the messages of a round in one batch, and everybody goes through the rounds in the same order, so no batch ever
 waits for a later one: there is no deadlock, with gloo or with NCCL. A rank that passes on what it received in the round before
-must first have it, so it waits before it posts; everybody else posts first, and the wire is never idle. `TAG` keeps these
-messages apart from other mail over the spanning group.
+must first have it, so it waits before it posts; everybody else posts first, and the wire is never idle. Tags keep these
+messages apart from other mail over the spanning group, and from each other: what is lost leaves its receiver waiting for it by
+name, and is never taken for the next message.
 
 Left out: what the messages hold (an `Encoding`: `pipeline/refit/full.py`, `pipeline/refit/delta.py`), and timeouts, which are
 the watchdog's: it names the phase, which says whom the rank waits for.
@@ -12,6 +13,7 @@ the watchdog's: it names the phase, which says whom the rank waits for.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from pipeline.refit.tables import RankPlan
 from pipeline.world import World
 
-TAG = 1
+TAG = 1  # the first; other mail over the spanning group has 0
 
 Mail = list[tuple[int, torch.Tensor]]
 """(the other end's global rank, contiguous uint8), in the order in which both ends post them."""
@@ -65,25 +67,31 @@ class Clock:
         return self._seconds | {"total": self._start.elapsed_time(end) / 1e3}
 
 
-def post(world: World, out: Mail, into: Mail) -> list[dist.Work]:
+Tagged = list[tuple[int, torch.Tensor, int]]
+"""Mail with a tag each; NCCL knows none and goes by the order alone."""
+
+
+def post(world: World, out: Tagged, into: Tagged) -> list[dist.Work]:
     """In one batch."""
-    operations = [dist.P2POp(dist.isend, tensor, peer, world.spanning, TAG) for peer, tensor in out]
-    operations += [dist.P2POp(dist.irecv, tensor, peer, world.spanning, TAG) for peer, tensor in into]
+    operations = [dist.P2POp(dist.isend, tensor, peer, world.spanning, tag) for peer, tensor, tag in out]
+    operations += [dist.P2POp(dist.irecv, tensor, peer, world.spanning, tag) for peer, tensor, tag in into]
     return dist.batch_isend_irecv(operations) if operations else []
 
 
 class Wire:
-    """Posts, waits, and counts bytes."""
+    """Posts, waits, and counts bytes, of one refit."""
 
     def __init__(self, world: World):
         self.device = world.device
         self.sent = self.received = 0
         self._world = world
+        self._to: Counter[int] = Counter()  # messages so far, by their other end
+        self._from: Counter[int] = Counter()
 
     def post(self, out: Mail, into: Mail) -> list[dist.Work]:
         self.sent += sum(tensor.numel() for _, tensor in out)
         self.received += sum(tensor.numel() for _, tensor in into)
-        return post(self._world, out, into)
+        return post(self._world, _tagged(out, self._to), _tagged(into, self._from))
 
     def wait(self, works: list[dist.Work]) -> None:
         """Until they are done; on a GPU too, where `Work.wait` alone lets this thread run ahead of what it has posted."""
@@ -91,6 +99,15 @@ class Wire:
             work.wait()
         if works and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+
+def _tagged(mail: Mail, so_far: Counter[int]) -> Tagged:
+    """Both ends count the messages between them in the same order."""
+    tagged = []
+    for peer, tensor in mail:
+        tagged.append((peer, tensor, TAG + so_far[peer]))
+        so_far[peer] += 1
+    return tagged
 
 
 class Encoding(Protocol):

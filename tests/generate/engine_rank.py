@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.generate.tiny import drain, load, policy, refit, requests
+from tests.generate.tiny import drain, policy, refit, requests
 
 BYSTANDER, ENGINE = 0, (1, 2)
 
@@ -30,7 +30,7 @@ def main(rank: int, rendezvous: str, old: str, new: str, output: str, settings: 
         engine = build(engine_policy, engine_ranks=2, rank_in_engine=ENGINE.index(rank), seed=0)
         assert os.environ["RANK"] == "unchanged" and "LOCAL_RANK" not in os.environ
         weights = [load_file(Path(folder) / "model.safetensors") for folder in (old, new)]
-        load(engine, weights[0].items(), 0)
+        refit(engine, weights[0], 0)
         results = [drawn(engine, 0.0)]
         refit(engine, weights[1], 1)
         results += [drawn(engine, temperature) for temperature in (0.0, 1.0)]

@@ -144,15 +144,38 @@ def test_two_ranks_inside_a_larger_world_equal_one(family, settings, tmp_path, n
     assert versions == {1, 2}
 
 
+GPU = {"dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": None}
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("update", [load_full, refit])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
-def test_cuda_graphs_see_new_weights(family, new_engine, checkpoint):
+def test_cuda_graphs_see_new_weights(family, update, new_engine, checkpoint):
     drawn = requests(6, 1, temperature=0.0)
-    gpu = {"dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": None}
-    expected = fresh_greedy(checkpoint(family, 1).folder, drawn, **gpu)
+    expected = fresh_greedy(checkpoint(family, 1).folder, drawn, **GPU)
     gc.collect()
     engine = new_engine("vllm", family, precision="bfloat16", enforce_eager=False, gpu_memory_utilization=0.2)
     drain(engine, drawn)
-    load(engine, checkpoint(family, 1).weights().items(), version=1)
+    update(engine, checkpoint(family, 1).weights(), version=1)
+    assert tokens(drain(engine, drawn)) == expected
+    engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("update", [load_full, refit])
+def test_online_quantisation_is_done_anew(update, new_engine, checkpoint):
+    drawn = requests(6, 1, temperature=0.0)
+    expected = fresh_greedy(checkpoint("llama", 1).folder, drawn, quantization="fp8", **GPU)
+    gc.collect()
+    engine = new_engine(
+        "vllm",
+        "llama",
+        precision="bfloat16",
+        vllm_kwargs={"quantization": "fp8"},
+        enforce_eager=False,
+        gpu_memory_utilization=0.2,
+    )
+    drain(engine, drawn)
+    update(engine, checkpoint("llama", 1).weights(), version=1)
     assert tokens(drain(engine, drawn)) == expected
     engine.close()

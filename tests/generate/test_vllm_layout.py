@@ -1,7 +1,6 @@
 """The recorded layout and what an update makes of it, right by value: against vLLM's own loaders on random tensors."""
 
 import functools
-import importlib
 
 import pytest
 import torch
@@ -83,7 +82,8 @@ def own(layer):
 
 @pytest.mark.parametrize("family", FAMILY)
 def test_regions_and_fills_are_what_the_loaders_write(family, saved):
-    record = importlib.import_module("pipeline.generate.vllm_layout").record
+    from pipeline.generate.vllm import record
+
     folder, shapes, _ = saved(family)
     for rank, arguments in layouts(family):
         with rank_model(folder, rank, **arguments) as model:
@@ -103,7 +103,8 @@ def test_regions_and_fills_are_what_the_loaders_write(family, saved):
 
 @pytest.mark.long
 def test_a_parameter_that_the_loader_makes_is_refused(saved):
-    record = importlib.import_module("pipeline.generate.vllm_layout").record
+    from pipeline.generate.vllm import record
+
     folder, shapes, _ = saved("phi")
     with rank_model(folder, 0) as model, pytest.raises(ValueError, match=r"vLLM makes 'lm_head.bias' only"):
         record(model, shapes, torch.float32, complete=True)
@@ -112,11 +113,11 @@ def test_a_parameter_that_the_loader_makes_is_refused(saved):
 @pytest.mark.parametrize("family", FAMILY)
 def test_an_update_leaves_what_a_first_load_leaves(family, saved):
     """In every tensor of every module: parameters, buffers, and those that modules keep besides."""
-    from vllm.config import get_current_vllm_config
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+    from pipeline.generate.vllm import VLLMUpdate, record  # before vLLM: it sets what vLLM reads when it is imported
 
-    record = importlib.import_module("pipeline.generate.vllm_layout").record
-    VLLMUpdate = importlib.import_module("pipeline.generate.vllm_update").VLLMUpdate
+    from vllm.config import get_current_vllm_config  # isort: skip
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading  # isort: skip
+
     folder, shapes, tied = saved(family)
     weights = random_weights(shapes)
 

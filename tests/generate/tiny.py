@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -86,13 +87,22 @@ def save(folder: Path, family: str, seed: int) -> Checkpoint:
     return Checkpoint(folder, model.eval())
 
 
-def policy(folder: Path, backend: str, max_num_seqs: int = 32, precision: str = "float32", **vllm_cfg) -> PolicyConfig:
+def policy(
+    folder: Path,
+    backend: str,
+    max_num_seqs: int = 32,
+    precision: str = "float32",
+    vllm_kwargs: dict[str, Any] | None = None,
+    **vllm_cfg,
+) -> PolicyConfig:
     settings = {"max_model_len": MAX_MODEL_LEN, "enforce_eager": True} | vllm_cfg
     return PolicyConfig(
         model_name=str(folder),
         tokenizer=TokenizerConfig(name=str(folder)),
         precision=precision,
-        generation=GenerationConfig(backend=backend, max_num_seqs=max_num_seqs, vllm_cfg=VLLMConfig(**settings)),
+        generation=GenerationConfig(
+            backend=backend, max_num_seqs=max_num_seqs, vllm_cfg=VLLMConfig(**settings), vllm_kwargs=vllm_kwargs or {}
+        ),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.refit import sides, transfer
-from pipeline.refit.transfer import Mail
+from pipeline.refit.transfer import Tagged
 from tests.refit import ranks
 from tests.refit.ranks import AWKWARD, GENERATE, TRAIN, World
 
@@ -79,19 +79,20 @@ def spoil(fault: str) -> None:
     post = transfer.post
     posted = 0
 
-    def spoiled(world: World, out: Mail, into: Mail):
+    def spoiled(world: World, out: Tagged, into: Tagged):
         nonlocal posted
-        if any(tensor.numel() > 64 for _, tensor in out):  # not a mere header of a delta
+        if any(tensor.numel() > 64 for _, tensor, _ in out):  # not a mere header of a delta
             posted += 1
             if posted == 2:
                 place = max(range(len(out)), key=lambda i: out[i][1].numel())
-                peer, tensor = out[place]
+                peer, tensor, tag = out[place]
                 if fault == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
                 tensor = tensor.clone()
                 tensor[-3] ^= 4
-                spoiled_mail = {"flipped": [(peer, tensor)], "cut": [(peer, tensor[: len(tensor) // 2])], "dropped": []}
-                out = [*out[:place], *spoiled_mail[fault], *out[place + 1 :]]
+                half = tensor[: len(tensor) // 2]
+                instead = {"flipped": [(peer, tensor, tag)], "cut": [(peer, half, tag)], "dropped": []}[fault]
+                out = [*out[:place], *instead, *out[place + 1 :]]
         return post(world, out, into)
 
     transfer.post = spoiled

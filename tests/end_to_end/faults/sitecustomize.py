@@ -79,12 +79,12 @@ def wrap_transfer(module):
         if not (out and spoil):
             return original(world, out, into, *rest)
         (Path(fault["folder"]) / "done").touch()
-        (peer, tensor), *others = out
+        (peer, tensor, tag), *others = out
         match spoil.pop():
             case "flip":
                 tensor = tensor.clone()
                 tensor[len(tensor) // 2] ^= 16
-                return original(world, [(peer, tensor), *others], into, *rest)
+                return original(world, [(peer, tensor, tag), *others], into, *rest)
             case "drop":
                 return original(world, others, into, *rest)
             case "die":
