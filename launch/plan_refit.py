@@ -29,7 +29,7 @@ if __name__ == "__main__":
 from launch import backend, preflight_model
 from launch.model_files import inside, read_json
 from pipeline import config
-from pipeline.config import Recipe, RecipeError, generates, ranks, ranks_per_node, uses_megatron
+from pipeline.config import Recipe, RecipeError, engine_ranks, generates, ranks, ranks_per_node, uses_megatron
 
 if TYPE_CHECKING:
     from pipeline.refit.schedule import Schedule
@@ -199,7 +199,7 @@ def _headline(predicted: Prediction, choice: backend.Choice) -> list[str]:
     recipe, entries = predicted.recipe, predicted.entries
     cluster, policy, network = recipe.cluster, recipe.policy, recipe.cluster.network
     vllm, megatron, dtensor = policy.generation.vllm_cfg, policy.megatron_cfg, policy.dtensor_cfg
-    engine = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+    engine = engine_ranks(vllm)
     trains = _cuts(megatron if uses_megatron(policy) else dtensor)
     return [
         f"{recipe.name}: {entries:,} parameters, {_size(entries * BYTES[policy.precision])} in {policy.precision}",

@@ -1,8 +1,8 @@
 """Boxes: the parts of a tensor that ranks hold, files store and messages carry.
 
 A box is an offset and a size in every dimension of a whole tensor. A piece says that a box of one tensor is a box of another:
-a fused QKV, an interleaved QKV, `gate_up` and stacked experts are only lists of pieces. A region says the same of a local tensor's storage, whatever its
-strides.
+a fused QKV, an interleaved QKV, `gate_up` and stacked experts are only lists of pieces. A region says the same of a local
+tensor's storage, whatever its strides.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Piece:
 class Region:
     """Where the entries of a box of a tensor on disk lie in a tensor of this rank, whatever their order there.
 
-    Entry `index` of the box lies `offset + sum(index * strides)` entries behind the first of the local tensor's storage that the
-    tensor shows. Worked example, rows 8 to 11 of a [16, 32] in the second half of the columns of a local [4, 64]:
+    Entry `index` of the box lies `offset + sum(index * strides)` entries behind the local tensor's first.
+    Worked example, rows 8 to 11 of a [16, 32] in the second half of the columns of a local [4, 64]:
         Region("mlp.up_proj.weight", Box((8, 0), (4, 32)), "gate_up", offset=32, strides=(64, 1))
     """
 

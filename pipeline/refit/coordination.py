@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import msgspec
+
 from pipeline.config import Recipe
 from pipeline.refit.base import Report
 from pipeline.refit.digest import RefitError, compare
-from pipeline.refit.plan import plan
+from pipeline.refit.plan import schedule
 from pipeline.refit.tables import Plan
 from pipeline.remote import Remote
 from pipeline.world import Realms
@@ -49,7 +51,7 @@ class Refits:
     def _agree(self, recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Plan:
         wanted = self._generate.layout()
         held = self._train.layout().result()
-        agreed = plan(
+        agreed = schedule(
             dict(zip(self._realms.train, held, strict=True)),
             dict(zip(self._realms.generate, wanted.result(), strict=True)),
             self._realms.engines,
@@ -58,11 +60,11 @@ class Refits:
             recipe.policy.generation.refit_cfg.bucket_bytes,
             self._nodes,
             self._network,
-        )
+        ).plan()
         taken = self._generate.follow(parts=[agreed.ranks[rank] for rank in self._realms.generate])
         self._train.follow(parts=[agreed.ranks[rank] for rank in self._realms.train]).result()
         taken.result()
-        return agreed
+        return msgspec.structs.replace(agreed, ranks={})  # each rank has its own part; all of them are large
 
     def __call__(self, version: int) -> dict[str, float]:
         """Serve the present weights as `version`; what it took, as metrics.

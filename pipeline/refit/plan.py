@@ -1,7 +1,7 @@
 """The plan of a refit, made once per run on rank 0: which box goes from which train rank to which generate rank, when.
 
-    schedule(train, generate, engines, ...) -> Schedule    the whole transfer, in a few columns (`schedule.py`)
-    plan(...) -> Plan                                      the same as every rank's own list
+    schedule(train, generate, engines, ...)           the whole transfer, in a few columns (`schedule.py`)
+    schedule(train, generate, engines, ...).plan()    the same as every rank's own list
 
 How it is made. What one engine wants is cut into pieces that lie in one held and one wanted box; pieces of the same holders,
 unit and receiver are joined into chunks (`cells.py`). Engines form sharing groups, and every chunk is sent once to each group,
@@ -21,29 +21,15 @@ import numpy as np
 from pipeline.config.schema import NetworkConfig
 from pipeline.refit import balance, cells, rounds
 from pipeline.refit.schedule import Chunks, Schedule
-from pipeline.refit.tables import Plan, Table
+from pipeline.refit.tables import Table
 
 _ROUNDS = 16  # at least so many where the model is large enough, so that packing, sending and applying overlap
-_LEAST_BUCKET = 1 << 16  # bytes; below this a message's latency counts more than its bytes
+_LEAST_BUCKET = 1 << 20  # bytes; below this a message's latency counts more than its bytes: 20 us at 50 GB/s
 _LEAST_CHUNK = 1 << 12  # bytes
 _CHUNKS_OF_BUCKET = 16  # so many chunks fill a round; with fewer, more of it stays empty
 _CHUNKS_OF_RANK = 128  # so many chunks make a train rank's share: the loads differ by about one in this
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, are spread evenly however many are taken
 KEY = "policy.generation.refit_cfg.bucket_bytes"
-
-
-def plan(
-    train: Mapping[int, Table],
-    generate: Mapping[int, Table],
-    engines: Sequence[Sequence[int]],
-    shapes: Mapping[str, tuple[int, ...]],
-    itemsize: int,
-    bucket_bytes: int,
-    nodes: Mapping[int, str],
-    network: NetworkConfig,
-) -> Plan:
-    """See `schedule`."""
-    return schedule(train, generate, engines, shapes, itemsize, bucket_bytes, nodes, network).plan()
 
 
 def schedule(

@@ -33,9 +33,10 @@ def test_what_goes_wrong_on_the_way_is_named_and_not_served(tmp_path, whole, fau
     assert all(words in broken.output for words in named), broken.output
     assert broken.metrics() == whole.metrics()[:1]  # step 2 is over only once its weights are served
     assert not list((broken.folder / "rollouts").glob("step_000003.jsonl"))
-    rerun = submit(broken.folder, *LOCAL)
-    assert rerun.status == 0, rerun.output
-    assert rerun.metrics() == whole.metrics()
+    if fault.message == "flip":  # the others leave what any kill leaves: see test_kill
+        rerun = submit(broken.folder, *LOCAL)
+        assert rerun.status == 0, rerun.output
+        assert rerun.metrics() == whole.metrics()
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "delta"])

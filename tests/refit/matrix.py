@@ -13,6 +13,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ from pipeline.config import (
 )
 from pipeline.refit.broadcast import BroadcastRefit
 from pipeline.refit.digest import compare
-from pipeline.refit.plan import plan
+from pipeline.refit.plan import schedule
 from pipeline.refit.planned import PlannedRefit
 from pipeline.refit.tables import table
 from pipeline.types import Request, Sampling
@@ -191,7 +192,12 @@ def _rank(rank: int, chosen: list[Case], folder: Path, transport: str) -> None:
                 engine.close()
                 _forget_engine_ranks()
             engine, built = _engine(case, folder, own, rank) if own else None, (case.generate, case.model)
+        before = set(dist.distributed_c10d._world.pg_map)
         found.append(_refit(case, world, engine if own else None, folder, transport))
+        if rank < TRAIN_RANKS and TRAIN[case.train].megatron:
+            _end_groups(before)
+        if rank == 0:
+            print(f"{number + 1} of {len(chosen)}: {case}", file=sys.stderr, flush=True)
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.barrier(group=spanning)
@@ -221,6 +227,12 @@ def _engine(case: Case, folder: Path, own: tuple[int, ...], rank: int):
     from pipeline.generate import build
 
     return build(_policy(case, folder), len(own), own.index(rank), seed=0)
+
+
+def _end_groups(kept: set) -> None:
+    """All others: each of Megatron-Core's many groups has threads. Not after FSDP2, since torch keeps the meshes it made."""
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group not in kept]:
+        dist.destroy_process_group(group)
 
 
 def _forget_engine_ranks() -> None:
@@ -301,7 +313,7 @@ def _agree(case: Case, world, own, trained):
     if world.rank == 0:
         held, wanted = ({rank: tables[rank] for rank in ranks} for ranks in (case.train_ranks, case.generate_ranks))
         nodes = {rank: "train" if rank < TRAIN_RANKS else "generate" for rank in range(len(tables))}
-        agreed = [plan(held, wanted, case.engines, trained.shapes, 4, BUCKET_BYTES, nodes, NetworkConfig())]
+        agreed = [schedule(held, wanted, case.engines, trained.shapes, 4, BUCKET_BYTES, nodes, NetworkConfig()).plan()]
     dist.broadcast_object_list(agreed, src=0, group=world.spanning)
     return agreed[0]
 

@@ -22,7 +22,7 @@ from pipeline.config import RefitConfig
 from pipeline.config.schema import NetworkConfig
 from pipeline.refit.base import Report
 from pipeline.refit.digest import compare
-from pipeline.refit.plan import plan
+from pipeline.refit.plan import schedule
 from pipeline.refit.planned import PlannedRefit
 from pipeline.refit.tables import Plan, table
 from pipeline.remote import decode, encode
@@ -250,7 +250,7 @@ def planned(
     """share: engines are on one node, so that one passes on to the other what it received."""
     train, generate = ({rank: made[rank].table for rank in ranks} for ranks in (TRAIN, GENERATE))
     nodes = {rank: "train" if rank in TRAIN else "generate" if share else str(rank) for rank in made}
-    return plan(train, generate, engines, model.shapes, precision.itemsize, bucket_bytes, nodes, NetworkConfig())
+    return schedule(train, generate, engines, model.shapes, precision.itemsize, bucket_bytes, nodes, NetworkConfig()).plan()
 
 
 def prepared(

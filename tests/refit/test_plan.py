@@ -11,7 +11,7 @@ import pytest
 from pipeline.boxes import Box, Region
 from pipeline.config.schema import NetworkConfig
 from pipeline.refit import balance
-from pipeline.refit.plan import plan, schedule
+from pipeline.refit.plan import schedule
 from pipeline.refit.schedule import Schedule
 from pipeline.refit.tables import Items, Plan, Table, table
 
@@ -78,7 +78,7 @@ class Case:
         return schedule(*self.tables(), self.engines, self.shapes, ITEMSIZE, self.bucket, self.nodes, self.network)
 
     def plan(self) -> Plan:
-        return plan(*self.tables(), self.engines, self.shapes, ITEMSIZE, self.bucket, self.nodes, self.network)
+        return schedule(*self.tables(), self.engines, self.shapes, ITEMSIZE, self.bucket, self.nodes, self.network).plan()
 
     def regions(self, rank: int) -> list[Region]:
         if rank in self.held:
