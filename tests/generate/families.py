@@ -261,7 +261,9 @@ def rank_model(folder: Path, rank: int, tensor: int = 1, stages: int = 1, expert
         patch.setattr(MessageQueue, "create_from_process_group", lambda *args, **settings: None)
         patch.setattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False)
         destroy_model_parallel()
-        destroy_distributed_environment()
+        parallel_state._WORLD = None  # of an engine before, whose groups may be gone already
+        if dist.is_initialized():
+            dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         try:
             config = arguments.create_engine_config()
