@@ -26,6 +26,7 @@ from launch.model_shape import ModelShape
 from pipeline import config
 from pipeline.config import (
     MEGATRON_MODEL_TYPES,
+    PRECISIONS,
     Backend,
     DTensorConfig,
     MegatronConfig,
@@ -38,7 +39,6 @@ from pipeline.config import (
 NAMES: dict[Backend, str] = {"megatron": "Megatron-Core", "dtensor": "FSDP2"}
 MANY_EXPERTS = 16  # Mixtral's 8 are few: a token passes 2 of them, and gathering all costs four times what it uses
 FILLED = 0.7  # of the memory
-BYTES = {"bfloat16": 2, "float32": 4}
 
 MEGATRON_LAYOUT = (
     "tensor_model_parallel_size",
@@ -158,7 +158,7 @@ def fsdp_bytes(shape: ModelShape, count: int, precision: str) -> float:
     A layer in use is whole, in the compute precision, with the next one on its way; so is its gradient, before it is
     scattered.
     """
-    return 16 * shape.parameters / count + 3 * BYTES[precision] * shape.largest_layer
+    return 16 * shape.parameters / count + 3 * PRECISIONS[precision] * shape.largest_layer
 
 
 def megatron_bytes(parameters: int, count: int, cut: int, precision: str) -> float:

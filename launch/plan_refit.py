@@ -26,16 +26,15 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
-from launch import backend, preflight_model
+from launch import backend, command_line, preflight_model
 from launch.model_files import inside, read_json
 from pipeline import config
-from pipeline.config import Recipe, RecipeError, engine_ranks, generates, ranks, ranks_per_node, uses_megatron
+from pipeline.config import PRECISIONS, Recipe, RecipeError, engine_ranks, generates, ranks, ranks_per_node, uses_megatron
 
 if TYPE_CHECKING:
     from pipeline.refit.schedule import Schedule
     from pipeline.refit.simulate import Broadcast, Demand, Timeline
 
-BYTES = {"float32": 4, "bfloat16": 2}
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 
@@ -70,16 +69,7 @@ def main(arguments: list[str]) -> int:
 
 def parse(arguments: list[str]) -> Request:
     """Raises RecipeError."""
-    special: dict[str, str] = {}
-    overrides = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            raise RecipeError(f"'{argument}' on the command line is not key=value")
-        if key in ("recipe", "model_config", "out"):
-            special[key] = value
-        else:
-            overrides.append(argument)
+    special, overrides = command_line.split(arguments, ("recipe", "model_config", "out"))
     if not special.get("recipe"):
         raise RecipeError("the command line needs recipe=NAME")
     model, out = (Path(special[key]) if special.get(key) else None for key in ("model_config", "out"))
@@ -156,7 +146,7 @@ def predict(recipe: Recipe) -> Prediction:
     from pipeline.refit import ownership, plan, simulate
 
     nodes, network = node_names(recipe), recipe.cluster.network
-    itemsize, bucket = BYTES[recipe.policy.precision], recipe.policy.generation.refit_cfg.bucket_bytes
+    itemsize, bucket = PRECISIONS[recipe.policy.precision], recipe.policy.generation.refit_cfg.bucket_bytes
     owners = ownership.tables(recipe)
     schedule = plan.schedule(owners.train, owners.generate, owners.engines, owners.shapes, itemsize, bucket, nodes, network)
     number = {name: i for i, name in enumerate(dict.fromkeys(nodes.values()))}
@@ -202,7 +192,7 @@ def _headline(predicted: Prediction, choice: backend.Choice) -> list[str]:
     engine = engine_ranks(vllm)
     trains = _cuts(megatron if uses_megatron(policy) else dtensor)
     return [
-        f"{recipe.name}: {entries:,} parameters, {_size(entries * BYTES[policy.precision])} in {policy.precision}",
+        f"{recipe.name}: {entries:,} parameters, {_size(entries * PRECISIONS[policy.precision])} in {policy.precision}",
         f"{'train':14s}{ranks(cluster.train)} ranks, {ranks_per_node(cluster.train)} a node, {trains}; {choice}",
         f"{'generate':14s}{ranks(cluster.generate)} ranks, {ranks_per_node(cluster.generate)} a node, {_cuts(vllm)};"
         f" {_plural(ranks(cluster.generate) // engine, 'engine')} of {_plural(engine, 'rank')}",

@@ -81,10 +81,8 @@ def _check_attention(recipe: Recipe, model: dict[str, Any]) -> None:
 
 
 def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> None:
-    key, experts = (
-        "policy.generation.vllm_cfg",
-        model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts"),
-    )
+    key = "policy.generation.vllm_cfg"
+    experts = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts")
     if vllm.expert_parallel_size > 1 and not experts:
         raise RecipeError(f"{key}.expert_parallel_size: {vllm.expert_parallel_size}, but the model has no experts; 1")
     if vllm.expert_parallel_size > 1 and experts % vllm.expert_parallel_size:

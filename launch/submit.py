@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from launch import backend, local, preflight, run_folder, slurm, task
+from launch import backend, command_line, local, preflight, run_folder, slurm, task
 from launch.follow import Follower, Metrics
 from launch.job import JobRecord, RunJob, components, read_record, write_record
 from pipeline import config
@@ -49,16 +49,7 @@ class Request:
 
 def parse(arguments: list[str]) -> Request:
     """Raises RecipeError for what is not key=value and for a command line that asks for nothing or for two things."""
-    special: dict[str, str] = {}
-    overrides = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            raise RecipeError(f"'{argument}' on the command line is not key=value")
-        if key in ("recipe", "follow", *FLAGS):
-            special[key] = value
-        else:
-            overrides.append(argument)
+    special, overrides = command_line.split(arguments, ("recipe", "follow", *FLAGS))
     for flag in FLAGS:
         if special.get(flag, "true").lower() not in ("true", "false"):
             raise RecipeError(f"{flag}: '{special[flag]}' is not true or false")

@@ -34,6 +34,16 @@ class Box:
         return tuple(slice(o - p, o - p + s) for o, s, p in zip(self.offset, self.size, outer.offset, strict=True))
 
 
+def chunk(box: Box, dim: int, parts: int, part: int) -> Box:
+    """One part of a box that is cut as torch.chunk cuts: equal parts, the last ones shorter or empty."""
+    step = -(-box.size[dim] // parts)
+    start = min(part * step, box.size[dim])
+    offset, size = list(box.offset), list(box.size)
+    offset[dim] += start
+    size[dim] = min(step, size[dim] - start)
+    return Box(tuple(offset), tuple(size))
+
+
 def whole(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 

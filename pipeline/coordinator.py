@@ -88,10 +88,7 @@ def run_online(
     def rollout(batch: list[Prompt], samples: int, purpose: str, sampling: Sampling) -> list[RolloutGroup]:
         engines = len(realms.engines)
         work = [RolloutWork(batch[i::engines], samples, purpose, grpo.seed, sampling) for i in range(engines)]
-        parts = [work[realms.engines.index(realms.engine(rank))] for rank in realms.generate]
-        replies = generate.rollout(parts=parts).result()
-        shares = [reply for rank, reply in zip(realms.generate, replies, strict=True) if rank == realms.engine(rank)[0]]
-        return [shares[i % engines][i // engines] for i in range(len(batch))]
+        return _rollout(generate, realms, work)
 
     def validate() -> dict[str, float]:
         with metrics.clock("validation"):
@@ -131,6 +128,15 @@ def run_online(
     run.settle(wait=True)
     metrics.close()
     return step
+
+
+def _rollout(generate: Remote, realms: Realms, work: list[RolloutWork]) -> list[RolloutGroup]:
+    """Each engine does its part of `work`; the groups, in the order in which the prompts were dealt out."""
+    engines = len(realms.engines)
+    parts = [work[realms.engines.index(realms.engine(rank))] for rank in realms.generate]
+    replies = generate.rollout(parts=parts).result()
+    shares = [reply for rank, reply in zip(realms.generate, replies, strict=True) if rank == realms.engine(rank)[0]]
+    return [shares[i % engines][i // engines] for i in range(sum(map(len, shares)))]
 
 
 def run_offline(run: Run, examples: ExampleStream, validation: list[Sample]) -> int:

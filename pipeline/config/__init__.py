@@ -18,6 +18,7 @@ from pipeline.config.reading import RECIPES, complete, find, load, read, to_yaml
 from pipeline.config.schema import (
     ENVIRONMENT_KINDS,
     GENERATED_DATASETS,
+    PRECISIONS,
     CheckpointingConfig,
     ClusterConfig,
     ComponentConfig,
@@ -51,6 +52,7 @@ __all__ = [
     "ENVIRONMENT_KINDS",
     "GENERATED_DATASETS",
     "MEGATRON_MODEL_TYPES",
+    "PRECISIONS",
     "RECIPES",
     "Backend",
     "CheckpointingConfig",

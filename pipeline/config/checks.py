@@ -7,11 +7,11 @@ from omegaconf import OmegaConf
 from pipeline.config import megatron_checks
 from pipeline.config.errors import RecipeError
 from pipeline.config.layout import asked_backend, check_divides, check_layout
-from pipeline.config.schema import Recipe, generates
+from pipeline.config.schema import PRECISIONS, Recipe, generates
 
 CHOICES = {
     "algorithm": ("grpo", "sft"),
-    "policy.precision": ("float32", "bfloat16"),
+    "policy.precision": tuple(PRECISIONS),
     "policy.generation.backend": ("vllm", "transformers"),
     "policy.generation.refit_transport": ("planned", "delta", "broadcast"),
     "loss_fn.reference_policy_kl_type": ("k1", "k2", "k3"),

@@ -291,6 +291,9 @@ def generates(recipe: Recipe) -> bool:
     return recipe.algorithm == "grpo"
 
 
+PRECISIONS = {"float32": 4, "bfloat16": 2}  # what policy.precision may be, and the bytes of a number in it
+
+
 def engine_ranks(vllm: VLLMConfig) -> int:
     """How many generate ranks make one engine."""
     return vllm.tensor_parallel_size * vllm.pipeline_parallel_size

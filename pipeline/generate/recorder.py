@@ -7,7 +7,6 @@ not expressed: it makes the owner of the parameter opaque. Nothing here knows vL
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.boxes import Box, Region, whole
-from pipeline.models.layout import COPIES, ZEROS, Run, Shape, peel, run_box
+from pipeline.models.layout import COPIES, ZEROS, Run, Shape, contiguous_strides, peel, run_box
 
 aten = torch.ops.aten
 
@@ -247,10 +246,6 @@ def _parts(op, args: Sequence, result: torch.Tensor) -> list[tuple[torch.Tensor,
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # views of a meta tensor share its storage
-
-
-def contiguous_strides(shape: Shape) -> Shape:
-    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def _runs(view: torch.Tensor, like: torch.Tensor) -> list[Run] | None:

@@ -25,8 +25,8 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 
 from pipeline.boxes import Piece, region, whole
 from pipeline.generate.base import Unit
-from pipeline.generate.recorder import Recorder, contiguous_strides
-from pipeline.models.layout import Shape
+from pipeline.generate.recorder import Recorder
+from pipeline.models.layout import Shape, contiguous_strides
 
 Geometry = tuple[Shape, Shape, torch.dtype]  # shape, strides, dtype
 

@@ -213,7 +213,7 @@ def _view(tensor: torch.Tensor, home: Shape) -> list[Piece]:
         box = whole(shape)
         return [Piece("", box, box)] if box.numel else []
     runs: list[Run] = []
-    for count, stride, place in zip(shape, tensor.stride(), _strides(shape), strict=True):
+    for count, stride, place in zip(shape, tensor.stride(), contiguous_strides(shape), strict=True):
         if count == 0:
             return []
         if count == 1:
@@ -293,18 +293,18 @@ def _rows(run: Run, row: int, head: int) -> list[tuple[int, list[Run]]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _strides(shape: Shape) -> Shape:
+def contiguous_strides(shape: Shape) -> Shape:
     """Those of a contiguous tensor."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def _coordinates(flat: int, shape: Shape) -> Shape:
-    return tuple(flat // stride % size for stride, size in zip(_strides(shape), shape, strict=True))
+    return tuple(flat // stride % size for stride, size in zip(contiguous_strides(shape), shape, strict=True))
 
 
 def _dimension(stride: int, shape: Shape) -> tuple[int, int]:
     """The dimension along which a flat stride goes, and by how many entries of it."""
-    for dim, unit in enumerate(_strides(shape)):
+    for dim, unit in enumerate(contiguous_strides(shape)):
         if shape[dim] > 1 and stride % unit == 0:
             return dim, stride // unit
     raise ValueError(f"a stride of {stride} in a tensor of shape {list(shape)}")

@@ -11,15 +11,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pipeline.config import Recipe
+from pipeline.config import PRECISIONS, Recipe
 from pipeline.refit.base import Report
 from pipeline.refit.digest import RefitError, compare
 from pipeline.refit.plan import schedule
 from pipeline.refit.tables import Plan
 from pipeline.remote import Remote
 from pipeline.world import Realms
-
-ITEMSIZE = {"float32": 4, "bfloat16": 2}  # bytes of an entry on the wire
 
 
 class Refits:
@@ -56,7 +54,7 @@ class Refits:
             dict(zip(self._realms.generate, wanted.result(), strict=True)),
             self._realms.engines,
             shapes,
-            ITEMSIZE[recipe.policy.precision],
+            PRECISIONS[recipe.policy.precision],
             recipe.policy.generation.refit_cfg.bucket_bytes,
             self._nodes,
             self._network,

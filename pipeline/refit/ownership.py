@@ -23,7 +23,7 @@ import numpy as np
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline import models
-from pipeline.boxes import Box, whole
+from pipeline.boxes import Box, chunk, whole
 from pipeline.config import (
     MegatronConfig,
     PolicyConfig,
@@ -37,7 +37,7 @@ from pipeline.config import (
 from pipeline.models.base import Parameter
 from pipeline.models.hugging_face import checkpoint_shapes, layout, meta_model, model_config
 from pipeline.models.layout import Shape, cut_of, record, restrict
-from pipeline.refit.tables import Table
+from pipeline.refit.tables import Table, columns
 from pipeline.train.tensor_parallel import KEY as TENSOR_KEY
 from pipeline.train.tensor_parallel import expand
 
@@ -113,11 +113,7 @@ class _Maker:
 
     def columns(self, held: Held) -> list[np.ndarray]:
         """Tensor, offset, size."""
-        held = list(held)
-        offset, size = np.zeros((len(held), self._dims), np.int64), np.ones((len(held), self._dims), np.int64)
-        for i, (_, box) in enumerate(held):
-            offset[i, : len(box.offset)], size[i, : len(box.size)] = box.offset, box.size
-        return [np.array([self._number[name] for name, _ in held], np.int32), offset, size]
+        return columns(list(held), self._number, self._dims)
 
     def table(self, wanted: Iterable[tuple[str, str, Box]]) -> Table:
         """Of a generate rank: (unit, tensor, box)."""
@@ -152,8 +148,8 @@ def _fsdp(config: PreTrainedConfig, policy: PolicyConfig, train: int, maker: _Ma
         for name, shape in parameters.items():
             box = whole(shape)
             if name in cuts:
-                box = _chunk(box, cuts[name], tensor, tensor_rank)
-            box = _chunk(box, 0, data, data_rank)
+                box = chunk(box, cuts[name], tensor, tensor_rank)
+            box = chunk(box, 0, data, data_rank)
             if not box.numel:
                 continue
             near = (begins[name] < box.offset[0] + box.size[0]) & (ends[name] > box.offset[0])
@@ -186,16 +182,6 @@ def _cuts(model: PreTrainedModel) -> dict[str, int]:
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         found[names[id(module.weight)]] = 0
     return found
-
-
-def _chunk(box: Box, dim: int, parts: int, part: int) -> Box:
-    """torch.chunk: equal parts, the last ones shorter or empty."""
-    step = -(-box.size[dim] // parts)
-    start = min(part * step, box.size[dim])
-    offset, size = list(box.offset), list(box.size)
-    offset[dim] += start
-    size[dim] = min(step, size[dim] - start)
-    return Box(tuple(offset), tuple(size))
 
 
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
@@ -243,7 +229,7 @@ def _megatron_boxes(
 ) -> Iterator[tuple[str, Box]]:
     sources = [(source, shapes[source]) for source in parameter.sources]
     if name in _VOCABULARY:  # padded, then cut in equal parts
-        yield sources[0][0], _chunk(whole(sources[0][1]), 0, size, rank)
+        yield sources[0][0], chunk(whole(sources[0][1]), 0, size, rank)
         return
     split = "none" if name.endswith(_WHOLE) else parameter.split
     _, pieces = record(cut_of(parameter.function, split, rank, size), sources)

@@ -23,7 +23,7 @@ from pipeline.refit.tables import Items, RankPlan
 from pipeline.train.base import TrainBackend
 
 ALIGNMENT = WORD  # bytes: the digest reads items in place
-DIRECT = 1 << 18  # bytes; from here on a copy costs more than a message (measured with gloo on a CPU)
+DIRECT = 1 << 18  # bytes; from here on a copy costs more than a message, with gloo: python -m tests.benchmarks.refit_transfer
 
 
 class Message(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from pipeline.boxes import Region
+from pipeline.boxes import Box, Region
 
 
 class Table(msgspec.Struct):
@@ -33,15 +33,20 @@ def table(regions: Sequence[Region], shapes: Mapping[str, tuple[int, ...]], unit
     """A row for each region. shapes: of all tensors on disk, in their order. units: the name of each region's unit."""
     number = {name: i for i, name in enumerate(shapes)}
     dims = max((len(shape) for shape in shapes.values()), default=1) or 1
-    offset, size = np.zeros((len(regions), dims), np.int64), np.ones((len(regions), dims), np.int64)
-    for i, held in enumerate(regions):
-        offset[i, : len(held.box.offset)], size[i, : len(held.box.size)] = held.box.offset, held.box.size
-    tensor = np.array([number[held.name] for held in regions], np.int32)
+    tensor, offset, size = columns([(held.name, held.box) for held in regions], number, dims)
     if units is None:
         return Table(tensor, offset, size, np.full(len(regions), -1, np.int32))
     names = list(dict.fromkeys(units))
     place = {name: i for i, name in enumerate(names)}
     return Table(tensor, offset, size, np.array([place[name] for name in units], np.int32), names)
+
+
+def columns(held: Sequence[tuple[str, Box]], number: Mapping[str, int], dims: int) -> list[np.ndarray]:
+    """Tensor, offset and size of a `Table`, from (tensor on disk, box of it). number: of each tensor; dims: D."""
+    offset, size = np.zeros((len(held), dims), np.int64), np.ones((len(held), dims), np.int64)
+    for i, (_, box) in enumerate(held):
+        offset[i, : len(box.offset)], size[i, : len(box.size)] = box.offset, box.size
+    return [np.array([number[name] for name, _ in held], np.int32), offset, size]
 
 
 class Items(msgspec.Struct):

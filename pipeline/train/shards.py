@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
-from pipeline.boxes import Box, whole
+from pipeline.boxes import Box, chunk, whole
 from pipeline.checkpoint import sync
 
 
@@ -28,19 +28,13 @@ def local_box(tensor: torch.Tensor) -> Box:
     box = whole(tensor.shape)
     if not isinstance(tensor, DTensor):
         return box
-    offset, size = list(box.offset), list(box.size)
     mesh = tensor.device_mesh
     # The last mesh dimension cuts first: tensor parallelism, then fully_shard cuts what that left.
     for mesh_dim in reversed(range(mesh.ndim)):
         placement = tensor.placements[mesh_dim]
         if isinstance(placement, Replicate):
             continue
-        dim, parts, part = placement.dim, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-        step = -(-size[dim] // parts)  # torch.chunk: equal parts, the last ones shorter or empty
-        start = min(part * step, size[dim])
-        offset[dim] += start
-        size[dim] = min(step, size[dim] - start)
-    box = Box(tuple(offset), tuple(size))
+        box = chunk(box, placement.dim, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
     if box.size != tuple(tensor.to_local().shape):
         raise AssertionError(f"box {box} is not what this rank holds, {tuple(tensor.to_local().shape)}, of {tensor.placements}")
     return box
