@@ -17,12 +17,16 @@ Worked example, prompt [5, 6], completion [7, 2]:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 if TYPE_CHECKING:
     import torch
+
+
+Head = Literal["logprobs", "values"]
+"""What stands on a model's body: the vocabulary, or one number (a critic, a reward model)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class Sample:
     loss_mask: np.ndarray  # [L] bool, True where the loss counts the token
     logprobs: np.ndarray  # [L] float32, as sampled by the generate rank; 0 where the mask is False
     advantages: np.ndarray  # [L] float32; 0 where the mask is False
+    reward: float = 0.0  # the rollout's; of the chosen answer of a pair, its margin over the rejected one, which comes next
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +134,42 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class Moments:
+    """Of the advantages of one update's counted tokens on one data rank."""
+
+    sum: float
+    squares: float  # the sum of their squares
+    counts: GlobalCounts  # of this rank
+
+
+@dataclass(frozen=True, slots=True)
+class Standard:
+    """What a step's advantages become: (A - mean) * scale, and what its updates sum over by then."""
+
+    mean: float
+    scale: float
+    counts: list[GlobalCounts]  # one per update
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """Of K tokens, how likely each is. Entry t is of the distribution that token t was drawn from."""
+
+    tokens: torch.Tensor  # [T, K] int64
+    logprobs: torch.Tensor  # [T, K] float32, of the whole distribution, so they do not add up to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a model says of each token of a batch. Where a sequence begins there is no distribution: its entries are 0."""
+
+    logprobs: torch.Tensor | None = None  # [T] float32
+    entropy: torch.Tensor | None = None  # [T] float32, of the distribution that token t was drawn from
+    top_k: TopK | None = None
+    values: torch.Tensor | None = None  # [T] float32, the value head's on the state *after* token t
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch:
     """One microbatch: S sequences laid end to end, T tokens in all. On the backend's device."""
 
@@ -139,8 +180,12 @@ class PackedBatch:
     loss_mask: torch.Tensor  # [T] bool
     generate_logprobs: torch.Tensor  # [T] float32
     advantages: torch.Tensor  # [T] float32
+    rewards: torch.Tensor  # [S] float32, see Sample.reward
     old_logprobs: torch.Tensor | None = None  # [T] float32, by the policy before this step's first update
     reference_logprobs: torch.Tensor | None = None  # [T] float32, by the frozen reference policy
+    old_values: torch.Tensor | None = None  # [T] float32, by the critic before this step's first update; after token t
+    returns: torch.Tensor | None = None  # [T] float32: what the critic's value *before* token t should be
+    teacher: TopK | None = None  # the teacher's most likely tokens
 
 
 @dataclass(frozen=True, slots=True)

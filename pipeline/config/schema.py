@@ -10,49 +10,20 @@ from typing import Any, Optional  # OmegaConf reads these annotations at run tim
 
 from omegaconf import MISSING
 
+from pipeline.config.algorithms import (
+    ONLINE,
+    DistillationConfig,
+    DPOConfig,
+    GRPOConfig,
+    LossConfig,
+    OfflineConfig,
+    OnlineConfig,
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+    ValueLossConfig,
+)
 from pipeline.config.megatron import MegatronConfig
-
-# ---- the algorithm ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class GRPOConfig:
-    num_prompts_per_step: int = 32
-    num_generations_per_prompt: int = 16
-    max_num_steps: int = 1000
-    max_num_epochs: int = 1_000_000  # over data.train; the run ends at whichever comes first
-    normalize_rewards: bool = True  # divide advantages by the group's standard deviation
-    use_leave_one_out_baseline: bool = True
-    val_period: int = 0  # in steps; 0: never
-    val_at_start: bool = False
-    val_at_end: bool = False
-    max_val_samples: int = 256
-    seed: int = 42
-
-
-@dataclass
-class SFTConfig:
-    max_num_steps: int = 60
-    max_num_epochs: int = 1_000_000
-    val_period: int = 0
-    val_at_start: bool = False
-    val_at_end: bool = False
-    max_val_samples: int = 256
-    seed: int = 42
-
-
-@dataclass
-class LossConfig:
-    reference_policy_kl_penalty: float = 0.0
-    reference_policy_kl_type: str = "k3"  # k1, k2, k3: http://joschu.net/blog/kl-approx.html
-    kl_input_clamp_value: Optional[float] = 20.0
-    kl_output_clamp_value: Optional[float] = 10.0
-    ratio_clip_min: float = 0.2
-    ratio_clip_max: float = 0.2
-    token_level_loss: bool = True  # False: mean over tokens within a sequence, then over sequences
-    use_importance_sampling_correction: bool = False
-    truncated_importance_sampling_ratio: Optional[float] = None  # upper clamp of the correction's weights
-
 
 # ---- the policy ---------------------------------------------------------------------------------------------------------
 
@@ -65,11 +36,27 @@ class TokenizerConfig:
 
 
 @dataclass
+class LoRAConfig:
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685): W + alpha / dim B A, of which only A and B are trained."""
+
+    enabled: bool = False
+    target_modules: list[str] = field(
+        default_factory=list
+    )  # names of linear layers, or their endings; with match_all_linear none
+    exclude_modules: list[str] = field(default_factory=list)
+    match_all_linear: bool = True  # all linear layers but the head
+    dim: int = 8
+    alpha: int = 32
+    lora_A_init: str = "xavier"  # xavier, gaussian, kaiming; B begins at 0
+
+
+@dataclass
 class DTensorConfig:
     enabled: Optional[bool] = None  # null: launch/backend.py chooses at submission
     tensor_parallel_size: int = 1
     activation_checkpointing: bool = False
     cpu_offload: bool = False
+    lora_cfg: LoRAConfig = field(default_factory=LoRAConfig)
 
 
 @dataclass
@@ -146,11 +133,37 @@ class PolicyConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
 
+# ---- other models of the train realm, cut as the policy is -------------------------------------------------------------------
+
+
+@dataclass
+class ValueConfig:
+    """PPO's critic: the body of a language model, or a reward model, with one number per token."""
+
+    model_name: str = "${policy.model_name}"
+    random_init: bool = "${policy.random_init}"  # type: ignore[assignment]
+    hf_config_overrides: dict[str, Any] = field(default_factory=dict)
+    precision: str = "${policy.precision}"
+    max_grad_norm: Optional[float] = 1.0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: Optional[Any] = None
+
+
+@dataclass
+class TeacherConfig:
+    """Distillation's teacher; it must have the policy's vocabulary."""
+
+    model_name: Optional[str] = None
+    hf_config_overrides: dict[str, Any] = field(default_factory=dict)
+    precision: str = "${policy.precision}"
+    cpu_offload: bool = True  # its weights are in host memory while it does not compute
+
+
 # ---- data and environments ----------------------------------------------------------------------------------------------
 
 
-GENERATED_DATASETS = ("scratchpad_addition",)  # pipeline/data/datasets.py
-ENVIRONMENT_KINDS = ("exact_match", "math")  # pipeline/environments/registry.py
+GENERATED_DATASETS = ("scratchpad_addition", "scratchpad_preferences")  # pipeline/data/datasets.py
+ENVIRONMENT_KINDS = ("exact_match", "math", "reward_model")  # pipeline/environments/registry.py
 
 
 @dataclass
@@ -161,6 +174,11 @@ class DatasetConfig:
     input_key: str = "input"
     output_key: str = "output"
     messages_key: Optional[str] = None  # SFT: a list of {role, content}; replaces input_key and output_key
+    chosen_key: str = (
+        "chosen"  # DPO, RM: an answer, or messages {role, content} that end in one, perhaps with the prompt before
+    )
+    rejected_key: str = "rejected"
+    margin_key: Optional[str] = None  # RM: by how much the chosen answer is the better one
     prompt_file: Optional[str] = None  # a text with {} where the input goes
     system_prompt_file: Optional[str] = None
     env_name: Optional[str] = None  # key under `env`
@@ -182,6 +200,13 @@ class EnvironmentConfig:
     kind: str = MISSING  # one of ENVIRONMENT_KINDS, or the dotted path of a class
     timeout_s: float = 10.0  # for one answer
     kwargs: dict[str, Any] = field(default_factory=dict)
+    # Of kind reward_model:
+    model_name: Optional[str] = None  # what algorithm `rm` left in a run's hf/, or any sequence classifier with one label
+    tokenizer: Optional[TokenizerConfig] = None  # null: what lies with the model
+    hf_config_overrides: dict[str, Any] = field(default_factory=dict)
+    precision: str = "${policy.precision}"
+    served_by: str = "train"  # train: the train ranks, cut as the policy is; reward: ranks of its own, cluster.reward
+    cpu_offload: bool = True  # served_by train: its weights are in host memory while it does not compute
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------------
@@ -256,6 +281,7 @@ class ClusterConfig:
     time_min: int = 240
     train: ComponentConfig = field(default_factory=ComponentConfig)
     generate: ComponentConfig = field(default_factory=ComponentConfig)
+    reward: ComponentConfig = field(default_factory=ComponentConfig)  # only if an environment is served_by reward
     network: NetworkConfig = field(default_factory=NetworkConfig)
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
 
@@ -263,13 +289,20 @@ class ClusterConfig:
 @dataclass
 class Recipe:
     name: str = MISSING  # the file's, without .yaml
-    algorithm: str = MISSING  # grpo, sft
+    algorithm: str = MISSING  # grpo, ppo, distillation, sft, dpo, rm
     run_dir: str = MISSING  # what the run writes; given again, the run goes on where it stopped
     needs: list[str] = field(default_factory=list)  # recipes run first, each once, at runs/<name>
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    rm: RMConfig = field(default_factory=RMConfig)
     loss_fn: LossConfig = field(default_factory=LossConfig)
+    value_loss_fn: ValueLossConfig = field(default_factory=ValueLossConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    value: ValueConfig = field(default_factory=ValueConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: dict[str, EnvironmentConfig] = field(default_factory=dict)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
@@ -288,7 +321,12 @@ def ranks_per_node(component: ComponentConfig) -> int:
 
 def generates(recipe: Recipe) -> bool:
     """Whether the algorithm samples, so that the job has a generate component."""
-    return recipe.algorithm == "grpo"
+    return recipe.algorithm in ONLINE
+
+
+def section(recipe: Recipe) -> OnlineConfig | OfflineConfig:
+    """The algorithm's own."""
+    return getattr(recipe, recipe.algorithm)
 
 
 PRECISIONS = {"float32": 4, "bfloat16": 2}  # what policy.precision may be, and the bytes of a number in it

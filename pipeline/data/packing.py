@@ -87,4 +87,5 @@ def pack(samples: Sequence[Sample], device: torch.device | str) -> PackedBatch:
         loss_mask=joined("loss_mask", np.bool_),
         generate_logprobs=joined("logprobs", np.float32),
         advantages=joined("advantages", np.float32),
+        rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float32, device=device),
     )

@@ -9,19 +9,20 @@ from pipeline.config import PolicyConfig, uses_megatron
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from pipeline.train.base import TrainBackend
+    from pipeline.train.base import TrainBackend, Use
 
 
-def build(policy: PolicyConfig, group: dist.ProcessGroup, seed: int, reference: bool) -> TrainBackend:
-    """This rank's part of the policy. Collective over `group`, the train realm, which must be the default group by now.
+def build(policy: PolicyConfig, group: dist.ProcessGroup, seed: int, use: Use) -> TrainBackend:
+    """This rank's part of a model. Collective over `group`, the train realm, which must be the default group by now. A process
+    may hold several models, all at one layout.
 
-    seed: of random weights, if the recipe wants those. reference: keep the initial weights for `forward(..., "reference")`.
+    seed: of random weights, if the recipe wants those, and of a value head that the checkpoint does not have.
     Raises ValueError, naming the key of the recipe, if the model or the layout is not supported.
     """
     if uses_megatron(policy):
         from pipeline.train.megatron.backend import MegatronBackend
 
-        return MegatronBackend(policy, group, seed, reference)
+        return MegatronBackend(policy, group, seed, use)
     from pipeline.train.fsdp import FSDPBackend
 
-    return FSDPBackend(policy, group, seed, reference)
+    return FSDPBackend(policy, group, seed, use)

@@ -8,6 +8,7 @@ all data ranks are given the same number of batches. Weights go by their Hugging
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -15,10 +16,21 @@ import torch
 
 from pipeline.boxes import Region
 from pipeline.train.shards import Shards
-from pipeline.types import LossOutput, PackedBatch, StepResult
+from pipeline.types import Head, LossOutput, Outputs, PackedBatch, StepResult
 
-Loss = Callable[[torch.Tensor, PackedBatch], LossOutput]
-"""(logprobs [T] float32 with a graph, the batch) -> the batch's share of the loss."""
+Loss = Callable[[Outputs, PackedBatch], LossOutput]
+"""(the model's outputs with a graph, the batch) -> the batch's share of the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What a model is for."""
+
+    head: Head = "logprobs"
+    trained: bool = True  # False: no gradients and no optimizer; weights in policy.precision
+    reference: bool = False  # keep the initial weights for `forward(..., "reference")`
+    entropy: bool = False  # outputs carry the entropy
+    offload: bool = False  # of a model that is not trained: weights are in host memory but for the time of a forward pass
 
 
 class TrainBackend(Protocol):
@@ -26,11 +38,13 @@ class TrainBackend(Protocol):
     data_size: int  # how many of those there are
     device: torch.device
 
-    def forward(self, batches: Sequence[PackedBatch], model: str = "policy") -> list[torch.Tensor]:
-        """Log-probs without a graph, one `[T]` float32 per batch. "reference" is the policy as it was loaded."""
+    def forward(self, batches: Sequence[PackedBatch], model: str = "policy", top_k: int = 0) -> list[Outputs]:
+        """Outputs without a graph, one per batch. "reference": by the weights as they were loaded. top_k: also the most likely
+        tokens of each distribution."""
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
-        """One optimizer step on the summed loss of all batches of all data ranks.
+        """One optimizer step on the summed loss of all batches of all data ranks. Where a batch has a teacher's tokens,
+        `Outputs.top_k` has this model's log-probs of the same ones.
 
         Raises FloatingPointError if the gradient is not finite; the weights are then unchanged.
         """
