@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.algorithms.base import OnlineAlgorithm
+from pipeline import config
+from pipeline.algorithms.base import Objective, OnlineAlgorithm
+from pipeline.algorithms.standardize import standard
 from pipeline.checkpoint import Checkpoint, Checkpoints
 from pipeline.config import GenerationConfig, Recipe
 from pipeline.data.batches import share
-from pipeline.data.stream import ExampleStream, PromptStream
+from pipeline.data.stream import ExampleStream, PairStream, PromptStream, Stream, flat
+from pipeline.experience import Experience
 from pipeline.metrics import Metrics, mean_metrics, rollout_metrics
 from pipeline.refit.coordination import Refits
 from pipeline.remote import Remote
-from pipeline.rollout import RolloutWork
-from pipeline.types import DataPlace, Prompt, RolloutGroup, Sample, Sampling
-from pipeline.world import Realms
+from pipeline.types import DataPlace, Prompt, Sample, Sampling
+
+Reply = TypeVar("Reply")
 
 
 @dataclass
@@ -35,7 +38,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     _unsettled: Callable[[], Checkpoint] | None = None  # commits a save that may still be under way
 
-    def restore(self, stream: PromptStream | ExampleStream) -> tuple[int, Metrics]:
+    def restore(self, stream: Stream) -> tuple[int, Metrics]:
         """Go on from the last complete checkpoint, if there is one: the step, and the metrics cut back to it."""
         self.checkpoints.clean()
         latest = self.checkpoints.latest()
@@ -45,6 +48,25 @@ class Run:
         stream.load_state_dict(latest.state["stream"])
         print(f"resumed from {latest.folder}", flush=True)
         return latest.step, Metrics(self.folder, self.recipe.logger, after_step=latest.step)
+
+    def learn(self, algorithm: Objective, samples: list[Sample], models: Sequence[str]) -> dict[str, float]:
+        """One step of `models` on its samples; the metrics. The policy's are called `train/...`."""
+        train, needs = self.train, algorithm.needs
+        size = self.recipe.policy.train_global_batch_size
+        train.load(parts=share(samples, self.recipe.policy, self.places, size, needs.together)).result()
+        if needs.old or needs.reference or needs.critic or needs.teacher_top_k:
+            train.forward().result()
+        if needs.estimates:
+            moments = self.of_data_ranks(train.estimate().result())
+            train.standardize(standard(moments, needs.standardized)).result()
+        results = train.step(list(models)).result()[0]
+        named = (("train" if model == "policy" else model, of_updates) for model, of_updates in results.items())
+        return {key: value for name, of_updates in named for key, value in mean_metrics(name, of_updates).items()}
+
+    def of_data_ranks(self, replies: list[Reply]) -> list[Reply]:
+        """Of the train ranks' replies one for each data rank: ranks that share one reply the same."""
+        first = {place.rank: i for i, place in reversed(list(enumerate(self.places)))}
+        return [replies[i] for _, i in sorted(first.items())]
 
     def save(self, step: int, position: dict[str, Any], values: dict[str, float]) -> None:
         """`position`: the data stream's, after this step. With checkpointing.async_save, `settle` makes it a checkpoint."""
@@ -71,52 +93,45 @@ class Run:
 def run_online(
     run: Run,
     algorithm: OnlineAlgorithm,
-    generate: Remote,
+    experience: Experience,
     refits: Refits,
-    realms: Realms,
     prompts: PromptStream,
     validation: list[Prompt],
 ) -> int:
     """Sample, judge, learn, refit; the step it ended at."""
-    recipe, grpo, train = run.recipe, run.recipe.grpo, run.train
+    recipe, section = run.recipe, experience.section
+    sampling = _sampling(recipe.policy.generation)
     step, metrics = run.restore(prompts)
 
     def refit() -> dict[str, float]:
         with metrics.clock("refit"):
             return refits(version=step)
 
-    def rollout(batch: list[Prompt], samples: int, purpose: str, sampling: Sampling) -> list[RolloutGroup]:
-        engines = len(realms.engines)
-        work = [RolloutWork(batch[i::engines], samples, purpose, grpo.seed, sampling) for i in range(engines)]
-        return _rollout(generate, realms, work)
-
     def validate() -> dict[str, float]:
         with metrics.clock("validation"):
-            groups = rollout(validation, 1, "val", _sampling(recipe.policy.generation, validation=True))
+            groups = experience.rollout(validation, 1, "val", _sampling(recipe.policy.generation, validation=True))
         metrics.log_rollouts(step, groups, run.tokenizer, kind="val")
         return rollout_metrics("val", groups)
 
     refit()
     metrics.take_clocks()  # that refit belongs to no step
-    if grpo.val_at_start and step == 0 and validation:
+    if section.val_at_start and step == 0 and validation:
         metrics.log(0, validate() | metrics.take_clocks())
-    batch = prompts.take(grpo.num_prompts_per_step)
-    while step < grpo.max_num_steps and len(batch) == grpo.num_prompts_per_step:
+    batch = prompts.take(experience.prompts_per_batch)
+    while step < section.max_num_steps and len(batch) >= section.num_prompts_per_step:
         with metrics.clock("step"):
             with metrics.clock("rollout"):
-                groups = rollout(batch, grpo.num_generations_per_prompt, f"train/{step}", _sampling(recipe.policy.generation))
+                groups, values = experience.collect(batch, prompts, algorithm.select, step, sampling)
+            if len(groups) < section.num_prompts_per_step:
+                break  # the data ended before the step was full
             samples = algorithm.credit(groups)
             with metrics.clock("train"):
-                train.load(parts=share(samples, recipe.policy, run.places, recipe.policy.train_global_batch_size)).result()
-                if algorithm.needs.old or algorithm.needs.reference:
-                    train.forward().result()
-                results = train.step().result()[0]
+                values |= run.learn(algorithm, samples, algorithm.trains(step))
             step += 1
             cost = refit()
-        position, batch = prompts.state_dict(), prompts.take(grpo.num_prompts_per_step)
-        last = step == grpo.max_num_steps or len(batch) < grpo.num_prompts_per_step
-        values = mean_metrics("train", results) | rollout_metrics("train", groups)
-        if validation and (_due(grpo.val_period, step) or (grpo.val_at_end and last)):
+        position, batch = prompts.state_dict(), prompts.take(experience.prompts_per_batch)
+        last = step == section.max_num_steps or len(batch) < section.num_prompts_per_step
+        if validation and (_due(section.val_period, step) or (section.val_at_end and last)):
             values |= validate()
         tokens = sum(len(rollout.completion.tokens) for group in groups for rollout in group.rollouts)
         clocks = metrics.take_clocks()
@@ -130,41 +145,32 @@ def run_online(
     return step
 
 
-def _rollout(generate: Remote, realms: Realms, work: list[RolloutWork]) -> list[RolloutGroup]:
-    """Each engine does its part of `work`; the groups, in the order in which the prompts were dealt out."""
-    engines = len(realms.engines)
-    parts = [work[realms.engines.index(realms.engine(rank))] for rank in realms.generate]
-    replies = generate.rollout(parts=parts).result()
-    shares = [reply for rank, reply in zip(realms.generate, replies, strict=True) if rank == realms.engine(rank)[0]]
-    return [shares[i % engines][i // engines] for i in range(sum(map(len, shares)))]
-
-
-def run_offline(run: Run, examples: ExampleStream, validation: list[Sample]) -> int:
+def run_offline(run: Run, algorithm: Objective, examples: ExampleStream | PairStream, validation: list[Sample]) -> int:
     """Learn from examples; the step it ended at."""
-    recipe, sft, train = run.recipe, run.recipe.sft, run.train
+    recipe, section, train = run.recipe, config.section(run.recipe), run.train
+    together = algorithm.needs.together
     step, metrics = run.restore(examples)
 
     def validate() -> dict[str, float]:
         with metrics.clock("validation"):
-            parts = [updates[0] for updates in share(validation, recipe.policy, run.places, len(validation))]
-            shares = train.evaluate(parts=parts).result()
-        first = {place.rank: i for i, place in reversed(list(enumerate(run.places)))}  # one rank for each data rank
-        return {"val/loss": sum(shares[i] for i in first.values())}
+            everything = len(validation) // together
+            parts = [updates[0] for updates in share(validation, recipe.policy, run.places, everything, together)]
+            shares = run.of_data_ranks(train.evaluate(parts=parts).result())
+        return {f"val/{name}": sum(share[name] for share in shares) for name in shares[0]}
 
-    if sft.val_at_start and step == 0 and validation:
+    if section.val_at_start and step == 0 and validation:
         metrics.log(0, validate() | metrics.take_clocks())
     size = recipe.policy.train_global_batch_size
-    samples = examples.take(size)
-    while step < sft.max_num_steps and len(samples) == size:
+    items = examples.take(size)
+    while step < section.max_num_steps and len(items) == size:
+        samples = flat(items)
         with metrics.clock("step"), metrics.clock("train"):
-            train.load(parts=share(samples, recipe.policy, run.places, size)).result()
-            results = train.step().result()[0]
+            values = run.learn(algorithm, samples, ["policy"])
         step += 1
         tokens = sum(len(sample.tokens) for sample in samples)
-        position, samples = examples.state_dict(), examples.take(size)
-        last = step == sft.max_num_steps or len(samples) < size
-        values = mean_metrics("train", results)
-        if validation and (_due(sft.val_period, step) or (sft.val_at_end and last)):
+        position, items = examples.state_dict(), examples.take(size)
+        last = step == section.max_num_steps or len(items) < size
+        if validation and (_due(section.val_period, step) or (section.val_at_end and last)):
             values |= validate()
         clocks = metrics.take_clocks()
         metrics.log(step, values | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]})

@@ -18,7 +18,7 @@ from pipeline.refit.broadcast import BroadcastRefit
 from pipeline.refit.coordination import Refits
 from pipeline.refit.planned import PlannedRefit
 from pipeline.remote import Mailbox, Remote
-from pipeline.roles import GenerateRole, TrainRole
+from pipeline.roles import GenerateRole, RewardRole, TrainRole
 from pipeline.watchdog import Failure, Watchdog
 from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
 
@@ -48,11 +48,14 @@ def main(run_dir: Path) -> None:
     leave(world, timeouts.silence)
 
 
-def _role(recipe: Recipe, world: World) -> TrainRole | GenerateRole:
+def _role(recipe: Recipe, world: World) -> TrainRole | GenerateRole | RewardRole:
     refit = _refit(recipe.policy, world) if world.refit else None
+    seed = config.section(recipe).seed
     if world.realm == "train":
-        return TrainRole(recipe, _seed(recipe), world, algorithms.build(recipe), refit)
-    return GenerateRole(recipe, _seed(recipe), world, refit)
+        return TrainRole(recipe, seed, world, algorithms.build(recipe), refit)
+    if world.realm == "reward":
+        return RewardRole(recipe, seed, world)
+    return GenerateRole(recipe, seed, world, refit)
 
 
 def _refit(policy: PolicyConfig, world: World) -> Refit:
@@ -83,6 +86,3 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
     checkpoints.link_latest(run_dir / "hf", "hf")
     write_durably(run_dir / "done.json", json.dumps({"step": step}))
 
-
-def _seed(recipe: Recipe) -> int:
-    return recipe.grpo.seed if recipe.algorithm == "grpo" else recipe.sft.seed

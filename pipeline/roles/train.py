@@ -1,29 +1,47 @@
-"""What a train rank serves."""
+"""What a train rank serves.
+
+Every model of the realm is a backend of its own, at one layout, so that all take the same microbatches.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from pipeline import train
-from pipeline.algorithms.base import Objective
-from pipeline.config import Recipe
+from pipeline import config, train
+from pipeline.algorithms.base import Loss, Objective
+from pipeline.algorithms.standardize import moments, standardize
+from pipeline.config import PolicyConfig, Recipe
 from pipeline.data.packing import pack
 from pipeline.refit.base import Refit, Report
 from pipeline.refit.tables import RankPlan, Table, table
 from pipeline.remote import verb
+from pipeline.roles.regroup import regroup
+from pipeline.roles.reward import Scorer, ScoreWork
 from pipeline.train.background import Background
-from pipeline.train.base import TrainBackend
+from pipeline.train.base import TrainBackend, Use
 from pipeline.train.export import export
-from pipeline.types import DataPlace, PackedBatch, Sample, Update
+from pipeline.types import (
+    DataPlace,
+    GlobalCounts,
+    LossOutput,
+    Moments,
+    Outputs,
+    PackedBatch,
+    Sample,
+    Standard,
+    Update,
+)
 from pipeline.world import World
 
 
 class TrainRole:
-    """Holds the policy that learns."""
+    """Holds the models that learn, the policy and with it perhaps a critic, and the frozen ones that help them."""
 
     def __init__(self, recipe: Recipe, seed: int, world: World, algorithm: Objective, refit: Refit | None):
         self._recipe = recipe
@@ -33,94 +51,147 @@ class TrainRole:
         self._refit = refit
         self._updates: list[Update] = []
         self._batches: list[list[PackedBatch]] = []  # the microbatches of each update
-        self._backend: TrainBackend
+        self._models: dict[str, TrainBackend] = {}
         self._background = Background()
+
+    @property
+    def _policy(self) -> TrainBackend:
+        return self._models["policy"]
 
     @verb("setup")
     def setup(self) -> DataPlace:
-        with self._world.phase("load model"):
-            self._backend = train.build(self._recipe.policy, self._world.own, self._seed, self._algorithm.needs.reference)
-        return DataPlace(self._backend.data_rank, self._backend.data_size)
+        recipe, needs = self._recipe, self._algorithm.needs
+        self._build("policy", recipe.policy, Use(needs.head, reference=needs.reference, entropy=needs.entropy))
+        if needs.critic:
+            self._build("critic", config.critic(recipe), Use("values"))
+        if needs.teacher_top_k:
+            self._build("teacher", config.teacher(recipe), Use(trained=False, offload=recipe.teacher.cpu_offload))
+        environment = config.reward_model(recipe)
+        if environment and environment.served_by == "train":
+            with self._world.phase("load reward model"):
+                self._scorer = Scorer(config.judge(recipe), self._world.own, self._seed, environment.cpu_offload)
+        return DataPlace(self._policy.data_rank, self._policy.data_size)
+
+    def _build(self, name: str, policy: PolicyConfig, use: Use) -> None:
+        with self._world.phase(f"load {name}"):
+            self._models[name] = train.build(policy, self._world.own, self._seed, use)
 
     @verb("train")
     def load(self, updates: list[Update]) -> None:
         """Take a step's samples; they stay until the next `load`."""
         with self._world.phase("pack"):
             self._updates = updates
-            self._batches = [_pack(update.samples, update.train, self._backend.device) for update in updates]
+            self._batches = [_pack(update.samples, update.train, self._policy.device) for update in updates]
 
     @verb("train")
     def forward(self) -> None:
-        """Add the log-probs that the algorithm needs from before the first update."""
-        with self._world.phase("forward"):
-            for field, model, wanted in (
-                ("old_logprobs", "policy", self._algorithm.needs.old),
-                ("reference_logprobs", "reference", self._algorithm.needs.reference),
-            ):
-                if wanted:
-                    self._batches = [
-                        _attach(field, self._per_sample_logprobs(update, model), update, batches)
-                        for update, batches in zip(self._updates, self._batches, strict=True)
-                    ]
+        """Add what the algorithm needs of the models as they are before the first update."""
+        needs = self._algorithm.needs
+        if needs.old:
+            self._attach(lambda out: {"old_logprobs": out.logprobs}, "policy")
+        if needs.reference:
+            self._attach(lambda out: {"reference_logprobs": out.logprobs}, "policy", weights="reference")
+        if needs.critic:
+            self._attach(lambda out: {"old_values": out.values}, "critic")
+        if needs.teacher_top_k:
+            self._attach(lambda out: {"teacher": out.top_k}, "teacher", top_k=needs.teacher_top_k)
 
-    def _per_sample_logprobs(self, update: Update, model: str) -> dict[int, torch.Tensor]:
-        """`[L]` float32 by position in `update.samples`."""
-        batches = _pack(update.samples, update.forward, self._backend.device)
-        found = {}
-        for members, logprobs in zip(update.forward, self._backend.forward(batches, model), strict=True):
-            if members:
-                lengths = [len(update.samples[i].tokens) for i in members]
-                found |= dict(zip(members, logprobs.split(lengths), strict=True))
+    def _attach(self, fields: Callable[[Outputs], dict[str, Any]], model: str, weights: str = "policy", top_k: int = 0) -> None:
+        """More fields for the training microbatches, of what a model says of them."""
+        backend = self._models[model]
+        with self._world.phase(f"forward of the {'reference' if weights == 'reference' else model}"):
+            for i, update in enumerate(self._updates):
+                outputs = backend.forward(_pack(update.samples, update.forward, backend.device), weights, top_k)
+                self._batches[i] = [
+                    dataclasses.replace(batch, **fields(out))
+                    for batch, out in zip(self._batches[i], regroup(outputs, update), strict=True)
+                ]
+
+    @verb("train")
+    def estimate(self) -> list[Moments]:
+        """Make advantages of what `forward` added; of each update their moments."""
+        with self._world.phase("estimate"):
+            self._batches = [[self._algorithm.estimate(batch) for batch in batches] for batches in self._batches]
+            return [moments(batches) for batches in self._batches]
+
+    @verb("train")
+    def standardize(self, to: Standard) -> None:
+        """What `estimate` found on all ranks together."""
+        self._batches = [[standardize(batch, to) for batch in batches] for batches in self._batches]
+        self._updates = [
+            dataclasses.replace(update, counts=counts) for update, counts in zip(self._updates, to.counts, strict=True)
+        ]
+
+    @verb("train")
+    def step(self, models: list[str]) -> dict[str, list[dict[str, float]]]:
+        """For each of the algorithm's epochs, for each loaded update, one optimizer step of each model; their metrics."""
+        found: dict[str, list[dict[str, float]]] = {model: [] for model in models}
+        for _ in range(self._algorithm.needs.epochs):
+            for update, batches in zip(self._updates, self._batches, strict=True):
+                for model in models:
+                    with self._world.phase(f"step of the {model}"):
+                        loss = functools.partial(_loss, self._algorithm.losses[model], update.counts)
+                        found[model].append(self._models[model].step(batches, loss).metrics)
         return found
 
     @verb("train")
-    def step(self) -> list[dict[str, float]]:
-        """One optimizer step per loaded update; the metrics of each."""
-        with self._world.phase("step"):
-            return [
-                self._backend.step(
-                    batches, lambda lp, batch, counts=update.counts: self._algorithm.loss(lp, batch, counts)
-                ).metrics
-                for update, batches in zip(self._updates, self._batches, strict=True)
-            ]
+    def evaluate(self, update: Update) -> dict[str, float]:
+        """This data rank's shares of the loss and of each metric that adds up, without a gradient."""
+        needs, loss = self._algorithm.needs, self._algorithm.losses["policy"]
+        with self._world.phase("evaluate"):
+            batches = _pack(update.samples, update.forward, self._policy.device)
+            if needs.reference:
+                reference = self._policy.forward(batches, "reference")
+                batches = [
+                    dataclasses.replace(batch, reference_logprobs=out.logprobs)
+                    for batch, out in zip(batches, reference, strict=True)
+                ]
+            shares: dict[str, float] = {}
+            for outputs, batch in zip(self._policy.forward(batches), batches, strict=True):
+                share = loss(outputs, batch, update.counts)
+                for name, value in {"loss": share.loss, **share.metrics}.items():
+                    if not name.endswith(("_max", "_min", "_histogram")):
+                        shares[name] = shares.get(name, 0.0) + value.item()
+            return shares
 
     @verb("train")
-    def evaluate(self, update: Update) -> float:
-        """This data rank's share of the loss, without a gradient."""
-        with self._world.phase("evaluate"):
-            batches = _pack(update.samples, update.forward, self._backend.device)
-            return sum(
-                self._algorithm.loss(logprobs, batch, update.counts).loss.item()
-                for logprobs, batch in zip(self._backend.forward(batches), batches, strict=True)
-            )
+    def score(self, work: ScoreWork) -> list[float]:
+        """By the reward model that the train ranks serve."""
+        with self._world.phase("score"):
+            return self._scorer.score(work)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._backend.shapes
+        return self._policy.shapes
 
     @verb("setup")
     def layout(self) -> Table:
         """What this rank holds."""
         with self._world.phase("layout"):
-            return table(self._backend.layout(), self._backend.shapes)
+            return table(self._policy.layout(), self._policy.shapes)
 
     @verb("setup")
     def follow(self, plan: RankPlan) -> None:
         """Send by this plan from now on."""
         with self._world.phase("plan"):
-            self._refit.prepare(self._backend.layout(), None, plan)
+            self._refit.prepare(self._policy.layout(), None, plan)
 
     @verb("refit")
     def send(self) -> Report:
         with self._world.phase("send"):
-            return self._refit.send(self._backend)
+            return self._refit.send(self._policy)
 
     @verb("save")
     def save(self, folder: str) -> None:
         """With checkpointing.async_save, only copy what is to be written, and let a thread write it."""
         behind = self._recipe.checkpointing.async_save
         with self._world.phase("write"):
-            write = functools.partial(self._backend.shards(copy=behind).write, Path(folder), self._world.own.rank())
+            shards = {self._place(model, folder): self._models[model].shards(copy=behind) for model in self._algorithm.losses}
+
+            def write() -> None:
+                for place, held in shards.items():
+                    held.write(place, self._world.own.rank())
+
             if behind:
                 self._background.start(write)
             else:
@@ -137,23 +208,23 @@ class TrainRole:
     @verb("save")
     def restore(self, folder: str) -> None:
         with self._world.phase("read"):
-            self._backend.load(Path(folder))
+            for model in self._algorithm.losses:
+                self._models[model].load(self._place(model, folder))
+
+    def _place(self, model: str, folder: str) -> Path:
+        """Where a checkpoint has a model."""
+        return Path(folder) if model == "policy" else Path(folder) / model
 
     @verb("save")
     def export(self, folder: str) -> None:
         """Write a Hugging Face checkpoint."""
         with self._world.phase("export"):
-            export(self._backend, self._recipe.policy, Path(folder), writes=self._world.rank == 0)
+            export(self._policy, self._recipe.policy, Path(folder), writes=self._world.rank == 0)
 
 
 def _pack(samples: list[Sample], microbatches: list[list[int]], device: torch.device) -> list[PackedBatch]:
     return [pack([samples[i] for i in members], device) for members in microbatches]
 
 
-def _attach(field: str, logprobs: dict[int, torch.Tensor], update: Update, batches: list[PackedBatch]) -> list[PackedBatch]:
-    """The training microbatches with one more field, put together from samples."""
-    attached = []
-    for members, batch in zip(update.train, batches, strict=True):
-        values = [logprobs[i] for i in members] or [torch.zeros_like(batch.generate_logprobs)]
-        attached.append(dataclasses.replace(batch, **{field: torch.cat(values)}))
-    return attached
+def _loss(loss: Loss, counts: GlobalCounts, outputs: Outputs, batch: PackedBatch) -> LossOutput:
+    return loss(outputs, batch, counts)

@@ -1,0 +1,119 @@
+"""Every tiny recipe as a whole run of two steps, from an untrained model; that each one learns is shown by `python -m tests.curves`.
+
+An environment that rewards digits stands in for the recipes' own, in which an untrained model earns nothing.
+"""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline import config
+from tests.end_to_end.runs import LOCAL, ROOT, Fault, submit
+
+ONLINE = [
+    "needs=[]",
+    "policy.generation.backend=transformers",
+    "policy.generation.max_new_tokens=10",
+    "env.addition.kind=tests.end_to_end.environment.Digits",
+    "env.addition.kwargs={}",
+]
+QUICK = [
+    "tiny_dapo",
+    "tiny_distillation",
+    "tiny_dpo",
+    "tiny_grpo_rm",
+    "tiny_ppo",
+    "tiny_rm",
+]  # the others differ in the loss alone
+NAMES = sorted(path.stem for path in config.RECIPES.glob("tiny_*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """Untrained models in folders: policy/, and judge/, which gives one number to a sequence."""
+    from transformers import AutoConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    LlamaForCausalLM(AutoConfig.from_pretrained(ROOT / "recipes/tiny")).save_pretrained(folder / "policy")
+    LlamaForSequenceClassification(AutoConfig.from_pretrained(ROOT / "recipes/tiny", num_labels=1)).save_pretrained(
+        folder / "judge"
+    )
+    for path in folder.iterdir():
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(ROOT / "recipes/tiny" / name, path / name)
+    return folder
+
+
+def arguments(name: str, models: Path, steps: int) -> list[str]:
+    recipe = config.load(name)
+    key = recipe.algorithm
+    found = [
+        f"recipe={name}",
+        *LOCAL,
+        f"{key}.max_num_steps={steps}",
+        f"{key}.val_period=0",
+        f"{key}.val_at_start=false",
+        f"{key}.val_at_end=true",
+        f"{key}.max_val_samples=8",
+        f"policy.model_name={models / 'policy'}",
+        "policy.random_init=false",
+        "policy.scheduler=null",
+        "needs=[]",
+    ]
+    if config.generates(recipe):
+        found += ONLINE + (["env.reward.model_name=" + str(models / "judge")] if config.reward_model(recipe) else [])
+    if key == "ppo":
+        found += ["ppo.policy_training_start_step=1"]
+    if key == "distillation":
+        found += [f"teacher.model_name={models / 'policy'}"]
+    return found
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.long) for n in NAMES])
+def test_runs(name, models, tmp_path):
+    run = submit(tmp_path / "run", *arguments(name, models, steps=2))
+    assert run.status == 0, run.output
+    first, last = run.metrics()
+    assert [first["step"], last["step"]] == [1, 2]
+    losses = [line[key] for line in (first, last) for key in ("train/loss", "critic/loss", "val/loss") if key in line]
+    assert losses and all(map(math.isfinite, losses))
+    recipe = config.load(name)
+    if recipe.algorithm == "dpo":
+        assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    if recipe.algorithm == "ppo":
+        assert "train/loss" not in first and "train/loss" in last  # the critic learns alone at first
+    if recipe.algorithm == "distillation":  # the teacher is the student as it was
+        assert abs(first["train/loss"]) < 1e-6 < last["train/loss"]
+    if recipe.algorithm == "grpo" and recipe.policy.train_global_batch_size == 128:  # one update a step: pi is pi_old
+        assert first["train/ppo_kl"] == last["train/ppo_kl"] == 0
+    if recipe.algorithm == "grpo" and not recipe.loss_fn.disable_ppo_ratio and recipe.policy.train_global_batch_size == 128:
+        assert first["train/ratio_max"] == first["train/ratio_min"] == 1
+
+
+def test_a_killed_ppo_run_goes_on_to_the_last_bit(models, tmp_path):
+    """The critic and its optimizer are part of a checkpoint."""
+    same = [*arguments("tiny_ppo", models, steps=4), "checkpointing.save_period=1", "ppo.num_prompts_per_step=16"]
+    same += ["policy.train_global_batch_size=8"]
+    whole = submit(tmp_path / "whole", *same)
+    assert whole.status == 0, whole.output
+    broken = submit(tmp_path / "run", *same, fault=Fault("step of the critic", victim=1, actor=0, count=9))
+    assert broken.status == 1, broken.output
+    assert [line["step"] for line in broken.metrics()] == [1, 2]
+    rerun = submit(tmp_path / "run", *same)
+    assert rerun.status == 0, rerun.output
+    assert rerun.metrics() == whole.metrics()
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_a_rate_of_0_leaves_weights_as_they_were(backend, models, tmp_path):
+    same = ["policy.optimizer.kwargs.lr=0", "checkpointing.save_consolidated=true", f"policy.{backend}_cfg.enabled=true"]
+    run = submit(tmp_path / "run", *arguments("tiny_sft", models, steps=2), *same)
+    assert run.status == 0, run.output
+    before, after = (load_file(folder / "model.safetensors") for folder in (models / "policy", tmp_path / "run/hf"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
