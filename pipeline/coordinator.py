@@ -16,7 +16,8 @@ from pipeline.algorithms.standardize import standard
 from pipeline.checkpoint import Checkpoint, Checkpoints
 from pipeline.config import GenerationConfig, Recipe
 from pipeline.data.batches import share
-from pipeline.data.stream import ExampleStream, PairStream, PromptStream, Stream, flat
+from pipeline.data.preferences import Pair
+from pipeline.data.stream import ExampleStream, PairStream, PromptStream, Stream
 from pipeline.experience import Experience
 from pipeline.metrics import Metrics, mean_metrics, rollout_metrics
 from pipeline.refit.coordination import Refits
@@ -145,7 +146,9 @@ def run_online(
     return step
 
 
-def run_offline(run: Run, algorithm: Objective, examples: ExampleStream | PairStream, validation: list[Sample]) -> int:
+def run_offline(
+    run: Run, algorithm: Objective, examples: ExampleStream | PairStream, validation: list[Sample] | list[Pair]
+) -> int:
     """Learn from examples; the step it ended at."""
     recipe, section, train = run.recipe, config.section(run.recipe), run.train
     together = algorithm.needs.together
@@ -153,8 +156,8 @@ def run_offline(run: Run, algorithm: Objective, examples: ExampleStream | PairSt
 
     def validate() -> dict[str, float]:
         with metrics.clock("validation"):
-            everything = len(validation) // together
-            parts = [updates[0] for updates in share(validation, recipe.policy, run.places, everything, together)]
+            updates = share(_flat(validation), recipe.policy, run.places, len(validation), together)
+            parts = [update for (update,) in updates]
             shares = run.of_data_ranks(train.evaluate(parts=parts).result())
         return {f"val/{name}": sum(share[name] for share in shares) for name in shares[0]}
 
@@ -163,7 +166,7 @@ def run_offline(run: Run, algorithm: Objective, examples: ExampleStream | PairSt
     size = recipe.policy.train_global_batch_size
     items = examples.take(size)
     while step < section.max_num_steps and len(items) == size:
-        samples = flat(items)
+        samples = _flat(items)
         with metrics.clock("step"), metrics.clock("train"):
             values = run.learn(algorithm, samples, ["policy"])
         step += 1
@@ -180,6 +183,10 @@ def run_offline(run: Run, algorithm: Objective, examples: ExampleStream | PairSt
     run.settle(wait=True)
     metrics.close()
     return step
+
+
+def _flat(items: list[Sample] | list[Pair]) -> list[Sample]:
+    return [sample for item in items for sample in (item if isinstance(item, tuple) else (item,))]
 
 
 def _due(period: int, step: int) -> bool:

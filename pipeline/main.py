@@ -13,12 +13,14 @@ from pipeline.config import PolicyConfig, Recipe
 from pipeline.coordinator import Run, run_offline, run_online
 from pipeline.data import build_streams
 from pipeline.data.chat import load_tokenizer
+from pipeline.experience import Experience
 from pipeline.refit.base import Refit
 from pipeline.refit.broadcast import BroadcastRefit
 from pipeline.refit.coordination import Refits
 from pipeline.refit.planned import PlannedRefit
 from pipeline.remote import Mailbox, Remote
 from pipeline.roles import GenerateRole, RewardRole, TrainRole
+from pipeline.scoring import Scoring
 from pipeline.watchdog import Failure, Watchdog
 from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
 
@@ -66,23 +68,27 @@ def _refit(policy: PolicyConfig, world: World) -> Refit:
 
 
 def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, role: TrainRole) -> None:
-    timeouts, realms = recipe.cluster.timeouts, world.realms
+    timeouts, realms, algorithm = recipe.cluster.timeouts, world.realms, algorithms.build(recipe)
     train = Remote(mailbox, world, realms.train, TrainRole, timeouts, role)
     generate = Remote(mailbox, world, realms.generate, GenerateRole, timeouts)
-    engines_up = generate.setup()
+    reward = Remote(mailbox, world, realms.reward, RewardRole, timeouts)
+    others_up = [generate.setup(), reward.setup()]
     with world.phase("load data", verb="setup"):
         tokenizer = load_tokenizer(recipe.policy.tokenizer)
         stream, validation = build_streams(recipe, tokenizer)
     places = train.setup().result()
-    engines_up.result()
+    _, judges = [other.result() for other in others_up]
     checkpoints = Checkpoints(run_dir, world.place.folder.name, recipe.checkpointing)
     run = Run(recipe, run_dir, checkpoints, train, places, tokenizer)
     if config.generates(recipe):
         nodes = {rank: world.node(rank) for rank in range(world.size)}
         refits = Refits(recipe, realms, train, generate, role.shapes, nodes)
-        step = run_online(run, algorithms.build(recipe), generate, refits, realms, stream, validation)
+        judge = None
+        if config.reward_model(recipe):
+            judge = Scoring(recipe, *((reward, judges) if realms.reward else (train, places)), tokenizer)
+        experience = Experience(recipe.algorithm, config.section(recipe), generate, realms, judge)
+        step = run_online(run, algorithm, experience, refits, stream, validation)
     else:
-        step = run_offline(run, stream, validation)
+        step = run_offline(run, algorithm, stream, validation)
     checkpoints.link_latest(run_dir / "hf", "hf")
     write_durably(run_dir / "done.json", json.dumps({"step": step}))
-

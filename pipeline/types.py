@@ -188,15 +188,23 @@ class PackedBatch:
     teacher: TopK | None = None  # the teacher's most likely tokens
 
 
+# The bins of a `_histogram` metric, over log x: 20 to a decade of |log x|, and one around 0, for x that are 1 but for rounding.
+BIN_EDGES = np.concatenate([-np.geomspace(10, 1e-6, 141), np.geomspace(1e-6, 10, 141)])  # the outermost bins are open
+BINS = len(BIN_EDGES) + 1
+
+
 @dataclass(frozen=True, slots=True)
 class LossOutput:
     """A microbatch's share of the loss and of each metric: sums over its tokens, already divided by the global count.
 
     Shares add up over microbatches and data-parallel ranks; a metric whose name ends in `_max` or `_min` is combined by that.
+    Two kinds are vectors, which add up, and of which pipeline/train/outputs.py makes numbers:
+        X_histogram  [BINS]: the share of tokens whose log x is in each bin; becomes the quantiles X_p01, X_p50, X_p99 of x
+        X_moments    [4]: means of a, a^2, b, b^2; becomes X = 1 - Var b / Var a
     """
 
     loss: torch.Tensor  # [] float32, with a graph
-    metrics: dict[str, torch.Tensor]  # each [] float32, detached
+    metrics: dict[str, torch.Tensor]  # each float32, detached
 
 
 @dataclass(frozen=True, slots=True)

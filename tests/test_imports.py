@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 DOWNHILL = [
     ("main",),
     ("coordinator",),
+    ("experience", "scoring"),
     ("roles",),
     ("rollout", "refit"),
     ("algorithms", "train", "generate", "environments", "remote"),

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeline.algorithms.dapo import varies
+from pipeline.algorithms.dr_grpo import centered
+from pipeline.algorithms.rloo import leave_one_out
+
 EPSILON = 1e-6  # keeps the division finite, as NeMo-RL's; a group without variance is given no advantage at all
 
 
-def group_advantages(rewards: np.ndarray, leave_one_out: bool, normalize: bool) -> np.ndarray:
+def group_advantages(rewards: np.ndarray, use_leave_one_out: bool, normalize: bool) -> np.ndarray:
     """A_i = (r_i - b_i) / s_i for the `[G]` float64 rewards of one prompt.
 
-    Baseline b_i: the mean of the group (GRPO, https://arxiv.org/abs/2402.03300), or of the others (leave-one-out, RLOO,
-    https://arxiv.org/abs/2402.14740). Scale s_i, if `normalize`: the unbiased standard deviation of the same rewards that made
-    the baseline. With fewer than two of them, or where they do not vary, the advantage stays undivided.
+    Baseline b_i: the mean of the group (GRPO, https://arxiv.org/abs/2402.03300), or of the others (RLOO). Scale s_i, if
+    `normalize`: the unbiased standard deviation of the same rewards that made the baseline. With fewer than two of them, or
+    where they do not vary, the advantage stays undivided.
     """
     rewards = np.asarray(rewards, np.float64)
-    size = len(rewards)
-    if size == 1:
-        return np.zeros(1) if leave_one_out else rewards - rewards
-    if not leave_one_out:
-        advantages = rewards - rewards.mean()
-        deviation = np.full(size, rewards.std(ddof=1))
-    else:
-        others = np.stack([np.delete(rewards, i) for i in range(size)])  # [G, G-1]
-        advantages = rewards - others.mean(1)
-        deviation = others.std(1, ddof=1) if size > 2 else np.zeros(size)
+    if not varies(rewards):
+        return np.zeros(len(rewards))
+    advantages = leave_one_out(rewards) if use_leave_one_out else centered(rewards)
     if not normalize:
         return advantages
-    return np.where(deviation > 0, advantages / (deviation + EPSILON), advantages)
+    deviations = _deviations(rewards, use_leave_one_out)
+    return np.where(deviations > 0, advantages / (deviations + EPSILON), advantages)
+
+
+def _deviations(rewards: np.ndarray, use_leave_one_out: bool) -> np.ndarray:
+    """`[G]`: of the rewards that made each one's baseline; 0 of fewer than two."""
+    behind = [np.delete(rewards, i) if use_leave_one_out else rewards for i in range(len(rewards))]
+    return np.array([of.std(ddof=1) if varies(of) else 0.0 for of in behind])  # that of equal numbers may round to above 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.types import GlobalCounts, PackedBatch
+from pipeline.types import BIN_EDGES, BINS, GlobalCounts, PackedBatch
 
 
 def masked_share(values: torch.Tensor, batch: PackedBatch, counts: GlobalCounts, token_level: bool = True) -> torch.Tensor:
@@ -12,13 +12,9 @@ def masked_share(values: torch.Tensor, batch: PackedBatch, counts: GlobalCounts,
 
     Token level: every token weighs the same. Sequence level: the mean within each sequence, then the mean over sequences.
     """
-    masked = torch.where(batch.loss_mask, values, 0.0)  # where, not *: an entry outside the mask may be inf or nan
     if token_level:
-        return masked.sum() / max(1, counts.tokens)
-    sequence = _sequence_of_token(batch)
-    sums = masked.new_zeros(len(batch.lengths)).index_add(0, sequence, masked)
-    sizes = masked.new_zeros(len(batch.lengths)).index_add(0, sequence, batch.loss_mask.to(masked.dtype))
-    return (sums / sizes.clamp(min=1)).sum() / max(1, counts.sequences)
+        return counted(values, batch).sum() / max(1, counts.tokens)
+    return sequence_means(values, batch).sum() / max(1, counts.sequences)
 
 
 def masked_extreme(values: torch.Tensor, batch: PackedBatch, largest: bool) -> torch.Tensor:
@@ -28,9 +24,34 @@ def masked_extreme(values: torch.Tensor, batch: PackedBatch, largest: bool) -> t
     return torch.where(batch.loss_mask, values, torch.inf).min()
 
 
+def histogram_share(logs: torch.Tensor, batch: PackedBatch, counts: GlobalCounts) -> torch.Tensor:
+    """`[T]` log x -> `[BINS]`: in each bin of `BIN_EDGES` this batch's share of all counted tokens."""
+    bins = torch.bucketize(logs, torch.as_tensor(BIN_EDGES, dtype=logs.dtype, device=logs.device))
+    return logs.new_zeros(BINS).index_add(0, bins, batch.loss_mask.to(logs.dtype)) / max(1, counts.tokens)
+
+
+def counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """`[T]`: 0 where the mask is False, whatever is there (inf and nan too), and with no gradient."""
+    return torch.where(batch.loss_mask, values, 0)
+
+
+def sequence_sums(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """`[T]` -> `[S]`: the sum over each sequence's counted tokens."""
+    values = counted(values, batch)
+    return values.new_zeros(len(batch.lengths)).index_add(0, _sequence_of_token(batch), values)
+
+
+def sequence_means(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """`[T]` -> `[S]`: the mean over each sequence's counted tokens; 0 for a sequence without any."""
+    return sequence_sums(values, batch) / sequence_sums(torch.ones_like(values), batch).clamp(min=1)
+
+
+def per_token(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """`[S]` -> `[T]`: each sequence's value at all of its tokens."""
+    return values[_sequence_of_token(batch)]
+
+
 def _sequence_of_token(batch: PackedBatch) -> torch.Tensor:
     """`[T]` int64: which sequence each token belongs to."""
-    lengths = torch.tensor(batch.lengths, device=batch.tokens.device)
-    return torch.repeat_interleave(
-        torch.arange(len(batch.lengths), device=lengths.device), lengths, output_size=len(batch.tokens)
-    )
+    ends = batch.cu_seqlens[1:]
+    return torch.bucketize(torch.arange(len(batch.tokens), device=ends.device), ends, right=True)

@@ -7,15 +7,16 @@ The mask (assistant turns only) is the data's. Left out: weighting of examples.
 
 from __future__ import annotations
 
-import torch
-
 from pipeline.algorithms.base import Needs
 from pipeline.algorithms.reductions import masked_share
-from pipeline.types import GlobalCounts, LossOutput, PackedBatch
+from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
 
 
 class SFT:
     needs = Needs()
 
-    def loss(self, logprobs: torch.Tensor, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
-        return LossOutput(masked_share(-logprobs, batch, counts), {})
+    def __init__(self) -> None:
+        self.losses = {"policy": self.loss}
+
+    def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
+        return LossOutput(masked_share(-outputs.logprobs, batch, counts), {})

@@ -2,8 +2,8 @@
 
     A <- (A - mean) / sqrt(max(var, 1e-8))
 
-with the biased variance, as NeMo-RL's REINFORCE++ and PPO have it. Each data rank sums up its own tokens in float64, rank 0 adds
-the sums up and tells all ranks what to subtract and multiply by. The counts go along: `estimate` may have cleared a mask.
+with the biased variance, as NeMo-RL's REINFORCE++ and PPO have it. Each data rank sums up its own tokens in float64, rank 0
+adds the sums up and tells all ranks what to subtract and multiply by. The counts go along: `estimate` may have cleared a mask.
 """
 
 from __future__ import annotations

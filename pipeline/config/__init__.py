@@ -34,7 +34,7 @@ from pipeline.config.megatron import (
     MegatronOptimizerConfig,
     MegatronSchedulerConfig,
 )
-from pipeline.config.models import critic, judge, reward_model, teacher
+from pipeline.config.models import critic, judge, models, reward_environment, reward_model, serves_rewards, teacher
 from pipeline.config.reading import RECIPES, complete, find, load, read, to_yaml, write
 from pipeline.config.schema import (
     ENVIRONMENT_KINDS,
@@ -133,11 +133,14 @@ __all__ = [
     "generates",
     "judge",
     "load",
+    "models",
     "ranks",
     "ranks_per_node",
     "read",
+    "reward_environment",
     "reward_model",
     "section",
+    "serves_rewards",
     "teacher",
     "to_yaml",
     "uses_megatron",

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from omegaconf import OmegaConf
 
-from pipeline.config import megatron_checks
+from pipeline.config import algorithm_checks, megatron_checks
+from pipeline.config.algorithms import OFFLINE, ONLINE
 from pipeline.config.errors import RecipeError
 from pipeline.config.layout import asked_backend, check_divides, check_layout
-from pipeline.config.schema import PRECISIONS, Recipe, generates
+from pipeline.config.models import check_reward_model
+from pipeline.config.schema import PRECISIONS, PolicyConfig, Recipe, generates, section
 
 CHOICES = {
-    "algorithm": ("grpo", "sft"),
+    "algorithm": (*ONLINE, *OFFLINE),
     "policy.precision": tuple(PRECISIONS),
     "policy.generation.backend": ("vllm", "transformers"),
     "policy.generation.refit_transport": ("planned", "delta", "broadcast"),
-    "loss_fn.reference_policy_kl_type": ("k1", "k2", "k3"),
     "data.overlong_prompts": ("error", "drop"),
     "cluster.executor": ("auto", "slurm", "local"),
 }
 
 AT_LEAST = {
-    "grpo.num_prompts_per_step": 1,
-    "grpo.num_generations_per_prompt": 1,
     "policy.train_global_batch_size": 1,
     "policy.train_micro_batch_size": 1,
     "policy.logprob_batch_size": 1,
@@ -51,35 +50,22 @@ def validate(recipe: Recipe) -> None:
     What depends on the train backend is only checked once that is chosen: `launch/backend.py` calls this again.
     """
     config = OmegaConf.structured(recipe)
-    for key, choices in (CHOICES | megatron_checks.CHOICES).items():
+    for key, choices in (CHOICES | algorithm_checks.CHOICES | megatron_checks.CHOICES).items():
         if (value := OmegaConf.select(config, key)) not in choices:
             raise RecipeError(f"{key}: '{value}' is not one of: {', '.join(str(c) for c in choices if c is not None)}")
-    for key, least in (AT_LEAST | megatron_checks.AT_LEAST).items():
+    for key, least in (AT_LEAST | algorithm_checks.AT_LEAST | megatron_checks.AT_LEAST).items():
         value = OmegaConf.select(config, key)
         if value is not None and value < least:  # what may not be null, the schema has refused
             raise RecipeError(f"{key}: {value} is too small; at least {least}")
-    _check_batch(recipe)
+    algorithm_checks.check_algorithm(recipe)
+    _check_packing(recipe.policy)
     _check_world(recipe)
     _check_validation(recipe)
     if generates(recipe):
         _check_sampling(recipe)
 
 
-def _check_batch(recipe: Recipe) -> None:
-    policy = recipe.policy
-    if recipe.algorithm == "grpo":
-        samples = recipe.grpo.num_prompts_per_step * recipe.grpo.num_generations_per_prompt
-        if samples % policy.train_global_batch_size:
-            raise RecipeError(
-                f"policy.train_global_batch_size: {policy.train_global_batch_size} does not divide the {samples} samples of a"
-                f" step (grpo.num_prompts_per_step {recipe.grpo.num_prompts_per_step} x grpo.num_generations_per_prompt"
-                f" {recipe.grpo.num_generations_per_prompt}); {samples} makes it one update per step"
-            )
-        if recipe.grpo.use_leave_one_out_baseline and recipe.grpo.num_generations_per_prompt < 2:
-            raise RecipeError(
-                "grpo.num_generations_per_prompt: 1 leaves nothing for a leave-one-out baseline; at least 2, or"
-                " grpo.use_leave_one_out_baseline=false"
-            )
+def _check_packing(policy: PolicyConfig) -> None:
     for key in ("train_mb_tokens", "logprob_mb_tokens"):
         tokens = getattr(policy.sequence_packing, key)
         if policy.sequence_packing.enabled and tokens < policy.max_total_sequence_length:
@@ -90,6 +76,7 @@ def _check_batch(recipe: Recipe) -> None:
 
 
 def _check_world(recipe: Recipe) -> None:
+    check_reward_model(recipe)
     if asked_backend(recipe.policy) == "megatron":
         megatron_checks.check_megatron(recipe.policy)
     check_layout(recipe)
@@ -123,8 +110,7 @@ def _check_engine(recipe: Recipe) -> None:
 
 
 def _check_validation(recipe: Recipe) -> None:
-    section = getattr(recipe, recipe.algorithm)
-    wanted = [key for key in ("val_period", "val_at_start", "val_at_end") if getattr(section, key)]
+    wanted = [key for key in ("val_period", "val_at_start", "val_at_end") if getattr(section(recipe), key)]
     if wanted and recipe.data.validation is None:
         raise RecipeError(
             f"{recipe.algorithm}.{wanted[0]}: there is nothing to validate on; data.validation must name a data set"

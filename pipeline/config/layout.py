@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 from pipeline.config.errors import RecipeError
+from pipeline.config.models import serves_rewards
 from pipeline.config.schema import ComponentConfig, PolicyConfig, Recipe, expert_tensor_parallel_size, ranks, ranks_per_node
 
 Backend = Literal["megatron", "dtensor"]
@@ -41,15 +42,30 @@ def decided(recipe: Recipe, backend: Backend) -> Recipe:
 
 
 def check_layout(recipe: Recipe) -> None:
-    """Raises RecipeError if the train ranks cannot be divided as the chosen backend's keys have it."""
+    """Raises RecipeError if the ranks that hold models cannot be divided as the chosen backend's keys have it."""
     backend = asked_backend(recipe.policy)
-    if backend == "megatron":
-        _check_megatron(recipe)
-    elif backend == "dtensor":
-        size = recipe.policy.dtensor_cfg.tensor_parallel_size
-        check_divides(f"{DTENSOR}.tensor_parallel_size", size, recipe.cluster.train, "train")
     if backend:
+        check_ranks(recipe.policy, backend, recipe.cluster.train, "train")
         _check_global_batch(recipe, backend)
+    if serves_rewards(recipe):
+        check_reward_ranks(recipe)
+
+
+def check_reward_ranks(recipe: Recipe) -> None:
+    """Of a reward component. The reward model is cut as the policy is, so the same keys must divide its ranks."""
+    reward = recipe.cluster.reward
+    if reward.nodes < 1:
+        raise RecipeError(f"cluster.reward.nodes: {reward.nodes} is too small; at least 1")
+    if backend := asked_backend(recipe.policy):
+        check_ranks(recipe.policy, backend, reward, "reward")
+
+
+def check_ranks(policy: PolicyConfig, backend: Backend, component: ComponentConfig, realm: str) -> None:
+    """Raises RecipeError if a realm's ranks cannot be divided as the policy's layout has it."""
+    if backend == "megatron":
+        _check_megatron(policy, component, realm)
+    else:
+        check_divides(f"{DTENSOR}.tensor_parallel_size", policy.dtensor_cfg.tensor_parallel_size, component, realm)
 
 
 def check_divides(key: str, size: int, component: ComponentConfig, realm: str) -> None:
@@ -74,24 +90,24 @@ def data_parallel_size(recipe: Recipe, backend: Backend) -> int:
     return ranks(recipe.cluster.train) // share
 
 
-def _check_megatron(recipe: Recipe) -> None:
+def _check_megatron(policy: PolicyConfig, component: ComponentConfig, realm: str) -> None:
     """What megatron.core.parallel_state and ModelParallelConfig would refuse, and the same for experts."""
-    m, train = recipe.policy.megatron_cfg, recipe.cluster.train
+    m = policy.megatron_cfg
     tensor, pipeline, context = m.tensor_model_parallel_size, m.pipeline_model_parallel_size, m.context_parallel_size
     check_divides(
         f"{MEGATRON}: tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline} x context_parallel_size"
         f" {context}",
         tensor * pipeline * context,
-        train,
-        "train",
+        component,
+        realm,
     )
     expert, expert_tensor = m.expert_model_parallel_size, expert_tensor_parallel_size(m)
     check_divides(
         f"{MEGATRON}: expert_model_parallel_size {expert} x expert_tensor_parallel_size {expert_tensor} x"
         f" pipeline_model_parallel_size {pipeline}",
         expert * expert_tensor * pipeline,
-        train,
-        "train",
+        component,
+        realm,
     )
     if m.sequence_parallel and tensor == 1:
         raise RecipeError(

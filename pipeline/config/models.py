@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from pipeline.config.errors import RecipeError
 from pipeline.config.schema import (
+    PRECISIONS,
     EnvironmentConfig,
     LoRAConfig,
     PolicyConfig,
@@ -16,12 +18,42 @@ from pipeline.config.schema import (
     generates,
 )
 
+SERVED_BY = ("train", "reward")  # which ranks may hold the reward model
 
-def reward_model(recipe: Recipe) -> EnvironmentConfig | None:
-    """The environment whose rewards a model gives; a recipe has one at most."""
+
+def reward_environment(recipe: Recipe) -> str | None:
+    """The key under `env` of the environment whose rewards a model gives; a recipe has one at most."""
     if not generates(recipe):
         return None
-    return next((environment for environment in recipe.env.values() if environment.kind == "reward_model"), None)
+    return next((name for name, environment in recipe.env.items() if environment.kind == "reward_model"), None)
+
+
+def reward_model(recipe: Recipe) -> EnvironmentConfig | None:
+    """The environment whose rewards a model gives."""
+    name = reward_environment(recipe)
+    return recipe.env[name] if name is not None else None
+
+
+def serves_rewards(recipe: Recipe) -> bool:
+    """Whether the reward model has ranks of its own, so that the job has a reward component."""
+    environment = reward_model(recipe)
+    return environment is not None and environment.served_by == "reward"
+
+
+def check_reward_model(recipe: Recipe) -> None:
+    """Raises RecipeError for what the environments say against themselves about reward models."""
+    kinds = {name: environment.kind for name, environment in recipe.env.items()}
+    if len(judges := [name for name, kind in kinds.items() if kind == "reward_model"]) > 1:
+        raise RecipeError(f"env: {' and '.join(judges)} are of kind reward_model; a recipe has one reward model at most")
+    for name, environment in recipe.env.items():
+        key, kind, model = f"env.{name}.model_name", environment.kind, environment.model_name
+        if kind == "reward_model" and model is None:
+            raise RecipeError(f"{key}: kind reward_model needs one, a folder or a Hugging Face name")
+        if kind != "reward_model" and model is not None:
+            raise RecipeError(f"{key}: {model}, but the kind is {kind}; only a reward_model has one")
+        for key, choices in (("served_by", SERVED_BY), ("precision", tuple(PRECISIONS))):
+            if (value := getattr(environment, key)) not in choices:
+                raise RecipeError(f"env.{name}.{key}: '{value}' is not one of: {', '.join(choices)}")
 
 
 def critic(recipe: Recipe) -> PolicyConfig:
@@ -40,6 +72,18 @@ def judge(recipe: Recipe) -> PolicyConfig:
     environment = reward_model(recipe)
     tokenizer = environment.tokenizer or TokenizerConfig(name=environment.model_name)
     return _cut_as_the_policy(recipe, environment, tokenizer=tokenizer)
+
+
+def models(recipe: Recipe) -> dict[str, PolicyConfig]:
+    """All models that the train backend holds, by the section of the recipe that describes them."""
+    found = {"policy": recipe.policy}
+    if recipe.algorithm == "ppo":
+        found["value"] = critic(recipe)
+    if recipe.algorithm == "distillation":
+        found["teacher"] = teacher(recipe)
+    if name := reward_environment(recipe):
+        found[f"env.{name}"] = judge(recipe)
+    return found
 
 
 def _cut_as_the_policy(recipe: Recipe, model: ValueConfig | TeacherConfig | EnvironmentConfig, **more: Any) -> PolicyConfig:

@@ -1,6 +1,7 @@
 """What a rank serves: the verbs of its realm. Rank 0 calls them through `pipeline/remote.py`."""
 
 from pipeline.roles.generate import GenerateRole
+from pipeline.roles.reward import RewardRole
 from pipeline.roles.train import TrainRole
 
-__all__ = ["GenerateRole", "TrainRole"]
+__all__ = ["GenerateRole", "RewardRole", "TrainRole"]

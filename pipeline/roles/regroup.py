@@ -10,8 +10,8 @@ from pipeline.types import Outputs, TopK, Update
 
 
 def regroup(outputs: Sequence[Outputs], update: Update) -> list[Outputs]:
-    """outputs: one for each of `update.forward`; the result has one for each of `update.train`. Of an empty microbatch, which is
-    one token that counts for nothing, all entries are 0."""
+    """outputs: one for each of `update.forward`; the result has one for each of `update.train`. Of an empty microbatch, which
+    is one token that counts for nothing, all entries are 0."""
     of_sample: dict[int, list[torch.Tensor]] = {}
     for members, output in zip(update.forward, outputs, strict=True):
         if members:

@@ -150,7 +150,7 @@ class TrainRole:
             for outputs, batch in zip(self._policy.forward(batches), batches, strict=True):
                 share = loss(outputs, batch, update.counts)
                 for name, value in {"loss": share.loss, **share.metrics}.items():
-                    if not name.endswith(("_max", "_min", "_histogram")):
+                    if not name.endswith(("_max", "_min", "_histogram", "_moments")):
                         shares[name] = shares.get(name, 0.0) + value.item()
             return shares
 

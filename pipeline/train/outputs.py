@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeline.types import LossOutput
+from pipeline.types import BIN_EDGES, LossOutput
+
+QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+SMALLEST_VARIANCE = 1e-8
 
 
 def reduce_outputs(
@@ -16,17 +20,21 @@ def reduce_outputs(
 ) -> dict[str, float]:
     """{"loss": ..., metric: ...} over all microbatches and all ranks of `group`, added up in float64.
 
-    counts: whether this rank's shares count; False where another rank of the group holds the same. Metrics whose name ends in
-    `_max` or `_min` are combined by that.
+    counts: whether this rank's shares count; False where another rank of the group holds the same. What becomes of a metric
+    follows from its name: see `LossOutput`.
     """
     names = sorted(outputs[0].metrics)
     extreme = [name for name in names if name.endswith(("_max", "_min"))]
     summed = [name for name in names if name not in extreme]
-    values = torch.stack([torch.stack([o.loss, *(o.metrics[n] for n in summed)]) for o in outputs]).to(device).double().sum(0)
+    sizes = [1, *(outputs[0].metrics[name].numel() for name in summed)]
+    rows = [torch.cat([o.loss.detach().reshape(1), *(o.metrics[name].reshape(-1) for name in summed)]) for o in outputs]
+    values = torch.stack(rows).to(device).double().sum(0)
     if not counts:
         values.zero_()
     dist.all_reduce(values, group=group)
-    result = dict(zip(["loss", *summed], values.tolist(), strict=True))
+    result = {}
+    for name, part in zip(["loss", *summed], values.cpu().split(sizes), strict=True):
+        result |= _numbers(name, part.numpy())
     if extreme:
         sign = torch.tensor([-1.0 if name.endswith("_min") else 1.0 for name in extreme], dtype=torch.float64, device=device)
         peaks = torch.stack([torch.stack([o.metrics[name] for name in extreme]) for o in outputs]).to(device).double()
@@ -34,6 +42,31 @@ def reduce_outputs(
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=group)
         result |= dict(zip(extreme, (peaks * sign).tolist(), strict=True))
     return result
+
+
+def _numbers(name: str, sums: np.ndarray) -> dict[str, float]:
+    """What is logged of a metric that adds up."""
+    if name.endswith("_histogram"):
+        return {f"{name.removesuffix('_histogram')}_{q}": value for q, value in quantiles(sums).items()}
+    if name.endswith("_moments"):
+        return {name.removesuffix("_moments"): explained_variance(*sums.tolist())}
+    return {name: float(sums.item())}
+
+
+def quantiles(shares: np.ndarray) -> dict[str, float]:
+    """Of x, from the `[BINS]` shares of log x: the middle of the bin that a quantile falls in, or the only edge of an open one.
+    nan if nothing was counted."""
+    middles = np.exp(np.concatenate([BIN_EDGES[:1], (BIN_EDGES[:-1] + BIN_EDGES[1:]) / 2, BIN_EDGES[-1:]]))
+    below = np.cumsum(shares)
+    if below[-1] == 0:
+        return dict.fromkeys(QUANTILES, float("nan"))
+    return {name: float(middles[np.searchsorted(below, q * below[-1])]) for name, q in QUANTILES.items()}
+
+
+def explained_variance(target: float, target_square: float, residual: float, residual_square: float) -> float:
+    """1 - Var residual / Var target, from the means of both and of their squares. Below 0: worse than a constant."""
+    variance = target_square - target**2
+    return 1 - (residual_square - residual**2) / max(variance, SMALLEST_VARIANCE)
 
 
 def broadcast_record(record: dict[str, float], source: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, float]:

@@ -1,13 +1,74 @@
 """SFT: the mean negative log-likelihood of counted tokens."""
 
+import numpy as np
 import torch
 
+from pipeline.algorithms.base import Needs
 from pipeline.algorithms.sft import SFT
-from pipeline.types import GlobalCounts
-from tests.algorithms.test_grpo import batch_of
+from pipeline.types import LossOutput, Outputs
+from tests.algorithms.packed import Packed, gradient_error, in_pieces, random_packed
+
+LENGTHS = (5, 3, 7, 2)
+
+
+def loss_of(packed: Packed) -> LossOutput:
+    return SFT().loss(Outputs(logprobs=packed.leaf), packed.batch, packed.counts)
+
+
+def reference_loss(logits: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """On padded rows, with what does not count labelled -100, as torch's cross-entropy has it."""
+    labels = torch.where(packed.batch.loss_mask, packed.batch.tokens, -100)
+    rows = torch.nn.utils.rnn.pad_sequence(logits.split(packed.batch.lengths), batch_first=True)
+    padded = torch.nn.utils.rnn.pad_sequence(labels.split(packed.batch.lengths), batch_first=True, padding_value=-100)
+    return torch.nn.functional.cross_entropy(rows.flatten(0, 1), padded.flatten())
+
+
+def largest_differences() -> dict[str, tuple[int, float, float]]:
+    """By algorithm: cases, largest difference of the losses and of the gradients from the reference's."""
+    losses, gradients = [], []
+    for seed in range(10):
+        packed = random_packed(LENGTHS, seed)
+        logits = torch.randn(len(packed.leaf), 11, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        logits.requires_grad_()
+        logprobs = logits.log_softmax(-1).gather(-1, packed.batch.tokens[:, None])[:, 0]
+        loss = SFT().loss(Outputs(logprobs=logprobs), packed.batch, packed.counts).loss
+        expected = reference_loss(logits, packed)
+        losses.append(abs(loss - expected).item())
+        gradients.append(gradient_error(loss, expected, logits))
+    return {"SFT": (len(losses), float(np.max(losses)), float(np.max(gradients)))}
+
+
+def test_against_the_reference():
+    ((cases, loss, gradient),) = largest_differences().values()
+    assert cases == 10 and loss < 1e-14 and gradient < 1e-14
 
 
 def test_loss_by_hand():
-    logprobs, batch = batch_of((3, 2), old=False, reference=False)
-    out = SFT().loss(logprobs, batch, GlobalCounts(tokens=3, sequences=2))
-    assert torch.isclose(out.loss, -(logprobs[1] + logprobs[2] + logprobs[4]) / 3)
+    packed = random_packed((3, 2))
+    with torch.no_grad():
+        packed.leaf.copy_(torch.tensor([0.0, -1.0, -2.5, 0.0, -0.5]))
+        packed.batch.loss_mask.copy_(torch.tensor([False, True, True, False, True]))
+    out = loss_of(packed)
+    assert out.loss.item() == 4 / 3 and out.metrics == {}
+
+
+def test_gradcheck():
+    packed = random_packed(LENGTHS)
+    assert torch.autograd.gradcheck(lambda x: SFT().loss(Outputs(logprobs=x), packed.batch, packed.counts).loss, (packed.leaf,))
+
+
+def test_however_sequences_are_cut_and_ordered():
+    packed = random_packed(LENGTHS)
+
+    def share(piece: Packed) -> LossOutput:
+        return SFT().loss(Outputs(logprobs=piece.logprobs), piece.batch, packed.counts)
+
+    whole = in_pieces(packed, [range(4)], share)
+    for cut in ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1], []]):
+        pieces = in_pieces(packed, cut, share)
+        for name, value in whole.items():
+            torch.testing.assert_close(pieces[name], value, rtol=0, atol=1e-15, msg=f"{name} in {cut}")
+
+
+def test_needs():
+    assert SFT().needs == Needs()

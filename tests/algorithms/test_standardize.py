@@ -7,7 +7,7 @@ import torch
 
 from pipeline.algorithms.standardize import moments, standard, standardize
 from pipeline.types import GlobalCounts
-from tests.algorithms.test_grpo import batch_of
+from tests.algorithms.sampled import random_sampled
 
 
 @pytest.fixture
@@ -19,8 +19,9 @@ def ranks():
         for _ in range(3):
             made[-1].append([])
             for lengths in ((5, 3), (2, 7, 4)):
-                batch = batch_of(lengths, seed=seed)[1]
-                made[-1][-1].append(dataclasses.replace(batch, advantages=batch.advantages * 3 + 40))
+                batch = random_sampled(seed, lengths=lengths).batch
+                values = batch.advantages * 3 + 40
+                made[-1][-1].append(dataclasses.replace(batch, advantages=values, loss_mask=batch.positions > 0))
                 seed += 1
     return made
 

@@ -1,4 +1,4 @@
-"""Every tiny recipe as a whole run of two steps, from an untrained model; that each one learns is shown by `python -m tests.curves`.
+"""Every tiny recipe as a whole run of two steps, from an untrained model. That each learns is shown by `python -m tests.curves`.
 
 An environment that rewards digits stands in for the recipes' own, in which an untrained model earns nothing.
 """
@@ -18,8 +18,8 @@ ONLINE = [
     "needs=[]",
     "policy.generation.backend=transformers",
     "policy.generation.max_new_tokens=10",
-    "env.addition.kind=tests.end_to_end.environment.Digits",
-    "env.addition.kwargs={}",
+    "env.digits.kind=tests.end_to_end.environment.Digits",
+    "data.validation.env_name=digits",
 ]
 QUICK = [
     "tiny_dapo",
@@ -66,7 +66,8 @@ def arguments(name: str, models: Path, steps: int) -> list[str]:
         "needs=[]",
     ]
     if config.generates(recipe):
-        found += ONLINE + (["env.reward.model_name=" + str(models / "judge")] if config.reward_model(recipe) else [])
+        learned = config.reward_model(recipe) is not None
+        found += [*ONLINE, f"env.reward.model_name={models / 'judge'}" if learned else "data.train.env_name=digits"]
     if key == "ppo":
         found += ["ppo.policy_training_start_step=1"]
     if key == "distillation":

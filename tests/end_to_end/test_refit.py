@@ -21,7 +21,7 @@ def whole(tmp_path_factory):
     [
         (Fault(**SECOND, message="flip"), ("refit to version 2 failed, version 1 stays", "differs in model.")),
         (Fault(**SECOND, message="drop"), ("(generate)", "round", "from rank")),
-        (Fault(**SECOND, message="die"), ("rank 1 was ended by",)),
+        (Fault(**SECOND, message="die"), ("rank 1 (train) was ended by",)),
     ],
     ids=["flipped bit", "dropped message", "killed sender"],
 )

@@ -1,0 +1,64 @@
+"""PPO: proximal policy optimization (https://arxiv.org/abs/1707.06347) with a critic, as RLHF has it
+(https://arxiv.org/abs/2203.02155).
+
+A model of its own says before each token what reward to expect. gae.py makes advantages and returns of that, on the train
+ranks; the policy's loss is GRPO's, policy_loss.py, and the critic's value_loss.py. Both go over a step's samples ppo_epochs
+times. Before step policy_training_start_step only the critic learns.
+
+Left out: a critic that shares the policy's body, VAPO's loss on right answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pipeline.algorithms.base import Needs
+from pipeline.algorithms.dapo import varies
+from pipeline.algorithms.gae import estimate_gae
+from pipeline.algorithms.importance_sampling import trusted
+from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.rewards import is_cut, scaled_rewards, shaped_rewards
+from pipeline.algorithms.samples import sample
+from pipeline.algorithms.value_loss import ValueLoss
+from pipeline.config import LossConfig, PPOConfig, ValueLossConfig
+from pipeline.types import PackedBatch, RolloutGroup, Sample
+
+
+class PPO:
+    def __init__(self, ppo: PPOConfig, loss: LossConfig, value_loss: ValueLossConfig, updates_per_step: int):
+        self._ppo = ppo
+        self._loss = loss
+        several = updates_per_step * ppo.ppo_epochs > 1 and not loss.force_on_policy_ratio
+        filtered = ppo.seq_logprob_error_threshold is not None
+        self.needs = Needs(
+            entropy=loss.log_entropy or loss.entropy_coeff != 0,
+            old=several or filtered or loss.use_kl_in_reward,
+            reference=loss.reference_policy_kl_penalty != 0,
+            critic=True,
+            estimates=True,
+            standardized=ppo.adv_estimator.normalize_advantages,
+            epochs=ppo.ppo_epochs,
+        )
+        self.losses = {"policy": PolicyLoss(loss), "critic": ValueLoss(value_loss)}
+
+    def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        if not self._ppo.use_dynamic_sampling:
+            return groups
+        return [group for group in groups if varies(scaled_rewards(group, self._ppo.reward_scaling))]
+
+    def credit(self, groups: list[RolloutGroup]) -> list[Sample]:
+        """Samples have their rewards; advantages come with `estimate`."""
+        return [
+            sample(group.prompt, rollout, 0.0, reward, counts=not (self._ppo.overlong_filtering and is_cut(rollout)))
+            for group in groups
+            for rollout, reward in zip(group.rollouts, shaped_rewards(group, self._ppo), strict=True)
+        ]
+
+    def estimate(self, batch: PackedBatch) -> PackedBatch:
+        if (threshold := self._ppo.seq_logprob_error_threshold) is not None:
+            batch = dataclasses.replace(batch, loss_mask=trusted(batch, threshold))
+        advantages, returns = estimate_gae(batch, self._ppo.adv_estimator, self._loss)
+        return dataclasses.replace(batch, advantages=advantages, returns=returns)
+
+    def trains(self, step: int) -> tuple[str, ...]:
+        return ("critic",) if step < self._ppo.policy_training_start_step else ("critic", "policy")

@@ -1,0 +1,77 @@
+"""What gives sequences their scores: a frozen reward model, on the train ranks or on ranks of its own.
+
+A score is the value head's number on the state after a sequence's last token. Which sequences, and in which microbatches, rank
+0 decides (`pipeline/scoring.py`). Leaves out: scores of single steps, and reward models that are not sequence classifiers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+
+from pipeline import config, train
+from pipeline.config import PolicyConfig, Recipe
+from pipeline.data.packing import pack
+from pipeline.remote import verb
+from pipeline.train.base import Use
+from pipeline.types import DataPlace, Sample
+from pipeline.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreWork:
+    """One data rank's share of what is to be scored. A microbatch is a list of positions in `sequences`; all data ranks have
+    equally many, of which some may be empty."""
+
+    sequences: list[np.ndarray]  # each [L] int32
+    microbatches: list[list[int]]
+
+
+class Scorer:
+    """This rank's part of the reward model."""
+
+    def __init__(self, model: PolicyConfig, group: dist.ProcessGroup, seed: int, offload: bool):
+        """model: `config.judge(recipe)`. group: the realm that serves it, which must be the default group by now.
+
+        Collective. Raises ValueError, naming the key of the recipe, if the model or the layout is not supported.
+        """
+        self._backend = train.build(model, group, seed, Use(head="values", trained=False, offload=offload))
+        self.place = DataPlace(self._backend.data_rank, self._backend.data_size)
+
+    def score(self, work: ScoreWork) -> list[float]:
+        """Of each of `work.sequences`. Collective: all ranks of the realm call it together."""
+        samples = [_sample(tokens) for tokens in work.sequences]
+        batches = [pack([samples[i] for i in members], self._backend.device) for members in work.microbatches]
+        scores = [0.0] * len(samples)
+        for members, batch, outputs in zip(work.microbatches, batches, self._backend.forward(batches), strict=True):
+            ends = outputs.values[batch.cu_seqlens[1:].long() - 1].tolist()
+            for i, score in zip(members, ends[: len(members)], strict=True):  # an empty microbatch has a token all the same
+                scores[i] = score
+        return scores
+
+
+class RewardRole:
+    """Holds the reward model, on ranks of its own."""
+
+    def __init__(self, recipe: Recipe, seed: int, world: World):
+        self._recipe = recipe
+        self._seed = seed
+        self._world = world
+
+    @verb("setup")
+    def setup(self) -> DataPlace:
+        with self._world.phase("load reward model"):
+            self._scorer = Scorer(config.judge(self._recipe), self._world.own, self._seed, offload=False)
+        return self._scorer.place
+
+    @verb("rollout")
+    def score(self, work: ScoreWork) -> list[float]:
+        with self._world.phase("score"):
+            return self._scorer.score(work)
+
+
+def _sample(tokens: np.ndarray) -> Sample:
+    zeros = np.zeros(len(tokens), np.float32)
+    return Sample(tokens, np.zeros(len(tokens), bool), logprobs=zeros, advantages=zeros)

@@ -1,0 +1,21 @@
+"""Groups of rollouts for the tests of what is made of rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span
+
+
+def group_of(rewards: Sequence[float], lengths: Sequence[int] | None = None, cut: Sequence[bool] | None = None) -> RolloutGroup:
+    """Answers to the prompt [5, 6]: of two tokens each and ended properly, if nothing else is said."""
+    lengths, cut = lengths or [2] * len(rewards), cut or [False] * len(rewards)
+    rollouts = []
+    for i, (reward, length, is_cut) in enumerate(zip(rewards, lengths, cut, strict=True)):
+        tokens = np.arange(7, 7 + length, dtype=np.int32)
+        logprobs = -0.1 * np.arange(1, length + 1, dtype=np.float32)
+        completion = Completion(f"0/{i}", tokens, logprobs, (Span(0, length),), "length" if is_cut else "stop")
+        rollouts.append(Rollout(completion, reward))
+    return RolloutGroup(Prompt(0, np.array([5, 6], np.int32), "math", {}), tuple(rollouts))

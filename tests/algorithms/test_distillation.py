@@ -1,0 +1,181 @@
+"""Distillation: by hand, against divergences of whole float64 distributions, and however sequences are cut."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.algorithms.base import Needs
+from pipeline.algorithms.distillation import LOG_INFINITESIMAL, Distillation
+from pipeline.config import DistillationConfig, LossConfig
+from pipeline.types import Completion, Outputs, Prompt, Rollout, RolloutGroup, Span, TopK
+from tests.algorithms.packed import Packed, gradient_error, in_pieces, random_packed
+
+LENGTHS, VOCABULARY = (6, 3, 8, 2), 11
+CONFIGS = {
+    "forward": LossConfig(kl_type="forward"),
+    "reverse": LossConfig(kl_type="reverse"),
+    "mixed": LossConfig(kl_type="mixed", mixed_kl_weight=0.3),
+    "reverse, zero outside": LossConfig(kl_type="reverse", zero_outside_topk=True),
+    "mixed, zero outside": LossConfig(kl_type="mixed", mixed_kl_weight=0.3, zero_outside_topk=True),
+}
+
+
+def logits_of(packed: Packed, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The policy's, with a graph, and the teacher's: `[T, V]` each."""
+    draw = torch.Generator().manual_seed(1000 + seed)
+    policy, teacher = torch.randn(2, len(packed.leaf), VOCABULARY, generator=draw, dtype=torch.float64)
+    return policy.requires_grad_(), teacher
+
+
+def told(logits: torch.Tensor, teacher: torch.Tensor, top_k: int) -> tuple[Outputs, TopK]:
+    """What backends say of these distributions."""
+    best = teacher.log_softmax(-1).topk(top_k)
+    policy = logits.log_softmax(-1)
+    outputs = Outputs(entropy=-(policy.exp() * policy).sum(-1), top_k=TopK(best.indices, policy.gather(-1, best.indices)))
+    return outputs, TopK(best.indices, best.values)
+
+
+def loss_of(config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor, packed: Packed, top_k: int):
+    outputs, best = told(logits, teacher, top_k)
+    distillation = Distillation(DistillationConfig(topk_logits_k=top_k), config)
+    return distillation.loss(outputs, replace(packed.batch, teacher=best), packed.counts)
+
+
+def reference_loss(
+    config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor, top_k: int
+) -> torch.Tensor:
+    """From the definitions, token by token over the whole vocabulary; `[T, V]` logits."""
+    total = 0.0
+    for student_row, teacher_row in zip(logits[mask], teacher[mask], strict=True):
+        q, p = student_row.exp() / student_row.exp().sum(), teacher_row.exp() / teacher_row.exp().sum()
+        inside = p >= p.sort(descending=True).values[top_k - 1]
+        forward = (p * (p / q).log())[inside].sum()
+        reverse = (q * (q / p).log())[inside].sum()
+        if config.zero_outside_topk:
+            reverse = reverse + (q * (q.log() + 100.0))[~inside].sum()
+        weight = {"forward": 1, "reverse": 0, "mixed": config.mixed_kl_weight}[config.kl_type]
+        total = total + weight * forward + (1 - weight) * reverse
+    return total / int(mask.sum())
+
+
+def largest_differences() -> dict[str, tuple[int, float, float]]:
+    """By algorithm: cases, largest difference of the losses and of the gradients from the reference's."""
+    found = {}
+    for name, config in CONFIGS.items():
+        losses, gradients = [], []
+        for seed in range(10):
+            packed = random_packed(LENGTHS, seed)
+            logits, teacher = logits_of(packed, seed)
+            loss = loss_of(config, logits, teacher, packed, 1 + seed).loss
+            expected = reference_loss(config, logits, teacher, packed.batch.loss_mask, 1 + seed)
+            losses.append(abs(loss - expected).item())
+            gradients.append(gradient_error(loss, expected, logits))
+        found[f"distillation, {name}"] = len(losses), float(np.max(losses)), float(np.max(gradients))
+    return found
+
+
+def test_against_the_reference():
+    for name, (cases, loss, gradient) in largest_differences().items():
+        assert cases == 10 and loss < 1e-12 and gradient < 1e-12, name
+
+
+# ---- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def one_token(policy: list[float], teacher: list[float], entropy: float = 0.0) -> tuple[Outputs, Packed]:
+    """A prompt token and one sampled token, whose distributions give the teacher's top tokens these probabilities."""
+    packed = random_packed((2,))
+    tokens = torch.arange(len(policy)).expand(2, -1)
+    probabilities = [torch.tensor([[1.0] * len(p), p], dtype=torch.float64).log() for p in (policy, teacher)]
+    outputs = Outputs(top_k=TopK(tokens, probabilities[0]), entropy=torch.tensor([0, entropy], dtype=torch.float64))
+    return outputs, Packed(packed.leaf, packed.logprobs, replace(packed.batch, teacher=TopK(tokens, probabilities[1])))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LossConfig(kl_type="forward"), 0.5 * math.log(2) + 0.25 * math.log(0.5)),
+        (LossConfig(kl_type="reverse"), 0.25 * math.log(0.5) + 0.5 * math.log(2)),
+        (LossConfig(kl_type="mixed", mixed_kl_weight=0.5), 0.25 * math.log(2)),
+    ],
+)
+def test_one_token_by_hand(config: LossConfig, expected: float):
+    """Of the vocabulary's rest, 1/4 of the mass in both, nothing is known."""
+    outputs, packed = one_token([0.25, 0.5], [0.5, 0.25])
+    out = Distillation(DistillationConfig(topk_logits_k=2), config).loss(outputs, packed.batch, packed.counts)
+    assert out.loss.item() == pytest.approx(expected, abs=1e-15)
+    assert out.metrics["teacher_top_k_mass"].item() == out.metrics["policy_top_k_mass"].item() == 0.75
+
+
+def test_what_lies_outside_the_top_k_by_hand():
+    """The policy has 1/2 in the top token and 1/4 in each of two others; its entropy is 1.5 log 2."""
+    outputs, packed = one_token([0.5], [1.0], entropy=1.5 * math.log(2))
+    config = LossConfig(kl_type="reverse", zero_outside_topk=True)
+    out = Distillation(DistillationConfig(topk_logits_k=1), config).loss(outputs, packed.batch, packed.counts)
+    assert LOG_INFINITESIMAL == -100
+    assert out.loss.item() == pytest.approx(0.5 * math.log(0.5) + 2 * 0.25 * (math.log(0.25) + 100), abs=1e-12)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_a_policy_that_is_its_teacher(config: LossConfig):
+    """Over the whole vocabulary the divergence and its gradient are 0."""
+    packed = random_packed(LENGTHS)
+    logits, _ = logits_of(packed, 0)
+    loss = loss_of(config, logits, logits.detach().clone(), packed, VOCABULARY).loss
+    loss.backward()
+    assert abs(loss.item()) < 1e-13
+    torch.testing.assert_close(logits.grad, torch.zeros_like(logits), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_gradcheck(config: LossConfig):
+    packed = random_packed((3, 4))
+    logits, teacher = logits_of(packed, 0)
+    assert torch.autograd.gradcheck(lambda x: loss_of(config, x, teacher, packed, 4).loss, (logits,))
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_however_sequences_are_cut_and_ordered(config: LossConfig):
+    packed = random_packed(LENGTHS, top_k=5)
+    distillation = Distillation(DistillationConfig(topk_logits_k=5), config)
+    shift = torch.linspace(-1, 0, 5, dtype=torch.float64)
+
+    def share(piece: Packed):
+        policy = piece.logprobs[:, None] + shift
+        outputs = Outputs(entropy=piece.logprobs.square(), top_k=TopK(piece.batch.teacher.tokens, policy))
+        return distillation.loss(outputs, piece.batch, packed.counts)
+
+    whole = in_pieces(packed, [range(4)], share)
+    for cut in ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1], []]):
+        pieces = in_pieces(packed, cut, share)
+        for name, value in whole.items():
+            torch.testing.assert_close(pieces[name], value, rtol=0, atol=1e-12, msg=f"{name} in {cut}")
+
+
+# ---- samples ----------------------------------------------------------------------------------------------------------
+
+
+def test_samples_have_no_advantage():
+    prompt = Prompt(0, np.array([5, 6], np.int32), "math", {})
+    completion = Completion("0/0", np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), (Span(0, 2),), "stop")
+    distillation = Distillation(DistillationConfig(), LossConfig())
+    groups = [RolloutGroup(prompt, (Rollout(completion, 1.0),))]
+    assert distillation.select(groups) == groups
+    (sample,) = distillation.credit(groups)
+    assert sample.tokens.tolist() == [5, 6, 7, 2]
+    assert sample.loss_mask.tolist() == [False, False, True, True]
+    assert sample.logprobs.tolist() == [0, 0, np.float32(-0.1), np.float32(-0.2)]
+    assert sample.advantages.tolist() == [0] * 4 and sample.reward == 1.0
+    assert distillation.trains(0) == ("policy",)
+
+
+def test_needs():
+    def needs(**loss) -> Needs:
+        return Distillation(DistillationConfig(topk_logits_k=7), LossConfig(**loss)).needs
+
+    assert needs() == Needs(teacher_top_k=7)
+    assert needs(zero_outside_topk=True) == Needs(teacher_top_k=7, entropy=True)
+    assert needs(zero_outside_topk=True, kl_type="forward") == Needs(teacher_top_k=7)

@@ -1,0 +1,187 @@
+"""DPO: by hand, against a padded float64 reference written from the papers, and however pairs are cut into microbatches.
+
+Ours was once compared with TRL 1.16's own code (`DPOTrainer._compute_loss`) on the same log-probs: losses and gradients of
+sigmoid, ipo and sigmoid_norm were equal to 2e-15. Its sigmoid takes no label smoothing any more.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.algorithms.base import Needs
+from pipeline.algorithms.dpo import DPO
+from pipeline.algorithms.pairs import split
+from pipeline.config import DPOConfig
+from pipeline.types import Outputs
+from tests.algorithms.packed import Packed, gradient_error, in_pieces, random_packed
+
+CONFIGS = {
+    "sigmoid": DPOConfig(sft_average_log_probs=False),
+    "sigmoid, beta 2": DPOConfig(reference_policy_kl_penalty=2.0, sft_average_log_probs=False),
+    "cDPO": DPOConfig(label_smoothing=0.1, sft_average_log_probs=False),
+    "ipo": DPOConfig(preference_loss="ipo", reference_policy_kl_penalty=0.2, sft_average_log_probs=False),
+    "per token": DPOConfig(preference_average_log_probs=True, sft_average_log_probs=True, sft_loss_weight=0.3),
+    "SFT term": DPOConfig(sft_loss_weight=0.5, preference_loss_weight=0.7, sft_average_log_probs=False),
+    "reference-free": DPOConfig(reference_free=True, label_smoothing=0.2, sft_average_log_probs=False),
+}
+LENGTHS = (7, 4, 3, 9, 5, 5, 2, 8)  # chosen, rejected, chosen, rejected ...
+
+
+def reference_loss(config: DPOConfig, logprobs: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """From the papers, on padded rows `[2P, L]`, chosen ones first."""
+    pairs = len(logprobs) // 2
+    policy_sums, reference_sums = (torch.where(mask, values, 0.0).sum(1) for values in (logprobs, reference))
+    lengths = mask.sum(1)
+    losses = []
+    for i in range(pairs):
+        h = []
+        for row in (i, i + pairs):
+            ratio = policy_sums[row] - (0 if config.reference_free else reference_sums[row])
+            per_token = config.preference_average_log_probs or config.preference_loss == "ipo"
+            h.append(ratio / lengths[row] if per_token else ratio)
+        beta, epsilon = config.reference_policy_kl_penalty, config.label_smoothing
+        if config.preference_loss == "ipo":
+            preference = (h[0] - h[1] - 0.5 / beta) ** 2
+        else:
+            right = 1 / (1 + torch.exp(-beta * (h[0] - h[1])))
+            preference = -(1 - epsilon) * torch.log(right) - epsilon * torch.log(1 - right)
+        sft = -policy_sums[i] / (lengths[i] if config.sft_average_log_probs else 1)
+        losses.append(config.preference_loss_weight * preference + config.sft_loss_weight * sft)
+    return sum(losses) / pairs
+
+
+def reference_of_packed(config: DPOConfig, packed: Packed) -> torch.Tensor:
+    rows = {name: torch.nn.utils.rnn.pad_sequence(packed.sequences(name), batch_first=True) for name in packed.FIELDS}
+    first = [*range(0, len(packed.batch.lengths), 2), *range(1, len(packed.batch.lengths), 2)]
+    return reference_loss(config, *(rows[name][first] for name in ("logprobs", "reference_logprobs", "loss_mask")))
+
+
+def largest_differences() -> dict[str, tuple[int, float, float]]:
+    """By algorithm: cases, largest difference of the losses and of the gradients from the reference's."""
+    found = {}
+    for name, config in CONFIGS.items():
+        losses, gradients = [], []
+        for seed in range(10):
+            packed = random_packed(LENGTHS, seed)
+            loss = DPO(config).loss(Outputs(logprobs=packed.leaf), packed.batch, packed.counts).loss
+            expected = reference_of_packed(config, packed)
+            losses.append(abs(loss - expected).item())
+            gradients.append(gradient_error(loss, expected, packed.leaf))
+        found[f"DPO, {name}"] = len(losses), float(np.max(losses)), float(np.max(gradients))
+    return found
+
+
+def test_against_the_reference():
+    for name, (cases, loss, gradient) in largest_differences().items():
+        assert cases == 10 and loss < 1e-12 and gradient < 1e-12, name
+
+
+# ---- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def metrics_of(config: DPOConfig, packed: Packed) -> tuple[float, dict[str, float]]:
+    out = DPO(config).loss(Outputs(logprobs=packed.leaf), packed.batch, packed.counts)
+    return out.loss.item(), {name: value.item() for name, value in out.metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (DPOConfig(), math.log(2)),
+        (DPOConfig(label_smoothing=0.3), math.log(2)),
+        (DPOConfig(preference_average_log_probs=True), math.log(2)),
+        (DPOConfig(preference_loss="ipo", reference_policy_kl_penalty=0.25), 4.0),  # (1 / (2 * 0.25))^2
+    ],
+)
+def test_first_step_where_the_policy_is_the_reference(config: DPOConfig, expected: float):
+    """0.6931... for DPO."""
+    packed = random_packed(LENGTHS, reference_is_policy=True)
+    loss, metrics = metrics_of(config, packed)
+    assert loss == pytest.approx(expected, abs=1e-12)
+    assert metrics["rewards_margin"] == metrics["rewards_chosen_mean"] == metrics["accuracy"] == 0
+
+
+def by_hand(chosen: list[float], rejected: list[float], reference: float) -> Packed:
+    """One pair of answers, each after a prompt of one token, with the same reference log-prob everywhere."""
+    packed = random_packed((len(chosen) + 1, len(rejected) + 1))
+    with torch.no_grad():
+        packed.leaf.copy_(torch.tensor([0.0, *chosen, 0.0, *rejected], dtype=torch.float64))
+        packed.batch.reference_logprobs.fill_(reference)
+        packed.batch.loss_mask.copy_(packed.batch.positions > 0)
+    return packed
+
+
+def test_one_pair_by_hand():
+    """h_c = -0.5 - 0.5 + 2 = 1, h_r = -1 - 1 - 1 + 3 = 0, beta 2: - log sigma(2)."""
+    packed = by_hand([-0.5, -0.5], [-1.0, -1.0, -1.0], -1.0)
+    loss, metrics = metrics_of(DPOConfig(reference_policy_kl_penalty=2.0), packed)
+    assert loss == metrics["preference_loss"] == pytest.approx(math.log1p(math.exp(-2)), abs=1e-12)
+    assert (metrics["accuracy"], metrics["rewards_chosen_mean"], metrics["rewards_rejected_mean"]) == (1.0, 2.0, 0.0)
+    assert metrics["rewards_margin"] == 2.0
+    smoothed, _ = metrics_of(DPOConfig(reference_policy_kl_penalty=2.0, label_smoothing=0.25), packed)
+    assert smoothed == pytest.approx(0.75 * math.log1p(math.exp(-2)) + 0.25 * math.log1p(math.exp(2)), abs=1e-12)
+    ipo, metrics = metrics_of(DPOConfig(preference_loss="ipo", reference_policy_kl_penalty=0.5), packed)
+    assert ipo == pytest.approx((0.5 - 0 - 1) ** 2, abs=1e-12)  # h_c / 2 = 0.5 per token
+    assert metrics["rewards_chosen_mean"] == 0.25
+    averaged, _ = metrics_of(DPOConfig(reference_policy_kl_penalty=2.0, preference_average_log_probs=True), packed)
+    assert averaged == pytest.approx(math.log1p(math.exp(-1)), abs=1e-12)
+    free, _ = metrics_of(DPOConfig(reference_policy_kl_penalty=1.0, reference_free=True), packed)
+    assert free == pytest.approx(math.log1p(math.exp(-2)), abs=1e-12)  # -1 against -3
+
+
+def test_the_sft_term_is_of_the_chosen_answer():
+    packed = by_hand([-0.5, -0.5], [-1.0, -1.0, -1.0], -1.0)
+    summed, metrics = metrics_of(
+        DPOConfig(sft_loss_weight=3.0, preference_loss_weight=0.0, sft_average_log_probs=False), packed
+    )
+    assert (summed, metrics["sft_loss"]) == (3.0, 1.0)
+    averaged, _ = metrics_of(DPOConfig(sft_loss_weight=3.0, preference_loss_weight=0.0, sft_average_log_probs=True), packed)
+    assert averaged == 1.5
+
+
+def test_gradient_by_hand():
+    """Of one pair: -beta sigma(-beta (h_c - h_r)) for each token of the chosen answer, its opposite for the rejected one's."""
+    packed = by_hand([-0.5, -0.5], [-1.0], -1.0)
+    DPO(DPOConfig(reference_policy_kl_penalty=0.1)).loss(Outputs(packed.leaf), packed.batch, packed.counts).loss.backward()
+    slope = 0.1 / (1 + math.exp(0.1 * 1.0))
+    torch.testing.assert_close(packed.leaf.grad, torch.tensor([0, -slope, -slope, 0, slope], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_gradcheck(config: DPOConfig):
+    packed = random_packed(LENGTHS)
+    assert torch.autograd.gradcheck(
+        lambda logprobs: DPO(config).loss(Outputs(logprobs=logprobs), packed.batch, packed.counts).loss, (packed.leaf,)
+    )
+
+
+# ---- invariance -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_however_pairs_are_cut_and_ordered(config: DPOConfig):
+    packed = random_packed(LENGTHS)
+
+    def share(piece: Packed):
+        return DPO(config).loss(Outputs(logprobs=piece.logprobs), piece.batch, packed.counts)
+
+    whole = in_pieces(packed, [range(8)], share)
+    for cut in ([[0, 1], [2, 3, 4, 5, 6, 7]], [[6, 7, 2, 3], [4, 5, 0, 1]], [[2, 3], [0, 1], [6, 7], [4, 5], []]):
+        pieces = in_pieces(packed, cut, share)
+        assert pieces.keys() == whole.keys()
+        for name, value in whole.items():
+            torch.testing.assert_close(pieces[name], value, rtol=0, atol=1e-14, msg=f"{name} in {cut}")
+
+
+def test_half_a_pair_is_refused():
+    with pytest.raises(ValueError, match="3 sequences are no pairs"):
+        split(torch.zeros(3))
+    chosen, rejected = split(torch.zeros(1))
+    assert len(chosen) == len(rejected) == 0
+
+
+def test_needs():
+    assert DPO(DPOConfig()).needs == Needs(reference=True, together=2)
+    assert DPO(DPOConfig(reference_free=True)).needs == Needs(reference=False, together=2)
