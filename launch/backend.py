@@ -122,8 +122,10 @@ def _by_size(recipe: Recipe, pending: list[Path]) -> Choice:
     model = model_config(recipe.policy, pending)
     if model is None:
         return Choice("dtensor", f"{recipe.policy.model_name} is not there yet, so its size is not known")
-    if (family := model.get("model_type")) not in MEGATRON_MODEL_TYPES:
-        return Choice("dtensor", f"the Megatron backend has no '{family}' models")
+    for section, other in config.models(recipe).items():
+        family = (model_config(other, pending, f"{section}.model_name") or model).get("model_type")
+        if family not in MEGATRON_MODEL_TYPES:
+            return Choice("dtensor", f"the Megatron backend has no '{family}' models")
     shape = ModelShape.of(model)
     parameters, count, room = shape.parameters, ranks(train), FILLED * train.gpu_memory_gb * 1e9
     fsdp, megatron = fsdp_bytes(shape, count, precision), megatron_bytes(parameters, count, 1, precision)

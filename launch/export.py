@@ -4,8 +4,9 @@
     step=N        which of its checkpoints (default: the latest)
     out=DIR       where to write, a folder that does not exist yet (default: RUN_DIR/hf_step_N)
 
-Writes sharded safetensors in policy.precision, config, tokenizer and chat template, which transformers and vLLM load. It reads
-the checkpoint's files on this machine, whichever backend and however many ranks wrote them; no GPU and no job is needed.
+Writes sharded safetensors in policy.precision, config, tokenizer and chat template, which transformers and vLLM load; of a run
+of algorithm rm, as a sequence classifier with one label. It reads the checkpoint's files on this machine, whichever backend and
+however many ranks wrote them; no GPU and no job is needed.
 
 Ends with status 0 if it was written, 2 if something about the command line, the run or the checkpoint is wrong.
 """
@@ -64,11 +65,12 @@ def export(run: str, step: str | None = None, out: str | None = None) -> Path:
     from pipeline.models.hugging_face import model_config
     from pipeline.train.export import export_checkpoint
 
+    head = "values" if recipe.algorithm == "rm" else "logprobs"
     try:
-        model_config(recipe.policy)
+        model_config(recipe.policy, head)
     except OSError as error:
         raise ValueError(f"policy.model_name, whose paths count from {Path.cwd()}: {error}") from error
-    export_checkpoint(checkpoint.folder, recipe.policy, folder)
+    export_checkpoint(checkpoint.folder, recipe.policy, folder, head)
     return folder
 
 

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launch.job import JobStatus, RunJob
+from launch.job import REPORT, JobStatus, RunJob
 
 SHOWN = (
     "train/reward",
@@ -168,6 +168,7 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus) -> list[str]:
         lines = [f"{job.name()} ended, but the run is not complete: there is no done.json"]
     else:
         lines = [f"the run failed: {job.name()} is {status}"]
+    lines += failed_step(run_dir / f"submitit/{job.job_id}_0_log.out")
     report = run_dir / "failure.json"
     if report.exists():
         said = json.loads(report.read_text())
@@ -176,6 +177,16 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus) -> list[str]:
     elif log := telling_log(run_dir, logs):
         lines += [f"the end of {log}:", *(f"  {line}" for line in _tail(log).splitlines()[-LOG_LINES:])]
     return [*lines, f"logs: {logs[0].parent if logs else run_dir / 'submitit'}"]
+
+
+def failed_step(batch_log: Path) -> list[str]:
+    """Under Slurm: the first task that failed, as srun tells of it, and its component, as the batch script does."""
+    if not batch_log.exists():
+        return []
+    lines = [line for line in _tail(batch_log).splitlines() if line.startswith((REPORT, "srun: error:"))]
+    task = next((line for line in lines if " task" in line and not line.startswith(REPORT)), None)
+    component = next((line for line in lines if line.startswith(REPORT)), None)
+    return [line for line in (task, component) if line]
 
 
 def latest_logs(run_dir: Path) -> list[Path]:

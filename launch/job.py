@@ -2,12 +2,12 @@
 
 Every rank, under either executor, is started with
     HETSTEP_RUN_DIR      the run folder, absolute
-    HETSTEP_RANK         global; the train component's ranks come first
+    HETSTEP_RANK         global: the ranks of train, then those of generate, then those of reward
     HETSTEP_WORLD_SIZE   ranks of all components
     HETSTEP_LOCAL_RANK   on its node, within its component
     HETSTEP_MASTER_ADDR  a host that rank 0 runs on
     HETSTEP_ATTEMPT      unique for each start of the ranks; its logs are in attempts/<attempt>/rank00000.log ...
-    HETSTEP_COMPONENT    train, generate
+    HETSTEP_COMPONENT    train, generate, reward
     HETSTEP_NODE         the name of its node
     HETSTEP_JOB_ID       Slurm's, of the leading component; or the process id of the local controller
 """
@@ -21,10 +21,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.config import ComponentConfig, Recipe, RecipeError, generates, uses_megatron
+from pipeline.config import ComponentConfig, Recipe, RecipeError, generates, serves_rewards, uses_megatron
 
 ROOT = Path(__file__).parent.parent
 """What ranks find `launch` and `pipeline` by."""
+REPORT = "hetstep:"
+"""What a line of a Slurm batch's log begins with that is ours."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,16 @@ def write_json(path: Path, value: object) -> None:
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     """The job's components, in rank order. Backends' variables are set before Python starts: some are read on import."""
-    train, megatron = recipe.cluster.train, recipe.policy.megatron_cfg
-    if uses_megatron(recipe.policy) and megatron.env_vars:
-        train = replace(train, env_vars={**megatron.env_vars, **train.env_vars})
-    parts = {"train": train}
+    cluster = recipe.cluster
+    trainers = (recipe.policy.megatron_cfg.env_vars or {}) if uses_megatron(recipe.policy) else {}
+    parts = {"train": _with_variables(cluster.train, trainers)}
     if generates(recipe):
-        generate, vllm = recipe.cluster.generate, recipe.policy.generation.vllm_cfg
-        parts["generate"] = replace(generate, env_vars={**vllm.env_vars, **generate.env_vars})
+        parts["generate"] = _with_variables(cluster.generate, recipe.policy.generation.vllm_cfg.env_vars)
+    if serves_rewards(recipe):
+        parts["reward"] = _with_variables(cluster.reward, trainers)  # the reward model runs in the train backend
     return parts
+
+
+def _with_variables(component: ComponentConfig, variables: dict[str, str]) -> ComponentConfig:
+    """The component's own go before `variables`."""
+    return replace(component, env_vars={**variables, **component.env_vars})

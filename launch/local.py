@@ -65,7 +65,7 @@ def _devices(first: int, count: int) -> list[str]:
     if len(devices) < first + count:
         raise RecipeError(
             f"cluster: the components need {first + count} GPUs or more on this machine, but CUDA_VISIBLE_DEVICES={visible}"
-            f" shows {len(devices)}; fewer nodes or gpus_per_node in cluster.train and cluster.generate"
+            f" shows {len(devices)}; fewer nodes or gpus_per_node in cluster.train, cluster.generate and cluster.reward"
         )
     return devices[first : first + count]
 
@@ -149,11 +149,14 @@ class Controller:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         rank = self.rank_of[ended.si_pid]
         if ended.si_code != os.CLD_EXITED:
-            raise Stop("FAILED", f"rank {rank} was ended by {signal.Signals(ended.si_status).name}")
+            raise Stop("FAILED", f"{self._name(rank)} was ended by {signal.Signals(ended.si_status).name}")
         if ended.si_status != 0:
-            raise Stop("FAILED", f"rank {rank} exited with status {ended.si_status}")
+            raise Stop("FAILED", f"{self._name(rank)} exited with status {ended.si_status}")
         os.waitpid(ended.si_pid, 0)
         del self.rank_of[ended.si_pid]
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self.environments[rank]['HETSTEP_COMPONENT']})"
 
     def _kill_all(self) -> None:
         for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):

@@ -10,14 +10,15 @@ from typing import Any
 from pipeline.config import PolicyConfig, RecipeError
 
 
-def model_config(policy: PolicyConfig, pending: list[Path] = ()) -> dict[str, Any] | None:
+def model_config(policy: PolicyConfig, pending: list[Path] = (), key: str = "policy.model_name") -> dict[str, Any] | None:
     """config.json with the recipe's overrides; None if the model is yet to come out of one of the run folders `pending`.
 
-    Multimodal families keep the language model's keys in `text_config`; those are taken. Raises RecipeError.
+    Multimodal families keep the language model's keys in `text_config`; those are taken. key: where the recipe names the model.
+    Raises RecipeError.
     """
     if inside(policy.model_name, pending):
         return None
-    config = read_json(model_folder("policy.model_name", policy.model_name) / "config.json")
+    config = read_json(model_folder(key, policy.model_name) / "config.json")
     config |= policy.hf_config_overrides
     return config | config.get("text_config", {})
 
@@ -29,7 +30,7 @@ def inside(name: str, folders: list[Path]) -> bool:
 def model_folder(key: str, name: str) -> Path:
     """The folder that a model's name stands for: itself, or a snapshot in the Hugging Face cache. Raises RecipeError."""
     if Path(name).is_dir():
-        if not (Path(name) / "config.json").exists() and key == "policy.model_name":
+        if not (Path(name) / "config.json").exists() and key.endswith("model_name"):
             raise RecipeError(f"{key}: {name} has no config.json; give a folder with a Hugging Face checkpoint")
         return Path(name)
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1

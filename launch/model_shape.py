@@ -31,13 +31,14 @@ class ModelShape:
         return self.embedding + self.attention + self.mlp + self.routed + self.other
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> ModelShape:
-        """`config`: config.json of one of MEGATRON_MODEL_TYPES. Raises RecipeError for a key that it lacks."""
+    def of(cls, config: dict[str, Any], key: str = "policy.model_name") -> ModelShape:
+        """`config`: config.json of one of MEGATRON_MODEL_TYPES. Raises RecipeError for a key that it lacks, and says which
+        `key` of the recipe names the model."""
         try:
             return _shape(config)
         except KeyError as error:
             raise RecipeError(
-                f"policy.model_name: config.json of this {config['model_type']} has no {error}; fetch the model again"
+                f"{key}: config.json of this {config['model_type']} has no {error}; fetch the model again"
             ) from None
 
 

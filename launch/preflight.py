@@ -1,6 +1,6 @@
 """What can be said against a recipe from the files it names, before anything is created or submitted.
 
-The model's own files are `launch/preflight_model.py`'s.
+The model's own files are `launch/preflight_model.py`'s, and the records of data files `launch/preflight_records.py`'s.
 
 Reads JSON, JSONL and tokenizer.json; imports neither torch nor transformers, and bounds what it reads, so that it answers
 within two seconds. What lies beyond the bounds, and by how much the chat template lengthens a prompt, is checked in
@@ -17,9 +17,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch import preflight_model
-from launch.model_files import hf_home, hub_cache, inside, model_folder, read_json
-from pipeline.config import ENVIRONMENT_KINDS, GENERATED_DATASETS, DatasetConfig, Recipe, RecipeError
+from launch import preflight_model, preflight_records
+from launch.model_files import hf_home, hub_cache, inside, model_config, model_folder, read_json
+from pipeline import config
+from pipeline.config import (
+    ENVIRONMENT_KINDS,
+    GENERATED_DATASETS,
+    DatasetConfig,
+    PolicyConfig,
+    Recipe,
+    RecipeError,
+    TokenizerConfig,
+)
 
 SCAN_BYTES = 32 << 20  # of each data file
 LONGEST = 256  # prompts whose tokens are counted: those with the most characters
@@ -35,28 +44,44 @@ def check(recipe: Recipe, pending: list[Path] = ()) -> None:
                 " nor the dotted path of a class"
             )
     preflight_model.check(recipe, pending)
-    policy = recipe.policy
-    tokenizer = None
-    if not inside(policy.tokenizer.name, pending):
-        folder = model_folder("policy.tokenizer.name", policy.tokenizer.name)
-        if not any((folder / name).exists() for name in TOKENIZER_FILES):
-            raise RecipeError(f"policy.tokenizer.name: {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
-        _check_chat_template(recipe, folder)
-        tokenizer = folder / "tokenizer.json"  # others are only in the old formats, which need transformers
+    folder = _check_tokenizer(recipe, "policy.tokenizer", recipe.policy.tokenizer, pending)
+    tokenizer = folder / "tokenizer.json" if folder else None  # others are only in the old formats, which need transformers
+    if name := config.reward_environment(recipe):
+        _check_reward_tokenizer(recipe, f"env.{name}", config.judge(recipe), pending)
     for key, dataset in (("data.train", recipe.data.train), ("data.validation", recipe.data.validation)):
         if dataset is not None:
             _check_dataset(recipe, key, dataset, tokenizer if tokenizer and tokenizer.exists() else None)
 
 
-def _check_chat_template(recipe: Recipe, folder: Path) -> None:
-    """That the tokenizer has one, where the recipe asks for one and gives none itself."""
-    if not recipe.data.apply_chat_template or recipe.policy.tokenizer.chat_template is not None:
+def _check_tokenizer(recipe: Recipe, key: str, tokenizer: TokenizerConfig, pending: list[Path]) -> Path | None:
+    """Its folder; None if it is yet to come out of a needed recipe. It has a chat template if the recipe asks for one."""
+    if inside(tokenizer.name, pending):
+        return None
+    folder = model_folder(f"{key}.name", tokenizer.name)
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise RecipeError(f"{key}.name: {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
+    if recipe.data.apply_chat_template and tokenizer.chat_template is None:
+        settings = folder / "tokenizer_config.json"
+        if not any(folder.glob("chat_template*")) and not (settings.exists() and read_json(settings).get("chat_template")):
+            raise RecipeError(
+                f"data.apply_chat_template: true, but the tokenizer in {folder} has no chat template; give one in"
+                f" {key}.chat_template, or data.apply_chat_template=false for bare text"
+            )
+    return folder
+
+
+def _check_reward_tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[Path]) -> None:
+    folder = _check_tokenizer(recipe, f"{section}.tokenizer", model.tokenizer, pending)
+    described = model_config(model, pending, f"{section}.model_name")
+    if folder is None or described is None or not (folder / "tokenizer.json").exists():
         return
-    settings = folder / "tokenizer_config.json"
-    if not any(folder.glob("chat_template*")) and not (settings.exists() and read_json(settings).get("chat_template")):
+    from tokenizers import Tokenizer
+
+    size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    if size > described.get("vocab_size", size):
         raise RecipeError(
-            f"data.apply_chat_template: true, but the tokenizer in {folder} has no chat template; give one in"
-            " policy.tokenizer.chat_template, or data.apply_chat_template=false for bare text"
+            f"{section}.tokenizer.name: the tokenizer in {folder} has {size} tokens, but {section}.model_name only"
+            f" {described['vocab_size']}; it is not this model's"
         )
 
 
@@ -77,9 +102,9 @@ def _check_dataset(recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: 
         raise RecipeError(f"{key}: both dataset_name and data_path are given; one of them")
     inputs: list[tuple[int, str]] = []  # (line number, text)
     for number, record in _records(f"{key}.data_path", Path(dataset.data_path)):
-        _check_record(f"{key}.data_path: {dataset.data_path}:{number}", record, dataset)
-        if dataset.messages_key is None:
-            inputs.append((number, str(record[dataset.input_key])))
+        text = preflight_records.check(recipe, f"{key}.data_path: {dataset.data_path}:{number}", record, dataset)
+        if text is not None:
+            inputs.append((number, text))
     if tokenizer and inputs and recipe.data.overlong_prompts == "error":
         longest = sorted(inputs, key=lambda numbered: -len(numbered[1]))[:LONGEST]
         prompts = [(number, f"{system}{template.format(text)}".strip()) for number, text in longest]
@@ -152,22 +177,6 @@ def _records(key: str, path: Path) -> Iterator[tuple[int, Any]]:
                 raise RecipeError(f"{key}: {path}:{number}: not JSON: {what}; a data file has one JSON object a line") from None
         if number == 0:
             raise RecipeError(f"{key}: {path} is empty; a data file has one JSON object a line")
-
-
-def _check_record(where: str, record: Any, dataset: DatasetConfig) -> None:
-    if not isinstance(record, dict):
-        raise RecipeError(f"{where}: a {type(record).__name__}, not a JSON object")
-    for key in [dataset.messages_key] if dataset.messages_key else [dataset.input_key, dataset.output_key]:
-        if key not in record:
-            raise RecipeError(f"{where}: no key '{key}'; there are: {', '.join(record) or 'none'}")
-    if dataset.messages_key is None:
-        value = record[dataset.input_key]
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise RecipeError(f"{where}: '{dataset.input_key}' is a {type(value).__name__}, not a text or a number")
-        return
-    messages = record[dataset.messages_key]
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
-        raise RecipeError(f"{where}: '{dataset.messages_key}' is not a list of {{role, content}}")
 
 
 def _check_lengths(where: str, prompts: list[tuple[int, str]], tokenizer: Path, limit: int) -> None:

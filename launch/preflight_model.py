@@ -1,4 +1,7 @@
-"""What can be said against a recipe from its model's config.json and weight files, for the train backend that was chosen."""
+"""What can be said against a recipe from its models' config.json and weight files, for the train backend that was chosen.
+
+The policy, and with it a critic, a teacher or a reward model: all are cut as the policy is, so the same keys must fit them all.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 from launch.model_files import model_config, model_folder, read_json
 from launch.model_shape import ModelShape
+from pipeline import config
 from pipeline.config import (
     MEGATRON_MODEL_TYPES,
     PolicyConfig,
@@ -31,57 +35,72 @@ PLAIN = {
 
 def check(recipe: Recipe, pending: list[Path] = ()) -> None:
     """Raises RecipeError. A model that is yet to come out of one of the run folders `pending` is checked in the job."""
-    policy = recipe.policy
-    model = model_config(policy, pending)
-    if model is None:
-        return
-    _check_weights(policy, model_folder("policy.model_name", policy.model_name))
-    if uses_megatron(policy):
-        _check_megatron(policy, model)
-    _check_attention(recipe, model)
+    judged = config.reward_environment(recipe)
+    for section, policy in config.models(recipe).items():
+        key = f"{section}.model_name"
+        model = model_config(policy, pending, key)
+        if model is None:
+            continue
+        if section == f"env.{judged}":
+            _check_classifier(key, policy.model_name, model)
+        _check_weights(section, policy, model_folder(key, policy.model_name))
+        if uses_megatron(policy):
+            _check_megatron(key, policy, model)
+        _check_attention(section, policy, model)
+        if section == "policy" and generates(recipe) and model.get("num_attention_heads"):
+            _check_engine(policy.generation.vllm_cfg, model)
 
 
-def _check_weights(policy: PolicyConfig, folder: Path) -> None:
+def _check_classifier(key: str, name: str, model: dict[str, Any]) -> None:
+    """That it is a reward model: `score.weight` of another model would be drawn at random."""
+    wanted = "a reward model is a sequence classifier with one label, as algorithm rm leaves it in a run's hf/"
+    kinds = model.get("architectures") or []
+    if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise RecipeError(f"{key}: {name} is a {', '.join(kinds) or 'model of an unknown kind'}; {wanted}")
+    labels = model.get("num_labels") or len(model.get("id2label") or (0, 1))  # two, if nothing is said
+    if labels != 1:
+        raise RecipeError(f"{key}: {name} has {labels} labels; {wanted}")
+
+
+def _check_weights(section: str, policy: PolicyConfig, folder: Path) -> None:
     if policy.random_init or (folder / "model.safetensors").exists():
         return
     index = folder / "model.safetensors.index.json"
     if not index.exists():
+        instead = f", or {section}.random_init=true to start from random ones" if section in ("policy", "value") else ""
         raise RecipeError(
-            f"policy.model_name: {folder} has no weights (model.safetensors or {index.name}); fetch the whole checkpoint, or"
-            " policy.random_init=true to start from random ones"
+            f"{section}.model_name: {folder} has no weights (model.safetensors or {index.name}); fetch the whole checkpoint"
+            f"{instead}"
         )
     shards = sorted(set(read_json(index)["weight_map"].values()))
     if absent := [shard for shard in shards if not (folder / shard).exists()]:
         raise RecipeError(
-            f"policy.model_name: {folder} lacks {len(absent)} of its {len(shards)} weight files, first {absent[0]};"
+            f"{section}.model_name: {folder} lacks {len(absent)} of its {len(shards)} weight files, first {absent[0]};"
             " fetch it again"
         )
 
 
-def _check_attention(recipe: Recipe, model: dict[str, Any]) -> None:
-    policy = recipe.policy
+def _check_attention(section: str, policy: PolicyConfig, model: dict[str, Any]) -> None:
+    whose = "the model's" if section == "policy" else f"{section}.model_name's"
     heads = model.get("num_attention_heads")
-    kv_heads = model.get("num_key_value_heads") or heads
     if heads:
         if uses_megatron(policy):
             train_key, train_size = f"{MEGATRON}.tensor_model_parallel_size", policy.megatron_cfg.tensor_model_parallel_size
         else:
             train_key, train_size = "policy.dtensor_cfg.tensor_parallel_size", policy.dtensor_cfg.tensor_parallel_size
-        _check_heads(train_key, train_size, heads, kv_heads, False)
-        if generates(recipe):
-            size = policy.generation.vllm_cfg.tensor_parallel_size
-            _check_heads("policy.generation.vllm_cfg.tensor_parallel_size", size, heads, kv_heads, True)
-            _check_engine(policy.generation.vllm_cfg, model)
+        _check_heads(train_key, train_size, whose, heads, model.get("num_key_value_heads") or heads, False)
     limit = model.get("max_position_embeddings")
     if limit and policy.max_total_sequence_length > limit:
         raise RecipeError(
-            f"policy.max_total_sequence_length: {policy.max_total_sequence_length} is beyond the model's"
+            f"policy.max_total_sequence_length: {policy.max_total_sequence_length} is beyond {whose}"
             f" max_position_embeddings; at most {limit}"
         )
 
 
 def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> None:
-    key = "policy.generation.vllm_cfg"
+    key, heads = "policy.generation.vllm_cfg", model["num_attention_heads"]
+    kv_heads = model.get("num_key_value_heads") or heads
+    _check_heads(f"{key}.tensor_parallel_size", vllm.tensor_parallel_size, "the model's", heads, kv_heads, True)
     experts = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts")
     if vllm.expert_parallel_size > 1 and not experts:
         raise RecipeError(f"{key}.expert_parallel_size: {vllm.expert_parallel_size}, but the model has no experts; 1")
@@ -95,7 +114,7 @@ def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> None:
         )
 
 
-def _check_heads(key: str, size: int, heads: int, kv_heads: int, replicates: bool) -> None:
+def _check_heads(key: str, size: int, whose: str, heads: int, kv_heads: int, replicates: bool) -> None:
     """`replicates`: several ranks may keep the same key-value head, as in vLLM; the train backends do not do that."""
 
     def fits(k: int) -> bool:
@@ -104,7 +123,7 @@ def _check_heads(key: str, size: int, heads: int, kv_heads: int, replicates: boo
     if not fits(size):
         allowed = ", ".join(str(k) for k in range(1, heads + 1) if fits(k))
         raise RecipeError(
-            f"{key}: {size} does not divide the model's {heads} attention heads and {kv_heads} key-value heads;"
+            f"{key}: {size} does not divide {whose} {heads} attention heads and {kv_heads} key-value heads;"
             f" one of {allowed} would"
         )
 
@@ -112,38 +131,38 @@ def _check_heads(key: str, size: int, heads: int, kv_heads: int, replicates: boo
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
 
 
-def _check_megatron(policy: PolicyConfig, model: dict[str, Any]) -> None:
+def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> None:
     family = model.get("model_type")
     if family not in MEGATRON_MODEL_TYPES:
         raise RecipeError(
-            f"{MEGATRON}.enabled: this backend has no '{family}' models, only {', '.join(MEGATRON_MODEL_TYPES)};"
+            f"{MEGATRON}.enabled, {key}: this backend has no '{family}' models, only {', '.join(MEGATRON_MODEL_TYPES)};"
             " policy.dtensor_cfg.enabled=true trains others"
         )
     if model.get("quantization_config"):
         raise RecipeError(
-            f"policy.model_name: the checkpoint is quantized ({model['quantization_config'].get('quant_method')}), which the"
+            f"{key}: the checkpoint is quantized ({model['quantization_config'].get('quant_method')}), which the"
             " Megatron backend does not read; give one in bfloat16 or float32"
         )
     for name, only in PLAIN.items():
         if model.get(name, only) != only:
             raise RecipeError(
-                f"policy.model_name: the Megatron backend has no {family} models with {name}={model[name]}, only with {only};"
+                f"{key}: the Megatron backend has no {family} models with {name}={model[name]}, only with {only};"
                 " policy.dtensor_cfg.enabled=true trains others"
             )
-    shape = ModelShape.of(model)
-    _check_positions(policy, model, family)
+    shape = ModelShape.of(model, key)
+    _check_positions(key, policy, model, family)
     _check_stages(policy, shape)
     _check_widths(policy, shape)
     _check_experts(policy, shape, family)
 
 
-def _check_positions(policy: PolicyConfig, model: dict[str, Any], family: str) -> None:
+def _check_positions(key: str, policy: PolicyConfig, model: dict[str, Any], family: str) -> None:
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     known = MLA_ROPE_TYPES if family == "deepseek_v3" else ROPE_TYPES
     if kind not in known:
         raise RecipeError(
-            f"policy.model_name: the model's rope_type '{kind}' is not one of those that the Megatron backend has for"
+            f"{key}: the model's rope_type '{kind}' is not one of those that the Megatron backend has for"
             f" {family}: {', '.join(known)}; policy.dtensor_cfg.enabled=true may do"
         )
     # Of these families Mixtral slides whenever it has a window, the others only where use_sliding_window says so.

@@ -45,6 +45,8 @@ MAY_DIFFER = (
     "*.max_num_steps",
     "*.val_*",
     "*.max_val_samples",
+    "env.*.served_by",
+    "env.*.cpu_offload",
     "policy.dtensor_cfg.tensor_parallel_size",
     "policy.dtensor_cfg.activation_checkpointing",
     "policy.dtensor_cfg.cpu_offload",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from submitit.slurm import slurm
 
-from launch.job import ROOT, JobStatus
+from launch.job import REPORT, ROOT, JobStatus
 from pipeline.config import ClusterConfig, ComponentConfig, ranks, ranks_per_node
 
 # A state that is not here is on its way: Slurm adds new ones (SIGNALING ...), and taking one for an end would lose a live job.
@@ -35,7 +35,7 @@ TERMINAL = frozenset(
 )
 GONE = "GONE"  # not Slurm's: nobody knows the job any more
 
-# sbatch sets these from the leading component, and srun reads them as its own options: the other component would get the
+# sbatch sets these from the leading component, and srun reads them as its own options: the other components would get the
 # leader's numbers. Every step says its own instead.
 INHERITED = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_CPUS_PER_TASK"),
@@ -127,12 +127,14 @@ def _step(name: str, component: ComponentConfig, first_rank: int, group: str, ru
         *component.srun_args,
     ]
     scrub = " ".join(f"-u {variable}" for variable in INHERITED)
-    return f"env {scrub} srun {group}--kill-on-bad-exit=1 {shlex.join(options)} bash -c {shlex.quote('; '.join(task))} &"
+    srun = f"env {scrub} srun {group}--kill-on-bad-exit=1 {shlex.join(options)} bash -c {shlex.quote('; '.join(task))}"
+    report = f"{REPORT} the {name} component failed; task 0 of its step is rank {first_rank}"
+    return f'{{ {srun} || {{ status=$?; echo "{report}"; exit $status; }}; }} &'
 
 
 def _epilogue(steps: int) -> list[str]:
     return [
-        "# A step that fails ends the batch script, and with it Slurm ends the other component.",
+        "# A step that fails ends the batch script, and with it Slurm ends the other components.",
         f"for _ in $(seq {steps}); do wait -n || exit $?; done",
     ]
 

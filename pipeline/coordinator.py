@@ -1,4 +1,4 @@
-"""The loops, on rank 0. They read like the papers; what a verb does is in `pipeline/roles.py`."""
+"""The loops, on rank 0. They read like the papers; what a verb does is in `pipeline/roles/`."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     step = train.step()            # a Future; rank 0's own share runs at once, in place
     replies = step.result()        # one reply per rank of the realm, in rank order
 
-A verb is a method of a role (`pipeline/roles.py`) marked with @verb; it takes at most one argument. Arguments and replies are
+A verb is a method of a role (`pipeline/roles/`) marked with @verb; it takes at most one argument. Arguments and replies are
 msgpack messages, typed by the method's annotations, with numpy arrays as raw bytes: never a pickle, because the ports are open
 to everyone on the cluster. Small messages go through the queue that each rank has in rank 0's store; a body above `INLINE`
 bytes follows its message over the spanning group.

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.config import Recipe, engine_ranks, generates, ranks
+from pipeline.config import Recipe, engine_ranks, generates, ranks, serves_rewards
 
 NEVER = timedelta(days=365)  # waits that the watchdog bounds
 
@@ -61,6 +61,7 @@ class Realms:
     train: tuple[int, ...]
     generate: tuple[int, ...]
     engines: tuple[tuple[int, ...], ...]  # the generate ranks, one tuple per engine
+    reward: tuple[int, ...] = ()  # empty unless the reward model has ranks of its own
 
     @classmethod
     def of(cls, recipe: Recipe) -> Realms:
@@ -70,10 +71,14 @@ class Realms:
         size = engine_ranks(recipe.policy.generation.vllm_cfg)
         generate = tuple(range(len(train), len(train) + ranks(recipe.cluster.generate)))
         engines = tuple(generate[i : i + size] for i in range(0, len(generate), size))
-        return cls(train, generate, engines)
+        first = len(train) + len(generate)
+        reward = tuple(range(first, first + ranks(recipe.cluster.reward))) if serves_rewards(recipe) else ()
+        return cls(train, generate, engines, reward)
 
     def name(self, rank: int) -> str:
-        return "train" if rank in self.train else "generate"
+        if rank in self.train:
+            return "train"
+        return "reward" if rank in self.reward else "generate"
 
     def engine(self, rank: int) -> tuple[int, ...]:
         return next(engine for engine in self.engines if rank in engine)
@@ -101,7 +106,7 @@ class World:
         self.activity_changed = threading.Event()  # so that the watchdog tells it at once
         self.device = _device(place)
         self.spanning: dist.ProcessGroup | None = None  # all ranks; what travels over it from one to another
-        self.own: dist.ProcessGroup | None = None  # the train realm, or this generate rank's engine
+        self.own: dist.ProcessGroup | None = None  # the train realm, the reward realm, or this generate rank's engine
         self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks, for a broadcast; None if nobody generates
 
     @contextmanager
@@ -186,7 +191,8 @@ def join(world: World) -> None:
     store = dist.PrefixStore("world", world.store)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
     world.spanning = dist.group.WORLD
-    for members in (realms.train, *realms.engines):  # every rank makes every group, in the same order
+    own = (realms.train, *realms.engines, *([realms.reward] if realms.reward else []))
+    for members in own:  # every rank makes every group, in the same order
         group = dist.new_group(members, backend=backend, timeout=NEVER)
         world.own = group if world.rank in members else world.own
     if realms.generate:

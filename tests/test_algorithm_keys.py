@@ -192,6 +192,11 @@ REFUSED = [
     ("sft", [f"{LORA}.enabled=true", "policy.megatron_cfg.enabled=true"], [f"{LORA}.enabled", "FSDP2"]),
     ("sft", [f"{LORA}.enabled=true", f"{LORA}.target_modules=[q_proj]"], [f"{LORA}.target_modules", "match_all_linear"]),
     ("sft", [f"{LORA}.enabled=true", f"{LORA}.match_all_linear=false"], [f"{LORA}.target_modules", "match_all_linear"]),
+    (
+        "sft",
+        [f"{LORA}.enabled=true", "policy.dtensor_cfg.tensor_parallel_size=2", "cluster.train.ranks_per_node=2"],
+        [f"{LORA}.enabled", "policy.dtensor_cfg.tensor_parallel_size=2 must be 1"],
+    ),
     ("sft", [f"{LORA}.dim=0"], [f"{LORA}.dim", "at least 1"]),
     ("sft", [f"{LORA}.lora_A_init=zeros"], [f"{LORA}.lora_A_init", "xavier, gaussian, kaiming"]),
     # ---- reward models

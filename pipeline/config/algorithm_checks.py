@@ -299,6 +299,12 @@ def _of_lora(recipe: Recipe, lora: LoRAConfig) -> Iterable[Finding]:
         f"{key}.enabled",
         "adapters are for FSDP2 only; policy.dtensor_cfg.enabled=true, or this false",
     )
+    tensor = recipe.policy.dtensor_cfg.tensor_parallel_size
+    yield (
+        tensor > 1,
+        f"{key}.enabled",
+        f"adapters are not cut by tensor parallelism; policy.dtensor_cfg.tensor_parallel_size={tensor} must be 1",
+    )
     yield (
         lora.match_all_linear and bool(lora.target_modules),
         f"{key}.target_modules",

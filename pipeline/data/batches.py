@@ -7,20 +7,29 @@ from pipeline.data.packing import plan_microbatches
 from pipeline.types import DataPlace, GlobalCounts, Sample, Update
 
 
-def share(samples: list[Sample], policy: PolicyConfig, places: list[DataPlace], update_size: int) -> list[list[Update]]:
-    """For each train rank its updates, of `update_size` samples over all ranks. Raises ValueError if that does not divide."""
-    if len(samples) % update_size:
-        raise ValueError(f"{len(samples)} samples cannot be cut into updates of {update_size}")
-    updates = [_share_one(samples[i : i + update_size], policy, places[0].size) for i in range(0, len(samples), update_size)]
+def share(
+    samples: list[Sample], policy: PolicyConfig, places: list[DataPlace], update_size: int, together: int = 1
+) -> list[list[Update]]:
+    """For each train rank its updates, of `update_size` units over all ranks. A unit is `together` successive samples (2: the
+    answers of a pair), which stay side by side in one microbatch; policy.train_micro_batch_size and logprob_batch_size count
+    units too. Raises ValueError if the samples cannot be cut so.
+    """
+    if len(samples) % (update_size * together):
+        what = f" of {together} samples each" if together > 1 else ""
+        raise ValueError(f"{len(samples)} samples cannot be cut into updates of {update_size}{what}")
+    units = [samples[i : i + together] for i in range(0, len(samples), together)]
+    updates = [
+        _share_one(units[i : i + update_size], together, policy, places[0].size) for i in range(0, len(units), update_size)
+    ]
     return [[update[place.rank] for update in updates] for place in places]
 
 
-def _share_one(samples: list[Sample], policy: PolicyConfig, data_ranks: int) -> list[Update]:
+def _share_one(units: list[list[Sample]], together: int, policy: PolicyConfig, data_ranks: int) -> list[Update]:
     """One optimizer step's samples, by data rank."""
-    lengths = [len(sample.tokens) for sample in samples]
+    lengths = [sum(len(sample.tokens) for sample in unit) for unit in units]
     counts = GlobalCounts(
-        tokens=int(sum(sample.loss_mask.sum() for sample in samples)),
-        sequences=int(sum(sample.loss_mask.any() for sample in samples)),
+        tokens=int(sum(sample.loss_mask.sum() for unit in units for sample in unit)),
+        sequences=int(sum(sample.loss_mask.any() for unit in units for sample in unit)),
     )
     packed = policy.sequence_packing.enabled
     train_bounds = _bounds(packed, policy.sequence_packing.train_mb_tokens, policy.train_micro_batch_size)
@@ -34,15 +43,20 @@ def _share_one(samples: list[Sample], policy: PolicyConfig, data_ranks: int) -> 
         place = {member: position for position, member in enumerate(members)}
         updates.append(
             Update(
-                [samples[i] for i in members],
-                [[place[i] for i in microbatch] for microbatch in plan],
-                forward_plan + [[]] * (most - len(forward_plan)),
+                [sample for i in members for sample in units[i]],
+                [_positions([place[i] for i in microbatch], together) for microbatch in plan],
+                [_positions(microbatch, together) for microbatch in forward_plan + [[]] * (most - len(forward_plan))],
                 counts,
             )
         )
     return updates
 
 
+def _positions(units: list[int], together: int) -> list[int]:
+    """Of the samples of these units."""
+    return [unit * together + i for unit in units for i in range(together)]
+
+
 def _bounds(packed: bool, tokens: int, sequences: int) -> tuple[int | None, int | None]:
-    """(tokens, sequences) that a microbatch may have."""
+    """(tokens, units) that a microbatch may have."""
     return (tokens, None) if packed else (None, sequences)

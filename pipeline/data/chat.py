@@ -2,9 +2,9 @@
 
 With a chat template, a prompt is the rendered conversation up to where the assistant speaks, and in training the loss counts
 what the assistant says, its end-of-turn token included. Without one (`data.apply_chat_template: false`) a prompt is bare text,
-and what is learned is the answer and the end-of-sequence token.
+and what is learned is the answer and the end-of-sequence token. Pairs of answers are `pipeline.data.preferences`'.
 
-Leaves out: tool calls, images, preference pairs.
+Leaves out: tool calls, images.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from pipeline.config import DataConfig, DatasetConfig, TokenizerConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, str]
+"""A turn of a conversation: {"role": ..., "content": ...}."""
+
+Encoded = tuple[np.ndarray, np.ndarray]
+"""Tokens `[L]` int32 and loss mask `[L]` bool."""
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -60,67 +66,87 @@ class Encoder:
 
     def prompt(self, record: dict[str, Any]) -> np.ndarray:
         """`[P]` int32: the tokens after which the policy answers. Raises ValueError if the record lacks the input."""
-        text = self._prompt_text.format(_text(record, self.dataset.input_key))
-        if not self.data.apply_chat_template:
-            return _int32(self.tokenizer(text).input_ids)
-        return _int32(self._render([*self._system_message(), {"role": "user", "content": text}], add_generation_prompt=True))
+        question = self.question(record)
+        if isinstance(question, str):
+            return _int32(self.tokenizer(question).input_ids)
+        return _int32(self._render(question, add_generation_prompt=True))
+
+    def question(self, record: dict[str, Any]) -> str | list[Message]:
+        """What a prompt is made of: messages, or the bare text where no chat template is applied."""
+        text = self._prompt_text.format(text_of(record, self.dataset.input_key))
+        return [*self._system_message(), {"role": "user", "content": text}] if self.data.apply_chat_template else text
 
     def answer(self, record: dict[str, Any]) -> str:
         """The expected answer. Raises ValueError if the record lacks it."""
-        return _text(record, self.dataset.output_key)
+        return text_of(record, self.dataset.output_key)
 
-    def conversation(self, record: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens `[L]` int32 and loss mask `[L]` bool.
-
-        Raises ValueError if the record has no conversation with an assistant in it, or if the template renders an earlier turn
-        differently once later ones follow, so that no mask can say which tokens are the assistant's.
-        """
+    def conversation(self, record: dict[str, Any]) -> Encoded:
+        """What supervised training learns from. Raises ValueError if the record has no conversation with an assistant in it,
+        and as `encode_turns` does."""
         if not self.data.apply_chat_template:
-            prompt = self.prompt(record)
-            answer = self.tokenizer(self.answer(record), add_special_tokens=False).input_ids
-            answer = _int32([*answer, self.tokenizer.eos_token_id])
-            return np.concatenate([prompt, answer]), np.arange(len(prompt) + len(answer)) >= len(prompt)
-        messages = self._messages(record)
-        if GENERATION_BLOCK.search(self.tokenizer.get_chat_template()):
-            rendered = self._render(messages, return_dict=True, return_assistant_tokens_mask=True)
-            return _int32(rendered["input_ids"]), np.asarray(rendered["assistant_masks"], dtype=bool)
-        return self._masked_by_prefixes(messages)
-
-    def _messages(self, record: dict[str, Any]) -> list[dict[str, str]]:
+            return self.encode_answer(self.prompt(record), self.answer(record))
         if not self.dataset.messages_key:
-            user = self._prompt_text.format(_text(record, self.dataset.input_key))
-            turns = [{"role": "user", "content": user}, {"role": "assistant", "content": self.answer(record)}]
-            return [*self._system_message(), *turns]
-        messages = record.get(self.dataset.messages_key)
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
-            raise ValueError(f"'{self.dataset.messages_key}' is not a list of {{role, content}}")
+            return self.encode_turns([*self.question(record), {"role": "assistant", "content": self.answer(record)}])
+        messages = messages_of(record, self.dataset.messages_key)
         roles = [message["role"] for message in messages]
         if "assistant" not in roles or roles[0] == "assistant":
             raise ValueError(f"'{self.dataset.messages_key}' has no assistant's turn after another's: {roles}")
-        return messages if roles[0] == "system" else [*self._system_message(), *messages]
+        return self.encode_turns(self.with_system(messages))
 
-    def _system_message(self) -> list[dict[str, str]]:
+    def encode_answer(self, prompt: np.ndarray, answer: str) -> Encoded:
+        """A bare text after the tokens of its prompt, and the end-of-sequence token."""
+        tokens = self.tokenizer(answer, add_special_tokens=False).input_ids
+        tokens = np.concatenate([prompt, _int32([*tokens, self.tokenizer.eos_token_id])])
+        return tokens, np.arange(len(tokens)) >= len(prompt)
+
+    def encode_turns(self, messages: list[Message], first: int = 0) -> Encoded:
+        """A conversation, of which the loss counts the assistant's turns from message `first` on.
+
+        Raises ValueError if the template renders an earlier turn differently once later ones follow, so that no mask can say
+        which tokens are the assistant's, or if nothing is left to count.
+        """
+        if GENERATION_BLOCK.search(self.tokenizer.get_chat_template()):
+            tokens, mask = self._masked_by_marks(messages, first)
+        else:
+            tokens, mask = self._masked_by_prefixes(messages, first)
+        if not mask.any():
+            roles = [message["role"] for message in messages]
+            raise ValueError(f"the chat template renders nothing of what the assistant says, in turns {roles}")
+        return tokens, mask
+
+    def with_system(self, messages: list[Message]) -> list[Message]:
+        """With the recipe's system prompt before, unless they have one of their own."""
+        return messages if messages[0]["role"] == "system" else [*self._system_message(), *messages]
+
+    def _system_message(self) -> list[Message]:
         return [] if self._system is None else [{"role": "system", "content": self._system}]
 
-    def _render(self, messages: list[dict[str, str]], **options: Any) -> Any:
+    def _render(self, messages: list[Message], **options: Any) -> Any:
         return self.tokenizer.apply_chat_template(messages, **{"return_dict": False, **self._template_kwargs, **options})
 
-    def _masked_by_prefixes(self, messages: list[dict[str, str]]) -> tuple[np.ndarray, np.ndarray]:
+    def _masked_by_marks(self, messages: list[Message], first: int) -> Encoded:
+        """By the template's own {% generation %}."""
+        rendered = self._render(messages, return_dict=True, return_assistant_tokens_mask=True)
+        tokens, mask = _int32(rendered["input_ids"]), np.asarray(rendered["assistant_masks"], dtype=bool)
+        if first:
+            before = self._render(messages[:first], add_generation_prompt=True)
+            if tokens[: len(before)].tolist() != before:
+                raise ValueError(_rendered_differently(first))
+            mask[: len(before)] = False
+        return tokens, mask
+
+    def _masked_by_prefixes(self, messages: list[Message], first: int) -> Encoded:
         """An assistant's turn is what rendering it adds to the conversation before it. Each rendering must begin with the one
         before; then the spans are those of the whole."""
         whole = self._render(messages)
         mask = np.zeros(len(whole), dtype=bool)
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or i < first:
                 continue
             before = self._render(messages[:i], add_generation_prompt=True)
             after = self._render(messages[: i + 1])
             if after[: len(before)] != before or whole[: len(after)] != after:
-                raise ValueError(
-                    f"the chat template renders the conversation up to message {i} differently when more follows, so the"
-                    " assistant's tokens cannot be told from the rest; mark them with {% generation %} in"
-                    " policy.tokenizer.chat_template, or train on single turns"
-                )
+                raise ValueError(_rendered_differently(i))
             mask[len(before) : self._end_of_turn(after, len(before))] = True
         return _int32(whole), mask
 
@@ -150,13 +176,33 @@ def _read_prompt_file(path: str) -> str:
     return text
 
 
-def _text(record: dict[str, Any], key: str) -> str:
+def _rendered_differently(message: int) -> str:
+    return (
+        f"the chat template renders the conversation up to message {message} differently when more follows, so the assistant's"
+        " tokens cannot be told from the rest; mark them with {% generation %} in policy.tokenizer.chat_template, or train on"
+        " single turns"
+    )
+
+
+def text_of(record: dict[str, Any], key: str) -> str:
+    """Raises ValueError if there is no text or number."""
     if key not in record:
         raise ValueError(f"has no '{key}'; it has: {', '.join(record)}")
     value = record[key]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"'{key}' is a {type(value).__name__}, not a text or a number")
     return str(value)
+
+
+def messages_of(record: dict[str, Any], key: str) -> list[Message]:
+    """Raises ValueError if there is no list of messages with a role and a text."""
+    messages = record.get(key)
+    well_formed = isinstance(messages, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    )
+    if not well_formed or not messages:
+        raise ValueError(f"'{key}' is not a list of {{role, content}} with texts in them")
+    return messages
 
 
 def _int32(tokens: list[int]) -> np.ndarray:

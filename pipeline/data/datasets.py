@@ -16,7 +16,7 @@ import msgspec
 from pipeline.config import DatasetConfig
 from pipeline.data import scratchpad
 
-GENERATED = {"scratchpad_addition": scratchpad.addition}
+GENERATED = {"scratchpad_addition": scratchpad.addition, "scratchpad_preferences": scratchpad.preferences}
 
 
 def load_records(dataset: DatasetConfig, seed: int) -> Sequence[dict[str, Any]]:

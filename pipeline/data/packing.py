@@ -21,6 +21,7 @@ def plan_microbatches(
     lengths: Sequence[int], data_ranks: int, max_tokens: int | None, max_sequences: int | None
 ) -> list[list[list[int]]]:
     """Share sequences among data-parallel ranks and microbatches: `plan[rank][microbatch]` is a list of sample numbers.
+    (`pipeline.data.batches` has it plan over pairs, too.)
 
     Every sample comes once; every rank has the same number of microbatches, because FSDP's ranks gather weights together; no
     microbatch is above `max_tokens` tokens or `max_sequences` sequences. There are as few microbatches as a longest-first

@@ -4,7 +4,8 @@
 
 The columns are added from the right, each with its carry; the answer follows the `;`. Demonstrations can be careless
 (`mistakes`): supervised training then learns the scratchpad, slips and all, and reinforcement learning, which sees only
-whether the answer is right, must become better than its teacher. (Scratchpads: Nye et al. 2021, arXiv:2112.00114.)
+whether the answer is right, must become better than its teacher. `preferences` are pairs of a right demonstration and one with
+slips. (Scratchpads: Nye et al. 2021, arXiv:2112.00114.)
 
 Leaves out: negative numbers, more than two summands.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PAD, BOS, EOS, UNK = "<pad>", "<s>", "</s>", "<unk>"
@@ -31,18 +32,41 @@ def addition(
     "validation" is a property of the sum alone, so the two share none, whatever their sizes and seeds. Raises ValueError for
     another split and for digits below 1.
     """
+    draw, records = random.Random(f"scratchpad addition {split} {seed}"), []
+    for a, b in _sums(split, size, digits, draw):
+        demonstration, _ = _demonstration(a, b, mistakes, draw)
+        records.append({"input": f"{a}+{b}=", "output": demonstration, "answer": str(a + b)})
+    return records
+
+
+def preferences(
+    split: str, size: int, seed: int, digits: int | Sequence[int] = (1, 2, 3), mistakes: float = 0.0
+) -> list[dict[str, str | int]]:
+    """`size` pairs as `{"input": "47+85=", "chosen": "7+5=12,4+8+1=13;132", "rejected": "7+5=14,4+8+1=13;134", "margin": 1}`.
+
+    `rejected` has a wrong last digit in at least one column, drawn evenly, and in each of the others with the probability
+    `mistakes`; `margin` is the number of wrong columns. Sums, splits and errors are as of `addition`.
+    """
+    draw, records = random.Random(f"scratchpad preferences {split} {seed}"), []
+    for a, b in _sums(split, size, digits, draw):
+        right, _ = _demonstration(a, b, 0.0, draw)
+        wrong, columns = _demonstration(a, b, mistakes, draw, wrong_column=draw.randrange(max(len(str(a)), len(str(b)))))
+        records.append({"input": f"{a}+{b}=", "chosen": right, "rejected": wrong, "margin": columns})
+    return records
+
+
+def _sums(split: str, size: int, digits: int | Sequence[int], draw: random.Random) -> Iterator[tuple[int, int]]:
     if split not in ("train", "validation"):
-        raise ValueError(f"scratchpad_addition: split '{split}' is not one of: train, validation")
+        raise ValueError(f"scratchpad: split '{split}' is not one of: train, validation")
     lengths = [digits] if isinstance(digits, int) else list(digits)
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"scratchpad_addition: digits {digits} must be numbers of at least 1")
-    draw = random.Random(f"scratchpad addition {split} {seed}")
-    records = []
-    while len(records) < size:
+        raise ValueError(f"scratchpad: digits {digits} must be numbers of at least 1")
+    found = 0
+    while found < size:
         a, b = (_number(draw, draw.choice(lengths)) for _ in range(2))
         if (split == "validation") == _for_validation(a, b):
-            records.append({"input": f"{a}+{b}=", "output": _demonstration(a, b, mistakes, draw), "answer": str(a + b)})
-    return records
+            found += 1
+            yield a, b
 
 
 def _number(draw: random.Random, digits: int) -> int:
@@ -53,16 +77,18 @@ def _for_validation(a: int, b: int) -> bool:
     return zlib.crc32(f"{a}+{b}".encode()) % VALIDATION_SHARE == 0
 
 
-def _demonstration(a: int, b: int, mistakes: float, draw: random.Random) -> str:
-    columns, carry, result = [], 0, ""
+def _demonstration(a: int, b: int, mistakes: float, draw: random.Random, wrong_column: int | None = None) -> tuple[str, int]:
+    """The text, and how many of its columns are wrong: that of `wrong_column`, others with the probability `mistakes`."""
+    columns, carry, result, wrong = [], 0, "", 0
     for place in range(max(len(str(a)), len(str(b)))):
         x, y = a // 10**place % 10, b // 10**place % 10
         total = x + y + carry
-        if draw.random() < mistakes:
+        if place == wrong_column or draw.random() < mistakes:
             total = total // 10 * 10 + (total + draw.randint(1, 9)) % 10
+            wrong += 1
         columns.append(f"{x}+{y}+1={total}" if carry else f"{x}+{y}={total}")
         carry, result = total // 10, f"{total % 10}{result}"
-    return f"{','.join(columns)};{carry or ''}{result}"
+    return f"{','.join(columns)};{carry or ''}{result}", wrong
 
 
 def write_tokenizer(folder: Path) -> None:

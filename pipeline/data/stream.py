@@ -10,6 +10,7 @@ Leaves out: sharding (the coordinator alone reads the data), curricula.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -19,17 +20,26 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pipeline.data.chat import Encoder
+from pipeline.data.preferences import Pair, encode_pair
 from pipeline.types import Prompt, Sample
 
 CHECKED_AT_START = 20_000  # records encoded once before the run (seconds), so that a bad one ends it at once
 
 Record = dict[str, Any]
-Item = TypeVar("Item", Prompt, Sample)
+Item = TypeVar("Item", Prompt, Sample, Pair)
 
 
-def encode_prompt(encoder: Encoder, position: int, record: Record) -> Prompt:
-    """`Prompt.index` is the position in the stream, over all epochs."""
-    return Prompt(position, encoder.prompt(record), encoder.dataset.env_name, {"answer": encoder.answer(record)})
+def encode_prompt(encoder: Encoder, position: int, record: Record, answered: bool = True) -> Prompt:
+    """`Prompt.index` is the position in the stream, over all epochs.
+
+    `Prompt.task` has what a judge needs: the expected answer, and the prompt's "messages", or its "text" where no chat template
+    is applied, for a model with another tokenizer. answered: False if a record need not have the answer.
+    """
+    question = encoder.question(record)
+    task: dict[str, Any] = {"text" if isinstance(question, str) else "messages": question}
+    if answered or encoder.dataset.output_key in record:
+        task["answer"] = encoder.answer(record)
+    return Prompt(position, encoder.prompt(record), encoder.dataset.env_name, task)
 
 
 def encode_example(encoder: Encoder, position: int, record: Record) -> Sample:
@@ -100,12 +110,20 @@ class Stream(Generic[Item]):
 
 
 class PromptStream(Stream[Prompt]):
-    """Prompts to sample from."""
+    """Prompts to sample from. answered: False if records need not have an expected answer."""
 
     def __init__(
-        self, records: Sequence[Record], encoder: Encoder, *, seed: int, shuffle: bool = True, max_num_epochs: int = 1
+        self,
+        records: Sequence[Record],
+        encoder: Encoder,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        max_num_epochs: int = 1,
+        answered: bool = True,
     ) -> None:
-        super().__init__(records, encoder, encode_prompt, seed=seed, shuffle=shuffle, max_num_epochs=max_num_epochs)
+        encode = functools.partial(encode_prompt, answered=answered)
+        super().__init__(records, encoder, encode, seed=seed, shuffle=shuffle, max_num_epochs=max_num_epochs)
 
 
 class ExampleStream(Stream[Sample]):
@@ -115,6 +133,15 @@ class ExampleStream(Stream[Sample]):
         self, records: Sequence[Record], encoder: Encoder, *, seed: int, shuffle: bool = True, max_num_epochs: int = 1
     ) -> None:
         super().__init__(records, encoder, encode_example, seed=seed, shuffle=shuffle, max_num_epochs=max_num_epochs)
+
+
+class PairStream(Stream[Pair]):
+    """Pairs of a chosen and a rejected answer. A pair is as long as its longer sequence."""
+
+    def __init__(
+        self, records: Sequence[Record], encoder: Encoder, *, seed: int, shuffle: bool = True, max_num_epochs: int = 1
+    ) -> None:
+        super().__init__(records, encoder, encode_pair, seed=seed, shuffle=shuffle, max_num_epochs=max_num_epochs)
 
 
 class _Order(Sampler):
@@ -152,16 +179,17 @@ class _Items(Dataset):
     def __init__(self, records: Sequence[Record], encoder: Encoder, encode: Callable[[Encoder, int, Record], Any]) -> None:
         self._records, self._encoder, self._encode = records, encoder, encode
 
-    def __getitem__(self, place: tuple[int, int]) -> Prompt | Sample | None:
+    def __getitem__(self, place: tuple[int, int]) -> Prompt | Sample | Pair | None:
         position, number = place
         data = self._encoder.data
         try:
             item = self._encode(self._encoder, position, self._records[number])
-            if len(item.tokens) <= data.max_input_seq_length:
+            tokens = max(len(one.tokens) for one in (item if isinstance(item, tuple) else (item,)))
+            if tokens <= data.max_input_seq_length:
                 return item
             if data.overlong_prompts == "error":
                 raise ValueError(
-                    f"{len(item.tokens)} tokens are more than data.max_input_seq_length {data.max_input_seq_length};"
+                    f"{tokens} tokens are more than data.max_input_seq_length {data.max_input_seq_length};"
                     " data.overlong_prompts=drop passes over such records"
                 )
         except ValueError as error:

@@ -8,10 +8,12 @@ from pipeline.config import EnvironmentConfig
 from pipeline.environments.base import Environment
 from pipeline.environments.exact_match import ExactMatch
 from pipeline.environments.math import Math
+from pipeline.environments.reward_model import RewardModel
 
 KINDS = {
     "exact_match": lambda config: ExactMatch(**config.kwargs),
     "math": lambda config: Math(timeout_s=config.timeout_s, **config.kwargs),
+    "reward_model": lambda config: RewardModel(**config.kwargs),
 }
 
 

@@ -3,7 +3,7 @@
 A family is a module of this package with two functions of a transformers config:
 
     transformer(config) -> keyword arguments of megatron-core's TransformerConfig (or MLATransformerConfig), as plain values
-    parameters(config)  -> {Megatron name: Parameter}, in the model's order
+    parameters(config, head) -> {Megatron name: Parameter}, in the model's order, with the vocabulary or a value on top
 
 Run on real tensors, a parameter's function converts; run on meta tensors under `pipeline.models.layout.record`, it gives the
 layout, which serves export, checkpoints and refit. So no mapping is written twice, and none is written backwards.
@@ -22,6 +22,10 @@ Split = Literal["none", "rows", "columns", "halves"]
 two halves (gate and up projections of a gated MLP). A vocabulary is cut by rows after it was padded."""
 
 
+VALUE_HEAD = "value_head.weight"
+"""The Megatron name of a value head [1, H]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One whole Megatron parameter as a function of Hugging Face tensors."""
@@ -38,4 +42,5 @@ class Parameter:
     #   decoder.layers.3.self_attention.linear_qkv.weight
     #   decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight
     #   decoder.final_layernorm.weight
-    #   output_layer.weight            (absent where the embedding is tied to it)
+    #   output_layer.weight            (absent where the embedding is tied to it, and where there is a value head)
+    #   value_head.weight

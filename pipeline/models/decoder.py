@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.models.base import Parameter, Split
+from pipeline.models.base import VALUE_HEAD, Parameter, Split
+from pipeline.models.hugging_face import SCORE
+from pipeline.types import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -86,14 +88,14 @@ def one(target: str, source: str, split: Split = "none", expert: int | None = No
     return {target: Parameter((source,), same, split, expert)}
 
 
-def model(config: PreTrainedConfig, layers: dict[str, Parameter]) -> dict[str, Parameter]:
+def model(config: PreTrainedConfig, layers: dict[str, Parameter], head: Head) -> dict[str, Parameter]:
     """All parameters, given those of the layers."""
-    head = {} if config.tie_word_embeddings else one("output_layer.weight", "lm_head.weight", "rows")
+    output = {} if config.tie_word_embeddings else one("output_layer.weight", "lm_head.weight", "rows")
     return {
         **one("embedding.word_embeddings.weight", "model.embed_tokens.weight", "rows"),
         **layers,
         **one("decoder.final_layernorm.weight", "model.norm.weight"),
-        **head,
+        **(one(VALUE_HEAD, SCORE) if head == "values" else output),
     }
 
 

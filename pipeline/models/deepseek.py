@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder
 from pipeline.models.base import Parameter
+from pipeline.types import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -88,7 +89,7 @@ def _mixture(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def parameters(config: PreTrainedConfig) -> dict[str, Parameter]:
+def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, Parameter]:
     layers: dict[str, Parameter] = {}
     for i, sparse in enumerate(_sparse(config)):
         target, source = f"decoder.layers.{i}", f"model.layers.{i}"
@@ -101,7 +102,7 @@ def parameters(config: PreTrainedConfig) -> dict[str, Parameter]:
         layers |= decoder.experts(config.n_routed_experts, target, source)
         layers |= decoder.one(f"{target}.router.expert_bias", f"{source}.gate.e_score_correction_bias")
         layers |= decoder.mlp(f"{target}.shared_experts", f"{source}.shared_experts")
-    return decoder.model(config, layers)
+    return decoder.model(config, layers, head)
 
 
 def _attention(config: PreTrainedConfig, target: str, source: str) -> dict[str, Parameter]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder
 from pipeline.models.base import Parameter
+from pipeline.types import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -25,7 +26,7 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def parameters(config: PreTrainedConfig) -> dict[str, Parameter]:
+def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, Parameter]:
     layers: dict[str, Parameter] = {}
     for i in range(config.num_hidden_layers):
         target, source = f"decoder.layers.{i}", f"model.layers.{i}"
@@ -38,4 +39,4 @@ def parameters(config: PreTrainedConfig) -> dict[str, Parameter]:
             head_norms=config.model_type == "qwen3",
         )
         layers |= decoder.mlp(f"{target}.mlp", f"{source}.mlp")
-    return decoder.model(config, layers)
+    return decoder.model(config, layers, head)

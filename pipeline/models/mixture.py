@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder
 from pipeline.models.base import Parameter
+from pipeline.types import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -37,7 +38,7 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def parameters(config: PreTrainedConfig) -> dict[str, Parameter]:
+def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, Parameter]:
     qwen = config.model_type == "qwen3_moe"
     layers: dict[str, Parameter] = {}
     for i, sparse in enumerate(_sparse(config)):
@@ -52,7 +53,7 @@ def parameters(config: PreTrainedConfig) -> dict[str, Parameter]:
             layers |= decoder.experts(
                 config.num_local_experts, f"{target}.mlp", f"{source}.block_sparse_moe", names=("w1", "w3", "w2")
             )
-    return decoder.model(config, layers)
+    return decoder.model(config, layers, head)
 
 
 def _sparse(config: PreTrainedConfig) -> list[int]:

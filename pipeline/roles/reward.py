@@ -22,11 +22,9 @@ from pipeline.world import World
 
 @dataclass(frozen=True, slots=True)
 class ScoreWork:
-    """One data rank's share of what is to be scored. A microbatch is a list of positions in `sequences`; all data ranks have
-    equally many, of which some may be empty."""
+    """One data rank's share of what is to be scored. All data ranks have equally many microbatches; some may be empty."""
 
-    sequences: list[np.ndarray]  # each [L] int32
-    microbatches: list[list[int]]
+    microbatches: list[list[np.ndarray]]  # of sequences, each [L] int32
 
 
 class Scorer:
@@ -35,20 +33,21 @@ class Scorer:
     def __init__(self, model: PolicyConfig, group: dist.ProcessGroup, seed: int, offload: bool):
         """model: `config.judge(recipe)`. group: the realm that serves it, which must be the default group by now.
 
-        Collective. Raises ValueError, naming the key of the recipe, if the model or the layout is not supported.
+        Collective. Raises ValueError, which says what is wrong, if the model or the layout is not supported.
         """
-        self._backend = train.build(model, group, seed, Use(head="values", trained=False, offload=offload))
+        try:
+            self._backend = train.build(model, group, seed, Use(head="values", trained=False, offload=offload))
+        except ValueError as error:  # it speaks of policy.*, as which every model is described
+            raise ValueError(f"of the reward model: {error}") from error
         self.place = DataPlace(self._backend.data_rank, self._backend.data_size)
 
     def score(self, work: ScoreWork) -> list[float]:
-        """Of each of `work.sequences`. Collective: all ranks of the realm call it together."""
-        samples = [_sample(tokens) for tokens in work.sequences]
-        batches = [pack([samples[i] for i in members], self._backend.device) for members in work.microbatches]
-        scores = [0.0] * len(samples)
-        for members, batch, outputs in zip(work.microbatches, batches, self._backend.forward(batches), strict=True):
+        """Of each sequence, in the order of the microbatches. Collective: all ranks of the realm call it together."""
+        batches = [pack([_sample(tokens) for tokens in each], self._backend.device) for each in work.microbatches]
+        scores: list[float] = []
+        for sequences, batch, outputs in zip(work.microbatches, batches, self._backend.forward(batches), strict=True):
             ends = outputs.values[batch.cu_seqlens[1:].long() - 1].tolist()
-            for i, score in zip(members, ends[: len(members)], strict=True):  # an empty microbatch has a token all the same
-                scores[i] = score
+            scores += ends[: len(sequences)]  # an empty microbatch has a token all the same
         return scores
 
 

@@ -74,7 +74,10 @@ class TrainRole:
 
     def _build(self, name: str, policy: PolicyConfig, use: Use) -> None:
         with self._world.phase(f"load {name}"):
-            self._models[name] = train.build(policy, self._world.own, self._seed, use)
+            try:
+                self._models[name] = train.build(policy, self._world.own, self._seed, use)
+            except ValueError as error:  # it speaks of policy.*, as which every model is described
+                raise error if name == "policy" else ValueError(f"of the {name}: {error}") from error
 
     @verb("train")
     def load(self, updates: list[Update]) -> None:
@@ -219,7 +222,8 @@ class TrainRole:
     def export(self, folder: str) -> None:
         """Write a Hugging Face checkpoint."""
         with self._world.phase("export"):
-            export(self._policy, self._recipe.policy, Path(folder), writes=self._world.rank == 0)
+            head = self._algorithm.needs.head
+            export(self._policy, self._recipe.policy, Path(folder), writes=self._world.rank == 0, head=head)
 
 
 def _pack(samples: list[Sample], microbatches: list[list[int]], device: torch.device) -> list[PackedBatch]:

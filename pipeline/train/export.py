@@ -1,5 +1,8 @@
 """A Hugging Face checkpoint out of any train backend: sharded safetensors, the index, config, tokenizer, generation config.
 
+A model with values leaves as a sequence classifier with one label, as which transformers loads it. Adapters leave merged with
+what they adapt.
+
 From a running backend (`export`), or from what one saved (`export_checkpoint`), which needs no ranks and no GPU. Tensors stream
 one at a time; memory is bounded by one shard file and one tensor.
 """
@@ -21,51 +24,79 @@ from pipeline.checkpoint import sync
 from pipeline.config import PolicyConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.models.hugging_face import checkpoint_shapes, meta_model, model_config
+from pipeline.train import lora
 from pipeline.train.base import TrainBackend
+from pipeline.train.initial_weights import initial_weights
 from pipeline.train.shards import read_shards
+from pipeline.types import Head
 
 SHARD_BYTES = 4 << 30
 
 
-def export(backend: TrainBackend, policy: PolicyConfig, folder: Path, writes: bool, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write the backend's policy below `folder`. Collective; only the rank that `writes` does."""
+def export(
+    backend: TrainBackend,
+    policy: PolicyConfig,
+    folder: Path,
+    writes: bool,
+    head: Head = "logprobs",
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the backend's model, which has this head, below `folder`. Collective; only the rank that `writes` does."""
     if writes:
-        write_model(backend.weights(), policy, folder, shard_bytes)
+        write_model(backend.weights(), policy, folder, head, shard_bytes)
         return
     for _ in backend.weights():  # gathering a full tensor needs every rank
         pass
 
 
-def export_checkpoint(checkpoint: Path, policy: PolicyConfig, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write the policy that `save` of any backend, at any layout, left in `checkpoint`.
+def export_checkpoint(
+    checkpoint: Path, policy: PolicyConfig, folder: Path, head: Head = "logprobs", shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write the model that `save` of any backend, at any layout, left in `checkpoint`.
 
     `folder` appears at the end and complete; until then all is in `.<its name>.partial` beside it. Raises ValueError if the
     checkpoint is of another model than `policy` says.
     """
-    reader, _ = read_shards(checkpoint)
-    shapes, _ = checkpoint_shapes(model_config(policy))
+    reader, records = read_shards(checkpoint)
+    config = model_config(policy, head)
+    shapes, _ = checkpoint_shapes(config, head)
     stored = {name.removeprefix("model."): shape for name, shape in reader.shapes.items() if name.startswith("model.")}
-    if stored != shapes:
-        odd = sorted(name for name in stored.keys() | shapes.keys() if stored.get(name) != shapes.get(name))
+    adapted = lora.adapted_weights(reader)
+    held = stored | adapted
+    expected = {name: shapes.get(name) for name in held} if adapted else shapes  # what is not held is policy.model_name's
+    if held != expected:
+        odd = sorted(name for name in held.keys() | expected.keys() if held.get(name) != expected.get(name))
         raise ValueError(f"{checkpoint}: not of the recipe's policy.model_name; these differ: {odd[:4]} ({len(odd)})")
+    dtype = getattr(torch, policy.precision)
+    if adapted:
+        record = records[0]["lora"]
+        base = initial_weights(policy, config, record["random_seed"] or 0, head)
+
+    def weight(name: str) -> torch.Tensor:
+        box = whole(shapes[name])
+        if name in stored:
+            return reader.read(f"model.{name}", box).to(dtype)
+        unmerged = base(name, box).to(dtype)
+        return lora.merged_weight(name, unmerged, reader, record) if name in adapted else unmerged
+
     partial = folder.with_name(f".{folder.name}.partial")
     if partial.exists():  # an earlier attempt was killed
         shutil.rmtree(partial)
-    dtype = getattr(torch, policy.precision)
-    weights = ((name, reader.read(f"model.{name}", whole(shape)).to(dtype)) for name, shape in shapes.items())
-    write_model(weights, policy, partial, shard_bytes)
+    write_model(((name, weight(name)) for name in shapes), policy, partial, head, shard_bytes)
     partial.rename(folder)
     sync(folder.parent)
 
 
-def write_model(weights: Iterable[tuple[str, torch.Tensor]], policy: PolicyConfig, folder: Path, shard_bytes: int) -> None:
+def write_model(
+    weights: Iterable[tuple[str, torch.Tensor]], policy: PolicyConfig, folder: Path, head: Head, shard_bytes: int
+) -> None:
     """Write what transformers and vLLM load: what goes with the weights, then the weights in files of about `shard_bytes`."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = model_config(policy)
+    config = model_config(policy, head)
     config.dtype = policy.precision
     config.architectures = config.architectures or [type(meta_model(config)).__name__]  # vLLM looks the model up by it
     config.save_pretrained(folder)
-    if cached_file(
+    if head == "logprobs" and cached_file(
         policy.model_name, "generation_config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
     ):
         GenerationConfig.from_pretrained(policy.model_name, local_files_only=True).save_pretrained(folder)

@@ -1,11 +1,13 @@
 """The FSDP2/DTensor training backend, on Hugging Face models.
 
-Ranks form a mesh of data x tensor parallelism. Parameters are float32 and cut over both; the compute precision is the
-recipe's. One rank in float32 without offloading runs the plain module, with no sharding machinery around it.
+Ranks form a mesh of data x tensor parallelism. Parameters that are trained are float32 and cut over both; the compute precision
+is the recipe's, and so is that of a model that is not trained. Where one rank needs neither offloading nor two precisions it
+runs the plain module, with no sharding machinery around it.
 
 Mixtures of experts train too: transformers keeps a layer's experts in one tensor, which `fully_shard` cuts like any other.
+With adapters (lora.py) only those are trained and saved; `weights` and `local` give them merged with what they adapt.
 
-Left out: pipeline, context, expert and sequence parallelism, dropout, frozen parameters.
+Left out: pipeline, context, expert and sequence parallelism, dropout.
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ from pipeline.boxes import Piece, Region, region, whole
 from pipeline.config import PolicyConfig
 from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.layout import Shape, restrict
-from pipeline.train import state
+from pipeline.train import lora, state
 from pipeline.train.attention import Packing, check_batch
-from pipeline.train.base import Loss
+from pipeline.train.base import Loss, Use
 from pipeline.train.model import build
 from pipeline.train.optimizer import Schedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
-from pipeline.train.shards import Entry, Shards, collect, local, local_box, read_shards
-from pipeline.types import LossOutput, PackedBatch, StepResult
+from pipeline.train.shards import Entry, Shards, collect, gathered, local, local_box, read_shards
+from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult, TopK
 
 
 class FSDPBackend:
     """See `pipeline.train.base.TrainBackend`."""
 
-    def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, reference: bool):
+    def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, use: Use):
         """group: the train realm, which must be the default group by now, with a CUDA device chosen where there are any.
 
-        seed: of random weights, if the recipe wants those. reference: keep the initial weights for `forward(..., "reference")`.
+        seed: of random weights, if the recipe wants those, and of a value head that the checkpoint lacks.
         Raises ValueError, naming the key of the recipe, if the model or the layout is not supported.
         """
         if group.size() != dist.get_world_size():
@@ -56,47 +58,60 @@ class FSDPBackend:
         self.data_rank, self._tensor_rank = divmod(group.rank(), tensor_size)
         self._group = group
         self._policy = policy
-        offload = policy.dtensor_cfg.cpu_offload and self.device.type == "cuda"
+        self._use = use
+        offload = (policy.dtensor_cfg.cpu_offload or use.offload) and self.device.type == "cuda"
+        two_precisions = use.trained and policy.precision != "float32"
         mesh = None
-        if group.size() > 1 or policy.precision != "float32" or offload:
+        if group.size() > 1 or two_precisions or offload:
             mesh = init_device_mesh(self.device.type, (self.data_size, tensor_size), mesh_dim_names=("data", "tensor"))
-        self._model = build(policy, self.device, mesh, seed)
+        self._model = build(policy, self.device, mesh, seed, use)
         self._parameters = dict(self._model.hf.named_parameters())
-        self._shapes, _ = checkpoint_shapes(self._model.hf.config)  # of the tensors on disk, in a checkpoint's order
+        self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        self._shapes, _ = checkpoint_shapes(self._model.hf.config, use.head)  # of the tensors on disk, in a checkpoint's order
         self._tensor_group = mesh.get_group("tensor") if mesh is not None else None
         self._vocabulary = self._model.hf.get_input_embeddings().weight.shape[0]
-        self._reference = [local(p).to("cpu", copy=True) for p in self._parameters.values()] if reference else None
-        self._optimizer, self._schedule = self._new_optimizer()
+        self._reference: list[torch.Tensor] | None = None
+        if use.reference and not self._model.adapters:
+            self._reference = [local(p).to("cpu", copy=True) for p in self._parameters.values()]
+        self._merged: lora.Merged | None = None  # weights with adapters, from when they are first asked for
+        if use.trained:
+            self._optimizer, self._schedule = self._new_optimizer()
+            lora_cfg, random_seed = policy.dtensor_cfg.lora_cfg, seed if policy.random_init else None
+            self._lora_record = lora.record(lora_cfg, random_seed) if self._model.adapters else None
 
     def _new_optimizer(self) -> tuple[torch.optim.Optimizer, Schedule]:
-        optimizer = build_optimizer(self._policy.optimizer, self._parameters.values())
+        optimizer = build_optimizer(self._policy.optimizer, self._trained.values())
         return optimizer, Schedule(optimizer, self._policy.scheduler)
 
     # ---- forward and step -----------------------------------------------------------------------------------------------
 
-    def forward(self, batches: Sequence[PackedBatch], model: str = "policy") -> list[torch.Tensor]:
-        """Raises ValueError for another `model`, or for "reference" when none was kept."""
+    def forward(self, batches: Sequence[PackedBatch], model: str = "policy", top_k: int = 0) -> list[Outputs]:
+        """Raises ValueError for another `model`, for "reference" when none was kept, and for `top_k` of a value head."""
         if model not in ("policy", "reference"):
             raise ValueError(f"model '{model}' is not one of: policy, reference")
+        if top_k and self._use.head == "values":
+            raise ValueError("a model with a value head has no most likely tokens")
         self._check(batches)
         with torch.no_grad(), self._reference_weights() if model == "reference" else contextlib.nullcontext():
-            logprobs = [self._logprobs(batch) for batch in batches]
+            outputs = [self._outputs(batch, top_k=top_k) for batch in batches]
             self._reshard()
-        return logprobs
+        return outputs
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
+        """Raises ValueError for a model that is not trained."""
+        self._check_trained()
         self._check(batches)
         if not batches:
             raise ValueError("a step needs at least one batch")
         self._optimizer.zero_grad(set_to_none=True)
-        outputs = []
+        shares = []
         for batch in batches:
-            output = loss(self._logprobs(batch), batch)
+            output = loss(self._outputs(batch, teacher=batch.teacher), batch)
             output.loss.backward()
-            outputs.append(LossOutput(output.loss.detach(), output.metrics))
+            shares.append(LossOutput(output.loss.detach(), output.metrics))
         self._sum_partial_gradients()
         # Tensor-parallel peers hold the same batches; one of them speaks for all.
-        metrics = reduce_outputs(outputs, counts=self._tensor_rank == 0, group=self._group, device=self.device)
+        metrics = reduce_outputs(shares, counts=self._tensor_rank == 0, group=self._group, device=self.device)
         norm = self._norm()
         if not math.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
@@ -105,15 +120,23 @@ class FSDPBackend:
         metrics |= {"grad_norm": norm, "lr": self._schedule.lr}
         self._optimizer.step()
         self._schedule.step()
+        self._refresh_merged()
         return StepResult(metrics)
+
+    def _check_trained(self) -> None:
+        if not self._use.trained:
+            raise ValueError(f"the model {self._policy.model_name} was built to be used, not trained")
 
     def _check(self, batches: Sequence[PackedBatch]) -> None:
         # All at once and before any work, since on a GPU each look at a batch waits for the device.
         for batch in batches:
             check_batch(batch, self._vocabulary)
+            if batch.teacher is not None and batch.teacher.tokens.max() >= self._vocabulary:
+                raise ValueError(f"a teacher's tokens do not fit a vocabulary of {self._vocabulary}")
 
-    def _logprobs(self, batch: PackedBatch) -> torch.Tensor:
-        return self._model(batch.tokens, batch.positions, Packing.of(batch))
+    def _outputs(self, batch: PackedBatch, teacher: TopK | None = None, top_k: int = 0) -> Outputs:
+        candidates = teacher.tokens if teacher else None
+        return self._model(batch.tokens, batch.positions, Packing.of(batch), candidates, top_k)
 
     def _reshard(self) -> None:
         # The root keeps its weights gathered after a forward pass, for a backward pass that does not come here.
@@ -122,8 +145,12 @@ class FSDPBackend:
 
     @contextlib.contextmanager
     def _reference_weights(self) -> Iterator[None]:
-        if self._reference is None:
-            raise ValueError("no reference weights were kept; construct the backend with reference=True")
+        if not self._use.reference:
+            raise ValueError("no reference weights were kept; construct the backend with Use(reference=True)")
+        if self._model.adapters:
+            with lora.without(self._model.adapters):
+                yield
+            return
         ours = [local(parameter) for parameter in self._parameters.values()]
         kept = [tensor.to("cpu", copy=True) for tensor in ours]
         try:
@@ -138,7 +165,7 @@ class FSDPBackend:
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         """This rank's part of each gradient, by name."""
-        return {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        return {name: local(p.grad) for name, p in self._trained.items() if p.grad is not None}
 
     def _sum_partial_gradients(self) -> None:
         """Of whole parameters that act on a rank's own heads only. Sums commute, so once a step is enough."""
@@ -178,20 +205,12 @@ class FSDPBackend:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         dtype = getattr(torch, self._policy.precision)
-        for name, parameter in self._parameters.items():
+        self._merge()
+        for name, pieces in self._model.layout.items():
             # Cast before gathering: half the traffic in half precision.
-            tensor = local(parameter).to(self.device, dtype)
-            if isinstance(parameter, DTensor):
-                tensor = DTensor.from_local(
-                    tensor,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                ).full_tensor()
+            tensor = gathered(self._parameters[name], self.local(name).to(self.device, dtype))
             outer = whole(tuple(tensor.shape))
-            for piece in self._model.layout[name]:
+            for piece in pieces:
                 part = tensor[piece.target.within(outer)].reshape(piece.source.size).contiguous()
                 yield piece.name, part if self._group.rank() == 0 else tensor.new_empty(0)
 
@@ -200,29 +219,45 @@ class FSDPBackend:
         return self._shapes
 
     def layout(self) -> list[Region]:
+        self._merge()
         return [
-            region(piece, name, local(parameter).stride())
-            for name, parameter in self._parameters.items()
-            for piece in restrict(self._model.layout[name], local_box(parameter))
+            region(piece, name, self.local(name).stride())
+            for name, pieces in self._model.layout.items()
+            for piece in restrict(pieces, local_box(self._parameters[name]))
         ]
 
     def local(self, tensor: str) -> torch.Tensor:
+        if self._merged is not None and tensor in self._merged.tensors:
+            return self._merged.tensors[tensor]
         return local(self._parameters[tensor])
 
+    def _merge(self) -> None:
+        """Merge adapters, and again after every step from now on: someone reads the weights."""
+        if self._model.adapters and self._merged is None:
+            self._merged = lora.Merged(self._model.adapters, self._parameters, self.device)
+
+    def _refresh_merged(self) -> None:
+        if self._merged is not None:
+            self._merged.refresh()
+
     def shards(self, copy: bool = False) -> Shards:
+        """Raises ValueError for a model that is not trained, as `load` does."""
+        self._check_trained()
         record = {
             "ranks": self._group.size(),
             "steps": self._schedule.steps,
             "param_group": state.options(self._optimizer),
+            "lora": self._lora_record,
             "random": state.random_record(),
         }
         return collect(self._entries(), record, copy)
 
     def _entries(self) -> Iterator[Entry]:
         """All that a checkpoint holds of this rank."""
-        for name, parameter in self._parameters.items():
-            yield from state.entries("model", parameter, self._model.layout[name], self._shapes)
-        yield from state.optimizer_entries(self._optimizer, self._pieces(), self._shapes)
+        shapes = self._saved_shapes()
+        for prefix, parameter, pieces in self._saved():
+            yield from state.entries(prefix, parameter, pieces, shapes)
+        yield from state.optimizer_entries(self._optimizer, self._pieces(), shapes)
         for name, tensor in state.random_tensors(self.device, self._group.rank()).items():
             yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
 
@@ -231,10 +266,13 @@ class FSDPBackend:
 
         Raises ValueError if the weights are of another model, or if optimizer or schedule are set otherwise than they were.
         """
+        self._check_trained()
         reader, records = read_shards(folder)
         rank, record = self._group.rank(), records[0]
-        expected = {f"model.{name}": shape for name, shape in self._shapes.items()}
-        stored = {name: shape for name, shape in reader.shapes.items() if name.startswith("model.")}
+        lora.check_record(folder, record.get("lora"), self._lora_record)
+        shapes = self._saved_shapes()
+        expected = {f"{prefix}.{piece.name}": shapes[piece.name] for prefix, _, pieces in self._saved() for piece in pieces}
+        stored = {name: shape for name, shape in reader.shapes.items() if name.startswith(("model.", "adapter."))}
         if stored != expected:
             odd = sorted(name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name))
             raise ValueError(f"{folder}: the checkpoint is of another model; these differ: {odd[:4]} ({len(odd)})")
@@ -250,11 +288,26 @@ class FSDPBackend:
             odd = [f"{k} {theirs.get(k)} -> {ours.get(k)}" for k in ours | theirs if ours.get(k) != theirs.get(k)]
             raise ValueError(f"{folder}: policy.optimizer or policy.scheduler has changed since: {', '.join(odd)}")
         self._optimizer, self._schedule = optimizer, schedule
-        for name, parameter in self._parameters.items():
-            state.load_entries("model", parameter, self._model.layout[name], reader)
-        state.load_optimizer(self._optimizer, self._pieces(), self._shapes, reader)
+        for prefix, parameter, pieces in self._saved():
+            state.load_entries(prefix, parameter, pieces, reader)
+        state.load_optimizer(self._optimizer, self._pieces(), shapes, reader)
+        self._refresh_merged()
         if record["ranks"] == self._group.size():
             state.load_random(self.device, rank, reader, records[rank]["random"])
 
+    def _saved(self) -> Iterator[tuple[str, torch.nn.Parameter, list[Piece]]]:
+        """(prefix of the names, parameter, its pieces by name) of all that is trained: adapters, or all weights."""
+        adapters = {name: piece for adapter in self._model.adapters for name, piece in adapter.pieces(self._parameters).items()}
+        for name, parameter in self._trained.items():
+            if name in adapters:
+                yield "adapter", parameter, [adapters[name]]
+            else:
+                yield "model", parameter, self._model.layout[name]
+
+    def _saved_shapes(self) -> dict[str, Shape]:
+        """Of tensors on disk and in a checkpoint."""
+        adapters = (piece for adapter in self._model.adapters for piece in adapter.pieces(self._parameters).values())
+        return self._shapes | {piece.name: piece.source.size for piece in adapters}
+
     def _pieces(self) -> dict[torch.nn.Parameter, list[Piece]]:
-        return {parameter: self._model.layout[name] for name, parameter in self._parameters.items()}
+        return {parameter: pieces for _, parameter, pieces in self._saved()}

@@ -1,6 +1,7 @@
 """The weights that training begins with, by their names in a Hugging Face checkpoint: its own files, or random ones.
 
-Every backend reads them here, so both begin with the same ones and refuse the same checkpoints.
+Every backend reads them here, so both begin with the same ones and refuse the same checkpoints. A value head on a language
+model's body is the only thing that a checkpoint need not have.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from pipeline.boxes import Box, whole
 from pipeline.config import PolicyConfig
-from pipeline.models.hugging_face import checkpoint_shapes, meta_model, on_disk
+from pipeline.models.hugging_face import SCORE, auto_model, checkpoint_shapes, meta_model, on_disk
 from pipeline.train.shards import BoxReader
+from pipeline.types import Head
 
 Read = Callable[[str, Box], torch.Tensor]
 """(name on disk, box) -> that box of the tensor, on the CPU."""
@@ -26,25 +28,26 @@ Read = Callable[[str, Box], torch.Tensor]
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old checkpoints; computed from the config today
 
 
-def initial_weights(policy: PolicyConfig, config: PreTrainedConfig, seed: int) -> Read:
+def initial_weights(policy: PolicyConfig, config: PreTrainedConfig, seed: int, head: Head = "logprobs") -> Read:
     """Of the checkpoint `policy.model_name`, or, with `policy.random_init`, as transformers draws them from `seed`.
 
-    config: the checkpoint's, with the recipe's overrides. Raises ValueError, naming the key of the recipe, if the checkpoint is
-    not of this model.
+    config: the checkpoint's, with the recipe's overrides. A checkpoint of a language model gives a model with values its body;
+    the value head is then drawn from `seed`. Raises ValueError, naming the key of the recipe, if the checkpoint is not of this
+    model.
     """
-    return _random(config, seed) if policy.random_init else _checkpoint(policy.model_name, config)
+    return _random(config, seed, head) if policy.random_init else _checkpoint(policy.model_name, config, seed, head)
 
 
-def _random(config: PreTrainedConfig, seed: int) -> Read:
+def _random(config: PreTrainedConfig, seed: int, head: Head) -> Read:
     """The same whatever the layout: each rank draws the whole model and keeps its boxes."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.random.default_generator.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = auto_model(head).from_config(config, dtype=torch.float32)
     weights = on_disk(model, model.state_dict())
     return lambda name, box: weights[name][box.within(whole(weights[name].shape))]
 
 
-def _checkpoint(model_name: str, config: PreTrainedConfig) -> Read:
+def _checkpoint(model_name: str, config: PreTrainedConfig, seed: int, head: Head) -> Read:
     """The safetensors of a folder or of a cached Hugging Face name, checked against the model's own names and shapes."""
     reader = BoxReader()
     for path in checkpoint_files(model_name):
@@ -52,8 +55,25 @@ def _checkpoint(model_name: str, config: PreTrainedConfig) -> Read:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 shape = tuple(file.get_slice(name).get_shape())
                 reader.add(name, shape, path, whole(shape))
-    shapes, tied = checkpoint_shapes(config)
-    model = meta_model(config)
+    shapes, tied = checkpoint_shapes(config, head)
+    if head == "logprobs" or SCORE in reader.shapes:
+        _check(reader, model_name, meta_model(config, head), shapes, tied)
+        return reader.read
+    language_model = meta_model(config)
+    theirs, tied = checkpoint_shapes(config)
+    # Its head may be there or not; it is not read.
+    absent = theirs.keys() - shapes.keys() - reader.shapes.keys()
+    _check(reader, model_name, language_model, {n: shape for n, shape in theirs.items() if n not in absent}, tied)
+    score = torch.empty(shapes[SCORE]).normal_(
+        std=config.get_text_config().initializer_range, generator=torch.Generator().manual_seed(seed)
+    )
+    return lambda name, box: score[box.within(whole(shapes[SCORE]))] if name == SCORE else reader.read(name, box)
+
+
+def _check(
+    reader: BoxReader, model_name: str, model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], tied: dict[str, str]
+) -> None:
+    """Raises ValueError if the files are not of this model."""
     ignored = [_DERIVED, *map(re.compile, model._keys_to_ignore_on_load_unexpected or ())]
     unknown = reader.shapes.keys() - shapes.keys() - tied.keys()
     stray = sorted(name for name in unknown if not any(pattern.search(name) for pattern in ignored))
@@ -71,7 +91,6 @@ def _checkpoint(model_name: str, config: PreTrainedConfig) -> Read:
                 f"policy.model_name: {alias} and {name} differ in the checkpoint {model_name}, but its configuration ties them;"
                 " set policy.hf_config_overrides.tie_word_embeddings=false"
             )
-    return reader.read
 
 
 def checkpoint_files(model_name: str) -> list[Path]:

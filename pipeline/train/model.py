@@ -1,8 +1,8 @@
-"""The policy network: a Hugging Face causal LM that takes packed tokens and gives log-probs, built in shards.
+"""The network of the FSDP2 backend: a Hugging Face model that takes packed tokens, built in shards.
 
 The model is made on the meta device, cut by tensor parallelism and `fully_shard`, and only then given memory: each rank reads
 its own boxes of the checkpoint, so no rank ever holds the whole model (random weights excepted: those are drawn whole, on the
-CPU). The policy is in evaluation mode for good: dropout would make its log-probs differ from what the engine sampled with.
+CPU). It is in evaluation mode for good: dropout would make its log-probs differ from what the engine sampled with.
 
 Models whose weights, head or attention need more than this does are refused when they are built: heads that do more than
 hidden @ W^T, recurrent layers, checkpoints whose names are not the model's own, buffers that cannot be derived again.
@@ -17,65 +17,91 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig
-from pipeline.models.hugging_face import layout, model_config
+from pipeline.models.hugging_face import layout, meta_model, model_config
 from pipeline.models.layout import place, restrict
-from pipeline.train import tensor_parallel
+from pipeline.train import lora, tensor_parallel
 from pipeline.train.attention import NAME, Packing, check_attention
+from pipeline.train.base import Use
 from pipeline.train.initial_weights import initial_weights
-from pipeline.train.logprobs import VocabularyShard, token_logprobs
+from pipeline.train.logprobs import VocabularyShard, packed_outputs
+from pipeline.train.lora import Adapter
 from pipeline.train.shards import local, local_box
+from pipeline.types import Outputs
 
 
-class PolicyModel(nn.Module):
-    """tokens [T], positions [T] -> log p(tokens[t] | before) [T] float32."""
+class PackedModel(nn.Module):
+    """tokens [T], positions [T] -> Outputs of each token, as the use of the model has them."""
 
-    def __init__(self, hf: PreTrainedModel, temperature: float, chunk: int | None):
+    def __init__(self, hf: PreTrainedModel, use: Use, temperature: float, chunk: int | None):
         super().__init__()
         self.hf = hf
         self.partial: list[str] = []  # parameters whose gradients are to be summed over tensor-parallel ranks
         self.shard: VocabularyShard | None = None
         self.layout: dict[str, list[Piece]] = {}  # of which boxes of tensors on disk each parameter of `hf` consists
+        self.adapters: list[Adapter] = []  # their own parameters are on no disk but a checkpoint's
+        self._use = use
         self._temperature = temperature
         self._chunk = chunk
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, packing: Packing) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        packing: Packing,
+        candidates: torch.Tensor | None = None,
+        top_k: int = 0,
+    ) -> Outputs:
+        """candidates [T, K], top_k: see `packed_outputs`."""
         # use_cache must be off: with it, transformers ignores that positions restart.
         hidden = self.hf.base_model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
         ).last_hidden_state[0]
+        if self._use.head == "values":
+            return Outputs(values=hidden.float() @ self.hf.score.weight[0].float())
         weight = self.hf.get_output_embeddings().weight
         if self.shard is not None:
             weight = weight.to_local()
-        return token_logprobs(hidden, weight, tokens, positions, self._temperature, self._chunk, self.shard)
+        entropy, temperature = self._use.entropy, self._temperature
+        return packed_outputs(
+            hidden, weight, tokens, positions, temperature, self._chunk, self.shard, entropy, candidates, top_k
+        )
 
 
-def build(policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, seed: int) -> PolicyModel:
-    """The policy with its initial weights in float32, cut over `mesh` (dimensions "data" and "tensor"; None: one rank, whole).
+def build(policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, seed: int, use: Use) -> PackedModel:
+    """The model with its initial weights, cut over `mesh` (dimensions "data" and "tensor"; None: one rank, whole).
 
-    Raises ValueError, naming the key of the recipe, if this model cannot be trained here.
+    Weights are float32 where they are trained, else (adapters' base too) in policy.precision. Raises ValueError, naming the key
+    of the recipe, if this model cannot be used so here.
     """
-    config = model_config(policy)
+    config = model_config(policy, use.head)
     check_attention(config, policy.max_total_sequence_length)
-    with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=NAME).eval()
-    _check_model(hf)
+    adapted = use.trained and policy.dtensor_cfg.lora_cfg.enabled
+    precision = torch.float32 if use.trained and not adapted else getattr(torch, policy.precision)
+    hf = meta_model(config, use.head, dtype=precision, attn_implementation=NAME).eval()
+    _check_model(hf, use)
     # transformers gives the padding token's embedding no gradient. Here nothing is padded: where that token is, it was sampled.
     hf.get_input_embeddings().padding_idx = None
-    read = initial_weights(policy, config, seed)
+    hf.requires_grad_(use.trained)
+    read = initial_weights(policy, config, seed, use.head)
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
 
-    model = PolicyModel(hf, policy.generation.temperature, policy.logprob_chunk_size)
+    model = PackedModel(hf, use, policy.generation.temperature, policy.logprob_chunk_size)
     model.layout = layout(hf)
-    offload = policy.dtensor_cfg.cpu_offload and device.type != "cpu"
+    if adapted:
+        model.adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, model.layout)
+    offload = (policy.dtensor_cfg.cpu_offload or use.offload) and device.type != "cpu"
     if mesh is not None and mesh["tensor"].size() > 1:
+        if adapted:
+            raise ValueError(f"{lora.KEY}.enabled: adapters are not cut; policy.dtensor_cfg.tensor_parallel_size must be 1")
         model.partial = tensor_parallel.parallelize(hf, mesh["tensor"])
-        model.shard = tensor_parallel.vocabulary_shard(hf, mesh["tensor"])
+        if use.head == "logprobs":
+            model.shard = tensor_parallel.vocabulary_shard(hf, mesh["tensor"])
     layers = [module for module in hf.modules() if type(module).__name__ in hf._no_split_modules]
     if policy.dtensor_cfg.activation_checkpointing:
         for layer in layers:
@@ -87,12 +113,15 @@ def build(policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, s
         module, _, parameter = alias.rpartition(".")
         setattr(hf.get_submodule(module), parameter, hf.get_parameter(name))
     _derive_buffers(hf, device)
-    for name, parameter in hf.named_parameters():
-        place(local(parameter), restrict(model.layout[name], local_box(parameter)), read)
+    parameters = dict(hf.named_parameters())
+    model.layout = {name: model.layout[name] for name in parameters if name in model.layout}
+    for name, pieces in model.layout.items():
+        place(local(parameters[name]), restrict(pieces, local_box(parameters[name])), read)
+    lora.initialize(model.adapters, parameters, policy.dtensor_cfg.lora_cfg.lora_A_init, seed)
     return model
 
 
-def _shard(model: PolicyModel, layers: list[nn.Module], mesh: DeviceMesh, precision: str, offload: bool) -> None:
+def _shard(model: PackedModel, layers: list[nn.Module], mesh: DeviceMesh, precision: str, offload: bool) -> None:
     compute = getattr(torch, precision)
     options = {
         "mesh": mesh,
@@ -114,7 +143,7 @@ def _shard(model: PolicyModel, layers: list[nn.Module], mesh: DeviceMesh, precis
 # ---- refusing what would be wrong ---------------------------------------------------------------------------------------
 
 
-def _check_model(hf: PreTrainedModel) -> None:
+def _check_model(hf: PreTrainedModel, use: Use) -> None:
     name = f"policy.model_name: {type(hf).__name__}"
     if not hf._supports_attention_backend:
         raise ValueError(f"{name} has an attention of its own, which cannot be replaced by the packed one")
@@ -125,16 +154,17 @@ def _check_model(hf: PreTrainedModel) -> None:
     if persistent := sorted(set(hf.state_dict()) - {n for n, _ in hf.named_parameters(remove_duplicate=False)}):
         raise ValueError(f"{name} keeps buffers in its checkpoint, which the train backend does not carry: {persistent[:4]}")
     try:
-        linear = _head_is_linear(hf)
+        linear = _head_is_linear(hf, "lm_head" if use.head == "logprobs" else "score")
     except Exception as error:
         raise ValueError(f"{name} has a head that cannot be tried out: {error}") from error
     if not linear:
         raise ValueError(f"{name} has a head that does more than hidden @ W^T (a scale, a soft cap or a bias)")
 
 
-def _head_is_linear(hf: PreTrainedModel) -> bool:
+def _head_is_linear(hf: PreTrainedModel, name: str) -> bool:
     """Run the model's own head code on known hidden states, large enough for a soft cap to show."""
-    head, body, prefix = hf.get_output_embeddings(), hf.base_model, hf.base_model_prefix
+    body, prefix = hf.base_model, hf.base_model_prefix
+    head = hf.get_output_embeddings() if name == "lm_head" else hf.score
     if type(head) is not nn.Linear or head.bias is not None:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -142,15 +172,19 @@ def _head_is_linear(hf: PreTrainedModel) -> bool:
     trial = nn.Linear(head.in_features, 8, bias=False)
     stub = nn.Module()
     stub.forward = lambda *args, **kwargs: MoeModelOutputWithPast(last_hidden_state=hidden)
+    set_head = hf.set_output_embeddings if name == "lm_head" else functools.partial(setattr, hf, name)
     try:
         setattr(hf, prefix, stub)
-        hf.set_output_embeddings(trial)
+        set_head(trial)
         with torch.no_grad():
-            logits = hf(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False).logits
-            return torch.allclose(logits, hidden @ trial.weight.T, rtol=1e-4, atol=1e-4)
+            # Of tokens that are not padding, a classifier looks at the last.
+            token = int(hf.config.get_text_config().pad_token_id == 0)
+            logits = hf(input_ids=torch.full((1, 3), token), use_cache=False).logits
+            expected = hidden @ trial.weight.T
+            return torch.allclose(logits, expected if name == "lm_head" else expected[:, -1], rtol=1e-4, atol=1e-4)
     finally:
         setattr(hf, prefix, body)
-        hf.set_output_embeddings(head)
+        set_head(head)
 
 
 def _derive_buffers(hf: PreTrainedModel, device: torch.device) -> None:

@@ -46,6 +46,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def gathered(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor of which this rank holds `part`, as it holds a part of `tensor`. Collective."""
+    if not isinstance(tensor, DTensor):
+        return part
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
+
+
 Entry = tuple[str, tuple[int, ...], Box, torch.Tensor]
 """(name, shape of the whole tensor, box of it, the entries of that box). A name may come with several boxes."""
 

@@ -1,8 +1,8 @@
 """Tensor parallelism: the plan that a Hugging Face model brings, as DTensor styles of torch.
 
 Column-cut and row-cut linear layers, embedding and head cut by vocabulary, and small parameters inside the cut region that stay
-whole. Activations between blocks are whole on every rank. Left out: sequence parallelism, experts, packed projections. A style
-that is not known is refused by name.
+whole, as a value head does. Activations between blocks are whole on every rank. Left out: sequence parallelism, experts, packed
+projections. A style that is not known is refused by name.
 """
 
 from __future__ import annotations
@@ -36,17 +36,21 @@ def parallelize(hf: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
         else:
             styles[name] = _style(name, style, module, mesh.size())
     embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
-    tied = head.weight is embedding.weight
-    head_name, embedding_name = (next(name for name, module in hf.named_modules() if module is m) for m in (head, embedding))
-    _check_vocabulary(len(head.weight), mesh.size())
-    styles[embedding_name] = RowwiseParallel(input_layouts=Replicate())
-    styles[head_name] = ColwiseParallel(use_local_output=False)  # its forward is not used, only its weight is cut
+    tied = head is not None and head.weight is embedding.weight
+    _check_vocabulary(len(embedding.weight), mesh.size())
+    styles[_name(hf, embedding)] = RowwiseParallel(input_layouts=Replicate())
+    if head is not None:
+        styles[_name(hf, head)] = ColwiseParallel(use_local_output=False)  # its forward is not used, only its weight is cut
     if tied:
-        del styles[head_name]
+        del styles[_name(hf, head)]
     parallelize_module(hf, mesh, styles)
     if tied:
         head.weight = embedding.weight
     return partial
+
+
+def _name(hf: PreTrainedModel, wanted: nn.Module) -> str:
+    return next(name for name, module in hf.named_modules() if module is wanted)
 
 
 def vocabulary_shard(hf: PreTrainedModel, mesh: DeviceMesh) -> VocabularyShard:

@@ -30,6 +30,7 @@ from pipeline.data.packing import pack
 from pipeline.environments.base import Outcome
 from pipeline.generate.base import GenerateBackend
 from pipeline.rollout import RolloutWork, rollout
+from pipeline.train.base import Use
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.types import Completion, DataPlace, Prompt, Request, RolloutGroup, Sampling
 from tests.benchmarks.cases import CASES, LEARNING_RATE, Case, score
@@ -73,7 +74,7 @@ class OurStep:
         policy = self._policy = _policy(case, folder, backend, packed_tokens)
         self._tokenizer = load_tokenizer(policy.tokenizer)
         self._grpo = GRPO(GRPOConfig(use_leave_one_out_baseline=False), LossConfig(), updates_per_step=1)
-        self._train = FSDPBackend(policy, dist.group.WORLD, seed=0, reference=False)
+        self._train = FSDPBackend(policy, dist.group.WORLD, 0, Use())
         self._engine = generate.build(policy, engine_ranks=1, rank_in_engine=0, seed=0)
         self._refit()
 
@@ -102,7 +103,7 @@ class OurStep:
             ((update,),) = share(samples, self._policy, [DataPlace(0, 1)], len(samples))
             batches = [pack([update.samples[i] for i in members], self._train.device) for members in update.train]
         with self.clock.phase("loss, backward and optimizer"):
-            self._train.step(batches, lambda logprobs, batch: self._grpo.loss(logprobs, batch, update.counts))
+            self._train.step(batches, lambda outputs, batch: self._grpo.loss(outputs, batch, update.counts))
         self._steps += 1
         with self.clock.phase("refit"):
             self._refit()

@@ -22,7 +22,8 @@ from pipeline import train
 from pipeline.algorithms.sft import SFT
 from pipeline.config import MegatronConfig, MegatronDDPConfig, OptimizerConfig, PolicyConfig
 from pipeline.data.packing import pack, plan_microbatches
-from pipeline.types import GlobalCounts, LossOutput, PackedBatch, Sample
+from pipeline.train.base import Use
+from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, Sample
 from tests.benchmarks.cases import CASES, LEARNING_RATE, PAD, Case, padded_microbatches
 from tests.benchmarks.contender import Clock, Turns
 from tests.benchmarks.our_step import join_alone
@@ -35,7 +36,7 @@ class TrainStep:
     def __init__(self, case: Case, folder: Path, backend: str, layout: str):
         self.clock, self._steps = Clock(), 0
         self._case, self._padded = case, layout == "padded"
-        self._train = train.build(_policy(case, folder, backend == "megatron"), dist.group.WORLD, seed=0, reference=False)
+        self._train = train.build(_policy(case, folder, backend == "megatron"), dist.group.WORLD, 0, Use())
 
     def step(self) -> dict[str, float]:
         """The step's loss and gradient norm. The times are in `clock`."""
@@ -43,10 +44,10 @@ class TrainStep:
         counts = GlobalCounts(sum(int(sample.loss_mask.sum()) for sample in samples), len(samples))
         batches = [pack(microbatch, self._train.device) for microbatch in microbatches(self._case, samples, self._padded)]
 
-        def loss(logprobs: torch.Tensor, batch: PackedBatch) -> LossOutput:
+        def loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:
             # The engine alone knows when a backward pass has ended, whoever began it.
-            logprobs.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(backward_ends))
-            output = SFT().loss(logprobs, batch, counts)
+            outputs.logprobs.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(backward_ends))
+            output = SFT().loss(outputs, batch, counts)
             self.clock.lap(FORWARD)
             return output
 

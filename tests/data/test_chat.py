@@ -8,6 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipeline.config import RECIPES, DataConfig, DatasetConfig, TokenizerConfig
 from pipeline.data.chat import Encoder, load_tokenizer
+from pipeline.data.stream import encode_prompt
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -123,6 +124,9 @@ def test_prompt_and_conversation_begin_alike(tmp_path: Path):
     assert made.tokenizer.decode(tokens[mask]) == "7<|im_end|>"
     assert not mask[: len(prompt)].any()
     assert made.answer(record) == "7"
+    task = encode_prompt(made, 0, record).task
+    assert task == {"messages": made.question(record), "answer": "7"}
+    assert [message["role"] for message in task["messages"]] == ["system", "user"]
 
 
 def test_template_kwargs_reach_the_template():
@@ -158,12 +162,20 @@ def test_what_does_not_fit_is_said(tmp_path: Path):
         ({"messages": TURNS[2:]}, "no assistant's turn after another's"),
         ({"messages": "hello"}, "not a list of"),
         ({"messages": [{"role": "user"}]}, "not a list of"),
+        ({"messages": [*TURNS[:2], {"role": "assistant", "content": None}]}, "not a list of"),
+        ({"messages": []}, "not a list of"),
         ({}, "not a list of"),
     ],
 )
 def test_what_is_no_conversation_is_said(record: dict, message: str):
     with pytest.raises(ValueError, match=message):
         encoder(CHATML).conversation(record)
+
+
+def test_a_template_that_marks_nothing_is_said():
+    silent = MARKED.replace("m.role == 'assistant'", "m.role == 'bot'")
+    with pytest.raises(ValueError, match="renders nothing of what the assistant says"):
+        encoder(silent).conversation({"messages": TURNS})
 
 
 def test_an_input_that_is_no_text_is_said():

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from pipeline import config
+from pipeline.data import build_streams
 from pipeline.data.chat import Encoder, load_tokenizer
 from pipeline.data.datasets import load_records
 from pipeline.data.scratchpad import addition
-from pipeline.data.stream import ExampleStream, PromptStream
+from pipeline.data.stream import ExampleStream, PairStream, PromptStream
 from pipeline.environments.registry import build
 
 
@@ -49,3 +50,29 @@ def test_tiny_grpo(monkeypatch: pytest.MonkeyPatch):
         assert environment.step(prompt, solutions[text] + "0").reward == 0.0
         assert len(prompt.tokens) + grpo.policy.generation.max_new_tokens <= grpo.policy.max_total_sequence_length
     assert np.array_equal([prompt.index for prompt in prompts], np.arange(16))
+
+
+@pytest.mark.parametrize(("name", "margins"), [("tiny_dpo", {0.0}), ("tiny_rm", {1.0, 2.0})])
+def test_tiny_pairs(name: str, margins: set[float], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(config.RECIPES.parent)
+    sft, recipe = config.load("tiny_sft"), config.load(name)
+    assert recipe.needs == ["tiny_sft"] and recipe.policy.model_name == f"{sft.run_dir}/hf"
+    tokenizer = load_tokenizer(sft.policy.tokenizer)
+    stream, validation = build_streams(recipe, tokenizer)
+    assert isinstance(stream, PairStream) and stream.dropped_at_start == 0 and len(validation) == 256
+    pairs = stream.take(recipe.policy.train_global_batch_size)
+    for chosen, rejected in pairs:
+        texts = [tokenizer.decode(sample.tokens[sample.loss_mask]) for sample in (chosen, rejected)]
+        prompts = [tokenizer.decode(sample.tokens[~sample.loss_mask]) for sample in (chosen, rejected)]
+        assert prompts[0] == prompts[1] and texts[0] != texts[1]
+        assert texts[0].removesuffix("</s>").endswith(f";{eval(prompts[0].removeprefix('<s>').rstrip('='))}")
+    assert {chosen.reward for chosen, _ in pairs} == margins
+
+
+def test_tiny_grpo_rm(monkeypatch: pytest.MonkeyPatch):
+    """What its reward model judges it by is in each prompt; answers are not needed for that."""
+    monkeypatch.chdir(config.RECIPES.parent)
+    recipe = config.load("tiny_grpo_rm", ["data.train.output_key=nothing_like_it"])
+    stream, validation = build_streams(recipe, load_tokenizer(config.load("tiny_sft").policy.tokenizer))
+    assert stream.take(1)[0].task.keys() == {"text"}
+    assert validation[0].task.keys() == {"text", "answer"}

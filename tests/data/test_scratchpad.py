@@ -5,7 +5,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from pipeline import config
-from pipeline.data.scratchpad import addition, write_tokenizer
+from pipeline.data.scratchpad import addition, preferences, write_tokenizer
 
 TINY = config.RECIPES / "tiny"
 
@@ -43,6 +43,26 @@ def test_mistakes_are_in_the_demonstration_and_not_in_the_answer():
         right += result == record["answer"]
     assert wrong_columns / 8000 == pytest.approx(0.25, abs=0.02)
     assert right / 4000 == pytest.approx(0.75**2, abs=0.03)
+
+
+def wrong_columns(demonstration: str) -> int:
+    columns, result = demonstration.split(";")
+    totals = [(sum(map(int, left.split("+"))), total) for left, total in (column.split("=") for column in columns.split(","))]
+    assert result.endswith("".join(total[-1] for _, total in totals[::-1])), "the result is what the columns say"
+    return sum(total != int(written) for total, written in totals)
+
+
+def test_of_a_pair_one_is_right_and_the_margin_counts_the_others_mistakes():
+    pairs = preferences("train", 2000, seed=0, digits=[1, 2], mistakes=0.3)
+    for pair in pairs:
+        assert wrong_columns(pair["chosen"]) == 0
+        assert pair["chosen"].endswith(f";{eval(pair['input'].rstrip('='))}")
+        assert wrong_columns(pair["rejected"]) == pair["margin"] >= 1
+    assert {pair["margin"] for pair in pairs} == {1, 2}
+    assert {pair["margin"] for pair in preferences("train", 500, seed=0, digits=2)} == {1}
+    assert pairs == preferences("train", 2000, seed=0, digits=[1, 2], mistakes=0.3)
+    validation = {pair["input"] for pair in preferences("validation", 500, seed=0, digits=[1, 2])}
+    assert not validation & {pair["input"] for pair in pairs}
 
 
 def test_deterministic_and_disjoint_whatever_the_seeds():

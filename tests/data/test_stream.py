@@ -38,7 +38,7 @@ def test_an_epoch_is_every_record_once_in_an_order_of_its_own():
 
 def test_a_prompt_is_whole():
     prompt = prompts(shuffle=False).take(9)[8]
-    assert (prompt.index, prompt.environment, prompt.task) == (8, "addition", {"answer": "2"})
+    assert (prompt.index, prompt.environment, prompt.task) == (8, "addition", {"text": "1+1=", "answer": "2"})
     assert prompt.tokens.dtype == np.int32
     assert TOKENIZER.decode(prompt.tokens) == "<s>1+1="
 
@@ -110,6 +110,11 @@ def test_too_long_a_prompt():
 def test_a_bad_record_is_named():
     with pytest.raises(ValueError, match=r"record 7 \(from 0\): has no 'output'; it has: input, result"):
         prompts(records=[*RECORDS, {"input": "1", "result": "2"}])
+
+
+def test_a_prompt_without_an_answer_where_none_is_needed():
+    stream = PromptStream([{"input": "1+1="}, {"input": "2+1=", "output": 3}], encoder(), seed=0, shuffle=False, answered=False)
+    assert [prompt.task for prompt in stream.take(2)] == [{"text": "1+1="}, {"text": "2+1=", "answer": "3"}]
 
 
 def test_examples_to_learn_from():

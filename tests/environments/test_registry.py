@@ -51,3 +51,12 @@ def test_the_kinds_and_a_users_class():
 def test_what_is_wrong_is_named(config: EnvironmentConfig, message: str):
     with pytest.raises(ValueError, match=message):
         build({"a": config})
+
+
+def test_a_reward_model_judges_elsewhere():
+    (environment,) = build({"judge": EnvironmentConfig(kind="reward_model", model_name="some/where")}).values()
+    outcome = environment.step(Prompt(0, np.zeros(1, np.int32), "judge", {}), "whatever")
+    assert (outcome.reward, outcome.metrics) == (0.0, {})
+    environment.close()
+    with pytest.raises(ValueError, match=r"env\.judge \(kind reward_model\).*takes no arguments"):
+        build({"judge": EnvironmentConfig(kind="reward_model", kwargs={"scale": 2.0})})

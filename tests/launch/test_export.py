@@ -17,7 +17,7 @@ from launch.job import ROOT
 from pipeline import config
 from pipeline.checkpoint import Checkpoints
 from tests.launch.model import write_recipe
-from tests.train import cases, ranks
+from tests.train import cases, ranks, uses
 
 FAMILY = "qwen3_moe"
 
@@ -76,6 +76,28 @@ def test_another_step_and_another_folder(run, tmp_path, capsys):
     assert export.main([f"run={run}", "step=3", f"out={tmp_path / 'there'}"]) == 0
     assert capsys.readouterr().out == f"written: {tmp_path / 'there'}\n"
     assert (tmp_path / "there" / "model.safetensors").exists()
+
+
+def test_a_reward_model_leaves_as_a_classifier(finished, run, capsys):
+    ranks.run(uses.save_values, ranks.Layout(1, 1), finished)
+    saved = finished / "values" / "1-1"
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"algorithm": "rm"}))
+    checkpoints = Checkpoints(run, "attempt", config.read(run / "recipe.yaml").checkpointing)
+    partial = checkpoints.begin(30)
+    shutil.copytree(saved, partial, dirs_exist_ok=True)
+    checkpoints.commit(partial, 30, None, {})
+    assert export.main([f"run={run}"]) == 0, capsys.readouterr().err
+    folder = run / "hf_step_30"
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3MoeForSequenceClassification"]
+    values = load_file(saved / "values.safetensors")["values"]
+    last = torch.tensor(cases.LENGTHS).cumsum(0) - 1
+    assert (cases.eager_scores(folder) - values[last]).abs().max() < 1e-5
+    # The policy of before is no reward model.
+    assert export.main([f"run={run}", "step=20"]) == 2
+    assert (
+        "not of the recipe's policy.model_name; these differ: ['lm_head.weight', 'score.weight'] (2)" in capsys.readouterr().err
+    )
 
 
 def test_what_is_wrong_is_said(run, tmp_path, capsys):

@@ -14,12 +14,12 @@ from tests.launch import tasks
 from tests.launch.waiting import alive, none_alive, reports, wait_until, wait_until_ended
 
 
-def executor(run_dir, time_min=5.0):
+def executor(run_dir, time_min=5.0, **more: ComponentConfig):
     components = {
         "train": ComponentConfig(nodes=2),
         "generate": ComponentConfig(nodes=1, ranks_per_node=2, env_vars={"TEST_VAR": "set"}),
     }
-    return HetLocalExecutor(run_dir, time_min, components)
+    return HetLocalExecutor(run_dir, time_min, components | more)
 
 
 def test_two_components_form_one_world(tmp_path, monkeypatch):
@@ -50,7 +50,10 @@ def test_two_components_form_one_world(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("task", "reason"),
-    [(tasks.fail_on_rank_1, "rank 1 exited with status 1"), (tasks.exit_with_7_on_rank_1, "rank 1 exited with status 7")],
+    [
+        (tasks.fail_on_rank_1, "rank 1 (train) exited with status 1"),
+        (tasks.exit_with_7_on_rank_1, "rank 1 (train) exited with status 7"),
+    ],
 )
 def test_a_failing_rank_ends_all(tmp_path, task, reason):
     job = executor(tmp_path).submit(task, str(tmp_path))
@@ -66,7 +69,20 @@ def test_a_killed_rank_ends_all(tmp_path):
     os.kill(found[2]["pid"], signal.SIGKILL)
     wait_until_ended(job)
 
-    assert (job.status().state, job.status().reason) == ("FAILED", "rank 2 was ended by SIGKILL")
+    assert (job.status().state, job.status().reason) == ("FAILED", "rank 2 (generate) was ended by SIGKILL")
+    none_alive(found)
+
+
+def test_a_third_component_comes_last_and_its_killed_rank_is_named(tmp_path):
+    job = executor(tmp_path, reward=ComponentConfig(nodes=2)).submit(tasks.report_and_wait, str(tmp_path))
+    found = reports(tmp_path, 6)
+    assert [each["HETSTEP_COMPONENT"] for each in found] == ["train"] * 2 + ["generate"] * 2 + ["reward"] * 2
+    assert [each["HETSTEP_RANK"] for each in found] == ["0", "1", "2", "3", "4", "5"]
+    assert {each["HETSTEP_WORLD_SIZE"] for each in found} == {"6"}
+    os.kill(found[4]["pid"], signal.SIGKILL)
+    wait_until_ended(job)
+
+    assert (job.status().state, job.status().reason) == ("FAILED", "rank 4 (reward) was ended by SIGKILL")
     none_alive(found)
 
 

@@ -89,7 +89,7 @@ def test_a_mixture_of_experts_under_megatron(tmp_path):
     [
         (["foo"], "'foo' on the command line is not key=value"),
         (["out=a.png"], "recipe=NAME"),
-        (["recipe=tiny_gpro"], "did you mean 'tiny_grpo'?"),
+        (["recipe=tiny_grp"], "did you mean 'tiny_grpo'?"),
         (["recipe=tiny_sft"], "no generate ranks"),
         (["recipe=tiny_grpo", "model_config=nowhere/config.json"], "model_config: there is no file"),
         (["recipe=tiny_grpo", "model_config=recipes/tiny_grpo.yaml"], "not JSON"),

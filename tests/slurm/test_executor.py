@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch import slurm
+from launch.follow import failure
 from launch.job import JobRecord, read_record, write_record
 from launch.slurm import HetSlurmExecutor, HetSlurmJob
 from pipeline.config import ClusterConfig, ComponentConfig
@@ -76,6 +77,30 @@ def test_a_recipe_that_does_not_generate_is_a_plain_job(cluster, tmp_path):
     found = reports(tmp_path, 2)
     assert [each["HETSTEP_LOCAL_RANK"] for each in found] == ["0", "1"]
     assert found[0]["HETSTEP_MASTER_ADDR"] == found[0]["HETSTEP_NODE"]
+
+
+def test_three_components_form_one_world_and_a_killed_rank_of_the_third_is_named(cluster, tmp_path):
+    components = {name: ComponentConfig(cpus_per_task=1) for name in ("train", "generate")}
+    components["reward"] = ComponentConfig(nodes=2, ranks_per_node=2, env_vars={"TEST_VAR": "third"})
+    cluster_config = ClusterConfig(time_min=5)
+    job = HetSlurmExecutor(tmp_path, "three", cluster_config, components).submit(tasks.report_and_wait, str(tmp_path))
+    found = reports(tmp_path, 6)
+    assert [each["HETSTEP_COMPONENT"] for each in found] == ["train", "generate", *["reward"] * 4]
+    assert [each["HETSTEP_RANK"] for each in found] == ["0", "1", "2", "3", "4", "5"]
+    assert [each["HETSTEP_LOCAL_RANK"] for each in found] == ["0", "0", "0", "1", "0", "1"]
+    assert [each["TEST_VAR"] for each in found] == [None, None, *["third"] * 4]
+    assert {each["HETSTEP_WORLD_SIZE"] for each in found} == {"6"}
+    assert {each["HETSTEP_MASTER_ADDR"] for each in found} == {found[0]["HETSTEP_NODE"]}
+    assert len({found[rank]["HETSTEP_NODE"] for rank in (0, 1, 2, 4)}) == 4
+    os.kill(found[5]["pid"], signal.SIGKILL)
+    wait_until_ended(job)
+
+    assert job.status().state == "FAILED"
+    none_alive(found)
+    told = failure(tmp_path, job, job.status())
+    assert told[0].startswith(f"the run failed: {job.name()} is FAILED")
+    assert "task 3: Killed" in told[1], told
+    assert told[2] == "hetstep: the reward component failed; task 0 of its step is rank 2"
 
 
 @pytest.mark.parametrize("victim", [1, 2], ids=["train rank", "generate rank"])

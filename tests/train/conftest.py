@@ -4,14 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.train.cases import write_models
+from tests.train.cases import write_classifiers, write_models
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
-    """A folder with one checkpoint per family."""
+    """A folder with one checkpoint per family, and those of classifiers."""
     folder = tmp_path_factory.mktemp("models")
     write_models(folder)
+    write_classifiers(folder)
     return folder
 
 

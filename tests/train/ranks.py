@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import DTensorConfig, PolicyConfig
+from pipeline.train.base import Loss, Use
 from pipeline.train.fsdp import FSDPBackend
 from tests.train import cases
 
@@ -61,9 +62,9 @@ def _process(rank: int, size: int, work, layout: Layout, folder: Path, store: Pa
     dist.destroy_process_group()
 
 
-def backend(policy: PolicyConfig, layout: Layout = Layout(1, 1), reference: bool = False, **dtensor) -> FSDPBackend:
+def backend(policy: PolicyConfig, layout: Layout = Layout(1, 1), use: Use | None = None, **dtensor) -> FSDPBackend:
     policy.dtensor_cfg = DTensorConfig(tensor_parallel_size=layout.tensor, **dtensor)
-    return FSDPBackend(policy, dist.group.WORLD, seed=7, reference=reference)
+    return FSDPBackend(policy, dist.group.WORLD, seed=7, use=use or Use())
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,8 +105,8 @@ def check_against_eager(trained: FSDPBackend, layout: Layout, model: Path, toler
     batches = [cases.pack(chosen) for chosen in mine]
     for chosen, ours in zip(mine, trained.forward(batches), strict=True):
         theirs = torch.cat([logprobs[i] for i in chosen])
-        assert ours.dtype == torch.float32
-        assert (ours - theirs).abs().max() < 1e-5
+        assert ours.logprobs.dtype == torch.float32
+        assert (ours.logprobs - theirs).abs().max() < 1e-5
     result = trained.step(batches, cases.loss)
     assert_near(gradients(trained), expected, tolerance)
     norm = torch.stack([g.norm() for g in expected.values()]).norm().item()
@@ -177,7 +178,7 @@ def check_bfloat16(layout: Layout, folder: Path, family: str) -> None:
     mine = shares(layout)[trained.data_rank]
     batches = [cases.pack(chosen) for chosen in mine]
     for chosen, ours in zip(mine, trained.forward(batches), strict=True):
-        difference = (ours - torch.cat([logprobs[i] for i in chosen])).abs()
+        difference = (ours.logprobs - torch.cat([logprobs[i] for i in chosen])).abs()
         assert 0 < difference.max() < 0.5
     trained.step(batches, cases.loss)
     assert_near(gradients(trained), expected, 0.1)
@@ -192,8 +193,8 @@ def check_clipping_and_refusal(layout: Layout, folder: Path) -> None:
     clipped = torch.stack([g.norm() for g in gradients(trained).values()]).norm()
     assert abs(clipped / 0.01 - 1) < 1e-5
 
-    def broken(logprobs, batch):
-        output = cases.loss(logprobs, batch)
+    def broken(outputs, batch):
+        output = cases.loss(outputs, batch)
         # On one data rank only, yet all must refuse.
         return type(output)(output.loss * (torch.nan if trained.data_rank == 0 else 1.0), output.metrics)
 
@@ -208,14 +209,19 @@ def check_clipping_and_refusal(layout: Layout, folder: Path) -> None:
     assert all(p.isfinite().all() for p in map(full, trained._model.parameters()))
 
 
-def check_save_and_load(layout: Layout, folder: Path, family: str) -> None:
+def check_save_and_load(
+    layout: Layout, folder: Path, family: str, use: Use | None = None, loss: Loss = cases.loss, **dtensor
+) -> None:
     """Interrupted after two steps and resumed: the next two are the same to the last bit."""
-    settings = {"scheduler": SCHEDULER}
-    trained = backend(cases.policy(folder / family, **settings), layout)
+
+    def new() -> FSDPBackend:
+        return backend(cases.policy(folder / family, scheduler=SCHEDULER), layout, use, **dtensor)
+
+    trained = new()
     batches = [cases.pack(chosen) for chosen in shares(layout)[trained.data_rank]]
 
     def two_steps(trained: FSDPBackend) -> tuple:
-        metrics = [trained.step(batches, cases.loss).metrics for _ in range(2)]
+        metrics = [trained.step(batches, loss).metrics for _ in range(2)]
         return metrics, torch.rand(3), [full(p).clone() for p in trained._model.parameters()]
 
     two_steps(trained)
@@ -227,8 +233,7 @@ def check_save_and_load(layout: Layout, folder: Path, family: str) -> None:
     rank = f"train-rank{dist.get_rank():05d}"
     for name in (f"{rank}.safetensors", f"{rank}.json"):
         assert (folder / "later" / name).read_bytes() == (saved / name).read_bytes()
-    resumed = backend(cases.policy(folder / family, **settings), layout)
-    for other in (resumed, trained):  # in a new process, and back in the old one
+    for other in (new(), trained):  # in a new process, and back in the old one
         other.load(saved)
         metrics, drawn, parameters = two_steps(other)
         assert metrics == expected[0]
@@ -252,7 +257,7 @@ def train_and_save(layout: Layout, folder: Path) -> None:
         trained.shards().write(folder / "exported" / family / "checkpoint", dist.get_rank())
         full_weights = weights(trained)
         every = list(range(len(cases.LENGTHS)))
-        logprobs = trained.forward([cases.pack(every)])[0].split(cases.LENGTHS)
+        logprobs = trained.forward([cases.pack(every)])[0].logprobs.split(cases.LENGTHS)
         if dist.get_rank() == 0:
             save_file(full_weights, folder / "exported" / family / "weights.safetensors")
             found = {str(i): values.clone() for i, values in zip(every, logprobs, strict=True)}

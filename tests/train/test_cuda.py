@@ -6,6 +6,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from pipeline.config import LoRAConfig, TokenizerConfig
+from pipeline.train.base import Use
+from pipeline.train.export import export
+from tests.end_to_end.runs import ROOT
 from tests.train import cases, ranks
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +39,7 @@ def test_bfloat16_log_probs_and_gradients(models, family):
     trained = ranks.backend(cases.policy(models / family, precision="bfloat16"))
     batch = cases.pack(ALL, "cuda")
     with Kernels() as kernels:
-        ours = trained.forward([batch])[0]
+        ours = trained.forward([batch])[0].logprobs
     assert any("varlen_attn" in name for name in kernels.seen)
     model = AutoModelForCausalLM.from_pretrained(models / family, dtype=torch.bfloat16, attn_implementation="eager").cuda()
     for i, found in zip(ALL, ours.split(cases.LENGTHS), strict=True):
@@ -62,8 +66,40 @@ def test_resumes_to_the_last_bit(models, tmp_path, offload):
     assert trained.step([batch], cases.loss).metrics == metrics
 
 
+@pytest.mark.parametrize("head", ["logprobs", "values"])
+def test_a_frozen_model_computes_on_the_gpu_wherever_its_weights_are(models, head):
+    batch = cases.pack(ALL, "cuda")
+    found = []
+    for offload in (False, True):
+        frozen = ranks.backend(
+            cases.policy(models / "qwen3", precision="bfloat16"), use=Use(head, trained=False, offload=offload)
+        )
+        found += frozen.forward([batch])
+        assert {p.device.type for p in frozen._model.parameters()} == {"cpu" if offload else "cuda"}
+        assert {p.dtype for p in frozen._model.parameters()} == {torch.bfloat16}
+    assert torch.equal(getattr(found[0], head), getattr(found[1], head))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_adapters(models, tmp_path, offload):
+    """What leaves is what computes; resumed to the last bit."""
+    policy = cases.policy(models / "qwen3", precision="bfloat16", tokenizer=TokenizerConfig(str(ROOT / "recipes/tiny")))
+    trained = ranks.backend(policy, cpu_offload=offload, lora_cfg=LoRAConfig(True))
+    batch = cases.pack(ALL, "cuda")
+    trained.layout()  # from here on, adapters are merged after each step
+    trained.step([batch], cases.loss)
+    trained.shards().write(tmp_path / "saved", dist.get_rank())
+    metrics = trained.step([batch], cases.loss).metrics
+    trained.load(tmp_path / "saved")
+    expected = trained.forward([batch])[0].logprobs
+    export(trained, policy, tmp_path / "hf", writes=True)
+    merged = ranks.backend(cases.policy(tmp_path / "hf", precision="bfloat16"), use=Use(trained=False))
+    assert (merged.forward([batch])[0].logprobs - expected).abs().max() < 0.3
+    assert trained.step([batch], cases.loss).metrics == metrics
+
+
 def test_float32_takes_the_other_path(models):
     trained = ranks.backend(cases.policy(models / "llama"))
     logprobs, _, _ = cases.eager(models / "llama")
-    ours = trained.forward([cases.pack(ALL, "cuda")])[0]
+    ours = trained.forward([cases.pack(ALL, "cuda")])[0].logprobs
     assert (ours.cpu() - torch.cat(logprobs)).abs().max() < 1e-4

@@ -78,7 +78,7 @@ def test_a_checkpoint_of_two_ranks_is_exported_offline(saved, family, shard_byte
     (tmp_path / ".hf.partial").mkdir()
     (tmp_path / ".hf.partial" / "stale.safetensors").write_text("of an attempt that was killed")
     folder = saved / "exported" / family
-    export_checkpoint(folder / "checkpoint", policy, tmp_path / "hf", shard_bytes)
+    export_checkpoint(folder / "checkpoint", policy, tmp_path / "hf", shard_bytes=shard_bytes)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     files = list((tmp_path / "hf").glob("*.safetensors"))
     assert len(files) > 1 if shard_bytes == 20_000 else len(files) == 1

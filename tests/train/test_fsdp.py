@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from pipeline.config import OptimizerConfig
+from pipeline.train.base import Use
 from pipeline.train.fsdp import FSDPBackend
 from tests.train import cases, ranks
 from tests.train.ranks import Layout
@@ -71,9 +72,9 @@ def test_gradient_does_not_depend_on_chunks(models, chunk):
 
 def test_a_sequence_does_not_see_its_neighbours(models):
     trained = ranks.backend(cases.policy(models / "llama"))
-    together = trained.forward([cases.pack(ALL)])[0].split(cases.LENGTHS)
+    together = trained.forward([cases.pack(ALL)])[0].logprobs.split(cases.LENGTHS)
     for i in ALL:
-        alone = trained.forward([cases.pack([i])])[0]
+        alone = trained.forward([cases.pack([i])])[0].logprobs
         assert (alone - together[i]).abs().max() < 1e-5
         assert alone[0] == 0
 
@@ -89,22 +90,22 @@ def test_sharded_checkpoint_and_half_precision_files(models, tmp_path):
 
 
 def test_reference_is_the_initial_policy(models):
-    trained = ranks.backend(cases.policy(models / "qwen3"), reference=True)
+    trained = ranks.backend(cases.policy(models / "qwen3"), use=Use(reference=True))
     batches = [cases.pack(ALL)]
-    before = trained.forward(batches)[0]
-    assert torch.equal(trained.forward(batches, "reference")[0], before)
+    before = trained.forward(batches)[0].logprobs
+    assert torch.equal(trained.forward(batches, "reference")[0].logprobs, before)
     trained.step(batches, cases.loss)
     weights = ranks.weights(trained)
-    after = trained.forward(batches)[0]
+    after = trained.forward(batches)[0].logprobs
     assert (after - before).abs().max() > 1e-3
-    assert torch.equal(trained.forward(batches, "reference")[0], before)
+    assert torch.equal(trained.forward(batches, "reference")[0].logprobs, before)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in trained.weights())
-    assert torch.equal(trained.forward(batches)[0], after)
+    assert torch.equal(trained.forward(batches)[0].logprobs, after)
 
 
 def test_reference_must_have_been_kept(models):
     trained = ranks.backend(cases.policy(models / "qwen3"))
-    with pytest.raises(ValueError, match="reference=True"):
+    with pytest.raises(ValueError, match=r"Use\(reference=True\)"):
         trained.forward([cases.pack(ALL)], "reference")
     with pytest.raises(ValueError, match="policy, reference"):
         trained.forward([cases.pack(ALL)], "old")
@@ -146,7 +147,7 @@ def test_unsupported_models_are_refused(case, tmp_path):
 def test_a_window_wider_than_any_sequence_is_no_window(tmp_path):
     MistralConfig(**cases.SHAPE, sliding_window=64).save_pretrained(tmp_path)
     trained = ranks.backend(cases.policy(tmp_path, random_init=True))
-    assert trained.forward([cases.pack(ALL)])[0].isfinite().all()
+    assert trained.forward([cases.pack(ALL)])[0].logprobs.isfinite().all()
 
 
 def test_checkpoints_that_do_not_fit_are_refused(models, tmp_path):
@@ -256,4 +257,4 @@ def test_the_realm_must_be_the_default_group(models):
             return dist.get_world_size() + 1
 
     with pytest.raises(ValueError, match="2 ranks but the default group 1"):
-        FSDPBackend(cases.policy(models / "llama"), Larger(), seed=0, reference=False)
+        FSDPBackend(cases.policy(models / "llama"), Larger(), seed=0, use=Use())

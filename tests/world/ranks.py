@@ -15,7 +15,7 @@ from pipeline.remote import Mailbox, Remote, serve, stop, verb
 from pipeline.watchdog import Failure, Watchdog
 from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
 
-REALMS = Realms(train=(0, 1), generate=(2, 3, 4), engines=((2, 3), (4,)))
+REALMS = Realms(train=(0, 1), generate=(2, 3, 4), engines=((2, 3), (4,)), reward=(5, 6))
 TIMEOUTS = TimeoutsConfig(join=15, silence=4, train=5)
 
 
@@ -36,7 +36,7 @@ class Role:
     @verb("setup")
     def realm(self) -> list[int]:
         """Size of the default group, and who is in it."""
-        ranks = torch.zeros(5, dtype=torch.int64)
+        ranks = torch.zeros(7, dtype=torch.int64)
         ranks[self.world.rank] = 1
         dist.all_reduce(ranks)
         return [dist.get_world_size(), *ranks.tolist()]
@@ -50,7 +50,7 @@ class Role:
     @verb("train")
     def hang(self) -> None:
         with self.world.phase("decode"):
-            if self.world.rank == 4:
+            if self.world.rank in (4, 6):
                 time.sleep(600)
 
     @verb("setup")
@@ -67,18 +67,21 @@ class Role:
         raise AssertionError("not a verb")
 
 
-def check(train: Remote, generate: Remote) -> None:
+def check(train: Remote, generate: Remote, reward: Remote) -> None:
     replies = generate.double(Message(np.arange(3, dtype=np.int32), "rank ")).result()
     assert [reply.text for reply in replies] == ["rank 2", "rank 3", "rank 4"]
     assert all(reply.array.tolist() == [0, 2, 4] and reply.array.dtype == np.int32 for reply in replies)
     large = [np.random.default_rng(i).random((1000, 300 + i)) for i in range(3)]  # above INLINE
     ahead = [generate.double(parts=[Message(array, str(turn)) for array in large]) for turn in range(3)]
-    assert train.realm().result() == [[2, 1, 1, 0, 0, 0]] * 2  # a collective while bodies are under way
+    scored = reward.realm()
+    assert train.realm().result() == [[2, 1, 1, 0, 0, 0, 0, 0]] * 2  # a collective while bodies are under way
+    assert scored.result() == [[2, 0, 0, 0, 0, 0, 1, 1]] * 2
     for turn, future in enumerate(ahead):
         for i, reply in enumerate(future.result()):
             assert reply.text == f"{turn}{i + 2}"
             assert (reply.array == large[i] * 2).all()
-    assert generate.realm().result() == [[2, 0, 0, 1, 1, 0], [2, 0, 0, 1, 1, 0], [1, 0, 0, 0, 0, 1]]
+    first, second = [2, 0, 0, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 1, 0, 0]
+    assert generate.realm().result() == [first, first, second]
     received = generate.broadcast()
     dist.broadcast(torch.full((3,), 7.0), src=0, group=train._world.refit)
     assert received.result() == [21.0] * 3
@@ -108,15 +111,17 @@ def main(run_dir: Path, scenario: str) -> None:
         else:
             train = Remote(mailbox, world, REALMS.train, Role, TIMEOUTS, role)
             generate = Remote(mailbox, world, REALMS.generate, Role, TIMEOUTS)
+            reward = Remote(mailbox, world, REALMS.reward, Role, TIMEOUTS)
             if scenario == "check":
-                check(train, generate)
+                check(train, generate, reward)
             elif scenario == "fail":
                 generate.fail().result()
-            elif scenario == "hang":
-                generate.hang().result()
+            elif scenario.startswith("hang"):
+                (reward if scenario == "hang-reward" else generate).hang().result()
             else:
+                both = [generate.linger(), reward.linger()]
                 print("ready", flush=True)
-                generate.linger().result()
+                both[0].result()
             stop(world)
     except Exception as error:
         Failure.here(world, f"{type(error).__name__}: {error}").record(run_dir)

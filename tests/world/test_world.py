@@ -1,4 +1,4 @@
-"""World, remote and watchdog over five real processes: messages, realms, and errors that name who, what and where."""
+"""World, remote and watchdog over seven real processes of three realms: messages, and errors that name who, what and where."""
 
 import ast
 import json
@@ -12,12 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import config
+from pipeline.world import Realms
+from tests.launch.model import write_recipe
+
 ROOT = Path(__file__).parents[2]
-SIZE = 5
+SIZE = 7
 
 
 class World:
-    """Five ranks of `tests.world.ranks`."""
+    """The ranks of `tests.world.ranks`."""
 
     def __init__(self, run_dir: Path, scenario: str):
         self.run_dir = run_dir
@@ -69,6 +73,18 @@ def start(tmp_path):
                 process.wait()
 
 
+def test_the_realms_of_a_recipe(tmp_path):
+    """Ranks in the order train, generate, reward; the latter only for a reward model with ranks of its own."""
+    judged = {"judge": {"kind": "reward_model", "model_name": "some/where"}, "math": {"kind": "math"}}
+    ranks = {"train": {"nodes": 2}, "generate": {"ranks_per_node": 3}, "reward": {"nodes": 2}, "executor": "local"}
+    path = str(write_recipe(tmp_path, env=judged, cluster=ranks))
+    assert Realms.of(config.load(path)) == Realms((0, 1), (2, 3, 4), ((2,), (3,), (4,)))
+    realms = Realms.of(config.load(path, ["env.judge.served_by=reward"]))
+    assert realms == Realms((0, 1), (2, 3, 4), ((2,), (3,), (4,)), reward=(5, 6))
+    assert [realms.name(rank) for rank in (1, 2, 4, 5, 6)] == ["train", "generate", "generate", "reward", "reward"]
+    assert Realms.of(config.load(path, ["env.judge.served_by=reward", "algorithm=sft"])).reward == ()
+
+
 def test_messages_and_realms(start):
     world = start("check")
     assert world.wait() == [0] * SIZE, [log.read_text()[-2000:] for log in world.logs]
@@ -87,18 +103,19 @@ def test_an_error_on_a_rank_ends_the_run_with_its_message(start):
     assert "on fire" in world.failure()["message"]
 
 
-def test_a_late_verb_names_rank_verb_and_phase(start):
-    world = start("hang")
+@pytest.mark.parametrize(("late", "realm", "replied"), [(4, "generate", 2), (6, "reward", 5)])
+def test_a_late_verb_names_rank_verb_and_phase(start, late, realm, replied):
+    world = start(f"hang-{realm}")
     assert world.processes[0].wait(60) == 124
     failure = world.failure()
-    assert (failure["rank"], failure["realm"], failure["verb"], failure["phase"]) == (4, "generate", "hang", "decode")
+    assert (failure["rank"], failure["realm"], failure["verb"], failure["phase"]) == (late, realm, "hang", "decode")
     assert "verb 'hang' has not ended after 5 s" in failure["message"]
-    assert "rank 4 (generate) on node4, in verb 'hang', phase 'decode'" in failure["message"]
-    assert "rank 2" not in failure["message"]  # it has replied
+    assert f"rank {late} ({realm}) on node{late}, in verb 'hang', phase 'decode'" in failure["message"]
+    assert f"rank {replied}" not in failure["message"]
     assert all(code != 0 for code in world.wait())  # the others notice that the coordinator is gone
 
 
-@pytest.mark.parametrize("victim", [0, 4])
+@pytest.mark.parametrize("victim", [0, 6])
 def test_a_stopped_rank_is_named_and_nobody_is_left_waiting(start, victim):
     world = start("linger")
     world.until("ready")
@@ -111,7 +128,7 @@ def test_a_stopped_rank_is_named_and_nobody_is_left_waiting(start, victim):
         assert "rank 0 (train), the coordinator, does not answer" in failure["message"]
     else:
         assert failure["rank"] == victim
-        assert failure["phase"] == ("decode" if victim == 4 else "")
+        assert failure["phase"] == "decode"
         assert re.search(rf"not heard from for 4 s.*rank {victim} \(", failure["message"]), failure
 
 

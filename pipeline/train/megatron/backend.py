@@ -15,126 +15,142 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import PreTrainedConfig
 
 from pipeline import models
 from pipeline.boxes import Box, Piece, Region, region, whole
-from pipeline.config import PolicyConfig, expert_tensor_parallel_size
-from pipeline.models.hugging_face import checkpoint_shapes, model_config
+from pipeline.config import PolicyConfig
+from pipeline.models.base import VALUE_HEAD
+from pipeline.models.hugging_face import SCORE, checkpoint_shapes, model_config
 from pipeline.models.layout import Shape, flat_boxes, place, restrict
 from pipeline.train import state
 from pipeline.train.attention import check_attention, check_batch
-from pipeline.train.base import Loss
+from pipeline.train.base import Loss, Use
 from pipeline.train.initial_weights import Read, initial_weights
 from pipeline.train.megatron.batch import LocalBatch, localize
 from pipeline.train.megatron.conversion import converted
 from pipeline.train.megatron.gather import Gatherer
+from pipeline.train.megatron.groups import initialize
+from pipeline.train.megatron.heads import ValueHead, VocabularyHead, share
 from pipeline.train.megatron.layout import Local, describe
-from pipeline.train.megatron.model import Head, PolicyStage, build
+from pipeline.train.megatron.model import PolicyStage, build
+from pipeline.train.megatron.offload import HostWeights
 from pipeline.train.megatron.optimizer import Optimizer, Range
 from pipeline.train.outputs import broadcast_record, reduce_outputs
 from pipeline.train.shards import BoxReader, Entry, Shards, collect, read_shards
-from pipeline.types import LossOutput, PackedBatch, StepResult
-
-FOREVER_MINUTES = 60 * 24 * 365  # the watchdog bounds waits
+from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult
 
 
 class MegatronBackend:
     """See `pipeline.train.base.TrainBackend`."""
 
-    def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, reference: bool):
-        """As `FSDPBackend`: group is the train realm and the default group; reference: keep the initial weights.
+    def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, use: Use):
+        """As `pipeline.train.build`: group is the train realm and the default group. All models of a process have one layout.
 
         Raises ValueError, naming the key of the recipe, if the model or the layout is not supported.
         """
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self._policy, self._group = policy, group
-        _initialize(policy, seed)
+        self._use = use
+        initialize(policy, seed)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
-        hf = model_config(policy)
+        hf = model_config(policy, use.head)
         check_attention(hf, policy.max_total_sequence_length)
-        family = models.family(hf)
-        self._shapes, _ = checkpoint_shapes(hf)
-        stage = build(policy, hf).to(self.device)
-        self._local = describe(stage, family.parameters(hf), self._shapes)
+        self._shapes, _ = checkpoint_shapes(hf, use.head)
+        self._stage = build(policy, hf, use.head).to(self.device)
+        if not use.trained:
+            self._stage.requires_grad_(False)
+        self._local = describe(self._stage, models.family(hf).parameters(hf, use.head), self._shapes)
         self._of = {id(local.tensor): local for local in self._local.values()}
-        self._stage = stage
-        self._head = Head(hf.vocab_size, policy.generation.temperature, policy.logprob_chunk_size)
         self._vocabulary = hf.vocab_size
-        self._model = _data_parallel(policy, stage)
-        self._optimizer = Optimizer(policy, self._model)
+        self._head = ValueHead() if use.head == "values" else VocabularyHead.of(policy, hf, use.entropy)
+        self._model = _data_parallel(policy, self._stage) if use.trained else None
+        self._optimizer = Optimizer(policy, self._model) if use.trained else None
         self._load_initial(hf, seed)
-        self._reference = [local.tensor.detach().to("cpu", copy=True) for local in self._local.values()] if reference else None
+        self._reference = self._copies() if use.reference else None
         self._gatherer = Gatherer(
             [(local.tensor, local.hugging_face) for name, local in self._local.items() if _speaks(name)],
             self._shapes,
             group,
             self.device,
         )
+        # After all that needs the weights on the device: they go to the host.
+        offload = use.offload and not use.trained
+        self._host = HostWeights([local.tensor for local in self._local.values()], self.device) if offload else None
 
     # ---- forward and step -----------------------------------------------------------------------------------------------
 
-    def forward(self, batches: Sequence[PackedBatch], model: str = "policy") -> list[torch.Tensor]:
+    def forward(self, batches: Sequence[PackedBatch], model: str = "policy", top_k: int = 0) -> list[Outputs]:
         """The same on every rank that shares `data_rank`. Raises ValueError for another `model`, or for "reference" when none
         was kept."""
         if model not in ("policy", "reference"):
             raise ValueError(f"model '{model}' is not one of: policy, reference")
         self._check(batches)
-        found: list[torch.Tensor] = []
+        found: list[Outputs] = []
 
-        def keep(batch: PackedBatch, logprobs: torch.Tensor) -> torch.Tensor:
-            found.append(logprobs)
-            return logprobs
+        def keep(batch: PackedBatch, outputs: Outputs) -> torch.Tensor:
+            found.append(outputs)
+            return torch.zeros((), device=self.device)  # the schedule wants a loss
 
-        with torch.no_grad(), self._reference_weights() if model == "reference" else contextlib.nullcontext():
-            self._run(batches, keep, forward_only=True)
+        with torch.no_grad(), self._weights_of(model):
+            self._run(self._stage, batches, keep, top_k)
         self._empty_cache(2)
-        return self._from_last_stage(found, [len(batch.tokens) for batch in batches])
+        return self._on_all_stages(found, batches, top_k)
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
+        self._check_trained()
         self._check(batches)
         if not batches:
             raise ValueError("a step needs at least one batch")
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        outputs: list[LossOutput] = []
+        found: list[LossOutput] = []
 
-        def share(batch: PackedBatch, logprobs: torch.Tensor) -> torch.Tensor:
-            output = loss(logprobs, batch)
-            outputs.append(LossOutput(output.loss.detach(), output.metrics))
+        def finish(batch: PackedBatch, outputs: Outputs) -> torch.Tensor:
+            output = loss(outputs, batch)
+            found.append(LossOutput(output.loss.detach(), output.metrics))
             return output.loss
 
-        self._run(batches, share, forward_only=False)
-        metrics = self._metrics(outputs)
+        self._run(self._model, batches, finish)
+        metrics = self._metrics(found)
         lr = self._optimizer.lr
         metrics |= {"grad_norm": self._optimizer.step(), "lr": lr}
         self._empty_cache(1)
         return StepResult(metrics)
+
+    def _check_trained(self) -> None:
+        if not self._use.trained:
+            raise ValueError(f"{self._policy.model_name} was built with Use(trained=False)")
 
     def _check(self, batches: Sequence[PackedBatch]) -> None:
         for batch in batches:
             check_batch(batch, self._vocabulary)
 
     def _run(
-        self, batches: Sequence[PackedBatch], finish: Callable[[PackedBatch, torch.Tensor], torch.Tensor], forward_only: bool
+        self,
+        model: torch.nn.Module,
+        batches: Sequence[PackedBatch],
+        finish: Callable[[PackedBatch, Outputs], torch.Tensor],
+        top_k: int = 0,
     ) -> None:
-        """Megatron-Core's own schedule over the microbatches. finish(batch, logprobs [T]): on the last stage; what it returns
-        is differentiated."""
+        """Megatron-Core's own schedule over the microbatches. finish(batch, outputs): on the last stage; what it returns is
+        differentiated, unless gradients are off."""
         if not batches:
             return
 
-        def forward_step(iterator: Iterator[tuple[PackedBatch, LocalBatch]], model: DistributedDataParallel):
+        def forward_step(iterator: Iterator[tuple[PackedBatch, LocalBatch]], model: torch.nn.Module):
             batch, local = next(iterator)
             hidden = model(local.tokens, local.positions, attention_mask=None, packed_seq_params=local.sequences)
             if not parallel_state.is_pipeline_last_stage():
                 return hidden, None
             # It wants a number of tokens as well, to divide by in the end; `_finalize` does not, as losses are divided already.
             one = torch.ones((), dtype=torch.int, device=self.device)
-            return self._head.logprobs(self._stage, hidden, local), lambda logprobs: (finish(batch, logprobs), one, None)
+            outputs = self._head.outputs(self._stage, hidden, local, top_k)
+            return outputs, lambda outputs: (finish(batch, outputs), one, None)
 
         config = self._stage.config
         context = parallel_state.get_context_parallel_group()
@@ -143,22 +159,22 @@ class MegatronBackend:
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=pairs,
-            model=[self._model],
+            model=[model],
             num_microbatches=len(batches),
             seq_length=1,  # each microbatch tells its own (variable_seq_lengths)
             micro_batch_size=1,
-            forward_only=forward_only,
+            forward_only=not torch.is_grad_enabled(),
         )
 
-    def _from_last_stage(self, found: list[torch.Tensor], lengths: list[int]) -> list[torch.Tensor]:
-        """The log-probs that the last pipeline stage computed, on all stages."""
+    def _on_all_stages(self, found: list[Outputs], batches: Sequence[PackedBatch], top_k: int) -> list[Outputs]:
+        """What the last pipeline stage found."""
         stages = parallel_state.get_pipeline_model_parallel_group()
-        if stages.size() == 1 or not lengths:
+        if stages.size() == 1 or not batches:
             return found
-        last = stages.rank() == stages.size() - 1
-        flat = torch.cat(found) if last else torch.empty(sum(lengths), dtype=torch.float32, device=self.device)
-        dist.broadcast(flat, group_src=stages.size() - 1, group=stages)
-        return list(flat.split(lengths))
+        if stages.rank() != stages.size() - 1:
+            found = [self._head.empty(batch, top_k) for batch in batches]
+        share(found, stages)
+        return found
 
     def _metrics(self, outputs: list[LossOutput]) -> dict[str, float]:
         """The same on every rank of the realm."""
@@ -178,7 +194,8 @@ class MegatronBackend:
     # ---- weights --------------------------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._gatherer.tensors(getattr(torch, self._policy.precision))
+        with self._weights_of("policy"):
+            yield from self._gatherer.tensors(getattr(torch, self._policy.precision))
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -192,12 +209,21 @@ class MegatronBackend:
     def local(self, tensor: str) -> torch.Tensor:
         return self._local[tensor].tensor.detach()
 
+    def _copies(self) -> list[torch.Tensor]:
+        """All weights of this rank, on the CPU."""
+        return [local.tensor.detach().to("cpu", copy=True) for local in self._local.values()]
+
     @contextlib.contextmanager
-    def _reference_weights(self) -> Iterator[None]:
+    def _weights_of(self, model: str) -> Iterator[None]:
+        """While they are used, the weights of "policy" or "reference" are on the device, where forward passes find them."""
+        if model == "policy":
+            with self._host.on_device() if self._host else contextlib.nullcontext():
+                yield
+            return
         if self._reference is None:
-            raise ValueError("no reference weights were kept; construct the backend with reference=True")
+            raise ValueError("no reference weights were kept; build the backend with Use(reference=True)")
         ours = [local.tensor.detach() for local in self._local.values()]
-        kept = [tensor.to("cpu", copy=True) for tensor in ours]
+        kept = self._copies()
         try:
             for tensor, reference in zip(ours, self._reference, strict=True):
                 tensor.copy_(reference)
@@ -207,10 +233,19 @@ class MegatronBackend:
                 tensor.copy_(policy)
 
     def _load_initial(self, hf: PreTrainedConfig, seed: int) -> None:
+        head = self._use.head
         if self._policy.random_init:
-            self._fill(initial_weights(self._policy, hf, seed), lambda local: local.hugging_face)
-        else:
-            self._fill(converted(self._policy, hf, self._group).read, lambda local: local.whole)
+            self._fill(initial_weights(self._policy, hf, seed, head), lambda local: local.hugging_face)
+            return
+        conversion = converted(self._policy, hf, self._group, head)
+        read = conversion.read
+        if head == "values":  # the head is no part of a conversion: it may have to be drawn
+            files = initial_weights(self._policy, hf, seed, head)
+
+            def read(name: str, box: Box) -> torch.Tensor:
+                return files(SCORE, box) if name == VALUE_HEAD else conversion.read(name, box)
+
+        self._fill(read, lambda local: local.whole)
 
     def _fill(self, read: Read, pieces_of: Callable[[Local], list[Piece]]) -> None:
         """Give the model's tensors, and the optimizer's float32 copies of its ranges, what `read` has of their pieces."""
@@ -218,7 +253,7 @@ class MegatronBackend:
             tensor = local.tensor.detach()
             tensor.zero_()  # padding of the vocabulary has no piece
             place(tensor, pieces_of(local), read)
-        for part in self._optimizer.ranges():
+        for part in self._optimizer.ranges() if self._use.trained else ():
             part.main.zero_()
             for box, view in _boxes(part, part.main):
                 place(view, restrict(pieces_of(self._of[id(part.parameter)]), box), read)
@@ -226,6 +261,7 @@ class MegatronBackend:
     # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
     def shards(self, copy: bool = False) -> Shards:
+        self._check_trained()
         record = {
             "ranks": self._group.size(),
             "layout": self._layout(),
@@ -237,10 +273,8 @@ class MegatronBackend:
 
     def _entries(self) -> Iterator[Entry]:
         """All that a checkpoint holds of this rank."""
-        updated = set()
         for part in self._optimizer.ranges():
             local = self._of[id(part.parameter)]
-            updated.add(id(part.parameter))
             for prefix, values in {"model": part.main, **{f"optimizer.{k}": v for k, v in part.state.items()}}.items():
                 for box, view in _boxes(part, values):
                     yield from self._as_hugging_face(prefix, restrict(local.hugging_face, box), view)
@@ -260,6 +294,7 @@ class MegatronBackend:
 
         Raises ValueError if the weights are of another model, or if optimizer or schedule are set otherwise than they were.
         """
+        self._check_trained()
         reader, records = read_shards(folder)
         record = records[0]
         stored = {n.removeprefix("model."): s for n, s in reader.shapes.items() if n.startswith("model.")}
@@ -310,21 +345,6 @@ def _speaks(name: str) -> bool:
     if ".local_experts." in name:
         return parallel_state.get_expert_data_parallel_rank() == 0
     return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-
-
-def _initialize(policy: PolicyConfig, seed: int) -> None:
-    """Megatron-Core's process groups, from the default group. Once per process."""
-    megatron = policy.megatron_cfg
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=megatron.tensor_model_parallel_size,
-        pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
-        context_parallel_size=megatron.context_parallel_size,
-        expert_model_parallel_size=megatron.expert_model_parallel_size,
-        expert_tensor_parallel_size=expert_tensor_parallel_size(megatron),
-        distributed_timeout_minutes=FOREVER_MINUTES,
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def _data_parallel(policy: PolicyConfig, stage: PolicyStage) -> DistributedDataParallel:

@@ -5,7 +5,7 @@ the last one further, until sequence parallelism can cut a rank's tokens. Paddin
 attention keeps it out of them. Without either there is no padding.
 
 Row t of a rank predicts the token that follows it in its sequence, which may be another rank's; so targets are cut together
-with tokens, and `Gather` and `order` put log-probs back in the batch's own order.
+with tokens, and `Gather` and `order` put log-probs back in the batch's own order (`places` what is of the token itself).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class LocalBatch:
     tokens: torch.Tensor  # [1, t] int64; padding is token 0
     positions: torch.Tensor  # [1, t] int64
     targets: torch.Tensor  # [t] int64: the token after each; of no meaning at the end of a sequence and on padding
+    candidates: torch.Tensor | None  # [t, K] int64: as targets, of the teacher's tokens
     sequences: PackedSequences
+    places: torch.Tensor  # [T] int64: which row of all ranks' rows together has token t of the batch
     order: torch.Tensor  # [T] int64: which row of all ranks' rows together predicts token t of the batch
     begins: torch.Tensor  # [T] bool: whether token t begins a sequence, so that nothing predicts it
 
@@ -43,9 +45,14 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int) -> LocalB
     targets = batch.tokens.new_zeros(starts[-1])
     tokens[real], positions[real] = batch.tokens, batch.positions
     targets[real] = batch.tokens.roll(-1)
+    candidates = None
+    if batch.teacher is not None:
+        candidates = targets.new_zeros(len(targets), batch.teacher.tokens.size(1))
+        candidates[real] = batch.teacher.tokens.roll(-1, 0)
     mine = [_rows(lengths, ranks, r) for r in range(ranks)]
     place = torch.empty(starts[-1], dtype=torch.int64)
     place[torch.cat(mine)] = torch.arange(starts[-1])
+    place = place.to(device)
     begins = batch.positions == 0
     cu_seqlens = torch.tensor(starts, dtype=torch.int32, device=device)
     rows = mine[rank].to(device)
@@ -53,6 +60,7 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int) -> LocalB
         tokens=tokens[rows][None],
         positions=positions[rows][None],
         targets=targets[rows],
+        candidates=None if candidates is None else candidates[rows],
         sequences=PackedSequences(
             qkv_format="thd",
             # Padding counts as tokens of its sequence: no kernel then need know of it.
@@ -65,7 +73,8 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int) -> LocalB
             packing=Packing.of_lengths(lengths, cu_seqlens),
             lengths=lengths,
         ),
-        order=place.to(device)[(real - 1).clamp(min=0)],
+        places=place[real],
+        order=place[(real - 1).clamp(min=0)],
         begins=begins,
     )
 
@@ -91,7 +100,7 @@ def _rows(lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
 
 
 class Gather(torch.autograd.Function):
-    """[t] of each context-parallel rank -> [ranks * t] on all of them.
+    """[t, ...] of each context-parallel rank -> [ranks * t, ...] on all of them.
 
     Every rank computes the same loss of the whole, so each takes back its own part of the gradient: summed over ranks, as data
     parallelism does, that counts every token once.
@@ -100,7 +109,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        whole = local.new_empty(group.size() * len(local))
+        whole = local.new_empty(group.size() * len(local), *local.shape[1:])
         dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
         return whole
 

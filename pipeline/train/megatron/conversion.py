@@ -4,6 +4,8 @@ Only the train realm takes part. Its ranks divide the parameters between them an
 is bounded by the largest parameter (its sources and what is made of them), not by the model. Where conversions lie and how jobs
 keep out of each other's way: `shelf.py`. What makes two checkpoints the same one: `fingerprint.py`.
 
+A value model's conversion is of its body: the checkpoint may have no head of that kind yet.
+
 Left out: quantised checkpoints, and conversions for a layout; these are whole parameters, of which each rank reads its boxes.
 """
 
@@ -23,13 +25,14 @@ from transformers import PreTrainedConfig
 
 from pipeline.config import PolicyConfig
 from pipeline.models import family
-from pipeline.models.base import Parameter
+from pipeline.models.base import VALUE_HEAD, Parameter
 from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.train.initial_weights import checkpoint_files, initial_weights
 from pipeline.train.megatron.fingerprint import content_digests, fingerprint
 from pipeline.train.megatron.sharing import first, share
 from pipeline.train.megatron.shelf import VARIABLE, Conversion, Shelf, unusable
 from pipeline.train.megatron.streaming import StoredTensor, stored_tensors, write_tensors
+from pipeline.types import Head
 
 
 def shared_folder() -> Path:
@@ -44,6 +47,7 @@ def converted(
     policy: PolicyConfig,
     config: PreTrainedConfig,
     group: dist.ProcessGroup,
+    head: Head = "logprobs",
     folder: Path | None = None,
     timeout_s: float = 3600.0,
 ) -> Conversion:
@@ -59,10 +63,11 @@ def converted(
         raise ValueError(f"policy.model_name: {policy.model_name} is quantised; training needs a checkpoint that is not")
     root = folder or shared_folder()
     files = checkpoint_files(policy.model_name)
-    parameters = family(config).parameters(config)
+    parameters = family(config).parameters(config, head)
+    parameters.pop(VALUE_HEAD, None)
     first(group, lambda: _prepare(root))
     digests = content_digests(files, root / "digests", group)
-    identity = first(group, lambda: fingerprint(digests, parameters, checkpoint_shapes(config)[0]))
+    identity = first(group, lambda: fingerprint(digests, parameters, checkpoint_shapes(config, head)[0]))
     shelf = Shelf(root, policy.model_name, identity)
 
     def find() -> str | None:
@@ -74,7 +79,7 @@ def converted(
             first(group, lambda: stack.enter_context(shelf.alone(timeout_s)))
             found = first(group, find)  # another job may have made it meanwhile
         if not found:
-            first(group, lambda: _check(policy, config))
+            first(group, lambda: _check(policy, config, head))
             partial = Path(first(group, shelf.begin))
             share(group, lambda: _write_part(partial, files, parameters, group.rank(), group.size()))
             found = first(group, lambda: shelf.commit(partial, parameters.keys()))
@@ -94,9 +99,9 @@ def _prepare(root: Path) -> None:
         raise unusable(root, error) from error
 
 
-def _check(policy: PolicyConfig, config: PreTrainedConfig) -> None:
+def _check(policy: PolicyConfig, config: PreTrainedConfig, head: Head) -> None:
     """Refuse what training without a conversion would refuse: other names or shapes, copies that are not."""
-    initial_weights(policy, config, seed=0)
+    initial_weights(policy, config, seed=0, head=head)
 
 
 def _write_part(partial: Path, files: list[Path], parameters: Mapping[str, Parameter], rank: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""A Megatron-Core GPTModel from a Hugging Face config: one pipeline stage of the policy, which gives log-probs.
+"""A Megatron-Core GPTModel from a Hugging Face config: one pipeline stage, whose last one ends in hidden states.
 
 TransformerEngine's modules are taken where it imports on a GPU, else Megatron-Core's local ones with our norm and attention
 (`attention.py`) and a warning. Fused kernels are used where what they need is there, unless the recipe says otherwise.
@@ -11,7 +11,6 @@ rotary embeddings of its own.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -34,9 +33,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline import models
 from pipeline.config import MegatronConfig, PolicyConfig
-from pipeline.train.logprobs import VocabularyShard, target_logprobs
 from pipeline.train.megatron.attention import PackedAttention, RMSNorm
-from pipeline.train.megatron.batch import Gather, LocalBatch
+from pipeline.types import Head
 
 if not HAVE_TE:  # two places of Megatron-Core 0.16.1 do not see that TransformerEngine did not import
     moe_utils.te_general_gemm = None
@@ -44,40 +42,19 @@ if not HAVE_TE:  # two places of Megatron-Core 0.16.1 do not see that Transforme
 
 
 class PolicyStage(GPTModel):
-    """One pipeline stage. Its output is hidden states for the next stage, or from the last one log-probs."""
+    """One pipeline stage. Its output is hidden states: for the next stage, or of the last one for a head (`heads.py`)."""
+
+    value_head: torch.nn.Linear  # of the last stage, in place of `output_layer`
 
     def _postprocess(self, hidden_states, *args, **kwargs):
         """In place of logits, which would be the largest tensor of the step: hidden states [t, 1, H], whole on each rank."""
         if self.post_process and self.config.sequence_parallel:
-            # Each rank's gradient is complete (`target_logprobs` sums it over the vocabulary), so it is only split.
+            # Each rank's gradient is complete (`target_outputs` sums it over the vocabulary), so it is only split.
             return tensor_parallel.gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states
 
 
-@dataclasses.dataclass(frozen=True)
-class Head:
-    """What the last stage makes of hidden states."""
-
-    vocabulary: int  # without padding
-    temperature: float
-    chunk: int | None
-
-    def logprobs(self, stage: PolicyStage, hidden: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
-        """hidden [t, 1, H] of this context-parallel rank -> log p(tokens[t] | before) [T] float32 of the whole batch."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        tied = stage.share_embeddings_and_output_weights
-        weight = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
-        start = group.rank() * len(weight)
-        weight = weight[: max(self.vocabulary - start, 0)]  # padding takes no part in the softmax
-        shard = VocabularyShard(start, group) if group.size() > 1 else None
-        predicted = target_logprobs(hidden[:, 0], weight, batch.targets, self.temperature, self.chunk, shard)
-        context = parallel_state.get_context_parallel_group()
-        if context.size() > 1:
-            predicted = Gather.apply(predicted, context)
-        return predicted[batch.order].masked_fill(batch.begins, 0.0)
-
-
-def build(policy: PolicyConfig, hf: PreTrainedConfig) -> PolicyStage:
+def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -> PolicyStage:
     """This rank's stage, on its device, in the recipe's precision, with weights yet to be given.
 
     Raises ValueError, naming the key of the recipe, for what Megatron-Core cannot do with this model or layout.
@@ -101,9 +78,13 @@ def build(policy: PolicyConfig, hf: PreTrainedConfig) -> PolicyStage:
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             position_embedding_type="rope",
-            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            share_embeddings_and_output_weights=head == "logprobs" and hf.tie_word_embeddings,
             parallel_output=True,
         )
+    if head == "values" and stage.post_process:
+        weight = stage.output_layer.weight
+        stage.value_head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=weight.dtype, device=weight.device)
+        del stage.output_layer
     if not config.multi_latent_attention:
         stage.rotary_pos_emb.inv_freq, _ = rotary(hf)
     if policy.megatron_cfg.freeze_moe_router:

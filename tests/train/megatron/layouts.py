@@ -25,9 +25,10 @@ from pipeline.boxes import whole
 from pipeline.config import MegatronConfig, MegatronDDPConfig, PolicyConfig
 from pipeline.models.hugging_face import meta_model, on_disk
 from pipeline.models.layout import restrict
-from pipeline.train.base import TrainBackend
+from pipeline.train.base import TrainBackend, Use
 from pipeline.train.megatron.backend import MegatronBackend, _boxes
 from pipeline.train.megatron.shelf import VARIABLE
+from pipeline.types import Outputs
 from tests.models.cases import FAMILIES, configs, write_models
 from tests.train import cases, ranks
 
@@ -86,6 +87,7 @@ EP2 = Layout(ep=2, dp=2)
 OF_TWO_RANKS = (TP2, TP2_SP, PP2, CP2, DP2, EP2, Layout(tp=2, ep=2, sp=True), Layout(cp=2, ep=2))
 # Not here: experts that are both spread and cut (ep 2, etp 2), for which gloo has no uneven all_gather.
 OF_FOUR_RANKS = (Layout(tp=2, pp=2, sp=True), Layout(tp=2, cp=2, sp=True), Layout(pp=2, ep=2, dp=2))
+TRAINED = Use()
 LAYOUTS = (ONE, *OF_TWO_RANKS, *OF_FOUR_RANKS)
 
 
@@ -108,14 +110,19 @@ def _work(work: Callable[[Layout, Path], None], layout: Layout, folder: Path) ->
     work(layout, folder)
 
 
-def backend(policy: PolicyConfig, layout: Layout = ONE, reference: bool = False, **changes) -> MegatronBackend:
-    """changes: of `policy.megatron_cfg`. Megatron-Core's groups are made anew, so that one process can build several."""
+def backend(policy: PolicyConfig, layout: Layout = ONE, use: Use = TRAINED, **changes) -> MegatronBackend:
+    """changes: of `policy.megatron_cfg`. Megatron-Core's groups are made anew, so that one process can have several layouts."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    return another(policy, layout, use, **changes)
+
+
+def another(policy: PolicyConfig, layout: Layout = ONE, use: Use = TRAINED, **changes) -> MegatronBackend:
+    """A model beside those that the process has."""
     if layout.pp > 1 and Path(policy.model_name).name in THREE_LAYERS:
         changes.setdefault("num_layers_in_first_pipeline_stage", 2)
     policy.megatron_cfg = layout.megatron(**changes)
-    return MegatronBackend(policy, dist.group.WORLD, seed=7, reference=reference)
+    return MegatronBackend(policy, dist.group.WORLD, seed=7, use=use)
 
 
 def shares(layout: Layout, batches: int = 2) -> list[list[list[int]]]:
@@ -225,8 +232,8 @@ def difference(trained: MegatronBackend, layout: Layout, model: Path) -> Differe
     theirs = expected(model)
     chosen, mine = shares(layout)[trained.data_rank], batches(trained, layout)
     found = trained.forward(mine)
-    assert all(logprobs.dtype == torch.float32 for logprobs in found)
-    logprob = max((ours.cpu() - theirs.of(c)).abs().max().item() for c, ours in zip(chosen, found, strict=True))
+    assert all(outputs.logprobs.dtype == torch.float32 and outputs == Outputs(outputs.logprobs) for outputs in found)
+    logprob = max((ours.logprobs.cpu() - theirs.of(c)).abs().max().item() for c, ours in zip(chosen, found, strict=True))
     metrics = trained.step(mine, cases.loss).metrics
     ours, replicas = gradients(trained)
     assert ours.keys() == theirs.gradients.keys()

@@ -57,7 +57,7 @@ def shared(tmp_path) -> Path:
 def convert(checkpoint: Path, shared: Path, anew: bool = False, timeout_s: float = 60.0, **overrides) -> conversion.Conversion:
     policy = PolicyConfig(model_name=str(checkpoint), megatron_cfg=MegatronConfig(force_reconvert_from_hf=anew))
     config = AutoConfig.from_pretrained(checkpoint, **overrides)
-    return converted(policy, config, dist.group.WORLD, shared, timeout_s)
+    return converted(policy, config, dist.group.WORLD, folder=shared, timeout_s=timeout_s)
 
 
 def read(checkpoint: Path, made: conversion.Conversion) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ def test_bfloat16_log_probs_and_gradients(models, family):
     """Near those of Hugging Face's eager model, itself in bfloat16 for the log-probs."""
     trained = layouts.backend(cases.policy(models / family, precision="bfloat16"), pipeline_dtype="bfloat16")
     batch = cases.pack(ALL, "cuda")
-    ours = trained.forward([batch])[0]
+    ours = trained.forward([batch])[0].logprobs
     model = AutoModelForCausalLM.from_pretrained(models / family, dtype=torch.bfloat16, attn_implementation="eager").cuda()
     for i, found in zip(ALL, ours.split(cases.LENGTHS), strict=True):
         tokens = cases.sequences()[i][0].cuda()
@@ -51,7 +51,7 @@ def test_float32(models, family):
     trained = layouts.backend(cases.policy(models / family))
     expected = layouts.expected(models / family)
     batch = cases.pack(ALL, "cuda")
-    assert (trained.forward([batch])[0].cpu() - torch.cat(expected.logprobs)).abs().max() < 1e-4
+    assert (trained.forward([batch])[0].logprobs.cpu() - torch.cat(expected.logprobs)).abs().max() < 1e-4
     trained.step([batch], cases.loss)
     assert_near(layouts.gradients(trained)[0], expected.gradients, 1e-4)
 

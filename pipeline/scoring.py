@@ -1,0 +1,165 @@
+"""Rewards by a model: rank 0 collects what the policy has said, has it scored, and puts the scores in the rollouts.
+
+What is scored is prompt and completion, token by token as they were sampled, if the reward model reads the same tokens: its
+tokenizer has the policy's vocabulary, and its chat template too where prompts were made with one. Otherwise the conversation is
+written anew with the reward model's tokenizer: the prompt's messages and the completion's text as the assistant's turn, or,
+without a chat template, the prompt's text, the completion's and the end-of-sequence token. Then a chat template also ends the
+turn of an answer that was cut for length. White space that it writes behind the end-of-turn token is left out, as in training
+(`pipeline/data/preferences.py`): a score is always read where a sampled answer ends.
+
+A sequence of more tokens than `policy.max_total_sequence_length` loses its first ones: what is judged is the answer, and the
+score is read at its end. (Errors would end a run for one long answer, and cutting the end would score an unfinished text.) That
+can happen only where the text is written anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline import config
+from pipeline.config import PolicyConfig, Recipe, TokenizerConfig
+from pipeline.data.chat import load_tokenizer
+from pipeline.data.packing import plan_microbatches
+from pipeline.remote import Remote
+from pipeline.roles.reward import ScoreWork
+from pipeline.types import Completion, DataPlace, Prompt, Rollout, RolloutGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Encode = Callable[[Prompt, Completion], np.ndarray]
+"""(prompt, completion) -> [L] int32: what the reward model reads."""
+
+
+class Scoring:
+    """Call it with groups to get them with the reward model's rewards."""
+
+    def __init__(self, recipe: Recipe, serving: Remote, places: list[DataPlace], tokenizer: PreTrainedTokenizerBase):
+        """serving: the realm that serves the reward model, and `places` its ranks'. tokenizer: the policy's."""
+        self._environment = config.reward_environment(recipe)
+        self._model = config.judge(recipe)
+        self._serving = serving
+        self._places = places
+        self._encode = _encoder(recipe, self._model, self._environment, tokenizer)
+
+    def __call__(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """The same groups; those of prompts of the reward model's environment with its scores as rewards, and of each rollout
+        the metrics `reward_model_score`, and `reward_model_truncated`: 1 if the sequence was too long for the model.
+
+        Raises ValueError if a score is not finite.
+        """
+        judged = [(group.prompt, rollout) for group in groups if self._mine(group) for rollout in group.rollouts]
+        sequences = [self._encode(prompt, rollout.completion) for prompt, rollout in judged]
+        limit = self._model.max_total_sequence_length
+        scores = self._score([tokens[-limit:] for tokens in sequences])
+        rewarded = iter(
+            [
+                self._rewarded(prompt, rollout, score, len(tokens) > limit)
+                for (prompt, rollout), tokens, score in zip(judged, sequences, scores, strict=True)
+            ]
+        )
+        return [
+            dataclasses.replace(group, rollouts=tuple(itertools.islice(rewarded, len(group.rollouts))))
+            if self._mine(group)
+            else group
+            for group in groups
+        ]
+
+    def _mine(self, group: RolloutGroup) -> bool:
+        return group.prompt.environment == self._environment
+
+    def _rewarded(self, prompt: Prompt, rollout: Rollout, score: float, truncated: bool) -> Rollout:
+        if not math.isfinite(score):
+            raise ValueError(f"env.{self._environment}: the reward model scores an answer to prompt {prompt.index} {score}")
+        metrics = {**rollout.metrics, "reward_model_score": score, "reward_model_truncated": float(truncated)}
+        return dataclasses.replace(rollout, reward=score, metrics=metrics)
+
+    def _score(self, sequences: list[np.ndarray]) -> list[float]:
+        if not sequences:
+            return []
+        plan = _plan([len(tokens) for tokens in sequences], self._model, self._places[0].size)
+        works = [ScoreWork([[sequences[i] for i in members] for members in microbatches]) for microbatches in plan]
+        replies = self._serving.score(parts=[works[place.rank] for place in self._places]).result()
+        scores = [math.nan] * len(sequences)
+        for place, reply in zip(self._places, replies, strict=True):  # ranks that share a place reply the same
+            for i, score in zip(itertools.chain(*plan[place.rank]), reply, strict=True):
+                scores[i] = score
+        return scores
+
+
+def _plan(lengths: list[int], model: PolicyConfig, data_ranks: int) -> list[list[list[int]]]:
+    """As `plan_microbatches`, but with fewer sequences than ranks too."""
+    packing = model.sequence_packing
+    bounds = (packing.logprob_mb_tokens, None) if packing.enabled else (None, model.logprob_batch_size)
+    busy = min(data_ranks, len(lengths))
+    plan = plan_microbatches(lengths, busy, *bounds)
+    return plan + [[[] for _ in plan[0]] for _ in range(data_ranks - busy)]  # all ranks run as many batches
+
+
+# ---- what the reward model reads ----------------------------------------------------------------------------------------
+
+
+def _encoder(recipe: Recipe, model: PolicyConfig, environment: str, ours: PreTrainedTokenizerBase) -> Encode:
+    """Raises ValueError if a chat template is needed and the reward model's tokenizer has none."""
+    chat, theirs = recipe.data.apply_chat_template, load_tokenizer(model.tokenizer)
+    if _reads_the_same(ours, theirs, recipe.policy.tokenizer, model.tokenizer, chat):
+        return lambda prompt, completion: np.concatenate([prompt.tokens, completion.tokens])
+    if chat and not theirs.chat_template:
+        raise ValueError(
+            f"env.{environment}.tokenizer: {model.tokenizer.name} has no chat template, and is not the policy's tokenizer; give"
+            f" one in env.{environment}.tokenizer.chat_template"
+        )
+    return _Anew(environment, ours, theirs, chat, model.tokenizer.chat_template_kwargs or {})
+
+
+def _reads_the_same(
+    ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, our: TokenizerConfig, their: TokenizerConfig, chat: bool
+) -> bool:
+    if ours.get_vocab() != theirs.get_vocab():
+        return False
+    options = their.chat_template_kwargs in (None, our.chat_template_kwargs)
+    return not chat or (ours.chat_template == theirs.chat_template and options)
+
+
+@dataclass(frozen=True)
+class _Anew:
+    """Writes a conversation with the reward model's own tokenizer."""
+
+    environment: str
+    ours: PreTrainedTokenizerBase
+    theirs: PreTrainedTokenizerBase
+    chat: bool
+    options: dict[str, Any]  # of the chat template
+
+    def __call__(self, prompt: Prompt, completion: Completion) -> np.ndarray:
+        answer = self.ours.decode(completion.tokens, skip_special_tokens=True)
+        if self.chat:
+            messages = [*self._task(prompt, "messages"), {"role": "assistant", "content": answer}]
+            text = self.theirs.apply_chat_template(messages, **self.options, tokenize=False)
+            if (stripped := text.rstrip()).endswith(self._special):
+                text = stripped
+            tokens = self.theirs(text, add_special_tokens=False).input_ids
+        else:
+            tokens = self.theirs(self._task(prompt, "text")).input_ids
+            tokens += self.theirs(answer, add_special_tokens=False).input_ids
+            tokens += [self.theirs.eos_token_id] if completion.finish == "stop" else []
+        return np.asarray(tokens, np.int32)
+
+    @property
+    def _special(self) -> tuple[str, ...]:
+        return tuple(token.content for token in self.theirs.added_tokens_decoder.values() if token.special)
+
+    def _task(self, prompt: Prompt, key: str) -> Any:
+        if key not in prompt.task:
+            raise ValueError(
+                f"env.{self.environment}: the reward model has another tokenizer than the policy, and prompt {prompt.index}"
+                f" comes without its {key}; it has: {', '.join(prompt.task)}"
+            )
+        return prompt.task[key]

@@ -1,0 +1,110 @@
+"""What the last pipeline stage makes of hidden states: what a model says of each token of the whole batch, in its own order.
+
+Under context parallelism each rank has a part of the rows, and `Gather` brings what was made of them together; so every rank of
+the last stage that shares a batch computes the same loss of the same outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from transformers import PreTrainedConfig
+
+from pipeline.config import PolicyConfig
+from pipeline.train.logprobs import VocabularyShard, most_likely, target_outputs
+from pipeline.train.megatron.batch import Gather, LocalBatch
+from pipeline.train.megatron.model import PolicyStage
+from pipeline.types import Outputs, PackedBatch, TopK
+
+
+@dataclass(frozen=True)
+class VocabularyHead:
+    """The output layer, or the embedding where it is tied to it."""
+
+    vocabulary: int  # without padding
+    temperature: float
+    chunk: int | None
+    entropy: bool
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, hf: PreTrainedConfig, entropy: bool) -> VocabularyHead:
+        return cls(hf.vocab_size, policy.generation.temperature, policy.logprob_chunk_size, entropy)
+
+    def outputs(self, stage: PolicyStage, hidden: torch.Tensor, batch: LocalBatch, top_k: int) -> Outputs:
+        """hidden [t, 1, H] of this context-parallel rank -> outputs of the whole batch. Their top_k has the K most likely
+        tokens, without a graph; with top_k 0 it has the batch's candidates, if there are any."""
+        weight, shard = self._weight(stage)
+        options = (self.temperature, self.chunk, shard)
+        rows, tokens = hidden[:, 0], None if top_k else batch.candidates
+        logprobs, entropy, chosen = target_outputs(rows, weight, batch.targets, *options, self.entropy, tokens)
+        if top_k:
+            tokens, chosen = most_likely(rows, weight, top_k, *options)
+        return Outputs(
+            logprobs=_predicted(logprobs, batch),
+            entropy=None if entropy is None else _predicted(entropy, batch),
+            top_k=None if tokens is None else TopK(_predicted(tokens, batch), _predicted(chosen, batch)),
+        )
+
+    def empty(self, batch: PackedBatch, top_k: int) -> Outputs:
+        """What another stage's outputs will be written into."""
+        tokens, columns = len(batch.tokens), top_k or (batch.teacher.tokens.size(1) if batch.teacher else 0)
+        new = batch.generate_logprobs.new_zeros
+        return Outputs(
+            logprobs=new(tokens),
+            entropy=new(tokens) if self.entropy else None,
+            top_k=TopK(new(tokens, columns, dtype=torch.int64), new(tokens, columns)) if columns else None,
+        )
+
+    def _weight(self, stage: PolicyStage) -> tuple[torch.Tensor, VocabularyShard | None]:
+        """(this rank's rows, which of all those are)"""
+        group = parallel_state.get_tensor_model_parallel_group()
+        tied = stage.share_embeddings_and_output_weights
+        weight = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
+        start = group.rank() * len(weight)
+        weight = weight[: max(self.vocabulary - start, 0)]  # padding takes no part in the softmax
+        return weight, VocabularyShard(start, group) if group.size() > 1 else None
+
+
+@dataclass(frozen=True)
+class ValueHead:
+    """One number for each state, in float32 whatever the model's precision: values are near each other, and targets of them
+    are not rounded."""
+
+    def outputs(self, stage: PolicyStage, hidden: torch.Tensor, batch: LocalBatch, top_k: int) -> Outputs:
+        """As of a `VocabularyHead`: the value after each token. Every tensor-parallel rank has the whole head and whole hidden
+        states, so each computes all of its gradient."""
+        if top_k:
+            raise ValueError("a value head knows no tokens; top_k is of a model with log-probs")
+        values = hidden[:, 0].float() @ stage.value_head.weight[0].float()
+        return Outputs(values=_of_all_ranks(values)[batch.places])
+
+    def empty(self, batch: PackedBatch, top_k: int) -> Outputs:
+        return Outputs(values=batch.generate_logprobs.new_zeros(len(batch.tokens)))
+
+
+def share(outputs: list[Outputs], stages: dist.ProcessGroup) -> None:
+    """Fill those of the other pipeline stages with the last one's, a field of all batches at a time."""
+    for tensors in zip(*map(_tensors, outputs), strict=True):
+        flat = torch.cat(tensors)
+        dist.broadcast(flat, group_src=stages.size() - 1, group=stages)
+        for tensor, part in zip(tensors, flat.split([len(tensor) for tensor in tensors]), strict=True):
+            tensor.copy_(part)
+
+
+def _tensors(outputs: Outputs) -> list[torch.Tensor]:
+    top_k = [outputs.top_k.tokens, outputs.top_k.logprobs] if outputs.top_k else []
+    return [t for t in (outputs.logprobs, outputs.entropy, outputs.values, *top_k) if t is not None]
+
+
+def _predicted(of_rows: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+    """[t, ...] of each row's prediction -> [T, ...] of the tokens that they predict; 0 where a sequence begins."""
+    begins = batch.begins.view(-1, *[1] * (of_rows.dim() - 1))
+    return _of_all_ranks(of_rows)[batch.order].masked_fill(begins, 0)
+
+
+def _of_all_ranks(of_rows: torch.Tensor) -> torch.Tensor:
+    group = parallel_state.get_context_parallel_group()
+    return Gather.apply(of_rows, group) if group.size() > 1 else of_rows

@@ -1,0 +1,169 @@
+"""A recipe with a reward model: what is refused before anything is submitted, and the component that it may have."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from launch import backend, preflight, run_folder
+from launch.job import components
+from launch.local import rank_environments
+from launch.slurm import batch_script
+from pipeline import config
+from pipeline.config import RecipeError
+from tests.launch.model import write_model, write_recipe
+
+JUDGE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForSequenceClassification"],
+    "id2label": {"0": "LABEL_0"},
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 64,
+}
+APART = ("env.judge.served_by=reward", "cluster.reward.ranks_per_node=2")
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(*overrides, key=value of the reward model's config.json ...)"""
+    path = write_recipe(
+        tmp_path, env={"judge": {"kind": "reward_model", "model_name": str(tmp_path / "judge")}, "math": {"kind": "math"}}
+    )
+    (write_model(tmp_path / "judge") / "model.safetensors").touch()
+
+    def loaded(*overrides: str, **described):
+        (tmp_path / "judge/config.json").write_text(json.dumps(JUDGE | described))
+        return config.load(str(path), list(overrides))
+
+    return loaded
+
+
+def cut(backend_section: str, **keys) -> list[str]:
+    """Overrides for four train ranks."""
+    layout = [f"policy.{backend_section}.{key}={value}" for key, value in {"enabled": "true", **keys}.items()]
+    return ["cluster.train.ranks_per_node=4", *layout]
+
+
+def check(recipe: config.Recipe, pending: list[Path] = ()) -> config.Recipe:
+    """As a submission does."""
+    recipe, _ = backend.choose(recipe, pending)
+    preflight.check(recipe, pending)
+    return recipe
+
+
+def test_a_good_one(load):
+    check(load())
+    check(load(*APART))
+    check(load("env.judge.hf_config_overrides={num_labels: 1}", id2label={"0": "no", "1": "yes"}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["env.judge.served_by=policy"], ["env.judge.served_by", "'policy'", "train, reward"]),
+        (["env.judge.precision=fp8"], ["env.judge.precision", "'fp8'", "float32, bfloat16"]),
+        (["env.judge.model_name=null"], ["env.judge.model_name", "kind reward_model needs one"]),
+        (["env.math.model_name=some/where"], ["env.math.model_name: some/where", "the kind is math"]),
+        (["env.second={kind: reward_model, model_name: x}"], ["env: judge and second", "one reward model at most"]),
+        ([*APART, "cluster.reward.nodes=0"], ["cluster.reward.nodes", "at least 1"]),
+        (
+            [*APART, "cluster.reward.ranks_per_node=3", *cut("dtensor_cfg", tensor_parallel_size=2)],
+            ["policy.dtensor_cfg.tensor_parallel_size", "2 does not divide the 3 ranks of cluster.reward", "one of 1, 3"],
+        ),
+        (
+            [*APART, *cut("megatron_cfg", tensor_model_parallel_size=4, sequence_parallel="true")],
+            ["policy.megatron_cfg: tensor_model_parallel_size 4", "does not divide the 2 ranks of cluster.reward"],
+        ),
+    ],
+)
+def test_what_a_recipe_says_against_itself(load, overrides, says):
+    with pytest.raises(RecipeError) as error:
+        load(*overrides)
+    assert [part for part in says if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("described", "says"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, ["judge is a LlamaForCausalLM", "a sequence classifier with one label"]),
+        ({"architectures": None}, ["a model of an unknown kind"]),
+        ({"id2label": {"0": "no", "1": "yes"}}, ["has 2 labels", "one label"]),
+        ({"id2label": None}, ["has 2 labels"]),
+        ({"max_position_embeddings": 16}, ["policy.max_total_sequence_length: 32", "env.judge.model_name's", "at most 16"]),
+        ({"vocab_size": 30}, ["env.judge.tokenizer.name", "has 40 tokens", "env.judge.model_name only 30"]),
+    ],
+)
+def test_a_model_that_is_no_judge(load, described, says):
+    with pytest.raises(RecipeError) as error:
+        check(load(**described))
+    assert [part for part in (*says, "env.judge") if part not in str(error.value)] == []
+
+
+def test_a_layout_that_does_not_fit_the_reward_model(load, tmp_path):
+    keys = ("cluster.train.ranks_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2")
+    check(load(*keys))
+    with pytest.raises(RecipeError, match=r"2 does not divide env\.judge\.model_name's 3 attention heads"):
+        check(load(*keys, num_attention_heads=3, num_key_value_heads=3))
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 64}
+    described = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(described | sizes))
+    check(load("policy.megatron_cfg.enabled=true", **sizes))
+    with pytest.raises(RecipeError, match=r"env\.judge\.model_name: this backend has no 'gpt2' models"):
+        check(load("policy.megatron_cfg.enabled=true", model_type="gpt2"))
+    with pytest.raises(RecipeError, match=r"env\.judge\.model_name: config.json of this llama has no 'hidden_size'"):
+        check(load("policy.megatron_cfg.enabled=true", num_hidden_layers=1))
+
+
+def test_files_that_are_not_there(load, tmp_path):
+    recipe = load()
+    (tmp_path / "judge/model.safetensors").unlink()
+    with pytest.raises(RecipeError, match=r"env\.judge\.model_name: .*judge has no weights.*fetch the whole checkpoint$"):
+        check(recipe)
+    (tmp_path / "judge/tokenizer.json").unlink()
+    (tmp_path / "judge/model.safetensors").touch()
+    with pytest.raises(RecipeError, match=r"env\.judge\.tokenizer\.name: .*judge has no tokenizer"):
+        check(recipe)
+    shutil.rmtree(tmp_path / "judge")
+    with pytest.raises(RecipeError, match=r"env\.judge\.model_name: there is no folder"):
+        check(recipe)
+    check(recipe, pending=[tmp_path / "judge"])  # it is yet to come
+
+
+def test_a_chat_template_is_needed_of_both_tokenizers(load):
+    chat = ("data.apply_chat_template=true", "policy.tokenizer.chat_template=x")
+    with pytest.raises(RecipeError, match=r"judge has no chat template; give one in env\.judge\.tokenizer\.chat_template"):
+        check(load(*chat))
+
+
+# ---- the component ------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_its_own_are_a_third_component(load, tmp_path):
+    assert list(components(load())) == ["train", "generate"]
+    assert list(components(load(*APART, "algorithm=sft"))) == ["train"]
+    parts = components(load(*APART, "cluster.reward.env_vars={A: own}"))
+    assert list(parts) == ["train", "generate", "reward"]
+    ranks = rank_environments(parts)
+    assert [each["HETSTEP_COMPONENT"] for each in ranks] == ["train", "generate", "reward", "reward"]
+    assert ranks[2]["A"] == "own" and "A" not in ranks[0]
+    script = batch_script(tmp_path, "a", load(*APART).cluster, parts)
+    assert script.count("#SBATCH hetjob") == 2
+    assert [f"--het-group={k} " in script for k in range(4)] == [True, True, True, False]
+    assert "HETSTEP_WORLD_SIZE=4" in script and "HETSTEP_RANK=$((2 + SLURM_PROCID))" in script
+
+
+def test_it_runs_the_train_backend_with_its_variables(load):
+    megatron = ("policy.megatron_cfg.enabled=true", "policy.megatron_cfg.env_vars={A: backend, B: backend}")
+    parts = components(load(*APART, *megatron, "cluster.reward.env_vars={A: own}"))
+    assert parts["train"].env_vars == {"A": "backend", "B": "backend"}
+    assert parts["reward"].env_vars == {"A": "own", "B": "backend"}
+    assert parts["generate"].env_vars == {}
+
+
+def test_where_it_is_served_may_change_when_a_run_goes_on(load):
+    for override in (*APART, "env.judge.cpu_offload=false"):
+        assert run_folder.first_difference(load(), load(override)) is None
+    assert run_folder.first_difference(load(), load("env.judge.model_name=other"))[0] == "env.judge.model_name"

@@ -1,0 +1,78 @@
+"""One rank of a world in which two ranks serve a reward model: `python -m tests.roles.reward_rank RUN_DIR`.
+
+Rank 0 has `conversations` scored and writes scores.json. The train and the generate rank do nothing else.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from pipeline import config
+from pipeline.data.chat import load_tokenizer
+from pipeline.remote import Mailbox, Remote, serve, stop
+from pipeline.roles.reward import RewardRole
+from pipeline.scoring import Scoring
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span
+from pipeline.watchdog import Failure, Watchdog
+from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
+from tests.roles.judges import END
+
+
+def conversations() -> list[tuple[list[int], list[int]]]:
+    """(prompt, completion) of many lengths."""
+    draw = np.random.default_rng(3)
+    return [
+        (draw.integers(2, 40, n).tolist(), [*draw.integers(2, 40, m).tolist(), END])
+        for n, m in zip(draw.integers(1, 9, 7), draw.integers(1, 20, 7), strict=True)
+    ]
+
+
+def group(index: int, asked: list[int], answered: list[int]) -> RolloutGroup:
+    array = np.asarray(answered, np.int32)
+    completion = Completion("0", array, np.zeros(len(array), np.float32), (Span(0, len(array)),), "stop")
+    return RolloutGroup(Prompt(index, np.asarray(asked, np.int32), "judge", {}), (Rollout(completion, 0.0),))
+
+
+def score(recipe: config.Recipe, run_dir: Path, reward: Remote) -> None:
+    places = reward.setup().result()
+    scoring = Scoring(recipe, reward, places, load_tokenizer(recipe.policy.tokenizer))
+    judged = scoring([group(i, asked, answered) for i, (asked, answered) in enumerate(conversations())])
+    found = {
+        "places": [[place.rank, place.size] for place in places],
+        "scores": [each.rollouts[0].reward for each in judged],
+        "alone": [scoring([each])[0].rollouts[0].reward for each in judged[:2]],
+    }
+    (run_dir / "scores.json").write_text(json.dumps(found))
+
+
+def main(run_dir: Path) -> None:
+    recipe = config.read(run_dir / "recipe.yaml")
+    timeouts = recipe.cluster.timeouts
+    place = Place.from_environment(run_dir)
+    world = World(place, Realms.of(recipe), open_store(place, timeouts.join))
+    mailbox = Mailbox(world) if world.rank == 0 else None
+    watchdog = Watchdog(world, run_dir, timeouts, *([mailbox.overdue] if mailbox else []))
+    try:
+        watchdog.start()
+        wait_for_all(world, timeouts.join)
+        join(world)
+        assert dist.get_world_size() == (2 if world.realm == "reward" else 1)
+        if mailbox:
+            score(recipe, run_dir, Remote(mailbox, world, world.realms.reward, RewardRole, timeouts))
+            stop(world)
+        else:
+            serve(world, RewardRole(recipe, 1, world) if world.realm == "reward" else None)
+    except Exception as error:
+        Failure.here(world, f"{type(error).__name__}: {error}").record(run_dir)
+        raise
+    watchdog.stop()
+    leave(world, timeouts.silence)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

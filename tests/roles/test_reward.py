@@ -1,0 +1,58 @@
+"""A reward model on ranks of its own, in a real world of three realms: started by the local executor's controller."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.job import components
+from launch.local import rank_environments
+from pipeline import config
+from tests.roles.judges import eager_scores, recipe, write_judge, write_tokenizer
+from tests.roles.reward_rank import conversations
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(folder: Path, *overrides: str) -> dict:
+    """What rank 0 found, of a world with one train, one generate and two reward ranks."""
+    judged = recipe(folder, "env.judge.served_by=reward", "cluster.reward.ranks_per_node=2", *overrides)
+    (folder / "run").mkdir()
+    config.write(judged, folder / "run/recipe.yaml")
+    logs, processes = [], []
+    try:
+        for environment in rank_environments(components(judged)):
+            logs.append(folder / f"{environment['HETSTEP_RANK']}.log")
+            with open(logs[-1], "w") as log:
+                command = [sys.executable, "-m", "tests.roles.reward_rank", str(folder / "run")]
+                environment = {**os.environ, **environment, "HETSTEP_ATTEMPT": "1", "CUDA_VISIBLE_DEVICES": ""}
+                processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+        statuses = [process.wait(120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert statuses == [0] * 4, [log.read_text()[-3000:] for log in logs]
+    return json.loads((folder / "run/scores.json").read_text())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_judge(tmp_path / "judge")
+    recipe(tmp_path)
+    write_tokenizer(tmp_path / "model")
+    return tmp_path
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_two_ranks_score_as_transformers_does(folder, backend):
+    found = run(folder, *([] if backend == "dtensor" else ["policy.megatron_cfg.enabled=true"]))
+    expected = eager_scores(folder / "judge", [[*asked, *answered] for asked, answered in conversations()])
+    assert found["places"] == [[0, 2], [1, 2]]
+    assert np.allclose(found["scores"], expected, atol=1e-5)
+    assert np.std(expected) > 0.1
+    assert np.allclose(found["alone"], expected[:2], atol=1e-5)  # with a data rank that has nothing to do

@@ -1,0 +1,190 @@
+"""Rewards by a model: as transformers scores the same text, in the rollouts that they belong to, shared out in any way."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from pipeline import config
+from pipeline.roles.reward import Scorer, ScoreWork
+from pipeline.scoring import Scoring
+from pipeline.types import Completion, DataPlace, Prompt, Rollout, RolloutGroup, Span
+from tests.roles.judges import CHATML, END, LETTERS, LIMIT, eager_scores, recipe, write_judge, write_tokenizer
+from tests.train.conftest import realm  # noqa: F401
+
+OTHER_LETTERS = LETTERS[::-1]
+pytestmark = pytest.mark.usefixtures("realm")
+
+
+@dataclass
+class Replies:
+    replies: list[list[float]]
+
+    def result(self) -> list[list[float]]:
+        return self.replies
+
+
+class Realm:
+    """Ranks at some places, each of whose work the one real scorer does; remembers what each was given."""
+
+    def __init__(self, scorer: Scorer):
+        self.scorer = scorer
+        self.given = []
+
+    def score(self, parts) -> Replies:
+        self.given = parts
+        return Replies([self.scorer.score(work) for work in parts])
+
+
+def scorer(judged) -> Scorer:
+    return Scorer(config.judge(judged), dist.group.WORLD, seed=1, offload=False)
+
+
+def prompt(index: int, text: str, tokens: list[int], environment: str = "judge") -> Prompt:
+    task = {"answer": "4", "text": text, "messages": [{"role": "user", "content": text}]}
+    return Prompt(index, np.asarray(tokens, np.int32), environment, task)
+
+
+def rollout(tokens: list[int], finish: str = "stop") -> Rollout:
+    array = np.asarray(tokens, np.int32)
+    return Rollout(Completion("0", array, np.zeros(len(array), np.float32), (Span(0, len(array)),), finish), 0.25, {"old": 1.0})
+
+
+def groups(tokenizer, count: int, samples: int, chat: bool = False) -> list[RolloutGroup]:
+    """Prompts and answers of many lengths."""
+    draw = random.Random(count)
+    found = []
+    for i in range(count):
+        text = "".join(draw.choices("abc123", k=draw.randrange(1, 9)))
+        asked = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+        answers = ["".join(draw.choices("xyz789", k=draw.randrange(1, 12))) for _ in range(samples)]
+        rollouts = tuple(rollout([*tokenizer(answer).input_ids, END]) for answer in answers)
+        found.append(RolloutGroup(prompt(i, text, tokenizer(asked if chat else text).input_ids), rollouts))
+    return found
+
+
+def sequences(of: list[RolloutGroup]) -> list[list[int]]:
+    return [[*group.prompt.tokens.tolist(), *r.completion.tokens.tolist()] for group in of for r in group.rollouts]
+
+
+def given(work: ScoreWork) -> list[list[int]]:
+    return [tokens.tolist() for microbatch in work.microbatches for tokens in microbatch]
+
+
+def rewards(of: list[RolloutGroup]) -> list[float]:
+    return [r.reward for group in of for r in group.rollouts]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A policy's and a reward model's, with one tokenizer."""
+    write_judge(tmp_path / "judge", chat_template=CHATML)
+    recipe(tmp_path)  # writes the policy's model
+    write_tokenizer(tmp_path / "model", chat_template=CHATML)
+    return tmp_path
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("prompts", "samples"), [(5, 4), (1, 1), (2, 1)])
+@pytest.mark.parametrize("packed", [True, False])
+def test_each_rollout_gets_the_score_of_its_own_text(folder, ranks, prompts, samples, packed):
+    judged = recipe(folder, f"policy.sequence_packing.enabled={packed}".lower(), "policy.logprob_batch_size=3")
+    places = [DataPlace(rank, ranks) for rank in range(ranks) for _ in range(2)]  # two tensor-parallel ranks at each
+    served = Realm(scorer(judged))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    before = groups(tokenizer, prompts, samples)
+    after = Scoring(judged, served, places, tokenizer)(before)
+
+    expected = eager_scores(folder / "judge", sequences(before))
+    assert np.allclose(rewards(after), expected, atol=1e-5)
+    assert len(expected) == 1 or np.std(expected) > 0.1  # an exchange would show
+    assert [group.prompt for group in after] == [group.prompt for group in before]
+    for group, reward in zip(after, before, strict=True):
+        for new, old in zip(group.rollouts, reward.rollouts, strict=True):
+            assert new.completion is old.completion
+            assert new.metrics == {"old": 1.0, "reward_model_score": new.reward, "reward_model_truncated": 0.0}
+    works = served.given[::2]
+    assert len({len(work.microbatches) for work in served.given}) == 1  # the ranks of a realm run as many
+    assert sorted(tokens for work in works for tokens in given(work)) == sorted(sequences(before))
+    for microbatch in (microbatch for work in works for microbatch in work.microbatches):
+        assert sum(map(len, microbatch)) <= LIMIT + 8 if packed else len(microbatch) <= 3
+    assert rewards(Scoring(judged, served, places, tokenizer)(before)) == rewards(after)
+
+
+def test_prompts_of_other_environments_are_left_alone(folder):
+    judged = recipe(folder)
+    served = Realm(scorer(judged))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    score = Scoring(judged, served, [DataPlace(0, 1)], tokenizer)
+    first, last = groups(tokenizer, 2, 2)
+    other = RolloutGroup(prompt(7, "ab", [4, 5], "math"), (rollout([6, END]),))
+    after = score([first, other, last])
+    assert after[1] is other
+    assert np.allclose(rewards([after[0], after[2]]), eager_scores(folder / "judge", sequences([first, last])), atol=1e-5)
+    served.given = []
+    assert score([other]) == [other] and score([]) == [] and served.given == []
+
+
+def test_another_vocabulary_reads_the_text_anew(folder):
+    theirs = write_judge(folder / "judge", OTHER_LETTERS) and write_tokenizer(folder / "judge", OTHER_LETTERS)
+    judged = recipe(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    score = Scoring(judged, served := Realm(scorer(judged)), [DataPlace(0, 1)], tokenizer)
+    asked = prompt(0, "ab+", tokenizer("ab+").input_ids)
+    ended, cut = rollout([*tokenizer("cd").input_ids, END]), rollout(tokenizer("cd").input_ids, "length")
+    score([RolloutGroup(asked, (ended, cut))])
+    expected = [theirs("ab+cd!").input_ids, theirs("ab+cd").input_ids]
+    assert sorted(given(served.given[0])) == sorted(expected)
+    assert expected[1] != [*asked.tokens, *cut.completion.tokens]
+
+
+def test_another_chat_template_renders_the_conversation_anew(folder):
+    theirs = write_tokenizer(folder / "judge", chat_template=CHATML.replace("m.role[0]", "m.role"))
+    judged = recipe(folder, "data.apply_chat_template=true")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    score = Scoring(judged, served := Realm(scorer(judged)), [DataPlace(0, 1)], tokenizer)
+    before = groups(tokenizer, 3, 1, chat=True)
+    after = score(before)
+    texts = [
+        f"<user>{group.prompt.task['text']}!\n<assistant>{tokenizer.decode(group.rollouts[0].completion.tokens[:-1])}!"
+        for group in before
+    ]
+    texts = [theirs(text).input_ids for text in texts]
+    long = [len(tokens) > LIMIT for tokens in texts]
+    assert any(long) and not all(long)
+    expected = [tokens[-LIMIT:] for tokens in texts]
+    assert sorted(given(served.given[0])) == sorted(expected)
+    assert [group.rollouts[0].metrics["reward_model_truncated"] for group in after] == [float(is_long) for is_long in long]
+    assert np.allclose(rewards(after), eager_scores(folder / "judge", expected), atol=1e-5)
+
+
+def test_the_same_chat_template_needs_no_messages(folder):
+    judged = recipe(folder, "data.apply_chat_template=true")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    score = Scoring(judged, Realm(scorer(judged)), [DataPlace(0, 1)], tokenizer)
+    (group,) = groups(tokenizer, 1, 2, chat=True)
+    group.prompt.task.clear()
+    assert np.allclose(rewards(score([group])), eager_scores(folder / "judge", sequences([group])), atol=1e-5)
+
+
+def test_what_cannot_be_scored_is_said(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    judged = recipe(folder)
+    places = [DataPlace(0, 1)]
+
+    class NotANumber(Realm):
+        def score(self, parts) -> Replies:
+            return Replies([[float("nan")] * len(given(work)) for work in parts])
+
+    with pytest.raises(ValueError, match=r"env\.judge: the reward model scores an answer to prompt 0 nan"):
+        Scoring(judged, NotANumber(None), places, tokenizer)(groups(tokenizer, 1, 1))
+    other = {"model_name": str(write_judge(folder / "other", OTHER_LETTERS))}
+    (group,) = groups(tokenizer, 1, 1)
+    group.prompt.task.clear()
+    with pytest.raises(ValueError, match="prompt 0 comes without its text"):
+        Scoring(recipe(folder, **other), Realm(None), places, tokenizer)([group])
+    with pytest.raises(ValueError, match=r"has no chat template.*env\.judge\.tokenizer\.chat_template"):
+        Scoring(recipe(folder, "data.apply_chat_template=true", **other), Realm(None), places, tokenizer)

@@ -1,0 +1,173 @@
+"""What train ranks do with adapters. Each function is called SPMD with (layout, folder), as those of `ranks`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from pipeline.config import LoRAConfig
+from pipeline.models.hugging_face import on_disk
+from pipeline.train.base import Use
+from pipeline.train.fsdp import FSDPBackend
+from tests.train import cases, ranks, uses
+from tests.train.ranks import Layout
+
+LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+CASES = {  # model: its adapters, and which layers those are for
+    "qwen3": (LoRAConfig(True, dim=3, alpha=7), LINEAR),
+    "qwen3_tied": (LoRAConfig(True, dim=4, alpha=4, exclude_modules=["gate_proj", "lm_head"]), LINEAR - {"gate_proj"}),
+    "qwen2": (
+        LoRAConfig(True, match_all_linear=False, target_modules=["q_proj", "self_attn.v_proj"], dim=2),
+        {"q_proj", "v_proj"},
+    ),
+    "qwen3_moe": (LoRAConfig(True, match_all_linear=False, target_modules=["o_proj"], dim=2), {"o_proj"}),
+}
+SAVED = ("qwen3_tied", "qwen3_moe", "random", "values")
+
+
+def backend(model: Path, layout: Layout, use: Use | None = None, precision: str = "float32", **changes) -> FSDPBackend:
+    adapters, _ = CASES[model.name]
+    return ranks.backend(cases.policy(model, precision=precision, **changes), layout, use, lora_cfg=adapters)
+
+
+def all_adapters(layout: Layout, folder: Path) -> None:
+    for family in CASES:
+        check_against_peft(layout, folder, family)
+    check_reference_and_merged(layout, folder)
+    check_bfloat16(layout, folder)
+    ranks.check_save_and_load(layout, folder, "qwen3", lora_cfg=CASES["qwen3"][0])
+    save(layout, folder)
+
+
+def check_against_peft(layout: Layout, folder: Path, family: str) -> None:
+    """Step 0 is the base; then, with a B that is not 0: log-probs, loss and every gradient, as peft's eager model has them."""
+    trained = backend(folder / family, layout)
+    mine, packed = uses.batches(trained, layout)
+    base, _, _ = cases.eager(folder / family)
+    for chosen, found in zip(mine, trained.forward(packed), strict=True):
+        assert (found.logprobs - torch.cat([base[i] for i in chosen])).abs().max() < 1e-5
+    shake(trained)
+    peft = peft_model(folder / family, trained)
+    logprobs, total = eager_loss(peft)
+    for chosen, found in zip(mine, trained.forward(packed), strict=True):
+        expected = torch.cat([logprobs[i] for i in chosen])
+        assert (found.logprobs - expected).abs().max() < 1e-5
+        assert (expected - torch.cat([base[i] for i in chosen])).abs().max() > 1e-2
+    metrics = trained.step(packed, cases.loss).metrics
+    names = {name.removeprefix("base_model.model."): p for name, p in peft.named_parameters() if p.requires_grad}
+    assert {name.split(".")[-4] for name in names} == CASES[family][1]
+    held = {name: p for name, p in trained._model.hf.named_parameters() if p.requires_grad}
+    gradients = {name: parameter.grad for name, parameter in names.items()}
+    ranks.assert_near({name: ranks.full(p.grad) for name, p in held.items()}, gradients, 5e-6)
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
+    assert abs(metrics["grad_norm"] / norm - 1) < 1e-6
+    assert abs(metrics["loss"] - total.item()) < 1e-6
+    optimized = {id(p) for group in trained._optimizer.param_groups for p in group["params"]}
+    assert optimized == {id(p) for p in held.values()}
+    files = load_file(folder / family / "model.safetensors")
+    frozen = {n.replace(".base_layer", ""): p for n, p in trained._model.hf.named_parameters() if not p.requires_grad}
+    assert all(torch.equal(ranks.full(p), files[name]) for name, p in frozen.items() if name in files)
+
+
+def shake(trained: FSDPBackend) -> None:
+    """Give every B entries, the same at every layout."""
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in trained._model.hf.named_parameters():
+            if ".lora_B." in name:
+                assert ranks.full(parameter).eq(0).all()
+                drawn = 0.2 * torch.randn(parameter.shape, generator=generator)
+                if isinstance(parameter, torch.distributed.tensor.DTensor):
+                    drawn = torch.distributed.tensor.distribute_tensor(drawn, parameter.device_mesh, parameter.placements)
+                parameter.copy_(drawn)
+
+
+def peft_model(model: Path, trained: FSDPBackend) -> PeftModel:
+    """In float64, with this backend's adapters. Collective."""
+    eager = cases.eager_model(AutoModelForCausalLM, model, torch.float64)
+    adapters, names = CASES[model.name]
+    peft = get_peft_model(
+        eager, LoraConfig(r=adapters.dim, lora_alpha=adapters.alpha, target_modules=names), autocast_adapter_dtype=False
+    )
+    state = {n: ranks.full(p) for n, p in trained._model.hf.named_parameters() if ".lora_" in n}
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(state.pop(name.removeprefix("base_model.model.")))
+    assert not state
+    return peft
+
+
+def eager_loss(model: torch.nn.Module) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """(log-probs of each sequence [L], loss), after a backward pass."""
+    logprobs, total = cases.logprobs_and_loss(model)
+    total.backward()
+    return logprobs, total.detach()
+
+
+def check_reference_and_merged(layout: Layout, folder: Path) -> None:
+    """After steps: the reference is still the base; what leaves is peft's merge, in `layout` and `local` too."""
+    for family in CASES:
+        trained = backend(folder / family, layout, Use(reference=True))
+        _, packed = uses.batches(trained, layout)
+        before = trained.forward(packed)
+        base = merged(folder / family, trained)
+        cases.check_all_held(cases.check_layout(trained, base))
+        place = folder / f"untouched-{family}-{layout.data}"
+        trained.shards().write(place, dist.get_rank())
+        dist.barrier()
+        for _ in range(2):
+            reference = trained.forward(packed, "reference")
+            assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(before, reference, strict=True))
+            trained.step(packed, cases.loss)
+        after = trained.forward(packed)
+        assert any((a.logprobs - b.logprobs).abs().max() > 1e-3 for a, b in zip(before, after, strict=True))
+        expected = merged(folder / family, trained)
+        cases.check_all_held(cases.check_layout(trained, expected, 1e-6))
+        for name, tensor in trained.weights():
+            assert dist.get_rank() != 0 or (tensor - expected[name]).abs().max() < 1e-6
+        trained.load(place)
+        cases.check_layout(trained, base)
+
+
+def merged(model: Path, trained: FSDPBackend) -> dict[str, torch.Tensor]:
+    """As peft merges, by the names on disk, in float32. Collective."""
+    whole = peft_model(model, trained).merge_and_unload()
+    tied = {"lm_head.weight"} if whole.config.tie_word_embeddings else set()
+    return {name: t.float() for name, t in on_disk(whole, whole.state_dict()).items() if name not in tied}
+
+
+def check_bfloat16(layout: Layout, folder: Path) -> None:
+    """The base in bfloat16, adapters and their gradients in float32."""
+    trained = backend(folder / "qwen3", layout, precision="bfloat16")
+    shake(trained)
+    logprobs, _ = eager_loss(peft_model(folder / "qwen3", trained))
+    mine, packed = uses.batches(trained, layout)
+    for chosen, found in zip(mine, trained.forward(packed), strict=True):
+        assert 0 < (found.logprobs - torch.cat([logprobs[i] for i in chosen])).abs().max() < 0.5
+    trained.step(packed, cases.loss)
+    for name, parameter in trained._model.hf.named_parameters():
+        assert parameter.dtype == (torch.float32 if ".lora_" in name else torch.bfloat16), name
+        assert (parameter.grad is not None) == (".lora_" in name)
+        assert parameter.grad is None or parameter.grad.dtype == torch.float32
+    assert {trained.local(region.tensor).dtype for region in trained.layout()} == {torch.bfloat16}
+
+
+def save(layout: Layout, folder: Path) -> None:
+    """`adapted/<layout>/<case>`: the checkpoint and the weights of one that has learned a step."""
+    for case in SAVED:
+        family = case if case in CASES else "qwen3"
+        use = Use("values") if case == "values" else Use()
+        trained = backend(folder / family, layout, use, random_init=case == "random")
+        _, packed = uses.batches(trained, layout)
+        trained.step(packed, cases.value_loss if case == "values" else cases.loss)
+        place = folder / "adapted" / f"{layout.data}-{layout.tensor}" / case
+        trained.shards().write(place, dist.get_rank())
+        weights = ranks.weights(trained)
+        if dist.get_rank() == 0:
+            save_file(weights, place / "weights.safetensors")

@@ -1,0 +1,143 @@
+"""Recipes of every algorithm, and what they learn from: random sequences for tiny models, always the same ones."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from pipeline.algorithms.base import Objective
+from pipeline.config import Recipe, generates
+from pipeline.config.algorithms import PAIRED
+from pipeline.config.reading import complete
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Sample, Span
+from tests.models.cases import SHAPE
+
+LONGEST = 24  # tokens of a sequence
+STEPS = 2  # of the algorithm: in the second, the policy is no longer its reference
+UPDATES = 2  # optimizer steps in each: in the second, the policy is no longer what the advantages are of
+PROMPTS, ANSWERS = 4, 4  # of a step, and of each prompt
+PAIRS = 4  # of an update
+
+IN_LOSS = {"reference_policy_kl_penalty": 0.1}
+CASES: dict[str, dict[str, Any]] = {
+    "sft": {"algorithm": "sft"},
+    "dpo": {"algorithm": "dpo", "dpo": {"sft_loss_weight": 0.1, "label_smoothing": 0.1}},
+    "rm": {"algorithm": "rm"},
+    "grpo": {"algorithm": "grpo"},
+    "grpo, by sequences, KL, TIS": {
+        "algorithm": "grpo",
+        "loss_fn": {
+            **IN_LOSS,
+            "token_level_loss": False,
+            "use_importance_sampling_correction": True,
+            "truncated_importance_sampling_type": "tis",
+            "truncated_importance_sampling_ratio": 1.2,
+        },
+    },
+    "grpo, entropy bonus": {"algorithm": "grpo", "loss_fn": {"entropy_coeff": 0.1, "ratio_clip_max": 0.05}},
+    "gspo": {
+        "algorithm": "grpo",
+        "loss_fn": {"sequence_level_importance_ratios": True, "token_level_loss": False, "ratio_clip_min": 0.01},
+    },
+    "cispo": {"algorithm": "grpo", "loss_fn": {"use_cispo": True, "ratio_clip_max": 0.1}},
+    "reinforce++, KL in the reward": {
+        "algorithm": "grpo",
+        "grpo": {"adv_estimator": {"name": "reinforce_plus_plus", "minus_baseline": False}},
+        "loss_fn": {**IN_LOSS, "use_kl_in_reward": True},
+    },
+    "ppo": {"algorithm": "ppo", "value_loss_fn": {"cliprange": 0.05}},
+    "distillation": {
+        "algorithm": "distillation",
+        "distillation": {"topk_logits_k": 8},
+        "loss_fn": {"zero_outside_topk": True},
+    },
+}
+# Adam's step is as long for a small gradient as for a large one, so that rounding of what should be 0 would count as much as
+# all else. A large epsilon makes it nearly proportional to the gradient.
+OPTIMIZER = {"name": "torch.optim.AdamW", "kwargs": {"lr": 0.1, "eps": 1.0, "weight_decay": 0.01}}
+
+
+def recipe(case: str, model: Path, teacher: Path, layout: dict[str, Any]) -> Recipe:
+    """layout: changes of a recipe, as nested dicts."""
+    sections = CASES[case]
+    update = PAIRS if sections["algorithm"] in PAIRED else PROMPTS * ANSWERS // UPDATES
+    recipe = changed(_defaults(model, teacher), {"policy": {"train_global_batch_size": update}})
+    return changed(changed(recipe, sections), layout)
+
+
+@functools.cache  # reading a recipe takes longer than all steps of a case
+def _defaults(model: Path, teacher: Path) -> Recipe:
+    sampled = {"num_prompts_per_step": PROMPTS, "num_generations_per_prompt": ANSWERS}
+    values = {
+        "name": "invariance",
+        "run_dir": "runs/invariance",
+        "algorithm": "sft",
+        "grpo": sampled,
+        "ppo": sampled,
+        "distillation": sampled,
+        "policy": {
+            "model_name": str(model),
+            "precision": "float32",
+            "max_total_sequence_length": LONGEST,
+            "logprob_chunk_size": 16,
+            "max_grad_norm": None,
+            "optimizer": OPTIMIZER,
+            "generation": {"temperature": 0.7, "max_new_tokens": LONGEST},
+        },
+        "value": {"max_grad_norm": None, "optimizer": OPTIMIZER},
+        "teacher": {"model_name": str(teacher)},
+        "env": {"any": {"kind": "exact_match"}},
+        "data": {"train": {"data_path": "any.jsonl", "env_name": "any"}},
+    }
+    return complete(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(values)))
+
+
+def changed(config: Any, changes: dict[str, Any]) -> Any:
+    """A dataclass with other values in it; a dict changes a dataclass, all else takes the place of what there is."""
+    values = {}
+    for name, value in changes.items():
+        found = getattr(config, name)
+        values[name] = changed(found, value) if isinstance(value, dict) and is_dataclass(found) else value
+    return replace(config, **values)
+
+
+def samples(recipe: Recipe, algorithm: Objective, step: int) -> list[Sample]:
+    """Of a step of an algorithm that samples, or of one update of one that does not."""
+    generator = np.random.default_rng(step)
+    if generates(recipe):
+        return algorithm.credit([_group(generator, number) for number in range(PROMPTS)])
+    if algorithm.needs.together == 2:
+        return [sample for number in range(PAIRS) for sample in _pair(generator, number)]
+    return [_sample(generator, _tokens(generator, 3), 0.0) for _ in range(PROMPTS * ANSWERS // UPDATES)]
+
+
+def _tokens(generator: np.random.Generator, least: int, most: int = LONGEST // 2) -> np.ndarray:
+    return generator.integers(0, SHAPE["vocab_size"], generator.integers(least, most)).astype(np.int32)
+
+
+def _group(generator: np.random.Generator, number: int) -> RolloutGroup:
+    prompt = Prompt(number, _tokens(generator, 1), "any", {})
+    return RolloutGroup(prompt, tuple(_rollout(generator, f"{number}-{i}") for i in range(ANSWERS)))
+
+
+def _rollout(generator: np.random.Generator, name: str) -> Rollout:
+    """Its log-probs are near those of a model that has learnt nothing."""
+    tokens = _tokens(generator, 1)
+    logprobs = generator.normal(-np.log(SHAPE["vocab_size"]), 0.5, len(tokens)).astype(np.float32)
+    return Rollout(Completion(name, tokens, logprobs, (Span(0, len(tokens)),), "stop"), generator.normal())
+
+
+def _pair(generator: np.random.Generator, number: int) -> list[Sample]:
+    prompt = _tokens(generator, 1)
+    return [_sample(generator, prompt, margin) for margin in (0.5 * number, 0.0)]
+
+
+def _sample(generator: np.random.Generator, prompt: np.ndarray, margin: float) -> Sample:
+    tokens = np.concatenate([prompt, _tokens(generator, 1)])
+    zeros = np.zeros(len(tokens), np.float32)
+    return Sample(tokens, np.arange(len(tokens)) >= len(prompt), zeros, zeros, margin)

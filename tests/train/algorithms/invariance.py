@@ -1,0 +1,215 @@
+"""The same steps of an algorithm on the same samples, in any layout and any microbatches: the train role's own code runs them.
+
+`python -m tests.train.algorithms` prints how far layouts and microbatches are apart at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import load_file, save_file
+
+from pipeline import algorithms
+from pipeline.config import generates
+from pipeline.coordinator import Run
+from pipeline.roles.train import TrainRole
+from pipeline.train.megatron.sharing import all_gather
+from pipeline.types import DataPlace, Moments, Standard, Update
+from tests.train.algorithms import cases
+from tests.train.megatron import layouts
+from tests.train.megatron.layouts import CP2, DP2, EP2, ONE, PP2, TP2, TP2_SP, Layout
+
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A way to run the same steps."""
+
+    backend: str  # fsdp, megatron
+    layout: Layout
+    batching: str = "packed"  # packed: microbatches of some sequences; single: of one, or one pair; reversed: back to front
+    family: str = "llama"
+
+    @property
+    def name(self) -> str:
+        batching = "" if self.batching == "packed" else f" {self.batching}"
+        family = "" if self.family == "llama" else f" {self.family}"
+        return f"{self.backend} {self.layout.name}{batching}{family}"
+
+    def changes(self) -> dict[str, Any]:
+        """What it says in a recipe."""
+        packing = {"enabled": self.batching != "single", "train_mb_tokens": 48, "logprob_mb_tokens": 80}
+        policy: dict[str, Any] = {"sequence_packing": packing, "train_micro_batch_size": 1, "logprob_batch_size": 3}
+        if self.backend == "fsdp":
+            return {"policy": {**policy, "dtensor_cfg": {"tensor_parallel_size": self.layout.tp}}}
+        first = 2 if self.layout.pp > 1 and self.family in layouts.THREE_LAYERS else None
+        return {"policy": {**policy, "megatron_cfg": self.layout.megatron(num_layers_in_first_pipeline_stage=first)}}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the steps of a case came to."""
+
+    metrics: list[dict[str, float]]  # of each optimizer step of each model
+    weights: dict[str, dict[str, torch.Tensor]]  # of every model that learns, after the last step
+
+    def difference(self, reference: Result, initial: dict[str, torch.Tensor]) -> Difference:
+        assert self.weights.keys() == reference.weights.keys()
+        pairs = list(zip(self.metrics, reference.metrics, strict=True))
+        changes = reference.changes(initial)
+        return Difference(
+            # A loss may be the difference of sums that cancel: it is judged by the largest one of the case.
+            max(abs(a["loss"] - b["loss"]) for a, b in pairs) / max(abs(b["loss"]) for _, b in pairs),
+            max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs),
+            max(largest(self.weights[model], theirs) / changes[model] for model, theirs in reference.weights.items()),
+        )
+
+    def changes(self, initial: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Of each model, the largest of any weight. A value head is left out, which begins elsewhere than `initial`."""
+        return {
+            model: largest(tensors, {name: initial[name] for name in tensors if name in initial})
+            for model, tensors in self.weights.items()
+        }
+
+
+def largest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Of the differences of `theirs` from ours."""
+    return max((ours[name] - tensor).abs().max().item() for name, tensor in theirs.items())
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest ones, relative: to the largest loss; to the norm; to the largest change of any weight of that model."""
+
+    loss: float
+    norm: float
+    weights: float
+
+
+# ---- the steps ----------------------------------------------------------------------------------------------------------
+
+
+class AllRanks:
+    """The train realm's `Remote`, for a coordinator that runs on every rank: a call is this rank's own."""
+
+    def __init__(self, role: TrainRole, reverse: bool):
+        self.role = role
+        self._reverse = reverse
+        self.steps: list[dict[str, list[dict[str, float]]]] = []  # what each `step` gave
+
+    def load(self, parts: list[list[Update]]) -> Done:
+        updates = parts[dist.get_rank()]
+        if self._reverse:
+            together = self.role._algorithm.needs.together
+            updates = [replace(update, train=[backward(m, together) for m in reversed(update.train)]) for update in updates]
+        return Done(self.role.load(updates))
+
+    def forward(self) -> Done:
+        return Done(self.role.forward())
+
+    def estimate(self) -> Done:
+        return Done(gathered(self.role.estimate(), list[Moments]))
+
+    def standardize(self, to: Standard) -> Done:
+        return Done(self.role.standardize(to))
+
+    def step(self, models: list[str]) -> Done:
+        self.steps.append(self.role.step(models))
+        return Done([self.steps[-1]])
+
+
+def backward(members: list[int], together: int) -> list[int]:
+    """In reverse order, but for the samples of a pair."""
+    return [i for start in range(len(members) - together, -1, -together) for i in members[start : start + together]]
+
+
+@dataclass(frozen=True)
+class Done:
+    reply: Any
+
+    def result(self) -> Any:
+        return self.reply
+
+
+def gathered(value: Any, kind: Any) -> list:
+    """Every rank's."""
+    messages = all_gather(dist.group.WORLD, msgspec.msgpack.encode(value))
+    return [msgspec.msgpack.decode(message, type=kind) for message in messages]
+
+
+def learn(case: str, setup: Setup, folder: Path) -> tuple[TrainRole, list[dict[str, list[dict[str, float]]]]]:
+    """The role after all steps of a case, and the metrics of each step."""
+    if parallel_state.model_parallel_is_initialized():  # of the setup before
+        parallel_state.destroy_model_parallel()
+    recipe = cases.recipe(case, folder / setup.family, folder / "qwen3", setup.changes())
+    algorithm = algorithms.build(recipe)
+    world = SimpleNamespace(own=dist.group.WORLD, rank=dist.get_rank(), phase=lambda name: contextlib.nullcontext())
+    role = TrainRole(recipe, SEED, world, algorithm, refit=None)
+    train = AllRanks(role, reverse=setup.batching == "reversed")
+    run = Run(recipe, folder, None, train, gathered(role.setup(), DataPlace), None)
+    for number in range(cases.STEPS if generates(recipe) else cases.STEPS * cases.UPDATES):
+        run.learn(
+            algorithm, cases.samples(recipe, algorithm, number), algorithm.trains(number) if generates(recipe) else ["policy"]
+        )
+    return role, train.steps
+
+
+def measure(names: Sequence[str], setup: Setup, layout: Layout, folder: Path) -> None:
+    """On every rank: write the result of each of these cases."""
+    for case in names:
+        role, steps = learn(case, setup, folder)
+        found = {model: {n: t.clone() for n, t in role._models[model].weights()} for model in role._algorithm.losses}
+        of_steps = [metrics for step in steps for of_model in step.values() for metrics in of_model]
+        if dist.get_rank() == 0:
+            path = folder / "results" / setup.name / case
+            path.mkdir(parents=True, exist_ok=True)
+            for model, tensors in found.items():
+                save_file(tensors, path / f"{model}.safetensors")
+            (path / "steps.json").write_text(json.dumps(of_steps))
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------------
+
+ONE_RANK = Setup("fsdp", ONE)
+BATCHINGS = (Setup("fsdp", ONE, "single"), Setup("fsdp", ONE, "reversed"), Setup("megatron", ONE, "single"))
+FSDP = (Setup("fsdp", DP2, "single"), Setup("fsdp", TP2))
+MEGATRON = tuple(Setup("megatron", layout) for layout in (DP2, TP2, TP2_SP, CP2, PP2))
+FOUR_RANKS = tuple(Setup("megatron", Layout(**sizes)) for sizes in ({"tp": 2, "cp": 2, "sp": True}, {"pp": 2, "dp": 2}))
+OF_LLAMA = (*BATCHINGS, *FSDP, *MEGATRON)
+OF_EXPERTS = tuple(Setup("megatron", layout, family="qwen3_moe") for layout in (EP2, TP2_SP, CP2, PP2))
+# A model with experts: where a layout treats those otherwise, it does so whatever the loss.
+WITH_EXPERTS = ("sft", "grpo, entropy bonus")
+
+
+def result(setup: Setup, case: str, folder: Path) -> Result:
+    path = folder / "results" / setup.name / case
+    weights = {file.stem: load_file(file) for file in path.glob("*.safetensors")}
+    return Result(json.loads((path / "steps.json").read_text()), weights)
+
+
+def differences(setups: Sequence[Setup], names: Sequence[str], folder: Path) -> dict[str, dict[str, Difference]]:
+    """{case: {setup: from one rank of FSDP2}}. The setups are of one family."""
+    reference = replace(ONE_RANK, family=setups[0].family)
+    for setup in [reference, *setups]:
+        layouts.run(functools.partial(measure, names, setup), Layout(dp=setup.layout.ranks), folder)
+    first = initial(reference.family, folder)
+    return {
+        case: {setup.name: result(setup, case, folder).difference(result(reference, case, folder), first) for setup in setups}
+        for case in names
+    }
+
+
+def initial(family: str, folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / family / "model.safetensors")

@@ -1,0 +1,81 @@
+"""Losses, gradients and weights of every algorithm do not depend on microbatches, packing order or parallel layout.
+
+`python -m tests.train.algorithms` prints how far they are apart.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.models.cases import write_models
+from tests.train.algorithms.cases import CASES
+from tests.train.algorithms.invariance import (
+    FOUR_RANKS,
+    OF_EXPERTS,
+    OF_LLAMA,
+    ONE_RANK,
+    WITH_EXPERTS,
+    Difference,
+    Setup,
+    differences,
+    initial,
+    result,
+)
+from tests.train.megatron.layouts import CP2, DP2, EP2, PP2, TP2_SP
+
+# Float32 leaves about 1e-6 in a step, a little more after four; what a layout gets wrong is off by far more.
+BOUND = 5e-5
+# One setup of each kind, and each way of batching in one of them.
+QUICK = (
+    Setup("fsdp", DP2, "single"),
+    Setup("megatron", TP2_SP, "reversed"),
+    Setup("megatron", CP2, "single"),
+    Setup("megatron", PP2),
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("invariance")
+    write_models(folder)
+    return folder
+
+
+def check(found: dict[str, dict[str, Difference]]) -> None:
+    far = {(case, name): d for case, row in found.items() for name, d in row.items() if max(d.loss, d.norm, d.weights) > BOUND}
+    assert not far
+
+
+def test_every_algorithm(models):
+    check(differences(QUICK, tuple(CASES), models))
+    check_that_cases_say_something(models)
+
+
+def check_that_cases_say_something(models: Path) -> None:
+    """Every model learns, every part of a loss is there, and bounds are at work on some tokens and not on all."""
+    found = {case: result(ONE_RANK, case, models) for case in CASES}
+    for case, of_case in found.items():
+        assert all(change > 1e-3 for change in of_case.changes(initial("llama", models)).values()), case
+        assert min(metrics["grad_norm"] for metrics in of_case.metrics) > 1e-3, case
+    last = {case: {k: v for metrics in of_case.metrics[-2:] for k, v in metrics.items()} for case, of_case in found.items()}
+    assert found["ppo"].weights.keys() == {"policy", "critic"}
+    for case in ("grpo, entropy bonus", "gspo", "cispo"):
+        assert 0 < last[case]["clip_fraction"] < 1, case
+    assert 0 < last["ppo"]["value_clip_fraction"] < 1
+    assert 0 < last["grpo, by sequences, KL, TIS"]["is_oob_ratio"] < 1
+    for case in ("grpo, by sequences, KL, TIS", "reinforce++, KL in the reward"):
+        assert last[case]["reference_kl"] > 1e-4, case
+
+
+@pytest.mark.long
+def test_every_algorithm_in_every_setup(models):
+    check(differences((*OF_LLAMA, *FOUR_RANKS), tuple(CASES), models))
+
+
+def test_experts(models):
+    check(differences([setup for setup in OF_EXPERTS if setup.layout == EP2], WITH_EXPERTS, models))
+
+
+@pytest.mark.long
+def test_experts_in_every_setup(models):
+    check(differences(OF_EXPERTS, WITH_EXPERTS, models))

@@ -1,0 +1,164 @@
+"""Adapters against peft's own model: on one rank, on several, in checkpoints, out of an export; and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from pipeline.config import LoRAConfig, TokenizerConfig
+from pipeline.train.base import Use
+from pipeline.train.export import export_checkpoint
+from tests.end_to_end.runs import ROOT
+from tests.train import adapters, cases, ranks
+from tests.train.ranks import Layout
+
+pytestmark = pytest.mark.usefixtures("realm")
+ONE = Layout(1, 1)
+ALL = list(range(len(cases.LENGTHS)))
+TOKENIZER = TokenizerConfig(str(ROOT / "recipes/tiny"))
+
+
+def test_one_rank(models):
+    adapters.all_adapters(ONE, models)
+
+
+def test_two_ranks(models):
+    ranks.run(adapters.all_adapters, Layout(2, 1), models)
+    # What they saved goes on at one rank as it did at theirs.
+    resumed = adapters.backend(models / "qwen3", ONE, scheduler=ranks.SCHEDULER)
+    folder = models / ranks.saved_by(Layout(2, 1), "qwen3")
+    resumed.load(folder)
+    batches = [cases.pack(chosen) for chosen in ranks.shares(ONE)[0]]
+    for theirs in json.loads((folder / "after.json").read_text()):
+        ours = resumed.step(batches, cases.loss).metrics
+        assert abs(ours["loss"] - theirs["loss"]) < 1e-6
+        assert abs(ours["grad_norm"] / theirs["grad_norm"] - 1) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def saved(models):
+    ranks.run(adapters.save, Layout(2, 1), models)
+    return models / "adapted" / "2-1"
+
+
+@pytest.mark.parametrize("case", adapters.SAVED)
+def test_a_checkpoint_is_exported_merged(models, saved, case, tmp_path):
+    """A base that was read, one that was drawn, and one with a value head."""
+    family, head = (case if case in adapters.CASES else "qwen3"), ("values" if case == "values" else "logprobs")
+    policy = cases.policy(models / family, tokenizer=TOKENIZER, random_init=case == "random")
+    assert not any(
+        name.startswith("model.model.") for name in json.loads((saved / case / "train-rank00000.json").read_text())["tensors"]
+    )
+    export_checkpoint(saved / case, policy, tmp_path / "hf", head)
+    expected = load_file(saved / case / "weights.safetensors")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all((found[name] - tensor).abs().max() < 1e-7 for name, tensor in expected.items())
+    # It is no longer the base.
+    if case != "random":
+        base = load_file(models / family / "model.safetensors")
+        changed = {name for name in found.keys() & base.keys() if not torch.equal(found[name], base[name])}
+        assert {name.split(".")[-2] for name in changed} == adapters.CASES[family][1]
+    trained = adapters.backend(models / family, ONE, Use(head), random_init=case == "random")
+    trained.load(saved / case)
+    exported = ranks.backend(cases.policy(tmp_path / "hf"), use=Use(head, trained=False))
+    ours, theirs = trained.forward([cases.pack(ALL)])[0], exported.forward([cases.pack(ALL)])[0]
+    if head == "values":
+        assert (ours.values - theirs.values).abs().max() < 1e-5
+    else:
+        assert (ours.logprobs - theirs.logprobs).abs().max() < 1e-5
+
+
+def test_an_adapter_of_another_model_is_not_exported(models, saved, tmp_path):
+    with pytest.raises(ValueError, match=r"not of the recipe's policy.model_name; these differ: .*self_attn.o_proj"):
+        export_checkpoint(saved / "qwen3_moe", cases.policy(tiny(models, tmp_path)), tmp_path / "hf")
+
+
+def tiny(models, folder):
+    """Half as wide."""
+    config = cases.configs()["qwen3"]
+    config.hidden_size = 16
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "narrow")
+    return folder / "narrow"
+
+
+def test_other_adapters_do_not_resume(models, tmp_path):
+    trained = adapters.backend(models / "qwen3", ONE)
+    trained.shards().write(tmp_path, dist.get_rank())
+    for change, message in [
+        (LoRAConfig(True, dim=3, alpha=8), "policy.dtensor_cfg.lora_cfg.* has changed since: .*alpha 7 -> 8"),
+        (LoRAConfig(True, dim=4, alpha=7), "dim 3 -> 4"),
+        (LoRAConfig(), "dim 3 -> None"),
+        (LoRAConfig(True, dim=3, alpha=7, exclude_modules=["q_proj"]), "of another model.*q_proj.lora_A"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ranks.backend(cases.policy(models / "qwen3"), lora_cfg=change).load(tmp_path)
+    with pytest.raises(ValueError, match="dim None -> 3"):
+        ranks.backend(cases.policy(models / "qwen3")).shards().write(tmp_path, dist.get_rank())
+        trained.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "init, spread", [("xavier", (2 / (3 + 32)) ** 0.5), ("gaussian", 1 / 3), ("kaiming", (1 / (3 * 32)) ** 0.5)]
+)
+def test_a_is_drawn_as_the_recipe_says(models, init, spread):
+    config = LoRAConfig(True, dim=3, lora_A_init=init, match_all_linear=False, target_modules=["q_proj", "k_proj"])
+
+    def drawn() -> torch.Tensor:
+        trained = ranks.backend(cases.policy(models / "qwen3"), lora_cfg=config)
+        return torch.stack([p.detach() for name, p in trained._model.hf.named_parameters() if ".lora_A." in name])
+
+    first = drawn()
+    assert first.shape == (4, 3, 32)
+    assert abs(first.std() / spread - 1) < 0.15
+    assert not torch.equal(first[0], first[1])
+    assert torch.equal(drawn(), first)
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "typo": (
+        "qwen3",
+        {"match_all_linear": False, "target_modules": ["q_proj", "qproj"]},
+        r"target_modules: 'qproj' .* is nothing; linear",
+    ),
+    "no layer": (
+        "qwen3",
+        {"match_all_linear": False, "target_modules": ["self_attn"]},
+        r"'self_attn' .* model.layers.0.self_attn",
+    ),
+    "embedding": ("qwen3", {"match_all_linear": False, "target_modules": ["embed_tokens"]}, "'embed_tokens'"),
+    "head": ("qwen3", {"match_all_linear": False, "target_modules": ["lm_head"]}, "'lm_head'"),
+    "excluded typo": ("qwen3", {"exclude_modules": ["down"]}, "exclude_modules: 'down' .* is nothing"),
+    "both": ("qwen3", {"target_modules": ["q_proj"]}, "not both"),
+    "neither": ("qwen3", {"match_all_linear": False}, "not neither"),
+    "nothing left": (
+        "qwen3",
+        {"match_all_linear": False, "target_modules": ["q_proj"], "exclude_modules": ["q_proj"]},
+        "leaves no",
+    ),
+    "experts": ("qwen3_moe", {}, "match_all_linear: Qwen3MoeForCausalLM keeps its experts"),
+    "rank": ("qwen3", {"dim": 0}, "dim: 0 is not a rank"),
+    "init": ("qwen3", {"lora_A_init": "zeros"}, "lora_A_init: 'zeros' is not one of: xavier, gaussian, kaiming"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(models, case):
+    family, changes, message = REFUSED[case]
+    with pytest.raises(ValueError, match=rf"policy\.dtensor_cfg\.lora_cfg.*{message}"):
+        ranks.backend(cases.policy(models / family), lora_cfg=dataclasses.replace(LoRAConfig(True), **changes))
+
+
+def refuse_tensor_parallelism(layout, folder):
+    with pytest.raises(ValueError, match=r"lora_cfg.enabled: .*policy.dtensor_cfg.tensor_parallel_size must be 1"):
+        adapters.backend(folder / "qwen3", layout)
+
+
+def test_tensor_parallelism_is_refused(models):
+    ranks.run(refuse_tensor_parallelism, Layout(1, 2), models)
