@@ -11,8 +11,8 @@ The rule, where the recipe leaves it open; the first line that applies:
     otherwise                                       Megatron-Core; if its layout's keys must cut the model first, that is said
 
 "Fits" is what parameters, gradients and optimizer state take, against 70 % of the GPUs' memory; activations and logits are
-not counted, they have the rest. The algorithms so far keep one trained model on the GPUs and the reference in host memory,
-so the algorithm does not change what fits.
+not counted, they have the rest. PPO's critic is a second trained model; a teacher or a reward model on the train ranks has its
+weights alone, and with cpu_offload it has them on the GPUs only while it computes; the reference stays in host memory.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from pipeline.config import (
 NAMES: dict[Backend, str] = {"megatron": "Megatron-Core", "dtensor": "FSDP2"}
 MANY_EXPERTS = 16  # Mixtral's 8 are few: a token passes 2 of them, and gathering all costs four times what it uses
 FILLED = 0.7  # of the memory
+STATE_BYTES = 16  # FSDP2's for each trained parameter: itself, its gradient and Adam's two moments in float32
 
 MEGATRON_LAYOUT = (
     "tensor_model_parallel_size",
@@ -50,7 +51,7 @@ MEGATRON_LAYOUT = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
-DTENSOR_LAYOUT = ("tensor_parallel_size", "cpu_offload")
+DTENSOR_LAYOUT = ("tensor_parallel_size", "cpu_offload", "lora_cfg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,22 +117,29 @@ def _changed(backend: Backend, section: Any, defaults: Any, names: tuple[str, ..
 
 
 def _by_size(recipe: Recipe, pending: list[Path]) -> Choice:
-    train, precision = recipe.cluster.train, recipe.policy.precision
+    train = recipe.cluster.train
     if not train.gpus_per_node:
         return Choice("dtensor", "cluster.train has no GPUs")
     model = model_config(recipe.policy, pending)
     if model is None:
         return Choice("dtensor", f"{recipe.policy.model_name} is not there yet, so its size is not known")
-    for section, other in config.models(recipe).items():
-        family = (model_config(other, pending, f"{section}.model_name") or model).get("model_type")
-        if family not in MEGATRON_MODEL_TYPES:
+    held = []
+    for section, policy in config.models(recipe).items():
+        described = (
+            model_config(policy, pending, f"{section}.model_name") or model
+        )  # what a run has yet to leave: as the policy
+        if (family := described.get("model_type")) not in MEGATRON_MODEL_TYPES:
             return Choice("dtensor", f"the Megatron backend has no '{family}' models")
-    shape = ModelShape.of(model)
+        if not (section.startswith("env.") and config.serves_rewards(recipe)):  # that one has ranks of its own
+            held.append(_Held(ModelShape.of(described), policy.precision, *_kind(recipe, section)))
+    shape = held[0].shape
     parameters, count, room = shape.parameters, ranks(train), FILLED * train.gpu_memory_gb * 1e9
-    fsdp, megatron = fsdp_bytes(shape, count, precision), megatron_bytes(parameters, count, 1, precision)
+    fsdp, megatron = _fsdp_total(held, count), _megatron_total(held, count, 1)
     what = f"{parameters / 1e9:.1f}e9 parameters"
     if shape.experts:
         what += f" ({shape.routed / 1e9:.1f}e9 in {shape.experts} experts a layer)"
+    if len(held) > 1:
+        what += f" and {len(held) - 1} more model{'s' if len(held) > 2 else ''}"
     gpus = f"GB on each of {count} GPUs with {train.gpu_memory_gb:g}"
     if shape.experts >= MANY_EXPERTS and megatron <= room:
         return Choice("megatron", f"{what} take {megatron / 1e9:.1f} {gpus}, and are not gathered layer by layer")
@@ -140,9 +148,7 @@ def _by_size(recipe: Recipe, pending: list[Path]) -> Choice:
     reason = f"under FSDP2 {what} would take {fsdp / 1e9:.1f} {gpus}"
     if megatron <= room:
         return Choice("megatron", reason)
-    cuts = [
-        cut for cut in range(2, count + 1) if count % cut == 0 and megatron_bytes(parameters, count, cut, precision) <= room
-    ]
+    cuts = [cut for cut in range(2, count + 1) if count % cut == 0 and _megatron_total(held, count, cut) <= room]
     if not cuts:
         raise RecipeError(
             f"cluster.train: {reason}; under Megatron-Core too they do not fit into {FILLED:.0%} of that, however they are cut;"
@@ -154,13 +160,52 @@ def _by_size(recipe: Recipe, pending: list[Path]) -> Choice:
     )
 
 
-def fsdp_bytes(shape: ModelShape, count: int, precision: str) -> float:
-    """On each of `count` GPUs: parameters, gradients and Adam's two moments, float32 and cut; and two layers in use.
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A model of the train ranks."""
 
-    A layer in use is whole, in the compute precision, with the next one on its way; so is its gradient, before it is
-    scattered.
-    """
-    return 16 * shape.parameters / count + 3 * PRECISIONS[precision] * shape.largest_layer
+    shape: ModelShape
+    precision: str
+    trained: bool
+    offloaded: bool  # the weights of one that is not trained are in host memory while it does not compute
+
+
+def _kind(recipe: Recipe, section: str) -> tuple[bool, bool]:
+    """(trained, offloaded) of the model that a section describes."""
+    if section in ("policy", "value"):
+        return True, False
+    return False, recipe.teacher.cpu_offload if section == "teacher" else config.reward_model(recipe).cpu_offload
+
+
+def _fsdp_total(held: list[_Held], count: int) -> float:
+    """The state of all models, and the layers in use of one at a time."""
+
+    def state(m: _Held) -> float:
+        each = STATE_BYTES if m.trained else 0 if m.offloaded else PRECISIONS[m.precision]
+        return each * m.shape.parameters / count
+
+    return sum(map(state, held)) + max(_in_use(m.shape, m.precision) for m in held)
+
+
+def _megatron_total(held: list[_Held], count: int, cut: int) -> float:
+    """Frozen weights come to the GPUs whole, so for a while they lie beside the others."""
+    return sum(
+        megatron_bytes(m.shape.parameters, count, cut, m.precision)
+        if m.trained
+        else PRECISIONS[m.precision] * m.shape.parameters / cut
+        for m in held
+    )
+
+
+def fsdp_bytes(shape: ModelShape, count: int, precision: str) -> float:
+    """On each of `count` GPUs: parameters, gradients and Adam's two moments, float32 and cut; and two layers in use."""
+    return STATE_BYTES * shape.parameters / count + _in_use(shape, precision)
+
+
+def _in_use(shape: ModelShape, precision: str) -> float:
+    """A layer in use is whole, in the compute precision, with the next one on its way; so is its gradient, before it is
+    scattered."""
+    return 3 * PRECISIONS[precision] * shape.largest_layer
 
 
 def megatron_bytes(parameters: int, count: int, cut: int, precision: str) -> float:

@@ -32,6 +32,7 @@ from pipeline.config import (
 
 SCAN_BYTES = 32 << 20  # of each data file
 LONGEST = 256  # prompts whose tokens are counted: those with the most characters
+OWN_TOKENS = 0.01  # share of a vocabulary that may be a model's own: markers of turns and the like
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -48,6 +49,8 @@ def check(recipe: Recipe, pending: list[Path] = ()) -> None:
     tokenizer = folder / "tokenizer.json" if folder else None  # others are only in the old formats, which need transformers
     if name := config.reward_environment(recipe):
         _check_reward_tokenizer(recipe, f"env.{name}", config.judge(recipe), pending)
+    if recipe.algorithm == "distillation" and tokenizer and tokenizer.exists():
+        _check_teacher_tokenizer(recipe, tokenizer, pending)
     for key, dataset in (("data.train", recipe.data.train), ("data.validation", recipe.data.validation)):
         if dataset is not None:
             _check_dataset(recipe, key, dataset, tokenizer if tokenizer and tokenizer.exists() else None)
@@ -82,6 +85,24 @@ def _check_reward_tokenizer(recipe: Recipe, section: str, model: PolicyConfig, p
         raise RecipeError(
             f"{section}.tokenizer.name: the tokenizer in {folder} has {size} tokens, but {section}.model_name only"
             f" {described['vocab_size']}; it is not this model's"
+        )
+
+
+def _check_teacher_tokenizer(recipe: Recipe, ours: Path, pending: list[Path]) -> None:
+    """What the teacher says is likely is said in tokens, so they must be the policy's; a few added ones may differ."""
+    name = recipe.teacher.model_name
+    if inside(name, pending) or not (theirs := model_folder("teacher.model_name", name) / "tokenizer.json").exists():
+        return
+    from tokenizers import Tokenizer
+
+    student, teacher = (Tokenizer.from_file(str(path)).get_vocab() for path in (ours, theirs))
+    odd = [token for token, number in student.items() if teacher.get(token, number) != number]
+    absent = len(student.keys() - teacher.keys())
+    if odd or absent > OWN_TOKENS * len(student):
+        what = f"'{odd[0]}' has another number there" if odd else f"{absent} of its {len(student)} tokens are not there"
+        raise RecipeError(
+            f"teacher.model_name: {name} has another vocabulary than policy.tokenizer.name {recipe.policy.tokenizer.name}:"
+            f" {what}; a teacher must be of the policy's kind"
         )
 
 

@@ -70,7 +70,8 @@ def teacher(recipe: Recipe) -> PolicyConfig:
 def judge(recipe: Recipe) -> PolicyConfig:
     """The reward model."""
     environment = reward_model(recipe)
-    tokenizer = environment.tokenizer or TokenizerConfig(name=environment.model_name)
+    given = environment.tokenizer
+    tokenizer = TokenizerConfig(given.name or environment.model_name, given.chat_template, given.chat_template_kwargs)
     return _cut_as_the_policy(recipe, environment, tokenizer=tokenizer)
 
 

@@ -196,13 +196,18 @@ class DataConfig:
 
 
 @dataclass
+class RewardTokenizerConfig(TokenizerConfig):
+    name: Optional[str] = None  # type: ignore[assignment]  # null: what lies with the reward model
+
+
+@dataclass
 class EnvironmentConfig:
     kind: str = MISSING  # one of ENVIRONMENT_KINDS, or the dotted path of a class
     timeout_s: float = 10.0  # for one answer
     kwargs: dict[str, Any] = field(default_factory=dict)
     # Of kind reward_model:
     model_name: Optional[str] = None  # what algorithm `rm` left in a run's hf/, or any sequence classifier with one label
-    tokenizer: Optional[TokenizerConfig] = None  # null: what lies with the model
+    tokenizer: RewardTokenizerConfig = field(default_factory=RewardTokenizerConfig)
     hf_config_overrides: dict[str, Any] = field(default_factory=dict)
     precision: str = "${policy.precision}"
     served_by: str = "train"  # train: the train ranks, cut as the policy is; reward: ranks of its own, cluster.reward

@@ -1,15 +1,17 @@
-"""`python -m tests.benchmarks`, from the repository's root: the GRPO step against TRL 1.16, our train backends, the refit.
+"""`python -m tests.benchmarks`, from the repository's root: GRPO, SFT and DPO against TRL 1.16, our train backends, the refit.
 
-    python -m tests.benchmarks                  all tables of the next three; a CASE after one of two is for that one alone
+    python -m tests.benchmarks                  all tables of the next five; a CASE after one of two is for that one alone
     python -m tests.benchmarks compare CASE     the GRPO step against TRL's: 0.8M, 32M
     python -m tests.benchmarks backends CASE    packed against padded, Megatron-Core against FSDP2: 0.8M-skewed, 32M-half
+    python -m tests.benchmarks sft              SFT against TRL's: losses over 3 seeds, in one picture, and CPU seconds
+    python -m tests.benchmarks dpo              DPO, so too
     python -m tests.benchmarks refit            planned against broadcast and bare gloo; the planner; against published figures
     python -m tests.benchmarks profile CASE     where our step's time goes; with --backend megatron or fsdp, a training step's
     python -m tests.benchmarks tune CASE        CPU seconds by size of microbatch, TRL's and ours
 
-The first two take one step in turns, one process each and one thread each, so whatever else runs on the machine meets all of
-them. What is measured, and on equal terms, is in `cases.py`; CPU seconds are the figure to look at, since wall seconds include
-waiting for a core. Left out: GPUs, and of steps more than one rank.
+The first four take one step in turns, one process each and one thread each, so whatever else runs on the machine meets all of
+them. What is measured, and on equal terms, is in `cases.py` and `lessons.py`; CPU seconds are the figure to look at, since wall
+seconds include waiting for a core. Left out: GPUs, and of steps more than one rank.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks import cases, floor, trl_environment
+from tests.benchmarks import cases, floor, offline, trl_environment
 from tests.benchmarks.cases import CASES, STEP_CASES, TRAIN_CASES, Case
 from tests.benchmarks.contender import ENVIRONMENT, Contender
+from tests.benchmarks.lessons import LESSONS
 from tests.benchmarks.report import CPU, Measured, print_backends, print_case
 from tests.benchmarks.train_step import TRAIN_BACKENDS
 
@@ -40,7 +43,7 @@ _PACKED_TOKENS = (512, 1024, 1536, 2048, 8192)  # tried by `tune`
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
-    parser.add_argument("command", nargs="?", choices=("compare", "backends", "refit", "profile", "tune"))
+    parser.add_argument("command", nargs="?", choices=("compare", "backends", *LESSONS, "refit", "profile", "tune"))
     parser.add_argument("case", nargs="?", choices=CASES)
     parser.add_argument("--backend", choices=(*BACKENDS, *TRAIN_BACKENDS), default=BACKENDS[0], help="what is profiled")
     arguments = parser.parse_args()
@@ -52,6 +55,8 @@ def main() -> None:
     if arguments.command in (None, "backends"):
         for case in chosen or TRAIN_CASES:
             compare_backends(case)
+    if lessons := [name for name in LESSONS if arguments.command in (None, name)]:
+        print(f"losses of {' and '.join(lessons)}: {offline.compare(lessons, FOLDER / 'offline', FOLDER / 'trl')}")
     if arguments.command in (None, "refit"):
         for name in ("transfer", "plan", "published"):  # in processes of their own: the planner's memory is measured
             subprocess.run([sys.executable, "-m", f"tests.benchmarks.refit_{name}"], env=os.environ | ENVIRONMENT, check=True)

@@ -1,8 +1,8 @@
 """What the comparison of offline training is about: SFT and DPO on scratchpad addition, by ours and by TRL.
 
-Of each seed both start from the same weights and see the same records in the same order, in batches of the same size, with the
-same AdamW: whatever sets their curves apart is arithmetic. A seed is of weights and of data. SFT starts from random weights, DPO
-from what our SFT has made of the same seed's.
+Of each seed all start from the same weights and see the same records in the same order, in batches of the same size, with the
+same AdamW: what sets their curves apart is arithmetic. A seed is of weights and of data. SFT starts from random weights, DPO
+from what our SFT has made of those of the same seed.
 
 Imported in TRL's environment too, so nothing of the pipeline is used here.
 """

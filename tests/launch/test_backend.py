@@ -318,3 +318,31 @@ def test_stages_are_megatron_cores(load):
                 check(recipe)
         else:
             check(recipe)
+
+
+def test_more_models_take_more_room(load):
+    """8e9 parameters train under FSDP2 on 8 GPUs of 40 GB; with a critic of that size they do not fit, however they are cut."""
+    llama = sized("llama", 4096, 14336, 32, 128256, 32, 8)
+    small = [*gpus(1), "cluster.train.gpu_memory_gb=40"]
+    assert backend.choose(load(llama, *small))[1].backend == "dtensor"
+    ppo = ["algorithm=ppo", "ppo.num_prompts_per_step=256"]
+    with pytest.raises(RecipeError, match="and 1 more model would take 3"):
+        backend.choose(load(llama, *small, *ppo))
+    assert backend.choose(load(llama, *gpus(1), *ppo))[1].backend == "dtensor"  # 80 GB do
+
+
+def test_a_frozen_model_in_host_memory_takes_little(load, tmp_path):
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher/config.json").write_text(json.dumps(LLAMA_70B))
+    distill = ["algorithm=distillation", "distillation.num_prompts_per_step=256", f"teacher.model_name={tmp_path / 'teacher'}"]
+    llama = sized("llama", 4096, 14336, 32, 128256, 32, 8)
+    offloaded = load(llama, *gpus(1, 8), "cluster.train.gpu_memory_gb=40", *distill)
+    assert backend.choose(offloaded)[1].backend == "dtensor"
+    with pytest.raises(RecipeError, match="more model"):
+        backend.choose(replace(offloaded, teacher=replace(offloaded.teacher, cpu_offload=False)))
+
+
+def test_adapters_choose_fsdp2(load):
+    llama = sized("llama", 4096, 14336, 32, 128256, 32, 8)
+    choice = backend.choose(load(llama, *gpus(1), "policy.dtensor_cfg.lora_cfg.enabled=true"))[1]
+    assert (choice.backend, choice.reason) == ("dtensor", "policy.dtensor_cfg.lora_cfg is set")

@@ -57,14 +57,17 @@ def check_that_cases_say_something(models: Path) -> None:
     for case, of_case in found.items():
         assert all(change > 1e-3 for change in of_case.changes(initial("llama", models)).values()), case
         assert min(metrics["grad_norm"] for metrics in of_case.metrics) > 1e-3, case
-    last = {case: {k: v for metrics in of_case.metrics[-2:] for k, v in metrics.items()} for case, of_case in found.items()}
     assert found["ppo"].weights.keys() == {"policy", "critic"}
+
+    def most(case: str, name: str) -> float:
+        return max(metrics[name] for metrics in found[case].metrics if name in metrics)
+
     for case in ("grpo, entropy bonus", "gspo", "cispo"):
-        assert 0 < last[case]["clip_fraction"] < 1, case
-    assert 0 < last["ppo"]["value_clip_fraction"] < 1
-    assert 0 < last["grpo, by sequences, KL, TIS"]["is_oob_ratio"] < 1
+        assert 0 < most(case, "clip_fraction") < 1, case
+    assert 0 < most("ppo", "value_clip_fraction") < 1
+    assert 0 < most("grpo, by sequences, KL, TIS", "is_oob_ratio") < 1
     for case in ("grpo, by sequences, KL, TIS", "reinforce++, KL in the reward"):
-        assert last[case]["reference_kl"] > 1e-4, case
+        assert most(case, "reference_kl") > 1e-4, case
 
 
 @pytest.mark.long

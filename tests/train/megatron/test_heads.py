@@ -160,14 +160,14 @@ def saved(head_models) -> Path:
     return head_models
 
 
-@pytest.mark.parametrize("layout", [TP2, TP2_SP, CP2, PP2, DP2, EP2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [TP2, TP2_SP, CP2, PP2, EP2], ids=lambda layout: layout.name)
 def test_layouts(saved, layout):
     layouts.run(everything, layout, saved)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", layouts.OF_FOUR_RANKS, ids=lambda layout: layout.name)
-def test_four_ranks(saved, layout):
+@pytest.mark.parametrize("layout", [DP2, *layouts.OF_FOUR_RANKS], ids=lambda layout: layout.name)
+def test_more_layouts(saved, layout):
     layouts.run(everything, layout, saved)
 
 

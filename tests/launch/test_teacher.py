@@ -1,0 +1,51 @@
+"""A teacher of another vocabulary is refused before submission."""
+
+import json
+
+import pytest
+
+from launch import preflight
+from pipeline import config
+from pipeline.config import RecipeError
+from tests.launch.model import write_model, write_recipe
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Distillation from a teacher with the policy's tokenizer."""
+    path = write_recipe(tmp_path, algorithm="distillation", distillation={"num_prompts_per_step": 4})
+    teacher = write_model(tmp_path / "teacher")
+    (teacher / "model.safetensors").touch()
+    return config.load(str(path), [f"teacher.model_name={teacher}"])
+
+
+def tokens(folder, change):
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content["model"]["vocab"])
+    path.write_text(json.dumps(content))
+
+
+def test_the_policys_own_is_accepted(recipe):
+    preflight.check(recipe)
+
+
+def test_other_numbers_for_the_same_tokens(recipe, tmp_path):
+    def swap(vocabulary):
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+    tokens(tmp_path / "teacher", swap)
+    with pytest.raises(RecipeError, match=r"teacher\.model_name: .*teacher has another vocabulary .* has another number there"):
+        preflight.check(recipe)
+
+
+def test_tokens_that_it_does_not_know(recipe, tmp_path):
+    tokens(tmp_path / "teacher", lambda vocabulary: [vocabulary.pop(digit) for digit in "789"])
+    with pytest.raises(RecipeError, match=r"teacher\.model_name: .* 3 of its 40 tokens are not there"):
+        preflight.check(recipe)
+
+
+def test_a_teacher_that_is_not_there(recipe, tmp_path):
+    (tmp_path / "teacher/config.json").unlink()
+    with pytest.raises(RecipeError, match=r"teacher\.model_name"):
+        preflight.check(recipe)
