@@ -1,6 +1,6 @@
 """What every tiny recipe learns: the validation metric before and after, over seeds, on both training backends.
 
-    python -m tests.curves [recipe ...] [seeds=3] [backends=dtensor,megatron] [executor=local] [folder=.bench/curves] [key=value]
+    python -m tests.curves [recipe ...] [seeds=3] [backends=dtensor,megatron] [executor=local] [folder=DIR] [key=value ...]
 
 Submits each run as a user would and prints a Markdown table; draws curves.png in the folder. Runs that are complete there are
 taken as they are, so that a second call goes on where the first was stopped.

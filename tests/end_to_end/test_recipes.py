@@ -1,4 +1,4 @@
-"""Every tiny recipe as a whole run of two steps, from an untrained model. That each learns is shown by `python -m tests.curves`.
+"""Every tiny recipe as a whole run of two steps, from an untrained model. That each learns, `python -m tests.curves` shows.
 
 An environment that rewards digits stands in for the recipes' own, in which an untrained model earns nothing.
 """

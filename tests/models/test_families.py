@@ -10,6 +10,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pipeline.boxes import whole
 from pipeline.models import family
+from pipeline.models.base import VALUE_HEAD
+from pipeline.models.hugging_face import SCORE
 from pipeline.models.layout import cut_of, invert, place, record, record_all
 from tests.models.cases import FAMILIES, configs
 
@@ -65,6 +67,14 @@ def test_there_and_back_is_bitwise(case, size):
             covered[piece.target.within(whole(tuple(original.shape)))] += 1
         assert torch.equal(back, original), name
         assert (covered == 1).all(), name
+
+
+def test_a_value_model_has_a_value_head_in_place_of_the_vocabulary(case):
+    config, _ = case
+    causal, values = family(config).parameters(config), family(config).parameters(config, "values")
+    assert values.keys() - causal.keys() == {VALUE_HEAD}
+    assert causal.keys() - values.keys() == (set() if config.tie_word_embeddings else {"output_layer.weight"})
+    assert values[VALUE_HEAD].sources == (SCORE,) and values[VALUE_HEAD].split == "none"
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])

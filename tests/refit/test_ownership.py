@@ -25,6 +25,7 @@ from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.layout import restrict
 from pipeline.refit.ownership import ownership
 from pipeline.refit.tables import Table
+from pipeline.train.base import Use
 from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported
 from pipeline.train.shards import local_box
 from tests.generate import families
@@ -78,7 +79,7 @@ def fsdp_boxes(policy: PolicyConfig, layout: Cut) -> Held:
     from pipeline.train.model import build
 
     mesh = init_device_mesh("cpu", (layout.data, layout.tensor), mesh_dim_names=("data", "tensor"))
-    model = build(policy, torch.device("cpu"), mesh, seed=0)
+    model = build(policy, torch.device("cpu"), mesh, seed=0, use=Use())
     found = set()
     for name, parameter in model.hf.named_parameters():
         for piece in restrict(model.layout[name], local_box(parameter)):
@@ -118,12 +119,12 @@ def test_fsdp(family, layout, folder, monkeypatch):
 def megatron_boxes(policy: PolicyConfig) -> Held:
     from megatron.core import parallel_state
 
-    from pipeline.train.megatron.backend import _initialize
+    from pipeline.train.megatron.groups import initialize
     from pipeline.train.megatron.layout import describe
     from pipeline.train.megatron.model import build
 
     config = AutoConfig.from_pretrained(policy.model_name)
-    _initialize(policy, seed=0)
+    initialize(policy, seed=0)
     try:
         shapes, _ = checkpoint_shapes(config)
         local = describe(build(policy, config), models.family(config).parameters(config), shapes)

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 from pipeline.train.megatron.batch import Gather, localize, padded_lengths
 from tests.train import cases
-from tests.train.megatron import layouts
+from tests.train.megatron import heads, layouts
 from tests.train.megatron.layouts import CP2, Layout
 
 ALL = list(range(len(cases.LENGTHS)))
@@ -37,7 +37,7 @@ def test_padded_lengths(lengths, ranks, multiple, expected):
 @pytest.mark.parametrize("multiple", [1, 2, 4])
 @pytest.mark.parametrize("chosen", [ALL, [2], [6], [0, 3], [2, 7, 2]], ids=str)
 def test_every_token_is_on_one_rank(ranks, multiple, chosen):
-    batch = cases.pack(chosen)
+    batch = heads.pack(chosen)
     parts = [localize(batch, ranks, rank, multiple) for rank in range(ranks)]
     padded = padded_lengths(batch.lengths, ranks, multiple)
     for part in parts:
@@ -61,11 +61,17 @@ def test_every_token_is_on_one_rank(ranks, multiple, chosen):
             assert torch.equal(part.tokens[0, here], expected), (s, start)
             offsets[rank] += length // ranks
 
+    # Row places[t] of all ranks' rows has token t itself.
+    tokens = torch.cat([part.tokens[0] for part in parts])
+    assert all(torch.equal(tokens[part.places], batch.tokens) for part in parts)
+
     # Row order[t] of all ranks' rows has the token before t, and token t as its target, wherever t does not begin a sequence.
     every = {name: torch.cat([getattr(part, name).flatten() for part in parts]) for name in ("tokens", "positions", "targets")}
     inside = ~parts[0].begins
     rows = parts[0].order[inside]
     assert torch.equal(every["targets"][rows], batch.tokens[inside])
+    candidates = torch.cat([part.candidates for part in parts])
+    assert torch.equal(candidates[rows], batch.teacher.tokens[inside])
     assert torch.equal(every["tokens"][rows], batch.tokens.roll(1)[inside])
     assert torch.equal(every["positions"][rows], batch.positions[inside] - 1)
     assert len(rows.unique()) == len(rows)

@@ -7,10 +7,11 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from pipeline.train.base import Use
 from pipeline.train.megatron.model import transformer_engine
 from pipeline.train.megatron.shelf import VARIABLE
 from tests.train import cases
-from tests.train.megatron import layouts
+from tests.train.megatron import heads, layouts
 from tests.train.ranks import assert_near
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TransformerEngine does not import")]
@@ -41,6 +42,48 @@ def test_bfloat16_log_probs_and_gradients(models, family):
         assert (found[1:] - expected).abs().max() < 0.5 if len(tokens) > 1 else found[0] == 0
     trained.step([batch], cases.loss)
     assert_near(layouts.gradients(trained)[0], layouts.expected(models / family).gradients, 0.1)
+
+
+@pytest.fixture(scope="module")
+def head_models(models):
+    heads.write(models)
+    return models
+
+
+@pytest.mark.parametrize("family", heads.FAMILIES)
+def test_bfloat16_values_and_gradients(head_models, family):
+    """The value head is a plain layer on whatever the last norm is made of."""
+    model = heads.value_models(head_models) / family
+    trained = layouts.backend(cases.policy(model, precision="bfloat16"), use=Use("values"), pipeline_dtype="bfloat16")
+    batch, expected = cases.pack(ALL, "cuda"), heads.expected(model)
+    values = trained.forward([batch])[0].values
+    assert values.dtype == torch.float32 and (values.cpu() - expected.of("values", ALL)).abs().max() < 0.5
+    trained.step([batch], heads.value_loss)
+    assert_near(layouts.gradients(trained)[0], expected.gradients, 0.1)
+
+
+def test_bfloat16_entropy_and_likely_tokens(head_models):
+    policy = cases.policy(head_models / "qwen3_moe", precision="bfloat16")
+    trained = layouts.backend(policy, use=Use(entropy=True), pipeline_dtype="bfloat16")
+    expected = heads.expected(head_models / "qwen3_moe")
+    found = trained.forward([cases.pack(ALL, "cuda")], top_k=heads.K)[0]
+    assert (found.entropy.cpu() - expected.of("entropy", ALL)).abs().max() < 0.5
+    assert (found.top_k.logprobs.cpu() - expected.of("likely_logprobs", ALL)).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_an_offloaded_models_weights_are_on_the_gpu_only_while_it_computes(models, family):
+    policy = cases.policy(models / family, precision="bfloat16")
+    kept = layouts.backend(policy, use=Use(trained=False), pipeline_dtype="bfloat16")
+    before = torch.cuda.memory_allocated()
+    offloaded = layouts.another(policy, use=Use(trained=False, offload=True), pipeline_dtype="bfloat16")
+    weights = sum(local.tensor.nbytes for local in offloaded._local.values())
+    assert torch.cuda.memory_allocated() - before < weights / 4
+    assert all(local.tensor.device.type == "cpu" and local.tensor.is_pinned() for local in offloaded._local.values())
+    for _ in range(2):
+        ours, theirs = (model.forward([cases.pack(ALL, "cuda")])[0].logprobs for model in (offloaded, kept))
+        assert torch.equal(ours, theirs)
+        assert all(local.tensor.device.type == "cpu" for local in offloaded._local.values())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
