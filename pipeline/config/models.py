@@ -88,8 +88,12 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
 
 
 def _cut_as_the_policy(recipe: Recipe, model: ValueConfig | TeacherConfig | EnvironmentConfig, **more: Any) -> PolicyConfig:
-    """The policy's configuration with another model in it. Megatron-Core's own optimizer keys are the policy's alone."""
+    """The policy's configuration with another model in it. Megatron-Core's own optimizer keys are the policy's alone, and so is
+    what its pipeline's ends hold, unless the model is the same one."""
     policy = recipe.policy
+    own: dict[str, Any] = {"optimizer": None, "scheduler": None, "pipeline_dtype": model.precision}
+    if model.model_name != policy.model_name:
+        own |= {"num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None}
     return replace(
         policy,
         model_name=model.model_name,
@@ -97,6 +101,6 @@ def _cut_as_the_policy(recipe: Recipe, model: ValueConfig | TeacherConfig | Envi
         hf_config_overrides=model.hf_config_overrides,
         precision=model.precision,
         dtensor_cfg=replace(policy.dtensor_cfg, lora_cfg=LoRAConfig()),
-        megatron_cfg=replace(policy.megatron_cfg, optimizer=None, scheduler=None, pipeline_dtype=model.precision),
+        megatron_cfg=replace(policy.megatron_cfg, **own),
         **more,
     )

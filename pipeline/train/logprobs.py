@@ -64,18 +64,6 @@ def packed_outputs(
     )
 
 
-def target_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    temperature: float,
-    chunk: int | None,
-    shard: VocabularyShard | None = None,
-) -> torch.Tensor:
-    """log p(targets[t]) by the distribution that row t of hidden [T, H] predicts, as [T] float32. Else as `packed_outputs`."""
-    return target_outputs(hidden, weight, targets, temperature, chunk, shard)[0]
-
-
 def target_outputs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
