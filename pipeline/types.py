@@ -168,6 +168,11 @@ class Outputs:
     top_k: TopK | None = None
     values: torch.Tensor | None = None  # [T] float32, the value head's on the state *after* token t
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that are there, always in the same order."""
+        top_k = [self.top_k.tokens, self.top_k.logprobs] if self.top_k else []
+        return [t for t in (self.logprobs, self.entropy, self.values, *top_k) if t is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:

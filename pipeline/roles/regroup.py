@@ -16,23 +16,17 @@ def regroup(outputs: Sequence[Outputs], update: Update) -> list[Outputs]:
     for members, output in zip(update.forward, outputs, strict=True):
         if members:
             lengths = [len(update.samples[i].tokens) for i in members]
-            parts = zip(*(tensor.split(lengths) for tensor in _tensors(output)), strict=True)
+            parts = zip(*(tensor.split(lengths) for tensor in output.tensors()), strict=True)
             of_sample |= dict(zip(members, map(list, parts), strict=True))
-    nothing = [torch.zeros_like(tensor[:1]) for tensor in _tensors(outputs[0])]
+    nothing = [torch.zeros_like(tensor[:1]) for tensor in outputs[0].tensors()]
     return [
         _like(outputs[0], [torch.cat(parts) for parts in zip(*(of_sample[i] for i in members), strict=True)] or nothing)
         for members in update.train
     ]
 
 
-def _tensors(outputs: Outputs) -> list[torch.Tensor]:
-    """Those that are there, always in the same order."""
-    top_k = [outputs.top_k.tokens, outputs.top_k.logprobs] if outputs.top_k else []
-    return [tensor for tensor in (outputs.logprobs, outputs.entropy, outputs.values, *top_k) if tensor is not None]
-
-
 def _like(outputs: Outputs, tensors: list[torch.Tensor]) -> Outputs:
-    """The inverse of `_tensors`."""
+    """With other tensors in the place of `outputs.tensors()`."""
     rest = iter(tensors)
     fields = {name: next(rest) for name in ("logprobs", "entropy", "values") if getattr(outputs, name) is not None}
     return Outputs(**fields, top_k=TopK(*rest) if outputs.top_k else None)

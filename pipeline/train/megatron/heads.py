@@ -87,16 +87,11 @@ class ValueHead:
 
 def share(outputs: list[Outputs], stages: dist.ProcessGroup) -> None:
     """Fill those of the other pipeline stages with the last one's, a field of all batches at a time."""
-    for tensors in zip(*map(_tensors, outputs), strict=True):
+    for tensors in zip(*(output.tensors() for output in outputs), strict=True):
         flat = torch.cat(tensors)
         dist.broadcast(flat, group_src=stages.size() - 1, group=stages)
         for tensor, part in zip(tensors, flat.split([len(tensor) for tensor in tensors]), strict=True):
             tensor.copy_(part)
-
-
-def _tensors(outputs: Outputs) -> list[torch.Tensor]:
-    top_k = [outputs.top_k.tokens, outputs.top_k.logprobs] if outputs.top_k else []
-    return [t for t in (outputs.logprobs, outputs.entropy, outputs.values, *top_k) if t is not None]
 
 
 def _predicted(of_rows: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
