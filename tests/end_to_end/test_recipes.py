@@ -21,14 +21,8 @@ ONLINE = [
     "env.digits.kind=tests.end_to_end.environment.Digits",
     "data.validation.env_name=digits",
 ]
-QUICK = ["tiny_dapo", "tiny_distillation", "tiny_dpo", "tiny_rm"]  # others have a test of their own, or differ in the loss alone
-    "tiny_dapo",
-    "tiny_distillation",
-    "tiny_dpo",
-    "tiny_grpo_rm",
-    "tiny_ppo",
-    "tiny_rm",
-]  # the others differ in the loss alone
+# The others have a test of their own, or differ in the loss alone.
+QUICK = ["tiny_dapo", "tiny_distillation", "tiny_dpo", "tiny_rm"]
 NAMES = sorted(path.stem for path in config.RECIPES.glob("tiny_*.yaml"))
 
 
