@@ -123,7 +123,12 @@ def _check_dataset(recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: 
         raise RecipeError(f"{key}: both dataset_name and data_path are given; one of them")
     inputs: list[tuple[int, str]] = []  # (line number, text)
     for number, record in _records(f"{key}.data_path", Path(dataset.data_path)):
-        text = preflight_records.check(recipe, f"{key}.data_path: {dataset.data_path}:{number}", record, dataset)
+        try:
+            text = preflight_records.check(recipe, f"{key}.data_path: {dataset.data_path}:{number}", record, dataset)
+        except RecipeError as error:
+            if recipe.data.bad_records == "drop":
+                continue
+            raise RecipeError(f"{error}; mend it, or data.bad_records=drop") from None
         if text is not None:
             inputs.append((number, text))
     if tokenizer and inputs and recipe.data.overlong_prompts == "error":

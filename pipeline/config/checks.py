@@ -17,6 +17,7 @@ CHOICES = {
     "policy.generation.backend": ("vllm", "transformers"),
     "policy.generation.refit_transport": ("planned", "delta", "broadcast"),
     "data.overlong_prompts": ("error", "drop"),
+    "data.bad_records": ("error", "drop"),
     "cluster.executor": ("auto", "slurm", "local"),
 }
 

@@ -191,6 +191,9 @@ class DataConfig:
     validation: Optional[DatasetConfig] = None
     max_input_seq_length: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
     overlong_prompts: str = "error"  # error, drop: what to do with a prompt longer than max_input_seq_length
+    bad_records: str = (
+        "error"  # error, drop: what to do with one that cannot be used (no answer, two answers that are the same)
+    )
     shuffle: bool = True
     apply_chat_template: bool = True  # False: the prompt is the bare text after prompt_file
 

@@ -36,7 +36,10 @@ def build_streams(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Streams
         records = load_records(dataset, config.seed)
         made = kind(records, encoder, seed=config.seed, shuffle=shuffle, max_num_epochs=epochs)
         if made.dropped_at_start:
-            print(f"data: {made.dropped_at_start} of {len(records)} records are too long and are passed over", flush=True)
+            print(
+                f"data: {made.dropped_at_start} of {len(records)} records are too long or no good, and are passed over",
+                flush=True,
+            )
         return made
 
     train = stream(data.train, data.shuffle, config.max_num_epochs)

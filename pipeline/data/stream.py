@@ -52,9 +52,9 @@ def encode_example(encoder: Encoder, position: int, record: Record) -> Sample:
 class Stream(Generic[Item]):
     """Takes items in order, and can be put back to where it was.
 
-    Raises ValueError, naming the record, if one cannot be encoded, or is longer than `data.max_input_seq_length` where
-    `data.overlong_prompts` is "error"; where that is "drop" the stream passes over such records, and their positions with
-    them. The first CHECKED_AT_START records are encoded at once for this; `dropped_at_start` of them are too long.
+    Raises ValueError, naming the record, if one cannot be encoded, or is longer than `data.max_input_seq_length`; where
+    `data.bad_records`, or `data.overlong_prompts`, is "drop" the stream passes over such records, and their positions with
+    them. The first CHECKED_AT_START records are encoded at once for this; `dropped_at_start` of them are passed over.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Stream(Generic[Item]):
         checked = min(len(records), CHECKED_AT_START)
         self.dropped_at_start = sum(items[0, number] is None for number in range(checked))
         if self.dropped_at_start == checked:
-            raise ValueError(f"data: the first {checked} records are all longer than data.max_input_seq_length")
+            raise ValueError(f"data: the first {checked} records are all too long, or no good")
 
     @property
     def epochs_done(self) -> int:
@@ -174,7 +174,7 @@ class _Order(Sampler):
 
 
 class _Items(Dataset):
-    """The item at (position, record number); None where the record is too long and to be dropped."""
+    """The item at (position, record number); None where the record is to be dropped, being too long or no good."""
 
     def __init__(self, records: Sequence[Record], encoder: Encoder, encode: Callable[[Encoder, int, Record], Any]) -> None:
         self._records, self._encoder, self._encode = records, encoder, encode
@@ -182,19 +182,22 @@ class _Items(Dataset):
     def __getitem__(self, place: tuple[int, int]) -> Prompt | Sample | Pair | None:
         position, number = place
         data = self._encoder.data
+        where = f"data: record {number} (from 0)"
         try:
             item = self._encode(self._encoder, position, self._records[number])
-            tokens = max(len(one.tokens) for one in (item if isinstance(item, tuple) else (item,)))
-            if tokens <= data.max_input_seq_length:
-                return item
-            if data.overlong_prompts == "error":
-                raise ValueError(
-                    f"{tokens} tokens are more than data.max_input_seq_length {data.max_input_seq_length};"
-                    " data.overlong_prompts=drop passes over such records"
-                )
         except ValueError as error:
-            raise ValueError(f"data: record {number} (from 0): {error}") from error
-        return None
+            if data.bad_records == "drop":
+                return None
+            raise ValueError(f"{where}: {error}; data.bad_records=drop passes over such records") from error
+        tokens = max(len(one.tokens) for one in (item if isinstance(item, tuple) else (item,)))
+        if tokens <= data.max_input_seq_length:
+            return item
+        if data.overlong_prompts == "drop":
+            return None
+        raise ValueError(
+            f"{where}: {tokens} tokens are more than data.max_input_seq_length {data.max_input_seq_length};"
+            " data.overlong_prompts=drop passes over such records"
+        )
 
 
 def _as_it_is(item: Any) -> Any:

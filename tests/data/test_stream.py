@@ -13,8 +13,8 @@ TOKENIZER = AutoTokenizer.from_pretrained(RECIPES / "tiny")
 RECORDS = [{"input": f"{i}+1=", "output": str(i + 1)} for i in range(7)]
 
 
-def encoder(limit: int = 100, overlong: str = "error") -> Encoder:
-    data = DataConfig(max_input_seq_length=limit, overlong_prompts=overlong, apply_chat_template=False)
+def encoder(limit: int = 100, overlong: str = "error", bad: str = "error") -> Encoder:
+    data = DataConfig(max_input_seq_length=limit, overlong_prompts=overlong, bad_records=bad, apply_chat_template=False)
     return Encoder(TOKENIZER, TokenizerConfig(), data, DatasetConfig(env_name="addition"))
 
 
@@ -103,13 +103,21 @@ def test_too_long_a_prompt():
     taken = stream.take(100)
     assert sorted(answers(taken)) == sorted([str(i) for i in range(1, 8)] * 2)
     assert len({prompt.index for prompt in taken}) == 14
-    with pytest.raises(ValueError, match="first 8 records are all longer"):
+    with pytest.raises(ValueError, match="first 8 records are all too long"):
         prompts(records=records, limit=2, overlong="drop")
 
 
 def test_a_bad_record_is_named():
     with pytest.raises(ValueError, match=r"record 7 \(from 0\): has no 'output'; it has: input, result"):
         prompts(records=[*RECORDS, {"input": "1", "result": "2"}])
+
+
+def test_bad_records_may_be_passed_over():
+    stream = prompts(records=[{"input": "1", "result": "2"}, *RECORDS], bad="drop", epochs=1)
+    assert stream.dropped_at_start == 1
+    assert sorted(answers(stream.take(100))) == [str(i) for i in range(1, 8)]
+    with pytest.raises(ValueError, match="the first 1 records are all too long, or no good"):
+        prompts(records=[{"input": "1"}], bad="drop")
 
 
 def test_a_prompt_without_an_answer_where_none_is_needed():

@@ -73,3 +73,10 @@ def test_bad_pairs(tmp_path, record, overrides, says):
 def test_a_prompt_that_is_too_long(tmp_path):
     with pytest.raises(RecipeError, match=r"data\.jsonl:2: a prompt of \d+ tokens"):
         check(tmp_path, [GOOD, GOOD | {"input": "1+" * 40}], "data.max_input_seq_length=20")
+
+
+def test_bad_pairs_may_be_passed_over(tmp_path):
+    same = GOOD | {"rejected": "2"}
+    check(tmp_path / "one", [GOOD, same], "data.bad_records=drop")
+    with pytest.raises(RecipeError, match=r"data\.jsonl:2: .* are the same.*; mend it, or data\.bad_records=drop"):
+        check(tmp_path / "two", [GOOD, same])
