@@ -17,6 +17,9 @@ def group_advantages(rewards: np.ndarray, use_leave_one_out: bool, normalize: bo
     Baseline b_i: the mean of the group (GRPO, https://arxiv.org/abs/2402.03300), or of the others (RLOO). Scale s_i, if
     `normalize`: the unbiased standard deviation of the same rewards that made the baseline. With fewer than two of them, or
     where they do not vary, the advantage stays undivided.
+
+    The deviation of the others can be much smaller than the distance from them: with rewards that are not 0 or 1, as a model's,
+    leave_one_out and normalize together make advantages without bound. Of the whole group an advantage is below sqrt(G).
     """
     rewards = np.asarray(rewards, np.float64)
     if not varies(rewards):

@@ -15,9 +15,12 @@ from __future__ import annotations
 import numpy as np
 
 
+ROUNDING = 1e-5  # relative: what a model gives to the same answer in different company, in float32, is nearer than this
+
+
 def varies(rewards: np.ndarray) -> bool:
-    """Whether the `[G]` rewards of one prompt, G at least 1, have anything to tell apart."""
-    return bool(rewards.max() > rewards.min())
+    """Whether the `[G]` rewards of one prompt, G at least 1, have anything to tell apart, other than rounding."""
+    return bool(np.ptp(rewards) > ROUNDING * max(1.0, np.abs(rewards).max()))
 
 
 def soft_overlong_penalty(lengths: np.ndarray, longest: int, buffer: int, penalty: float) -> np.ndarray:

@@ -118,3 +118,10 @@ def test_overlong_filtering_leaves_cut_answers_out_of_the_loss_but_not_out_of_th
     assert not with_it[1].advantages.any() and not with_it[1].logprobs.any()
     for algorithm in algorithms():
         assert all(sample.loss_mask.any() for sample in algorithm.credit([group]))
+
+
+def test_rounding_is_no_variation():
+    """A reward model's scores of the same answer in two microbatches."""
+    scores = np.array([3.1, 3.1 + 2e-6, 3.1 - 1e-6])
+    assert not varies(scores)
+    assert varies(scores + [0, 0, 1e-3])
