@@ -22,7 +22,7 @@ ONLINE = [
     "data.validation.env_name=digits",
 ]
 # The others have a test of their own, or differ in the loss alone.
-QUICK = ["tiny_dapo", "tiny_distillation", "tiny_dpo", "tiny_rm"]
+QUICK = ["tiny_dapo", "tiny_distillation", "tiny_dpo"]
 NAMES = sorted(path.stem for path in config.RECIPES.glob("tiny_*.yaml"))
 
 
