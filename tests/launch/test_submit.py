@@ -22,6 +22,14 @@ from tests.launch.waiting import none_alive, reports, wait_until, wait_until_end
 SUBMIT = ROOT / "launch/submit.py"
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Also where whoever started the tests ignores SIGINT, as nohup and a shell's background do: processes inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
     """A folder with a recipe `tiny`, as the current one."""
