@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import numpy as np
 
-
 ROUNDING = 1e-5  # relative: what a model gives to the same answer in different company, in float32, is nearer than this
 
 

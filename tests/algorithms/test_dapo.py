@@ -124,4 +124,4 @@ def test_rounding_is_no_variation():
     """A reward model's scores of the same answer in two microbatches."""
     scores = np.array([3.1, 3.1 + 2e-6, 3.1 - 1e-6])
     assert not varies(scores)
-    assert varies(scores + [0, 0, 1e-3])
+    assert varies(scores + np.array([0, 0, 1e-3]))
