@@ -22,11 +22,10 @@ import numpy as np
 
 from pipeline.algorithms.advantages import group_advantages
 from pipeline.algorithms.base import Needs
-from pipeline.algorithms.dapo import varies
 from pipeline.algorithms.importance_sampling import trusted
 from pipeline.algorithms.policy_loss import PolicyLoss
 from pipeline.algorithms.reinforce_plus_plus import minus_kl_to_come, sequence_advantages
-from pipeline.algorithms.rewards import is_cut, scaled_rewards, shaped_rewards
+from pipeline.algorithms.rewards import is_cut, selected, shaped_rewards
 from pipeline.algorithms.samples import sample
 from pipeline.config import GRPOConfig, LossConfig
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
@@ -50,9 +49,7 @@ class GRPO:
         self.losses = {"policy": self.loss}
 
     def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        if not self._grpo.use_dynamic_sampling:
-            return groups
-        return [group for group in groups if varies(scaled_rewards(group, self._grpo.reward_scaling))]
+        return selected(groups, self._grpo)
 
     def credit(self, groups: list[RolloutGroup]) -> list[Sample]:
         return [

@@ -13,11 +13,10 @@ from __future__ import annotations
 import dataclasses
 
 from pipeline.algorithms.base import Needs
-from pipeline.algorithms.dapo import varies
 from pipeline.algorithms.gae import estimate_gae
 from pipeline.algorithms.importance_sampling import trusted
 from pipeline.algorithms.policy_loss import PolicyLoss
-from pipeline.algorithms.rewards import is_cut, scaled_rewards, shaped_rewards
+from pipeline.algorithms.rewards import is_cut, selected, shaped_rewards
 from pipeline.algorithms.samples import sample
 from pipeline.algorithms.value_loss import ValueLoss
 from pipeline.config import LossConfig, PPOConfig, ValueLossConfig
@@ -42,9 +41,7 @@ class PPO:
         self.losses = {"policy": PolicyLoss(loss), "critic": ValueLoss(value_loss)}
 
     def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        if not self._ppo.use_dynamic_sampling:
-            return groups
-        return [group for group in groups if varies(scaled_rewards(group, self._ppo.reward_scaling))]
+        return selected(groups, self._ppo)
 
     def credit(self, groups: list[RolloutGroup]) -> list[Sample]:
         """Samples have their rewards; advantages come with `estimate`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.algorithms.dapo import soft_overlong_penalty
+from pipeline.algorithms.dapo import soft_overlong_penalty, varies
 from pipeline.config import RewardedConfig, RewardScalingConfig, RewardShapingConfig
 from pipeline.types import Rollout, RolloutGroup
 
@@ -44,3 +44,10 @@ def _shape(rewards: np.ndarray, group: RolloutGroup, config: RewardShapingConfig
     return rewards + soft_overlong_penalty(
         lengths, config.max_response_length, config.overlong_buffer_length, config.overlong_buffer_penalty
     )
+
+
+def selected(groups: list[RolloutGroup], config: RewardedConfig) -> list[RolloutGroup]:
+    """With dynamic sampling those whose rewards vary, before they are shaped; else all."""
+    if not config.use_dynamic_sampling:
+        return groups
+    return [group for group in groups if varies(scaled_rewards(group, config.reward_scaling))]
