@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class RecipeError(ValueError):
-    """Something in the recipe is wrong; the message says what, where, and what would be right."""
+    """Something in the recipe is wrong; each of `problems` says what, where, and what would be right.
+
+    Checks are generators of such problems, so that all of them are told at once; `refuse` makes an error of what they yield.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raises RecipeError if there are problems; each is told once."""
+    if found := tuple(dict.fromkeys(problems)):
+        raise RecipeError(*found)

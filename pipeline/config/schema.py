@@ -256,6 +256,7 @@ class ComponentConfig:
 
     nodes: int = 1
     gpus_per_node: int = 0
+    gpu: str = "h100"  # what the plan takes a GPU for: a file in recipes/hardware/, without .yaml, or a path to one
     gpu_memory_gb: float = 80.0  # of one GPU, in units of 10^9 bytes; only for the choice of a train backend
     ranks_per_node: Optional[int] = None  # null: one per GPU, or 1
     cpus_per_task: Optional[int] = None
