@@ -1,8 +1,9 @@
 """From a record to tokens: prompts for sampling, conversations for supervised training.
 
-With a chat template, a prompt is the rendered conversation up to where the assistant speaks, and in training the loss counts
-what the assistant says, its end-of-turn token included. Without one (`data.apply_chat_template: false`) a prompt is bare text,
-and what is learned is the answer and the end-of-sequence token. Pairs of answers are `pipeline.data.preferences`'.
+With a chat template, a prompt is the rendered conversation up to where the assistant speaks (of a whole conversation, up to its
+last answer), and in training the loss counts what the assistant says, its end-of-turn token included. Without one
+(`data.apply_chat_template: false`) a prompt is bare text, and what is learned is the answer and the end-of-sequence token.
+Pairs of answers are `pipeline.data.preferences`'.
 
 Leaves out: tool calls, images.
 """
@@ -72,12 +73,25 @@ class Encoder:
         return _int32(self._render(question, add_generation_prompt=True))
 
     def question(self, record: dict[str, Any]) -> str | list[Message]:
-        """What a prompt is made of: messages, or the bare text where no chat template is applied."""
+        """What a prompt is made of: messages, or the bare text where no chat template is applied.
+
+        Raises ValueError if the record has neither.
+        """
+        if self.dataset.messages_key:
+            messages = messages_of(record, self.dataset.messages_key)
+            asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+            if not asked:
+                raise ValueError(f"'{self.dataset.messages_key}' has nothing before the assistant's answer")
+            return self.completed(asked)
         text = self._prompt_text.format(text_of(record, self.dataset.input_key))
         return [*self._system_message(), {"role": "user", "content": text}] if self.data.apply_chat_template else text
 
     def answer(self, record: dict[str, Any]) -> str:
-        """The expected answer. Raises ValueError if the record lacks it."""
+        """The expected answer: of a conversation that ends in one, that. Raises ValueError if the record lacks it."""
+        if self.dataset.messages_key:
+            last = messages_of(record, self.dataset.messages_key)[-1]
+            if last["role"] == "assistant":
+                return last["content"]
         return text_of(record, self.dataset.output_key)
 
     def conversation(self, record: dict[str, Any]) -> Encoded:
@@ -91,7 +105,7 @@ class Encoder:
         roles = [message["role"] for message in messages]
         if "assistant" not in roles or roles[0] == "assistant":
             raise ValueError(f"'{self.dataset.messages_key}' has no assistant's turn after another's: {roles}")
-        return self.encode_turns(self.with_system(messages))
+        return self.encode_turns(self.completed(messages))
 
     def encode_answer(self, prompt: np.ndarray, answer: str) -> Encoded:
         """A bare text after the tokens of its prompt, and the end-of-sequence token."""
@@ -114,9 +128,15 @@ class Encoder:
             raise ValueError(f"the chat template renders nothing of what the assistant says, in turns {roles}")
         return tokens, mask
 
-    def with_system(self, messages: list[Message]) -> list[Message]:
-        """With the recipe's system prompt before, unless they have one of their own."""
-        return messages if messages[0]["role"] == "system" else [*self._system_message(), *messages]
+    def completed(self, messages: list[Message]) -> list[Message]:
+        """With the recipe's system prompt before, unless they have one of their own, and `prompt_file` around what the user
+        says first."""
+        messages = messages if messages[0]["role"] == "system" else [*self._system_message(), *messages]
+        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None:
+            return messages
+        asked = {**messages[first], "content": self._prompt_text.format(messages[first]["content"])}
+        return [*messages[:first], asked, *messages[first + 1 :]]
 
     def _system_message(self) -> list[Message]:
         return [] if self._system is None else [{"role": "system", "content": self._system}]

@@ -71,7 +71,7 @@ def _of_messages(
         prompt = _prompt(encoder, record)
         chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
     else:
-        chosen, rejected = encoder.with_system(chosen), encoder.with_system(rejected)
+        chosen, rejected = encoder.completed(chosen), encoder.completed(rejected)
     if chosen == rejected:
         raise ValueError(f"{keys} are the same")
     first = _common(chosen, rejected)
@@ -88,7 +88,7 @@ def _prompt(encoder: Encoder, record: dict[str, Any]) -> list[Message]:
     messages = messages_of(record, key)
     if messages[-1]["role"] == "assistant":
         raise ValueError(f"'{key}' must end where the assistant is to answer, and its last turn is the assistant's")
-    return encoder.with_system(messages)
+    return encoder.completed(messages)
 
 
 def _common(one: list[Message], other: list[Message]) -> int:

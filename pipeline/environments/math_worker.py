@@ -52,7 +52,10 @@ def _parse(text: str) -> list:
 @functools.lru_cache(maxsize=1024)
 def _parse_expected(text: str) -> list:
     """Data sets give bare LaTeX (\\frac{1}{2}), which math-verify reads only inside a formula; some give the formula."""
-    return _parse(text if "$" in text or "\\boxed" in text or "\\(" in text else f"\\boxed{{{text}}}") if text.strip() else []
+    if not text.strip():
+        return []
+    formula = _parse(text) if "$" in text or "\\boxed" in text or "\\(" in text else []
+    return formula or _parse(f"\\boxed{{{text}}}")  # \$18 has a dollar sign, and is no formula
 
 
 if __name__ == "__main__":

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import importlib
 
-from pipeline.config import EnvironmentConfig
+from pipeline.config import MATH_VERIFIERS, EnvironmentConfig
 from pipeline.environments.base import Environment
+from pipeline.environments.dapo_math import DAPOMath
 from pipeline.environments.exact_match import ExactMatch
 from pipeline.environments.math import Math
 from pipeline.environments.reward_model import RewardModel
 
+
+def _math(timeout_s: float, math_verify_impl: str = "hf_math_verify") -> Environment:
+    """hf_math_verify: whether math-verify finds the answers equal; dapo_math_verify: whether they are the same after Answer:"""
+    if math_verify_impl not in MATH_VERIFIERS:
+        raise ValueError(f"math_verify_impl: '{math_verify_impl}' is not one of: {', '.join(MATH_VERIFIERS)}")
+    return DAPOMath() if math_verify_impl == "dapo_math_verify" else Math(timeout_s)
+
+
 KINDS = {
     "exact_match": lambda config: ExactMatch(**config.kwargs),
-    "math": lambda config: Math(timeout_s=config.timeout_s, **config.kwargs),
+    "math": lambda config: _math(config.timeout_s, **config.kwargs),
     "reward_model": lambda config: RewardModel(**config.kwargs),
 }
 

@@ -42,6 +42,8 @@ def step(environment: Math, expected: str, text: str) -> tuple[float, dict[str, 
         ("x^2+1", "\\boxed{1+x^2}", True),
         ("$x^2+1$", "\\boxed{x^2-1}", False),
         ("\\boxed{(1,2)}", "\\boxed{(1, 2)}", True),
+        ("\\$18", "She pays \\boxed{18} dollars.", True),
+        ("1,002", "The answer is 1002.", True),
     ],
 )
 def test_right_and_wrong(math: Math, expected: str, text: str, right: bool):

@@ -45,6 +45,10 @@ def test_the_kinds_and_a_users_class():
         (EnvironmentConfig(kind="no.such.Class"), "no such class: No module named 'no'"),
         (EnvironmentConfig(kind="pipeline.environments.math.Algebra"), "no such class: .*Algebra"),
         (EnvironmentConfig(kind="exact_match", kwargs={"patern": "x"}), r"env\.a .*patern"),
+        (
+            EnvironmentConfig(kind="math", kwargs={"math_verify_impl": "dapo"}),
+            "'dapo' is not one of: hf_math_verify, dapo_math_v",
+        ),
         (EnvironmentConfig(kind="math", timeout_s=0.0), "timeout_s: 0.0 must be above 0"),
     ],
 )

@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+
+from pipeline.config import EnvironmentConfig
+from pipeline.environments.dapo_math import READ, normal
+from pipeline.environments.registry import build
+from pipeline.types import Prompt
+
+SAID = "So it is 34.\n\nAnswer: {}"
+
+
+def reward(expected: str, text: str) -> float:
+    (environment,) = build({"m": EnvironmentConfig(kind="math", kwargs={"math_verify_impl": "dapo_math_verify"})}).values()
+    outcome = environment.step(Prompt(0, np.zeros(1, np.int32), "m", {"answer": expected}), text)
+    environment.close()
+    assert outcome.metrics == {"accuracy": outcome.reward}
+    return outcome.reward
+
+
+@pytest.mark.parametrize(
+    ("expected", "text", "right"),
+    [
+        ("34", SAID.format("34"), True),
+        ("34", SAID.format("$34$."), True),
+        ("34", SAID.format("34."), False),  # the point stays, as it does for DAPO's authors
+        ("34", SAID.format("\\boxed{34}"), True),
+        ("34", SAID.format("$x = 34$"), True),
+        ("34", SAID.format("034"), False),
+        ("34", SAID.format("35"), False),
+        ("34", "\\boxed{34}", False),  # it was to say Answer:
+        ("34", "the ANSWER :34\nand that is all", True),
+        ("34", "Answer: 34\nno, wait.\nAnswer: 35", False),  # the last counts
+        ("34", "Answer: 34\n" + "x" * READ, False),  # too far from the end
+        ("1002", SAID.format("1,002"), True),
+        ("34", SAID.format("34 degrees"), True),
+        ("\\frac{1}{2}", SAID.format("\\frac12"), True),
+        ("\\frac{1}{2}", SAID.format("0.5"), False),  # formulas are not compared
+    ],
+)
+def test_what_follows_the_last_answer(expected: str, text: str, right: bool):
+    assert reward(expected, text) == float(right)
+
+
+@pytest.mark.parametrize(
+    ("answer", "plain"),
+    [
+        ("a + b = \\sqrt2 \\text{ cm}", "\\sqrt{2}"),
+        ("$12\\,345$", "12\\,345"),
+        ("12,\\!345", "12345"),
+        ("90^\\circ", "90"),
+        ("\\textbf{7}", "7"),
+        ("\\overline{ab}", "ab"),
+        ("\\text{Monday}", "Monday"),
+        ("it is $5$ or $6$", "5"),
+        ("(1,\\ 2)", "(1,2)"),
+    ],
+)
+def test_the_form_in_which_answers_are_compared(answer: str, plain: str):
+    assert normal(answer) == plain
