@@ -9,6 +9,10 @@ from typing import Any
 
 from pipeline.config import PolicyConfig, RecipeError
 
+KNOWN = Path(__file__).resolve().parent.parent / "recipes/models"
+"""Folder of ORG/NAME.json: what a plan needs of the config.json of public models. `like` in one of them names another, whose
+keys it has but for those that it says itself."""
+
 
 def model_config(policy: PolicyConfig, pending: list[Path] = (), key: str = "policy.model_name") -> dict[str, Any] | None:
     """config.json with the recipe's overrides; None if the model is yet to come out of one of the run folders `pending`.
@@ -18,13 +22,41 @@ def model_config(policy: PolicyConfig, pending: list[Path] = (), key: str = "pol
     """
     if inside(policy.model_name, pending):
         return None
-    config = read_json(model_folder(key, policy.model_name) / "config.json")
-    config |= policy.hf_config_overrides
+    return _of_language_model(read_json(model_folder(key, policy.model_name) / "config.json"), policy)
+
+
+def described(policy: PolicyConfig, pending: list[Path] = (), key: str = "policy.model_name") -> dict[str, Any] | None:
+    """As `model_config`, but of a public model that is in no local folder or cache what recipes/models says of it.
+
+    For the plan alone: a run needs the model itself. Raises RecipeError.
+    """
+    if not inside(policy.model_name, pending) and not is_here(policy.model_name) and (config := known(policy.model_name)):
+        return _of_language_model(config, policy)
+    return model_config(policy, pending, key)
+
+
+def _of_language_model(config: dict[str, Any], policy: PolicyConfig) -> dict[str, Any]:
+    config = config | policy.hf_config_overrides
     return config | config.get("text_config", {})
+
+
+def known(name: str) -> dict[str, Any] | None:
+    """What recipes/models says of a public model, by its name on the Hugging Face Hub."""
+    path = KNOWN / f"{name}.json"
+    if name.count("/") != 1 or not path.is_file():
+        return None
+    config = read_json(path)
+    other = config.pop("like", None)
+    return {**known(other), **config} if other else config
 
 
 def inside(name: str, folders: list[Path]) -> bool:
     return any(Path(name).absolute().is_relative_to(folder.absolute()) for folder in folders)
+
+
+def is_here(name: str) -> bool:
+    """Whether the model is a folder or in the Hugging Face cache."""
+    return Path(name).is_dir() or _in_cache(name) is not None
 
 
 def model_folder(key: str, name: str) -> Path:
@@ -33,15 +65,18 @@ def model_folder(key: str, name: str) -> Path:
         if not (Path(name) / "config.json").exists() and key.endswith("model_name"):
             raise RecipeError(f"{key}: {name} has no config.json; give a folder with a Hugging Face checkpoint")
         return Path(name)
-    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") != 1
-    if not looks_like_path and (snapshot := _cached(hub_cache() / f"models--{name.replace('/', '--')}")):
+    if snapshot := _in_cache(name):
         return snapshot
-    if looks_like_path:
+    if _looks_like_path(name):
         raise RecipeError(f"{key}: there is no folder {name} (looked from {os.getcwd()})")
     raise RecipeError(
         f"{key}: '{name}' is neither a folder (looked from {os.getcwd()}) nor in the cache {hub_cache()}; fetch it with"
         f" `hf download {name}`"
     )
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") != 1
 
 
 def hub_cache() -> Path:
@@ -54,8 +89,11 @@ def hf_home() -> Path:
     return Path(os.environ.get("HF_HOME") or Path(cache) / "huggingface").expanduser()
 
 
-def _cached(repository: Path) -> Path | None:
+def _in_cache(name: str) -> Path | None:
     """The snapshot of `main`, else the only ones there are, newest first, if it has a config.json."""
+    if _looks_like_path(name):
+        return None
+    repository = hub_cache() / f"models--{name.replace('/', '--')}"
     main = repository / "refs/main"
     snapshots = sorted(repository.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
     if main.exists():

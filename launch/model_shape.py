@@ -1,114 +1,124 @@
 """The sizes of a model by its config.json, and how many parameters it has, without torch.
 
-Knows the families that the Megatron backend has. The counts are those of transformers' modules, to the last bias.
+The counts are those of transformers' modules, to the last bias, for every family that `pipeline.models.tensors` describes: all
+that the Megatron backend has, and others that FSDP2 trains.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from pipeline.config import RecipeError
+from pipeline.models import sizes
+from pipeline.models.tensors import Tensor, experts, tensors
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
+    """Of the language model. A critic or a reward model has a value head of `hidden` parameters in place of `output`."""
+
+    family: str  # model_type
     layers: int
+    dense_layers: int  # of these, with an MLP
+    sparse_layers: int  # with a mixture of experts
+    hidden: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int  # of queries and keys
+    value_dim: int  # of values
+    kv_width: int  # numbers that generation caches for each token and layer
     dense_width: int  # intermediate size of the layers with an MLP; 0 if there are none
     experts: int  # in each of the other layers; 0 if there are none
+    experts_per_token: int
     expert_width: int
     shared_width: int  # of the experts that every token passes, together
+    tied: bool  # the output layer is the embedding
     # Parameters of the whole model, by part
     embedding: int  # with the output layer, if that is not tied
     attention: int
     mlp: int  # with shared experts
     routed: int  # the experts that a router chooses among
     other: int  # norms and routers
-    largest_layer: int  # of the whole, what the largest layer has
+    # Of these
+    output: int  # the output layer's; 0 if it is tied
+    # Parameters of one layer
+    largest_layer: int  # all that the largest one has
+    attention_layer: int
+    mlp_layer: int  # of a layer with an MLP; 0 if there are none
+    sparse_layer: int  # a mixture, with router and shared experts; 0 if there are none
 
     @property
     def parameters(self) -> int:
         return self.embedding + self.attention + self.mlp + self.routed + self.other
 
+    @property
+    def active(self) -> int:
+        """Parameters that a token is multiplied with: of the routed experts those chosen; of the embedding the output layer,
+        for the table is only looked up."""
+        chosen = self.routed * self.experts_per_token // self.experts if self.experts else 0
+        return self.vocabulary * self.hidden + self.attention + self.mlp + chosen + self.other
+
     @classmethod
-    def of(cls, config: dict[str, Any], key: str = "policy.model_name") -> ModelShape:
-        """`config`: config.json of one of MEGATRON_MODEL_TYPES. Raises RecipeError for a key that it lacks, and says which
-        `key` of the recipe names the model."""
+    def of(cls, config: Mapping[str, Any], key: str = "policy.model_name") -> ModelShape:
+        """`config`: config.json of one of `pipeline.models.sizes.MODEL_TYPES`. Raises RecipeError for another family and for a
+        key that it lacks, and says which `key` of the recipe names the model."""
         try:
-            return _shape(config)
+            return _shape(sizes.sizes(config), tensors(config))
         except KeyError as error:
             raise RecipeError(
                 f"{key}: config.json of this {config['model_type']} has no {error}; fetch the model again"
             ) from None
+        except ValueError as error:
+            raise RecipeError(f"{key}: {error}") from None
 
 
-def _shape(config: dict[str, Any]) -> ModelShape:
-    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
-    experts, expert_width, shared_width, dense_layers = _mixture(config)
-    sparse_layers = layers - dense_layers
-    attention, norms = _attention(config)
-    norms += 2 * hidden
-    mlp = 3 * hidden * config["intermediate_size"]
-    if config.get("mlp_bias"):
-        mlp += 2 * config["intermediate_size"] + hidden
-    shared, routed, router = 3 * hidden * shared_width, 3 * hidden * expert_width * experts, hidden * experts
+def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:
+    sparse = sizes.sparse_layers(of)
+    mixtures, parts = sum(sparse), _parts(found)
+    first = {kind: _parts([t for t in found if t.layer == sparse.index(kind)]) for kind in set(sparse)}
+    dense_layer, sparse_layer = first.get(False, Counter()), first.get(True, Counter())
+    latent = of.model_type == "deepseek_v3"
+    expert_width = getattr(of, "moe_intermediate_size", of.intermediate_size) if mixtures else 0
     return ModelShape(
-        layers=layers,
-        dense_width=config["intermediate_size"] if dense_layers else 0,
-        experts=experts,
+        family=of.model_type,
+        layers=of.num_hidden_layers,
+        dense_layers=of.num_hidden_layers - mixtures,
+        sparse_layers=mixtures,
+        hidden=of.hidden_size,
+        vocabulary=of.vocab_size,
+        heads=of.num_attention_heads,
+        kv_heads=of.num_key_value_heads,
+        head_dim=of.qk_nope_head_dim + of.qk_rope_head_dim if latent else of.head_dim,
+        value_dim=of.v_head_dim if latent else of.head_dim,
+        kv_width=of.kv_lora_rank + of.qk_rope_head_dim if latent else 2 * of.num_key_value_heads * of.head_dim,
+        dense_width=0 if all(sparse) else of.intermediate_size,
+        experts=experts(of) if mixtures else 0,
+        experts_per_token=of.num_experts_per_tok if mixtures else 0,
         expert_width=expert_width,
-        shared_width=shared_width,
-        embedding=config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings", False) else 2),
-        attention=layers * attention,
-        mlp=dense_layers * mlp + sparse_layers * shared,
-        routed=sparse_layers * routed,
-        other=layers * norms + sparse_layers * router + hidden,
-        largest_layer=attention + norms + max(mlp if dense_layers else 0, shared + routed + router if sparse_layers else 0),
+        shared_width=expert_width * (getattr(of, "n_shared_experts", None) or 0),
+        tied=of.tie_word_embeddings,
+        embedding=parts["embedding"] + parts["output"],
+        attention=parts["attention"],
+        mlp=parts["mlp"] + parts["shared"],
+        routed=parts["routed"],
+        other=parts["norm"] + parts["router"],
+        output=parts["output"],
+        largest_layer=max(layer.total() for layer in first.values()),
+        attention_layer=next(iter(first.values()))["attention"],
+        mlp_layer=dense_layer["mlp"],
+        sparse_layer=sum(sparse_layer[part] for part in ("shared", "routed", "router")),
     )
 
 
-def _mixture(config: dict[str, Any]) -> tuple[int, int, int, int]:
-    """(experts per layer, their intermediate size, that of the shared ones together, how many layers have none)"""
-    layers = config["num_hidden_layers"]
-    match config["model_type"]:
-        case "mixtral":
-            return config["num_local_experts"], config["intermediate_size"], 0, 0
-        case "qwen3_moe":
-            step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
-            sparse = [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
-            return _experts(config, "num_experts"), config["moe_intermediate_size"], 0, layers - len(sparse)
-        case "deepseek_v3":
-            width = config["moe_intermediate_size"]
-            dense_layers = min(config["first_k_dense_replace"], layers)
-            return _experts(config, "n_routed_experts"), width, width * (config.get("n_shared_experts") or 0), dense_layers
-    return 0, 0, 0, layers
-
-
-def _experts(config: dict[str, Any], name: str) -> int:
-    """transformers 5 writes some families' number of experts under its common name."""
-    return config["num_local_experts"] if name not in config and "num_local_experts" in config else config[name]
-
-
-def _attention(config: dict[str, Any]) -> tuple[int, int]:
-    """Parameters of one layer's (projections, norms inside the attention)."""
-    hidden, heads, family = config["hidden_size"], config["num_attention_heads"], config["model_type"]
-    bias = bool(config.get("attention_bias"))
-    if family == "deepseek_v3":
-        return _latent_attention(config, hidden, heads, bias)
-    head = config.get("head_dim") or hidden // heads
-    queries, keys = heads * head, (config.get("num_key_value_heads") or heads) * head
-    projections = 2 * hidden * (queries + keys)
-    if bias or family == "qwen2":
-        projections += queries + 2 * keys + (hidden if family != "qwen2" else 0)
-    return projections, 2 * head if family in ("qwen3", "qwen3_moe") else 0
-
-
-def _latent_attention(config: dict[str, Any], hidden: int, heads: int, bias: bool) -> tuple[int, int]:
-    query_rank, rank = config["q_lora_rank"], config["kv_lora_rank"]
-    rope, nope, value = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
-    query = heads * (nope + rope)
-    projections = hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
-    projections += hidden * query if query_rank is None else hidden * query_rank + query_rank * query
-    if bias:
-        projections += rank + rope + hidden + (query_rank or 0)
-    return projections, rank + (query_rank or 0)
+def _parts(found: list[Tensor]) -> Counter[str]:
+    """Parameters by part."""
+    counts: Counter[str] = Counter()
+    for tensor in found:
+        if tensor.part != "buffer":
+            counts[tensor.part] += tensor.numel
+    return counts

@@ -5,8 +5,9 @@
     model_config=PATH   a Hugging Face config.json to plan for in place of policy.model_name: nothing else of it need be there
     out=PATH            where the timeline picture goes (default: NAME-refit.png)
 
-Needs the model's config.json alone: no weights, no GPU, no job. Prints what each rank sends and receives, how that compares
-with the floor that the network sets and with the reference broadcast, and what bounds it; writes a timeline as a PNG.
+Needs the model's config.json alone, or that recipes/models describes it: no weights, no GPU, no job, no torch. Prints what
+each rank sends and receives, how that compares with the floor that the network sets and with the reference broadcast, and what
+bounds it; writes a timeline as a PNG.
 A model that is yet to come out of a recipe listed under `needs` has the shape of the model which that recipe starts from.
 
 Ends with status 0, or 2 if something about the command line, the recipe or the model is wrong.
@@ -14,24 +15,38 @@ Ends with status 0, or 2 if something about the command line, the recipe or the 
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
 from launch import backend, command_line, preflight_model
-from launch.model_files import inside, read_json
+from launch.model_files import described, inside, is_here, read_json
+from launch.model_shape import ModelShape
 from pipeline import config
-from pipeline.config import PRECISIONS, Recipe, RecipeError, engine_ranks, generates, ranks, ranks_per_node, uses_megatron
+from pipeline.config import (
+    PRECISIONS,
+    Recipe,
+    RecipeError,
+    engine_ranks,
+    generates,
+    ranks,
+    ranks_per_node,
+    refuse,
+    uses_megatron,
+)
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pipeline.refit.schedule import Schedule
     from pipeline.refit.simulate import Broadcast, Demand, Timeline
 
@@ -110,7 +125,8 @@ def load(request: Request, folder: Path | None) -> tuple[Recipe, backend.Choice]
     if not folder and (model := needed_model(recipe)):
         recipe = config.load(request.recipe, [*overrides, f"policy.model_name={model}"])
     recipe, choice = backend.choose(recipe)
-    preflight_model.check(recipe)
+    if is_here(recipe.policy.model_name):
+        refuse(preflight_model.problems(recipe))
     return recipe, choice
 
 
@@ -131,30 +147,54 @@ def needed_model(recipe: Recipe) -> str | None:
 @dataclass(frozen=True)
 class Prediction:
     recipe: Recipe
-    entries: int  # of the model
+    parameters: int  # of the model; its buffers are refitted too
     schedule: Schedule
     timeline: Timeline
     demand: Demand
     reference: Broadcast
 
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds
 
-def predict(recipe: Recipe) -> Prediction:
-    """Plan and price the refit of a recipe from `load`. Raises ValueError if its layouts cannot be told, or do not meet."""
-    # Not imported before: they bring torch, and a wrong command line is soon told.
+    @property
+    def sent(self) -> np.ndarray:
+        """[train ranks] bytes"""
+        return self.timeline.loads.sent.sum(0)[: ranks(self.recipe.cluster.train)]
+
+    @property
+    def received(self) -> np.ndarray:
+        """[generate ranks] bytes"""
+        return self.timeline.loads.received.sum(0)[ranks(self.recipe.cluster.train) :]
+
+    @property
+    def floor(self) -> tuple[float, str]:
+        """Seconds that the network takes whatever the plan, and what sets them."""
+        from pipeline.refit import simulate
+
+        return simulate.floor(self.demand, self.recipe.cluster.network)
+
+
+def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> Prediction:
+    """Plan and price the refit of a recipe whose backend is chosen. model: the policy's config.json; None: that of the model
+    which the recipe names. Raises ValueError if the layouts cannot be told, or do not meet.
+    """
+    # Not imported before, so that a wrong command line is soon told.
     import numpy as np
 
     from pipeline.refit import ownership, plan, simulate
 
     nodes, network = node_names(recipe), recipe.cluster.network
     itemsize, bucket = PRECISIONS[recipe.policy.precision], recipe.policy.generation.refit_cfg.bucket_bytes
-    owners = ownership.tables(recipe)
+    model = model or described(recipe.policy)
+    owners = ownership.tables(model, recipe)
     schedule = plan.schedule(owners.train, owners.generate, owners.engines, owners.shapes, itemsize, bucket, nodes, network)
     number = {name: i for i, name in enumerate(dict.fromkeys(nodes.values()))}
     node = np.array([number[nodes[rank]] for rank in range(len(nodes))])
-    entries = sum(int(np.prod(shape)) for shape in owners.shapes.values())
+    entries = sum(map(math.prod, owners.shapes.values()))
     return Prediction(
         recipe,
-        entries,
+        ModelShape.of(model).parameters,
         schedule,
         simulate.simulate(simulate.messages(schedule), node, network),
         simulate.demand(schedule, node),
@@ -173,7 +213,7 @@ def node_names(recipe: Recipe) -> dict[int, str]:
 def draw(predicted: Prediction, out: Path) -> None:
     from pipeline.refit import timeline
 
-    title = f"refit of {predicted.recipe.name}, {_seconds(predicted.timeline.seconds)} predicted"
+    title = f"refit of {predicted.recipe.name}, {_seconds(predicted.seconds)} predicted"
     timeline.draw(predicted.timeline, ranks(predicted.recipe.cluster.train), title, out)
 
 
@@ -186,13 +226,13 @@ def report(predicted: Prediction, choice: backend.Choice) -> str:
 
 
 def _headline(predicted: Prediction, choice: backend.Choice) -> list[str]:
-    recipe, entries = predicted.recipe, predicted.entries
+    recipe, parameters = predicted.recipe, predicted.parameters
     cluster, policy, network = recipe.cluster, recipe.policy, recipe.cluster.network
     vllm, megatron, dtensor = policy.generation.vllm_cfg, policy.megatron_cfg, policy.dtensor_cfg
     engine = engine_ranks(vllm)
     trains = _cuts(megatron if uses_megatron(policy) else dtensor)
     return [
-        f"{recipe.name}: {entries:,} parameters, {_size(entries * PRECISIONS[policy.precision])} in {policy.precision}",
+        f"{recipe.name}: {parameters:,} parameters, {_size(parameters * PRECISIONS[policy.precision])} in {policy.precision}",
         f"{'train':14s}{ranks(cluster.train)} ranks, {ranks_per_node(cluster.train)} a node, {trains}; {choice}",
         f"{'generate':14s}{ranks(cluster.generate)} ranks, {ranks_per_node(cluster.generate)} a node, {_cuts(vllm)};"
         f" {_plural(ranks(cluster.generate) // engine, 'engine')} of {_plural(engine, 'rank')}",
@@ -210,11 +250,11 @@ def _cuts(section: object) -> str:
 def _table(predicted: Prediction) -> list[str]:
     """Min, mean and max over the ranks of a realm."""
     schedule, load, train = predicted.schedule, predicted.timeline.loads, ranks(predicted.recipe.cluster.train)
-    out, into, staged = load.sent.sum(0), load.received.sum(0), load.staging()
+    out, staged = load.sent.sum(0), load.staging()
     sends, receives = load.sends.sum(0), load.receives.sum(0)
     rows = [
-        ("bytes out of a train rank", out[:train], _size),
-        ("bytes into a generate rank", into[train:], _size),
+        ("bytes out of a train rank", predicted.sent, _size),
+        ("bytes into a generate rank", predicted.received, _size),
         ("  of these by NIC", load.nic_in.sum(0)[train:], _size),
         ("bytes passed on by a generate rank", out[train:], _size),
         ("messages from a train rank", sends[:train], _count),
@@ -246,7 +286,7 @@ def _verdict(predicted: Prediction) -> list[str]:
 
     network = predicted.recipe.cluster.network
     spent = sorted(simulate.bounds(predicted.timeline).items(), key=lambda item: -item[1])
-    seconds, floor = predicted.timeline.seconds, simulate.floor(predicted.demand, network)
+    seconds, floor = predicted.seconds, predicted.floor
     broadcast, stage = simulate.broadcast_seconds(predicted.reference, network)
     parts = ", ".join(f"{name} {_seconds(value)} ({value / seconds:.0%})" for name, value in spent if value > seconds / 200)
     load = predicted.timeline.loads

@@ -7,15 +7,18 @@ A family is a module of this package with two functions of a transformers config
 
 Run on real tensors, a parameter's function converts; run on meta tensors under `pipeline.models.layout.record`, it gives the
 layout, which serves export, checkpoints and refit. So no mapping is written twice, and none is written backwards.
+
+Only the functions need torch, when they run: what a family says can be read without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Split = Literal["none", "rows", "columns", "halves"]
 """How tensor parallelism cuts a whole parameter [out, in] or [out]: not at all; by rows; by columns; by the rows of each of its
@@ -24,6 +27,9 @@ two halves (gate and up projections of a gated MLP). A vocabulary is cut by rows
 
 VALUE_HEAD = "value_head.weight"
 """The Megatron name of a value head [1, H]."""
+
+SCORE = "score.weight"
+"""Its name on disk."""
 
 
 @dataclass(frozen=True, slots=True)

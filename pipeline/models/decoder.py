@@ -9,13 +9,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from pipeline.models.base import VALUE_HEAD, Parameter, Split
-from pipeline.models.hugging_face import SCORE
+from pipeline.models.base import SCORE, VALUE_HEAD, Parameter, Split
 from pipeline.types import Head
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig
 
 
@@ -73,11 +71,15 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 
 def gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Two [I, H] -> [2 I, H]."""
+    import torch
+
     return torch.cat([gate, up])
 
 
 def query_groups(groups: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """[heads D, ...], [groups D, ...] twice -> [(heads + 2 groups) D, ...]: for each group its queries, its key, its value."""
+    import torch
+
     parts = [tensor.unflatten(0, (groups, -1)) for tensor in (query, key, value)]
     return torch.cat(parts, 1).flatten(0, 1)
 

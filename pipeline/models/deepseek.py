@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder
 from pipeline.models.base import Parameter
+from pipeline.models.sizes import sparse_layers
 from pipeline.types import Head
 
 if TYPE_CHECKING:
@@ -72,13 +73,14 @@ def _mixture(config: PreTrainedConfig) -> dict[str, Any]:
             f"policy.model_name: deepseek_v3 with num_experts_per_tok={topk} and topk_group={chosen} is not described: a "
             "group's score is that of its two best experts, in Megatron-Core that of its num_experts_per_tok // topk_group best"
         )
-    if not config.n_shared_experts or not any(_sparse(config)):
+    sparse = sparse_layers(config)
+    if not config.n_shared_experts or not any(sparse):
         raise ValueError(
             "policy.model_name: deepseek_v3 without a shared expert or without a layer that has experts is not described"
         )
     return {
         "num_moe_experts": config.n_routed_experts,
-        "moe_layer_freq": _sparse(config),
+        "moe_layer_freq": list(map(int, sparse)),
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
         "moe_router_topk": topk,
@@ -91,7 +93,7 @@ def _mixture(config: PreTrainedConfig) -> dict[str, Any]:
 
 def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, Parameter]:
     layers: dict[str, Parameter] = {}
-    for i, sparse in enumerate(_sparse(config)):
+    for i, sparse in enumerate(sparse_layers(config)):
         target, source = f"decoder.layers.{i}", f"model.layers.{i}"
         layers |= decoder.norms(target, source)
         layers |= _attention(config, f"{target}.self_attention", f"{source}.self_attn")
@@ -121,8 +123,3 @@ def _attention(config: PreTrainedConfig, target: str, source: str) -> dict[str, 
         **decoder.one(f"{target}.linear_kv_up_proj.weight", f"{source}.kv_b_proj.weight", "rows"),
         **decoder.one(f"{target}.linear_proj.weight", f"{source}.o_proj.weight", "columns"),
     }
-
-
-def _sparse(config: PreTrainedConfig) -> list[int]:
-    """For each layer, 1 if it has experts, 0 if it is dense."""
-    return [int(i >= config.first_k_dense_replace) for i in range(config.num_hidden_layers)]

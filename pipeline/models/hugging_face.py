@@ -16,10 +16,9 @@ import torch
 
 from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig
+from pipeline.models.base import SCORE
 from pipeline.models.layout import Shape, invert, record_all
 from pipeline.types import Head
-
-SCORE = "score.weight"
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder
 from pipeline.models.base import Parameter
+from pipeline.models.sizes import sparse_layers
 from pipeline.types import Head
 
 if TYPE_CHECKING:
@@ -22,14 +23,15 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
             f"policy.model_name: {config.model_type} with num_experts_per_tok=1 and normalized weights is not described: the "
             "router would get no gradient"
         )
-    if not any(_sparse(config)):
+    sparse = sparse_layers(config)
+    if not any(sparse):
         raise ValueError(f"policy.model_name: {config.model_type} without a layer that has experts is not described")
     return {
         **decoder.transformer(config),
         **decoder.grouped_query_attention(config),
         "qk_layernorm": qwen,
         "num_moe_experts": config.num_local_experts,
-        "moe_layer_freq": _sparse(config),
+        "moe_layer_freq": list(map(int, sparse)),
         "moe_ffn_hidden_size": config.moe_intermediate_size if qwen else config.intermediate_size,
         "moe_router_topk": config.num_experts_per_tok,
         "moe_router_score_function": "softmax",
@@ -41,7 +43,7 @@ def transformer(config: PreTrainedConfig) -> dict[str, Any]:
 def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, Parameter]:
     qwen = config.model_type == "qwen3_moe"
     layers: dict[str, Parameter] = {}
-    for i, sparse in enumerate(_sparse(config)):
+    for i, sparse in enumerate(sparse_layers(config)):
         target, source = f"decoder.layers.{i}", f"model.layers.{i}"
         layers |= decoder.norms(target, source)
         layers |= decoder.attention(config, f"{target}.self_attention", f"{source}.self_attn", bias=False, head_norms=qwen)
@@ -54,11 +56,3 @@ def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, P
                 config.num_local_experts, f"{target}.mlp", f"{source}.block_sparse_moe", names=("w1", "w3", "w2")
             )
     return decoder.model(config, layers, head)
-
-
-def _sparse(config: PreTrainedConfig) -> list[int]:
-    """For each layer, 1 if it has experts, 0 if it is dense."""
-    layers = range(config.num_hidden_layers)
-    if config.model_type == "mixtral":
-        return [1 for _ in layers]
-    return [int(i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0) for i in layers]

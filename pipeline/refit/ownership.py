@@ -1,26 +1,27 @@
-"""Which boxes every rank of a run holds or wants, from the recipe and the model's config alone: no processes, weights or vLLM.
+"""Which boxes every rank of a run holds or wants, from the recipe and the model's config.json alone: no processes, no weights,
+and neither torch nor transformers nor vLLM.
 
 For planning runs that are not there. A run itself asks its backends (`layout`), and tests hold both against each other.
 
-Train ranks: FSDP2 with tensor parallelism, by the pieces of which transformers' model consists and the cuts that torch makes
-of its tensors; Megatron-Core, by the family's description in `pipeline/models`. Generate ranks: vLLM at tensor, expert and
-pipeline parallelism, by the same description, for it says which tensors are fused and how each is cut; transformers, whose
-engines are one rank that has everything.
+Train ranks: FSDP2 with tensor parallelism, by the chunks that torch makes of transformers' parameters, where the experts of a
+layer are one; Megatron-Core, by the family's description in `pipeline/models`. Generate ranks: vLLM at tensor, expert and
+pipeline parallelism, by how each tensor is cut; transformers, whose engines are one rank that has everything.
 
 Tables are shared: ranks that hold the same have one object.
 
-Left out: vLLM's models of other families than Megatron-Core trains, quantised weights, and multi-token prediction.
+Left out: families that `pipeline.models.tensors` does not describe, gpt_oss in vLLM (which pads its experts), quantised
+weights, and multi-token prediction.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline import models
 from pipeline.boxes import Box, chunk, whole
@@ -34,19 +35,25 @@ from pipeline.config import (
     ranks,
     uses_megatron,
 )
+from pipeline.models import decoder
 from pipeline.models.base import Parameter
-from pipeline.models.hugging_face import checkpoint_shapes, layout, meta_model, model_config
-from pipeline.models.layout import Shape, cut_of, record, restrict
+from pipeline.models.reading import check_fsdp
+from pipeline.models.sizes import sizes
+from pipeline.models.tensors import Part, Tensor, experts, tensors
 from pipeline.refit.tables import Table, columns
-from pipeline.train.tensor_parallel import KEY as TENSOR_KEY
-from pipeline.train.tensor_parallel import expand
 
 _KEY = "policy.generation.vllm_cfg.tensor_parallel_size"
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE: the vocabulary is padded to a multiple of it, then cut
-# Described as cut by rows, but whole on every rank: in vLLM, and with TransformerEngine as well as without in our stages.
+# Described as cut by rows, but whole on every rank, with TransformerEngine as well as without in our stages.
 _WHOLE = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
+_EVERYWHERE: dict[str, tuple[Part, ...]] = {  # what vLLM's models have on every stage, beside its layers
+    "qwen3_moe": ("embedding", "norm", "output"),
+    "mixtral": ("embedding", "norm", "output"),
+    "gemma3_text": ("norm",),
+}
 
+Shape = tuple[int, ...]
 Held = Iterable[tuple[str, Box]]
 """(tensor on disk, box of it)"""
 
@@ -61,55 +68,51 @@ class Ownership:
     shapes: dict[str, Shape]  # of every tensor on disk, in a checkpoint's order
 
 
-def tables(recipe: Recipe) -> Ownership:
-    """Raises ValueError, naming the recipe's key, if the model cannot be laid out so."""
-    return ownership(model_config(recipe.policy), recipe.policy, ranks(recipe.cluster.train), ranks(recipe.cluster.generate))
+def tables(config: Mapping[str, Any], recipe: Recipe) -> Ownership:
+    """config: config.json of the policy's model. Raises ValueError, naming the recipe's key, if it cannot be laid out so."""
+    return ownership(config, recipe.policy, ranks(recipe.cluster.train), ranks(recipe.cluster.generate))
 
 
-def ownership(config: PreTrainedConfig, policy: PolicyConfig, train: int, generate: int) -> Ownership:
-    """config: the model's, in the place of policy.model_name's; train, generate: the numbers of ranks. The model's layouts are
+def ownership(config: Mapping[str, Any], policy: PolicyConfig, train: int, generate: int) -> Ownership:
+    """config: config.json, in the place of policy.model_name's; train, generate: the numbers of ranks. The model's layouts are
     taken from `policy.megatron_cfg` if that is enabled, else `policy.dtensor_cfg`, and `policy.generation`.
 
     Raises ValueError, naming the recipe's key.
     """
-    shapes, _ = checkpoint_shapes(config)
-    maker = _Maker(shapes)
-    described = uses_megatron(policy) or policy.generation.backend == "vllm"
-    parameters = _parameters(config, shapes) if described else {}
-    megatron = policy.megatron_cfg
-    held = (
-        _megatron(config, parameters, megatron, train, maker) if uses_megatron(policy) else _fsdp(config, policy, train, maker)
-    )
+    try:
+        of, found = sizes(config), tensors(config)
+    except KeyError as error:
+        raise ValueError(f"policy.model_name: its config.json has no {error}") from None
+    except ValueError as error:
+        raise ValueError(f"policy.model_name: {error}") from None
+    maker = _Maker(found)
+    if uses_megatron(policy):
+        held = _megatron(of, policy.megatron_cfg, train, maker)
+    else:
+        check_fsdp(config, policy.dtensor_cfg.tensor_parallel_size)
+        held = _fsdp(policy.dtensor_cfg.tensor_parallel_size, train, maker)
     size = engine_ranks(policy.generation.vllm_cfg)
     if policy.generation.backend == "vllm":
-        wanted = _vllm(config, parameters, policy.generation.vllm_cfg, maker)
+        wanted = _vllm(of, policy.generation.vllm_cfg, maker)
     else:
-        wanted = [maker.table([(name, name, whole(shape)) for name, shape in shapes.items()])]
+        wanted = [maker.table((name, name, whole(shape)) for name, shape in maker.shapes.items())]
     engines = [list(range(first, first + size)) for first in range(train, train + generate, size)]
     return Ownership(
         train=dict(enumerate(held)),
         generate={rank: wanted[place] for engine in engines for place, rank in enumerate(engine)},
         engines=engines,
-        shapes=shapes,
+        shapes=maker.shapes,
     )
-
-
-def _parameters(config: PreTrainedConfig, shapes: dict[str, Shape]) -> dict[str, Parameter]:
-    """The family's. Raises ValueError if it leaves out a tensor that is on disk."""
-    parameters = models.family(config).parameters(config)
-    known = {source for parameter in parameters.values() for source in parameter.sources}
-    if left := [name for name in shapes if name not in known]:
-        raise ValueError(f"policy.model_name: this {config.model_type} has {left[0]}, which its family does not describe")
-    return parameters
 
 
 class _Maker:
     """Tables of boxes by name."""
 
-    def __init__(self, shapes: dict[str, Shape]) -> None:
-        self.shapes = shapes
-        self._number = {name: i for i, name in enumerate(shapes)}
-        self._dims = max(map(len, shapes.values())) or 1
+    def __init__(self, found: list[Tensor]) -> None:
+        self.tensors = found
+        self.shapes = {tensor.name: tensor.shape for tensor in found}
+        self._number = {name: i for i, name in enumerate(self.shapes)}
+        self._dims = max(map(len, self.shapes.values()))
 
     def columns(self, held: Held) -> list[np.ndarray]:
         """Tensor, offset, size."""
@@ -132,87 +135,62 @@ def _joined(*parts: list[np.ndarray]) -> Table:
 # ---- FSDP2 and tensor parallelism ---------------------------------------------------------------------------------------
 
 
-def _fsdp(config: PreTrainedConfig, policy: PolicyConfig, train: int, maker: _Maker) -> list[Table]:
-    """Rank = data rank * tensor-parallel size + tensor-parallel rank, as in `pipeline/train/fsdp.py`."""
-    tensor = policy.dtensor_cfg.tensor_parallel_size
-    data = train // tensor
-    model = meta_model(config)
-    pieces = layout(model)
-    cuts = _cuts(model) if tensor > 1 else {}
-    parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    # Pieces of a tensor of many (experts) are looked up by where they begin along its first dimension.
-    begins = {name: np.array([p.target.offset[0] if p.target.offset else 0 for p in found]) for name, found in pieces.items()}
-    ends = {name: begins[name] + [p.target.size[0] if p.target.size else 1 for p in found] for name, found in pieces.items()}
+def _fsdp(size: int, train: int, maker: _Maker) -> list[Table]:
+    """Rank = data rank * tensor-parallel size + tensor-parallel rank, as in `pipeline/train/fsdp.py`. size: tensor-parallel.
 
-    def held(data_rank: int, tensor_rank: int) -> Iterator[tuple[str, Box]]:
-        for name, shape in parameters.items():
-            box = whole(shape)
-            if name in cuts:
-                box = chunk(box, cuts[name], tensor, tensor_rank)
-            box = chunk(box, 0, data, data_rank)
-            if not box.numel:
-                continue
-            near = (begins[name] < box.offset[0] + box.size[0]) & (ends[name] > box.offset[0])
-            for piece in restrict([pieces[name][i] for i in np.flatnonzero(near)], box):
-                yield piece.name, piece.source
+    Torch cuts every parameter along its first dimension. Of a layer's stacked experts that is the one that counts them.
+    """
+    data = train // size
+    number, origin, extent = maker.columns((tensor.name, whole(tensor.shape)) for tensor in maker.tensors)
+    expert = np.array([-1 if tensor.expert is None else tensor.expert for tensor in maker.tensors])
+    cut = {dim: np.array([tensor.split == split for tensor in maker.tensors]) for dim, split in enumerate(("rows", "columns"))}
+    each = -(-(expert.max() + 1) // data)
 
-    return [_joined(maker.columns(held(*divmod(rank, tensor)))) for rank in range(train)]
+    def table(data_rank: int, tensor_rank: int) -> Table:
+        offset, length = origin.copy(), extent.copy()
+        for dim, mine in cut.items():
+            _chunk(offset, length, mine, dim, size, tensor_rank)
+        _chunk(offset, length, expert < 0, 0, data, data_rank)
+        held = ((expert < 0) | (expert // max(each, 1) == data_rank)) & (length[:, 0] > 0)
+        return _joined([number[held], offset[held], length[held]])
+
+    return [table(*divmod(rank, size)) for rank in range(train)]
 
 
-_DIMENSION = {
-    "colwise": 0,
-    "colwise_gather_output": 0,
-    "embedding_rowwise": 0,
-    "rowwise": 1,
-    "replicated_with_grad_allreduce": None,
-}
-
-
-def _cuts(model: PreTrainedModel) -> dict[str, int]:
-    """Parameter -> the dimension that tensor parallelism cuts, as in `pipeline/train/tensor_parallel.py`; others are whole."""
-    found = {}
-    for name, style in expand(model).items():
-        if style not in _DIMENSION:
-            raise ValueError(f"{TENSOR_KEY}: style '{style}' of {name} is not supported; it must be 1 for this model")
-        for parameter, tensor in model.get_submodule(name).named_parameters(recurse=False):
-            dim = _DIMENSION[style]
-            if dim is not None and dim < tensor.dim():  # the bias of a module that is cut by columns is whole
-                found[f"{name}.{parameter}"] = dim
-    names = {id(tensor): name for name, tensor in model.named_parameters()}
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-        found[names[id(module.weight)]] = 0
-    return found
+def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, parts: int, part: int) -> None:
+    """`boxes.chunk` of the boxes in these rows, in place."""
+    step = -(-size[rows, dim] // parts)
+    start = np.minimum(part * step, size[rows, dim])
+    offset[rows, dim] += start
+    size[rows, dim] = np.minimum(step, size[rows, dim] - start)
 
 
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
 
 
-def _megatron(
-    config: PreTrainedConfig, parameters: dict[str, Parameter], megatron: MegatronConfig, train: int, maker: _Maker
-) -> list[Table]:
+def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, maker: _Maker) -> list[Table]:
     """Ranks are numbered as by megatron.core.parallel_state: tensor, context, data, pipeline, the first the fastest; where
     experts are concerned expert tensor, expert, data, pipeline."""
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     expert, expert_tensor = megatron.expert_model_parallel_size, expert_tensor_parallel_size(megatron)
-    stages = _stages(config, megatron)
-    last = max((p.expert for p in parameters.values() if p.expert is not None), default=-1)
+    stages = _stages(of, megatron)
     shared: list[dict[str, Parameter]] = [{} for _ in stages]
-    experts: list[list[dict[str, Parameter]]] = [[{} for _ in range(expert)] for _ in stages]
-    for name, parameter in parameters.items():
-        for stage in _stages_of(name, stages, config.tie_word_embeddings):
+    routed: list[list[dict[str, Parameter]]] = [[{} for _ in range(expert)] for _ in stages]
+    for name, parameter in _parameters(of, maker.shapes).items():
+        for stage in _stages_of(_layer(name), name == _VOCABULARY[0], stages, of.tie_word_embeddings):
             if parameter.expert is None:
                 shared[stage][name] = parameter
             else:
-                experts[stage][parameter.expert * expert // (last + 1)][name] = parameter
+                routed[stage][parameter.expert * expert // experts(of)][name] = parameter
 
     @functools.cache
     def part(stage: int, spread: int | None, rank: int) -> list[np.ndarray]:
-        chosen, size = (shared[stage], tensor) if spread is None else (experts[stage][spread], expert_tensor)
+        chosen, size = (shared[stage], tensor) if spread is None else (routed[stage][spread], expert_tensor)
         return maker.columns(box for name, p in chosen.items() for box in _megatron_boxes(name, p, maker.shapes, rank, size))
 
     @functools.cache
     def table(stage: int, rank: int, spread: int, expert_rank: int) -> Table:
-        if not experts[stage][spread]:
+        if not routed[stage][spread]:
             return dense(stage, rank)
         return _joined(part(stage, None, rank), part(stage, spread, expert_rank))
 
@@ -224,25 +202,49 @@ def _megatron(
     return [table(r // peers, r % tensor, r // expert_tensor % expert, r % expert_tensor) for r in range(train)]
 
 
+def _parameters(of: SimpleNamespace, shapes: dict[str, Shape]) -> dict[str, Parameter]:
+    """The family's. Raises ValueError if it leaves out a tensor that is on disk."""
+    parameters = models.family(of).parameters(of)
+    known = {source for parameter in parameters.values() for source in parameter.sources}
+    if left := [name for name in shapes if name not in known]:
+        raise ValueError(f"policy.model_name: this {of.model_type} has {left[0]}, which its family does not describe")
+    return parameters
+
+
 def _megatron_boxes(
     name: str, parameter: Parameter, shapes: dict[str, Shape], rank: int, size: int
 ) -> Iterator[tuple[str, Box]]:
-    sources = [(source, shapes[source]) for source in parameter.sources]
+    """Of one rank of `size`. Raises ValueError if the parameter cannot be cut so."""
+    sources = [(source, whole(shapes[source])) for source in parameter.sources]
     if name in _VOCABULARY:  # padded, then cut in equal parts
-        yield sources[0][0], chunk(whole(sources[0][1]), 0, size, rank)
-        return
-    split = "none" if name.endswith(_WHOLE) else parameter.split
-    _, pieces = record(cut_of(parameter.function, split, rank, size), sources)
-    for piece in pieces:
-        yield piece.name, piece.source
+        yield sources[0][0], chunk(sources[0][1], 0, size, rank)
+    elif isinstance(parameter.function, functools.partial) and parameter.function.func is decoder.query_groups:
+        (groups,) = parameter.function.args  # whose queries, key and value lie side by side
+        each = _divided(name, groups, size)
+        for group in range(rank * each, (rank + 1) * each):
+            for source, box in sources:
+                yield source, chunk(box, 0, groups, group)
+    else:
+        cut = size > 1 and parameter.split != "none" and not name.endswith(_WHOLE)
+        dim = 1 if parameter.split == "columns" else 0
+        for source, box in sources:
+            if cut:
+                _divided(name, box.size[dim], size)
+            yield source, chunk(box, dim, size, rank) if cut else box
 
 
-def _stages(config: PreTrainedConfig, megatron: MegatronConfig) -> list[range]:
+def _divided(name: str, count: int, size: int) -> int:
+    if count % size:
+        raise ValueError(f"policy.megatron_cfg.tensor_model_parallel_size: {name} cannot be cut into {size} equal parts")
+    return count // size
+
+
+def _stages(of: SimpleNamespace, megatron: MegatronConfig) -> list[range]:
     """The layers of each pipeline stage: those of the first and the last may be given, the others are equal.
 
     Raises ValueError where Megatron-Core does.
     """
-    count, layers = megatron.pipeline_model_parallel_size, config.num_hidden_layers
+    count, layers = megatron.pipeline_model_parallel_size, of.num_hidden_layers
     first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
     middle = count - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
@@ -261,15 +263,20 @@ def _ranges(counts: list[int]) -> list[range]:
     return [range(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
 
 
-def _stages_of(name: str, stages: list[range], tied: bool) -> list[int]:
-    """The stages that hold a parameter. A tied embedding is the last one's output layer as well."""
-    if name.startswith("decoder.layers."):
-        layer = int(name.split(".")[2])
-        return [i for i, layers in enumerate(stages) if layer in layers]
+def _stages_of(layer: int | None, embedding: bool, stages: list[range], tied: bool) -> list[int]:
+    """The stages that hold what belongs to a layer, to the embedding, or to neither. A tied embedding is the last one's output
+    layer as well."""
     last = len(stages) - 1
-    if name == "embedding.word_embeddings.weight":
+    if layer is not None:
+        return [i for i, layers in enumerate(stages) if layer in layers]
+    if embedding:
         return sorted({0, last}) if tied else [0]
     return [last]
+
+
+def _layer(name: str) -> int | None:
+    """Of a parameter of Megatron-Core's."""
+    return int(name.split(".")[2]) if name.startswith("decoder.layers.") else None
 
 
 # ---- vLLM ---------------------------------------------------------------------------------------------------------------
@@ -286,24 +293,22 @@ class _Cut(NamedTuple):
     owner: int = -1  # the one rank that has it; -1: all
 
 
-def _vllm(config: PreTrainedConfig, parameters: dict[str, Parameter], vllm: VLLMConfig, maker: _Maker) -> list[Table]:
+def _vllm(of: SimpleNamespace, vllm: VLLMConfig, maker: _Maker) -> list[Table]:
     """Of each rank of an engine: rank = pipeline rank * tensor-parallel size + tensor-parallel rank."""
+    if of.model_type == "gpt_oss":
+        raise ValueError("policy.model_name: which parts of a 'gpt_oss' model vLLM's ranks have is not described")
     tensor, pipeline = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
-    layers, rest = divmod(config.num_hidden_layers, pipeline)
+    layers, rest = divmod(of.num_hidden_layers, pipeline)
     # get_pp_indices of vllm/distributed/utils.py: what is left over goes to the stages before the last.
     stages = _ranges([layers + (pipeline - 1 - rest <= stage < pipeline - 1) for stage in range(pipeline)])
-    everywhere = models.family(config) is models.mixture  # vLLM's have embedding, norm and head on every stage
-    found = []
-    for stage in range(pipeline):
-        cuts = [
-            cut
-            for name, parameter in parameters.items()
-            if stage in _stages_of(name, stages, config.tie_word_embeddings)
-            or (everywhere and not name.startswith("decoder.layers."))
-            for cut in _vllm_cuts(config, vllm, name, parameter, maker.shapes)
-        ]
-        found += _vllm_tables(cuts, tensor, maker)
-    return found
+    cuts: list[list[_Cut]] = [[] for _ in stages]
+    for one in maker.tensors:
+        homes = _stages_of(one.layer, one.part == "embedding", stages, of.tie_word_embeddings)
+        if one.layer is None and one.part in _EVERYWHERE.get(of.model_type, ()):
+            homes = range(pipeline)
+        for stage in homes:
+            cuts[stage].append(_vllm_cut(of, vllm, one))
+    return [table for found in cuts for table in _vllm_tables(found, tensor, maker)]
 
 
 def _vllm_tables(cuts: list[_Cut], size: int, maker: _Maker) -> list[Table]:
@@ -324,29 +329,21 @@ def _vllm_tables(cuts: list[_Cut], size: int, maker: _Maker) -> list[Table]:
     return found
 
 
-def _vllm_cuts(
-    config: PreTrainedConfig, vllm: VLLMConfig, name: str, parameter: Parameter, shapes: dict[str, Shape]
-) -> Iterator[_Cut]:
-    size, unit = vllm.tensor_parallel_size, _unit(config, name, parameter)
-    spread = parameter.expert is not None and vllm.expert_parallel_size > 1
-    owner = _place_of(parameter.expert, _experts(config), size) if spread else -1
-    for source in parameter.sources:
-        if spread or parameter.split == "none" or name.endswith(_WHOLE):
-            yield _Cut(unit, source, owner=owner)
-            continue
-        dim, parts = 1 if parameter.split == "columns" else 0, size
-        length = shapes[source][dim]
-        if name in _VOCABULARY:
-            length = -(-length // _PADDING) * _PADDING
-        elif source.rpartition(".")[0].endswith((".k_proj", ".v_proj")):
-            parts = min(size, config.num_key_value_heads)
-        if length % parts:
-            raise ValueError(f"{_KEY}: {parts} does not divide dimension {dim} of {source}, which has {length} entries")
-        yield _Cut(unit, source, dim, parts, length // parts)
-
-
-def _experts(config: PreTrainedConfig) -> int:
-    return getattr(config, "n_routed_experts", None) or config.num_local_experts
+def _vllm_cut(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor) -> _Cut:
+    size, unit = vllm.tensor_parallel_size, _unit(of, tensor)
+    if tensor.expert is not None and vllm.expert_parallel_size > 1:
+        return _Cut(unit, tensor.name, owner=_place_of(tensor.expert, experts(of), size))
+    if tensor.split == "none":
+        return _Cut(unit, tensor.name)
+    dim, parts = 1 if tensor.split == "columns" else 0, size
+    length = tensor.shape[dim]
+    if tensor.part in ("embedding", "output"):
+        length = -(-length // _PADDING) * _PADDING
+    elif tensor.name.rpartition(".")[0].endswith((".k_proj", ".v_proj")):
+        parts = min(size, of.num_key_value_heads)
+    if length % parts:
+        raise ValueError(f"{_KEY}: {parts} does not divide dimension {dim} of {tensor.name}, which has {length} entries")
+    return _Cut(unit, tensor.name, dim, parts, length // parts)
 
 
 def _place_of(expert: int, count: int, size: int) -> int:
@@ -355,16 +352,17 @@ def _place_of(expert: int, count: int, size: int) -> int:
     return expert // (each + 1) if expert < rest * (each + 1) else rest + (expert - rest * (each + 1)) // each
 
 
-def _unit(config: PreTrainedConfig, name: str, parameter: Parameter) -> str:
-    """vLLM's module that has the parameter."""
-    module = parameter.sources[0].rpartition(".")[0]
+def _unit(of: SimpleNamespace, tensor: Tensor) -> str:
+    """vLLM's module that has the tensor."""
+    module = tensor.name.rpartition(".")[0]
     parent, _, own = module.rpartition(".")
-    if parameter.expert is not None:
+    latent = of.model_type == "deepseek_v3"
+    if tensor.expert is not None:
         return f"{parent.rpartition('.')[0]}.routed_experts"
-    if ".linear_qkv." in name:
+    if own in ("q_proj", "k_proj", "v_proj") and not latent:
         return f"{parent}.qkv_proj"
-    if name.endswith(".linear_fc1.weight"):
+    if own in ("gate_proj", "up_proj"):
         return f"{parent}.gate_up_proj"
-    if own in ("q_a_proj", "kv_a_proj_with_mqa") and config.q_lora_rank is not None:
+    if own in ("q_a_proj", "kv_a_proj_with_mqa") and of.q_lora_rank is not None:
         return f"{parent}.fused_qkv_a_proj"
     return module

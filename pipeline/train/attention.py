@@ -138,35 +138,5 @@ def _per_run(
     return torch.cat(outputs)
 
 
-def check_attention(config: Any, max_length: int) -> None:
-    """Raises ValueError if the model of this transformers config attends in a way that `packed_attention` does not.
-
-    max_length: tokens of the longest sequence; a sliding window at least that wide changes nothing.
-    """
-    for name in ("attn_logit_softcapping", "attn_logit_softcap"):
-        if getattr(config, name, None):
-            raise ValueError(
-                f"policy.model_name: {config.model_type} has {name}={getattr(config, name)}, which packed attention lacks"
-            )
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if window is not None and window >= max_length:
-        kinds.discard("sliding_attention")
-    elif window is not None and getattr(config, "layer_types", None) is None:
-        kinds.add("sliding_attention")
-    if kinds - {"full_attention"}:
-        raise ValueError(
-            f"policy.model_name: {config.model_type} has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}"
-            f" (window {window}, sequences up to {max_length}); the train backend does full attention only"
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):
-        if parameters.get("rope_type") in ("dynamic", "longrope"):
-            raise ValueError(
-                f"policy.model_name: {config.model_type} has rope_type {parameters['rope_type']}, which depends on the longest"
-                " sequence of a batch; log-probs would change with the packing"
-            )
-
-
 AttentionInterface.register(NAME, packed_attention)
 AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

@@ -21,23 +21,25 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pipeline.boxes import Piece
-from pipeline.config import PolicyConfig
+from pipeline.config import GenerationConfig, PolicyConfig
 from pipeline.models.hugging_face import layout, meta_model, model_config
 from pipeline.models.layout import place, restrict
+from pipeline.models.reading import check_attention
 from pipeline.train import lora, tensor_parallel
-from pipeline.train.attention import NAME, Packing, check_attention
+from pipeline.train.attention import NAME, Packing
 from pipeline.train.base import Use
 from pipeline.train.initial_weights import initial_weights
 from pipeline.train.logprobs import VocabularyShard, packed_outputs
 from pipeline.train.lora import Adapter
 from pipeline.train.shards import local, local_box
+from pipeline.train.truncation import Truncation
 from pipeline.types import Outputs
 
 
 class PackedModel(nn.Module):
     """tokens [T], positions [T] -> Outputs of each token, as the use of the model has them."""
 
-    def __init__(self, hf: PreTrainedModel, use: Use, temperature: float, chunk: int | None):
+    def __init__(self, hf: PreTrainedModel, use: Use, generation: GenerationConfig, chunk: int | None):
         super().__init__()
         self.hf = hf
         self.partial: list[str] = []  # parameters whose gradients are to be summed over tensor-parallel ranks
@@ -45,7 +47,8 @@ class PackedModel(nn.Module):
         self.layout: dict[str, list[Piece]] = {}  # of which boxes of tensors on disk each parameter of `hf` consists
         self.adapters: list[Adapter] = []  # their own parameters are on no disk but a checkpoint's
         self._use = use
-        self._temperature = temperature
+        self._temperature = generation.temperature
+        self._truncation = Truncation.of(generation) if use.truncated else None
         self._chunk = chunk
 
     def forward(
@@ -55,8 +58,9 @@ class PackedModel(nn.Module):
         packing: Packing,
         candidates: torch.Tensor | None = None,
         top_k: int = 0,
+        truncated: bool = True,
     ) -> Outputs:
-        """candidates [T, K], top_k: see `packed_outputs`."""
+        """candidates [T, K], top_k: see `packed_outputs`. truncated: as the use of the model has it; or not."""
         # use_cache must be off: with it, transformers ignores that positions restart.
         hidden = self.hf.base_model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
@@ -66,10 +70,8 @@ class PackedModel(nn.Module):
         weight = self.hf.get_output_embeddings().weight
         if self.shard is not None:
             weight = weight.to_local()
-        entropy, temperature = self._use.entropy, self._temperature
-        return packed_outputs(
-            hidden, weight, tokens, positions, temperature, self._chunk, self.shard, entropy, candidates, top_k
-        )
+        options = (self._temperature, self._chunk, self.shard, self._use.entropy, candidates, top_k)
+        return packed_outputs(hidden, weight, tokens, positions, *options, self._truncation if truncated else None)
 
 
 def build(policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, seed: int, use: Use) -> PackedModel:
@@ -91,7 +93,7 @@ def build(policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, s
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
 
-    model = PackedModel(hf, use, policy.generation.temperature, policy.logprob_chunk_size)
+    model = PackedModel(hf, use, policy.generation, policy.logprob_chunk_size)
     model.layout = layout(hf)
     if adapted:
         model.adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, model.layout)

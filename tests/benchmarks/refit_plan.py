@@ -117,18 +117,15 @@ CASES = (
 
 def measure(case: Case) -> dict[str, Any]:
     """Plan it here."""
-    from transformers import AutoConfig
-
     from pipeline.refit.ownership import ownership
     from pipeline.refit.plan import schedule
 
-    config = AutoConfig.for_model(**case.config)
     policy = PolicyConfig(
         megatron_cfg=MegatronConfig(enabled=True, **case.megatron),
         generation=GenerationConfig(vllm_cfg=case.vllm),
     )
     began = time.perf_counter()
-    owners = ownership(config, policy, case.train, case.generate)
+    owners = ownership(case.config, policy, case.train, case.generate)
     told = time.perf_counter()
     before = _peak()
     nodes = {rank: f"node{rank // RANKS_PER_NODE}" for rank in range(case.train + case.generate)}

@@ -1,6 +1,7 @@
 """python launch/plan_refit.py: what it prints and draws for the tiny models, and what it says to wrong input."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from launch import plan_refit
+from launch.model_files import known
 from launch.model_shape import ModelShape
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +84,44 @@ def test_a_mixture_of_experts_under_megatron(tmp_path):
     size = 2 * (everywhere + (shape.parameters - everywhere) / 2)
     assert row(output, "bytes into a generate rank")[1] == f"{size / 1e3:.3g} kB"
     check_picture(out)
+
+
+WITHOUT = ("torch", "transformers", "vllm", "megatron", "huggingface_hub", "safetensors", "tokenizers")
+BLOCKED = f"""
+import sys
+for name in {WITHOUT}:
+    sys.modules[name] = None
+sys.path.insert(0, ".")
+from launch import plan_refit
+sys.exit(plan_refit.main(sys.argv[1:]))
+"""
+DEEPSEEK = [
+    "policy.model_name=unsloth/DeepSeek-V3-bf16",
+    "policy.precision=bfloat16",
+    "policy.megatron_cfg.enabled=true",
+    "policy.megatron_cfg.pipeline_model_parallel_size=16",
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage=3",
+    "policy.megatron_cfg.num_layers_in_last_pipeline_stage=2",
+    "policy.megatron_cfg.expert_model_parallel_size=16",
+    "policy.generation.vllm_cfg.tensor_parallel_size=32",
+    "policy.generation.vllm_cfg.expert_parallel_size=32",
+    *(f"cluster.{realm}.{key}" for realm in ("train", "generate") for key in ("nodes=32", "ranks_per_node=8")),
+]
+
+
+def test_a_model_that_is_not_here_where_nothing_is_installed(tmp_path):
+    """recipes/models describes it, and a login node need not have torch."""
+    command = [sys.executable, "-c", BLOCKED, "recipe=tiny_grpo", f"out={tmp_path / 'a.png'}", *DEEPSEEK]
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    shape = ModelShape.of(known("unsloth/DeepSeek-V3-bf16"))
+    assert f"{shape.parameters:,} parameters, 1.34 TB in bfloat16" in done.stdout
+    # Experts and heads are spread over 32 ranks; what all ranks need is not: norms, routers, latents' down projections.
+    least, most = 2 * shape.parameters / 32, 2 * (shape.parameters - shape.routed) + 2 * shape.routed / 32
+    received = float(row(done.stdout, "bytes into a generate rank")[2].split()[0]) * 1e9
+    assert least < received < (least + most) / 2
+    check_picture(tmp_path / "a.png")
 
 
 @pytest.mark.parametrize(

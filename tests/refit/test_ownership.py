@@ -6,9 +6,11 @@ whose collectives do nothing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +35,8 @@ from tests.models.cases import configs
 from tests.train.megatron.layouts import Layout as Megatron
 from tests.train.ranks import Layout as Cut
 
+OTHERS = ("mistral", "gemma3")  # which Megatron-Core does not train
+
 Held = set[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 
@@ -52,7 +56,13 @@ def folder(tmp_path_factory) -> Path:
     found = tmp_path_factory.mktemp("configs")
     for family, config in configs().items():
         config.save_pretrained(found / family)
+    for family in (*OTHERS, "gpt_oss"):
+        families.save_config(family, found / family)
     return found
+
+
+def read(model: Path) -> dict[str, Any]:
+    return json.loads((model / "config.json").read_text())
 
 
 def held(table: Table, shapes: dict[str, tuple[int, ...]]) -> Held:
@@ -89,9 +99,11 @@ def fsdp_boxes(policy: PolicyConfig, layout: Cut) -> Held:
 
 DENSE = ("llama", "qwen2", "qwen3_tied")
 SPARSE = ("qwen3_moe", "mixtral")
+WITH_OTHERS = [*((family, Cut(3, 1)) for family in OTHERS), ("mistral", Cut(2, 2)), ("gemma3", Cut(2, 2))]
 CUTS = [
     *((family, Cut(data, 1)) for family in (*DENSE, *SPARSE) for data in (1, 2, 3, 5)),
     *((family, Cut(data, 2)) for family in DENSE for data in (1, 2, 3)),
+    *WITH_OTHERS,
 ]
 
 
@@ -104,9 +116,9 @@ def test_fsdp(family, layout, folder, monkeypatch):
         precision="float32",
         max_total_sequence_length=64,
         dtensor_cfg=DTensorConfig(enabled=True, tensor_parallel_size=layout.tensor),
-        generation=GenerationConfig(temperature=1.0),
+        generation=GenerationConfig(backend="transformers", temperature=1.0),
     )
-    ours = ownership(AutoConfig.from_pretrained(folder / family), policy, layout.ranks, 1)
+    ours = ownership(read(folder / family), policy, layout.ranks, 1)
     assert sorted(ours.train) == list(range(layout.ranks))
     for rank in range(layout.ranks):
         with rank_of(rank, layout.ranks):
@@ -155,7 +167,7 @@ def check_megatron(model: Path, layout: Megatron, megatron: MegatronConfig) -> N
         megatron_cfg=megatron,
         generation=GenerationConfig(backend="transformers", temperature=1.0),
     )
-    ours = ownership(AutoConfig.from_pretrained(model), policy, layout.ranks, 1)
+    ours = ownership(read(model), policy, layout.ranks, 1)
     distinct = {}
     for rank in range(layout.ranks):
         with rank_of(rank, layout.ranks):
@@ -213,16 +225,47 @@ ENGINES = (VLLMConfig(), VLLMConfig(2), VLLMConfig(4), VLLMConfig(2, 2), VLLMCon
 @pytest.mark.parametrize(
     "vllm", ENGINES, ids=lambda v: f"tp{v.tensor_parallel_size}pp{v.pipeline_parallel_size}ep{v.expert_parallel_size}"
 )
-@pytest.mark.parametrize("family", [name for name in families.SHORT if name != "llama_one_kv_head"])  # which has biases
+@pytest.mark.parametrize("family", [*families.SHORT, *OTHERS])
 def test_vllm(family, vllm, tmp_path):
     families.save_config(family, tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path)
-    if vllm.expert_parallel_size > 1 and not hasattr(config, "num_experts_per_tok"):
+    config = read(tmp_path)
+    if vllm.expert_parallel_size > 1 and "num_experts_per_tok" not in config:
         pytest.skip("a dense model has no experts")
-    policy = PolicyConfig(model_name=str(tmp_path), generation=GenerationConfig(temperature=1.0, vllm_cfg=vllm))
+    policy = PolicyConfig(
+        model_name=str(tmp_path),
+        megatron_cfg=MegatronConfig(enabled=family == "deepseek_v3"),  # which FSDP2 does not train
+        generation=GenerationConfig(temperature=1.0, vllm_cfg=vllm),
+    )
     size = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
     ours = ownership(config, policy, 1, 2 * size)
     assert ours.engines == [list(range(1, 1 + size)), list(range(1 + size, 1 + 2 * size))]
     for place in range(size):
         assert ours.generate[ours.engines[0][place]] is ours.generate[ours.engines[1][place]]
         assert units(ours.generate[1 + place], ours.shapes) == vllm_boxes(tmp_path, place, vllm), place
+
+
+def test_what_is_not_described_is_refused(folder):
+    """By the family's name, and by the key that would have to change."""
+    policy = PolicyConfig(generation=GenerationConfig(temperature=1.0))
+    with pytest.raises(ValueError, match=r"^policy.model_name: .*'bloom'.*known are llama"):
+        ownership({"model_type": "bloom"}, policy, 1, 1)
+    with pytest.raises(ValueError, match=r"^policy.model_name: .*'gpt_oss'.*vLLM"):
+        ownership(read(folder / "gpt_oss"), policy, 1, 1)
+    with pytest.raises(ValueError, match=r"^policy.model_name: .*'vocab_size'"):
+        ownership(
+            {"model_type": "llama"} | dict.fromkeys(("num_hidden_layers", "hidden_size", "intermediate_size"), 8), policy, 1, 1
+        )
+    cut = PolicyConfig(dtensor_cfg=DTensorConfig(tensor_parallel_size=2), generation=GenerationConfig(temperature=1.0))
+    with pytest.raises(ValueError, match=r"^policy.dtensor_cfg.tensor_parallel_size: 2, .*'mixtral' model has experts"):
+        ownership(read(folder / "mixtral"), cut, 2, 1)
+    with pytest.raises(ValueError, match=r"^policy.model_name: .*'deepseek_v3'.*e_score_correction_bias"):
+        ownership(read(folder / "deepseek_v3"), policy, 1, 1)
+    megatron = PolicyConfig(megatron_cfg=MegatronConfig(enabled=True), generation=GenerationConfig(temperature=1.0))
+    with pytest.raises(ValueError, match=r"^policy.model_name: Megatron-Core models of type 'mistral'"):
+        ownership(read(folder / "mistral"), megatron, 1, 1)
+    biased = {**read(folder / "llama"), "attention_bias": True}
+    with pytest.raises(ValueError, match=r"^policy.model_name: this llama has model.layers.0.self_attn.q_proj.bias"):
+        ownership(biased, megatron, 1, 1)
+    wide = MegatronConfig(enabled=True, tensor_model_parallel_size=4)
+    with pytest.raises(ValueError, match=r"^policy.megatron_cfg.tensor_model_parallel_size: .*linear_qkv"):
+        ownership(read(folder / "llama"), PolicyConfig(megatron_cfg=wide, generation=GenerationConfig(temperature=1.0)), 4, 1)

@@ -1,0 +1,164 @@
+"""What a decoder does, besides its sizes, as transformers reads it out of config.json, without transformers.
+
+For checks before a run: what is read here has the attributes of transformers' configuration that a family's `transformer` asks
+for, and `check_attention`. So what the train backends would refuse in the job is told where neither is installed (`refusals`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from pipeline import models
+from pipeline.config import PolicyConfig, uses_megatron
+from pipeline.models.sizes import MODEL_TYPES, sizes
+from pipeline.models.tensors import experts, tensors
+
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096}
+_DENSE_QWEN = {**_QWEN, "max_window_layers": 28, "layer_types": None}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4096},
+    "qwen2": _DENSE_QWEN,
+    "qwen3": _DENSE_QWEN,
+    "qwen3_moe": {**_QWEN, "norm_topk_prob": False},
+    "mixtral": {"sliding_window": None, "router_jitter_noise": 0.0, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "deepseek_v3": {
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+    },
+    "gemma3_text": {
+        "sliding_window": 4096,
+        "layer_types": None,
+        "attn_logit_softcapping": None,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+    "gpt_oss": {
+        "sliding_window": 128,
+        "layer_types": None,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}
+"""The defaults of transformers' configuration classes."""
+
+
+def read(config: Mapping[str, Any]) -> SimpleNamespace:
+    """`sizes`, and how the model attends, turns and routes. Raises as `sizes` does."""
+    of = sizes(config)
+    found = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "rope_scaling": None, **_DEFAULTS[of.model_type]}
+    if of.model_type != "gemma3_text":
+        found["hidden_act"] = "silu"
+    found |= {name: config[name] for name in found if name in config and (name != "rope_scaling" or config[name])}
+    if not found.get("use_sliding_window", True):
+        found["sliding_window"] = None
+    if "layer_types" in found:
+        found["layer_types"] = found["layer_types"] or _layer_types(of, found, config)
+    theta, scaling, local = (found.pop(name, None) for name in ("rope_theta", "rope_scaling", "rope_local_base_freq"))
+    found["rope_parameters"] = config.get("rope_parameters") or _rope(theta, scaling, local)
+    return SimpleNamespace(**vars(of), **found, max_position_embeddings=config.get("max_position_embeddings"))
+
+
+def _layer_types(of: SimpleNamespace, found: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    match of.model_type:
+        case "gemma3_text":
+            pattern = config.get("sliding_window_pattern") or 6
+            slides = [(i + 1) % pattern != 0 for i in range(of.num_hidden_layers)]
+        case "gpt_oss":
+            slides = [i % 2 == 0 for i in range(of.num_hidden_layers)]
+        case _:
+            window = found["sliding_window"] is not None
+            slides = [window and i >= found["max_window_layers"] for i in range(of.num_hidden_layers)]
+    return ["sliding_attention" if one else "full_attention" for one in slides]
+
+
+def _rope(theta: float, scaling: Mapping[str, Any] | None, local: float | None) -> dict[str, Any]:
+    """local: the base of the layers that slide, where they have their own."""
+    scaling = scaling or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    parameters = {**scaling, "rope_theta": theta, "rope_type": kind}
+    if local is None:
+        return parameters
+    return {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+
+
+def refusals(config: Mapping[str, Any], policy: PolicyConfig) -> Iterator[str]:
+    """What the train backend that is chosen has against a model of `MODEL_TYPES`; of other families nothing is known here.
+
+    Raises as `sizes` does.
+    """
+    if config.get("model_type") not in MODEL_TYPES:
+        return
+    of = read(config)
+    yield from _refused(lambda: check_attention(of, policy.max_total_sequence_length))
+    if uses_megatron(policy):
+        yield from _refused(lambda: models.family(of).transformer(of))
+    else:
+        yield from _refused(lambda: check_fsdp(config, policy.dtensor_cfg.tensor_parallel_size))
+
+
+def _refused(check: Callable[[], object]) -> Iterator[str]:
+    try:
+        check()
+    except ValueError as error:
+        yield str(error)
+
+
+def check_fsdp(config: Mapping[str, Any], tensor_parallel_size: int) -> None:
+    """Raises ValueError if FSDP2 cannot hold the model, or tensor parallelism cannot cut it."""
+    if buffer := next((tensor.name for tensor in tensors(config) if tensor.part == "buffer"), None):
+        raise ValueError(
+            f"policy.model_name: a '{config['model_type']}' model keeps buffers in its checkpoint ({buffer}), which FSDP2 does"
+            " not carry; policy.megatron_cfg.enabled=true trains it"
+        )
+    if tensor_parallel_size > 1 and experts(sizes(config)):
+        raise ValueError(
+            f"policy.dtensor_cfg.tensor_parallel_size: {tensor_parallel_size}, but a '{config['model_type']}' model has"
+            " experts, which it does not cut; 1"
+        )
+
+
+def check_attention(config: Any, max_length: int) -> None:
+    """Raises ValueError if the model of this config attends in a way that the train backends' packed attention does not.
+
+    config: `read`, or transformers' own. max_length: tokens of the longest sequence; a sliding window at least that wide
+    changes nothing.
+    """
+    if config.model_type == "gpt_oss":
+        raise ValueError("policy.model_name: gpt_oss has attention sinks, which packed attention lacks")
+    for name in ("attn_logit_softcapping", "attn_logit_softcap"):
+        if getattr(config, name, None):
+            raise ValueError(
+                f"policy.model_name: {config.model_type} has {name}={getattr(config, name)}, which packed attention lacks"
+            )
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if window is not None and window >= max_length:
+        kinds.discard("sliding_attention")
+    elif window is not None and getattr(config, "layer_types", None) is None:
+        kinds.add("sliding_attention")
+    if kinds - {"full_attention"}:
+        raise ValueError(
+            f"policy.model_name: {config.model_type} has layers of kind {', '.join(sorted(kinds - {'full_attention'}))}"
+            f" (window {window}, sequences up to {max_length}); the train backend does full attention only"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(nested for nested in rope.values() if isinstance(nested, dict))):
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            raise ValueError(
+                f"policy.model_name: {config.model_type} has rope_type {parameters['rope_type']}, which depends on the longest"
+                " sequence of a batch; log-probs would change with the packing"
+            )

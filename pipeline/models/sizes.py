@@ -1,0 +1,99 @@
+"""The sizes of a decoder as transformers reads them out of its config.json, without transformers.
+
+Released config.json leave keys out that have transformers' defaults, and name some of them in two ways; here every key has its
+value, under the name that transformers' attribute has. Sizes that no model may leave out stay required.
+
+Left out: multimodal models, whose language model's keys are those of their `text_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+_REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_REQUIRED_BY_FAMILY: dict[str, tuple[str, ...]] = {
+    "qwen3_moe": ("moe_intermediate_size", "num_local_experts"),
+    "mixtral": ("num_local_experts",),
+    "deepseek_v3": (*_LATENT, "moe_intermediate_size", "n_routed_experts", "first_k_dense_replace"),
+    "gpt_oss": ("num_local_experts",),
+}
+
+_EITHER_NAME = {"num_local_experts": "num_experts", "n_routed_experts": "num_local_experts"}
+"""Names under which transformers knows the number of experts, of which config.json may have either."""
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None, "attention_bias": False, "mlp_bias": False},
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "attention_bias": False,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "mixtral": {"num_key_value_heads": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "num_key_value_heads": 128,
+        "attention_bias": False,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+    },
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "num_experts_per_tok": 4},
+}
+"""The defaults of transformers' configuration classes, for keys that released config.json do leave out."""
+
+MODEL_TYPES = tuple(_DEFAULTS)
+"""The families that are described."""
+
+
+def sizes(config: Mapping[str, Any]) -> SimpleNamespace:
+    """Every key that says how large a tensor is, as an attribute.
+
+    Raises ValueError for a family that is not described, KeyError for a key that this one must have.
+    """
+    family = config.get("model_type")
+    if family not in _DEFAULTS:
+        raise ValueError(f"the tensors of '{family}' models are not described; known are {', '.join(MODEL_TYPES)}")
+    found = {"model_type": family, "tie_word_embeddings": False, "head_dim": None, **_DEFAULTS[family]}
+    found |= {name: config[name] for name in found if name in config}
+    for name in (*_REQUIRED, *_REQUIRED_BY_FAMILY.get(family, ())):
+        if name not in found:
+            either = _EITHER_NAME.get(name)
+            found[name] = config[either] if name not in config and either in config else config[name]
+    heads = found["num_attention_heads"]
+    found["num_key_value_heads"] = found["num_key_value_heads"] or heads
+    if family == "deepseek_v3":  # whose heads have two sizes
+        del found["head_dim"]
+    else:
+        found["head_dim"] = found["head_dim"] or found["hidden_size"] // heads
+    if "mlp_only_layers" in found:
+        found["mlp_only_layers"] = found["mlp_only_layers"] or []
+    found["tie_word_embeddings"] = bool(found["tie_word_embeddings"])
+    return SimpleNamespace(**found)
+
+
+def sparse_layers(config: Any) -> list[bool]:
+    """Of each layer, whether it has experts. config: `sizes`, or transformers' own."""
+    layers = range(config.num_hidden_layers)
+    match config.model_type:
+        case "mixtral" | "gpt_oss":
+            return [True for _ in layers]
+        case "qwen3_moe":
+            step, dense = config.decoder_sparse_step, config.mlp_only_layers
+            return [i not in dense and (i + 1) % step == 0 and config.num_local_experts > 0 for i in layers]
+        case "deepseek_v3":
+            return [i >= config.first_k_dense_replace for i in layers]
+    return [False for _ in layers]

@@ -1,0 +1,160 @@
+"""Every tensor of a model's checkpoint from its config.json alone: without torch, transformers or weights.
+
+For plans, which run where none of these is installed. Names and shapes are those on disk, as transformers saves a model: the
+experts of a layer apart, but for gpt_oss, whose layers have one tensor for all. Tests hold them against transformers.
+
+Left out: quantised checkpoints (gpt_oss: as dequantised), the layers for multi-token prediction, which transformers does not
+load, the parts of multimodal models other than their language model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+from pipeline.models.base import Split
+from pipeline.models.sizes import sizes, sparse_layers
+
+Part = Literal["embedding", "output", "attention", "mlp", "shared", "routed", "router", "norm", "buffer"]
+"""What a tensor belongs to. shared: the experts that every token passes; routed: those that a router chooses among; norm: those
+of and inside a layer's attention too; buffer: what is saved but is no parameter (the bias that balances DeepSeek's experts)."""
+
+
+class Tensor(NamedTuple):
+    """A tensor on disk, e.g. Tensor("model.layers.3.mlp.experts.17.up_proj.weight", (768, 2048), "routed", "rows", 3, 17)."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: Part
+    split: Split = "none"  # how tensor parallelism cuts it: "rows", "columns" or not
+    layer: int | None = None
+    expert: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def tensors(config: Mapping[str, Any]) -> list[Tensor]:
+    """Those of a causal language model, in its order; without an output layer that is tied to the embedding.
+
+    config: config.json of one of `sizes.MODEL_TYPES`. Raises ValueError for another family, KeyError for a key that it lacks.
+    """
+    of = sizes(config)
+    vocabulary = (of.vocab_size, of.hidden_size)
+    sparse = sparse_layers(of)
+    blocks = {kind: list(_layer(of, kind)) for kind in set(sparse)}
+    found = [Tensor("model.embed_tokens.weight", vocabulary, "embedding", "rows")]
+    for i, kind in enumerate(sparse):
+        found += [Tensor(f"model.layers.{i}.{t.name}", t.shape, t.part, t.split, i, t.expert) for t in blocks[kind]]
+    found.append(Tensor("model.norm.weight", (of.hidden_size,), "norm"))
+    return found if of.tie_word_embeddings else [*found, Tensor("lm_head.weight", vocabulary, "output", "rows")]
+
+
+# ---- a layer; names are within it ---------------------------------------------------------------------------------------
+
+
+def _layer(of: SimpleNamespace, sparse: bool) -> Iterator[Tensor]:
+    yield from _latent_attention(of) if of.model_type == "deepseek_v3" else _attention(of)
+    if not sparse:
+        yield from _mlp("mlp", of.hidden_size, of.intermediate_size, "mlp", getattr(of, "mlp_bias", False))
+    elif of.model_type == "gpt_oss":
+        yield from _stacked_experts(of)
+    else:
+        yield from _experts(of)
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if of.model_type == "gemma3_text":
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    yield from (_norm(name, of.hidden_size) for name in names)
+
+
+def _linear(name: str, rows: int, columns: int, part: Part, split: Split, bias: bool = False) -> Iterator[Tensor]:
+    """A bias is cut with the rows; beside columns, each rank needs the whole."""
+    yield Tensor(f"{name}.weight", (rows, columns), part, split)
+    if bias:
+        yield Tensor(f"{name}.bias", (rows,), part, split if split == "rows" else "none")
+
+
+def _norm(name: str, size: int) -> Tensor:
+    return Tensor(f"{name}.weight", (size,), "norm")
+
+
+def _attention(of: SimpleNamespace) -> Iterator[Tensor]:
+    """Grouped queries."""
+    queries, keys = of.num_attention_heads * of.head_dim, of.num_key_value_heads * of.head_dim
+    bias = of.model_type == "qwen2" or getattr(of, "attention_bias", False)
+    for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+        yield from _linear(f"self_attn.{name}_proj", rows, of.hidden_size, "attention", "rows", bias)
+    bias = bias and of.model_type != "qwen2"
+    yield from _linear("self_attn.o_proj", of.hidden_size, queries, "attention", "columns", bias)
+    if of.model_type in ("qwen3", "qwen3_moe", "gemma3_text"):
+        yield from (_norm(f"self_attn.{name}_norm", of.head_dim) for name in "qk")
+    if of.model_type == "gpt_oss":
+        yield Tensor("self_attn.sinks", (of.num_attention_heads,), "attention", "rows")
+
+
+def _latent_attention(of: SimpleNamespace) -> Iterator[Tensor]:
+    """Projections down to a latent are whole on every rank, as every head needs the latent."""
+    linear = partial(_linear, part="attention")
+    heads, hidden, rank = of.num_attention_heads, of.hidden_size, of.kv_lora_rank
+    query = heads * (of.qk_nope_head_dim + of.qk_rope_head_dim)
+    if of.q_lora_rank is None:
+        yield from linear("self_attn.q_proj", query, hidden, split="rows")
+    else:
+        yield from linear("self_attn.q_a_proj", of.q_lora_rank, hidden, split="none", bias=of.attention_bias)
+        yield _norm("self_attn.q_a_layernorm", of.q_lora_rank)
+        yield from linear("self_attn.q_b_proj", query, of.q_lora_rank, split="rows")
+    down = rank + of.qk_rope_head_dim
+    yield from linear("self_attn.kv_a_proj_with_mqa", down, hidden, split="none", bias=of.attention_bias)
+    yield _norm("self_attn.kv_a_layernorm", rank)
+    yield from linear("self_attn.kv_b_proj", heads * (of.qk_nope_head_dim + of.v_head_dim), rank, split="rows")
+    yield from linear("self_attn.o_proj", hidden, heads * of.v_head_dim, split="columns", bias=of.attention_bias)
+
+
+def _mlp(
+    name: str,
+    hidden: int,
+    width: int,
+    part: Part,
+    bias: bool = False,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[Tensor]:
+    """A gated MLP, or one expert."""
+    gate, up, down = names
+    yield from _linear(f"{name}.{gate}", width, hidden, part, "rows", bias)
+    yield from _linear(f"{name}.{up}", width, hidden, part, "rows", bias)
+    yield from _linear(f"{name}.{down}", hidden, width, part, "columns", bias)
+
+
+def _experts(of: SimpleNamespace) -> Iterator[Tensor]:
+    """A router, its experts, and those that are shared, which are one MLP."""
+    mixtral, count = of.model_type == "mixtral", experts(of)
+    width = of.intermediate_size if mixtral else of.moe_intermediate_size
+    module, names = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", ("gate_proj", "up_proj", "down_proj"))
+    yield Tensor(f"{module}.gate.weight", (count, of.hidden_size), "router")
+    if of.model_type == "deepseek_v3":
+        yield Tensor(f"{module}.gate.e_score_correction_bias", (count,), "buffer")
+    for i in range(count):
+        for tensor in _mlp(f"{module}.experts.{i}", of.hidden_size, width, "routed", names=names):
+            yield tensor._replace(expert=i)
+    if shared := getattr(of, "n_shared_experts", 0):
+        yield from _mlp(f"{module}.shared_experts", of.hidden_size, width * shared, "shared")
+
+
+def _stacked_experts(of: SimpleNamespace) -> Iterator[Tensor]:
+    """gpt_oss: one tensor for all experts; gate and up projection alternate along its last dimension."""
+    count, hidden, width = experts(of), of.hidden_size, of.intermediate_size
+    yield Tensor("mlp.router.weight", (count, hidden), "router")
+    yield Tensor("mlp.router.bias", (count,), "router")
+    yield Tensor("mlp.experts.gate_up_proj", (count, hidden, 2 * width), "routed")
+    yield Tensor("mlp.experts.gate_up_proj_bias", (count, 2 * width), "routed")
+    yield Tensor("mlp.experts.down_proj", (count, width, hidden), "routed")
+    yield Tensor("mlp.experts.down_proj_bias", (count, hidden), "routed")
+
+
+def experts(of: SimpleNamespace) -> int:
+    """Routed experts of a layer that has them; 0 if none has."""
+    return of.n_routed_experts if of.model_type == "deepseek_v3" else getattr(of, "num_local_experts", 0)

@@ -1,0 +1,100 @@
+"""recipes/models: what it says of public models, against transformers' model and against the count that their pages state."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from launch.model_files import KNOWN, described, known
+from launch.model_shape import ModelShape
+from pipeline.config import PolicyConfig, RecipeError
+
+NAMES = sorted(str(path.relative_to(KNOWN).with_suffix("")) for path in KNOWN.glob("*/*.json"))
+STATED = {  # by the metadata of their safetensors files, but for copies of a tied embedding
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "allenai/Llama-3.1-Tulu-3-8B-SFT": 8_030_326_784,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "Qwen/Qwen3-0.6B": 751_632_384 - 151_936 * 1024,
+    "Qwen/Qwen3-1.7B": 2_031_739_904 - 151_936 * 2048,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "deepseek-ai/DeepSeek-V3": 671_026_419_200 - 58 * 256,  # the biases that balance the experts are no parameters
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "mistralai/Mistral-Nemo-Instruct-2407": 12_247_782_400,
+    "google/gemma-3-1b-it": 999_885_952,
+    "openai/gpt-oss-20b": 20_914_757_184,
+}
+
+
+def of_language_model(name: str) -> dict:
+    return described(PolicyConfig(model_name=name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_count_is_that_of_transformers_model(name):
+    left_out = ("quantization_config", "text_config")  # transformers would act on these
+    config = {key: value for key, value in of_language_model(name).items() if key not in left_out}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert ModelShape.of(config).parameters == sum(p.numel() for p in model.parameters())
+    assert model.config.max_position_embeddings == config["max_position_embeddings"]
+    assert known(name)["architectures"][0] in (type(model).__name__, "Gemma3ForConditionalGeneration")
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_the_count_is_the_stated_one(name):
+    assert ModelShape.of(of_language_model(name)).parameters == STATED[name]
+
+
+def test_what_is_like_another_says_only_what_differs():
+    instruct, base = known("Qwen/Qwen2.5-7B-Instruct"), known("Qwen/Qwen2.5-7B")
+    assert {key for key in base if instruct[key] != base[key]} == {"max_position_embeddings"}
+    assert "like" not in instruct
+
+
+def test_a_model_that_is_here_is_read_there(tmp_path, monkeypatch):
+    """A folder or the cache goes before recipes/models, and the recipe's overrides before both."""
+    name = "meta-llama/Llama-3.2-1B"
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    policy = PolicyConfig(model_name=name, hf_config_overrides={"tie_word_embeddings": False})
+    assert described(policy) == {**known(name), "tie_word_embeddings": False}
+    snapshot = tmp_path / "models--meta-llama--Llama-3.2-1B/snapshots/1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "llama"}')
+    assert described(policy) == {"model_type": "llama", "tie_word_embeddings": False}
+
+
+def test_a_model_that_nobody_knows_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(RecipeError, match=r"teacher.model_name: 'nobody/nothing' is neither"):
+        described(PolicyConfig(model_name="nobody/nothing"), key="teacher.model_name")
+    assert described(PolicyConfig(model_name=str(tmp_path / "run/hf")), [tmp_path / "run"]) is None
+
+
+def named(tree: object) -> Iterator[str]:
+    """Every model_name in a recipe's tree."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from [value] if key == "model_name" else named(value)
+
+
+def test_every_public_model_of_a_recipe_is_known():
+    recipes = KNOWN.parent.glob("*.yaml")
+    names = {name for path in recipes for name in named(yaml.safe_load(path.read_text()))}
+    public = {name for name in names if not name.startswith(("runs/", "recipes/", "${"))}
+    assert len(public) >= 8
+    assert public <= set(NAMES)

@@ -1,0 +1,153 @@
+"""What is read out of config.json without transformers, against what transformers reads, attribute by attribute; and what is
+refused by it."""
+
+import json
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, PreTrainedConfig
+
+from launch.model_files import KNOWN, known
+from pipeline import models
+from pipeline.config import MEGATRON_MODEL_TYPES, DTensorConfig, MegatronConfig, PolicyConfig
+from pipeline.models.reading import check_attention, read, refusals
+from pipeline.models.sizes import MODEL_TYPES
+from tests.models.cases import configs
+from tests.models.test_families import REFUSED, changed
+from tests.models.test_tensors import CASES, TINY
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 0.7}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+CHANGES = {
+    "llama": [
+        {"rope_theta": 5e5, "rope_scaling": LINEAR},
+        {"hidden_act": "gelu"},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ],
+    "mistral": [{"sliding_window": None}, {"sliding_window": 8}],
+    "qwen2": [{"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}, {"sliding_window": 8}],
+    "qwen3": [{"use_sliding_window": True, "max_window_layers": 9}, {"rope_scaling": {**YARN, "mscale": None}}],
+    "qwen3_moe": [{"norm_topk_prob": True, "use_sliding_window": True}, {"mlp_only_layers": None}],
+    "mixtral": [{"sliding_window": 8, "router_jitter_noise": 0.1}],
+    "deepseek_v3": [{"rope_scaling": YARN, "rms_norm_eps": 1e-5}, {"num_key_value_heads": 2, "topk_group": 2}],
+    "gemma3_text": [
+        {"sliding_window": 8, "sliding_window_pattern": 2},
+        {"rope_scaling": LINEAR, "rope_local_base_freq": 5.0, "rope_theta": 7.0},
+    ],
+    "gpt_oss": [{"layer_types": ["full_attention"] * 4, "rope_scaling": None}, {"sliding_window": 8}],
+}
+READ = [(name, {}) for name in CASES] + [(family, more) for family, found in CHANGES.items() for more in found]
+assert CHANGES.keys() == set(MODEL_TYPES)
+
+
+def check_read(config: dict, of_transformers: PreTrainedConfig) -> None:
+    for name, ours in vars(read(config)).items():
+        theirs = getattr(of_transformers, name, None)
+        if name == "head_dim" and theirs is None:  # modules then divide
+            theirs = of_transformers.hidden_size // of_transformers.num_attention_heads
+        if name == "max_position_embeddings" and ours is None:
+            continue
+        if name == "rope_parameters":  # of which transformers keeps the old names besides
+            theirs = {key: value for key, value in theirs.items() if key in ours}
+        if name in ("attention_bias", "attn_logit_softcapping") and not hasattr(of_transformers, name):
+            theirs = ours
+        assert ours == theirs, name
+
+
+@pytest.mark.parametrize(("name", "more"), READ, ids=[f"{name}-{','.join(more)}" for name, more in READ])
+def test_every_attribute_is_transformers(name, more, tmp_path):
+    family, changes = CASES[name]
+    config = {"model_type": family, **TINY, **changes, **more}
+    theirs = AutoConfig.for_model(**deepcopy(config))  # it writes into the parts
+    check_read(config, theirs)
+    theirs.save_pretrained(tmp_path)
+    check_read(json.loads((tmp_path / "config.json").read_text()), AutoConfig.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("name", sorted(str(path.relative_to(KNOWN).with_suffix("")) for path in KNOWN.glob("*/*.json")))
+def test_known_models_are_read_alike(name):
+    config = known(name)
+    config = {key: value for key, value in (config | config.get("text_config", {})).items() if key != "text_config"}
+    check_read(config, AutoConfig.for_model(**{k: v for k, v in config.items() if k != "quantization_config"}))
+
+
+# ---- the same configurations are refused
+
+
+def written(config: PreTrainedConfig, folder) -> dict:
+    config.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", configs())
+def test_megatron_core_gets_the_same_from_either(name, tmp_path):
+    config = configs()[name]
+    ours = read(written(config, tmp_path))
+    assert models.family(ours).transformer(ours) == models.family(config).transformer(config)
+    assert parameters(ours) == parameters(config)
+
+
+def parameters(config: Any) -> dict[str, tuple]:
+    """Without their functions, of which equal ones may be two objects."""
+    found = models.family(config).parameters(config)
+    return {name: (parameter.sources, parameter.split, parameter.expert) for name, parameter in found.items()}
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=[f"{name} {message}" for name, _, message in REFUSED])
+def test_megatron_core_refuses_the_same(name, changes, message, tmp_path):
+    ours = read(written(changed(name, changes), tmp_path))
+    with pytest.raises(ValueError, match=r"^policy.model_name: .* with") as error:
+        models.family(ours).transformer(ours)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "longest", "message"),
+    [
+        ("gemma3_text", {"sliding_window": 64}, 65, r"sliding_attention .window 64, sequences up to 65"),
+        ("gemma3_text", {"sliding_window": 64}, 64, None),
+        ("mistral", {"sliding_window": 64}, 65, "sliding_attention"),
+        ("mistral", {"sliding_window": None}, 65, None),
+        ("qwen2", {"sliding_window": 64}, 65, None),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 65, "sliding_attention"),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4}, 65, None),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 65, "rope_type dynamic"),
+        ("gpt_oss", {"num_local_experts": 4}, 65, "attention sinks"),
+    ],
+)
+def test_attention_that_cannot_be_packed(family, changes, longest, message):
+    config = {"model_type": family, **TINY, **changes}
+    for one in (read(config), AutoConfig.for_model(**config)):
+        if message is None:
+            check_attention(one, longest)
+            continue
+        with pytest.raises(ValueError, match=f"^policy.model_name: {family} .*{message}"):
+            check_attention(one, longest)
+
+
+def told(family: str, policy: PolicyConfig) -> list[str]:
+    name, changes = CASES[family]
+    return list(refusals({"model_type": name, **TINY, **changes}, policy))
+
+
+def test_all_that_a_train_backend_refuses_is_told():
+    megatron = PolicyConfig(megatron_cfg=MegatronConfig(enabled=True), max_total_sequence_length=64)
+    assert told("llama", megatron) == told("qwen3_moe", replace(megatron, megatron_cfg=MegatronConfig())) == []
+    assert told("llama_biased", megatron) == [
+        "policy.model_name: llama with attention_bias=True is not described; False is",
+    ]
+    sinks, family = told("gpt_oss", megatron)
+    assert "attention sinks" in sinks and "'gpt_oss' are not described" in family
+    cut = PolicyConfig(dtensor_cfg=DTensorConfig(tensor_parallel_size=2), max_total_sequence_length=64)
+    assert told("llama_biased", cut) == []
+    (buffers,) = told("deepseek_v3", cut)
+    assert "keeps buffers in its checkpoint" in buffers
+    (experts,) = told("mixtral", cut)
+    assert experts.startswith("policy.dtensor_cfg.tensor_parallel_size: 2, but a 'mixtral' model has experts")
+    assert list(refusals({"model_type": "bloom"}, cut)) == []
+
+
+def test_every_megatron_family_is_read():
+    assert set(MEGATRON_MODEL_TYPES) <= set(MODEL_TYPES)
