@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.model_files import model_config
+from launch.model_files import described
 from launch.model_shape import ModelShape
 from pipeline import config
 from pipeline.config import (
@@ -33,6 +33,7 @@ from pipeline.config import (
     Recipe,
     RecipeError,
     asked_backend,
+    hardware,
     ranks,
 )
 
@@ -120,27 +121,26 @@ def _by_size(recipe: Recipe, pending: list[Path]) -> Choice:
     train = recipe.cluster.train
     if not train.gpus_per_node:
         return Choice("dtensor", "cluster.train has no GPUs")
-    model = model_config(recipe.policy, pending)
+    model = described(recipe.policy, pending)
     if model is None:
         return Choice("dtensor", f"{recipe.policy.model_name} is not there yet, so its size is not known")
     held = []
     for section, policy in config.models(recipe).items():
-        described = (
-            model_config(policy, pending, f"{section}.model_name") or model
-        )  # what a run has yet to leave: as the policy
-        if (family := described.get("model_type")) not in MEGATRON_MODEL_TYPES:
+        its = described(policy, pending, f"{section}.model_name") or model  # what a run has yet to leave: as the policy
+        if (family := its.get("model_type")) not in MEGATRON_MODEL_TYPES:
             return Choice("dtensor", f"the Megatron backend has no '{family}' models")
         if not (section.startswith("env.") and config.serves_rewards(recipe)):  # that one has ranks of its own
-            held.append(_Held(ModelShape.of(described), policy.precision, *_kind(recipe, section)))
+            held.append(_Held(ModelShape.of(its), policy.precision, *_kind(recipe, section)))
     shape = held[0].shape
-    parameters, count, room = shape.parameters, ranks(train), FILLED * train.gpu_memory_gb * 1e9
+    memory_gb = hardware.memory_gb(train)
+    parameters, count, room = shape.parameters, ranks(train), FILLED * memory_gb * 1e9
     fsdp, megatron = _fsdp_total(held, count), _megatron_total(held, count, 1)
     what = f"{parameters / 1e9:.1f}e9 parameters"
     if shape.experts:
         what += f" ({shape.routed / 1e9:.1f}e9 in {shape.experts} experts a layer)"
     if len(held) > 1:
         what += f" and {len(held) - 1} more model{'s' if len(held) > 2 else ''}"
-    gpus = f"GB on each of {count} GPUs with {train.gpu_memory_gb:g}"
+    gpus = f"GB on each of {count} GPUs with {memory_gb:g}"
     if shape.experts >= MANY_EXPERTS and megatron <= room:
         return Choice("megatron", f"{what} take {megatron / 1e9:.1f} {gpus}, and are not gathered layer by layer")
     if fsdp <= room:

@@ -5,16 +5,21 @@ from dataclasses import replace
 
 import pytest
 
-from launch import backend, run_folder
+from launch import backend, preflight_model, run_folder
 from launch.backend import fsdp_bytes, megatron_bytes
 from launch.job import components
 from launch.model_shape import ModelShape
-from launch.preflight_model import check
 from pipeline import config
 from pipeline.config import MEGATRON_MODEL_TYPES, RecipeError
 from tests.launch.model import write_recipe
 
 KEY = "policy.megatron_cfg"
+
+
+def check(recipe: config.Recipe, pending: list = ()) -> None:
+    config.refuse(preflight_model.problems(recipe, pending))
+
+
 TINY = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 96}
 EXPERTS = {"intermediate_size": 96, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 CONFIGS = {
@@ -117,6 +122,7 @@ def test_the_layout_is_checked_for_the_chosen_backend(load):
         (QWEN3_30B, gpus(2), "dtensor", "30.5e9 parameters (29.0e9 in 128 experts a layer) take 34.3 GB on each of 16 GPUs"),
         (QWEN3_30B, [*gpus(8), "cluster.train.gpu_memory_gb=288"], "megatron", "take 188.9 GB on each of 64 GPUs with 288"),
         ({"model_type": "gemma3"}, gpus(1), "dtensor", "the Megatron backend has no 'gemma3' models"),
+        (LLAMA_70B, [*gpus(2), "cluster.train.gpu=b200"], "dtensor", "take 75.7 GB on each of 16 GPUs with 180"),
     ],
 )
 def test_by_size(load, described, overrides, chosen, reason):

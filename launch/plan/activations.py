@@ -1,0 +1,163 @@
+"""What layers keep for their backward pass, and what they work in, in bytes for one microbatch on one rank.
+
+Counted from the tensors that autograd's nodes save, operation by operation. Widths below are numbers per token after tensor
+parallelism: h the hidden size, q k v those of queries, keys and values, o that of the attention's output, i the MLP's; c is the
+bytes of a number (2 or 4).
+
+  Hugging Face's eager modules (FSDP2)
+    RMSNorm           (4 + 2c) h + 4    input as float32, its normalized value, the output; 1 / rms in float32
+    attention         c (q + k + v + o)   after rotary embeddings, which save nothing of their input; 4 per head: log-sum-exp
+    norms of q and k  (4 + c) (q + k)    their output goes into rotary embeddings, which do not save it
+    MLP               4 c i             gate, up, silu(gate), product
+    experts           c (2h + 4i)       of each token's copies: input, gate and up, silu, product, output before its weight
+  Megatron-Core's local modules (no TransformerEngine: CPU)
+    RMSNorm           (8 + c) h + 4     input and normalized value as float32, the output
+    attention         c (q + 2k) c (q + k + o)   the joint projection, of which the values are a view; after rotary embeddings
+    rotary            4 c head_dim      cosine and sine, of queries and of keys, in each layer
+    MLP               5 c i             gate and up, silu(gate), up + 0, product
+    experts           c (h + 6i)        input, gate and up, silu, up + 0, product, product by weight
+  Megatron-Core on TransformerEngine (GPU)
+    RMSNorm           2 c h + 4         input, output
+    attention         as above, without cosine and sine
+    MLP, experts      3 c i, c (h + 4i) the activation is one kernel that saves its input
+
+The flash kernels, on a GPU and on the CPU, save no probabilities. Where sequences are attended one run of equal lengths after
+another (CPU; float32 or unequal head widths on a GPU) the outputs are joined by a copy: c o more.
+
+Left out: masks of context parallelism without TransformerEngine (tokens x sequence length), gpt_oss's sinks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launch.model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """How a microbatch passes the layers on one rank."""
+
+    tokens: float  # of this rank
+    size: int  # c
+    cuda: bool
+    tensor: int = 1
+    sequence: int = 1  # ranks that share the tokens outside of attention and MLP: tensor, or 1
+    expert_tensor: int = 1
+    experts: int = 1  # that this rank holds
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Bytes."""
+
+    saved: float  # from the forward pass to the backward pass
+    input: float  # what is kept in place of `saved` where activations are recomputed
+    backward: float  # besides, in the backward pass
+    forward: float  # without a graph, at most at once
+
+
+def norms(shape: ModelShape) -> tuple[float, bool, float]:
+    """(RMSNorms of width h in a layer, whether there are some of queries and keys, widths of latent attention's norms)."""
+    router = 0
+    if shape.sparse_layers:
+        router = shape.sparse_layer - 3 * shape.hidden * shape.shared_width - shape.routed // shape.sparse_layers
+    entries = (shape.other - shape.hidden - shape.sparse_layers * router) // shape.layers
+    count, rest = divmod(entries, shape.hidden)
+    if shape.family == "deepseek_v3":
+        return 2, False, entries - 2 * shape.hidden
+    return count, rest == 2 * shape.head_dim, 0
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Numbers per token after tensor parallelism."""
+
+    hidden: int
+    query: float
+    key: float
+    value: float
+    output: float  # of attention
+    heads: float
+
+    @classmethod
+    def of(cls, shape: ModelShape, passage: Passage) -> Widths:
+        tensor, kv = passage.tensor, shape.heads if shape.family == "deepseek_v3" else shape.kv_heads
+        return cls(
+            shape.hidden,
+            shape.heads * shape.head_dim / tensor,
+            kv * shape.head_dim / tensor,
+            kv * shape.value_dim / tensor,
+            shape.heads * shape.value_dim / tensor,
+            shape.heads / tensor,
+        )
+
+
+def hugging_face(shape: ModelShape, sparse: bool, passage: Passage) -> Layer:
+    c, w = passage.size, Widths.of(shape, passage)
+    count, of_heads, latent = norms(shape)
+    saved = count * ((4 + 2 * c) * w.hidden + 4) + c * (w.query + w.key + w.value + w.output) + 4 * w.heads
+    if not (passage.cuda and c == 2 and shape.head_dim == shape.value_dim):
+        saved += c * w.output
+    if of_heads:
+        saved += (4 + c) * (w.query + w.key)
+    if latent:  # latents, their norms, and the joint keys and values that come of them
+        saved += (4 + 2 * c) * latent + c * (w.key + w.value)
+    forward = c * (2 * w.hidden + 3 * w.query + w.key + w.value)
+    if sparse:
+        copies, width, shared = shape.experts_per_token, shape.expert_width / passage.expert_tensor, shape.shared_width
+        saved += c * (copies * (2 * w.hidden + 4 * width) + 4 * shared / passage.tensor)
+        backward = c * (3 * copies + 1) * w.hidden
+        forward = max(forward, c * (2 * w.hidden + copies * (3 * w.hidden + 4 * width)))
+    else:
+        width = shape.dense_width / passage.tensor
+        saved += 4 * c * width
+        backward = c * (2 * width + w.hidden)
+        forward = max(forward, c * (2 * w.hidden + 3 * width))
+    return _of_tokens(passage, saved, c * w.hidden, backward, forward)
+
+
+def megatron(shape: ModelShape, sparse: bool, passage: Passage) -> Layer:
+    c, w, fused = passage.size, Widths.of(shape, passage), passage.cuda
+    hidden = w.hidden / passage.sequence
+    count, of_heads, latent = norms(shape)
+    norm = 2 * c if fused else 8 + c
+    saved = count * (norm * hidden + 4 / passage.sequence) + c * (2 * w.query + 3 * w.key + w.output) + 4 * w.heads
+    if not fused:
+        saved += c * (w.output + 4 * shape.head_dim)
+    if of_heads and fused:
+        saved += c * w.query  # queries in one piece
+    elif of_heads:
+        saved += 8 * (w.query + w.key) - (4 * w.key if c == 4 else 0)
+    if latent:
+        saved += norm * latent + c * (w.value - w.key)
+    if sparse:
+        copies, shared = shape.experts_per_token, shape.shared_width / passage.tensor
+        of_rank = copies * passage.expert_tensor / passage.sequence
+        width = shape.expert_width / passage.expert_tensor
+        saved += of_rank * c * (w.hidden + (4 if fused else 6) * width) + (3 if fused else 5) * c * shared
+        backward = c * (2 * of_rank + 1) * w.hidden
+        if not fused:  # one expert after another; weights of experts are in float64, and so are three products by them
+            backward += 3 * 8 * of_rank * width / passage.experts
+        forward = c * (2 * hidden + of_rank * (2 * w.hidden + 4 * width))
+    else:
+        width = shape.dense_width / passage.tensor
+        saved += (3 if fused else 5) * c * width
+        backward = c * (2 * width + hidden)
+        forward = c * (2 * hidden + 4 * width)
+    if passage.sequence > 1:  # a rank gathers the tokens of all, for the forward pass and again for the backward pass
+        backward += c * w.hidden
+        forward += c * w.hidden
+    return _of_tokens(passage, saved, c * hidden, backward, forward)
+
+
+def final_norm(shape: ModelShape, passage: Passage, fused: bool) -> Layer:
+    """Of the last layer's output, and the head's input."""
+    c, hidden = passage.size, shape.hidden / passage.sequence
+    saved = (2 * c if fused else 8 + c) * hidden + (c * shape.hidden if passage.sequence > 1 else 0)
+    return _of_tokens(passage, saved, 0, (2 * c if fused else 16) * hidden, (c if fused else 8) * hidden)
+
+
+def _of_tokens(passage: Passage, saved: float, kept: float, backward: float, forward: float) -> Layer:
+    tokens = passage.tokens
+    return Layer(tokens * saved, tokens * kept, tokens * backward, tokens * forward)

@@ -1,0 +1,97 @@
+"""What an earlier run measured: how long its phases took, against what is predicted of them, and how long its sequences were.
+
+Each clock of a prediction is multiplied by measured / predicted of that clock in the earlier run, which is planned for this by
+its own recipe and at its own lengths. So a plan of the same recipe says what was measured, and a plan of another one is off
+only by what the model of time leaves out and the two do not share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.plan.lengths import sequences
+from launch.plan.phase import CLOCKS, Phase
+from pipeline import config
+from pipeline.config import Recipe, RecipeError, generates
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Means over the steps of a run, without its first, which warms up; unless it is the only one."""
+
+    folder: Path
+    recipe: Recipe
+    steps: int
+    clocks: dict[str, float]  # seconds by CLOCKS
+    step: float  # seconds
+    answer: float | None  # mean tokens; of an offline algorithm, of a whole sequence
+    prompt: float | None
+
+    @property
+    def where(self) -> str:
+        return f"{self.folder} ({self.steps} step{'s' * (self.steps > 1)})"
+
+
+def measured(folder: Path) -> Measured | None:
+    """Of a run folder; None if it has no complete step yet. Raises RecipeError if its recipe cannot be read."""
+    lines = [line for line in _lines(folder / "metrics.jsonl") if line.get("time/step")]
+    if not lines or not (folder / "recipe.yaml").is_file():
+        return None
+    lines = lines[1:] or lines
+    recipe = config.read(folder / "recipe.yaml")
+    clocks = {clock: value for clock in CLOCKS if (value := _mean(lines, f"time/{clock}")) is not None}
+    step = _mean(lines, "time/step")
+    if generates(recipe):
+        answer, prompt = _mean(lines, "train/completion_tokens"), _prompt(folder)
+    else:
+        rate = _mean(lines, "throughput/tokens_per_s")
+        answer, prompt = (rate * step / sequences(recipe) if rate else None), None
+    return Measured(folder, recipe, len(lines), clocks, step, answer, prompt)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines; a last one that a kill cut short is left out."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.is_file() else []
+
+
+def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [line[key] for line in lines if line.get(key) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _prompt(folder: Path) -> float | None:
+    """Of the last step whose rollouts were written."""
+    for path in sorted((folder / "rollouts").glob("step_*.jsonl"), reverse=True):
+        if lengths := [len(line["prompt_tokens"]) for line in _lines(path)]:
+            return sum(lengths) / len(lengths)
+    return None
+
+
+def find(recipe: Recipe, before: Path | None) -> Measured | None:
+    """The run to calibrate by: `before`, else what this recipe's own run folder has. Raises RecipeError for a `before` that has
+    nothing to tell."""
+    if before is None:
+        return measured(Path(recipe.run_dir))
+    found = measured(before)
+    if found is None:
+        raise RecipeError(
+            f"plan_from: {before} has no complete step to calibrate by (metrics.jsonl with time/step, beside a recipe.yaml);"
+            " give the folder of a run that made some steps"
+        )
+    return found
+
+
+def ratios(measured: Measured, predicted: Mapping[str, float]) -> dict[str, float]:
+    """Measured over predicted, by clock. predicted: seconds of the measured run's own recipe."""
+    return {clock: measured.clocks[clock] / seconds for clock, seconds in predicted.items() if clock in measured.clocks}
+
+
+def scaled(phases: Sequence[Phase], ratios: Mapping[str, float]) -> list[Phase]:
+    return [
+        Phase(p.clock, p.name, p.flops, {name: ratios.get(p.clock, 1.0) * seconds for name, seconds in p.parts.items()})
+        for p in phases
+    ]

@@ -1,0 +1,89 @@
+"""How a component's ranks divide a model, and at what rate groups of them talk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launch.model_shape import ModelShape
+from pipeline.config import ComponentConfig, PolicyConfig, engine_ranks, expert_tensor_parallel_size, ranks, uses_megatron
+from pipeline.config.hardware import GPU
+
+GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    ranks: int
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sequence: bool = False  # whether tensor-parallel ranks share the tokens between them outside of attention and MLP
+
+    @property
+    def data(self) -> int:
+        """How many ranks have other tokens at the same place in the model, with context parallelism's apart."""
+        return max(1, self.ranks // (self.tensor * self.pipeline * self.context))
+
+    @property
+    def expert_data(self) -> int:
+        """How many ranks hold the same experts."""
+        return max(1, self.ranks // (self.expert * self.expert_tensor * self.pipeline))
+
+    def held(self, shape: ModelShape) -> tuple[float, float]:
+        """(parameters outside of routed experts, routed experts') of a rank in the middle of the pipeline, on average."""
+        rest = (shape.parameters - shape.routed) / (self.tensor * self.pipeline)
+        return rest, shape.routed / (self.expert * self.expert_tensor * self.pipeline)
+
+
+def train_cut(policy: PolicyConfig, component: ComponentConfig) -> Cut:
+    if not uses_megatron(policy):
+        tensor = policy.dtensor_cfg.tensor_parallel_size
+        return Cut(ranks(component), tensor, expert_tensor=tensor)
+    megatron = policy.megatron_cfg
+    return Cut(
+        ranks(component),
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.context_parallel_size,
+        megatron.expert_model_parallel_size,
+        expert_tensor_parallel_size(megatron),
+        megatron.sequence_parallel,
+    )
+
+
+def engines(policy: PolicyConfig, component: ComponentConfig) -> int:
+    """How many engines the generate ranks make. The Transformers backend has one on each rank."""
+    size = engine_ranks(policy.generation.vllm_cfg) if policy.generation.backend == "vllm" else 1
+    return max(1, ranks(component) // size)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What connects the ranks of a component. Ranks are numbered node by node; NVLink reaches `gpu.nvlink_gpus` of them."""
+
+    gpu: GPU
+    nic_gb_per_s: float
+
+    def ring(self, size: int, stride: int = 1) -> float:
+        """Bytes a second that each rank of a group sends in a ring. A group's ranks of one node share their NICs, as NCCL's
+        rings do."""
+        near = self.near(size, stride)
+        if size <= near:
+            return GIGA * self.gpu.nvlink_gb_per_s
+        return GIGA * min(self.gpu.nvlink_gb_per_s, near * self.nic_gb_per_s)
+
+    def near(self, size: int, stride: int = 1) -> int:
+        """How many of a group of `size` ranks, `stride` apart, share NVLink."""
+        return max(1, min(size, self.gpu.nvlink_gpus // stride))
+
+    def ring_seconds(self, size: int, count: float, stride: int = 1) -> float:
+        """An all-gather or reduce-scatter of `count` bytes in all; an all-reduce is both."""
+        return (size - 1) / size * count / self.ring(size, stride) if size > 1 else 0.0
+
+    def exchange_seconds(self, size: int, count: float, stride: int = 1) -> float:
+        """Each rank sends `count` bytes, spread evenly over the group, itself included."""
+        near = self.near(size, stride)
+        inside, outside = (near - 1) / size * count, (size - near) / size * count
+        return max(inside / self.gpu.nvlink_gb_per_s, outside / self.nic_gb_per_s) / GIGA

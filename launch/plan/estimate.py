@@ -1,0 +1,321 @@
+"""The pieces of a plan put together for one recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from launch import backend, plan_refit
+from launch.model_files import described
+from launch.model_shape import ModelShape
+from launch.plan import calibration, generate_time, lengths, memory, split, train_time
+from launch.plan.calibration import Measured
+from launch.plan.lengths import Lengths
+from launch.plan.memory_parts import GenerateMemory, TrainMemory
+from launch.plan.phase import Phase, seconds_by_clock
+from launch.plan.split import Split
+from pipeline import config
+from pipeline.config import Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
+from pipeline.config.schema import PlanConfig
+
+GIGA = 1e9
+STATE = ("weights", "gradients", "optimizer")  # what no batch size or recomputation makes smaller
+ROOM = 0.8  # of a GPU, for weights of an engine: what is left must hold a KV cache
+SAVED_BYTES = 12  # of a trained parameter in a checkpoint: float32 weight and Adam's two moments
+
+
+@dataclass(frozen=True)
+class Plan:
+    recipe: Recipe
+    choice: backend.Choice
+    shapes: Mapping[str, ModelShape]  # by the sections of config.models
+    lengths: Lengths
+    train: TrainMemory
+    generate: GenerateMemory | None  # None: an algorithm that does not sample
+    refit: plan_refit.Prediction | None
+    refit_unknown: str  # why there is none although the algorithm samples
+    phases: Sequence[Phase]  # of a step, calibrated; none without GPUs, or without room for a KV cache
+    validation: float  # seconds of one, if the recipe has any
+    measured: Measured | None
+    ratios: Mapping[str, float]  # measured / predicted, by clock; what has none is not calibrated
+    split: Split | None  # a better one
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Of a step, by clock."""
+        return seconds_by_clock(self.phases)
+
+    @property
+    def step(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def steps(self) -> int:
+        return section(self.recipe).max_num_steps
+
+    @property
+    def validations(self) -> int:
+        algorithm = section(self.recipe)
+        if self.recipe.data.validation is None:
+            return 0
+        periodic = self.steps // algorithm.val_period if algorithm.val_period > 0 else 0
+        at_end = algorithm.val_at_end and not (algorithm.val_period > 0 and self.steps % algorithm.val_period == 0)
+        return periodic + algorithm.val_at_start + at_end
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole run, without its start, checkpoints and waiting in the queue."""
+        return self.steps * self.step + self.validations * self.validation + self.seconds.get("refit", 0.0)
+
+    @property
+    def gpus(self) -> int:
+        return sum(c.nodes * c.gpus_per_node for c in components(self.recipe).values())
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.gpus * self.total / 3600
+
+    @property
+    def submissions(self) -> int:
+        """How often the run has to be submitted, if each may take cluster.time_min."""
+        return max(1, math.ceil(self.total / (60 * self.recipe.cluster.time_min)))
+
+    @property
+    def checkpoint_bytes(self) -> float | None:
+        """Of one, with Adam's state; None where only adapters are saved."""
+        if self.recipe.policy.dtensor_cfg.lora_cfg.enabled and not uses_megatron(self.recipe.policy):
+            return None
+        trained = [shape for name, shape in self.shapes.items() if name in ("policy", "value")]
+        return SAVED_BYTES * sum(shape.parameters for shape in trained)
+
+    @property
+    def checkpoints(self) -> int:
+        saving = self.recipe.checkpointing
+        return math.ceil(self.steps / saving.save_period) if saving.enabled else 0
+
+    # ---- whether it fits --------------------------------------------------------------------------------------------------
+
+    @property
+    def fits(self) -> bool:
+        return not any(self.problems()) and not (self._train_over or self._generate_over or self._cache_short)
+
+    @property
+    def _train_over(self) -> float:
+        """Bytes that a train rank may need beyond what its GPU has."""
+        return _over(self.recipe.cluster.train, self.train.total)
+
+    @property
+    def _generate_over(self) -> float:
+        return _over(self.recipe.cluster.generate, self.generate.total) if self.generate else 0.0
+
+    @property
+    def _cache_short(self) -> bool:
+        """Whether vLLM may refuse to start, since not one sequence fits into the KV cache."""
+        return self.generate is not None and self.recipe.cluster.generate.gpus_per_node > 0 and self.generate.sequences < 1
+
+    def problems(self) -> Iterator[str]:
+        """What surely cannot work, as what is counted exactly is too large by itself."""
+        train, generate = self.recipe.cluster.train, self.recipe.cluster.generate
+        state = sum(self.train.parts.get(name, 0.0) for name in STATE)
+        if _over(train, state):
+            yield (
+                f"{_cut_keys(self.recipe)}: weights, gradients and optimizer state alone take {state / GIGA:.0f} GB on a train"
+                f" rank, and its GPU has {hardware.memory_gb(train):g} (cluster.train.gpu, gpu_memory_gb); more"
+            )
+        weights = self.generate.parts.get("weights", 0.0) if self.generate else 0.0
+        if _over(generate, weights):
+            size = self.recipe.policy.generation.vllm_cfg.tensor_parallel_size
+            has = hardware.memory_gb(generate)
+            yield (
+                f"policy.generation.vllm_cfg.tensor_parallel_size: {size}: the weights alone take {weights / GIGA:.0f} GB on a"
+                f" generate rank, and its GPU has {has:g} (cluster.generate.gpu, gpu_memory_gb);"
+                f" {2 ** math.ceil(math.log2(size * weights / (ROOM * has * GIGA)))} would do"
+            )
+
+    def warnings(self) -> Iterator[str]:
+        """What only an estimate says is too large."""
+        if any(self.problems()):
+            return
+        train, generate = self.recipe.cluster.train, self.recipe.cluster.generate
+        if self._train_over:
+            needed = f"{self.train.total / GIGA:.0f} GB"
+            yield f"a train rank may need {needed} in {self.train.phase}, and its GPU has {hardware.memory_gb(train):g}"
+        if self._cache_short:
+            limit = self.recipe.policy.generation.vllm_cfg.max_model_len
+            yield (
+                f"an engine's KV cache may hold {max(0.0, self.generate.tokens):,.0f} tokens, and one sequence of"
+                f" policy.generation.vllm_cfg.max_model_len has {limit:,}"
+            )
+        elif self._generate_over:
+            needed = f"{self.generate.total / GIGA:.0f} GB"
+            yield f"a generate rank may need {needed}, and its GPU has {hardware.memory_gb(generate):g}"
+
+    def advice(self) -> list[str]:
+        """What would help where it does not fit, by key, the most helpful first."""
+        found = []
+        for held, component in ((self.train, self.recipe.cluster.train), (self.generate, self.recipe.cluster.generate)):
+            if held is not None and component.gpus_per_node:
+                found += memory.advice(self.recipe, held, hardware.memory_gb(component) * GIGA)
+        return found
+
+
+def _over(component: config.ComponentConfig, count: float) -> float:
+    """By how many bytes `count` are more than a GPU has. Without GPUs nothing is known to be too much."""
+    return max(0.0, count - hardware.memory_gb(component) * GIGA) if component.gpus_per_node else 0.0
+
+
+def plan(recipe: Recipe, choice: backend.Choice, before: Path | None = None, pending: Sequence[Path] = ()) -> Plan:
+    """Of a recipe for which the train backend is chosen.
+
+    before: a run folder to calibrate by; None: the recipe's own, if it has made steps. pending: run folders of needed recipes
+    that have not run yet. Raises RecipeError, naming the key, for a model or a GPU that is not known, or a `before` that tells
+    nothing.
+    """
+    described = model_configs(recipe, pending)
+    found = _shapes(described)
+    earlier = calibration.find(recipe, before)
+    spread = lengths.assumed(recipe, *((earlier.prompt, earlier.answer, earlier.where) if earlier else ()))
+    train = memory.train(recipe, found)
+    generate = memory.generate(recipe, found["policy"]) if generates(recipe) else None
+    refit, unknown = _refit(recipe, described["policy"])
+    phases, validation, ratios = [], 0.0, {}
+    if priced(recipe) and (generate is None or generate.tokens > 0):
+        moved = _refit_seconds(recipe, refit)
+        phases = step_phases(recipe, found, spread, generate, moved)
+        validation = validation_seconds(recipe, found, spread, generate)
+        ratios = _ratios(earlier, pending) if earlier else {}
+        phases = calibration.scaled(phases, ratios)
+        validation *= ratios.get("rollout" if generates(recipe) else "train", 1.0)
+    made = Plan(recipe, choice, found, spread, train, generate, refit, unknown, phases, validation, earlier, ratios, None)
+    if not phases or not made.fits or not split.movable(recipe):
+        return made
+    return replace(made, split=split.better(recipe, made.step, lambda other: _other_step(made, other)))
+
+
+def priced(recipe: Recipe) -> bool:
+    """Whether all components have GPUs, so that times can be told."""
+    return all(component.gpus_per_node for component in components(recipe).values())
+
+
+def components(recipe: Recipe) -> dict[str, config.ComponentConfig]:
+    """Those that the job has."""
+    used = {"train": recipe.cluster.train}
+    if generates(recipe):
+        used["generate"] = recipe.cluster.generate
+    if config.serves_rewards(recipe):
+        used["reward"] = recipe.cluster.reward
+    return used
+
+
+def model_configs(recipe: Recipe, pending: Sequence[Path]) -> dict[str, Mapping[str, Any]]:
+    """config.json of all models. One that a needed recipe has yet to leave is as what that recipe starts from. Raises
+    RecipeError."""
+    found = {}
+    for name, policy in config.models(recipe).items():
+        key = f"{name}.model_name"
+        model = described(policy, list(pending), key)
+        if model is None:
+            start = plan_refit.needed_model(replace(recipe, policy=policy))
+            if start is None:
+                raise RecipeError(
+                    f"{key}: {policy.model_name} is not there yet, and no recipe under `needs` says what it will be"
+                )
+            model = described(replace(policy, model_name=start), [], key)
+        found[name] = model
+    return found
+
+
+def _shapes(models: Mapping[str, Mapping[str, Any]]) -> dict[str, ModelShape]:
+    return {name: ModelShape.of(model, f"{name}.model_name") for name, model in models.items()}
+
+
+# ---- times ----------------------------------------------------------------------------------------------------------------
+
+
+def step_phases(
+    recipe: Recipe,
+    shapes: Mapping[str, ModelShape],
+    lengths: Lengths,
+    generate: GenerateMemory | None,
+    refit: float | None,
+) -> list[Phase]:
+    """Of a step, in their order, not calibrated. refit: its seconds, if they are known."""
+    train = train_time.phases(recipe, shapes, lengths, hardware.gpu(recipe.cluster.train.gpu))
+    if generate is None:
+        return train
+    gpu = hardware.gpu(recipe.cluster.generate.gpu)
+    found = generate_time.phases(recipe, shapes["policy"], lengths, gpu, generate.tokens)
+    answers = generate_time.sampled(recipe)[1]
+    judge = recipe.cluster.reward if config.serves_rewards(recipe) else recipe.cluster.train
+    score = train_time.reward_phase(recipe, shapes, lengths, hardware.gpu(judge.gpu), answers)
+    found += [score] if score else []
+    found += train
+    return found + ([Phase("refit", "weights to the engines", 0.0, {"transfer": refit})] if refit is not None else [])
+
+
+def validation_seconds(
+    recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, generate: GenerateMemory | None
+) -> float:
+    """Of one validation, of at most max_val_samples."""
+    count = section(recipe).max_val_samples
+    if recipe.data.validation is None:
+        return 0.0
+    if generate is None:
+        gpu = hardware.gpu(recipe.cluster.train.gpu)
+        job = train_time.job(recipe, recipe.policy, shapes["policy"], lengths, gpu, recipe.cluster.train)
+        return sum(train_time.forward_pass(job, count)[1].values())
+    gpu = hardware.gpu(recipe.cluster.generate.gpu)
+    return generate_time.validation(recipe, shapes["policy"], lengths, gpu, generate.tokens, count)
+
+
+def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[plan_refit.Prediction | None, str]:
+    """A refit's prediction, or why there is none."""
+    if not generates(recipe):
+        return None, ""
+    try:
+        return plan_refit.predict(recipe, model), ""
+    except ValueError as error:  # layouts that cannot be told without the libraries that make them
+        return None, str(error)
+
+
+def _refit_seconds(recipe: Recipe, refit: plan_refit.Prediction | None) -> float | None:
+    if refit is None:
+        return None
+    from pipeline.refit import simulate  # brings numpy, which a plan without a refit does not need
+
+    if recipe.policy.generation.refit_transport == "broadcast":
+        return simulate.broadcast_seconds(refit.reference, recipe.cluster.network)[0]
+    return refit.seconds
+
+
+def _ratios(measured: Measured, pending: Sequence[Path]) -> dict[str, float]:
+    """Of the run that was measured, planned as it was and at the lengths that it had."""
+    recipe = measured.recipe
+    if not priced(recipe):
+        return {}
+    models = model_configs(recipe, pending)
+    found = _shapes(models)
+    spread = lengths.assumed(replace(recipe, plan=PlanConfig()), measured.prompt, measured.answer, measured.where)
+    generate = memory.generate(recipe, found["policy"]) if generates(recipe) else None
+    phases = step_phases(recipe, found, spread, generate, _refit_seconds(recipe, _refit(recipe, models["policy"])[0]))
+    return calibration.ratios(measured, seconds_by_clock(phases))
+
+
+def _other_step(plan: Plan, recipe: Recipe) -> float | None:
+    """Seconds of a step with another division of the nodes, None if it does not fit. A refit is taken to be as long as now."""
+    train, generate = memory.train(recipe, plan.shapes), memory.generate(recipe, plan.shapes["policy"])
+    if not replace(plan, recipe=recipe, train=train, generate=generate).fits:
+        return None
+    phases = step_phases(recipe, plan.shapes, plan.lengths, generate, None)
+    return sum(seconds_by_clock(calibration.scaled(phases, plan.ratios)).values()) + plan.seconds.get("refit", 0.0)
+
+
+def _cut_keys(recipe: Recipe) -> str:
+    if not uses_megatron(recipe.policy):
+        return "cluster.train.nodes"
+    name = "policy.megatron_cfg.pipeline_model_parallel_size"
+    return f"{name} or tensor_model_parallel_size" if ranks(recipe.cluster.train) > 1 else "cluster.train.nodes"

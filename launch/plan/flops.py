@@ -1,0 +1,33 @@
+"""Floating-point operations of a model, from its shape. A multiply-add counts as two.
+
+A token passes every active parameter once: 2 operations each. Attention compares it with the tokens before it: for each of them
+2 heads x (head dimension of keys + of values), which with equal dimensions is the usual 4 x heads x dimension. Backward passes
+take twice a forward pass (Kaplan et al. 2020, arXiv 2001.08361, section 2.1), full recomputation one more.
+
+Left out: norms, softmax, rotary embeddings, routers' top-k; sliding windows, which would need less; what LoRA saves.
+"""
+
+from __future__ import annotations
+
+from launch.model_shape import ModelShape
+
+
+def forward(shape: ModelShape, tokens: float, pairs: float) -> float:
+    """Of `tokens` tokens, which look at `pairs` (query, key) pairs in all: half a sequence's squared length, by the mask."""
+    return 2 * shape.active * tokens + attention(shape, pairs)
+
+
+def attention(shape: ModelShape, pairs: float) -> float:
+    return 2 * shape.layers * shape.heads * (shape.head_dim + shape.value_dim) * pairs
+
+
+def decode_attention(shape: ModelShape, pairs: float) -> float:
+    """As `attention`, on what the KV cache holds: latent attention works on the latent, which all heads share."""
+    if not latent(shape):
+        return attention(shape, pairs)
+    return 4 * shape.layers * shape.heads * shape.kv_width * pairs
+
+
+def latent(shape: ModelShape) -> bool:
+    """Whether the cache has less than keys and values (DeepSeek's attention)."""
+    return shape.kv_width < shape.kv_heads * (shape.head_dim + shape.value_dim)

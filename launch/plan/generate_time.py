@@ -1,0 +1,156 @@
+"""What a rollout takes on the generate ranks.
+
+An engine's step gives one token to each sequence that it is decoding. It takes what reading weights and KV cache takes, or what
+the operations take if that is longer, then an overhead and the all-reduces of tensor parallelism. Of a mixture of experts those
+are read that any of the tokens chose, were the choice even.
+
+An engine decodes as many sequences at once as `max_num_seqs` allows and its KV cache holds. While others wait, one takes the
+place of each that ends; then the last ones end, one after the other, and the rollout with the longest. Lengths spread as
+`launch/plan/lengths.py` says; what waits is as long as what began, which is exact where lengths are exponential or equal.
+
+Left out: preemption, speculative decoding, launching kernels one by one (enforce_eager), environments that run on the CPU, the
+second and later batches of dynamic sampling, which nobody knows before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from launch.model_shape import ModelShape
+from launch.plan import flops
+from launch.plan.cut import GIGA, Links, engines
+from launch.plan.lengths import Lengths
+from launch.plan.phase import Phase
+from pipeline.config import PRECISIONS, Recipe, engine_ranks, section
+from pipeline.config.hardware import GPU
+
+POINTS = 200  # at which the last sequences are added up
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    shape: ModelShape
+    links: Links
+    itemsize: int
+    ranks: int
+    tensor: int
+    latency_us: float  # of a message to another node
+    fp8: bool = False  # whether the linear layers are
+
+    @property
+    def gpu(self) -> GPU:
+        return self.links.gpu
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s of one rank's matrix products."""
+        assumed = self.gpu.assumed
+        share = assumed.mixture_training if self.shape.experts else assumed.dense_training
+        if self.fp8:
+            return share * self.gpu.fp8_tflops * 1e12
+        return share * (self.gpu.bf16_tflops if self.itemsize == 2 else self.gpu.fp32_tflops) * 1e12
+
+    def weights(self, batch: float) -> float:
+        """Bytes that a rank reads of them for a step of `batch` tokens. Of the table of embeddings it reads a few rows."""
+        shape = self.shape
+        chosen = 1 - (1 - shape.experts_per_token / shape.experts) ** batch if shape.experts else 0.0
+        linear = shape.attention + shape.mlp + chosen * shape.routed
+        rest = shape.vocabulary * shape.hidden + shape.other  # the output layer is the embedding, if that is tied
+        return (linear * (1 if self.fp8 else self.itemsize) + rest * self.itemsize) / self.ranks
+
+    @property
+    def cached(self) -> float:
+        """Bytes a rank reads of the KV cache for each token in it. Ranks beyond the number of key-value heads hold copies, and
+        of a latent all do."""
+        shape = self.shape
+        heads = 1 if flops.latent(shape) else min(self.tensor, shape.kv_heads)
+        return shape.kv_width * shape.layers * self.itemsize / heads / (self.ranks // self.tensor)
+
+    def parts(self, batch: float, context: float) -> dict[str, float]:
+        """Seconds of a step of `batch` sequences with `context` tokens each."""
+        bandwidth = GIGA * self.gpu.hbm_gb_per_s * self.gpu.assumed.bandwidth
+        weights, cache = self.weights(batch) / bandwidth, batch * context * self.cached / bandwidth
+        work = 2 * self.shape.active * batch + flops.decode_attention(self.shape, batch * context)
+        products = work / (self.ranks * self.rate)
+        found = {"reading weights": weights, "reading the KV cache": cache} if weights + cache > products else {}
+        found = found or {"matrix products": products}
+        found["engine overhead"] = self.gpu.assumed.engine_step_ms / 1e3
+        if self.tensor > 1:
+            found["tensor parallelism"] = self._all_reduces(batch)
+        return found
+
+    def _all_reduces(self, batch: float) -> float:
+        near = self.tensor <= self.gpu.nvlink_gpus
+        latency = self.gpu.assumed.all_reduce_us if near else self.gpu.assumed.all_reduce_us + 2 * self.latency_us
+        moved = 2 * self.links.ring_seconds(self.tensor, batch * self.shape.hidden * self.itemsize)
+        return 2 * self.shape.layers * (latency / 1e6 + moved)
+
+
+def sampled(recipe: Recipe) -> tuple[int, int]:
+    """(prompts, answers) of a rollout; with dynamic sampling of its first batch."""
+    online = section(recipe)
+    prompts = int(online.num_prompts_per_step * getattr(online, "batch_multiplier", 1))
+    return prompts, prompts * online.num_generations_per_prompt
+
+
+def slots(recipe: Recipe, cache_tokens: float, lengths: Lengths) -> int:
+    """Sequences that an engine decodes at once. cache_tokens: that its KV cache holds."""
+    context = lengths.prompt + lengths.squared_answer / (2 * lengths.answer)
+    return max(1, min(recipe.policy.generation.max_num_seqs, int(cache_tokens / context)))
+
+
+def engine(recipe: Recipe, shape: ModelShape, gpu: GPU) -> Engine:
+    generation, network = recipe.policy.generation, recipe.cluster.network
+    vllm = generation.backend == "vllm"
+    return Engine(
+        shape,
+        Links(gpu, network.nic_gb_per_s),
+        PRECISIONS[recipe.policy.precision],
+        engine_ranks(generation.vllm_cfg) if vllm else 1,
+        generation.vllm_cfg.tensor_parallel_size if vllm else 1,
+        network.latency_us,
+        fp8=vllm and generation.vllm_cfg.precision == "fp8",
+    )
+
+
+def phases(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPU, cache_tokens: float) -> list[Phase]:
+    """Of a step, on the generate ranks."""
+    made, one = engines(recipe.policy, recipe.cluster.generate), engine(recipe, shape, gpu)
+    prompts, answers = sampled(recipe)
+    known = recipe.policy.generation.backend == "vllm" and recipe.policy.generation.vllm_cfg.enable_prefix_caching
+    read = prompts if known else answers
+    prefill = flops.forward(shape, read * lengths.prompt, read * lengths.prompt**2 / 2)
+    share = math.ceil(prompts / made) * made / prompts  # the busiest engine's prompts against the mean
+    found = [Phase("rollout", "prefill", prefill, {"matrix products": share * prefill / (made * one.ranks * one.rate)})]
+    pairs = answers * (lengths.prompt * lengths.answer + lengths.squared_answer / 2)
+    work = 2 * shape.active * answers * lengths.answer + flops.decode_attention(shape, pairs)
+    own = math.ceil(prompts / made) * answers / prompts
+    parts = decoding(one, own, slots(recipe, cache_tokens, lengths), lengths, answers)
+    return [*found, Phase("rollout", "decode", work, parts)]
+
+
+def decoding(engine: Engine, count: float, slots: int, lengths: Lengths, answers: float) -> dict[str, float]:
+    """Seconds by part of an engine that decodes `count` answers, `slots` at once. answers: of all engines together; of their
+    last ones the longest ends the rollout."""
+    batch = min(count, slots)
+    steady = (count - batch) * lengths.answer / batch  # steps while others wait
+    total: dict[str, float] = {}
+
+    def add(steps: float, batch: float, context: float) -> None:
+        for name, seconds in engine.parts(batch, context).items():
+            total[name] = total.get(name, 0.0) + steps * seconds
+
+    add(steady, batch, lengths.prompt + lengths.squared_answer / (2 * lengths.answer))
+    longest, scale = lengths.longest(answers * batch / count), lengths.scale
+    for point in range(POINTS):
+        step = (point + 0.5) / POINTS * longest
+        add(longest / POINTS, max(1.0, batch * math.exp(-step / scale)), lengths.prompt + step)
+    return total
+
+
+def validation(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPU, cache_tokens: float, count: int) -> float:
+    """Seconds of one answer to each of `count` prompts."""
+    made, one = engines(recipe.policy, recipe.cluster.generate), engine(recipe, shape, gpu)
+    parts = decoding(one, math.ceil(count / made), slots(recipe, cache_tokens, lengths), lengths, count)
+    return sum(parts.values())

@@ -1,0 +1,105 @@
+"""How long prompts and answers are taken to be, and how lengths of answers spread.
+
+Answers are taken to be exponentially distributed and cut at a limit: with the mean and the limit given, that is one
+distribution. Its mean is tau (1 - exp(-limit / tau)), from which tau is found. Where the mean is near the limit most answers
+are cut, as a reasoning model's are; where it is far below, few are, and the longest is several times the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipeline.config import PAIRED, Recipe, generates
+
+PROMPT_TOKENS = 256  # if nobody says otherwise, and a quarter of data.max_input_seq_length is not less
+PROMPT_SHARE = 0.25
+ANSWER_SHARE = 0.5  # of the longest possible answer
+EULER = 0.5772156649
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    prompt: float  # mean tokens; all prompts are taken to be as long
+    answer: float  # mean tokens
+    limit: float  # tokens at which an answer is cut
+    source: str  # of the two means, as the report says it
+
+    @property
+    def sequence(self) -> float:
+        return self.prompt + self.answer
+
+    @property
+    def scale(self) -> float:
+        """tau, in tokens; infinite if all answers reach the limit."""
+        if self.answer >= self.limit * (1 - 1e-6):
+            return math.inf
+        low, high = self.answer, self.answer
+        while high * -math.expm1(-self.limit / high) < self.answer:
+            high *= 2
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if middle * -math.expm1(-self.limit / middle) < self.answer else (low, middle)
+        return high
+
+    @property
+    def squared_answer(self) -> float:
+        """The mean of an answer's squared length."""
+        scale, limit = self.scale, self.limit
+        if math.isinf(scale) or limit / scale < 1e-4:
+            return limit * limit
+        share = limit / scale
+        return 2 * scale * scale * (1 - math.exp(-share) * (1 + share))
+
+    @property
+    def squared_sequence(self) -> float:
+        """The mean of a sequence's squared length."""
+        return self.prompt**2 + 2 * self.prompt * self.answer + self.squared_answer
+
+    def longest(self, answers: float) -> float:
+        """Expected tokens of the longest of so many answers."""
+        scale = self.scale
+        return self.limit if math.isinf(scale) else min(self.limit, scale * (math.log(max(1.0, answers)) + EULER))
+
+
+def assumed(recipe: Recipe, prompt: float | None = None, answer: float | None = None, where: str = "") -> Lengths:
+    """Of a recipe: `plan.prompt_tokens` and `plan.answer_tokens`, else means that an earlier run `where` had, else a guess. The
+    run of an offline algorithm tells one mean, of whole sequences: that is `answer`."""
+    total, given = recipe.policy.max_total_sequence_length, recipe.plan
+    if not generates(recipe) and answer is not None and given.prompt_tokens is None and given.answer_tokens is None:
+        return Lengths(0.0, min(answer, total), total, f"sequences of {answer:,.0f} tokens, the mean in {where}")
+    sources, guess = [], min(PROMPT_TOKENS, PROMPT_SHARE * recipe.data.max_input_seq_length, total / 2)
+    prompt, source = _first("prompts", given.prompt_tokens, prompt, guess, where)
+    prompt = min(prompt, total - 1)
+    sources.append(source)
+    limit = total - prompt
+    if generates(recipe):
+        limit = min(limit, recipe.policy.generation.max_new_tokens)
+    answer, source = _first("answers", given.answer_tokens, answer, ANSWER_SHARE * limit, where)
+    sources.append(source)
+    return Lengths(prompt, min(answer, limit), limit, "; ".join(sources))
+
+
+def _first(what: str, key: float | None, run: float | None, guess: float, where: str) -> tuple[float, str]:
+    name = f"plan.{what.removesuffix('s')}_tokens"
+    if key is not None:
+        return key, f"{what} of {key:,.0f} tokens: {name}"
+    if run is not None:
+        return run, f"{what} of {run:,.0f} tokens, the mean in {where}"
+    return guess, f"{what} of {guess:,.0f} tokens, a guess; say better with {name}"
+
+
+def sequences(recipe: Recipe) -> int:
+    """How many sequences a step learns from."""
+    section = getattr(recipe, recipe.algorithm)
+    if generates(recipe):
+        return section.num_prompts_per_step * section.num_generations_per_prompt
+    return recipe.policy.train_global_batch_size * (2 if recipe.algorithm in PAIRED else 1)
+
+
+def updates(recipe: Recipe) -> int:
+    """Optimizer steps of the policy in a step of the run."""
+    if not generates(recipe):
+        return 1
+    epochs = recipe.ppo.ppo_epochs if recipe.algorithm == "ppo" else 1
+    return max(1, sequences(recipe) // recipe.policy.train_global_batch_size) * epochs

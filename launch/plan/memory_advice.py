@@ -1,0 +1,114 @@
+"""What to change where a recipe needs more memory than its GPUs have: each change is tried, and said with what it comes to.
+
+Changes one key at a time, of those that leave the results as they are; a batch or a model of another size is not proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from launch.model_shape import ModelShape
+from launch.plan.cut import train_cut
+from launch.plan.memory_generate import generate
+from launch.plan.memory_parts import GenerateMemory, TrainMemory
+from launch.plan.memory_train import train
+from pipeline.config import Recipe, ranks, uses_megatron
+
+GB = 1e9
+MOST = 4
+
+
+def advice(recipe: Recipe, held: TrainMemory | GenerateMemory, room: float) -> list[str]:
+    """The changes after which a rank needs no more than the `room` bytes of its GPU, that with the least need first; if there
+    are none, those that come nearest. At most MOST texts; none if it fits now."""
+    if isinstance(held, GenerateMemory):
+        return _generate_advice(recipe, held, room)
+    if held.total <= room:
+        return []
+    shapes = dict(held.shapes)
+    tried = sorted((train(changed, shapes).total, text) for text, changed in _train_changes(recipe, shapes["policy"]))
+    fitting = [(total, text) for total, text in tried if total <= room]
+    return [f"{text}: {_of(total, room)}" for total, text in (fitting or tried)[:MOST] if total < held.total]
+
+
+def _generate_advice(recipe: Recipe, held: GenerateMemory, room: float) -> list[str]:
+    if held.sequences >= 1 and held.total <= room:
+        return []
+    found = []
+    for text, changed in _generate_changes(recipe, held.shape):
+        after = generate(changed, held.shape)
+        if after.sequences >= 1 and after.total <= room:
+            found.append(f"{text}: room for {after.sequences:,.0f} sequences of the greatest length")
+    return found[:MOST]
+
+
+def _of(total: float, room: float) -> str:
+    return f"{total / GB:.1f} GB of {room / GB:g}" + ("" if total <= room else ", which is still too much")
+
+
+def _train_changes(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, Recipe]]:
+    packing, longest = "policy.sequence_packing", recipe.policy.max_total_sequence_length
+    section = "policy.megatron_cfg" if uses_megatron(recipe.policy) else "policy.dtensor_cfg"
+    yield from _changed(recipe, f"{section}.activation_checkpointing", lambda on: None if on else True)
+    for key in (f"{packing}.train_mb_tokens", f"{packing}.logprob_mb_tokens"):
+        yield from _changed(recipe, key, lambda tokens: tokens // 2 if tokens // 2 >= longest else None)
+    yield from _changed(recipe, "policy.logprob_chunk_size", lambda rows: 1024 if rows is None or rows > 1024 else None)
+    if uses_megatron(recipe.policy):
+        yield from _megatron_changes(recipe, shape, section)
+    else:
+        if not shape.experts:
+            yield from _doubled(recipe, f"{section}.tensor_parallel_size", shape.kv_heads)
+        yield from _changed(recipe, f"{section}.cpu_offload", lambda on: None if on else True)
+    yield from _changed(recipe, "cluster.train.nodes", lambda nodes: 2 * nodes)
+
+
+def _megatron_changes(recipe: Recipe, shape: ModelShape, section: str) -> Iterator[tuple[str, Recipe]]:
+    for text, changed in _doubled(recipe, f"{section}.tensor_model_parallel_size", shape.kv_heads):
+        sequence = set_key(changed, f"{section}.sequence_parallel", True)
+        yield f"{text} {section}.sequence_parallel=true", sequence
+    if shape.layers % (2 * recipe.policy.megatron_cfg.pipeline_model_parallel_size) == 0:
+        yield from _doubled(recipe, f"{section}.pipeline_model_parallel_size", shape.layers)
+    yield from _doubled(recipe, f"{section}.context_parallel_size", recipe.policy.max_total_sequence_length)
+    if shape.experts:
+        yield from _doubled(recipe, f"{section}.expert_model_parallel_size", shape.experts)
+
+
+def _doubled(recipe: Recipe, key: str, of: int) -> Iterator[tuple[str, Recipe]]:
+    """If twice the size divides `of` and leaves whole data-parallel ranks."""
+    for text, changed in _changed(recipe, key, lambda size: None if of % (2 * size) else 2 * size):
+        cut = train_cut(changed.policy, changed.cluster.train)
+        dense, experts = cut.tensor * cut.pipeline * cut.context, cut.expert * cut.expert_tensor * cut.pipeline
+        if not ranks(changed.cluster.train) % dense and not ranks(changed.cluster.train) % experts:
+            yield text, changed
+
+
+def _generate_changes(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, Recipe]]:
+    key = "policy.generation.vllm_cfg"
+    size = recipe.policy.generation.vllm_cfg.pipeline_parallel_size
+    for share in (0.7, 0.8, 0.9):
+        yield from _changed(recipe, f"{key}.gpu_memory_utilization", lambda now, share=share: share if now < share else None)
+    for tensor in (2, 4, 8, 16):
+        fits = not shape.heads % tensor and not ranks(recipe.cluster.generate) % (tensor * size)
+        wanted = tensor if fits else None
+        yield from _changed(recipe, f"{key}.tensor_parallel_size", lambda now, to=wanted: to if to and now < to else None)
+    bucket = "policy.generation.refit_cfg.bucket_bytes"
+    yield from _changed(recipe, bucket, lambda now: now // 4)
+    yield from _changed(recipe, f"{key}.gpu_memory_utilization", lambda now: 0.9 if now > 0.9 else None)
+
+
+def _changed(recipe: Recipe, key: str, to: Callable[[Any], Any]) -> Iterator[tuple[str, Recipe]]:
+    """The recipe with `to(value)` for the key's value, unless that is None."""
+    value = recipe
+    for name in key.split("."):
+        value = getattr(value, name)
+    if (wanted := to(value)) is not None:
+        shown = str(wanted).lower() if isinstance(wanted, bool) else wanted
+        yield f"{key}={shown}", set_key(recipe, key, wanted)
+
+
+def set_key(section: Any, key: str, value: Any) -> Any:
+    """A copy of a section with one key below it set."""
+    name, _, rest = key.partition(".")
+    return replace(section, **{name: set_key(getattr(section, name), rest, value) if rest else value})

@@ -1,0 +1,61 @@
+"""What a rank's memory is divided into, and the answers of the memory part of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launch.model_shape import ModelShape
+
+Parts = dict[str, float]  # bytes, by one of PARTS
+PARTS = (
+    "weights",  # of the policy, with float32 main weights
+    "gradients",  # as they lie between microbatches
+    "optimizer",  # Adam's two moments
+    "activations",  # what layers keep for their backward pass, and what one of them works in
+    "logits",  # of a chunk, with what the softmax and its gradient work in
+    "buffers",  # gathered weights, gradients under way, staging of the refit, the step's packed batches
+    "other models",  # critic, teacher, reward model; on a CPU rank also the copy that is the reference policy
+    "KV cache",
+    "runtime",  # of a GPU: CUDA context, libraries' workspaces, NCCL; CUDA graphs
+)
+RUNTIME = 2.0 * 2**30  # bytes of a GPU that no tensor has: an assumption, not a measurement
+
+
+@dataclass(frozen=True)
+class TrainMemory:
+    """Of the fullest train rank in its fullest phase."""
+
+    parts: Parts
+    phase: str  # when that is
+    phases: Mapping[str, float]  # bytes, of each phase that was looked at
+    host: float  # bytes of host memory per rank: reference weights, what is offloaded
+    assumptions: tuple[str, ...]
+    shapes: Mapping[str, ModelShape]  # what it was told from
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class GenerateMemory:
+    """Of the fullest generate rank."""
+
+    parts: Parts
+    tokens: float  # that the KV cache of an engine holds; 0 or less: the weights leave no room
+    sequences: float  # of max_model_len that fit at once; policy.generation.max_num_seqs is what may run
+    assumptions: tuple[str, ...]
+    shape: ModelShape  # what it was told from
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def add(*parts: Mapping[str, float]) -> Parts:
+    """Summed by name, in the order of PARTS, without what is 0."""
+    sums = {name: sum(part.get(name, 0.0) for part in parts) for name in PARTS}
+    if unknown := {name for part in parts for name in part} - sums.keys():
+        raise AssertionError(f"not parts of memory: {unknown}")
+    return {name: size for name, size in sums.items() if size}

@@ -1,0 +1,262 @@
+"""A plan as a table to read in a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+
+from launch.plan import split
+from launch.plan.cut import engines
+from launch.plan.estimate import Plan, components, priced
+from launch.plan_refit import UNITS
+from pipeline import config
+from pipeline.config import ComponentConfig, Recipe, generates, hardware, ranks, section, uses_megatron
+
+WIDTH = 128
+LABEL = 14
+FULL = 0.85  # of a GPU that an engine has for itself: beyond that little is left to gain
+
+
+def text(plan: Plan) -> str:
+    parts = [_headline(plan), _models(plan), _memory(plan)]
+    if generates(plan.recipe):
+        parts.append(_refit(plan))
+    parts += [_times(plan), _run(plan), _assumptions(plan), _verdict(plan)]
+    return "\n\n".join("\n".join(part) for part in map(list, parts) if part)
+
+
+def _line(label: str, what: str) -> str:
+    return textwrap.fill(what, WIDTH, initial_indent=f"{label:{LABEL}s}", subsequent_indent=" " * LABEL, break_on_hyphens=False)
+
+
+def _headline(plan: Plan) -> Iterator[str]:
+    recipe = plan.recipe
+    yield f"{recipe.name}: the plan of {recipe.algorithm}. All figures are estimates"
+    for name, component in components(recipe).items():
+        yield _line(name, f"{_ranks(component)}; {_cuts(plan, name)}")
+    yield _line("backend", str(plan.choice))
+
+
+def _ranks(component: ComponentConfig) -> str:
+    count = ranks(component)
+    nodes = _plural(component.nodes, "node")
+    if not component.gpus_per_node:
+        return f"{_plural(count, 'rank')} on {nodes}, no GPUs"
+    memory = hardware.memory_gb(component)
+    return f"{_plural(count, 'rank')} on {nodes} with {component.gpus_per_node} {component.gpu} of {memory:g} GB each"
+
+
+def _cuts(plan: Plan, component: str) -> str:
+    policy = plan.recipe.policy
+    if component == "generate":
+        held = policy.generation.vllm_cfg if policy.generation.backend == "vllm" else None
+        made = engines(policy, plan.recipe.cluster.generate)
+        return f"{_plural(made, 'engine')}, {_sizes(held) if held else 'no parallelism'}"
+    return _sizes(policy.megatron_cfg if uses_megatron(policy) else policy.dtensor_cfg)
+
+
+def _sizes(section: object) -> str:
+    """A backend's sizes that are not 1, by their keys, without `_size`."""
+    sizes = {key: value for key, value in vars(section).items() if key.endswith("_parallel_size") and (value or 1) > 1}
+    return ", ".join(f"{key.removesuffix('_size')} {value}" for key, value in sizes.items()) or "no model parallelism"
+
+
+# ---- what is held and moved -----------------------------------------------------------------------------------------------
+
+
+def _models(plan: Plan) -> Iterator[str]:
+    names = ("embedding", "attention", "MLP", "experts", "other", "all", "active")
+    yield f"{'parameters':24s}" + "".join(f"{name:>13s}" for name in names)
+    for name, shape in plan.shapes.items():
+        numbers = (shape.embedding, shape.attention, shape.mlp, shape.routed, shape.other, shape.parameters, shape.active)
+        yield f"{name:24s}" + "".join(f"{_billions(number):>13s}" for number in numbers)
+    for name, policy in config.models(plan.recipe).items():
+        shape = plan.shapes[name]
+        layers = f"{_plural(shape.layers, 'layer')}, hidden size {shape.hidden:,}, vocabulary {shape.vocabulary:,}"
+        experts = f", {shape.experts} experts of which {shape.experts_per_token}" if shape.experts else ""
+        yield _line(name[: LABEL - 1], f"{policy.model_name}: {shape.family}, {layers}{experts}; {shape.parameters:,} exactly")
+
+
+def _billions(count: float) -> str:
+    return f"{count / 1e9:.2f}e9" if count >= 1e7 else f"{count:,.0f}"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    recipe = plan.recipe
+    held = {"train": plan.train.parts}
+    if plan.generate:
+        held["generate"] = plan.generate.parts
+    names = list(dict.fromkeys(name for parts in held.values() for name in parts))
+    yield f"{'memory of the fullest rank':30s}" + "".join(f"{component:>14s}" for component in held)
+    for name in names:
+        yield f"  {name:28s}" + "".join(f"{_size(parts[name]) if name in parts else '-':>14s}" for parts in held.values())
+    yield f"  {'all':28s}" + "".join(f"{_size(sum(parts.values())):>14s}" for parts in held.values())
+    sizes = [getattr(recipe.cluster, component) for component in held]
+    if all(component.gpus_per_node for component in sizes):
+        yield f"  {'of a GPU with':28s}" + "".join(f"{hardware.memory_gb(component):>11g} GB" for component in sizes)
+    yield _line("train", f"fullest in {plan.train.phase}; {_size(plan.train.host)} of host memory a rank")
+    if plan.generate:
+        tokens, limit = max(0.0, plan.generate.tokens), recipe.policy.generation.vllm_cfg.max_model_len
+        whole, mean = max(0.0, plan.generate.sequences), tokens / plan.lengths.sequence
+        holds = f"an engine's KV cache holds {tokens:,.0f} tokens: {whole:,.0f} sequences of {limit:,}"
+        holds += f" or {mean:,.0f} of {plan.lengths.sequence:,.0f}"
+        vllm, most = recipe.policy.generation.vllm_cfg, recipe.policy.generation.max_num_seqs
+        holds += f"; {most} may run (max_num_seqs)"
+        if mean < most and vllm.gpu_memory_utilization < FULL:
+            holds += (
+                f"; more would with policy.generation.vllm_cfg.gpu_memory_utilization above {vllm.gpu_memory_utilization:g}"
+            )
+        yield _line("generate", holds)
+
+
+def _refit(plan: Plan) -> Iterator[str]:
+    refit = plan.refit
+    if refit is None:
+        yield _line("refit", f"not known: {plan.refit_unknown}")
+        return
+    sent, received = _size(float(refit.sent.max())), _size(float(refit.received.max()))
+    moved = f"{sent} leave the busiest train rank, {received} reach a generate rank"
+    floor, limit = refit.floor
+    transport = plan.recipe.policy.generation.refit_transport
+    taken = f"; {transport}: {_seconds(plan.seconds['refit'])}" if "refit" in plan.seconds else ""
+    yield _line("refit", f"{moved}{taken}; no transfer could take less than {_seconds(floor)} ({limit})")
+
+
+# ---- what it takes --------------------------------------------------------------------------------------------------------
+
+
+def _times(plan: Plan) -> Iterator[str]:
+    if not plan.phases:
+        without = [f"cluster.{name}" for name, component in components(plan.recipe).items() if not component.gpus_per_node]
+        why = f"no GPUs in {' and '.join(without)}" if without else "an engine has no room for a KV cache"
+        yield _line("times", f"not told: {why}")
+        return
+    yield f"{'a step':36s}{'FLOPs':>10s}{'time':>10s}   most of it"
+    for clock, seconds in plan.seconds.items():
+        ratio = f"   measured / predicted {plan.ratios[clock]:.2f}" if clock in plan.ratios else ""
+        yield f"{clock:36s}{'':10s}{_seconds(seconds):>10s}{ratio}"
+        for phase in plan.phases:
+            if phase.clock == clock:
+                work = f"{phase.flops:.2e}" if phase.flops else ""
+                yield f"  {phase.name:34s}{work:>10s}{_seconds(phase.seconds):>10s}   {_most(phase.parts)}"
+    yield f"{'all':36s}{sum(phase.flops for phase in plan.phases):10.2e}{_seconds(plan.step):>10s}"
+
+
+def _most(parts: Mapping[str, float]) -> str:
+    """The parts that are more than a twentieth of a phase, the longest first; three at most."""
+    total = sum(parts.values())
+    shares = sorted(((seconds / total, name) for name, seconds in parts.items() if total), reverse=True)
+    return ", ".join(f"{name} {share:.0%}" for share, name in shares[:3] if share > 0.05)
+
+
+def _run(plan: Plan) -> Iterator[str]:
+    if plan.phases:
+        limit = plan.recipe.cluster.time_min
+        checks = f" and {_plural(plan.validations, 'validation')} of {_seconds(plan.validation)}" if plan.validations else ""
+        yield _line(
+            "run",
+            f"{plan.steps:,} steps{checks} take {_hours(plan.total)}, {plan.gpu_hours:,.0f} GPU-hours on {plan.gpus} GPUs",
+        )
+        if plan.submissions == 1:
+            told = f"enough; {_hours(60 * limit - plan.total)} are left for what is not counted"
+        else:
+            needed = f"{plan.submissions} submissions, or cluster.time_min={int(plan.total / 60) + 1}"
+            told = f"holds about {_plural(int(60 * limit / plan.step), 'step')}; the run takes {needed}"
+        yield _line("time limit", f"cluster.time_min {limit}: {told}")
+        yield from _split(plan)
+    if plan.checkpoints:
+        size = (
+            "adapters and their optimizer's state" if plan.checkpoint_bytes is None else f"{_size(plan.checkpoint_bytes)} each"
+        )
+        every = f"about {plan.checkpoints}, every {plan.recipe.checkpointing.save_period} steps (checkpointing.save_period)"
+        yield _line("checkpoints", f"{size}, {every}; how long the file system takes is not known")
+
+
+def _split(plan: Plan) -> Iterator[str]:
+    if not split.movable(plan.recipe):
+        return
+    by = (
+        f"as measured in {plan.measured.where}"
+        if plan.ratios
+        else "by these estimates alone; a few measured steps would tell better"
+    )
+    if plan.split is None:
+        yield _line("split", f"no other division of the nodes makes a step clearly shorter, {by}")
+    else:
+        better = plan.split
+        yield _line("split", f"{better} would take {_seconds(better.seconds)} a step, {better.gain:.0%} less, {by}")
+
+
+def _assumptions(plan: Plan) -> Iterator[str]:
+    recipe = plan.recipe
+    yield _line("assumed", f"{plan.lengths.source}; the longest {plan.lengths.limit:,.0f}, between them exponential")
+    if priced(recipe):
+        for name in {component.gpu: name for name, component in reversed(components(recipe).items())}.values():
+            yield _line("", _hardware(plan, name))
+        network = recipe.cluster.network
+        yield _line("", f"network: {network.nic_gb_per_s:g} GB/s a NIC, {network.latency_us:g} us a message; full bisection")
+        yield _line("", _unpriced(recipe))
+    for text in (*plan.train.assumptions, *(plan.generate.assumptions if plan.generate else ())):
+        yield _line("", text)
+    if plan.measured and plan.ratios:
+        yield _line("calibrated", f"by {plan.measured.where}: a clock's seconds are multiplied by measured / predicted there")
+    elif plan.measured:
+        yield _line(
+            "calibrated", f"lengths alone, by {plan.measured.where}; that run's times cannot be compared with predicted ones"
+        )
+    elif priced(recipe):
+        yield _line("calibrated", "by nothing: run_dir has no earlier run; plan_from=RUN_DIR names another")
+
+
+def _hardware(plan: Plan, component: str) -> str:
+    gpu = hardware.gpu(getattr(plan.recipe.cluster, component).gpu)
+    assumed, sparse = gpu.assumed, plan.shapes["policy"].experts > 0
+    share = assumed.mixture_training if sparse else assumed.dense_training
+    return (
+        f"{gpu.name}: {gpu.bf16_tflops:g} TFLOP/s in BF16 ({gpu.fp8_tflops:g} in FP8, {gpu.fp32_tflops:g} in FP32), of which"
+        f" matrix products reach {share:.0%}; HBM {gpu.hbm_gb_per_s:g} GB/s, of which {assumed.bandwidth:.0%}; NVLink"
+        f" {gpu.nvlink_gb_per_s:g} GB/s among {gpu.nvlink_gpus}; {assumed.engine_step_ms:g} ms an engine's step beside that"
+    )
+
+
+def _unpriced(recipe: Recipe) -> str:
+    left = ["the run's start", "checkpoints", "packing on the CPU"]
+    if generates(recipe):
+        left.append("environments on the CPU")
+    if generates(recipe) and getattr(section(recipe), "use_dynamic_sampling", False):
+        left.append("batches of dynamic sampling after the first")
+    return f"not in these times: {', '.join(left)}"
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    problems, warnings = list(plan.problems()), list(plan.warnings())
+    if not any(component.gpus_per_node for component in components(plan.recipe).values()):
+        yield _line("verdict", "no GPUs: memory is the host's, which is not described")
+        return
+    yield _line("verdict", "fits, by these estimates" if plan.fits else "does not fit")
+    for text in (*problems, *warnings):
+        yield _line("", text)
+    for number, text in enumerate(plan.advice()):
+        yield _line("" if number else "would help", text)
+
+
+# ---- units ----------------------------------------------------------------------------------------------------------------
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _size(count: float) -> str:
+    factor, unit = next(((factor, unit) for factor, unit in UNITS if count >= factor), UNITS[-1])
+    return f"{count / factor:.3g} {unit}" if count / factor < 999.5 else f"{count / factor:.0f} {unit}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,300 @@
+"""What a step takes on the train ranks: forward passes for log-probs, the reference, the critic and the teacher, then updates.
+
+Matrix products run at an assumed fraction of the peak. What is communicated takes its bytes over the rate of the group's links:
+    tensor     two all-reduces a layer of the tokens' hidden states, or the gather and scatter that stand for one; waited for
+    context    keys and values of a layer, gathered from all ranks; waited for
+    expert     tokens to the ranks of their experts and back, twice a layer; waited for
+    pipeline   hidden states from stage to stage; and the bubble of 1F1B, (stages - 1) / microbatches of the work (Narayanan et
+               al. 2021, arXiv 2104.04473, section 2.2)
+    gradients  Megatron-Core: reduced once an update, behind the last microbatch's backward pass with overlap_grad_reduce; then
+               updated weights are gathered, which nothing hides
+    weights    FSDP2: a layer's weights are gathered for each microbatch forward and backward, and its gradients scattered; the
+               pass and the communication hide each other
+
+Left out: what microbatches of unequal size cost, latencies, the data rank that is slowest, packing on the CPU, clipping, an
+optimizer in host memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from launch.model_shape import ModelShape
+from launch.plan import flops
+from launch.plan.cut import GIGA, Cut, Links, train_cut
+from launch.plan.lengths import Lengths, sequences, updates
+from launch.plan.phase import Phase
+from pipeline import config
+from pipeline.config import PAIRED, PRECISIONS, ComponentConfig, PolicyConfig, Recipe, uses_megatron
+from pipeline.config.hardware import GPU
+
+OPTIMIZER_BYTES = (
+    30  # of each parameter: float32 weight, gradient and two moments read, all but the gradient written, and a copy
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Which forward passes come before the updates, as `needs` of pipeline/algorithms/*.py say."""
+
+    old: bool
+    reference: bool
+
+
+def needs(recipe: Recipe) -> Needs:
+    if recipe.algorithm == "dpo":
+        return Needs(old=False, reference=not recipe.dpo.reference_free)
+    if recipe.algorithm not in ("grpo", "ppo"):
+        return Needs(old=False, reference=False)
+    loss, section = recipe.loss_fn, config.section(recipe)
+    several = updates(recipe) > 1 and not loss.force_on_policy_ratio
+    filtered = section.seq_logprob_error_threshold is not None
+    return Needs(several or filtered or loss.use_kl_in_reward, loss.reference_policy_kl_penalty != 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model on the ranks of a component, and what it works on."""
+
+    shape: ModelShape
+    policy: PolicyConfig
+    cut: Cut
+    links: Links
+    lengths: Lengths
+    head: bool = True  # whether it has an output layer, not a number per token
+
+    @property
+    def gpu(self) -> GPU:
+        return self.links.gpu
+
+    @property
+    def itemsize(self) -> int:
+        return PRECISIONS[self.policy.precision]
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s of a rank's matrix products."""
+        assumed = self.gpu.assumed
+        share = assumed.mixture_training if self.shape.experts else assumed.dense_training
+        peak = self.gpu.bf16_tflops if self.policy.precision == "bfloat16" else self.gpu.fp32_tflops
+        return share * peak * 1e12
+
+    def forward_flops(self, count: float) -> float:
+        """Of `count` sequences."""
+        lengths = self.lengths
+        total = flops.forward(self.shape, count * lengths.sequence, count * lengths.squared_sequence / 2)
+        return total if self.head else total - 2 * self.shape.vocabulary * self.shape.hidden * count * lengths.sequence
+
+    def microbatches(self, count: float, tokens: int, size: int) -> int:
+        """Of a data rank, for `count` sequences in all; `tokens` a microbatch with packing, else `size` sequences."""
+        own = count / self.cut.data
+        if self.policy.sequence_packing.enabled:
+            return max(1, math.ceil(own * self.lengths.sequence / tokens))
+        return max(1, math.ceil(own / size))
+
+
+def job(recipe: Recipe, policy: PolicyConfig, shape: ModelShape, lengths: Lengths, gpu: GPU, component: ComponentConfig) -> Job:
+    links = Links(gpu, recipe.cluster.network.nic_gb_per_s)
+    return Job(shape, policy, train_cut(policy, component), links, lengths)
+
+
+# ---- one pass over some sequences ---------------------------------------------------------------------------------------
+
+
+def forward_pass(job: Job, count: float) -> tuple[float, dict[str, float]]:
+    """(FLOPs of all ranks, a rank's seconds by part) of log-probs or values of `count` sequences."""
+    packing = job.policy.sequence_packing
+    microbatches = job.microbatches(count, packing.logprob_mb_tokens, job.policy.logprob_batch_size)
+    work = job.forward_flops(count)
+    return work, _pass(job, count, microbatches, forward=work, backward=0.0, passes=1)
+
+
+def update(job: Job, count: float) -> tuple[float, dict[str, float]]:
+    """The same of one optimizer step on `count` sequences."""
+    packing = job.policy.sequence_packing
+    microbatches = job.microbatches(count, packing.train_mb_tokens, job.policy.train_micro_batch_size)
+    forward = job.forward_flops(count)
+    again = recomputed(job, count)
+    lora = job.policy.dtensor_cfg.lora_cfg.enabled and not uses_megatron(job.policy)
+    backward = (1 if lora else 2) * forward + again * forward  # frozen weights need no gradient
+    parts = _pass(job, count, microbatches, forward, backward, passes=2 + (again > 0.5))
+    if not lora:
+        parts |= _gradients(job, parts.get("matrix products", 0.0) * 2 / 3 / microbatches)
+    return forward + backward, parts
+
+
+def recomputed(job: Job, count: float) -> float:
+    """The share of the forward pass that is computed again in the backward pass."""
+    if not uses_megatron(job.policy):
+        return float(job.policy.dtensor_cfg.activation_checkpointing)
+    megatron = job.policy.megatron_cfg
+    if not megatron.activation_checkpointing:
+        return 0.0
+    if megatron.recompute_granularity == "selective":
+        lengths = job.lengths
+        return flops.attention(job.shape, count * lengths.squared_sequence / 2) / job.forward_flops(count)
+    if megatron.recompute_method == "block":  # so many layers of each stage
+        return min(1.0, (megatron.recompute_num_layers or 1) * job.cut.pipeline / job.shape.layers)
+    return 1.0
+
+
+def _pass(job: Job, count: float, microbatches: int, forward: float, backward: float, passes: int) -> dict[str, float]:
+    products = [work / (job.cut.ranks * job.rate) for work in (forward, backward)]
+    waited = _waited_for(job, count, passes)
+    if not uses_megatron(job.policy):
+        own = sum(products) + waited.get("tensor parallelism", 0.0)
+        weights = _fsdp_weights(job, microbatches, products, waited.get("tensor parallelism", 0.0))
+        return {"matrix products": sum(products)} | waited | ({"weights": weights - own} if weights > own else {})
+    parts = {"matrix products": sum(products)} | waited
+    if job.cut.pipeline > 1:
+        parts["pipeline bubble"] = sum(parts.values()) * (job.cut.pipeline - 1) / microbatches
+        parts["pipeline transfers"] = _stage_transfers(job, count, 2 if backward else 1)
+    return parts
+
+
+def _waited_for(job: Job, count: float, passes: int) -> dict[str, float]:
+    """Communication inside of layers. `passes` over the layers: forward, backward, and again with recomputation."""
+    shape, cut, links = job.shape, job.cut, job.links
+    stage = 1 / cut.pipeline
+    tokens = count * job.lengths.sequence / cut.data  # of a data rank
+    hidden = tokens / cut.context * shape.hidden * job.itemsize
+    parts = {}
+    if cut.tensor > 1:
+        sparse = 2 if cut.expert_tensor > 1 or not uses_megatron(job.policy) else 1
+        reduces = 2 * shape.dense_layers + sparse * shape.sparse_layers
+        parts["tensor parallelism"] = passes * stage * reduces * 2 * links.ring_seconds(cut.tensor, hidden)
+    if cut.context > 1:
+        keys = shape.heads if flops.latent(shape) else shape.kv_heads
+        numbers = keys * (shape.head_dim + shape.value_dim) / cut.tensor
+        gathered = links.ring_seconds(cut.context, tokens * numbers * job.itemsize, cut.tensor)
+        parts["context parallelism"] = passes * stage * shape.layers * gathered
+    if cut.expert > 1:
+        sent = hidden / (cut.tensor if cut.sequence else 1) * shape.experts_per_token
+        exchange = links.exchange_seconds(cut.expert, sent, cut.expert_tensor)
+        parts["expert parallelism"] = passes * stage * shape.sparse_layers * 2 * exchange
+    return parts
+
+
+def _stage_transfers(job: Job, count: float, directions: int) -> float:
+    cut = job.cut
+    tokens = count * job.lengths.sequence / cut.data / cut.context / (cut.tensor if cut.sequence else 1)
+    near = cut.ranks // cut.pipeline < job.gpu.nvlink_gpus
+    rate = job.gpu.nvlink_gb_per_s if near else job.links.nic_gb_per_s
+    return directions * tokens * job.shape.hidden * job.itemsize / (GIGA * rate)
+
+
+def _fsdp_weights(job: Job, microbatches: int, products: list[float], tensor: float) -> float:
+    """Seconds of all microbatches, where gathering weights and the passes hide each other."""
+    shape, cut = job.shape, job.cut
+    numbers = shape.parameters / cut.tensor
+    gather = job.links.ring_seconds(cut.data, numbers * job.itemsize, cut.tensor)
+    scatter = job.links.ring_seconds(cut.data, numbers * 4, cut.tensor)  # gradients are float32
+    if job.policy.dtensor_cfg.cpu_offload:
+        gather += numbers * 4 / cut.data / (GIGA * job.gpu.host_gb_per_s * job.gpu.assumed.host)
+        scatter += numbers * 4 / cut.data / (GIGA * job.gpu.host_gb_per_s * job.gpu.assumed.host)
+    forward, backward = (work / microbatches for work in products)
+    talk = tensor / microbatches / (2 if backward else 1)
+    total = max(forward + talk, gather)
+    if backward:
+        total += max(backward + talk, gather + scatter)
+    return microbatches * total
+
+
+def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
+    """Megatron-Core's reduction of gradients and gathering of weights, which the distributed optimizer cuts; and the optimizer.
+
+    hidden_by: seconds of the last microbatch's backward pass."""
+    cut, links = job.cut, job.links
+    groups = ((cut.data * cut.context, cut.tensor), (cut.expert_data, cut.expert * cut.expert_tensor))
+    held = cut.held(job.shape)
+    bandwidth = GIGA * job.gpu.hbm_gb_per_s * job.gpu.assumed.bandwidth
+    if not uses_megatron(job.policy):
+        return {"optimizer": job.shape.parameters / cut.ranks * OPTIMIZER_BYTES / bandwidth}
+    ddp = job.policy.megatron_cfg.distributed_data_parallel_config
+    itemsize = 4 if ddp.grad_reduce_in_fp32 else job.itemsize
+    reduce, gather, optimizer = 0.0, 0.0, 0.0
+    for numbers, (size, stride) in zip(held, groups, strict=True):
+        reduce += links.ring_seconds(size, numbers * itemsize, stride)
+        gather += links.ring_seconds(size, numbers * job.itemsize, stride)
+        optimizer += numbers / size * OPTIMIZER_BYTES / bandwidth
+    shown = max(0.0, reduce - hidden_by) if ddp.overlap_grad_reduce else reduce
+    return {"gradients": shown, "gathering weights": gather, "optimizer": optimizer}
+
+
+# ---- a step ---------------------------------------------------------------------------------------------------------------
+
+
+def phases(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu: GPU) -> list[Phase]:
+    """Of a step, on the train ranks, in their order."""
+    component, models = recipe.cluster.train, config.models(recipe)
+    jobs = {name: job(recipe, policy, shapes[name], lengths, gpu, component) for name, policy in models.items()}
+    count, wanted = sequences(recipe), needs(recipe)
+    policy = jobs["policy"]
+    found = []
+    if wanted.old:
+        found.append(Phase("train", "log-probs before the updates", *forward_pass(policy, count)))
+    if wanted.reference:
+        work, parts = forward_pass(policy, count)
+        found.append(Phase("train", "log-probs of the reference", work, parts | _swapped(policy)))
+    if "value" in jobs:
+        jobs["value"] = _without_head(jobs["value"])
+        found.append(Phase("train", "values of the critic", *forward_pass(jobs["value"], count)))
+    if "teacher" in jobs:
+        work, parts = forward_pass(jobs["teacher"], count)
+        found.append(Phase("train", "the teacher's top k", work, parts | _fetched(jobs["teacher"], recipe.teacher.cpu_offload)))
+    if recipe.algorithm == "rm":
+        policy = _without_head(policy)
+    many = updates(recipe)
+    each = recipe.policy.train_global_batch_size * (2 if recipe.algorithm in PAIRED else 1)
+    for name, trained in (("policy", policy), ("critic", jobs.get("value"))):
+        if trained is not None:
+            work, parts = update(trained, each)
+            found.append(
+                Phase(
+                    "train",
+                    f"{many} update{'s' * (many > 1)} of the {name}",
+                    many * work,
+                    {k: many * v for k, v in parts.items()},
+                )
+            )
+    return found
+
+
+def reward_phase(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu: GPU, count: float) -> Phase | None:
+    """Scoring `count` answers by a reward model, on whichever ranks hold it."""
+    name = config.reward_environment(recipe)
+    if name is None:
+        return None
+    served = config.serves_rewards(recipe)
+    component = recipe.cluster.reward if served else recipe.cluster.train
+    judge = _without_head(job(recipe, config.judge(recipe), shapes[f"env.{name}"], lengths, gpu, component))
+    work, parts = forward_pass(judge, count)
+    return Phase(
+        "rollout", "scores of the reward model", work, parts | _fetched(judge, not served and recipe.env[name].cpu_offload)
+    )
+
+
+def _without_head(job: Job) -> Job:
+    return Job(job.shape, job.policy, job.cut, job.links, job.lengths, head=False)
+
+
+def _swapped(job: Job) -> dict[str, float]:
+    """The policy's weights go to the host, the reference's come, and the policy's come back."""
+    if not uses_megatron(job.policy):
+        if job.policy.dtensor_cfg.lora_cfg.enabled:
+            return {}  # the reference is the model without its adapters
+        return {"host copies": 3 * 4 * job.shape.parameters / job.cut.ranks / _host(job)}
+    return {"host copies": 3 * job.itemsize * sum(job.cut.held(job.shape)) / _host(job)}
+
+
+def _fetched(job: Job, offloaded: bool) -> dict[str, float]:
+    """Weights that are in host memory until they are used."""
+    if not offloaded:
+        return {}
+    held = sum(job.cut.held(job.shape)) if uses_megatron(job.policy) else job.shape.parameters / job.cut.ranks
+    return {"host copies": job.itemsize * held / _host(job)}
+
+
+def _host(job: Job) -> float:
+    return GIGA * job.gpu.host_gb_per_s * job.gpu.assumed.host

@@ -1,0 +1,44 @@
+"""Prints predicted beside measured memory: python -m tests.launch.plan memory [tensors|resident|generate] [NAME ...]
+
+    tensors     bytes of all tensors of the fullest train rank, at the fullest moment of a step
+    resident    growth of a train process's resident memory, of models large enough for it to show
+    generate    vLLM's weights and KV cache
+NAME: of cases in memory_cases.py; all of that kind if none is given.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.launch.plan import measure, memory_cases
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] != ["memory"]:
+        sys.exit(__doc__.strip())
+    kinds = [argument for argument in arguments[1:] if argument in ("tensors", "resident", "generate")]
+    names = [argument for argument in arguments[1:] if argument not in kinds]
+    print(f"{'':44s}{'predicted':>14s}{'measured':>14s}{'off by':>8s}")
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in kinds or ["tensors", "resident", "generate"]:
+            table(kind, names, Path(folder))
+
+
+def table(kind: str, names: list[str], folder: Path) -> None:
+    if kind == "generate":
+        for model, precision in measure.ENGINES:
+            for part, (predicted, found) in measure.engine(model, precision, folder).items():
+                line(f"vLLM {model} {precision}: {part}", predicted, found)
+        return
+    for name in names or (memory_cases.CASES if kind == "tensors" else memory_cases.MEDIUM_CASES):
+        case = memory_cases.CASES[name]
+        predicted, phase = case.predicted()
+        line(f"{name} {kind}", predicted, measure.measured(case, folder, kind), phase)
+
+
+def line(name: str, predicted: float, found: float, note: str = "") -> None:
+    print(f"{name:44s}{predicted / 1e6:11.2f} MB{found / 1e6:11.2f} MB{predicted / found - 1:+8.1%}  {note}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,238 @@
+"""What a train rank's memory really comes to: `TrainRole` on samples of random tokens, with every allocation recorded.
+
+`tensors` counts the bytes of all tensors, temporary ones inside operators too, by torch's profiler, which sees each allocation
+and release of torch's CPU allocator. `resident` is the growth of the process's resident memory over a process that has done the
+same with the smallest model: everything is imported, and memory that is freed goes back to the system at once (mallopt).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import gc
+import json
+import math
+import multiprocessing
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+
+from launch.plan import memory
+from pipeline import algorithms
+from pipeline.config import PAIRED, Recipe
+from pipeline.data.batches import share
+from pipeline.roles.train import TrainRole
+from pipeline.types import DataPlace, Sample
+from tests.launch.plan.memory_cases import Case
+
+STEPS = 4
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+
+
+def measured(case: Case, folder: Path, kind: str = "tensors") -> float:
+    """Bytes of the fullest rank. With experts spread over ranks, of their mean: the plan takes tokens to spread evenly, and a
+    random router sends some experts far more than others. kind: "tensors", "resident"."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, "pipeline.train.fsdp"])
+    out = folder / f"{case.name}-{kind}"
+    out.mkdir()
+    mp.start_processes(_rank, (case, out, kind), nprocs=case.ranks, start_method="forkserver")
+    found = [float((out / str(rank)).read_text()) for rank in range(case.ranks)]
+    spread = case.load().policy.megatron_cfg.expert_model_parallel_size > 1
+    return sum(found) / len(found) if spread else max(found)
+
+
+def _rank(rank: int, case: Case, out: Path, kind: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    timeout = datetime.timedelta(seconds=300)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=case.ranks, timeout=timeout)
+    found = (_tensors if kind == "tensors" else _resident)(case, rank)
+    dist.barrier()
+    (out / str(rank)).write_text(str(found))
+    dist.destroy_process_group()
+
+
+# ---- the run ------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A train rank's steps."""
+
+    def __init__(self, recipe: Recipe, rank: int, vocabulary: int):
+        world = SimpleNamespace(own=dist.group.WORLD, rank=rank, phase=lambda name: contextlib.nullcontext())
+        self._recipe = recipe
+        self._algorithm = algorithms.build(recipe)
+        self._role = TrainRole(recipe, 0, world, self._algorithm, None)
+        place = self._role.setup()
+        self._updates = _updates(recipe, place, vocabulary)
+
+    def step(self) -> Iterator[str]:
+        """Before each phase its name."""
+        yield "forward"
+        self._role.load(self._updates)
+        self._role.forward()
+        if self._algorithm.needs.estimates:
+            self._role.estimate()
+        yield "step"
+        self._role.step(list(self._algorithm.losses))
+
+
+def _updates(recipe: Recipe, place: DataPlace, vocabulary: int) -> list:
+    """This rank's share of sequences of the greatest length, as many as an optimizer step takes."""
+    policy, together = recipe.policy, 2 if recipe.algorithm in PAIRED else 1
+    random, length = np.random.default_rng(0), policy.max_total_sequence_length
+    samples = [_sample(random.integers(3, vocabulary, length)) for _ in range(policy.train_global_batch_size * together)]
+    places = [DataPlace(rank, place.size) for rank in range(place.size)]
+    return share(samples, policy, places, policy.train_global_batch_size, together)[place.rank]
+
+
+def _sample(tokens: np.ndarray) -> Sample:
+    zeros = np.zeros(len(tokens), np.float32)
+    return Sample(tokens.astype(np.int32), np.arange(len(tokens)) > 1, zeros - 1, zeros)
+
+
+# ---- tensors ------------------------------------------------------------------------------------------------------------
+
+
+def _tensors(case: Case, rank: int) -> float:
+    """The least of the later steps: the profiler does not see what a thread of Gloo's releases, which makes a figure too large
+    for as long as that address is not used again, and never too small."""
+    recipe, marks = case.load(), []
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False)
+    profiler.__enter__()
+    run = Run(recipe, rank, case.shapes(recipe)["policy"].vocabulary)
+    for step in range(STEPS):
+        marks += [Mark(step, phase, time.time_ns(), _addresses()) for phase in run.step()]
+    marks.append(Mark(STEPS, "end", time.time_ns(), set()))
+    profiler.__exit__(None, None, None)
+    changes = sorted(_allocations(profiler.profiler.kineto_results.experimental_event_tree()))
+    found = peaks(changes, marks)
+    return max(min(sizes[1:]) for sizes in found.values())  # the first step has no optimizer state yet
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The beginning of a phase."""
+
+    step: int
+    phase: str
+    moment: int  # ns
+    addresses: set[int]  # of the tensors that live; between phases Python knows all of them
+
+
+def _addresses() -> set[int]:
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    tensors += [inner for thing in tensors if isinstance(thing, DTensor) for inner in (thing._local_tensor,)]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) is not DTensor}
+
+
+def _allocations(events: list) -> Iterator[tuple[int, int, int]]:
+    """(time in ns, address, bytes; below 0 when released)"""
+    waiting = list(events)
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag.name == "Allocation":
+            yield event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size
+
+
+def peaks(changes: list[tuple[int, int, int]], marks: list[Mark]) -> dict[str, list[int]]:
+    """The most bytes that lived at once, between each mark and the next; by phase, in the order of steps."""
+    found: dict[str, list[int]] = {}
+    live: dict[int, int] = {}
+    upcoming = iter(changes)
+    change = next(upcoming, None)
+    for mark, end in zip([None, *marks], [*marks, None], strict=True):
+        if mark is not None:
+            live = {address: size for address, size in live.items() if address in mark.addresses}
+        total = most = sum(live.values())
+        while change is not None and (end is None or change[0] < end.moment):
+            _, address, size = change
+            total -= live.pop(address, 0)
+            if size > 0:
+                live[address] = size
+                total += size
+                most = max(most, total)
+            change = next(upcoming, None)
+        if mark is not None and end is not None:
+            found.setdefault(mark.phase, []).append(most)
+    return found
+
+
+# ---- resident memory ----------------------------------------------------------------------------------------------------
+
+
+def _resident(case: Case, rank: int) -> float:
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    libc.mallopt(M_TRIM_THRESHOLD, 0)
+    _steps(case.small, rank)
+    gc.collect()
+    libc.malloc_trim(0)
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the peak, begins anew
+    _steps(case, rank)
+    return _status("VmHWM") - before
+
+
+def _steps(case: Case, rank: int) -> None:
+    recipe = case.load()
+    run = Run(recipe, rank, case.shapes(recipe)["policy"].vocabulary)
+    for _ in range(STEPS):
+        for _ in run.step():
+            pass
+
+
+def _status(field: str) -> float:
+    """Bytes."""
+    return 1024.0 * int(re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
+
+
+# ---- vLLM ---------------------------------------------------------------------------------------------------------------
+
+ENGINES = (("tiny", "float32"), ("tiny", "bfloat16"), ("tiny_moe", "bfloat16"))
+
+
+def engine(model: str, precision: str, folder: Path) -> dict[str, tuple[float, float]]:
+    """Of an engine on one CPU rank: (predicted, measured) bytes of weights and of the KV cache, and the tokens this holds."""
+    out = folder / f"engine-{model}-{precision}"
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_engine, args=(model, precision, out))
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"the engine of {model} ended with status {process.exitcode}")
+    return {part: tuple(pair) for part, pair in json.loads(out.read_text()).items()}
+
+
+def _engine(model: str, precision: str, out: Path) -> None:
+    from pipeline import generate
+
+    recipe = Case("engine", "tiny_grpo", model, overrides=(f"policy.precision={precision}",)).load()
+    recipe.policy.generation.vllm_kwargs.clear()  # the cache has the size that the backend gives it
+    predicted = memory.generate(recipe, Case("engine", model=model).shapes(recipe)["policy"])
+    backend = generate.build(recipe.policy, 1, 0, 0)
+    # Kernels keep weights in forms of their own; what they are made from is what the modules' raw parameters take.
+    raw = {name: form for described in backend._units.values() for name, form in described.raw.items()}
+    weights = sum(math.prod(shape) * dtype.itemsize for shape, _, dtype in raw.values())
+    (worker,) = backend._engine.collective_rpc(lambda worker: worker)
+    caches = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in worker.model_runner.kv_caches}
+    cache = backend._config.cache_config
+    found = {
+        "weights": (predicted.parts["weights"], weights),
+        "KV cache": (predicted.parts["KV cache"], sum(caches.values())),
+        "tokens": (predicted.tokens, (cache.num_gpu_blocks - 1) * cache.block_size),
+    }
+    out.write_text(json.dumps(found))

@@ -1,0 +1,143 @@
+"""What the memory part of the plan is held against: small runs of the real backends, as recipes.
+
+Every sequence is the longest and every microbatch is full, which is what the plan assumes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from launch.model_files import read_json
+from launch.model_shape import ModelShape
+from launch.plan import memory
+from launch.plan.cut import train_cut
+from pipeline import config
+from pipeline.config import RECIPES, Recipe
+
+# 52 million parameters, so that a process's memory shows the model and not the Python around it.
+MEDIUM = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 8192,
+}
+VOCABULARY = {"vocab_size": 32000}  # the head is nearly all that there is
+FSDP, MEGATRON = "policy.dtensor_cfg", "policy.megatron_cfg"
+# 64 sequences of 32 tokens: four microbatches on one rank, two on each of two.
+BATCHES = (
+    "policy.train_global_batch_size=64",
+    "policy.sequence_packing.train_mb_tokens=512",
+    "policy.sequence_packing.logprob_mb_tokens=512",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of some steps of one recipe."""
+
+    name: str
+    recipe: str = "tiny_sft"
+    model: str = "tiny"  # a folder beside the recipes
+    ranks: int = 1
+    gpus: int = 0
+    overrides: tuple[str, ...] = ()
+    changes: dict[str, int] = field(default_factory=dict)  # of the model's config
+
+    def load(self) -> Recipe:
+        overrides = [
+            f"policy.model_name={RECIPES / self.model}",
+            "policy.random_init=true",
+            "run_dir=runs/unused",
+            f"cluster.train.ranks_per_node={self.ranks}",
+            f"cluster.train.gpus_per_node={self.gpus}",
+            *self.overrides,
+        ]
+        recipe = config.load(self.recipe, overrides)
+        return replace(recipe, policy=replace(recipe.policy, hf_config_overrides=dict(self.changes)))
+
+    def shapes(self, recipe: Recipe) -> dict[str, ModelShape]:
+        """Of all the recipe's models, which are of one shape here."""
+        shape = ModelShape.of(read_json(RECIPES / self.model / "config.json") | self.changes)
+        return dict.fromkeys(config.models(recipe), shape)
+
+    @property
+    def small(self) -> Case:
+        return replace(self, changes={})
+
+    def predicted(self) -> tuple[float, str]:
+        """(bytes of tensors of the fullest rank, when). The runs make no refit, so without its staging; nor is a CUDA context
+        made of tensors."""
+        recipe = self.load()
+        shapes = self.shapes(recipe)
+        found = memory.train(recipe, shapes)
+        apart = memory.staging(recipe, shapes["policy"], train_cut(recipe.policy, recipe.cluster.train))
+        return found.total - apart - found.parts.get("runtime", 0.0), found.phase
+
+
+def _grid() -> list[Case]:
+    """Both backends and models, one rank and two, both precisions, activations kept and recomputed."""
+    found = []
+    for backend, key in (("fsdp", FSDP), ("megatron", MEGATRON)):
+        for model in ("tiny", "tiny_moe"):
+            for ranks in (1, 2):
+                for precision in ("float32", "bfloat16"):
+                    for again in ("", "_recomputed"):
+                        name = f"{backend}_{model}_{ranks}_{precision}{again}"
+                        overrides = (f"{key}.enabled=true", f"policy.precision={precision}")
+                        if again:
+                            overrides += (f"{key}.activation_checkpointing=true",)
+                        found.append(Case(name, model=model, ranks=ranks, overrides=(*BATCHES, *overrides)))
+    return found
+
+
+def _layouts() -> list[Case]:
+    sizes = {
+        "fsdp_tp2": (FSDP, {"tensor_parallel_size": 2}),
+        "megatron_tp2": (MEGATRON, {"tensor_model_parallel_size": 2}),
+        "megatron_tp2_sp": (MEGATRON, {"tensor_model_parallel_size": 2, "sequence_parallel": "true"}),
+        "megatron_pp2": (MEGATRON, {"pipeline_model_parallel_size": 2}),
+        "megatron_cp2": (MEGATRON, {"context_parallel_size": 2}),
+        "megatron_ep2": (MEGATRON, {"expert_model_parallel_size": 2}),
+    }
+    found = []
+    for name, (key, layout) in sizes.items():
+        overrides = (f"{key}.enabled=true", *(f"{key}.{size}={value}" for size, value in layout.items()))
+        model = "tiny_moe" if name.endswith("ep2") else "tiny"
+        found.append(Case(name, model=model, ranks=2, overrides=(*BATCHES, *overrides)))
+    return found
+
+
+def _recipes() -> list[Case]:
+    """The tiny recipes as they are, on both backends."""
+    own = {
+        "tiny_sft": (),
+        "tiny_grpo": ("loss_fn.reference_policy_kl_penalty=0.01",),
+        "tiny_ppo": (),
+        "tiny_dpo": (),
+        "tiny_rm": (),
+        "tiny_distillation": (f"teacher.model_name={RECIPES / 'tiny'}",),
+    }
+    return [
+        Case(f"{recipe}_{backend}", recipe, ranks=2, overrides=(f"{key}.enabled=true", *more))
+        for recipe, more in own.items()
+        for backend, key in (("fsdp", FSDP), ("megatron", MEGATRON))
+    ]
+
+
+def _large() -> list[Case]:
+    found = []
+    for backend, key in (("fsdp", FSDP), ("megatron", MEGATRON)):
+        for precision in ("float32", "bfloat16"):
+            overrides = (*BATCHES, f"{key}.enabled=true", f"policy.precision={precision}")
+            found.append(Case(f"{backend}_medium_{precision}", overrides=overrides, changes=MEDIUM))
+            for chunk in (128, 2048):
+                chunked = (*overrides, f"policy.logprob_chunk_size={chunk}")
+                found.append(Case(f"{backend}_vocabulary_{precision}_{chunk}", overrides=chunked, changes=VOCABULARY))
+    return found
+
+
+CASES = {case.name: case for case in (*_grid(), *_layouts(), *_recipes(), *_large())}
+MEDIUM_CASES = [name for name, case in CASES.items() if case.changes == MEDIUM]

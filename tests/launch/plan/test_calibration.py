@@ -1,0 +1,96 @@
+"""What a run folder tells. The folders are written by the run's own writer of metrics."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from launch import backend
+from launch.plan import plan, report
+from launch.plan.calibration import measured
+from pipeline import config
+from pipeline.config import LoggerConfig, RecipeError
+from pipeline.metrics import Metrics
+
+GPUS = ("cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=2", "policy.model_name=recipes/tiny")
+CLOCKS = {"rollout": 3.0, "train": 2.0, "refit": 0.5}
+
+
+def choose(name: str, run_dir: Path, *overrides: str):
+    return backend.choose(config.load(name, [f"run_dir={run_dir}", *overrides]))
+
+
+def run(folder: Path, *overrides: str, name: str = "tiny_grpo", steps: int = 4, clocks=CLOCKS, **values: float) -> Path:
+    """A run folder as a run leaves it: `clocks` in every step but the first, which took ten times as long."""
+    folder.mkdir(parents=True)
+    recipe, _ = choose(name, folder, *overrides)
+    config.write(recipe, folder / "recipe.yaml")
+    metrics = Metrics(folder, LoggerConfig(tensorboard_enabled=False), after_step=None)
+    metrics.log(0, {"val/reward": 0.1, "time/validation": 1.0})
+    for step in range(1, steps + 1):
+        taken = {name: seconds * (10 if step == 1 else 1) for name, seconds in clocks.items()}
+        times = {f"time/{name}": seconds for name, seconds in (taken | {"step": sum(taken.values())}).items()}
+        metrics.log(step, times | {"train/completion_tokens": 10.0 + step} | values)
+    metrics.close()
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "time/st')  # what a kill cuts short
+    return folder
+
+
+def test_a_plan_calibrated_by_a_run_of_the_same_recipe_says_what_was_measured(tmp_path):
+    folder = run(tmp_path / "run", *GPUS)
+    found = plan(*choose("tiny_grpo", folder, *GPUS))
+    assert found.measured.steps == 3
+    assert found.seconds == pytest.approx(CLOCKS)
+    assert found.step == pytest.approx(5.5)
+    assert found.lengths.answer == 13  # the mean of 12, 13, 14
+    assert "measured / predicted" in report.text(found) and f"{folder} (3 steps)" in report.text(found)
+
+
+def test_another_recipe_is_corrected_by_as_much(tmp_path):
+    """Twice the batch: each clock is its own prediction times the ratio of the run before."""
+    folder = run(tmp_path / "run", *GPUS)
+    double = (*GPUS, "grpo.num_prompts_per_step=32", "plan.answer_tokens=13")
+    alone = plan(*choose("tiny_grpo", tmp_path / "other", *double))
+    found = plan(*choose("tiny_grpo", tmp_path / "other", *double), before=folder)
+    assert alone.measured is None and not alone.ratios
+    same = plan(*choose("tiny_grpo", tmp_path / "third", *GPUS, "plan.answer_tokens=13"))
+    for clock, seconds in CLOCKS.items():
+        assert found.ratios[clock] == pytest.approx(seconds / same.seconds[clock])
+        assert found.seconds[clock] == pytest.approx(alone.seconds[clock] * found.ratios[clock])
+    assert found.seconds["train"] > CLOCKS["train"]
+
+
+def test_prompts_are_those_of_the_last_rollouts(tmp_path):
+    folder = run(tmp_path / "run", *GPUS)
+    for step, lengths in ((1, (1, 1)), (2, (6, 8)), (3, ())):
+        lines = "".join(f'{{"prompt_tokens": {list(range(length))}}}\n' for length in lengths)
+        (folder / f"rollouts/step_{step:06d}.jsonl").write_text(lines)
+    assert measured(folder).prompt == 7
+    assert plan(*choose("tiny_grpo", folder, *GPUS)).lengths.prompt == 7
+
+
+def test_an_offline_run_tells_the_length_of_sequences(tmp_path):
+    """192 sequences of 5 tokens in 2 seconds."""
+    gpus = GPUS[::2]
+    folder = run(tmp_path / "run", *gpus, name="tiny_sft", clocks={"train": 2.0}, **{"throughput/tokens_per_s": 480.0})
+    recipe, choice = choose("tiny_sft", folder, *gpus, "policy.train_global_batch_size=192")
+    config.write(recipe, folder / "recipe.yaml")
+    found = plan(recipe, choice)
+    assert found.lengths.sequence == pytest.approx(5) and found.seconds == pytest.approx({"train": 2.0})
+
+
+def test_a_run_without_gpus_tells_lengths_alone(tmp_path):
+    folder = run(tmp_path / "run", GPUS[-1])
+    found = plan(*choose("tiny_grpo", tmp_path / "other", *GPUS), before=folder)
+    assert found.ratios == {} and found.lengths.answer == 13
+    assert "lengths alone" in report.text(found)
+
+
+def test_a_run_that_tells_nothing(tmp_path):
+    recipe, choice = choose("tiny_grpo", tmp_path / "new", *GPUS)
+    assert plan(recipe, choice).measured is None  # its own run_dir is not there
+    with pytest.raises(RecipeError, match=r"plan_from: .* has no complete step to calibrate by"):
+        plan(recipe, choice, before=tmp_path / "nothing")
+    first = run(tmp_path / "first", *GPUS, steps=1)
+    assert measured(first).steps == 1 and dataclasses.asdict(measured(first))["step"] == 55

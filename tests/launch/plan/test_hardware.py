@@ -1,0 +1,86 @@
+"""What a GPU's description says, and what a recipe that leaves memory and network open takes from it."""
+
+import pytest
+import yaml
+
+from pipeline import config
+from pipeline.config import RecipeError, hardware
+from pipeline.config.hardware import HARDWARE, gpu
+from tests.launch.model import write_recipe
+
+
+@pytest.fixture
+def described(tmp_path):
+    """described(**changes): the path of an H100 with other keys; None takes one away."""
+
+    def write(**changes) -> str:
+        keys = yaml.safe_load((HARDWARE / "h100.yaml").read_text()) | changes
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump({key: value for key, value in keys.items() if value is not None}))
+        gpu.cache_clear()
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in HARDWARE.glob("*.yaml")))
+def test_every_description_is_complete(name):
+    found = gpu(name)
+    assert found.name == name
+    assert found.memory_gb >= 80 and found.bf16_tflops < found.fp8_tflops <= 2.01 * found.bf16_tflops
+    assert found.nic_gb_per_s < found.nvlink_gb_per_s < found.hbm_gb_per_s
+    assert found.assumed.mixture_training <= found.assumed.dense_training < 1
+
+
+def test_the_rack_shares_nvlink():
+    assert gpu("gb200").nvlink_gpus == 72 and gpu("b200").nvlink_gpus == 8
+
+
+def test_memory_and_network_are_the_gpus(tmp_path, described):
+    path = str(write_recipe(tmp_path))
+    recipe = config.load(path, ["cluster.train.gpu=gb200", "cluster.generate.gpu=h200"])
+    assert (recipe.cluster.network.node_gb_per_s, recipe.cluster.network.nic_gb_per_s) == (900, 50)
+    assert hardware.memory_gb(recipe.cluster.train) == 186 and hardware.memory_gb(recipe.cluster.generate) == 141
+    own = [
+        f"cluster.train.gpu={described(nic_gb_per_s=12.5)}",
+        "cluster.network.node_gb_per_s=7",
+        "cluster.train.gpu_memory_gb=40",
+    ]
+    recipe = config.load(path, own)
+    assert (recipe.cluster.network.node_gb_per_s, recipe.cluster.network.nic_gb_per_s) == (7, 12.5)
+    assert hardware.memory_gb(recipe.cluster.train) == 40
+
+
+def test_the_ranks_read_numbers(tmp_path, described):
+    """The description need not be where the job runs."""
+    recipe = config.load(str(write_recipe(tmp_path)), [f"cluster.train.gpu={described(nic_gb_per_s=12.5)}"])
+    config.write(recipe, tmp_path / "written.yaml")
+    assert yaml.safe_load((tmp_path / "written.yaml").read_text())["cluster"]["network"]["nic_gb_per_s"] == 12.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"bf16_tflops": None}, "lacks bf16_tflops"),
+        ({"memory": 80, "tflops": 3}, "unknown keys: memory, tflops; there are: memory_gb, bf16_tflops"),
+        ({"memory_gb": "80GB"}, "memory_gb is '80GB'; a number above 0"),
+        ({"hbm_gb_per_s": 0}, "hbm_gb_per_s is 0; a number above 0"),
+        ({"nvlink_gpus": 7.5}, "nvlink_gpus is 7.5; a whole number"),
+        ({"assumed": None}, "no mapping 'assumed'"),
+        ({"assumed": {"bandwidth": 60}}, "lacks assumed.dense_training"),
+        ({"assumed": {"bandwidth": 60}}, "assumed.bandwidth is 60; a fraction"),
+    ],
+)
+def test_what_is_wrong_with_a_description(described, changes, says):
+    path = described(**changes)
+    with pytest.raises(RecipeError) as error:
+        gpu(path)
+    assert says in str(error.value) and str(error.value).startswith("cluster.train.gpu: ")
+
+
+def test_a_gpu_that_nobody_described(tmp_path):
+    loaded = config.inspect(str(write_recipe(tmp_path)), ["cluster.train.gpu=h10", "cluster.generate.gpu=mi300x"])
+    train, generate = loaded.problems
+    assert train.startswith("cluster.train.gpu: 'h10' is no described GPU; did you mean 'h100'? there are: b200, gb200")
+    assert generate.startswith("cluster.generate.gpu: 'mi300x'")
+    assert loaded.recipe.cluster.network.nic_gb_per_s == gpu("h100").nic_gb_per_s  # so that other checks go on

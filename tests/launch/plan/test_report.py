@@ -1,0 +1,119 @@
+"""The plan as a whole, and its table."""
+
+import subprocess
+import sys
+
+import pytest
+
+from launch import backend
+from launch.plan import plan, report
+from pipeline import config
+from pipeline.config import RecipeError
+from tests.test_imports import ROOT
+
+RUN = "run_dir=runs/none"
+DEEPSEEK = """
+import sys
+for name in ("torch", "transformers", "vllm", "megatron", "tokenizers", "safetensors"):
+    sys.modules[name] = None  # an import raises
+from launch import backend
+from launch.plan import plan, report
+from pipeline import config
+found = plan(*backend.choose(config.load("deepseek_v3_grpo", ["run_dir=runs/none"])))
+assert found.refit is not None and found.phases
+print(report.text(found))
+"""
+
+
+def planned(name: str, *overrides: str):
+    return plan(*backend.choose(config.load(name, [RUN, *overrides])))
+
+
+def text(name: str, *overrides: str) -> str:
+    return report.text(planned(name, *overrides))
+
+
+def test_deepseek_v3_without_torch():
+    done = subprocess.run([sys.executable, "-c", DEEPSEEK], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "671,026,404,352 exactly" in done.stdout and "fits, by these estimates" in done.stdout
+
+
+def test_the_table_of_a_run():
+    found = planned("llama8b_grpo", "plan.prompt_tokens=250", "plan.answer_tokens=900")
+    told = report.text(found)
+    lines = {line.split("  ")[0]: line for line in told.splitlines()}
+    for part in ("rollout", "train", "refit", "run", "time limit", "checkpoints", "assumed", "calibrated", "verdict"):
+        assert part in lines, part
+    assert "All figures are estimates" in told and "8,030,261,248 exactly" in told
+    assert "answers of 900 tokens: plan.answer_tokens" in told and "matrix products reach 40%" in told
+    assert max(map(len, told.splitlines())) <= report.WIDTH
+    assert found.gpu_hours == pytest.approx(16 * found.total / 3600)
+    assert found.total == pytest.approx(500 * found.step + 51 * found.validation + found.seconds["refit"])
+    assert found.submissions == -(-found.total // (240 * 60)) and f"takes {found.submissions} submissions" in told
+
+
+def test_an_offline_algorithm_has_no_generate_part():
+    found = planned("llama8b_sft")
+    told = report.text(found)
+    assert found.generate is None and found.refit is None and list(found.seconds) == ["train"]
+    assert "generate" not in told and "refit" not in told and found.gpus == 8
+
+
+def test_without_gpus_there_are_no_times():
+    found = planned("tiny_grpo", "policy.model_name=recipes/tiny")
+    told = report.text(found)
+    assert not found.phases and "not told: no GPUs in cluster.train and cluster.generate" in told
+    assert "GPU-hours" not in told and "754,816 exactly" in told and "reach a generate rank" in told
+
+
+def test_more_models_have_their_own_lines():
+    told = text("llama8b_ppo")
+    assert "\nvalue " in told and "updates of the critic" in told and "values of the critic" in told
+
+
+def test_a_time_limit_that_is_enough():
+    assert "takes 1 submission" not in (told := text("llama8b_grpo", "grpo.max_num_steps=3")) and "240: enough" in told
+
+
+def test_what_surely_does_not_fit_is_a_problem_with_a_key():
+    huge = planned(
+        "llama70b_grpo", "policy.megatron_cfg.tensor_model_parallel_size=1", "policy.megatron_cfg.sequence_parallel=false"
+    )
+    (problem,) = huge.problems()
+    assert problem.startswith("policy.megatron_cfg.") and "alone take" in problem and not huge.fits
+    (problem,) = planned("llama70b_grpo", "policy.generation.vllm_cfg.tensor_parallel_size=1").problems()
+    assert (
+        problem.startswith("policy.generation.vllm_cfg.tensor_parallel_size: 1: the weights alone take")
+        and "4 would do" in problem
+    )
+    assert "does not fit" in report.text(huge)
+
+
+def test_what_only_an_estimate_says_is_a_warning():
+    tight = planned("llama8b_grpo", "cluster.train.gpu_memory_gb=25")
+    assert not list(tight.problems()) and not tight.fits
+    (warning,) = tight.warnings()
+    told = " ".join(report.text(tight).split())
+    assert "a train rank may need" in warning and warning in told
+    assert "would help policy." in told and tight.advice()[0] in told
+    assert planned("llama8b_grpo").advice() == []
+
+
+def test_an_engine_without_room_for_a_cache():
+    full = planned("llama8b_grpo", "policy.generation.vllm_cfg.gpu_memory_utilization=0.2")
+    assert not full.phases and not full.fits and any("KV cache may hold" in text for text in full.warnings())
+    told = report.text(full)
+    assert "not told: an engine has no room for a KV cache" in told and "gpu_memory_utilization=" in told
+
+
+def test_a_model_that_is_yet_to_come(tmp_path, monkeypatch):
+    """tiny_sft has not run: what it will leave is as large as what it starts from."""
+    (tmp_path / "recipes").symlink_to(config.RECIPES)
+    monkeypatch.chdir(tmp_path)
+    pending = [tmp_path / "runs/tiny_sft"]
+    recipe, choice = backend.choose(config.load("tiny_grpo"), pending)
+    assert plan(recipe, choice, pending=pending).shapes["policy"].parameters == 754_816
+    other = config.load("tiny_grpo", ["policy.model_name=runs/base/hf"])
+    with pytest.raises(RecipeError, match=r"policy\.model_name: .* is not there yet, and no recipe under `needs` says"):
+        plan(other, choice, pending=[tmp_path / "runs/base"])

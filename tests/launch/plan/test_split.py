@@ -1,0 +1,50 @@
+"""Other divisions of the same nodes."""
+
+import pytest
+
+from launch import backend
+from launch.plan import plan, report, split
+from pipeline import config
+from tests.launch.plan.test_calibration import run
+
+TWELVE = ("cluster.train.nodes=10", "cluster.generate.nodes=2", "policy.train_global_batch_size=2048")
+
+
+def choose(*overrides: str, run_dir: str = "runs/none"):
+    return backend.choose(config.load("llama8b_grpo", [f"run_dir={run_dir}", *overrides]))
+
+
+def test_every_division_whose_layout_divides():
+    recipe, _ = choose("cluster.train.nodes=3", "cluster.generate.nodes=5", "policy.generation.vllm_cfg.tensor_parallel_size=8")
+    nodes = [(other.cluster.train.nodes, other.cluster.generate.nodes) for other in split.others(recipe)]
+    assert nodes == [(1, 7), (2, 6), (4, 4), (5, 3), (6, 2), (7, 1)]
+    wide, _ = choose("cluster.train.nodes=4", "cluster.generate.nodes=4", "policy.generation.vllm_cfg.tensor_parallel_size=16")
+    assert [other.cluster.generate.nodes for other in split.others(wide)] == [6, 2]
+
+
+def test_the_best_division_is_told_with_its_gain():
+    found = plan(*choose(*TWELVE))
+    better = found.split
+    assert better.train + better.generate == 12 and better.generate > 2
+    again = plan(*choose(*TWELVE, f"cluster.train.nodes={better.train}", f"cluster.generate.nodes={better.generate}"))
+    assert again.split is None
+    assert better.seconds == pytest.approx(again.step, rel=0.01)  # but for the refit, which is taken to be as long
+    assert better.gain == pytest.approx(1 - better.seconds / found.step) and better.gain > 0.03
+    text = " ".join(report.text(found).split())
+    assert f"{better} would take" in text and f"{better.gain:.0%} less, by these estimates alone" in text
+
+
+def test_a_measured_run_decides(tmp_path):
+    """Where training takes a hundred times what was predicted, nodes go there."""
+    slow = {"rollout": 30.0, "train": 3000.0}
+    folder = run(tmp_path / "run", *TWELVE, name="llama8b_grpo", clocks=slow)
+    even = ("cluster.train.nodes=6", "cluster.generate.nodes=6", TWELVE[-1])
+    found = plan(*choose(*even, run_dir=str(tmp_path / "other")), before=folder)
+    assert found.split.train == 11 and "as measured in" in " ".join(report.text(found).split())
+
+
+def test_nothing_to_move():
+    assert not split.movable(choose()[0])  # one node each
+    assert not split.movable(choose(*TWELVE, "cluster.generate.gpu=h200")[0])
+    assert not split.movable(config.load("llama8b_sft", ["cluster.train.nodes=4"]))
+    assert split.movable(choose(*TWELVE)[0])

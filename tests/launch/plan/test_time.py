@@ -1,0 +1,217 @@
+"""Times of phases: closed forms by hand, what has to grow with what, and an engine against one that is played step by step."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from launch import backend
+from launch.model_files import described
+from launch.model_shape import ModelShape
+from launch.plan import flops, generate_time, lengths, train_time
+from launch.plan.cut import Cut, Links
+from launch.plan.generate_time import Engine
+from launch.plan.lengths import Lengths
+from pipeline import config
+from pipeline.algorithms import build
+from pipeline.config import PolicyConfig
+from pipeline.config.hardware import gpu
+
+H100 = gpu("h100")
+KEY, VLLM = "policy.megatron_cfg", "policy.generation.vllm_cfg"
+MEGATRON = (f"{KEY}.enabled=true", "policy.dtensor_cfg.enabled=false")
+
+
+def shape(name: str) -> ModelShape:
+    return ModelShape.of(described(PolicyConfig(model_name=name)))
+
+
+def load(*overrides: str, name: str = "llama8b_grpo") -> config.Recipe:
+    return backend.choose(config.load(name, list(overrides)))[0]
+
+
+def train_phases(*overrides: str, name: str = "llama8b_grpo") -> dict[str, train_time.Phase]:
+    recipe = load(*overrides, name=name)
+    shapes = {section: ModelShape.of(described(policy)) for section, policy in config.models(recipe).items()}
+    return {phase.name: phase for phase in train_time.phases(recipe, shapes, lengths.assumed(recipe), H100)}
+
+
+def train_seconds(*overrides: str, name: str = "llama8b_grpo") -> float:
+    return sum(phase.seconds for phase in train_phases(*overrides, name=name).values())
+
+
+# ---- training -------------------------------------------------------------------------------------------------------------
+
+
+def test_one_gpu_does_nothing_but_multiply():
+    """Forward 2 operations an active parameter, and half the squared length in pairs; with recomputation four times that."""
+    lone = ("cluster.train.gpus_per_node=1", "policy.train_global_batch_size=2048")
+    update = train_phases(*lone, "plan.prompt_tokens=100", "plan.answer_tokens=3072")["1 update of the policy"]
+    llama, tokens = shape("meta-llama/Llama-3.1-8B-Instruct"), 2048 * 3172
+    forward = 2 * llama.active * tokens + 4 * 32 * 32 * 128 * 2048 * 3172**2 / 2
+    assert update.flops == pytest.approx(4 * forward)
+    assert update.parts["matrix products"] == pytest.approx(4 * forward / (0.40 * 989e12))
+    assert set(update.parts) == {"matrix products", "optimizer"}
+    again = train_phases(*lone, "policy.dtensor_cfg.activation_checkpointing=false")["1 update of the policy"]
+    assert again.flops == pytest.approx(0.75 * train_phases(*lone)["1 update of the policy"].flops)
+
+
+def test_the_pipeline_bubble():
+    """(stages - 1) / microbatches of what a stage does (arXiv 2104.04473, section 2.2)."""
+    recipe = load(*MEGATRON, f"{KEY}.pipeline_model_parallel_size=4", "plan.prompt_tokens=0.1", "plan.answer_tokens=2048")
+    llama = shape("meta-llama/Llama-3.1-8B-Instruct")
+    job = train_time.job(recipe, recipe.policy, llama, Lengths(0.0, 2048, 4096, ""), H100, recipe.cluster.train)
+    _, parts = train_time.update(job, 512)
+    microbatches = 512 / 2 * 2048 / 8192  # 2 data ranks
+    assert parts["pipeline bubble"] == pytest.approx(parts["matrix products"] * 3 / microbatches)
+    sent = 512 / 2 * 2048 * 4096 * 2
+    assert parts["pipeline transfers"] == pytest.approx(2 * sent / 450e9)
+
+
+def test_tensor_parallelism_reduces_twice_a_layer():
+    recipe = load(*MEGATRON, f"{KEY}.tensor_model_parallel_size=4", f"{KEY}.sequence_parallel=true")
+    llama = shape("meta-llama/Llama-3.1-8B-Instruct")
+    job = train_time.job(recipe, recipe.policy, llama, Lengths(0.0, 1000, 4096, ""), H100, recipe.cluster.train)
+    _, parts = train_time.forward_pass(job, 100)
+    hidden = 100 * 1000 / 2 * 4096 * 2  # bytes of a data rank's
+    assert parts["tensor parallelism"] == pytest.approx(32 * 2 * 2 * 3 / 4 * hidden / 450e9)
+
+
+def test_links():
+    links = Links(H100, 50)
+    assert links.ring(8) == 450e9 and links.ring(16) == 400e9  # 8 NICs
+    assert links.ring(4, stride=4) == 2 * 50e9  # two of them on a node
+    assert links.ring(4, stride=8) == 50e9
+    assert links.exchange_seconds(16, 16e9) == pytest.approx(8e9 / 50e9)  # half of it leaves the node
+    assert links.exchange_seconds(8, 8e9) == pytest.approx(7e9 / 450e9)
+    assert Links(gpu("gb200"), 50).ring(64) == 900e9
+    assert Cut(64, tensor=4, pipeline=2, context=2).data == 4
+
+
+def test_what_comes_before_the_updates_is_what_the_algorithms_say():
+    """`train_time.needs` repeats them, since they need torch."""
+    cases = [
+        ("llama8b_grpo",),
+        ("llama8b_grpo", "loss_fn.reference_policy_kl_penalty=0", "policy.train_global_batch_size=2048"),
+        ("llama8b_grpo", "loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=2048"),
+        ("llama8b_grpo", "policy.train_global_batch_size=2048", "grpo.seq_logprob_error_threshold=2"),
+        ("llama8b_reinforce_plus_plus",),
+        ("llama8b_ppo",),
+        ("llama8b_dpo",),
+        ("llama8b_dpo", "dpo.reference_free=true"),
+        ("llama8b_sft",),
+        ("llama8b_rm",),
+        ("tiny_distillation",),
+    ]
+    for name, *overrides in cases:
+        recipe = config.load(name, overrides)
+        ours, theirs = train_time.needs(recipe), build(recipe).needs
+        assert (ours.old, ours.reference) == (theirs.old, theirs.reference), (name, overrides)
+
+
+def test_ppo_trains_two_models():
+    phases = train_phases(name="llama8b_ppo")
+    updates = {name: phase for name, phase in phases.items() if " of the " in name and "update" in name}
+    assert "values of the critic" in phases and len(updates) == 2
+    policy, critic = (next(p for name, p in updates.items() if name.endswith(model)) for model in ("policy", "critic"))
+    assert critic.flops < policy.flops  # one number a token, not a vocabulary
+
+
+def test_more_gpus_never_take_longer():
+    for layout in ((), (*MEGATRON, f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.sequence_parallel=true")):
+        found = [train_seconds(*layout, f"cluster.train.nodes={nodes}") for nodes in (1, 2, 4, 8)]
+        assert found == sorted(found, reverse=True), layout
+
+
+def test_faster_hardware_is_faster():
+    recipe = load(*MEGATRON)
+    shapes, spread = {"policy": shape(recipe.policy.model_name)}, lengths.assumed(recipe)
+
+    def seconds(name: str) -> float:
+        return sum(phase.seconds for phase in train_time.phases(recipe, shapes, spread, gpu(name)))
+
+    assert seconds("h100") > seconds("b200") > seconds("gb200")
+
+
+# ---- generation -----------------------------------------------------------------------------------------------------------
+
+
+def engine(name: str = "meta-llama/Llama-3.1-8B-Instruct", ranks: int = 1) -> Engine:
+    return Engine(shape(name), Links(H100, 50), 2, ranks, ranks, 20)
+
+
+def test_a_step_of_an_engine_by_hand():
+    llama, parts = shape("meta-llama/Llama-3.1-8B-Instruct"), engine().parts(1, 1000)
+    assert parts["reading weights"] == pytest.approx((llama.parameters - 128256 * 4096) * 2 / (0.6 * 3350e9))
+    assert parts["reading the KV cache"] == pytest.approx(1000 * 2 * 8 * 128 * 32 * 2 / (0.6 * 3350e9))
+    assert parts["engine overhead"] == 3e-3
+    full = engine().parts(4096, 1)
+    assert full["matrix products"] == pytest.approx((2 * llama.active + flops.attention(llama, 1)) * 4096 / (0.4 * 989e12))
+    assert "reading weights" not in full
+
+
+def test_linear_layers_in_eight_bits():
+    plain = engine()
+    small = replace(plain, fp8=True)
+    assert plain.weights(1) - small.weights(1) == plain.shape.attention + plain.shape.mlp
+    assert small.rate == pytest.approx(2 * plain.rate, rel=1e-3) and small.cached == plain.cached
+
+
+def test_experts_are_read_as_they_are_chosen():
+    one = engine("Qwen/Qwen3-30B-A3B")
+    model = one.shape
+    assert one.weights(1) == pytest.approx(2 * model.active)
+    assert one.weights(10_000) == pytest.approx(2 * (model.parameters - model.vocabulary * model.hidden))
+
+
+def test_tensor_parallelism_cuts_what_is_read():
+    read = [engine(ranks=ranks).weights(1) for ranks in (1, 2, 4, 8)]
+    assert read == [read[0], read[0] / 2, read[0] / 4, read[0] / 8]
+    cached = [engine(ranks=ranks).cached for ranks in (1, 8, 16)]
+    assert cached[1] == cached[0] / 8 == cached[2]  # 8 key-value heads
+    deepseek = [engine("deepseek-ai/DeepSeek-V3", ranks).cached for ranks in (8, 32)]
+    assert deepseek == [576 * 61 * 2] * 2  # the latent is on all
+
+
+@pytest.mark.parametrize(
+    ("mean", "limit", "count", "slots"), [(400, 3800, 256, 256), (400, 3800, 512, 64), (3300, 3896, 128, 128)]
+)
+def test_an_engine_as_played(mean, limit, count, slots):
+    """Against a queue of drawn lengths, from which a sequence starts when one ends."""
+    one, spread = engine(), Lengths(200, mean, limit, "")
+    predicted = sum(generate_time.decoding(one, count, slots, spread, count).values())
+    played = [_play(one, spread, count, slots, seed) for seed in range(5)]
+    assert predicted == pytest.approx(sum(played) / len(played), rel=0.1)
+
+
+def _play(engine: Engine, lengths: Lengths, count: int, slots: int, seed: int) -> float:
+    generator, scale = random.Random(seed), lengths.scale
+    waiting = [math.ceil(min(lengths.limit, generator.expovariate(1 / scale))) for _ in range(count)]
+    running: list[list[int]] = []
+    seconds = 0.0
+    while waiting or running:
+        while waiting and len(running) < slots:
+            running.append([waiting.pop(), 0])
+        context = lengths.prompt + sum(done for _, done in running) / len(running)
+        seconds += sum(engine.parts(len(running), context).values())
+        running = [[left - 1, done + 1] for left, done in running if left > 1]
+    return seconds
+
+
+def test_a_rollout():
+    recipe = load("plan.prompt_tokens=200", "plan.answer_tokens=1000")
+    llama, spread = shape(recipe.policy.model_name), lengths.assumed(recipe)
+
+    def seconds(recipe, tokens=400_000) -> float:
+        return sum(phase.seconds for phase in generate_time.phases(recipe, llama, spread, H100, tokens))
+
+    more = replace(recipe, cluster=replace(recipe.cluster, generate=replace(recipe.cluster.generate, nodes=2)))
+    assert seconds(more) < seconds(recipe) < seconds(recipe, 50_000)
+    prefill, decode = generate_time.phases(recipe, llama, spread, H100, 400_000)
+    assert prefill.flops == flops.forward(llama, 64 * 200, 64 * 200**2 / 2)  # a prompt is read once
+    assert decode.flops == pytest.approx(
+        2 * llama.active * 2048 * 1000 + flops.attention(llama, 2048 * (200 * 1000 + spread.squared_answer / 2))
+    )
+    apart = load("plan.prompt_tokens=200", f"{VLLM}.enable_prefix_caching=false")
+    assert generate_time.phases(apart, llama, spread, H100, 400_000)[0].flops == pytest.approx(32 * prefill.flops)
