@@ -1,0 +1,112 @@
+"""`data`: how records become prompts and conversations, and what happens to those that are too long.
+
+`data.default` fills in what data.train and data.validation leave out; what a data set itself may say is in `datasets.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.algorithms import PAIRED
+from pipeline.config.nemo_rl.datasets import Dataset
+from pipeline.config.nemo_rl.features import Feature
+from pipeline.config.nemo_rl.ledger import Ledger
+from pipeline.config.nemo_rl.rules import Only, apply, ignored, same
+
+DATA = (
+    same("data.shuffle"),
+    Only(("data.use_multiple_dataloader",), (False, None), Feature.SEVERAL_DATASETS, "false"),
+    Only(("data.custom_dataloader",), (None,), Feature.SEVERAL_DATASETS, "leave it out"),
+    ignored("data.num_prompts_per_dataloader", "data.num_workers"),
+    # A few recipes have these beside data.train, where nothing of NeMo-RL reads them.
+    ignored("data.dataset_name", "data.prompt_file", "data.add_system_prompt"),
+)
+
+
+def translate(ledger: Ledger, algorithm: str, path: Path) -> bool:
+    """Whether there is something to validate on."""
+    default = ledger.take("data.default") or {}
+    train = _one(ledger, "data.train")
+    validation = _one(ledger, "data.validation")
+    held_out = False
+    if train is not None:
+        held_out = Dataset(ledger, algorithm, "data.train", train, default, path).translate(validation is not None)
+    if validation is not None:
+        Dataset(ledger, algorithm, "data.validation", validation, default, path).translate(True)
+    _lengths(ledger)
+    if algorithm in PAIRED:
+        ledger.put("data.bad_records", "drop", "data.train")
+        ledger.change("data.train", "pairs of the same answers are left out; there they count, with a constant loss")
+    if algorithm == "sft":
+        _turns(ledger)
+    apply(ledger, DATA)
+    return held_out or validation is not None
+
+
+def environments(ledger: Ledger) -> list[str]:
+    """Their names, as far as a data set has answers that they judge."""
+    names = []
+    for key in ("data.train", "data.validation"):
+        given = ledger.get(key)
+        for one in given if isinstance(given, list) else [given] if given else []:
+            name = one.get("env_name", ledger.get("data.default.env_name"))
+            if name is not None and name not in names:
+                names.append(name)
+    return names
+
+
+def _one(ledger: Ledger, key: str) -> dict[str, Any] | None:
+    """The data set; of a list of one that one."""
+    given = ledger.get(key)
+    if isinstance(given, list):
+        ledger.take(key)
+        if len(given) > 1:
+            names = ", ".join(str(one.get("dataset_name")) for one in given)
+            ledger.lacks(key, names, Feature.SEVERAL_DATASETS, "one of them")
+            return None
+        return given[0] if given else None
+    if given is None:
+        ledger.take(key)
+        if key == "data.train":
+            ledger.problem(key, "there is no data set to train on; data.train.dataset_name=..., or data_path=FILE.jsonl")
+    return given
+
+
+def _lengths(ledger: Ledger) -> None:
+    longest = ledger.take("data.max_input_seq_length")
+    if longest is not None:
+        ledger.put("data.max_input_seq_length", longest, "data.max_input_seq_length")
+    ledger.put("data.overlong_prompts", "drop", "data.max_input_seq_length")
+    ledger.change(
+        "data.max_input_seq_length", "what is longer is left out; there it stays in its batch, and does not count in the loss"
+    )
+
+
+def _turns(ledger: Ledger) -> None:
+    """Theirs puts the tokenizer's bos before and its eos behind a conversation, unless the template has: so does ours."""
+    bos, eos = (ledger.take(f"data.add_{token}", True) for token in ("bos", "eos"))
+    if ledger.take("data.add_generation_prompt", False) is not True:
+        ledger.change("data.add_generation_prompt=false", "what the template puts before an answer does not count in the loss")
+    key = "policy.tokenizer.chat_template"
+    template = ledger.get(key)
+    if template is None and ledger.has(key):
+        template = ledger.layer.get("policy", {}).get("tokenizer", {}).get("chat_template")
+    if template is None or template.lower() == "default":
+        if bos or eos:
+            ledger.change("data.add_bos, data.add_eos", "the tokenizer's template alone says how a text begins and ends")
+        return
+    ours = ledger.layer["policy"]["tokenizer"]["chat_template"]
+    ledger.put(key, _framed(ours, bos, eos), key)
+
+
+def _framed(template: str, bos: bool, eos: bool) -> str:
+    """The template with bos before and eos behind what it renders, where that is missing, and only behind an answer."""
+    before = "{% if bos_token and not rendered.startswith(bos_token) %}{{ bos_token }}{% endif %}" if bos else ""
+    behind = (
+        "{% if messages[-1]['role'] == 'assistant' and eos_token and not rendered.rstrip('\\n').endswith(eos_token) %}"
+        "{{ eos_token }}{% endif %}"
+        if eos
+        else ""
+    )
+    return f"{{% set rendered %}}{template}{{% endset %}}{before}{{{{ rendered }}}}{behind}" if bos or eos else template

@@ -1,0 +1,139 @@
+"""One data set, `data.train` or `data.validation`. Those with names of their own keep them (`pipeline/config/data.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.data import NAMED_DATASETS
+from pipeline.config.nemo_rl.features import Feature
+from pipeline.config.nemo_rl.files import find, missing
+from pipeline.config.nemo_rl.ledger import Ledger
+
+SPLIT = {"OpenMathInstruct-2": 0.05, "tulu3_sft_mixture": 0.05, "Nemotron-Cascade-2-SFT-Math": 0.05, "OpenR1-Math-220k": 0.0}
+"""The named ones that hold records out to validate on, and how many where nothing is said; others pass over the key."""
+
+ONE_SPLIT = ("DAPOMath17K", "DAPOMathAIME2024", "DeepScaler", "AIME2024", "AIME2025", "AIME2026", "Tulu3Preference")
+"""The named ones that pass over `split` too."""
+
+# Classes of theirs that read a file, or a data set of any name, by keys: theirs -> ours, and their defaults.
+READERS: dict[str, dict[str, tuple[str, str]]] = {
+    "ResponseDataset": {"input_key": ("input_key", "input"), "output_key": ("output_key", "output")},
+    "openai_format": {"chat_key": ("messages_key", "messages")},
+    "BinaryPreferenceDataset": {
+        "prompt_key": ("input_key", "prompt"),
+        "chosen_key": ("chosen_key", "chosen"),
+        "rejected_key": ("rejected_key", "rejected"),
+    },
+}
+PROCESSORS = {  # what each algorithm's records go through; ours has one way for each
+    "sft": ("sft_processor",),
+    "grpo": ("math_hf_data_processor",),
+    "ppo": ("math_hf_data_processor",),
+    "distillation": ("math_hf_data_processor",),
+    "dpo": (),
+    "rm": (),
+}
+
+
+@dataclass
+class Dataset:
+    ledger: Ledger
+    algorithm: str
+    key: str
+    given: Mapping[str, Any]
+    default: Mapping[str, Any]  # what it does not say itself
+    path: Path  # of the recipe
+    fields: dict[str, Any] = field(init=False)  # that nobody has looked at
+
+    def __post_init__(self) -> None:
+        self.fields = {**self.default, **self.given}
+
+    def translate(self, validates: bool) -> bool:
+        """Whether it holds records out to validate on. validates: whether there is a data set for that."""
+        name = self._take("dataset_name")
+        if name not in NAMED_DATASETS and name not in READERS:
+            known = ", ".join((*NAMED_DATASETS, *READERS))
+            self.ledger.lacks(self.key, name, Feature.DATASET, f"{self.key}.dataset_name may be {known}")
+            self.ledger.take(self.key)
+            return False
+        self._where(name)
+        self._prompt_files()
+        self._processor()
+        held_out = self._held_out(name, validates)
+        for same in ("subset", "max_samples", "repeat", "env_name"):
+            self._put(same, self._take(same), same)
+        for unknown in self.fields:
+            if not self.ledger.has(f"{self.key}.{unknown}"):  # it stands in data.default, or in a list
+                self.ledger.problem(self._source(unknown), "is not a key of a data set that we know; leave it out")
+        return held_out
+
+    def _source(self, name: str) -> str:
+        """The key that says it."""
+        return f"{self.key if name in self.given or name not in self.default else 'data.default'}.{name}"
+
+    def _take(self, name: str) -> Any:
+        self.ledger.take(f"{self.key}.{name}")
+        return self.fields.pop(name, None)
+
+    def _put(self, ours: str, value: Any, theirs: str) -> None:
+        if value is not None:
+            self.ledger.put(f"{self.key}.{ours}", value, self._source(theirs))
+
+    def _where(self, name: str) -> None:
+        split = self._take("split")
+        if name in NAMED_DATASETS:
+            self._put("dataset_name", name, "dataset_name")
+            self._put("split", None if name in ONE_SPLIT else split, "split")
+            if NAMED_DATASETS[name].output_key and (answer := self._take("output_key")) != "expected_answer":
+                self._put("output_key", answer, "output_key")  # not the one that the data set has anyway
+            return
+        self._put("split", split, "split")
+        where = self._take("data_path")
+        if where is None:
+            self.ledger.problem(
+                f"{self.key}.data_path", "not given; a JSONL file, or a data set's name on the Hugging Face Hub"
+            )
+        is_file = str(where).endswith((".json", ".jsonl")) or Path(str(where)).is_file()
+        self._put("data_path" if is_file else "dataset_name", where, "data_path")
+        for theirs, (ours, usual) in READERS[name].items():
+            self._put(ours, self._take(theirs) or usual, theirs)
+
+    def _prompt_files(self) -> None:
+        for name in ("prompt_file", "system_prompt_file"):
+            if (file := self._take(name)) is None:
+                continue
+            if (found := find(file, self.path)) is None:
+                self.ledger.problem(self._source(name), missing(file, self.path))
+            else:
+                self._put(name, str(found), name)
+
+    def _processor(self) -> None:
+        processor, ours = self._take("processor"), PROCESSORS[self.algorithm]
+        if processor not in (None, *ours):
+            wanted = f"{ours[0]}, which {self.algorithm} has" if ours else "leave it out"
+            self.ledger.lacks(self._source("processor"), processor, Feature.PROCESSOR, wanted)
+
+    def _held_out(self, name: str, validates: bool) -> bool:
+        """Theirs validates on what is held out and on data.validation both; ours on one of them."""
+        key, size, seed = "split_validation_size", self._take("split_validation_size"), self._take("seed")
+        splits = name in SPLIT or name == "ResponseDataset"
+        if splits or self.fields.get("max_samples") is not None:
+            self._put("seed", seed, "seed")
+        if not splits:
+            if size and not validates:
+                self.ledger.ignore(self._source(key), f"{name} holds nothing out; there too")
+            return False
+        size = SPLIT.get(name, 0.0) if size is None else size
+        if self.key != "data.train":
+            if size:
+                self.ledger.change(self._source(key), "all records are validated on; there only those that are not held out")
+            return False
+        if size and validates:
+            instead = "0 validates on data.validation alone, and data.validation=null on what is held out"
+            self.ledger.lacks(self._source(key), size, Feature.SEVERAL_DATASETS, instead)
+            return False
+        self._put(key, size, key)
+        return bool(size)

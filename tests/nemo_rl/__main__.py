@@ -1,0 +1,145 @@
+"""`python -m tests.nemo_rl PATH_TO_NEMO_RL`: how many of its own recipes resolve, translate and plan, and why the rest do not.
+
+The text recipes: examples/configs/*.yaml and examples/configs/recipes/llm, without those for pictures and sound. One resolves
+if its chain of defaults and its `${...}` do, translates if nothing that it asks for is missing and its keys agree, and plans if
+`submit.py plan=true` would print a plan. Exits with 1 if one plans although it has a feature that we do not (`census.py`).
+
+Models that their recipes leave to the user ("Follow instructions in ...") are given: see PLACEHOLDERS.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch import backend, preflight_model
+from launch.model_files import described
+from launch.plan import plan
+from pipeline import config
+from pipeline.config import Recipe, RecipeError, layers, nemo_rl, resolving
+from pipeline.config.errors import refuse
+from tests.nemo_rl.census import features
+
+PLACEHOLDERS = {"docs/guides/deepseek.md": "unsloth/DeepSeek-V3-bf16"}  # part of the instruction -> the model it ends in
+NOT_TEXT = ("vlm", "audio", "avlm")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    features: frozenset[str]  # that the census finds
+    problems: tuple[str, ...]  # of reading; none: it translates
+    unplanned: tuple[str, ...]  # of planning
+    resolves: bool
+    fits: bool = False  # into the memory of the GPUs, as planned
+
+    @property
+    def translates(self) -> bool:
+        return self.resolves and not self.problems
+
+    @property
+    def plans(self) -> bool:
+        return self.translates and not self.unplanned
+
+
+def main(root: Path) -> int:
+    if not (root / "examples/configs").is_dir():
+        print(f"{root} is no copy of NeMo-RL's repository: it has no examples/configs")
+        return 2
+    with tempfile.TemporaryDirectory() as home:
+        os.environ.setdefault("HF_HOME", home)  # some recipes have a path below it
+        outcomes = [outcome(path) for path in recipes(root)]
+    print(report(outcomes))
+    wrong = [o for o in outcomes if o.plans and o.features]
+    for o in wrong:
+        print(f"plans, but has {', '.join(sorted(o.features))}: {o.name}")
+    return 1 if wrong else 0
+
+
+def recipes(root: Path) -> list[Path]:
+    folder = root / "examples/configs"
+    found = (*sorted(folder.glob("recipes/llm/**/*.yaml")), *sorted(folder.glob("*.yaml")))
+    return [path for path in found if not any(word in path.name for word in NOT_TEXT)]
+
+
+def outcome(path: Path) -> Outcome:
+    try:
+        tree = resolved(path)
+    except RecipeError as error:
+        return Outcome(path.name, frozenset(), error.problems, (), False)
+    name = str(tree.get("policy", {}).get("model_name"))
+    given = [f"policy.model_name={model}" for words, model in PLACEHOLDERS.items() if words in name]
+    loaded = config.inspect(str(path), given)
+    unplanned: tuple[str, ...] = ()
+    fits = False
+    if not loaded.problems:
+        try:
+            chosen, choice = backend.choose(loaded.recipe)
+            fits = plan(chosen, choice).fits
+            refuse(of_models(chosen))
+        except RecipeError as error:
+            unplanned = error.problems
+    return Outcome(path.name, frozenset(features(tree)), tuple(loaded.problems), unplanned, True, fits)
+
+
+def of_models(recipe: Recipe) -> Iterator[str]:
+    """What the models say against the layout. Preflight tells it of models that are here; these are only described."""
+    for section, policy in config.models(recipe).items():
+        model = described(policy, [], f"{section}.model_name")
+        if config.uses_megatron(policy):
+            yield from preflight_model._check_megatron(f"{section}.model_name", policy, model)
+        yield from preflight_model._check_attention(section, policy, model)
+        if section == "policy" and config.generates(recipe):
+            yield from preflight_model._check_engine(policy.generation.vllm_cfg, model)
+
+
+def resolved(path: Path) -> dict[str, Any]:
+    """The recipe as NeMo-RL reads it. Raises RecipeError."""
+    tree = layers.chain(path)
+    if faults := resolving.resolve(tree):
+        raise RecipeError(*(f"{key}: {problem}" for key, problem in faults.items()))
+    return tree.plain()
+
+
+def report(outcomes: list[Outcome]) -> str:
+    counts = [sum(getattr(o, what) for o in outcomes) for what in ("resolves", "translates", "plans")]
+    fit = sum(o.plans and o.fits for o in outcomes)
+    lines = [
+        "{} text recipes: {} resolve, {} translate, {} plan".format(len(outcomes), *counts) + f" ({fit} fit 80 GB GPUs)",
+        "",
+    ]
+    lines += _table("does not translate", [(o.name, [reason(p) for p in o.problems]) for o in outcomes if o.problems])
+    lines += _table("does not plan", [(o.name, [reason(p) for p in o.unplanned]) for o in outcomes if o.unplanned])
+    return "\n".join(lines)
+
+
+def reason(problem: str) -> str:
+    """The feature that a problem names, or else the problem without its numbers."""
+    return str(nemo_rl.feature_of(problem) or re.sub(r"\d[\d.]*", "N", problem))
+
+
+def _table(title: str, rows: list[tuple[str, list[str]]]) -> Iterator[str]:
+    all_of, alone, example = collections.Counter(), collections.Counter(), {}
+    for name, reasons in rows:
+        for each in set(reasons):
+            all_of[each] += 1
+            alone[each] += len(set(reasons)) == 1
+            example.setdefault(each, name)
+    yield f"{title}: {len(rows)}"
+    yield "recipes  alone  reason"
+    for each, count in all_of.most_common():
+        yield f"{count:7d}  {alone[each]:5d}  {each[:150]}  ({example[each]})"
+    yield ""
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    sys.exit(main(Path(sys.argv[1])))

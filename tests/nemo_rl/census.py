@@ -1,0 +1,74 @@
+"""What a recipe of NeMo-RL's asks for, by direct questions to its resolved tree; apart from the translation, to check that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+Tree = Mapping[str, Any]
+
+
+def get(tree: Any, key: str, default: Any = None) -> Any:
+    for part in key.split("."):
+        if not isinstance(tree, Mapping) or part not in tree:
+            return default
+        tree = tree[part]
+    return tree
+
+
+def megatron(tree: Tree, key: str, default: Any = None) -> Any:
+    """Of the backend's section, if it trains."""
+    return get(tree, f"policy.megatron_cfg.{key}", default) if get(tree, "policy.megatron_cfg.enabled") else default
+
+
+def dtensor(tree: Tree, key: str, default: Any = None) -> Any:
+    return get(tree, f"policy.dtensor_cfg.{key}", default) if get(tree, "policy.dtensor_cfg.enabled") else default
+
+
+def datasets(tree: Tree) -> list[Any]:
+    train = get(tree, "data.train")
+    return train if isinstance(train, list) else [train]
+
+
+QUESTIONS: dict[str, Callable[[Tree], Any]] = {
+    "async": lambda t: (
+        get(t, "grpo.async_grpo.enabled")
+        or get(t, "ppo.async_ppo.enabled")
+        or get(t, "ppo.async_grpo.enabled")
+        or "async_rl" in t
+    ),
+    "generation backend": lambda t: get(t, "policy.generation.backend", "vllm") != "vllm",
+    "FP8 training": lambda t: megatron(t, "fp8_cfg.enabled"),
+    "MXFP8 generation": lambda t: (
+        "fp8" in str(get(t, "policy.generation.vllm_cfg.precision")) and get(t, "policy.generation.vllm_cfg.is_mx")
+    ),
+    "FP8 cache": lambda t: str(get(t, "policy.generation.vllm_cfg.kv_cache_dtype")).startswith("fp8"),
+    "draft": lambda t: get(t, "policy.draft.enabled"),
+    "router replay": lambda t: get(t, "policy.router_replay.enabled"),
+    "quantization": lambda t: get(t, "policy.quant_cfg") or get(t, "policy.generation.quant_cfg"),
+    "MTP": lambda t: megatron(t, "mtp_num_layers"),
+    "Megatron LoRA": lambda t: megatron(t, "peft.enabled"),
+    "virtual pipeline": lambda t: megatron(t, "virtual_pipeline_model_parallel_size"),
+    "DeepEP": lambda t: megatron(t, "moe_enable_deepep") or megatron(t, "moe_token_dispatcher_type") == "flex",
+    "FSDP2 context parallelism": lambda t: dtensor(t, "context_parallel_size", 1) > 1,
+    "FSDP2 expert parallelism": lambda t: dtensor(t, "expert_parallel_size", 1) > 1,
+    "HSDP": lambda t: dtensor(t, "dp_replicate_size", 1) > 1,
+    "another optimizer": lambda t: dtensor(t, "enabled") and get(t, "policy.optimizer.name") != "torch.optim.AdamW",
+    "several turns": lambda t: any(get(t, f"{name}.max_rollout_turns", 1) > 1 for name in ("grpo", "ppo", "distillation")),
+    "NeMo Gym": lambda t: get(t, "env.should_use_nemo_gym") or get(t, "data.default.env_name") == "nemo_gym",
+    "several data sets": lambda t: len(datasets(t)) > 1 or get(t, "data.use_multiple_dataloader"),
+    "several rewards": lambda t: get(t, "grpo.adv_estimator.name") == "gdpo",
+    "several teachers": lambda t: get(t, "teachers") or get(t, "on_policy_distillation"),
+    "positive NLL": lambda t: get(t, "loss_fn.positive_example_nll_weight"),
+    "engine data parallelism": lambda t: (
+        get(t, "policy.generation.vllm_cfg.expert_parallel_size", 1)
+        > get(t, "policy.generation.vllm_cfg.tensor_parallel_size", 1)
+    ),
+    "stop strings": lambda t: get(t, "policy.generation.stop_strings"),
+    "pass@k": lambda t: get(t, "grpo.val_num_generations_per_prompt", 1) > 1,
+}
+
+
+def features(tree: Tree) -> Iterator[str]:
+    """The names of the questions that are answered with yes."""
+    return (name for name, asks in QUESTIONS.items() if asks(tree))

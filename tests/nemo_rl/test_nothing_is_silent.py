@@ -1,0 +1,114 @@
+"""Every leaf is accounted for: one that is added anywhere is a problem, and a feature is one by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+
+from pipeline.config import nemo_rl
+from pipeline.config.nemo_rl.ledger import leaves
+from tests.nemo_rl.__main__ import resolved
+from tests.nemo_rl.census import QUESTIONS, features
+from tests.nemo_rl.test_translation import RECIPES, inspect, with_keys
+
+NAMES = ("grpo", "grpo_megatron", "ppo", "sft", "distillation")
+
+# Sections that pass to a library as they are, or that mean nothing here whatever is in them.
+OPEN = (
+    "*.hf_config_overrides",
+    "*.vllm_kwargs",
+    "*.env_vars",
+    "*.model_overrides",
+    "*.chat_template_kwargs",
+    "policy.optimizer.kwargs",
+    "*.mcore_generation_config",
+    "*.automodel_kwargs.backend",
+    "logger.wandb",
+    "logger.gpu_monitoring",
+    "data_plane",
+    "env.unused",
+    "teacher.optimizer*",
+    "value.megatron_cfg.checkpoint",
+    "policy.megatron_cfg.checkpoint",
+)
+
+
+def sections(tree: Mapping[str, Any], key: str = "") -> Iterator[str]:
+    """All mappings but those that are off, or open."""
+    yield key
+    for name, value in tree.items():
+        below = f"{key}.{name}" if key else name
+        if isinstance(value, Mapping) and value.get("enabled") is not False and not any(fnmatchcase(below, o) for o in OPEN):
+            yield from sections(value, below)
+
+
+CASES = [(name, key) for name in NAMES for key in sections(resolved(RECIPES / f"{name}.yaml"))]
+
+
+@pytest.mark.parametrize(("name", "section"), CASES)
+def test_an_unknown_key_is_a_problem(name: str, section: str) -> None:
+    path = RECIPES / f"{name}.yaml"
+    tree = deepcopy(resolved(path))
+    inner: Any = tree
+    for part in filter(None, section.split(".")):
+        inner = inner[part]
+    inner["no_such_key"] = 1
+    key = f"{section}.no_such_key".lstrip(".")
+    translation = nemo_rl.translate(tree, {}, path)
+    passed_on = dict(leaves(translation.layer))  # our own reader knows its keys
+    assert any(key in problem for problem in translation.problems) or key in passed_on
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_passed_on_is_known(name: str) -> None:
+    assert inspect(name).problems == []
+
+
+def test_an_unknown_key_is_told_with_the_nearest() -> None:
+    (problem,) = with_keys("grpo", "loss_fn.ratio_clip_maxx=0.2")[1].problems
+    assert problem.startswith("loss_fn.ratio_clip_maxx") and "loss_fn.ratio_clip_max'" in problem
+
+
+ASKING = {
+    "async": ("grpo", "grpo.async_grpo.enabled=true"),
+    "generation backend": ("grpo", "policy.generation.backend=sglang"),
+    "FP8 training": ("grpo_megatron", "policy.megatron_cfg.fp8_cfg.enabled=true"),
+    "MXFP8 generation": ("grpo", "policy.generation.vllm_cfg.precision=fp8", "policy.generation.vllm_cfg.is_mx=true"),
+    "FP8 cache": ("grpo", "policy.generation.vllm_cfg.kv_cache_dtype=fp8"),
+    "draft": ("grpo", "policy.draft.enabled=true"),
+    "router replay": ("grpo", "policy.router_replay.enabled=true"),
+    "quantization": ("grpo", "policy.quant_cfg=NVFP4_DEFAULT_CFG"),
+    "MTP": ("grpo_megatron", "policy.megatron_cfg.mtp_num_layers=1"),
+    "Megatron LoRA": ("grpo_megatron", "policy.megatron_cfg.peft.enabled=true"),
+    "virtual pipeline": ("grpo_megatron", "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"),
+    "DeepEP": ("grpo_megatron", "policy.megatron_cfg.moe_token_dispatcher_type=flex"),
+    "FSDP2 context parallelism": ("grpo", "policy.dtensor_cfg.context_parallel_size=2"),
+    "FSDP2 expert parallelism": ("grpo", "policy.dtensor_cfg.expert_parallel_size=8"),
+    "HSDP": ("grpo", "policy.dtensor_cfg.dp_replicate_size=2"),
+    "another optimizer": ("grpo", "policy.optimizer.name=transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"),
+    "several turns": ("grpo", "grpo.max_rollout_turns=5"),
+    "NeMo Gym": ("grpo", "env.should_use_nemo_gym=true"),
+    "several data sets": ("grpo", "data.train=[{dataset_name: gsm8k}, {dataset_name: DeepScaler}]"),
+    "several rewards": ("grpo", "grpo.adv_estimator.name=gdpo"),
+    "several teachers": ("grpo", "on_policy_distillation={teachers: []}"),
+    "positive NLL": ("grpo", "loss_fn.positive_example_nll_weight=0.1"),
+    "engine data parallelism": ("grpo", "policy.generation.vllm_cfg.expert_parallel_size=8"),
+    "stop strings": ("grpo", "policy.generation.stop_strings=[stop]"),
+    "pass@k": ("grpo", "grpo.val_num_generations_per_prompt=4"),
+}
+
+
+def test_all_questions_of_the_census_are_asked() -> None:
+    assert ASKING.keys() == QUESTIONS.keys()
+
+
+@pytest.mark.parametrize("question", ASKING)
+def test_the_census_and_the_translation_find_the_feature(question: str) -> None:
+    name, *overrides = ASKING[question]
+    tree, translation = with_keys(name, *overrides)
+    assert list(features(tree)) == [question]
+    assert any(nemo_rl.feature_of(problem) for problem in translation.problems)

@@ -1,0 +1,65 @@
+"""Which GPUs train and which generate."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.config.schema import ComponentConfig
+from tests.nemo_rl.test_translation import inspect, problem, read, with_keys
+
+COLOCATED = "policy.generation.colocated"
+
+
+def size(component: ComponentConfig) -> tuple[int, int]:
+    return component.nodes, component.gpus_per_node
+
+
+def test_shared_gpus_are_doubled_and_that_is_told_first() -> None:
+    loaded = inspect("grpo")
+    assert size(loaded.recipe.cluster.train) == size(loaded.recipe.cluster.generate) == (2, 8)
+    assert loaded.notes[0].startswith(f"{COLOCATED}.enabled=true") and "cluster.generate.nodes" in loaded.notes[0]
+    assert size(read("grpo", "cluster.generate.nodes=1").cluster.generate) == (1, 8)
+
+
+def test_nodes_are_divided() -> None:
+    loaded = inspect("grpo_megatron")
+    assert size(loaded.recipe.cluster.train) == (2, 8) and size(loaded.recipe.cluster.generate) == (1, 8)
+    assert loaded.origins["cluster.generate.nodes"].endswith(f"grpo_megatron.yaml:13 ({COLOCATED}.resources.num_nodes)")
+
+
+@pytest.mark.parametrize("nodes", ["null", "1"])
+def test_of_one_node_the_gpus_are_divided(nodes: str) -> None:
+    keys = ("cluster.num_nodes=1", f"{COLOCATED}.resources.num_nodes={nodes}", f"{COLOCATED}.resources.gpus_per_node=2")
+    cluster = read("grpo_megatron", *keys).cluster
+    assert size(cluster.train) == (1, 6) and size(cluster.generate) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "resources"),
+    [(1, "{num_nodes: 1, gpus_per_node: 8}"), (3, "{num_nodes: 3, gpus_per_node: 8}"), (3, "{num_nodes: 1, gpus_per_node: 4}")],
+)
+def test_what_cannot_be_divided(nodes: int, resources: str) -> None:
+    found = inspect("grpo_megatron", f"cluster.num_nodes={nodes}", f"{COLOCATED}.resources={resources}").problems
+    assert any(each.startswith(f"{COLOCATED}.resources: num_nodes") for each in found)
+
+
+def test_without_sampling_all_train() -> None:
+    assert size(read("sft").cluster.train) == (1, 8)
+
+
+def test_a_reward_model_has_gpus_of_its_own() -> None:
+    judge = (
+        "env.reward_model={model_name: ORG/JUDGE, precision: bfloat16, reward_model_cfg: {enabled: true, reward_model_type:"
+        " bradley_terry}, resources: {num_nodes: 1, gpus_per_node: 8}, dtensor_cfg: {enabled: true, tensor_parallel_size: 1}}"
+    )
+    _, translation = with_keys("grpo", judge, "data.default.env_name=reward_model", "cluster.num_nodes=3")
+    assert not translation.problems
+    sizes = {name: (given["nodes"], given["gpus_per_node"]) for name, given in translation.layer["cluster"].items()}
+    assert sizes == {"train": (2, 8), "generate": (2, 8), "reward": (1, 8)}
+    assert translation.layer["env"]["reward_model"]["served_by"] == "reward"
+
+
+def test_gpus_must_be_given() -> None:
+    assert problem("sft", "cluster.gpus_per_node=null").startswith(
+        "cluster.num_nodes, cluster.gpus_per_node: 1 nodes with None"
+    )

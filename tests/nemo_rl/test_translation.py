@@ -1,0 +1,209 @@
+"""Recipes in NeMo-RL's shape, read as recipes of ours: what each rule makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import backend
+from launch.plan import plan
+from pipeline import config
+from pipeline.config import Recipe, layers, nemo_rl, resolving, uses_megatron
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+def inspect(name: str, *overrides: str) -> config.Loaded:
+    return config.inspect(str(RECIPES / f"{name}.yaml"), overrides)
+
+
+def with_keys(name: str, *overrides: str) -> tuple[dict[str, Any], nemo_rl.Translation]:
+    """A recipe whose file has these keys as well, as it is resolved, and its translation."""
+    path = RECIPES / f"{name}.yaml"
+    tree = layers.chain(path)
+    for key, node in layers.overrides(overrides):
+        tree.set(key, node)
+    assert not resolving.resolve(tree)
+    return tree.plain(), nemo_rl.translate(tree.plain(), {}, path)
+
+
+def read(name: str, *overrides: str) -> Recipe:
+    loaded = inspect(name, *overrides)
+    assert loaded.problems == []
+    return loaded.recipe
+
+
+def problem(name: str, *overrides: str) -> str:
+    (only,) = inspect(name, *overrides).problems
+    return only
+
+
+def test_the_same_keys_mean_the_same() -> None:
+    recipe = read("grpo")
+    assert (recipe.algorithm, recipe.name, recipe.run_dir) == ("grpo", "grpo", "runs/grpo")
+    assert (recipe.grpo.num_prompts_per_step, recipe.grpo.seed, recipe.loss_fn.ratio_clip_max) == (8, 7, 0.28)
+    assert (recipe.policy.max_grad_norm, recipe.policy.dtensor_cfg.tensor_parallel_size) == (0.5, 2)
+    assert recipe.policy.optimizer.kwargs == {"lr": 1e-6, "weight_decay": 0.1, "betas": [0.9, 0.999], "eps": 1e-8}
+    assert recipe.policy.scheduler[-1] == {"milestones": [50]}
+    assert recipe.policy.sequence_packing.logprob_mb_tokens == 512 * 4
+    assert not uses_megatron(recipe.policy) and not recipe.checkpointing.async_save
+
+
+def test_their_defaults_are_set_where_ours_differ() -> None:
+    recipe = read("grpo")
+    assert recipe.loss_fn.reference_policy_kl_penalty == 0.01  # ours is 0
+    assert recipe.policy.generation.max_num_seqs == 64
+    ppo = read("ppo")
+    assert ppo.value_loss_fn.cliprange is None and ppo.value_loss_fn.scale == 0.5
+    assert read("sft").checkpointing.metric_name == "val:loss"
+
+
+def test_what_bounds_nothing_is_left_out() -> None:
+    loss = read("grpo").loss_fn  # a ratio without a type of truncation, which theirs passes over
+    assert loss.truncated_importance_sampling_ratio is None
+    assert read("grpo_megatron").policy.megatron_cfg.moe_router_bias_update_rate == 0  # of a dense model
+
+
+def test_only_whole_batches_are_validated_on() -> None:
+    assert read("grpo").grpo.max_val_samples == 16  # of 20, in batches of 8
+    assert read("distillation").distillation.max_val_samples == 24
+    assert read("sft").sft.max_val_samples == 4 * 32
+    assert read("ppo").ppo.val_period == 0  # -1 there
+
+
+def test_megatron_takes_its_own_optimizer() -> None:
+    megatron = read("grpo_megatron").policy.megatron_cfg
+    assert (megatron.optimizer.lr, megatron.optimizer.adam_beta2, megatron.optimizer.clip_grad) == (1e-6, 0.98, 0.5)
+    assert (megatron.scheduler.lr_warmup_iters, megatron.scheduler.lr_decay_iters) == (13, None)  # constant: 10 says nothing
+    assert (megatron.apply_rope_fusion, megatron.bias_activation_fusion) == (False, None)
+    assert not megatron.distributed_data_parallel_config.grad_reduce_in_fp32
+    assert read("grpo_megatron").checkpointing.async_save
+
+
+def test_the_schedules_weight_decay_is_the_optimizers() -> None:
+    keys = ("policy.megatron_cfg.scheduler.start_weight_decay=0.2", "policy.megatron_cfg.scheduler.end_weight_decay=0.2")
+    loaded = inspect("grpo_megatron", *keys)
+    assert loaded.recipe.policy.megatron_cfg.optimizer.weight_decay == 0.2
+    assert any(note.startswith("policy.megatron_cfg.optimizer.weight_decay=0.01: the schedule's 0.2") for note in loaded.notes)
+
+
+def test_a_decay_without_an_end_ends_with_the_run() -> None:
+    scheduler = "policy.megatron_cfg.scheduler"
+    recipe = read("grpo_megatron", f"{scheduler}.lr_decay_style=cosine", f"{scheduler}.lr_decay_iters=null")
+    assert recipe.policy.megatron_cfg.scheduler.lr_decay_iters == 20
+
+
+def test_fused_log_probs_are_chunks() -> None:
+    loaded = inspect("grpo_megatron", "policy.megatron_cfg.use_fused_linear_logprobs=true")
+    assert loaded.recipe.policy.logprob_chunk_size == 256
+    assert any("use_fused_linear_logprobs" in note for note in loaded.notes)
+
+
+def test_recomputation_that_is_off_says_nothing() -> None:
+    modules = ("policy.megatron_cfg.recompute_granularity=selective", "policy.megatron_cfg.recompute_modules=[moe]")
+    off, on = (read("grpo_megatron", *modules, *more) for more in ((), ("policy.megatron_cfg.activation_checkpointing=true",)))
+    assert (off.policy.megatron_cfg.recompute_granularity, off.policy.megatron_cfg.recompute_modules) == ("full", None)
+    assert (on.policy.megatron_cfg.recompute_granularity, on.policy.megatron_cfg.recompute_modules) == ("selective", ["moe"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "tokens"),
+    [
+        (("sequence_packing.enabled=false", "dynamic_batching.enabled=true"), 1024),
+        (("sequence_packing.enabled=false",), None),
+    ],
+)
+def test_batches(keys: tuple[str, ...], tokens: int | None) -> None:
+    packing = read("grpo", *(f"policy.{key}" for key in keys)).policy.sequence_packing
+    assert packing.enabled == (tokens is not None)
+    assert tokens is None or packing.train_mb_tokens == tokens
+
+
+def test_environment_variables_go_to_their_ranks() -> None:
+    recipe = read("grpo")
+    assert recipe.cluster.train.env_vars == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert recipe.policy.generation.vllm_cfg.env_vars == {"VLLM_LOGGING_LEVEL": "INFO"}
+
+
+def test_sampling() -> None:
+    generation = read("grpo", "policy.generation.top_k=-1").policy.generation
+    assert generation.top_k is None and generation.val_temperature == 1.0
+    assert generation.vllm_kwargs == {"enable_chunked_prefill": True}
+    assert read("grpo", "policy.generation.refit_transport=vllm_zmq_sparse").policy.generation.refit_transport == "delta"
+    assert problem("grpo", "policy.generation.val_top_p=0.9").startswith("policy.generation.val_top_p: 0.9 asks for")
+
+
+def test_eight_bits() -> None:
+    key = "policy.generation.vllm_cfg"
+    kept = f"{key}.quantization_ignored_layer_kws=[lm_head]"
+    _, translation = with_keys("grpo", f"{key}.precision=fp8", kept, f"{key}.num_first_layers_in_bf16=0")
+    assert translation.problems == []
+    vllm = translation.layer["policy"]["generation"]["vllm_cfg"]
+    assert (vllm["precision"], vllm["quantization_ignored_layer_kws"]) == ("fp8", ["lm_head"])
+    assert "precision" not in with_keys("grpo", kept)[1].layer["policy"]["generation"]["vllm_cfg"]
+    assert with_keys("grpo", f"{key}.precision=fp8", f"{key}.num_last_layers_in_bf16=2")[1].problems
+
+
+def test_a_critics_section_in_torchs_words() -> None:
+    value = read("ppo").value
+    assert value.optimizer.name == "torch.optim.AdamW"
+    assert value.optimizer.kwargs == {"lr": 1e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}  # the schedule's
+    assert value.max_grad_norm is None  # clip_grad 0
+    assert any(note.startswith("value.megatron_cfg: the critic is cut as the policy is") for note in inspect("ppo").notes)
+    assert "value.train_global_batch_size: 16 asks for" in problem("ppo", "value.train_global_batch_size=16")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "megatron_cfg.fp8_cfg.enabled",
+        "megatron_cfg.optimizer.optimizer_cpu_offload",
+        "dtensor_cfg.lora_cfg.enabled",
+    ],
+)
+def test_a_critic_asks_for_what_a_policy_may_ask_for(key: str) -> None:
+    megatron = key.startswith("megatron")
+    backend = (f"value.megatron_cfg.enabled={megatron}", f"value.dtensor_cfg.enabled={not megatron}")
+    problems = with_keys("ppo", f"value.{key}=true", *backend)[1].problems
+    assert any(problem.startswith(f"value.{key}: true asks for") for problem in problems)
+
+
+def test_the_teacher_is_cut_as_the_policy_is() -> None:
+    loaded = inspect("distillation")
+    assert loaded.recipe.teacher.model_name == "Qwen/Qwen2.5-7B"
+    assert (
+        "teacher.dtensor_cfg: the teacher is cut as the policy is; there: tensor_parallel_size=4, context_parallel_size=2"
+        in (loaded.notes)
+    )
+
+
+def test_verifiers() -> None:
+    assert read("grpo", "env.math.math_verify_impl=dapo_math_verify").env["math"].kwargs == {
+        "math_verify_impl": "dapo_math_verify"
+    }
+    _, translation = with_keys("grpo", "env.math.verifier_type=english_multichoice")
+    assert translation.problems[0].startswith("env.math.verifier_type: english_multichoice asks for this verifier")
+    assert "unused" not in read("grpo").env
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        (("policy.megatron_cfg.enabled=true",), "both true"),
+        (("policy.dtensor_cfg.enabled=false",), "neither true"),
+        (("policy.model_name=Follow the guide",), "policy.model_name: 'Follow the guide' is an instruction"),
+        (("sft={seed: 1}",), "sft: a section, and so is grpo"),
+        (("loss_fn.no_such_key=1",), "loss_fn.no_such_key"),
+        (("policy.generation.vllm_cfg.precision=float16",), "policy.generation.vllm_cfg.precision: float16"),
+    ],
+)
+def test_problems(keys: tuple[str, ...], key: str) -> None:
+    assert any(key in found for found in with_keys("grpo", *keys)[1].problems)
+
+
+def test_a_recipe_of_theirs_plans() -> None:
+    recipe, choice = backend.choose(read("grpo"))
+    planned = plan(recipe, choice)
+    assert choice.backend == "dtensor" and planned.gpus == 32
