@@ -43,8 +43,11 @@ MEGATRON = under(
         Switch("peft", Feature.MEGATRON_LORA, "FSDP2 has adapters: policy.dtensor_cfg.lora_cfg"),
         Only(("mtp_num_layers",), (0, None), Feature.MTP, "0"),
         Only(("virtual_pipeline_model_parallel_size",), (1, None), Feature.VIRTUAL_PIPELINE, "null"),
-        Only(("moe_token_dispatcher_type",), ("alltoall", "allgather"), Feature.DEEPEP, "alltoall"),
-        Only(("moe_enable_deepep",), (False, None), Feature.DEEPEP, "false"),
+        Changed(
+            ("moe_token_dispatcher_type", "moe_enable_deepep"),
+            ("alltoall", "allgather", False, None),
+            "tokens travel to their experts by NCCL's all-to-all: the same numbers, without DeepEP's speed",
+        ),
         Only(("cuda_graph_impl",), ("none", None), Feature.CUDA_GRAPHS, "none"),
         Only(("fine_grained_activation_offloading",), (False, None), Feature.OFFLOADING, "activation_checkpointing=true"),
         Only(("freeze_config.*", "freeze_vision_*", "freeze_sound_*"), (False, None), Feature.FREEZING, "false"),
