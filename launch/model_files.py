@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import PolicyConfig, RecipeError
+from pipeline.config import PolicyConfig, RecipeError, refuse
 
 KNOWN = Path(__file__).resolve().parent.parent / "recipes/models"
 """Folder of ORG/NAME.json: what a plan needs of the config.json of public models. `like` in one of them names another, whose
@@ -22,7 +23,7 @@ def model_config(policy: PolicyConfig, pending: list[Path] = (), key: str = "pol
     """
     if inside(policy.model_name, pending):
         return None
-    return _of_language_model(read_json(model_folder(key, policy.model_name) / "config.json"), policy)
+    return _of_language_model(read_json(model_folder(key, policy.model_name) / "config.json"), policy, key)
 
 
 def described(policy: PolicyConfig, pending: list[Path] = (), key: str = "policy.model_name") -> dict[str, Any] | None:
@@ -31,13 +32,28 @@ def described(policy: PolicyConfig, pending: list[Path] = (), key: str = "policy
     For the plan alone: a run needs the model itself. Raises RecipeError.
     """
     if not inside(policy.model_name, pending) and not is_here(policy.model_name) and (config := known(policy.model_name)):
-        return _of_language_model(config, policy)
+        return _of_language_model(config, policy, key)
     return model_config(policy, pending, key)
 
 
-def _of_language_model(config: dict[str, Any], policy: PolicyConfig) -> dict[str, Any]:
+def _of_language_model(config: dict[str, Any], policy: PolicyConfig, key: str) -> dict[str, Any]:
+    refuse(_other_types(f"{key.removesuffix('model_name')}hf_config_overrides", policy.hf_config_overrides, config))
     config = config | policy.hf_config_overrides
-    return config | config.get("text_config", {})
+    return config | (config.get("text_config") or {})
+
+
+def _other_types(key: str, given: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
+    """A problem for each override that is of another type than what it overrides."""
+
+    def kind(x: Any) -> str:
+        return "number" if isinstance(x, int | float) and not isinstance(x, bool) else type(x).__name__
+
+    for name, value in given.items():
+        there = config.get(name)
+        if isinstance(value, dict) and isinstance(there, dict):
+            yield from _other_types(f"{key}.{name}", value, there)
+        elif value is not None and there is not None and kind(value) != kind(there):
+            yield f"{key}.{name}: {value!r}, but config.json has {there!r} there; one of its type"
 
 
 def known(name: str) -> dict[str, Any] | None:
@@ -103,6 +119,9 @@ def _in_cache(name: str) -> Path | None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except ValueError as error:
         raise RecipeError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise RecipeError(f"{path}: a JSON {type(found).__name__}, not an object; fetch it again")
+    return found

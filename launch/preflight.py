@@ -9,98 +9,133 @@ the job.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
 import string
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from launch import preflight_model, preflight_records
+from launch import preflight_libraries, preflight_model, preflight_records
 from launch.model_files import hf_home, hub_cache, inside, model_config, model_folder, read_json
 from pipeline import config
 from pipeline.config import (
+    DATASET_CARDS,
     ENVIRONMENT_KINDS,
     GENERATED_DATASETS,
+    NAMED_DATASETS,
     DatasetConfig,
     PolicyConfig,
     Recipe,
     RecipeError,
-    TokenizerConfig,
+    collected,
+    is_dotted_path,
+    nearest_dataset,
 )
 
 SCAN_BYTES = 32 << 20  # of each data file
 LONGEST = 256  # prompts whose tokens are counted: those with the most characters
 OWN_TOKENS = 0.01  # share of a vocabulary that may be a model's own: markers of turns and the like
+TOLD = 5  # kinds of bad lines of a data file
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def check(recipe: Recipe, pending: list[Path] = ()) -> None:
-    """Raises RecipeError. `pending`: run folders of needed recipes that have not run yet: nothing is looked for there."""
+def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
+    """What is wrong with the files. pending: run folders of needed recipes that have not run yet; they are not looked into."""
     for name, environment in recipe.env.items():
         if environment.kind not in ENVIRONMENT_KINDS and "." not in environment.kind:
-            raise RecipeError(
+            yield (
                 f"env.{name}.kind: '{environment.kind}' is not one of: {', '.join(ENVIRONMENT_KINDS)},"
                 " nor the dotted path of a class"
             )
-    preflight_model.check(recipe, pending)
-    folder = _check_tokenizer(recipe, "policy.tokenizer", recipe.policy.tokenizer, pending)
-    tokenizer = folder / "tokenizer.json" if folder else None  # others are only in the old formats, which need transformers
-    if name := config.reward_environment(recipe):
-        _check_reward_tokenizer(recipe, f"env.{name}", config.judge(recipe), pending)
-    if recipe.algorithm == "distillation" and tokenizer and tokenizer.exists():
-        _check_teacher_tokenizer(recipe, tokenizer, pending)
+    yield from preflight_model.problems(recipe, pending)
+    yield from preflight_libraries.problems(recipe)
+    tokenizer = yield from _tokenizer(recipe, "policy", recipe.policy, pending)
+    if (name := config.reward_environment(recipe)) and recipe.env[name].model_name:
+        yield from _check_reward_tokenizer(recipe, f"env.{name}", config.judge(recipe), pending)
+    if recipe.algorithm == "distillation" and tokenizer:
+        yield from _check_teacher_tokenizer(recipe, tokenizer, pending)
     for key, dataset in (("data.train", recipe.data.train), ("data.validation", recipe.data.validation)):
         if dataset is not None:
-            _check_dataset(recipe, key, dataset, tokenizer if tokenizer and tokenizer.exists() else None)
+            yield from _check_dataset(recipe, key, dataset, tokenizer)
 
 
-def _check_tokenizer(recipe: Recipe, key: str, tokenizer: TokenizerConfig, pending: list[Path]) -> Path | None:
-    """Its folder; None if it is yet to come out of a needed recipe. It has a chat template if the recipe asks for one."""
-    if inside(tokenizer.name, pending):
+def _tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[Path]) -> Generator[str, None, Path | None]:
+    """Its tokenizer.json; None if there is none, or it is yet to come out of a needed recipe. Others are only in the old
+    formats, which need transformers."""
+    key, given = f"{section}.tokenizer", model.tokenizer
+    if not given.name:
+        yield from () if given.name == model.model_name else (f"{key}.name: empty; a folder or a Hugging Face name",)
         return None
-    folder = model_folder(f"{key}.name", tokenizer.name)
+    if inside(given.name, pending):
+        return None
+    found: list[str] = []
+    with collected(found):
+        folder = model_folder(f"{key}.name", given.name)
+    if found:
+        yield from found if given.name != model.model_name else ()  # of the model, that has been said
+        return None
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
-        raise RecipeError(f"{key}.name: {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
-    if recipe.data.apply_chat_template and tokenizer.chat_template is None:
-        settings = folder / "tokenizer_config.json"
-        if not any(folder.glob("chat_template*")) and not (settings.exists() and read_json(settings).get("chat_template")):
-            raise RecipeError(
-                f"data.apply_chat_template: true, but the tokenizer in {folder} has no chat template; give one in"
-                f" {key}.chat_template, or data.apply_chat_template=false for bare text"
-            )
-    return folder
+        yield f"{key}.name: {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}"
+        return None
+    if recipe.data.apply_chat_template and given.chat_template is None:
+        yield from _check_chat_template(key, folder)
+    path = folder / "tokenizer.json"
+    return path if path.exists() else None
 
 
-def _check_reward_tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[Path]) -> None:
-    folder = _check_tokenizer(recipe, f"{section}.tokenizer", model.tokenizer, pending)
-    described = model_config(model, pending, f"{section}.model_name")
-    if folder is None or described is None or not (folder / "tokenizer.json").exists():
-        return
+def _check_chat_template(key: str, folder: Path) -> Iterator[str]:
+    settings = folder / "tokenizer_config.json"
+    if not any(folder.glob("chat_template*")) and not (settings.exists() and read_json(settings).get("chat_template")):
+        yield (
+            f"data.apply_chat_template: true, but the tokenizer in {folder} has no chat template; give one in"
+            f" {key}.chat_template, or data.apply_chat_template=false for bare text"
+        )
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    """Raises RecipeError."""
     from tokenizers import Tokenizer
 
-    size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    try:
+        return Tokenizer.from_file(str(path)).get_vocab()
+    except Exception as error:  # what tokenizers raises is no narrower
+        raise RecipeError(f"{path}: not a tokenizer: {error}; fetch the model again") from None
+
+
+def _check_reward_tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[Path]) -> Iterator[str]:
+    path = yield from _tokenizer(recipe, section, model, pending)
+    found: list[str] = []
+    with collected(found):
+        described = model_config(model, pending, f"{section}.model_name")
+        size = len(_vocabulary(path)) if path else 0
+    if found or described is None or path is None:
+        return
     if size > described.get("vocab_size", size):
-        raise RecipeError(
-            f"{section}.tokenizer.name: the tokenizer in {folder} has {size} tokens, but {section}.model_name only"
+        yield (
+            f"{section}.tokenizer.name: the tokenizer in {path.parent} has {size} tokens, but {section}.model_name only"
             f" {described['vocab_size']}; it is not this model's"
         )
 
 
-def _check_teacher_tokenizer(recipe: Recipe, ours: Path, pending: list[Path]) -> None:
+def _check_teacher_tokenizer(recipe: Recipe, ours: Path, pending: list[Path]) -> Iterator[str]:
     """What the teacher says is likely is said in tokens, so they must be the policy's; a few added ones may differ."""
     name = recipe.teacher.model_name
-    if inside(name, pending) or not (theirs := model_folder("teacher.model_name", name) / "tokenizer.json").exists():
+    if name is None or inside(name, pending):
         return
-    from tokenizers import Tokenizer
-
-    student, teacher = (Tokenizer.from_file(str(path)).get_vocab() for path in (ours, theirs))
+    found: list[str] = []
+    with collected(found):
+        theirs = model_folder("teacher.model_name", name) / "tokenizer.json"
+        student, teacher = _vocabulary(ours), _vocabulary(theirs) if theirs.exists() else None
+    if found or teacher is None:  # a folder that is not there has been told of
+        return
     odd = [token for token, number in student.items() if teacher.get(token, number) != number]
     absent = len(student.keys() - teacher.keys())
     if odd or absent > OWN_TOKENS * len(student):
         what = f"'{odd[0]}' has another number there" if odd else f"{absent} of its {len(student)} tokens are not there"
-        raise RecipeError(
+        yield (
             f"teacher.model_name: {name} has another vocabulary than policy.tokenizer.name {recipe.policy.tokenizer.name}:"
             f" {what}; a teacher must be of the policy's kind"
         )
@@ -109,32 +144,64 @@ def _check_teacher_tokenizer(recipe: Recipe, ours: Path, pending: list[Path]) ->
 # ---- data ---------------------------------------------------------------------------------------------------------------
 
 
-def _check_dataset(recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: Path | None) -> None:
-    template = _template(f"{key}.prompt_file", dataset.prompt_file) if dataset.prompt_file else "{}"
+def _check_dataset(recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: Path | None) -> Iterator[str]:
+    texts: list[str] = []
+    template, system = "{}", ""
+    with collected(texts):
+        template = _template(f"{key}.prompt_file", dataset.prompt_file) if dataset.prompt_file else "{}"
+    with collected(texts):
+        system = _text(f"{key}.system_prompt_file", dataset.system_prompt_file) if dataset.system_prompt_file else ""
+    yield from texts
     if not recipe.data.apply_chat_template:
         for name in ("system_prompt_file", "messages_key"):
             if getattr(dataset, name):
-                raise RecipeError(f"{key}.{name}: needs a chat template, and data.apply_chat_template is false")
-    system = _text(f"{key}.system_prompt_file", dataset.system_prompt_file) if dataset.system_prompt_file else ""
+                yield f"{key}.{name}: needs a chat template, and data.apply_chat_template is false"
     if dataset.data_path is None:
-        _check_name(key, dataset.dataset_name)
+        yield from _check_name(key, dataset.dataset_name)
         return
     if dataset.dataset_name is not None:
-        raise RecipeError(f"{key}: both dataset_name and data_path are given; one of them")
-    inputs: list[tuple[int, str]] = []  # (line number, text)
-    for number, record in _records(f"{key}.data_path", Path(dataset.data_path)):
-        try:
-            text = preflight_records.check(recipe, f"{key}.data_path: {dataset.data_path}:{number}", record, dataset)
-        except RecipeError as error:
-            if recipe.data.bad_records == "drop":
-                continue
-            raise RecipeError(f"{error}; mend it, or data.bad_records=drop") from None
-        if text is not None:
-            inputs.append((number, text))
-    if tokenizer and inputs and recipe.data.overlong_prompts == "error":
+        yield f"{key}: both dataset_name and data_path are given; one of them"
+    inputs = yield from _check_records(recipe, key, dataset)
+    if tokenizer and inputs and not texts and recipe.data.overlong_prompts == "error":
+        system = system if recipe.data.apply_chat_template else ""
         longest = sorted(inputs, key=lambda numbered: -len(numbered[1]))[:LONGEST]
         prompts = [(number, f"{system}{template.format(text)}".strip()) for number, text in longest]
-        _check_lengths(f"{key}.data_path: {dataset.data_path}", prompts, tokenizer, recipe.data.max_input_seq_length)
+        yield from _check_lengths(f"{key}.data_path: {dataset.data_path}", prompts, tokenizer, recipe)
+
+
+def _check_records(recipe: Recipe, key: str, dataset: DatasetConfig) -> Generator[str, None, list[tuple[int, str]]]:
+    """(line number, text) of the prompts. What is wrong with many lines is told once."""
+    where = f"{key}.data_path: {dataset.data_path}"
+    inputs: list[tuple[int, str]] = []
+    unread: list[str] = []
+    bad: dict[str, list[int]] = {}  # what is wrong -> numbers of the lines
+    with collected(unread):
+        for number, line in _lines(f"{key}.data_path", Path(dataset.data_path)):
+            try:
+                text = _prompt(recipe, line, dataset)
+            except RecipeError as error:
+                bad.setdefault(str(error), []).append(number)
+            else:
+                if text is not None:
+                    inputs.append((number, text))
+    yield from unread
+    for what, numbers in list(bad.items())[:TOLD]:
+        more = f" (and so in {len(numbers) - 1} more)" if len(numbers) > 1 else ""
+        yield f"{where}:{numbers[0]}: {what}{more}"
+    if rest := sum(map(len, list(bad.values())[TOLD:])):
+        yield f"{where}: {rest} more lines have other faults"
+    return inputs
+
+
+def _prompt(recipe: Recipe, line: bytes, dataset: DatasetConfig) -> str | None:
+    """Of a record, if it has one. Raises RecipeError for a record that cannot be used, unless such are dropped."""
+    record = _record(line)
+    try:
+        return preflight_records.prompt(recipe, record, dataset)
+    except RecipeError as error:
+        if recipe.data.bad_records == "drop":
+            return None
+        raise RecipeError(f"{error}; mend it, or data.bad_records=drop") from None
 
 
 def _template(key: str, path: str) -> str:
@@ -154,26 +221,52 @@ def _template(key: str, path: str) -> str:
 def _text(key: str, path: str) -> str:
     try:
         return Path(path).read_text()
-    except OSError as error:
-        raise RecipeError(f"{key}: {path}: {error.strerror} (looked from {os.getcwd()})") from None
+    except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RecipeError(f"{key}: {path}: {reason} (looked from {os.getcwd()})") from None
 
 
-def _check_name(key: str, name: str | None) -> None:
+def _check_name(key: str, name: str | None) -> Iterator[str]:
     if name is None:
-        raise RecipeError(f"{key}: neither dataset_name nor data_path is given; data_path=FILE.jsonl, or a data set's name")
-    if name in GENERATED_DATASETS or Path(name).is_dir():
+        yield f"{key}: neither dataset_name nor data_path is given; data_path=FILE.jsonl, or a data set's name"
         return
-    datasets_cache = Path(os.environ.get("HF_DATASETS_CACHE") or hf_home() / "datasets").expanduser()
+    if name in GENERATED_DATASETS or (name not in NAMED_DATASETS and Path(name).is_dir()):
+        return
+    if is_dotted_path(name) and not Path(name).exists():
+        if not _is_installed(name.partition(".")[0]):
+            yield f"{key}.dataset_name: there is no module {name.partition('.')[0]} for the callable {name} (on PYTHONPATH)"
+        return
+    repository = NAMED_DATASETS[name].repository if name in NAMED_DATASETS else name
+    if _is_cached(repository):
+        return
+    if name in NAMED_DATASETS:
+        what = f"'{name}' is {repository}, which is in neither of the local caches {_datasets_cache()} and {hub_cache()}"
+    else:
+        meant = f"did you mean '{close}'? " if (close := nearest_dataset(name)) else ""
+        what = (
+            f"{meant}'{name}' is neither a generated data set ({', '.join(GENERATED_DATASETS)}), nor a folder, nor in the local"
+            f" caches {_datasets_cache()} and {hub_cache()}"
+        )
+    yield f"{key}.dataset_name: {what}; fetch it with `hf download --repo-type dataset {repository}`, or give data_path"
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _datasets_cache() -> Path:
+    return Path(os.environ.get("HF_DATASETS_CACHE") or hf_home() / "datasets").expanduser()
+
+
+def _is_cached(name: str) -> bool:
     # `datasets` writes org___name in lower case; older versions kept the case. A raw copy is in the hub's cache.
     prepared = {name.replace("/", "___"), name.replace("/", "___").lower(), _snake(name)}
     raw = hub_cache() / f"datasets--{name.replace('/', '--')}"
-    if any((datasets_cache / folder).is_dir() for folder in prepared) or raw.is_dir():
-        return
-    raise RecipeError(
-        f"{key}.dataset_name: '{name}' is neither a generated data set ({', '.join(GENERATED_DATASETS)}), nor a folder, nor in"
-        f" the local caches {datasets_cache} and {hub_cache()}; fetch it with"
-        f" `hf download --repo-type dataset {name}`, or give data_path"
-    )
+    files = (path for path in raw.glob("snapshots/*/**/*") if path.is_file() and path.name not in DATASET_CARDS)
+    return any(files) or any((_datasets_cache() / folder).is_dir() for folder in prepared)
 
 
 def _snake(name: str) -> str:
@@ -183,37 +276,42 @@ def _snake(name: str) -> str:
     return f"{organization}{'___' if slash else ''}{short}"
 
 
-def _records(key: str, path: Path) -> Iterator[tuple[int, Any]]:
-    """(line number from 1, object) of a JSONL file's first SCAN_BYTES. Raises RecipeError at a line that is not JSON."""
+def _lines(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
+    """(line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty ones. Raises RecipeError."""
     try:
         file = open(path, "rb")  # noqa: SIM115 closed below
-    except OSError as error:
-        raise RecipeError(f"{key}: {path}: {error.strerror} (looked from {os.getcwd()})") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RecipeError(f"{key}: {path}: {reason} (looked from {os.getcwd()})") from None
     with file:
         number = 0
         for number, line in enumerate(file, 1):
             if file.tell() > SCAN_BYTES:
                 return
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line.strip())
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                what = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else error.reason
-                raise RecipeError(f"{key}: {path}:{number}: not JSON: {what}; a data file has one JSON object a line") from None
+            if line.strip():
+                yield number, line.strip()
         if number == 0:
             raise RecipeError(f"{key}: {path} is empty; a data file has one JSON object a line")
 
 
-def _check_lengths(where: str, prompts: list[tuple[int, str]], tokenizer: Path, limit: int) -> None:
+def _record(line: bytes) -> Any:
+    """Raises RecipeError for a line that is not JSON."""
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else error
+        raise RecipeError(f"not JSON: {what}; a data file has one JSON object a line") from None
+
+
+def _check_lengths(where: str, prompts: list[tuple[int, str]], tokenizer: Path, recipe: Recipe) -> Iterator[str]:
     """`prompts`: (line number, text), of which each has at least as many tokens as the job will count."""
     from tokenizers import Tokenizer
 
     encodings = Tokenizer.from_file(str(tokenizer)).encode_batch([text for _, text in prompts], add_special_tokens=False)
     lengths = [(len(encoding.ids), number) for encoding, (number, _) in zip(encodings, prompts, strict=True)]
     length, number = max(lengths)
-    if length > limit:
-        raise RecipeError(
+    if length > (limit := recipe.data.max_input_seq_length):
+        yield (
             f"{where}:{number}: a prompt of {length} tokens, but data.max_input_seq_length is {limit}; shorten it, raise the"
             " limit, or data.overlong_prompts=drop"
         )

@@ -1,27 +1,30 @@
-"""What can be said against a recipe from its models' config.json and weight files, for the train backend that was chosen.
+"""What can be said against a recipe from its models' config.json, for the train backend that was chosen.
 
 The policy, and with it a critic, a teacher or a reward model: all are cut as the policy is, so the same keys must fit them all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch.model_files import model_config, model_folder, read_json
+from launch import preflight_libraries
+from launch.model_files import described, inside, model_folder
 from launch.model_shape import ModelShape
 from pipeline import config
 from pipeline.config import (
     MEGATRON_MODEL_TYPES,
     PolicyConfig,
     Recipe,
-    RecipeError,
     VLLMConfig,
     check_expert_layout,
+    collected,
     expert_tensor_parallel_size,
     generates,
     uses_megatron,
 )
+from pipeline.models.reading import refusals
 
 MEGATRON = "policy.megatron_cfg"
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -33,54 +36,61 @@ PLAIN = {
 }  # what pipeline/models describes, where a key is given
 
 
-def check(recipe: Recipe, pending: list[Path] = ()) -> None:
-    """Raises RecipeError. A model that is yet to come out of one of the run folders `pending` is checked in the job."""
-    judged = config.reward_environment(recipe)
+def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
+    """What is wrong with the models. One that is yet to come out of one of the run folders `pending` is checked in the job."""
     for section, policy in config.models(recipe).items():
-        key = f"{section}.model_name"
-        model = model_config(policy, pending, key)
-        if model is None:
-            continue
-        if section == f"env.{judged}":
-            _check_classifier(key, policy.model_name, model)
-        _check_weights(section, policy, model_folder(key, policy.model_name))
-        if uses_megatron(policy):
-            _check_megatron(key, policy, model)
-        _check_attention(section, policy, model)
-        if section == "policy" and generates(recipe) and model.get("num_attention_heads"):
-            _check_engine(policy.generation.vllm_cfg, model)
+        found: list[str] = []
+        if not inside(policy.model_name, pending):
+            with collected(found):
+                folder = model_folder(f"{section}.model_name", policy.model_name)
+                found += preflight_libraries.unknown_overrides(section, policy, folder)
+        yield from found
+        if not found:  # else the rest would judge by what is wrong
+            yield from _against_layout(recipe, section, policy, pending)
 
 
-def _check_classifier(key: str, name: str, model: dict[str, Any]) -> None:
+def against_layout(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
+    """The same of models that need not be here, if they are described in recipes/models."""
+    for section, policy in config.models(recipe).items():
+        yield from _against_layout(recipe, section, policy, pending)
+
+
+def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending: list[Path]) -> Iterator[str]:
+    key, model, found = f"{section}.model_name", None, []
+    with collected(found):
+        model = described(policy, pending, key)
+    if model is not None:
+        found += _of_model(recipe, section, policy, model)
+    if model is not None and not found:  # what the backends say in the job, where it is not one of these
+        with collected(found):
+            found += [problem.replace("policy.model_name", key) for problem in refusals(model, policy)]
+    yield from found
+
+
+def _of_model(recipe: Recipe, section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[str]:
+    key = f"{section}.model_name"
+    if section == f"env.{config.reward_environment(recipe)}":
+        yield from _check_classifier(key, policy.model_name, model)
+    if uses_megatron(policy):
+        yield from _check_megatron(key, policy, model)
+    yield from _check_attention(section, policy, model)
+    if section == "policy" and generates(recipe) and model.get("num_attention_heads"):
+        yield from _check_engine(policy.generation.vllm_cfg, model)
+
+
+def _check_classifier(key: str, name: str, model: dict[str, Any]) -> Iterator[str]:
     """That it is a reward model: `score.weight` of another model would be drawn at random."""
     wanted = "a reward model is a sequence classifier with one label, as algorithm rm leaves it in a run's hf/"
     kinds = model.get("architectures") or []
     if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
-        raise RecipeError(f"{key}: {name} is a {', '.join(kinds) or 'model of an unknown kind'}; {wanted}")
+        yield f"{key}: {name} is a {', '.join(kinds) or 'model of an unknown kind'}; {wanted}"
+        return
     labels = model.get("num_labels") or len(model.get("id2label") or (0, 1))  # two, if nothing is said
     if labels != 1:
-        raise RecipeError(f"{key}: {name} has {labels} labels; {wanted}")
+        yield f"{key}: {name} has {labels} labels; {wanted}"
 
 
-def _check_weights(section: str, policy: PolicyConfig, folder: Path) -> None:
-    if policy.random_init or (folder / "model.safetensors").exists():
-        return
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        instead = f", or {section}.random_init=true to start from random ones" if section in ("policy", "value") else ""
-        raise RecipeError(
-            f"{section}.model_name: {folder} has no weights (model.safetensors or {index.name}); fetch the whole checkpoint"
-            f"{instead}"
-        )
-    shards = sorted(set(read_json(index)["weight_map"].values()))
-    if absent := [shard for shard in shards if not (folder / shard).exists()]:
-        raise RecipeError(
-            f"{section}.model_name: {folder} lacks {len(absent)} of its {len(shards)} weight files, first {absent[0]};"
-            " fetch it again"
-        )
-
-
-def _check_attention(section: str, policy: PolicyConfig, model: dict[str, Any]) -> None:
+def _check_attention(section: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[str]:
     whose = "the model's" if section == "policy" else f"{section}.model_name's"
     heads = model.get("num_attention_heads")
     if heads:
@@ -88,33 +98,38 @@ def _check_attention(section: str, policy: PolicyConfig, model: dict[str, Any]) 
             train_key, train_size = f"{MEGATRON}.tensor_model_parallel_size", policy.megatron_cfg.tensor_model_parallel_size
         else:
             train_key, train_size = "policy.dtensor_cfg.tensor_parallel_size", policy.dtensor_cfg.tensor_parallel_size
-        _check_heads(train_key, train_size, whose, heads, model.get("num_key_value_heads") or heads, False)
-    limit = model.get("max_position_embeddings")
+        yield from _check_heads(train_key, train_size, whose, heads, model.get("num_key_value_heads") or heads, False)
+    limit = _longest(model)
     if limit and policy.max_total_sequence_length > limit:
-        raise RecipeError(
+        yield (
             f"policy.max_total_sequence_length: {policy.max_total_sequence_length} is beyond {whose}"
             f" max_position_embeddings; at most {limit}"
         )
 
 
-def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> None:
+def _longest(model: dict[str, Any]) -> int:
+    """Tokens that the model's positions reach; YaRN's reach beyond what it was trained with. 0: not said."""
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    stretched = 0
+    if "yarn" in (rope.get("rope_type"), rope.get("type")):
+        stretched = int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", 0))
+    return max(model.get("max_position_embeddings") or 0, stretched)
+
+
+def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> Iterator[str]:
     key, heads = "policy.generation.vllm_cfg", model["num_attention_heads"]
     kv_heads = model.get("num_key_value_heads") or heads
-    _check_heads(f"{key}.tensor_parallel_size", vllm.tensor_parallel_size, "the model's", heads, kv_heads, True)
+    yield from _check_heads(f"{key}.tensor_parallel_size", vllm.tensor_parallel_size, "the model's", heads, kv_heads, True)
     experts = model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts")
     if vllm.expert_parallel_size > 1 and not experts:
-        raise RecipeError(f"{key}.expert_parallel_size: {vllm.expert_parallel_size}, but the model has no experts; 1")
-    if vllm.expert_parallel_size > 1 and experts % vllm.expert_parallel_size:
-        raise RecipeError(
-            f"{key}.expert_parallel_size: {vllm.expert_parallel_size} does not divide the model's {experts} experts"
-        )
+        yield f"{key}.expert_parallel_size: {vllm.expert_parallel_size}, but the model has no experts; 1"
+    elif vllm.expert_parallel_size > 1 and experts % vllm.expert_parallel_size:
+        yield (f"{key}.expert_parallel_size: {vllm.expert_parallel_size} does not divide the model's {experts} experts")
     if vllm.pipeline_parallel_size > (layers := model.get("num_hidden_layers", vllm.pipeline_parallel_size)):
-        raise RecipeError(
-            f"{key}.pipeline_parallel_size: {vllm.pipeline_parallel_size} stages, but the model has {layers} layers"
-        )
+        yield (f"{key}.pipeline_parallel_size: {vllm.pipeline_parallel_size} stages, but the model has {layers} layers")
 
 
-def _check_heads(key: str, size: int, whose: str, heads: int, kv_heads: int, replicates: bool) -> None:
+def _check_heads(key: str, size: int, whose: str, heads: int, kv_heads: int, replicates: bool) -> Iterator[str]:
     """`replicates`: several ranks may keep the same key-value head, as in vLLM; the train backends do not do that."""
 
     def fits(k: int) -> bool:
@@ -122,7 +137,7 @@ def _check_heads(key: str, size: int, whose: str, heads: int, kv_heads: int, rep
 
     if not fits(size):
         allowed = ", ".join(str(k) for k in range(1, heads + 1) if fits(k))
-        raise RecipeError(
+        yield (
             f"{key}: {size} does not divide {whose} {heads} attention heads and {kv_heads} key-value heads;"
             f" one of {allowed} would"
         )
@@ -131,37 +146,43 @@ def _check_heads(key: str, size: int, whose: str, heads: int, kv_heads: int, rep
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
 
 
-def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> None:
+def _check_megatron(key: str, policy: PolicyConfig, model: dict[str, Any]) -> Iterator[str]:
     family = model.get("model_type")
     if family not in MEGATRON_MODEL_TYPES:
-        raise RecipeError(
+        yield (
             f"{MEGATRON}.enabled, {key}: this backend has no '{family}' models, only {', '.join(MEGATRON_MODEL_TYPES)};"
             " policy.dtensor_cfg.enabled=true trains others"
         )
+        return
     if model.get("quantization_config"):
-        raise RecipeError(
+        yield (
             f"{key}: the checkpoint is quantized ({model['quantization_config'].get('quant_method')}), which the"
             " Megatron backend does not read; give one in bfloat16 or float32"
         )
     for name, only in PLAIN.items():
         if model.get(name, only) != only:
-            raise RecipeError(
+            yield (
                 f"{key}: the Megatron backend has no {family} models with {name}={model[name]}, only with {only};"
                 " policy.dtensor_cfg.enabled=true trains others"
             )
-    shape = ModelShape.of(model, key)
-    _check_positions(key, policy, model, family)
-    _check_stages(policy, shape)
-    _check_widths(policy, shape)
-    _check_experts(policy, shape, family)
+    found: list[str] = []
+    with collected(found):
+        shape = ModelShape.of(model, key)
+    if found:
+        yield from found
+        return
+    yield from _check_positions(key, policy, model, family)
+    yield from _check_stages(policy, shape)
+    yield from _check_widths(policy, shape)
+    yield from _check_experts(policy, shape, family)
 
 
-def _check_positions(key: str, policy: PolicyConfig, model: dict[str, Any], family: str) -> None:
+def _check_positions(key: str, policy: PolicyConfig, model: dict[str, Any], family: str) -> Iterator[str]:
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     known = MLA_ROPE_TYPES if family == "deepseek_v3" else ROPE_TYPES
     if kind not in known:
-        raise RecipeError(
+        yield (
             f"{key}: the model's rope_type '{kind}' is not one of those that the Megatron backend has for"
             f" {family}: {', '.join(known)}; policy.dtensor_cfg.enabled=true may do"
         )
@@ -170,13 +191,13 @@ def _check_positions(key: str, policy: PolicyConfig, model: dict[str, Any], fami
     kinds = model.get("layer_types")
     slides = "sliding_attention" in kinds if kinds else model.get("max_window_layers", 0) < model["num_hidden_layers"]
     if window and window < policy.max_total_sequence_length and slides:
-        raise RecipeError(
+        yield (
             f"policy.max_total_sequence_length: {policy.max_total_sequence_length} is beyond the model's sliding window of"
             f" {window}, which the Megatron backend does not have; at most {window}, or policy.dtensor_cfg.enabled=true"
         )
 
 
-def _check_stages(policy: PolicyConfig, shape: ModelShape) -> None:
+def _check_stages(policy: PolicyConfig, shape: ModelShape) -> Iterator[str]:
     """As TransformerConfig and get_num_layers_to_build have it: stages hold equally many layers, but for the first and last."""
     m = policy.megatron_cfg
     first, last = m.num_layers_in_first_pipeline_stage, m.num_layers_in_last_pipeline_stage
@@ -185,43 +206,44 @@ def _check_stages(policy: PolicyConfig, shape: ModelShape) -> None:
     if (layers > 0 and layers % stages == 0) if stages else layers == 0:
         return
     if first is None and last is None:
-        raise RecipeError(
+        yield (
             f"{MEGATRON}.pipeline_model_parallel_size: {stages} does not divide the model's {shape.layers} layers; another"
             " size, or num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
         )
-    raise RecipeError(
+        return
+    yield (
         f"{MEGATRON}.num_layers_in_first_pipeline_stage {first}, num_layers_in_last_pipeline_stage {last}: of the model's"
         f" {shape.layers} layers that leaves {layers} for the {stages} other stages; each must get the same number, at least 1"
     )
 
 
-def _check_widths(policy: PolicyConfig, shape: ModelShape) -> None:
+def _check_widths(policy: PolicyConfig, shape: ModelShape) -> Iterator[str]:
     size = policy.megatron_cfg.tensor_model_parallel_size
     for name, width in (("MLP", shape.dense_width), ("shared experts", shape.shared_width)):
         if width % size:
-            raise RecipeError(
+            yield (
                 f"{MEGATRON}.tensor_model_parallel_size: {size} does not divide the intermediate size {width} of the model's"
                 f" {name}"
             )
 
 
-def _check_experts(policy: PolicyConfig, shape: ModelShape, family: str) -> None:
+def _check_experts(policy: PolicyConfig, shape: ModelShape, family: str) -> Iterator[str]:
     m = policy.megatron_cfg
     if m.moe_router_bias_update_rate and family != "deepseek_v3":
-        raise RecipeError(f"{MEGATRON}.moe_router_bias_update_rate: {family} models have no such bias; it must be 0")
+        yield f"{MEGATRON}.moe_router_bias_update_rate: {family} models have no such bias; it must be 0"
     if not shape.experts:
         for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
             if (getattr(m, name) or 1) > 1:
-                raise RecipeError(f"{MEGATRON}.{name}: {getattr(m, name)}, but the model has no experts; it must be 1")
+                yield f"{MEGATRON}.{name}: {getattr(m, name)}, but the model has no experts; it must be 1"
         return
-    check_expert_layout(policy)
+    yield from check_expert_layout(policy)
     if shape.experts % m.expert_model_parallel_size:
-        raise RecipeError(
+        yield (
             f"{MEGATRON}.expert_model_parallel_size: {m.expert_model_parallel_size} does not divide the model's"
             f" {shape.experts} experts"
         )
     if shape.expert_width % expert_tensor_parallel_size(m):
-        raise RecipeError(
+        yield (
             f"{MEGATRON}.expert_tensor_parallel_size: {expert_tensor_parallel_size(m)} does not divide the intermediate size"
             f" {shape.expert_width} of the model's experts"
         )

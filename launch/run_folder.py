@@ -38,6 +38,7 @@ from pipeline.config import Recipe, RecipeError
 # run_dir is here because the same folder has many spellings.
 MAY_DIFFER = (
     "run_dir",
+    "plan.*",
     "needs",
     "cluster.*",
     "logger.*",

@@ -2,9 +2,14 @@
 
     recipe=NAME        a file in recipes/, without .yaml, or a path to one
     key=value          any key of the recipe, e.g. grpo.max_num_steps=20 cluster.executor=local
-    detach=true        submit and return; the run goes on
+    show=true          print the resolved recipe, each value with the file and line that set it
+    plan=true          print what the run would take: memory, bytes, seconds, GPU-hours; needs the model's config.json alone
+    plan_from=RUN_DIR  an earlier run by whose measured phases the plan is calibrated; default: the run folder itself
     dry_run=true       print what would be submitted, and write nothing
+    detach=true        submit and return; the run goes on
     follow=RUN_DIR     show the progress of a run that was submitted before
+
+RECIPE may be one of NeMo-RL's: its keys are translated, and what was changed or means nothing here is said.
 
 Ends with status 0 if the run succeeded, 1 if it failed, 2 if the recipe is wrong (nothing is submitted then), 130 if cancelled.
 Given again, the same command continues the run where it stopped.
@@ -14,7 +19,6 @@ Imports neither torch nor transformers: a login node answers at once.
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
 import time
@@ -26,13 +30,15 @@ if __name__ == "__main__":
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from launch import backend, command_line, local, preflight, run_folder, slurm, task
+from launch import backend, command_line, local, preflight_model, run_folder, slurm, task
 from launch.follow import Follower, Metrics
 from launch.job import JobRecord, RunJob, components, read_record, write_record
+from launch.plan import plan, report
+from launch.prepare import Prepared, choose_executor, file_problems, in_order, prepare
 from pipeline import config
-from pipeline.config import Recipe, RecipeError
+from pipeline.config import Recipe, RecipeError, refuse
 
-FLAGS = ("detach", "dry_run")
+FLAGS = ("show", "plan", "dry_run", "detach")
 CANCEL_WAIT_S = 60
 
 
@@ -42,23 +48,29 @@ class Request:
 
     recipe: str | None
     overrides: list[str]
-    detach: bool = False
+    show: bool = False
+    plan: bool = False
+    plan_from: Path | None = None
     dry_run: bool = False
-    follow: str | None = None
+    detach: bool = False
+    follow: Path | None = None
 
 
 def parse(arguments: list[str]) -> Request:
     """Raises RecipeError for what is not key=value and for a command line that asks for nothing or for two things."""
-    special, overrides = command_line.split(arguments, ("recipe", "follow", *FLAGS))
-    for flag in FLAGS:
-        if special.get(flag, "true").lower() not in ("true", "false"):
-            raise RecipeError(f"{flag}: '{special[flag]}' is not true or false")
+    special, overrides = command_line.split(arguments, ("recipe", "follow", "plan_from", *FLAGS))
+    flags = {flag: special.get(flag, "false").lower() for flag in FLAGS}
+    wrong = [f"{flag}: '{special[flag]}' is not true or false" for flag in FLAGS if flags[flag] not in ("true", "false")]
+    asked = [flag for flag in FLAGS if flags[flag] == "true"]
+    if len(asked) > 1:
+        wrong.append(f"{' and '.join(asked)} cannot all be done; one of them")
     if ("recipe" in special) == ("follow" in special):
-        raise RecipeError("the command line needs recipe=NAME, or follow=RUN_DIR")
+        wrong.append("the command line needs recipe=NAME, or follow=RUN_DIR")
     if "follow" in special and (overrides or len(special) > 1):
-        raise RecipeError("follow=RUN_DIR stands alone: the run is what it was submitted as")
-    flags = {flag: special.get(flag, "false").lower() == "true" for flag in FLAGS}
-    return Request(special.get("recipe"), overrides, follow=special.get("follow"), **flags)
+        wrong.append("follow=RUN_DIR stands alone: the run is what it was submitted as")
+    refuse(wrong)
+    folders = {key: Path(special[key]).absolute() for key in ("follow", "plan_from") if key in special}
+    return Request(special.get("recipe"), overrides, **folders, **{flag: flag in asked for flag in FLAGS})
 
 
 def main(arguments: list[str]) -> int:
@@ -67,15 +79,10 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        request = parse(arguments)
-        if request.follow:
-            return attach(Path(request.follow).absolute())
-        planned = plan(request.recipe, request.overrides, request.dry_run)
-        if request.dry_run:
-            return dry_run(planned)
-        return submit(planned, request.detach)
+        return answer(parse(arguments))
     except RecipeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        told = error.problems if len(error.problems) == 1 else (f"{len(error.problems)} problems", *error.problems)
+        print("error: " + "\n  - ".join(told), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -84,62 +91,52 @@ def main(arguments: list[str]) -> int:
         return 2
 
 
-# ---- what is to run -----------------------------------------------------------------------------------------------------
+def answer(request: Request) -> int:
+    """Raises RecipeError."""
+    if request.follow:
+        return attach(request.follow)
+    if request.show:
+        return show(request.recipe, request.overrides)
+    if request.plan:
+        return show_plan(request.recipe, request.overrides, request.plan_from)
+    prepared = prepare(request.recipe, request.overrides, request.dry_run, request.plan_from)
+    return dry_run(prepared) if request.dry_run else submit(prepared, request.detach)
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A recipe that has passed every check, for the train backend that was chosen."""
-
-    recipe: Recipe
-    choice: backend.Choice
+# ---- looking at it ------------------------------------------------------------------------------------------------------
 
 
-def plan(name: str, overrides: list[str], dry: bool) -> list[Planned]:
-    """What has to run, in order, the asked-for recipe last: needed recipes that are complete are left out. All are checked."""
-    executor = [override for override in overrides if override.startswith("cluster.executor=")]
-    ordered: list[Recipe] = []
-
-    def add(recipe: Recipe, path: list[str]) -> None:
-        for need in recipe.needs:
-            if need in path:
-                raise RecipeError(f"needs: goes in a circle: {' -> '.join([*path, need])}")
-            if need not in [other.name for other in ordered]:
-                needed = config.load(need, [f"run_dir=runs/{need}", *executor])
-                if run_folder.done_step(Path(needed.run_dir)) is None:
-                    add(needed, [*path, need])
-        ordered.append(recipe)
-
-    add(config.load(name, overrides), [name])
-    pending: list[Path] = []
-    planned: list[Planned] = []
-    for recipe in ordered:
-        _check_executor(recipe, dry)
-        recipe, choice = backend.choose(recipe, pending, run_folder.earlier(recipe))
-        preflight.check(recipe, pending)
-        run_folder.check(recipe)
-        pending.append(Path(recipe.run_dir))
-        planned.append(Planned(recipe, choice))
-    return planned
+def show(name: str, overrides: list[str]) -> int:
+    loaded = config.inspect(name, overrides)
+    print(config.shown(loaded), end="")
+    refuse(loaded.problems)
+    return 0
 
 
-def choose_executor(recipe: Recipe) -> str:
-    """slurm or local."""
-    executor = recipe.cluster.executor
-    return ("slurm" if shutil.which("sbatch") else "local") if executor == "auto" else executor
+def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
+    """Needs the models' config.json alone; what else is missing for a submission is said below the plan."""
+    *needed, loaded = in_order(name, overrides)
+    refuse(loaded.problems)
+    pending = [Path(each.recipe.run_dir) for each in needed]
+    recipe, choice = backend.choose(loaded.recipe, pending, run_folder.earlier(loaded.recipe))
+    refuse(preflight_model.against_layout(recipe, pending))
+    planned = plan(recipe, choice, before, pending)
+    notes = list(loaded.notes)
+    missing = list(file_problems(recipe, pending, True, notes))
+    for note in notes:
+        print(f"# {note}")
+    print(report.text(planned))
+    if missing:
+        print("\nbefore it can run here:\n  - " + "\n  - ".join(missing))
+    refuse(planned.problems())
+    return 0
 
 
-def _check_executor(recipe: Recipe, dry: bool) -> None:
-    if choose_executor(recipe) == "local":
-        local.rank_environments(components(recipe))
-    elif not dry and shutil.which("sbatch") is None:
-        raise RecipeError("cluster.executor: slurm, but there is no sbatch here; submit from a Slurm login node, or =local")
-
-
-def dry_run(planned: list[Planned]) -> int:
-    for needed in planned[:-1]:
+def dry_run(prepared: list[Prepared]) -> int:
+    for needed in prepared[:-1]:
         print(f"# first, because it is needed: {needed.recipe.name}, in {needed.recipe.run_dir}")
-    recipe, choice = planned[-1].recipe, planned[-1].choice
+    main_one = prepared[-1]
+    recipe, choice = main_one.recipe, main_one.choice
     run_dir = Path(recipe.run_dir).absolute()
     if choose_executor(recipe) == "slurm":
         print(slurm.batch_script(run_dir, recipe.name, recipe.cluster, components(recipe)))
@@ -148,6 +145,8 @@ def dry_run(planned: list[Planned]) -> int:
     print(f"# {choice}")
     if choice.warning:
         print(f"# warning: {choice.warning}")
+    for note in main_one.notes:
+        print(f"# {note}")
     print(f"# the recipe\n{config.to_yaml(recipe)}", end="")
     return 0
 
@@ -155,16 +154,16 @@ def dry_run(planned: list[Planned]) -> int:
 # ---- running it ---------------------------------------------------------------------------------------------------------
 
 
-def submit(planned: list[Planned], detach: bool) -> int:
-    main_recipe = planned[-1].recipe
+def submit(prepared: list[Prepared], detach: bool) -> int:
+    main_recipe = prepared[-1].recipe
     run_dir = Path(main_recipe.run_dir).absolute()
     if (step := run_folder.done_step(run_dir)) is not None and step >= max_steps(main_recipe):
         print(f"{run_dir} is complete at step {step}; raise {main_recipe.algorithm}.max_num_steps to go on")
         return 0
     run_folder.refuse_live(run_dir)
     if detach:
-        return _submit_detached(planned)
-    for each in planned:
+        return _submit_detached(prepared)
+    for each in prepared:
         recipe, folder = each.recipe, Path(each.recipe.run_dir).absolute()
         metrics = _metrics_so_far(folder)
         job = run_folder.live_job(folder) if recipe is not main_recipe else None  # a needed run may be under way already
@@ -173,14 +172,14 @@ def submit(planned: list[Planned], detach: bool) -> int:
     return 0
 
 
-def _submit_detached(planned: list[Planned]) -> int:
-    if len(planned) > 1 and choose_executor(planned[-1].recipe) == "local":
-        names = ", ".join(each.recipe.name for each in planned[:-1])
+def _submit_detached(prepared: list[Prepared]) -> int:
+    if len(prepared) > 1 and choose_executor(prepared[-1].recipe) == "local":
+        names = ", ".join(each.recipe.name for each in prepared[:-1])
         raise RecipeError(
             f"detach: the local executor cannot wait for what is needed first ({names}); run that, or do not detach"
         )
     job_ids: dict[str, str] = {}
-    for each in planned:
+    for each in prepared:
         recipe, run_dir = each.recipe, Path(each.recipe.run_dir).absolute()
         after = tuple(job_ids[need] for need in recipe.needs if need in job_ids)
         job = run_folder.live_job(run_dir) or start(each, after)
@@ -189,9 +188,9 @@ def _submit_detached(planned: list[Planned]) -> int:
     return 0
 
 
-def start(planned: Planned, after: tuple[str, ...] = ()) -> RunJob:
+def start(prepared: Prepared, after: tuple[str, ...] = ()) -> RunJob:
     """Submit one recipe, once the Slurm jobs `after` have succeeded. Raises RecipeError if its folder is in use."""
-    recipe, choice = planned.recipe, planned.choice
+    recipe, choice = prepared.recipe, prepared.choice
     run_dir = Path(recipe.run_dir).absolute()
     name = choose_executor(recipe)
     with run_folder.locked(run_dir):
@@ -207,7 +206,9 @@ def start(planned: Planned, after: tuple[str, ...] = ()) -> RunJob:
         except BaseException:
             job.cancel(check=False)  # a job that the folder does not know of must not write into it
             raise
-    print(f"{recipe.name}: {job.name()}, in {run_dir}\n{recipe.name}: {choice}", flush=True)
+    for note in prepared.notes:
+        print(f"# {note}")
+    print(f"{report.text(prepared.plan)}\n\n{recipe.name}: {job.name()}, in {run_dir}\n{recipe.name}: {choice}", flush=True)
     if choice.warning:
         print(f"warning: {choice.warning}", file=sys.stderr)
     return job

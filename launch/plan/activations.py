@@ -33,6 +33,8 @@ from dataclasses import dataclass
 
 from launch.model_shape import ModelShape
 
+ROTARY = 64  # qk_rope_head_dim of DeepSeek-V3 and of all its kin
+
 
 @dataclass(frozen=True, slots=True)
 class Passage:
@@ -67,6 +69,12 @@ def norms(shape: ModelShape) -> tuple[float, bool, float]:
     if shape.family == "deepseek_v3":
         return 2, False, entries - 2 * shape.hidden
     return count, rest == 2 * shape.head_dim, 0
+
+
+def latent_projections(shape: ModelShape) -> int:
+    """Parameters of one layer's projections to latents, which tensor parallelism leaves whole on every rank."""
+    _, _, latent = norms(shape)
+    return shape.hidden * (latent + ROTARY) if latent else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 
 from launch.model_shape import ModelShape
+from launch.plan.activations import latent_projections
 from launch.plan.memory_parts import RUNTIME, GenerateMemory, add
 from pipeline.config import PRECISIONS, Recipe
 from pipeline.config.hardware import memory_gb
@@ -62,16 +63,17 @@ class Rank:
 
     @property
     def parameters(self) -> float:
-        shape, tensor = self.shape, self.tensor
-        share = self.layers / shape.layers
-        attention = shape.attention / tensor
+        """Of the stage with the most layers, all of them mixtures if there are as many; norms and routers are whole."""
+        shape, tensor, layers = self.shape, self.tensor, self.layers
+        attention = layers * (shape.attention_layer + (tensor - 1) * latent_projections(shape))
         if not self.latent and shape.kv_heads < tensor:
-            one_head = shape.hidden * (shape.head_dim + shape.value_dim)
-            attention += shape.layers * one_head * (1 - shape.kv_heads / tensor)
-        ends = 1 if shape.tied and self.stages == 1 else 2
-        if self.stages > 1:  # the first stage has the embedding, the last one the head
-            ends = 1
-        return share * (attention + (shape.mlp + shape.routed) / tensor + shape.other) + ends * self.rows * shape.hidden
+            attention += layers * shape.hidden * (shape.head_dim + shape.value_dim) * (tensor - shape.kv_heads)
+        sparse = min(layers, shape.sparse_layers)
+        mlp = (layers - sparse) * shape.mlp_layer
+        if sparse:
+            mlp += sparse * (3 * shape.hidden * shape.shared_width + shape.routed / shape.sparse_layers)
+        ends = 1 if shape.tied or self.stages > 1 else 2  # the first stage has the embedding, the last one the head
+        return (attention + mlp) / tensor + layers / shape.layers * shape.other + ends * self.rows * shape.hidden
 
     def working(self, tokens: int, sequences: int) -> float:
         """Bytes of activations in the profiled pass: a layer's at once, or the sampler's."""

@@ -1,9 +1,10 @@
 """What the head works in: logits of a chunk of rows, their softmax, its gradient, as `pipeline.train.logprobs` has them.
 
-With n rows at once and v entries of the vocabulary on this rank: the forward pass has the logits in float32 and, inside
-logsumexp, as much again. A batch of one chunk keeps its softmax and works in one more of them. With several chunks the
-backward pass has, when a chunk begins, the last one's softmax and gradient beside the new logits before and after their cast:
-12 n v bytes in either precision; and the gradient of the head's weight in float32. The most likely tokens are found by 64-bit keys: 20 n v.
+With n rows at once and v entries of the vocabulary on this rank, in bytes: the forward pass has the logits in float32 and,
+inside logsumexp, as much again, 8 n v. A batch of one chunk keeps its softmax, 4 n v, and works in one more of them. With
+several chunks the backward pass has, when a chunk begins, the last one's softmax and gradient beside the new logits before and
+after their cast: 12 n v in either precision; and the gradient of the head's weight in float32. The most likely tokens are found
+by 64-bit keys: 20 n v.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.plan.activations import Layer, Passage, final_norm, megatron
+from launch.plan.activations import Layer, Passage, final_norm, latent_projections, megatron
 from launch.plan.cut import Cut
 from launch.plan.memory_head import head
 from launch.plan.memory_load import Load, Model
@@ -70,7 +70,9 @@ class Megatron:
         layers = self.stage.dense + self.stage.sparse
         norms = shape.largest_layer - shape.attention_layer - max(shape.sparse_layer, shape.mlp_layer)
         shared = 3 * shape.hidden * shape.shared_width
-        total = layers * (shape.attention_layer / tensor + norms) + self.stage.dense * shape.mlp_layer / tensor
+        whole = latent_projections(shape)
+        total = layers * ((shape.attention_layer - whole) / tensor + whole + norms)
+        total += self.stage.dense * shape.mlp_layer / tensor
         total += self.stage.sparse * (shared / tensor + self._router)
         if self.stage.first:
             total += self._rows * shape.hidden
@@ -80,13 +82,11 @@ class Megatron:
 
     @property
     def head_parameters(self) -> float:
-        """Of the last stage, besides the embedding."""
+        """Of the last stage, besides the embedding. One that is tied to it is there twice if that is on another stage."""
         if self.model.values:
             return self.model.shape.hidden
         tied = not self.model.output
-        return (
-            0.0 if tied and self.stage.first else self._rows * self.model.shape.hidden
-        )  # a tied one on two stages is there twice
+        return 0.0 if tied and self.stage.first else self._rows * self.model.shape.hidden
 
     @property
     def _rows(self) -> int:
@@ -181,13 +181,8 @@ class Megatron:
             yield "backward of the norm", {"activations": saved + norm.backward + (norm.saved if self.cuda else 0.0)}
         yield "backward of the last layer", {"activations": saved + again + last.backward}
         if self.stage.first:
-            yield (
-                "backward of the embedding",
-                {
-                    "activations": (flying - 1) * kept + hidden,
-                    "buffers": self.model.size * self._rows * shape.hidden,
-                },
-            )
+            table = self.model.size * self._rows * shape.hidden  # its gradient, whole
+            yield "backward of the embedding", {"activations": (flying - 1) * kept + hidden, "buffers": table}
         yield "optimizer", {}
 
     def _kept(self, layer: Layer) -> float:

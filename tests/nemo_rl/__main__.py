@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from launch import backend, preflight_model
-from launch.model_files import described
 from launch.plan import plan
 from pipeline import config
-from pipeline.config import Recipe, RecipeError, layers, nemo_rl, resolving
+from pipeline.config import RecipeError, layers, nemo_rl, resolving
 from pipeline.config.errors import refuse
 from tests.nemo_rl.census import features
 
@@ -82,22 +81,11 @@ def outcome(path: Path) -> Outcome:
     if not loaded.problems:
         try:
             chosen, choice = backend.choose(loaded.recipe)
+            refuse(preflight_model.against_layout(chosen))
             fits = plan(chosen, choice).fits
-            refuse(of_models(chosen))
         except RecipeError as error:
             unplanned = error.problems
     return Outcome(path.name, frozenset(features(tree)), tuple(loaded.problems), unplanned, True, fits)
-
-
-def of_models(recipe: Recipe) -> Iterator[str]:
-    """What the models say against the layout. Preflight tells it of models that are here; these are only described."""
-    for section, policy in config.models(recipe).items():
-        model = described(policy, [], f"{section}.model_name")
-        if config.uses_megatron(policy):
-            yield from preflight_model._check_megatron(f"{section}.model_name", policy, model)
-        yield from preflight_model._check_attention(section, policy, model)
-        if section == "policy" and config.generates(recipe):
-            yield from preflight_model._check_engine(policy.generation.vllm_cfg, model)
 
 
 def resolved(path: Path) -> dict[str, Any]:

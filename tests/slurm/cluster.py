@@ -12,6 +12,7 @@ from __future__ import annotations
 import glob
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -62,10 +63,9 @@ MinJobAge=300
 JobRequeue=1
 SrunPortRange={srun_first}-{srun_last}
 GresTypes=gpu
-NodeName=DEFAULT CPUs=8 RealMemory=16000 Gres=gpu:8 State=UNKNOWN
-NodeName=127.0.0.[10-{last_node}] NodeHostname={host} Port=[{node_first}-{node_last}]
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=NO State=UP
+NodeName=DEFAULT CPUs=8 RealMemory=16000 State=UNKNOWN
 """
+PARTITIONS = "PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=NO State=UP"
 SRUN_PORTS = 40
 
 
@@ -75,11 +75,17 @@ def missing() -> list[str]:
 
 
 class SlurmCluster:
-    """`nodes` nodes of 8 CPUs and 8 pretended GPUs below `folder`. `env` is what a client needs to talk to it."""
+    """Nodes of 8 CPUs and 16000 MB below `folder`. `env` is what a client needs to talk to it.
 
-    def __init__(self, folder: Path, nodes: int = 4):
+    nodes: how many, each with 8 pretended GPUs; or what slurm.conf says of each, e.g. "Gres=gpu:h100:4 Feature=ib".
+    partitions: lines of slurm.conf. settings: more lines of it; of a setting that comes twice Slurm takes the last.
+    """
+
+    def __init__(self, folder: Path, nodes: int | list[str] = 4, partitions: str = PARTITIONS, settings: str = ""):
         self.folder = folder.absolute()
-        self.nodes = [f"127.0.0.{10 + i}" for i in range(nodes)]
+        self._kinds = ["Gres=gpu:8"] * nodes if isinstance(nodes, int) else nodes
+        self._partitions, self._settings = partitions, settings
+        self.nodes = [f"127.0.0.{10 + i}" for i in range(len(self._kinds))]
         self.env = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": SEARCH}
 
     def start(self, timeout: float = 60.0) -> None:
@@ -134,7 +140,7 @@ class SlurmCluster:
             device = self.folder / f"dev/gpu{i}"
             device.unlink(missing_ok=True)
             device.symlink_to("/dev/null")
-        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/dev/gpu[0-7]\n")
+        (self.folder / "gres.conf").write_text("".join(map(self._gres, self.nodes, self._kinds)))
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # newer Slurm: v2 mounted over v1 ends slurmd
         (self.folder / "plugstack.conf").write_text("")
         port = _free_ports(1 + len(self.nodes) + SRUN_PORTS)
@@ -144,18 +150,27 @@ class SlurmCluster:
         plugins = f"PluginDir={plugin_folders[0]}\n" if plugin_folders else ""
         (self.folder / "slurm.conf").write_text(
             CONF.format(
-                host=socket.gethostname().split(".")[0],
+                host=_host(),
                 user=_user(),
                 folder=self.folder,
                 plugins=f"{plugins}PlugStackConfig={self.folder}/plugstack.conf\n",
                 port=port,
-                last_node=self.nodes[-1].rpartition(".")[2],
-                node_first=node_port,
-                node_last=node_port + len(self.nodes) - 1,
                 srun_first=srun_port,
                 srun_last=srun_port + SRUN_PORTS - 1,
             )
+            + "".join(
+                f"NodeName={node} NodeHostname={_host()} Port={node_port + i} {kind}\n"
+                for i, (node, kind) in enumerate(zip(self.nodes, self._kinds, strict=True))
+            )
+            + f"{self._partitions}\n{self._settings}\n"
         )
+
+    def _gres(self, node: str, kind: str) -> str:
+        """A node's line of gres.conf."""
+        if not (gpus := re.search(r"Gres=gpu(?::([a-z]\w*))?:(\d+)", kind)):
+            return ""
+        of_type = f" Type={gpus[1]}" if gpus[1] else ""
+        return f"NodeName={node} Name=gpu{of_type} File={self.folder}/dev/gpu[0-{int(gpus[2]) - 1}]\n"
 
     def _start_daemons(self, deadline: float) -> None:
         (self.folder / "pids").unlink(missing_ok=True)
@@ -186,8 +201,9 @@ class SlurmCluster:
         return {name: int(pid) for name, pid in map(str.split, path.read_text().splitlines())} if path.exists() else {}
 
     def _node_states(self) -> list[str]:
-        answer = subprocess.run(["sinfo", "-h", "-N", "-o", "%t"], env=self.env, capture_output=True, text=True)
-        return answer.stdout.split() if answer.returncode == 0 else []
+        answer = subprocess.run(["sinfo", "-h", "-N", "-o", "%N %t"], env=self.env, capture_output=True, text=True)
+        states = dict(line.split() for line in answer.stdout.splitlines())  # a node comes once for each of its partitions
+        return list(states.values()) if answer.returncode == 0 else []
 
     def _wait_for_empty_queue(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -197,6 +213,10 @@ class SlurmCluster:
     def _logs(self) -> str:
         logs = [*self.folder.glob("*.out"), *self.folder.glob("*.log")]
         return "\n".join(f"--- {log}\n{log.read_text(errors='replace')[-1500:]}" for log in sorted(logs))
+
+
+def _host() -> str:
+    return socket.gethostname().split(".")[0]
 
 
 def _user() -> str:

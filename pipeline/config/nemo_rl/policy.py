@@ -50,7 +50,9 @@ DTENSOR = under(
         same("tensor_parallel_size", "activation_checkpointing", "cpu_offload"),
         Only(("context_parallel_size",), (1, None), Feature.DTENSOR_CONTEXT, "Megatron-Core has it: policy.megatron_cfg"),
         Only(("expert_parallel_size",), (1, None), Feature.DTENSOR_EXPERTS, "Megatron-Core has it: policy.megatron_cfg"),
-        Changed(("dp_replicate_size",), (1, None), "weights and state are cut over all ranks, not over one replica's: less memory"),
+        Changed(
+            ("dp_replicate_size",), (1, None), "weights and state are cut over all ranks, not over a replica's: less memory"
+        ),
         Only(("custom_parallel_plan",), (None,), Feature.CUSTOM_PLAN, "null takes the model's"),
         Changed(("sequence_parallel",), (False, None), "activations between layers are whole on each tensor-parallel rank"),
         Only(("automodel_kwargs.freeze_config.*",), (False, None), Feature.FREEZING, "all weights are trained"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import datetime
 import gc
 import json
@@ -18,7 +19,6 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,22 +27,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch.plan import memory
 from pipeline import algorithms
-from pipeline.config import PAIRED, Recipe
+from pipeline.config import PAIRED, RECIPES, Recipe
 from pipeline.data.batches import share
 from pipeline.roles.train import TrainRole
 from pipeline.types import DataPlace, Sample
 from tests.launch.plan.memory_cases import Case
 
-STEPS = 4
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 
 
 def measured(case: Case, folder: Path, kind: str = "tensors") -> float:
     """Bytes of the fullest rank. With experts spread over ranks, of their mean: the plan takes tokens to spread evenly, and a
-    random router sends some experts far more than others. kind: "tensors", "resident"."""
+    random router sends some experts far more than others. kind: "tensors", "resident", "cuda"."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, "pipeline.train.fsdp"])
     out = folder / f"{case.name}-{kind}"
     out.mkdir()
@@ -54,13 +54,35 @@ def measured(case: Case, folder: Path, kind: str = "tensors") -> float:
 
 def _rank(rank: int, case: Case, out: Path, kind: str) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    timeout = datetime.timedelta(seconds=300)
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=case.ranks, timeout=timeout)
-    found = (_tensors if kind == "tensors" else _resident)(case, rank)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{out}/store",
+        rank=rank,
+        world_size=case.ranks,
+        timeout=datetime.timedelta(seconds=300),
+    )
+    if case.recipe == "tiny_distillation":
+        case = _with_teacher(case, out, rank)
+    found = {"tensors": _tensors, "resident": _resident, "cuda": _cuda}[kind](case, rank)
     dist.barrier()
     (out / str(rank)).write_text(str(found))
     dist.destroy_process_group()
+
+
+def _with_teacher(case: Case, out: Path, rank: int) -> Case:
+    """A teacher is not drawn at random as other models here are, so it needs files."""
+    if rank == 0:
+        model = AutoConfig.from_pretrained(RECIPES / case.model)
+        AutoModelForCausalLM.from_config(model).save_pretrained(out / "teacher")
+    dist.barrier()
+    os.environ["HETSTEP_MEGATRON_CHECKPOINT_DIR"] = str(out / "converted")
+    (out / "converted").mkdir(exist_ok=True)
+    return dataclasses.replace(case, overrides=(*case.overrides, f"teacher.model_name={out / 'teacher'}"))
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------------
@@ -112,16 +134,17 @@ def _tensors(case: Case, rank: int) -> float:
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False)
     profiler.__enter__()
     run = Run(recipe, rank, case.shapes(recipe)["policy"].vocabulary)
-    for step in range(STEPS):
+    steps = 2 if case.ranks == 1 else 4
+    for step in range(steps):
         marks += [Mark(step, phase, time.time_ns(), _addresses()) for phase in run.step()]
-    marks.append(Mark(STEPS, "end", time.time_ns(), set()))
+    marks.append(Mark(steps, "end", time.time_ns(), set()))
     profiler.__exit__(None, None, None)
     changes = sorted(_allocations(profiler.profiler.kineto_results.experimental_event_tree()))
     found = peaks(changes, marks)
     return max(min(sizes[1:]) for sizes in found.values())  # the first step has no optimizer state yet
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Mark:
     """The beginning of a phase."""
 
@@ -133,8 +156,8 @@ class Mark:
 
 def _addresses() -> set[int]:
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
-    tensors += [inner for thing in tensors if isinstance(thing, DTensor) for inner in (thing._local_tensor,)]
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    tensors += [inner for thing in tensors if issubclass(type(thing), DTensor) for inner in (thing._local_tensor,)]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) is not DTensor}
 
 
@@ -188,11 +211,23 @@ def _resident(case: Case, rank: int) -> float:
 
 
 def _steps(case: Case, rank: int) -> None:
+    """Two of them: the second finds the optimizer's state."""
     recipe = case.load()
     run = Run(recipe, rank, case.shapes(recipe)["policy"].vocabulary)
-    for _ in range(STEPS):
+    for _ in range(2):
         for _ in run.step():
             pass
+
+
+def _cuda(case: Case, rank: int) -> float:
+    """Bytes that torch's allocator gave out at most, beside what a smaller run has left (cuBLAS's workspace)."""
+    _steps(case.small, rank)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    _steps(case, rank)
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _status(field: str) -> float:

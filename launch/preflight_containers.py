@@ -1,0 +1,208 @@
+"""Whether container images are there, and whether what the job needs is inside: pyxis gives a container only what is mounted.
+
+A path counts as inside where a mount shows it under the name that it has here, because that is the name the job uses. What an
+image holds, and what a site's enroot mounts by itself, is not known here; mounting it once more does no harm.
+See https://github.com/NVIDIA/pyxis, --container-image and --container-mounts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.job import ROOT, components
+from launch.model_files import hf_home, inside, is_here, model_folder
+from launch.preflight_weights import trouble
+from pipeline import config
+from pipeline.config import GENERATED_DATASETS, ComponentConfig, Recipe, RecipeError, is_dotted_path, uses_megatron
+
+SQUASHFS = b"hsqs"  # what such a file begins with; bytes 40 to 48 say how long it is
+
+
+@dataclass(frozen=True)
+class Mount:
+    source: Path
+    target: Path
+    read_only: bool
+
+
+@dataclass(frozen=True)
+class Need:
+    """A path that a component's ranks open."""
+
+    what: str
+    path: Path  # absolute
+    written: bool = False
+    relative: bool = False  # the recipe names it from the folder where it is submitted
+
+
+def problems(recipe: Recipe, pending: list[Path], conversions: Path) -> Iterator[str]:
+    """conversions: the folder of Megatron checkpoints."""
+    for name, component in components(recipe).items():
+        key = f"cluster.{name}"
+        if component.container_image is None:
+            yield from _check_python(key, component)
+            continue
+        yield from _check_image(key, component.container_image)
+        mounts: list[Mount] = []
+        for text in ",".join(component.container_mounts or []).split(","):
+            if text:
+                yield from _read_mount(f"{key}.container_mounts", text, mounts)
+        if "--container-mount-home" in component.srun_args:
+            mounts.append(Mount(Path.home(), Path.home(), False))
+        needs = list(_needs(recipe, name, pending, conversions))
+        for need in needs:
+            yield from _check_need(f"{key}.container_mounts", need, mounts)
+        yield from _check_workdir(f"{key}.container_workdir", component.container_workdir, needs)
+        if component.python is None and not _of_every_system(sys.executable) and not _is_inside(Path(sys.executable), mounts):
+            yield (
+                f"{key}.python: null takes {sys.executable}, which is not in the container; give the image's own, e.g. python3"
+            )
+
+
+def _check_python(key: str, component: ComponentConfig) -> Iterator[str]:
+    python = component.python
+    if python and os.sep in python and not os.access(python, os.X_OK):
+        yield f"{key}.python: {python} is no program that can be run here; null takes {sys.executable}"
+
+
+def _of_every_system(program: str) -> bool:
+    return program.startswith(("/usr/bin/", "/bin/"))
+
+
+# ---- the image ----------------------------------------------------------------------------------------------------------
+
+
+def _check_image(key: str, image: str) -> Iterator[str]:
+    key = f"{key}.container_image"
+    if not image.startswith(("/", ".")):  # as pyxis tells a path from an image in a registry
+        if image.endswith((".sqsh", ".squashfs")) or image.startswith("~"):
+            path = Path(image).expanduser().absolute()
+            yield f"{key}: pyxis looks for '{image}' in a registry; for the file give its whole path, {path}"
+        return
+    path = Path(image)
+    if reason := trouble(path):
+        yield f"{key}: {path} {reason.replace('fetch it again', 'give the path of a .sqsh file')}"
+        return
+    with open(path, "rb") as file:
+        start = file.read(96)
+    if start[:4] != SQUASHFS:
+        yield f"{key}: {path} is no squashfs image, as `enroot import` makes them"
+    elif (size := path.stat().st_size) < (length := int.from_bytes(start[40:48], "little")):
+        yield f"{key}: {path} is cut off: it has {size:,} of {length:,} bytes; copy it again"
+
+
+# ---- mounts -------------------------------------------------------------------------------------------------------------
+
+
+def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[str]:
+    """`SRC[:DST[:FLAGS]]`, flags joined by +, appended to `mounts`."""
+    source, colon, rest = text.partition(":")
+    target, _, flags = rest.partition(":")
+    target = target if colon else source
+    if not source or not target.startswith("/") or not source.startswith(("/", ".")):
+        yield f"{key}: '{text}' is not of the form /from:/to or /from:/to:ro"
+        return
+    if not os.path.exists(source):
+        yield f"{key}: '{text}': there is no {source} here; srun would fail"
+        return
+    mounts.append(Mount(Path(source).absolute(), Path(target), "ro" in flags.split("+")))
+
+
+def _check_need(key: str, need: Need, mounts: list[Mount]) -> Iterator[str]:
+    if not _is_inside(need.path, mounts):
+        real = need.path.resolve()
+        also = f", and {real}:{real}, where it leads" if real != need.path else ""
+        yield f"{key}: {need.what}, {need.path}, is not mounted in the container; add {need.path}:{need.path}{also}"
+    elif need.written and (mount := _covering(need.path, mounts)) and mount.read_only:
+        yield f"{key}: {need.what}, {need.path}, is written, but {mount.target} is mounted read-only; mount it without ro"
+
+
+def _check_workdir(key: str, workdir: str | None, needs: list[Need]) -> Iterator[str]:
+    """Ranks start in the image's own folder, if no other is given; without a container, where the job was submitted."""
+    relative = [need.what for need in needs if need.relative]
+    if relative and (workdir is None or Path(workdir).resolve() != Path.cwd().resolve()):
+        yield (
+            f"{key}: {workdir}, but the recipe's paths of {', '.join(relative)} are from {Path.cwd()}; {Path.cwd()} would do,"
+            " or whole paths"
+        )
+
+
+def _covering(path: Path, mounts: list[Mount]) -> Mount | None:
+    """The innermost mount at or above the path."""
+    above = [mount for mount in mounts if path.is_relative_to(mount.target)]
+    return max(above, key=lambda mount: len(mount.target.parts), default=None)
+
+
+def _is_inside(path: Path, mounts: list[Mount], depth: int = 4) -> bool:
+    mount = _covering(path, mounts)
+    if mount is None or depth == 0:
+        return False
+    real, shown = path.resolve(), (mount.source / path.relative_to(mount.target)).resolve()
+    if shown != real:
+        return False
+    # A link that leads out of the mount is followed inside the container.
+    return real.is_relative_to(mount.source.resolve()) or _is_inside(real, mounts, depth - 1)
+
+
+# ---- what the ranks open ------------------------------------------------------------------------------------------------
+
+
+def _needs(recipe: Recipe, name: str, pending: list[Path], conversions: Path) -> Iterator[Need]:
+    """Of one component."""
+    yield Need("the run folder", Path(recipe.run_dir).absolute(), written=True)
+    yield Need("the code", ROOT.resolve())
+    judged = config.reward_environment(recipe)
+    for section, policy in config.models(recipe).items():
+        if _holds(recipe, name, section, judged):
+            yield from _of_model(f"the model of {section}.model_name", f"{section}.model_name", policy.model_name, pending)
+    tokenizer = recipe.policy.tokenizer.name
+    if tokenizer != recipe.policy.model_name:
+        yield from _of_model("the tokenizer of policy.tokenizer.name", "policy.tokenizer.name", tokenizer, pending)
+    if name == "train":
+        yield from _of_data(recipe)
+    if name != "generate" and uses_megatron(recipe.policy):
+        yield Need("the folder of Megatron checkpoints", conversions, written=True)
+
+
+def _holds(recipe: Recipe, name: str, section: str, judged: str | None) -> bool:
+    """Whether a component's ranks hold the model of a section."""
+    if section == f"env.{judged}":
+        return name == recipe.env[judged].served_by
+    return section == "policy" if name == "generate" else name == "train"
+
+
+def _of_model(what: str, key: str, name: str | None, pending: list[Path]) -> Iterator[Need]:
+    if not name:
+        return
+    if inside(name, pending) or Path(name).is_dir():
+        yield _named(what, name)
+    elif is_here(name):
+        try:
+            snapshot = model_folder(key, name)
+        except RecipeError:
+            return
+        yield Need(what, snapshot.parent.parent)  # its files are links to blobs/ there
+
+
+def _named(what: str, text: str) -> Need:
+    return Need(what, Path(text).absolute(), relative=not Path(text).is_absolute())
+
+
+def _of_data(recipe: Recipe) -> Iterator[Need]:
+    for part, dataset in (("train", recipe.data.train), ("validation", recipe.data.validation)):
+        if dataset is None:
+            continue
+        for key in ("data_path", "prompt_file", "system_prompt_file"):
+            if (value := getattr(dataset, key)) and Path(value).exists():
+                yield _named(f"data.{part}.{key}", value)
+        name = dataset.dataset_name
+        if name and Path(name).is_dir():
+            yield _named(f"data.{part}.dataset_name", name)
+        elif name and name not in GENERATED_DATASETS and not is_dotted_path(name):
+            cache = Path(os.environ.get("HF_DATASETS_CACHE") or hf_home() / "datasets").expanduser()
+            if cache.is_dir():
+                yield Need(f"the cache of data.{part}.dataset_name", cache)

@@ -1,0 +1,252 @@
+"""What can be said against the subtrees of a recipe that a library reads: its keys must be the library's.
+
+Read from the library's source where it is installed; where it is not, the job's own error tells. Left out: what values mean.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from launch import signatures
+from launch.model_files import read_json
+from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, generates, uses_megatron
+
+VLLM_KWARGS = "policy.generation.vllm_kwargs"
+ENGINE = "policy.generation"
+SAID_BY = {  # of vLLM's arguments, those that hetstep gives, and the key that says them
+    "model": "policy.model_name",
+    "hf_overrides": "policy.hf_config_overrides",
+    "dtype": "policy.precision",
+    "tensor_parallel_size": f"{ENGINE}.vllm_cfg.tensor_parallel_size",
+    "pipeline_parallel_size": f"{ENGINE}.vllm_cfg.pipeline_parallel_size",
+    "enable_expert_parallel": f"{ENGINE}.vllm_cfg.expert_parallel_size",
+    "max_model_len": f"{ENGINE}.vllm_cfg.max_model_len",
+    "max_num_seqs": f"{ENGINE}.max_num_seqs",
+    "gpu_memory_utilization": f"{ENGINE}.vllm_cfg.gpu_memory_utilization",
+    "enforce_eager": f"{ENGINE}.vllm_cfg.enforce_eager",
+    "enable_prefix_caching": f"{ENGINE}.vllm_cfg.enable_prefix_caching",
+}
+OURS = {  # and those that nothing says, with the reason
+    "load_format": "weights come from the train ranks",
+    "skip_tokenizer_init": "prompts and answers are token ids",
+    "tokenizer": "prompts and answers are token ids",
+    "generation_config": "how to sample is said by policy.generation",
+    "seed": "every engine has its own, of the algorithm's",
+    "logprobs_mode": "training needs log-probs after temperature",
+    "distributed_executor_backend": "the ranks are started by the job",
+    "data_parallel_size": "engines are independent, and as many as cluster.generate has room for",
+    "disable_log_stats": "the run's metrics count",
+}
+OF_THE_MODEL = (  # of Megatron's options: config.json's, by which weights are converted
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_topk"),
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("normalization", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias", "qk_layernorm"),
+)
+OF_THE_RUN = {  # and those that follow from how this backend trains
+    "params_dtype": "it is policy.precision",
+    "bf16": "it is policy.precision",
+    "fp16": "it is policy.precision",
+    "variable_seq_lengths": "each microbatch has its own number of tokens",
+    "calculate_per_token_loss": "losses are divided already",
+    "attention_dropout": "ratios to the policy that sampled would be noise",
+    "hidden_dropout": "ratios to the policy that sampled would be noise",
+}
+MEGATRON_ADAM = {"lr", "betas", "eps", "weight_decay", "fused", "foreach"}  # pipeline/train/megatron/optimizer.py takes these
+RATES = ("lr", "weight_decay", "eps")
+PLAIN = {"int": int, "float": (int, float), "bool": bool, "str": str}
+
+
+def problems(recipe: Recipe) -> Iterator[str]:
+    """Of vLLM's, Megatron's and torch's options."""
+    policy = recipe.policy
+    if generates(recipe) and policy.generation.backend == "vllm":
+        yield from _engine(policy.generation.vllm_kwargs)
+    if uses_megatron(policy):
+        yield from _megatron(policy.megatron_cfg.model_overrides)
+    if not (uses_megatron(policy) and policy.megatron_cfg.optimizer is not None):
+        yield from _optimizer("policy", policy.optimizer, uses_megatron(policy))
+    if not (uses_megatron(policy) and policy.megatron_cfg.scheduler is not None):
+        yield from _schedule("policy.scheduler", policy.scheduler)
+    if recipe.algorithm == "ppo":
+        yield from _optimizer("value", recipe.value.optimizer, uses_megatron(policy))
+        yield from _schedule("value.scheduler", recipe.value.scheduler)
+
+
+def _unknown(key: str, given: Iterable[str], known: Iterable[str], whose: str) -> Iterator[str]:
+    known = sorted(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean '{near[0]}'?" if near else "; leave it out"
+            yield f"{key}.{name}: {whose} has no such option{hint}"
+
+
+# ---- vLLM ---------------------------------------------------------------------------------------------------------------
+
+
+def _engine(given: Mapping[str, Any]) -> Iterator[str]:
+    for name in given:
+        if name in SAID_BY:
+            yield f"{VLLM_KWARGS}.{name}: {SAID_BY[name]} says this; give it there"
+        elif name in OURS:
+            yield f"{VLLM_KWARGS}.{name}: cannot be given, for {OURS[name]}; leave it out"
+    if not given or (known := _known("vllm.engine.arg_utils.EngineArgs")) is None:
+        return
+    yield from _unknown(VLLM_KWARGS, given, known, "vLLM as it is installed here")
+    for name, value in given.items():
+        if (kinds := _plain(known.get(name))) and not _is_one(value, kinds):
+            yield f"{VLLM_KWARGS}.{name}: {value!r} is not what vLLM takes there: {known[name]}"
+
+
+def _known(dotted: str) -> signatures.Parameters | None:
+    """None, too, of a version that has no such class: whether that does is for the job to say."""
+    try:
+        return signatures.parameters(dotted)
+    except signatures.NotThere:
+        return None
+
+
+def _plain(annotation: str | None) -> list[str]:
+    """`int | None` -> [int, None]; empty for what is not made of such."""
+    kinds = [kind.strip() for kind in (annotation or "").split("|")]
+    return kinds if all(kind in PLAIN or kind == "None" for kind in kinds) else []
+
+
+def _is_one(value: Any, kinds: list[str]) -> bool:
+    if value is None:
+        return "None" in kinds
+    if isinstance(value, bool):
+        return "bool" in kinds
+    return any(isinstance(value, PLAIN[kind]) for kind in kinds if kind not in ("None", "bool"))
+
+
+# ---- Megatron-Core ------------------------------------------------------------------------------------------------------
+
+
+def _megatron(given: Mapping[str, Any]) -> Iterator[str]:
+    key = "policy.megatron_cfg.model_overrides"
+    for name in given:
+        if name in OF_THE_MODEL:
+            yield f"{key}.{name}: it is the model's, by which its weights are converted; leave it out"
+        elif name in OF_THE_RUN:
+            yield f"{key}.{name}: cannot be given, for {OF_THE_RUN[name]}; leave it out"
+    if not given:
+        return
+    module = "megatron.core.transformer.transformer_config"
+    known = [_known(f"{module}.{name}") for name in ("TransformerConfig", "MLATransformerConfig")]
+    if None not in known:
+        yield from _unknown(key, given, {**known[0], **known[1]}, "Megatron-Core as it is installed here")
+
+
+# ---- torch --------------------------------------------------------------------------------------------------------------
+
+
+def _optimizer(section: str, given: OptimizerConfig, megatron: bool) -> Iterator[str]:
+    key = f"{section}.optimizer"
+    for name in RATES:
+        value = given.kwargs.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            yield f"{key}.kwargs.{name}: {value!r} is not a number from 0 on"
+    if megatron:
+        if given.name not in (adams := ("torch.optim.AdamW", "torch.optim.Adam")):
+            yield (
+                f"{key}.name: the Megatron backend takes {' and '.join(adams)}, not '{given.name}'; or, of the policy, give"
+                " policy.megatron_cfg.optimizer"
+            )
+        else:
+            yield from _unknown(f"{key}.kwargs", given.kwargs, MEGATRON_ADAM, "Megatron-Core's Adam")
+        return
+    yield from _of_torch(key, given.name, given.kwargs, "params", "torch.optim.AdamW")
+
+
+def _of_torch(key: str, name: str, kwargs: Mapping[str, Any], own: str, example: str) -> Iterator[str]:
+    """own: what the backend gives."""
+    if "." not in name:
+        yield f"{key}.name: '{name}' is not the dotted path of a class; for example {example}"
+        return
+    try:
+        known = signatures.parameters(name)
+    except signatures.NotThere:
+        yield f"{key}.name: there is no '{name}' in {name.partition('.')[0]} as it is installed here; for example {example}"
+        return
+    if known is not None:
+        yield from _unknown(f"{key}.kwargs", kwargs, [other for other in known if other != own], name)
+
+
+def _schedule(key: str, given: Any) -> Iterator[str]:
+    """`given` is null, one {name, kwargs}, or a list of those that ends in {milestones: [...]}, as in NeMo-RL."""
+    if given is None:
+        return
+    parts = [given]
+    if isinstance(given, list):
+        *parts, last = given or [None]
+        steps = last.get("milestones") if isinstance(last, dict) and set(last) == {"milestones"} else None
+        numbers = isinstance(steps, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in steps)
+        if not numbers or len(steps) != len(parts) - 1 or sorted(steps) != steps:
+            yield (
+                f"{key}: a list holds schedules {{name, kwargs}} and last {{milestones: [...]}}, the step at which each but the"
+                " first begins, in order"
+            )
+            return
+    for number, part in enumerate(parts):
+        name = f"{key}[{number}]" if isinstance(given, list) else key
+        kwargs = part.get("kwargs") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or not isinstance(part.get("name"), str) or set(part) - {"name", "kwargs"}:
+            yield f"{name}: a schedule is {{name, kwargs}}, for example torch.optim.lr_scheduler.LinearLR"
+        elif not isinstance(kwargs, dict | None):
+            yield f"{name}.kwargs: a mapping of what {part['name']} takes, not {kwargs!r}"
+        elif part["name"].endswith(".ReduceLROnPlateau"):
+            yield f"{name}.name: ReduceLROnPlateau looks at a metric; only schedules by step are supported"
+        else:
+            yield from _of_torch(name, part["name"], kwargs or {}, "optimizer", "torch.optim.lr_scheduler.LinearLR")
+
+
+# ---- transformers ---------------------------------------------------------------------------------------------------------
+
+
+def unknown_overrides(section: str, policy: PolicyConfig, folder: Path) -> Iterator[str]:
+    """Of hf_config_overrides: keys that the model's configuration does not have."""
+    key, given = f"{section}.hf_config_overrides", policy.hf_config_overrides
+    if not given:
+        return
+    model = read_json(folder / "config.json")
+    if (fields := _configuration(model.get("model_type"))) is not None:
+        known = {*model, *fields} - {"rope_theta"}  # transformers keeps that in rope_parameters
+        yield from _unknown(key, given, known, f"a {model['model_type']} configuration")
+
+
+def _configuration(family: str | None) -> dict[str, Any] | None:
+    """The keys of a family's configuration in transformers; None if that is not here, or does not have it."""
+    if not family or not family.isidentifier():
+        return None
+    dotted = f"transformers.models.{family}.configuration_{family}"
+    base = _known("transformers.configuration_utils.PreTrainedConfig")
+    tree = signatures.module(dotted)
+    if base is None or tree is None:
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and _assigned(node, "model_type") == family:
+            names = _assigned(node, "attribute_map") or {}
+            return {**OF_ANY_MODEL, **base, **signatures.fields(dotted, node), **names, **dict.fromkeys(names.values())}
+    return None
+
+
+OF_ANY_MODEL = dict.fromkeys(  # what PreTrainedConfig has besides its fields
+    ("rope_scaling", "rope_parameters", "num_labels", "torch_dtype", "vocab_size")
+)
+
+
+def _assigned(node: ast.ClassDef, name: str) -> Any:
+    """The literal that a class body gives to a name."""
+    for item in node.body:
+        if isinstance(item, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in item.targets):
+            try:
+                return ast.literal_eval(item.value)
+            except ValueError:
+                return None
+    return None

@@ -1,0 +1,258 @@
+"""Whether the disks have room for what a run will write: Megatron conversions and checkpoints; rollouts are noted.
+
+A checkpoint of either backend holds, for each parameter that is trained, the float32 weight and what the optimizer keeps of the
+same size in float32: two for Adam and its kin, which is also what is assumed of an optimizer that is not known. Left out:
+replicas that tensor-parallel ranks each write (norms), random states and JSON, which are less than a hundredth; quotas that the
+file system does not show as its free space; what other jobs write meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.job import components
+from launch.model_files import described, hf_home, inside, model_folder
+from launch.model_shape import ModelShape
+from launch.preflight_weights import stored
+from pipeline import config
+from pipeline.config import PRECISIONS, OptimizerConfig, PolicyConfig, Recipe, RecipeError, generates, ranks, uses_megatron
+from pipeline.models.tensors import tensors
+
+VARIABLES = ("HETSTEP_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
+STATES = {
+    "SGD": 0,
+    "Adagrad": 1,
+    "RMSprop": 1,
+    "Rprop": 2,
+}  # per weight; others: 2. With momentum SGD and RMSprop have one more
+ADAPTED = ("attention", "mlp", "shared", "routed")  # parts of a model that have linear layers for adapters
+BYTES_PER_TOKEN = 13  # of a rollout's file: a token's number as JSON and its text
+
+
+@dataclass(frozen=True)
+class Use:
+    """Something that will be written."""
+
+    folder: Path  # or one above it, if it is yet to be made
+    nbytes: float
+    files: int
+    what: str
+    key: str
+
+
+def problems(recipe: Recipe, pending: list[Path], notes: list[str]) -> Iterator[str]:
+    uses = [*_conversions(recipe, pending)]
+    checkpoint = _checkpoint(recipe, pending, notes)
+    run_dir = Path(recipe.run_dir).absolute()
+    if checkpoint:
+        uses.append(_checkpoints(recipe, run_dir, checkpoint, recipe.checkpointing.keep_top_k))
+    disks: dict[int, list[Use]] = {}
+    for use in uses:
+        disks.setdefault(_device(use.folder), []).append(use)
+    for disk in disks.values():
+        yield from _of_one_disk(recipe, disk, checkpoint)
+    if generates(recipe):
+        _note_rollouts(recipe, run_dir, sum(use.nbytes for use in disks.get(_device(run_dir), [])), notes)
+
+
+def existing(path: Path) -> Path:
+    """The folder itself, or the nearest above it that there is."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
+
+
+def conversions_folder(recipe: Recipe) -> Path:
+    """Where the train ranks will keep conversions, as `pipeline/train/megatron/conversion.py` chooses it."""
+    environment = {**os.environ, **components(recipe)["train"].env_vars}
+    for variable in VARIABLES:
+        if value := environment.get(variable):
+            return Path(value).expanduser().absolute()
+    return hf_home().absolute() / "hetstep"
+
+
+def _device(path: Path) -> int:
+    return existing(path).stat().st_dev
+
+
+def _of_one_disk(recipe: Recipe, uses: list[Use], checkpoint: float | None) -> Iterator[str]:
+    folder = existing(uses[0].folder)
+    disk = os.statvfs(folder)
+    if disk.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK):  # which is said elsewhere
+        return
+    free, needed, files = disk.f_bavail * disk.f_frsize, sum(use.nbytes for use in uses), sum(use.files for use in uses)
+    keys, terms = ", ".join(dict.fromkeys(use.key for use in uses)), "; ".join(use.what for use in uses)
+    if needed > free:
+        remedy = _fewer(recipe, uses, checkpoint, free) or "another folder"
+        yield (
+            f"{keys}: {size(free)} are free on the file system of {folder}, and this run will write {size(needed)} there:"
+            f" {terms}; {remedy}"
+        )
+    elif disk.f_files and files > disk.f_favail:
+        yield (
+            f"{keys}: the file system of {folder} has room for {disk.f_favail} more files, and this run will write {files}"
+            " there; another folder"
+        )
+
+
+def size(nbytes: float) -> str:
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes / 1e3:.1f} kB"
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------------------
+
+
+def _checkpoint(recipe: Recipe, pending: list[Path], notes: list[str]) -> float | None:
+    """Bytes of one; None if none is written or the model is not known yet."""
+    if not recipe.checkpointing.enabled:
+        return None
+    held = config.models(recipe)
+    total = 0.0
+    for section in ("policy", "value"):
+        if section in held:
+            count = _parameters(section, held[section], pending, trained=True)
+            if count is None:
+                notes.append(
+                    f"room for checkpoints was not checked: the size of the model of {section}.model_name is not known"
+                )
+                return None
+            total += count * 4 * (1 + _states(held[section]))
+    if recipe.checkpointing.save_consolidated:
+        total += _parameters("policy", recipe.policy, pending, trained=False) * PRECISIONS[recipe.policy.precision]
+    return total
+
+
+def _parameters(section: str, policy: PolicyConfig, pending: list[Path], trained: bool) -> int | None:
+    """trained: those only that are: all, or adapters, of which every linear layer is taken to have one."""
+    key, lora = f"{section}.model_name", policy.dtensor_cfg.lora_cfg
+    try:
+        model = described(policy, pending, key)
+        if model is None:
+            return None
+        if trained and lora.enabled and not uses_megatron(policy):
+            return sum(lora.dim * sum(t.shape) for t in tensors(model) if t.part in ADAPTED and len(t.shape) == 2)
+        return ModelShape.of(model, key).parameters
+    except (RecipeError, ValueError, KeyError):  # a family without a description, or what others find wrong with it
+        return _stored_parameters(key, policy) if not lora.enabled else None
+
+
+def _stored_parameters(key: str, policy: PolicyConfig) -> int | None:
+    try:
+        found = stored(model_folder(key, policy.model_name))
+    except RecipeError:
+        return None
+    return found.parameters if found.parameters and not found.troubles else None
+
+
+def _states(policy: PolicyConfig) -> int:
+    """How many tensors of the weights' size the optimizer keeps."""
+    if uses_megatron(policy):
+        return 2
+    optimizer: OptimizerConfig = policy.optimizer
+    name, kwargs = optimizer.name.rpartition(".")[2], optimizer.kwargs
+    count = STATES.get(name, 2) + bool(kwargs.get("amsgrad"))
+    return count + (name in ("SGD", "RMSprop") and bool(kwargs.get("momentum")))
+
+
+def _checkpoints(recipe: Recipe, run_dir: Path, nbytes: float, keep: int | None) -> Use:
+    """All that there will be at once, one of them being written, less those that are there already."""
+    at_once = _at_once(recipe, keep)
+    there = _there(run_dir)
+    writers = ranks(recipe.cluster.train) * len({"policy", "value"} & config.models(recipe).keys())
+    consolidated = ", checkpointing.save_consolidated" if recipe.checkpointing.save_consolidated else ""
+    return Use(
+        folder=run_dir / "checkpoints",
+        nbytes=max(0.0, at_once * nbytes - there),
+        files=at_once * (2 * writers + 2),
+        what=f"{at_once} checkpoints of {size(nbytes)} at once (checkpointing.keep_top_k={keep}{consolidated})"
+        + (f", of which {size(there)} are there" if there else ""),
+        key="run_dir",
+    )
+
+
+def _there(run_dir: Path) -> int:
+    """Bytes of the checkpoints that a run has already."""
+    return sum(path.stat().st_size for path in run_dir.glob("checkpoints/step_*/**/*") if path.is_file())
+
+
+def _at_once(recipe: Recipe, keep: int | None) -> int:
+    checkpointing = recipe.checkpointing
+    saves = max(1, math.ceil(config.section(recipe).max_num_steps / checkpointing.save_period))
+    if keep is None:
+        return saves
+    kept = keep + 1 if checkpointing.metric_name else max(keep, 1)  # the latest besides the best
+    return min(saves, kept + 1)
+
+
+def _fewer(recipe: Recipe, uses: list[Use], checkpoint: float | None, free: int) -> str | None:
+    ours = [use for use in uses if use.key == "run_dir"]
+    if not ours:
+        return None
+    others = sum(use.nbytes for use in uses if use not in ours)
+    at_once = int((free - others + _there(Path(recipe.run_dir).absolute())) // checkpoint)
+    keep = at_once - (2 if recipe.checkpointing.metric_name else 1)  # as `_at_once` has it
+    if keep > 0:
+        return f"checkpointing.keep_top_k={keep} would fit, or another run_dir"
+    return "another run_dir, or checkpointing.enabled=false"
+
+
+# ---- conversions --------------------------------------------------------------------------------------------------------
+
+
+def _conversions(recipe: Recipe, pending: list[Path]) -> Iterator[Use]:
+    """Of every model that the Megatron backend holds; those that were made before need nothing."""
+    if not uses_megatron(recipe.policy):
+        return
+    root = conversions_folder(recipe)
+    wanted: dict[str, list[str]] = {}  # model's name -> sections; a critic's conversion is another than the policy's
+    for section, policy in config.models(recipe).items():
+        if not policy.random_init and policy.model_name and not inside(policy.model_name, pending):
+            wanted.setdefault(policy.model_name, []).append(section)
+    for name, sections in wanted.items():
+        try:
+            found = stored(model_folder(f"{sections[0]}.model_name", name))
+        except RecipeError:
+            continue
+        made = (
+            0
+            if recipe.policy.megatron_cfg.force_reconvert_from_hf
+            else len([*root.glob(f"{_slug(name)}-*/[0-9]*/complete.json")])
+        )
+        if found.nbytes and made < len(sections):
+            yield Use(
+                folder=root,
+                nbytes=found.nbytes * (len(sections) - made),
+                files=(ranks(recipe.cluster.train) + 2) * (len(sections) - made),
+                what=f"{len(sections) - made} Megatron conversion of {name}, {size(found.nbytes)}",
+                key=VARIABLES[0],
+            )
+
+
+def _slug(name: str) -> str:
+    """As `pipeline/train/megatron/shelf.py` names a model's folder."""
+    name = Path(name).resolve().name if Path(name).is_dir() else name
+    return re.sub(r"[^A-Za-z0-9._-]+", "--", name)[:80]
+
+
+# ---- rollouts -----------------------------------------------------------------------------------------------------------
+
+
+def _note_rollouts(recipe: Recipe, run_dir: Path, other: float, notes: list[str]) -> None:
+    """They are as long as the policy makes them, so a bound is all that can be said."""
+    online, logged = config.section(recipe), recipe.logger.num_rollouts_to_log
+    each = online.num_prompts_per_step * online.num_generations_per_prompt
+    each = each if logged is None else min(each, logged)
+    most = each * recipe.policy.max_total_sequence_length * BYTES_PER_TOKEN * online.max_num_steps
+    disk = os.statvfs(existing(run_dir))
+    if most + other > disk.f_bavail * disk.f_frsize:
+        notes.append(
+            f"logger.num_rollouts_to_log: {logged}: if all were of full length, the rollouts of {online.max_num_steps} steps"
+            f" would take {size(most)} in {run_dir}, which has {size(disk.f_bavail * disk.f_frsize)} free for all that it holds"
+        )

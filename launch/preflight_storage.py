@@ -1,0 +1,73 @@
+"""What can be said against a recipe from the file systems: folders to write, models' files, containers, free space.
+
+The weights' files are `preflight_weights.py`'s, images and mounts `preflight_containers.py`'s, free space
+`preflight_space.py`'s. Looks from where the job is submitted; what is mounted elsewhere on the nodes is not seen.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch import preflight_containers, preflight_space, preflight_weights
+from launch.job import ROOT
+from launch.preflight_space import existing
+from pipeline.config import Recipe, uses_megatron
+
+OWN = frozenset(("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
+"""Types of file systems that a machine has for itself, unless it exports them."""
+
+
+def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None = None) -> Iterator[str]:
+    """pending: run folders of needed recipes that have not run yet; they are not looked into. notes: what may be right is
+    appended to it."""
+    notes, pending = [] if notes is None else notes, list(pending)
+    conversions = preflight_space.conversions_folder(recipe)
+    checkpoints = Path(recipe.run_dir).absolute() / "checkpoints"
+    if os.path.lexists(checkpoints):  # of the run folder itself `run_folder` sees to that
+        yield from _check_writable("run_dir", checkpoints, "another run_dir")
+    if uses_megatron(recipe.policy):
+        variable = preflight_space.VARIABLES[0]
+        yield from _check_writable(variable, conversions, "a folder that all train nodes share and can write")
+    yield from preflight_weights.problems(recipe, pending)
+    if recipe.cluster.executor != "local" and shutil.which("sbatch"):
+        yield from preflight_containers.problems(recipe, pending, conversions)
+        shared = {"run_dir": Path(recipe.run_dir), "the code": ROOT}
+        _note_own(shared | ({preflight_space.VARIABLES[0]: conversions} if uses_megatron(recipe.policy) else {}), notes)
+    yield from preflight_space.problems(recipe, pending, notes)
+
+
+def _check_writable(key: str, folder: Path, instead: str) -> Iterator[str]:
+    there = existing(folder)
+    if not there.is_dir():
+        yield f"{key}: {folder} cannot be a folder: {there} is not one; {instead}"
+    elif not os.access(there, os.W_OK | os.X_OK) or os.statvfs(there).f_flag & os.ST_RDONLY:
+        yield f"{key}: {folder} cannot be written: {getpass.getuser()} may not write in {there}; {instead}"
+
+
+def _note_own(folders: dict[str, Path], notes: list[str]) -> None:
+    """folders: by the key that chooses each."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for key, folder in folders.items():
+        places.setdefault(file_system(folder), []).append(f"{key} ({folder.absolute()})")
+    for (kind, mounted), those in places.items():
+        if kind in OWN:
+            notes.append(
+                f"{', '.join(those)}: on {mounted}, a file system of type {kind}, which machines seldom share; all nodes of"
+                " the job must see it"
+            )
+
+
+def file_system(path: Path) -> tuple[str, str]:
+    """(type, where it is mounted) of the file system that holds a path, or will. See proc(5), /proc/[pid]/mountinfo."""
+    real = existing(path).resolve()
+    found = ("unknown", "/")
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        mounted = before.split()[4].replace(r"\040", " ")
+        if real.is_relative_to(mounted) and len(mounted) >= len(found[1]):  # of two at one place the later one is seen
+            found = after.split()[0], mounted
+    return found

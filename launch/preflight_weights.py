@@ -1,0 +1,177 @@
+"""Whether a model's files are all there and whole, by their names, sizes and headers alone.
+
+Leaves out the weights' bytes, so a file that was damaged without changing its length passes; and whether the tensors are those
+of the model that config.json describes, which the job checks first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from launch.model_files import inside, model_folder
+from pipeline import config
+from pipeline.config import Recipe, RecipeError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BESIDE = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
+TOLD = 4  # bad files of a model
+MOST_HEADER = 100_000_000  # bytes, by safetensors' own limit
+
+
+def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
+    """What is not found at all, `preflight_model` and `preflight` say. pending: run folders that are not looked into."""
+    seen: set[Path] = set()
+    for section, policy in config.models(recipe).items():
+        key = f"{section}.model_name"
+        if (folder := _folder(key, policy.model_name, pending)) and folder not in seen:
+            seen.add(folder)
+            yield from _files(key, folder, [name for name in BESIDE if os.path.lexists(folder / name)])
+            if not policy.random_init:
+                yield from _check_weights(section, folder)
+    names = {"policy.tokenizer.name": recipe.policy.tokenizer.name}
+    if environment := config.reward_environment(recipe):
+        names[f"env.{environment}.tokenizer.name"] = config.judge(recipe).tokenizer.name
+    for key, name in names.items():
+        if (folder := _folder(key, name, pending)) and folder not in seen:
+            seen.add(folder)
+            yield from _files(key, folder, [name for name in BESIDE if os.path.lexists(folder / name)])
+
+
+def _folder(key: str, name: str | None, pending: list[Path]) -> Path | None:
+    """None for what is yet to be made, and for what is not there, which others say."""
+    if not name or inside(name, pending):
+        return None
+    try:
+        return model_folder(key, name)
+    except RecipeError:
+        return None
+
+
+def _files(key: str, folder: Path, names: list[str]) -> Iterator[str]:
+    for name in names:
+        if reason := trouble(folder / name):
+            yield f"{key}: {folder / name} {reason}"
+
+
+def _check_weights(section: str, folder: Path) -> Iterator[str]:
+    key = f"{section}.model_name"
+    if not os.path.lexists(folder / SINGLE) and not os.path.lexists(folder / INDEX):
+        random = f", or {section}.random_init=true to start from random ones" if section in ("policy", "value") else ""
+        if any(folder.glob("pytorch_model*.bin")):
+            yield f"{key}: {folder} has weights as pytorch_model*.bin only, which are pickles; give safetensors{random}"
+        else:
+            yield f"{key}: {folder} has no weights ({SINGLE} or {INDEX}); fetch the whole checkpoint{random}"
+        return
+    found = stored(folder)
+    told = [f"{key}: {folder / name} {reason}" for name, reason in found.troubles.items()]
+    yield from told[:TOLD]
+    if len(told) > TOLD:
+        yield f"{key}: {folder}: so are {len(told) - TOLD} more of its {found.files} weight files; fetch it again"
+
+
+# ---- what there is ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stored:
+    """The weights in a folder."""
+
+    files: int = 0  # that there should be
+    parameters: int = 0
+    nbytes: int = 0  # of the tensors
+    troubles: dict[str, str] = field(default_factory=dict)  # file's name -> what is wrong with it
+
+
+def stored(folder: Path) -> Stored:
+    """Reads the headers of all weight files."""
+    found = Stored()
+    listed: dict[str, list[str]] = {SINGLE: []}  # file -> the tensors that it should have
+    if not os.path.lexists(folder / SINGLE):
+        if reason := trouble(folder / INDEX):
+            found.troubles[INDEX] = reason
+            return found
+        try:
+            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError):
+            found.troubles[INDEX] = "is not an index of weight files: it has no JSON object with 'weight_map'; fetch it again"
+            return found
+        listed = {}
+        for tensor, name in weight_map.items():
+            listed.setdefault(name, []).append(tensor)
+    found.files = len(listed)
+    for name, tensors in sorted(listed.items()):
+        try:
+            header = read_header(folder / name)
+        except ValueError as error:
+            found.troubles[name] = str(error)
+            continue
+        if absent := [tensor for tensor in tensors if tensor not in header]:
+            found.troubles[name] = (
+                f"lacks {len(absent)} of the {len(tensors)} tensors that the index says are in it, first {absent[0]}; index and"
+                " weights are of different downloads: fetch them again"
+            )
+        found.parameters += sum(prod(entry["shape"]) for entry in header.values())
+        found.nbytes += max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    return found
+
+
+def read_header(path: Path) -> dict[str, dict]:
+    """Tensor's name -> {"dtype", "shape", "data_offsets"} of a safetensors file: 8 bytes with the header's length, the header,
+    the data (https://github.com/huggingface/safetensors, "Format"). Raises ValueError, which says what is wrong with the file.
+    """
+    if reason := trouble(path):
+        raise ValueError(reason)
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MOST_HEADER or size < 8:
+            raise ValueError("is no safetensors file; fetch it again")
+        text = file.read(length)
+    if len(text) < length:
+        raise ValueError(f"is cut off: it has {size} bytes, and its header alone {8 + length}; fetch it again")
+    try:
+        header = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError("is no safetensors file; fetch it again") from None
+    if size < end:
+        raise ValueError(f"is cut off: it has {size:,} of {end:,} bytes; fetch it again")
+    if size > end:
+        raise ValueError(f"has {size - end:,} bytes more than its header says; fetch it again")
+    return header
+
+
+def trouble(path: Path) -> str | None:
+    """Why a file is not what its name says; None for a file that can be read."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(64)
+    except FileNotFoundError:
+        return _why_absent(path)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if start.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the file; `git lfs pull` there fetches it"
+    if start.startswith(b"/annex/objects/"):
+        return "is a git-annex pointer, not the file; `git annex get` there fetches it"
+    return None if start else "is empty; fetch it again"
+
+
+def _why_absent(path: Path) -> str:
+    target = path.resolve()
+    places = (target.parent.glob(f"{target.name}*.incomplete"), path.parent.glob(f".cache/huggingface/download/{path.name}*"))
+    if any(partial.suffix == ".incomplete" for place in places for partial in place):
+        return "has not been downloaded to its end (there is an .incomplete file); fetch it again"
+    if path.is_symlink():
+        if "annex" in target.parts or ".git" in target.parts:
+            return "is a git-annex link without its content; `git annex get` there fetches it"
+        return f"is a link to {target}, which is not there; fetch it again"
+    return "is missing; fetch it again"

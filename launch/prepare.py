@@ -1,0 +1,101 @@
+"""What has to run for a recipe, and everything that can be said against it, before anything is created or submitted.
+
+All problems are told in one list: those of the recipe itself, of its models' and data's files, of storage, and of Slurm.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import backend, local, preflight, preflight_slurm, preflight_storage, run_folder
+from launch.job import components
+from launch.plan import Plan, plan
+from pipeline import config
+from pipeline.config import Loaded, Recipe, RecipeError, collected, refuse
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe that has passed every check, for the train backend that was chosen."""
+
+    recipe: Recipe
+    choice: backend.Choice
+    plan: Plan
+    notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed, and what is ignored
+
+
+def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None = None) -> list[Prepared]:
+    """What has to run, in order, the asked-for recipe last: needed recipes that are complete are left out.
+
+    dry: the batch script is only wanted to be seen, so that there need be no Slurm. plan_from: a run folder by which the plan
+    is calibrated. Raises RecipeError with all problems.
+    """
+    pending: list[Path] = []
+    prepared: list[Prepared] = []
+    problems: list[str] = []
+    for loaded in in_order(name, overrides):
+        recipe, own, notes = loaded.recipe, list(loaded.problems), list(loaded.notes)
+        try:
+            recipe, choice = backend.choose(recipe, pending, run_folder.earlier(recipe))
+            if not own:
+                planned = plan(recipe, choice, plan_from, pending)
+                own += planned.problems()
+                prepared.append(Prepared(recipe, choice, planned, notes))
+        except RecipeError as error:
+            own += config.independent(error.problems, loaded.faulty)
+        own += config.independent(file_problems(recipe, pending, dry, notes), loaded.faulty)
+        needed = "" if recipe.name == Path(name).stem else f"{recipe.name}, which is needed first: "
+        problems += [f"{needed}{problem}" for problem in own]
+        pending.append(Path(recipe.run_dir))
+    refuse(problems)
+    return prepared
+
+
+def in_order(name: str, overrides: list[str]) -> list[Loaded]:
+    """The recipe, preceded by those that it needs and that have not run. Raises RecipeError if they need each other."""
+    executor = [override for override in overrides if override.startswith("cluster.executor=")]
+    ordered: list[Loaded] = []
+
+    def add(loaded: Loaded, path: list[str]) -> None:
+        for need in loaded.recipe.needs:
+            if need in path:
+                raise RecipeError(f"needs: goes in a circle: {' -> '.join([*path, need])}")
+            if need not in [other.recipe.name for other in ordered]:
+                needed = config.inspect(need, [f"run_dir=runs/{need}", *executor])
+                if run_folder.done_step(Path(needed.recipe.run_dir)) is None:
+                    add(needed, [*path, need])
+        ordered.append(loaded)
+
+    add(config.inspect(name, overrides), [name])
+    return ordered
+
+
+def file_problems(recipe: Recipe, pending: list[Path], dry: bool, notes: list[str]) -> Iterator[str]:
+    """What files, folders and Slurm say against a recipe. `pending`: run folders of needed recipes that have not run yet.
+    `notes` takes in what could not be checked, and what only delays the start."""
+    yield from preflight.problems(recipe, pending)
+    yield from preflight_storage.problems(recipe, pending, notes)
+    yield from _executor_problems(recipe, dry, notes)
+    with collected(found := []):
+        run_folder.check(recipe)
+    yield from found
+
+
+def choose_executor(recipe: Recipe) -> str:
+    """slurm or local."""
+    executor = recipe.cluster.executor
+    return ("slurm" if shutil.which("sbatch") else "local") if executor == "auto" else executor
+
+
+def _executor_problems(recipe: Recipe, dry: bool, notes: list[str]) -> Iterator[str]:
+    if choose_executor(recipe) == "local":
+        with collected(found := []):
+            local.rank_environments(components(recipe))
+        yield from found
+    elif shutil.which("sbatch"):
+        yield from preflight_slurm.problems(recipe, notes)
+    elif not dry:
+        yield "cluster.executor: slurm, but there is no sbatch here; submit from a Slurm login node, or =local"

@@ -1,0 +1,104 @@
+"""What a class of an installed library takes, read from the library's source: nothing is imported, for that takes seconds.
+
+Left out: what a class takes through `**kwargs` that are not its bases', and classes that are made at run time.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+Parameters = dict[str, str | None]
+"""By name the annotation, as it is written."""
+
+
+class NotThere(LookupError):
+    """The library is installed and has no such class."""
+
+
+@cache
+def parameters(dotted: str) -> Parameters | None:
+    """What the class takes beside `self`. None if that cannot be told: its library is not here, or the class takes anything.
+
+    Raises NotThere.
+    """
+    module, _, name = dotted.rpartition(".")
+    if not module or not _roots(module.partition(".")[0]):
+        return None
+    found = _class(module, name)
+    if found is None:
+        raise NotThere(dotted)
+    return _taken(*found)
+
+
+@cache
+def _roots(package: str) -> tuple[Path, ...]:
+    """The folders of a top-level package; none if it is not installed."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return ()
+    return tuple(map(Path, spec.submodule_search_locations or ())) if spec else ()
+
+
+@cache
+def module(dotted: str) -> ast.Module | None:
+    """The syntax tree of a module's source."""
+    package, *path = dotted.split(".")
+    for root in _roots(package):
+        for file in (root.joinpath(*path, "__init__.py"), root.joinpath(*path).with_suffix(".py") if path else root):
+            if file.is_file():
+                return ast.parse(file.read_text())
+    return None
+
+
+def _class(dotted: str, name: str, seen: frozenset[str] = frozenset()) -> tuple[str, ast.ClassDef] | None:
+    """(module, class) of a name that a module defines or imports."""
+    if dotted in seen or (tree := module(dotted)) is None:
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return dotted, node
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return _class(_imported_from(dotted, node), alias.name, seen | {dotted})
+    return None
+
+
+def _imported_from(dotted: str, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    package = dotted.split(".") if _is_package(dotted) else dotted.split(".")[:-1]
+    base = package[: len(package) - node.level + 1]
+    return ".".join([*base, *filter(None, [node.module])])
+
+
+def _is_package(dotted: str) -> bool:
+    package, *path = dotted.split(".")
+    return any(root.joinpath(*path, "__init__.py").is_file() for root in _roots(package))
+
+
+def _taken(dotted: str, node: ast.ClassDef) -> Parameters | None:
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            if item.args.kwarg is not None:
+                return None
+            arguments = [*item.args.posonlyargs, *item.args.args, *item.args.kwonlyargs][1:]
+            return {a.arg: ast.unparse(a.annotation) if a.annotation else None for a in arguments}
+    return fields(dotted, node)
+
+
+def fields(dotted: str, node: ast.ClassDef) -> Parameters:
+    """The annotated names of a class and of its bases, as a dataclass has them."""
+    found: Parameters = {}
+    for base in reversed(node.bases):
+        if isinstance(base, ast.Name) and (above := _class(dotted, base.id)):
+            found |= fields(*above)
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            found[item.target.id] = ast.unparse(item.annotation)
+    return {name: kind for name, kind in found.items() if not (kind or "").startswith("ClassVar")}

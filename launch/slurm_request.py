@@ -1,0 +1,92 @@
+"""What each component asks of Slurm, as sbatch will read it: the recipe, and the variables that go before it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from launch.job import components
+from launch.slurm_cluster import megabytes, minutes
+from pipeline.config import Recipe, ranks_per_node
+
+VARIABLES = {
+    "partition": "SBATCH_PARTITION",
+    "account": "SBATCH_ACCOUNT",
+    "qos": "SBATCH_QOS",
+    "constraint": "SBATCH_CONSTRAINT",
+}
+"""sbatch takes these for every component, and before what the batch script says. See sbatch(1), INPUT ENVIRONMENT VARIABLES."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One component's."""
+
+    key: str  # cluster.train
+    nodes: int
+    minutes: int
+    ranks_per_node: int
+    cpus: int  # on each node, at least
+    gpus: int  # on each node
+    memory_mb: float  # on each node; 0: nothing is said, or all that there is
+    partitions: tuple[str, ...]  # any of them will do; none: Slurm's default
+    account: str | None
+    qos: str | None
+    constraint: str | None
+
+
+def requests(recipe: Recipe) -> list[Request]:
+    """In the job's order."""
+    found = []
+    for name, component in components(recipe).items():
+        given = {key: os.environ.get(variable) or getattr(component, key) for key, variable in VARIABLES.items()}
+        partition = given.pop("partition")
+        found.append(
+            Request(
+                key=f"cluster.{name}",
+                nodes=component.nodes,
+                minutes=recipe.cluster.time_min,
+                ranks_per_node=ranks_per_node(component),
+                cpus=ranks_per_node(component) * (component.cpus_per_task or 1),
+                gpus=component.gpus_per_node,
+                memory_mb=_memory(component.mem) or 0,
+                partitions=tuple(partition.split(",")) if partition else (),
+                **given,
+            )
+        )
+    return found
+
+
+def problems(recipe: Recipe) -> Iterator[str]:
+    """What sbatch would not read as the recipe says it."""
+    for name, component in components(recipe).items():
+        for key, variable in VARIABLES.items():
+            ours, theirs = getattr(component, key), os.environ.get(variable)
+            if ours and theirs and ours != theirs:
+                yield (
+                    f"cluster.{name}.{key}: {ours}, but {variable}={theirs} in the environment, and sbatch takes that; unset"
+                    f" it, or {key}={theirs}"
+                )
+        if component.mem and _memory(component.mem) is None:
+            yield f"cluster.{name}.mem: '{component.mem}' is not an amount of memory such as 500G; 0 takes all of a node's"
+    limit = os.environ.get("SBATCH_TIMELIMIT")
+    if limit and _minutes(limit) != recipe.cluster.time_min:
+        yield (
+            f"cluster.time_min: {recipe.cluster.time_min}, but SBATCH_TIMELIMIT={limit} in the environment, and sbatch takes"
+            " that; unset it"
+        )
+
+
+def _minutes(text: str) -> float | None:
+    try:
+        return minutes(text)
+    except ValueError:
+        return None
+
+
+def _memory(text: str | None) -> float | None:
+    try:
+        return megabytes(text or "0")
+    except ValueError:
+        return None

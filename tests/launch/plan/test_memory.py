@@ -1,0 +1,233 @@
+"""What the memory part of the plan says of recipes, held against arithmetic; against measurements: test_memory_measured.py."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from launch.model_files import read_json
+from launch.model_shape import ModelShape
+from launch.plan import memory
+from launch.plan.activations import Passage, hugging_face, megatron, norms
+from launch.plan.cut import train_cut
+from launch.plan.memory_generate import Rank
+from launch.plan.memory_load import load, models
+from launch.plan.memory_megatron import Megatron, stages
+from pipeline import config
+from pipeline.config import RECIPES
+from tests.test_imports import ROOT
+
+
+def shape(name: str) -> ModelShape:
+    return ModelShape.of(read_json(RECIPES / f"models/{name}.json"))
+
+
+LLAMA, QWEN_MIXTURE, DEEPSEEK = shape("meta-llama/Llama-3.1-8B"), shape("Qwen/Qwen3-30B-A3B"), shape("unsloth/DeepSeek-V3-bf16")
+MEGATRON = "policy.megatron_cfg"
+
+
+def recipe(*overrides: str, name: str = "llama8b_grpo"):
+    return config.load(name, ["run_dir=runs/unused", *overrides])
+
+
+def trained(*overrides: str, of: ModelShape = LLAMA, name: str = "llama8b_grpo") -> memory.TrainMemory:
+    loaded = recipe(*overrides, name=name)
+    return memory.train(loaded, dict.fromkeys(config.models(loaded), of))
+
+
+def on_megatron(*overrides: str, **more) -> memory.TrainMemory:
+    on = ("policy.dtensor_cfg.enabled=false", f"{MEGATRON}.enabled=true")
+    return trained(*on, f"{MEGATRON}.activation_checkpointing=true", *overrides, **more)
+
+
+# ---- training -----------------------------------------------------------------------------------------------------------
+
+
+def test_fsdp_holds_sixteen_bytes_of_a_parameter_cut_over_all_ranks():
+    parts = trained("cluster.train.nodes=2").parts
+    held = parts["weights"] + parts["gradients"] + parts["optimizer"]
+    assert held == pytest.approx(16 * LLAMA.parameters / 16, rel=1e-6)
+
+
+def test_megatron_holds_whole_weights_and_gradients_and_cuts_the_rest():
+    parts = on_megatron().parts
+    held = parts["weights"] + parts["gradients"] + parts["optimizer"]
+    assert held == pytest.approx((2 + 4 + 12 / 8) * LLAMA.parameters, rel=1e-6)
+
+
+def test_gradients_in_half_precision_take_half():
+    halved = on_megatron(f"{MEGATRON}.distributed_data_parallel_config.grad_reduce_in_fp32=false").parts["gradients"]
+    assert halved == on_megatron().parts["gradients"] / 2
+
+
+def test_experts_spread_over_ranks_are_held_in_part():
+    spread = on_megatron(f"{MEGATRON}.expert_model_parallel_size=8", of=QWEN_MIXTURE).parts["gradients"]
+    whole = on_megatron(of=QWEN_MIXTURE).parts["gradients"]
+    assert whole - spread == pytest.approx(4 * QWEN_MIXTURE.routed * 7 / 8, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("of", "sizes", "dense"),
+    [
+        (DEEPSEEK, {"pipeline_model_parallel_size": 16, "num_layers_in_first_pipeline_stage": 3}, [3, *[0] * 15]),
+        (LLAMA, {"pipeline_model_parallel_size": 4}, [8, 8, 8, 8]),
+        (LLAMA, {"pipeline_model_parallel_size": 3, "num_layers_in_last_pipeline_stage": 4}, [14, 14, 4]),
+    ],
+)
+def test_pipeline_stages_have_all_layers(of, sizes, dense):
+    sizes = {"num_layers_in_last_pipeline_stage": 2 if of is DEEPSEEK else None, **sizes}
+    policy = recipe().policy
+    policy = dataclasses.replace(policy, megatron_cfg=dataclasses.replace(policy.megatron_cfg, **sizes))
+    (model, *_) = models(recipe(), {"policy": of})
+    found = stages(dataclasses.replace(model, policy=policy))
+    assert [stage.dense for stage in found] == dense
+    assert sum(stage.sparse for stage in found) == of.sparse_layers
+
+
+def test_stages_together_hold_the_model():
+    overrides = ("policy.dtensor_cfg.enabled=false", f"{MEGATRON}.enabled=true", f"{MEGATRON}.pipeline_model_parallel_size=4")
+    loaded = recipe(*overrides)
+    (model, *_), cut = models(loaded, {"policy": LLAMA}), train_cut(loaded.policy, loaded.cluster.train)
+    held = [Megatron(model, cut, True, stage) for stage in stages(model)]
+    assert sum(one.dense_parameters + one.expert_parameters for one in held) == LLAMA.parameters
+
+
+def test_an_early_stage_keeps_several_microbatches():
+    found = on_megatron(f"{MEGATRON}.pipeline_model_parallel_size=4", f"{MEGATRON}.activation_checkpointing=false")
+    assert "pipeline stage 0" in found.phase
+    last = on_megatron(
+        f"{MEGATRON}.pipeline_model_parallel_size=4",
+        f"{MEGATRON}.activation_checkpointing=false",
+        "policy.train_global_batch_size=4",
+    )
+    # Of one sequence and so one microbatch on each data rank, a stage keeps one.
+    assert found.parts["activations"] > 3 * last.parts["activations"]
+
+
+@pytest.mark.parametrize("layer", [hugging_face, megatron])
+@pytest.mark.parametrize(("of", "sparse"), [(LLAMA, False), (QWEN_MIXTURE, True), (DEEPSEEK, True)])
+def test_tokens_are_cut_by_context_and_widths_by_tensor_parallelism(layer, of, sparse):
+    one, half = (layer(of, sparse, Passage(tokens, 2, True)) for tokens in (8192, 4096))
+    assert half.saved == one.saved / 2
+    sequence = 4 if layer is megatron else 1  # which a mixture needs
+    cut = layer(of, sparse, Passage(8192, 2, True, tensor=4, sequence=sequence, expert_tensor=4))
+    assert one.saved / 4 <= cut.saved < one.saved
+
+
+def test_sequence_parallelism_cuts_all_that_a_layer_keeps():
+    kept = [megatron(LLAMA, False, Passage(8192, 2, True, tensor=4, sequence=sequence)).saved for sequence in (1, 4)]
+    whole = megatron(LLAMA, False, Passage(8192, 2, True)).saved
+    assert kept[1] == pytest.approx(whole / 4)
+    assert kept[0] > kept[1]
+
+
+@pytest.mark.parametrize(("of", "found"), [(LLAMA, (2, False, 0)), (QWEN_MIXTURE, (2, True, 0)), (DEEPSEEK, (2, False, 2048))])
+def test_norms_are_told_from_the_counts(of, found):
+    assert norms(of) == found
+
+
+def test_microbatches_are_no_larger_than_what_a_rank_has():
+    loaded = recipe("policy.train_global_batch_size=8", "policy.sequence_packing.train_mb_tokens=100000")
+    assert load(loaded, 8).train_tokens == loaded.policy.max_total_sequence_length
+    assert load(loaded, 8).microbatches == 1
+    pairs = config.load("llama8b_dpo", ["run_dir=runs/unused", "policy.sequence_packing.enabled=false"])
+    size = pairs.policy.train_micro_batch_size * pairs.policy.max_total_sequence_length
+    assert load(pairs, 8).train_tokens == 2 * size
+
+
+def test_models_beside_the_policy_count():
+    alone, both = trained("cluster.train.nodes=2"), trained("cluster.train.nodes=2", name="llama8b_ppo")
+    critic = 16 * (LLAMA.parameters - LLAMA.output + LLAMA.hidden) / 16
+    assert both.parts["other models"] == pytest.approx(critic, rel=1e-6)
+    assert "other models" not in alone.parts
+    assert alone.host == pytest.approx(2 * 4 * LLAMA.parameters / 16)  # the reference, and the policy while that is used
+
+
+def test_offloaded_weights_are_on_the_host():
+    found = trained("policy.dtensor_cfg.cpu_offload=true")
+    assert not {"weights", "gradients", "optimizer"} & found.parts.keys()
+    assert found.host >= 16 * LLAMA.parameters / 8
+
+
+# ---- generation -----------------------------------------------------------------------------------------------------------
+
+
+def generated(*overrides: str, of: ModelShape = LLAMA) -> memory.GenerateMemory:
+    return memory.generate(recipe(*overrides), of)
+
+
+def test_the_cache_is_what_is_left_of_the_share():
+    found = generated()
+    whole = recipe().policy.generation.vllm_cfg.gpu_memory_utilization * 80e9
+    assert found.total - found.parts["buffers"] == pytest.approx(whole)
+    assert found.parts["weights"] == pytest.approx(2 * LLAMA.parameters, rel=1e-3)
+    token = 2 * 2 * LLAMA.layers * LLAMA.kv_heads * LLAMA.head_dim
+    assert found.tokens == found.parts["KV cache"] // (16 * token) * 16 - 16
+
+
+def test_heads_are_copied_where_there_are_more_ranks():
+    cached = [Rank(LLAMA, 2, tensor, 1, False).cached for tensor in (1, 8, 16)]
+    assert cached == [65536, 8192, 8192]
+
+
+def test_latents_are_held_by_all_ranks():
+    assert [Rank(DEEPSEEK, 2, tensor, 1, True).cached for tensor in (1, 16)] == [61 * 576] * 2
+
+
+def test_ranks_together_hold_the_model_and_padding():
+    rank = Rank(LLAMA, 2, 8, 1, False)
+    norms_twice = 7 * LLAMA.other  # each rank has all norms
+    assert 8 * rank.parameters == pytest.approx(LLAMA.parameters + norms_twice, rel=1e-9)
+
+
+def test_projections_to_latents_are_whole_on_every_rank():
+    """q_a_proj and kv_a_proj_with_mqa of DeepSeek-V3: 7168 x (1536 + 512 + 64)."""
+    whole, cut = (Rank(DEEPSEEK, 2, tensor, 1, True).parameters for tensor in (1, 8))
+    replicated = DEEPSEEK.other + 61 * 7168 * (1536 + 512 + 64)
+    assert 8 * cut - whole == pytest.approx(7 * replicated, rel=1e-9)
+
+
+def test_weights_that_leave_no_room_leave_no_tokens():
+    assert generated(of=DEEPSEEK).tokens <= 0
+    assert generated(of=DEEPSEEK).sequences == 0
+
+
+def test_vllm_kwargs_override():
+    assert generated("policy.generation.vllm_kwargs.kv_cache_memory_bytes=1000000000").parts["KV cache"] == 1e9
+    assert generated("policy.generation.vllm_kwargs.kv_cache_dtype=fp8").tokens == pytest.approx(
+        2 * generated().tokens, rel=1e-3
+    )
+
+
+# ---- advice -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "backend", [("policy.dtensor_cfg.enabled=true",), ("policy.dtensor_cfg.enabled=false", f"{MEGATRON}.enabled=true")]
+)
+def test_advice_does_what_it_says(backend):
+    loaded = recipe(*backend)
+    held = memory.train(loaded, {"policy": LLAMA})
+    assert memory.advice(loaded, held, held.total) == []
+    texts = memory.advice(loaded, held, 0.8 * held.total)
+    assert texts
+    for text in texts:
+        change, _, told = text.partition(": ")
+        after = memory.train(recipe(*backend, *change.split()), {"policy": LLAMA}).total
+        assert told.startswith(f"{after / 1e9:.1f} GB of"), text
+        assert after <= 0.8 * held.total
+
+
+def test_advice_for_an_engine_makes_room():
+    loaded = recipe("cluster.generate.gpu_memory_gb=16")
+    held = memory.generate(loaded, LLAMA)
+    assert held.sequences == 0
+    (*_, text) = memory.advice(loaded, held, 16e9)
+    changed = recipe("cluster.generate.gpu_memory_gb=16", text.partition(": ")[0])
+    assert memory.generate(changed, LLAMA).sequences >= 1
+
+
+def test_no_torch():
+    code = "import sys, launch.plan.memory; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -1,0 +1,392 @@
+"""What preflight says of the file systems: weight files with real headers, images, mounts, and a disk that is too small."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from launch import preflight_storage
+from launch.job import ROOT
+from launch.preflight_space import conversions_folder, size
+from launch.preflight_storage import file_system
+from launch.preflight_weights import stored, trouble
+from pipeline import config
+from pipeline.config import ComponentConfig, Recipe
+from tests.launch.model import write_recipe
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    for variable in ("HETSTEP_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    return tmp_path
+
+
+def load(folder: Path, *overrides: str) -> Recipe:
+    return config.load(str(write_recipe(folder)), ["policy.random_init=false", *overrides])
+
+
+def write_shards(model: Path) -> None:
+    """Two weight files of 12 and 8 numbers, and their index."""
+    a, b, c = (np.arange(n, dtype=np.float32) for n in (4, 8, 8))
+    save_file({"a": a, "b": b}, model / SHARDS[0])
+    save_file({"c": c}, model / SHARDS[1])
+    weight_map = {"a": SHARDS[0], "b": SHARDS[0], "c": SHARDS[1]}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.fixture
+def disk(folder):
+    """A file system of 8 MiB."""
+    path = folder / "disk"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)], capture_output=True).returncode:
+        pytest.skip("may not mount a file system here")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.fixture
+def model(folder) -> Path:
+    write_recipe(folder)
+    write_shards(folder / "model")
+    return folder / "model"
+
+
+def problems(recipe: Recipe) -> list[str]:
+    return list(preflight_storage.problems(recipe))
+
+
+# ---- weights ------------------------------------------------------------------------------------------------------------
+
+
+def test_whole_weights(folder, model):
+    assert problems(load(folder)) == []
+    found = stored(model)
+    assert (found.files, found.parameters, found.nbytes, found.troubles) == (2, 20, 80, {})
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def cut_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"12345")
+
+
+def lfs(path: Path) -> None:
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4976698672\n")
+
+
+def annex(path: Path) -> None:
+    path.write_text("/annex/objects/SHA256E-s4976698672--00.safetensors\n")
+
+
+def annex_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("../.git/annex/objects/aa/bb/SHA256E-s1--00")
+
+
+def half_downloaded(path: Path) -> None:
+    blobs = path.parent / "blobs"
+    blobs.mkdir()
+    (blobs / "abc.incomplete").write_bytes(b"1")
+    path.unlink()
+    path.symlink_to("blobs/abc")
+
+
+def dangling(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (cut, "is cut off: it has"),
+        (cut_header, "is cut off: it has 20 bytes, and its header alone"),
+        (lengthen, "has 5 bytes more than its header says"),
+        (lfs, "is a Git LFS pointer, not the file; `git lfs pull`"),
+        (annex, "is a git-annex pointer, not the file; `git annex get`"),
+        (annex_link, "is a git-annex link without its content"),
+        (half_downloaded, "has not been downloaded to its end"),
+        (dangling, "is a link to"),
+        (Path.unlink, "is missing; fetch it again"),
+        (lambda path: path.write_bytes(b""), "is empty"),
+        (lambda path: path.write_bytes(b"x" * 200), "is no safetensors file"),
+        (lambda path: path.write_bytes((9).to_bytes(8, "little") + b'{"a": 12}'), "is no safetensors file"),
+        (lambda path: save_file({"other": np.zeros(8, np.float32)}, path), "lacks 1 of the 1 tensors that the index says"),
+    ],
+)
+def test_spoiled_weights(folder, model, spoil, says):
+    spoil(model / SHARDS[1])
+    (problem,) = problems(load(folder))
+    assert problem.startswith(f"policy.model_name: {model / SHARDS[1]} ") and says in problem
+
+
+def test_every_bad_file_is_told(folder, model):
+    cut(model / SHARDS[0])
+    lfs(model / SHARDS[1])
+    lfs(model / "tokenizer.json")
+    said = problems(load(folder))
+    assert [problem.split()[1].rpartition("/")[2] for problem in said] == ["tokenizer.json", *SHARDS]
+    assert problems(load(folder, "policy.random_init=true")) == said[:1]  # which needs no weights
+
+
+def test_no_weights_and_an_index_that_is_none(folder, model):
+    index = model / "model.safetensors.index.json"
+    index.write_text("{}")
+    assert "is not an index of weight files" in "".join(problems(load(folder)))
+    lfs(index)
+    assert "index.json is a Git LFS pointer" in "".join(problems(load(folder)))
+    index.unlink()
+    assert "has no weights (model.safetensors or model.safetensors.index.json)" in "".join(problems(load(folder)))
+    (model / "pytorch_model.bin").write_bytes(b"1")
+    assert "pytorch_model*.bin only, which are pickles" in "".join(problems(load(folder)))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be someone else")
+def test_weights_that_may_not_be_read(folder, model, monkeypatch):
+    (model / SHARDS[0]).chmod(0)
+    monkeypatch.chdir(folder)
+    os.seteuid(65534)
+    try:
+        said = trouble(Path(f"model/{SHARDS[0]}"))
+    finally:
+        os.seteuid(0)
+    assert said == "cannot be read: Permission denied"
+
+
+def test_a_snapshot_in_the_hub_cache(folder, model):
+    """Its files are links to blobs."""
+    repository = folder / "hf/hub/models--org--name"
+    snapshot = repository / "snapshots/0123"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for i, path in enumerate(sorted(model.iterdir())):
+        path.rename(repository / f"blobs/{i}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{i}")
+    recipe = load(folder, "policy.model_name=org/name")
+    assert problems(recipe) == []
+    blob = (snapshot / SHARDS[0]).resolve()
+    blob.rename(blob.with_name(f"{blob.name}.0a1b.incomplete"))
+    (problem,) = problems(recipe)
+    assert f"{snapshot / SHARDS[0]} has not been downloaded to its end" in problem
+    assert trouble(snapshot / SHARDS[1]) is None
+
+
+# ---- folders ------------------------------------------------------------------------------------------------------------
+
+
+def test_folders_that_cannot_be_written(folder, model, disk, monkeypatch):
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    monkeypatch.setenv("HETSTEP_MEGATRON_CHECKPOINT_DIR", str(disk / "conversions"))
+    (folder / "run").mkdir()
+    (folder / "run/checkpoints").symlink_to(disk)
+    of_run, of_conversions = problems(load(folder, "policy.megatron_cfg.enabled=true"))
+    assert of_run.startswith(f"run_dir: {folder / 'run/checkpoints'} cannot be written")
+    assert of_conversions.startswith(f"HETSTEP_MEGATRON_CHECKPOINT_DIR: {disk / 'conversions'} cannot be written")
+
+
+def test_where_conversions_are(folder, model, monkeypatch):
+    recipe = load(folder)
+    assert conversions_folder(recipe) == folder / "hf/hetstep"
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", "/shared/a")
+    assert conversions_folder(recipe) == Path("/shared/a")
+    recipe.cluster.train.env_vars = {"HETSTEP_MEGATRON_CHECKPOINT_DIR": "/shared/b"}
+    assert conversions_folder(recipe) == Path("/shared/b")
+
+
+def test_the_type_of_a_file_system():
+    assert file_system(Path("/proc/self/no/such/file")) == ("proc", "/proc")
+
+
+def test_a_job_on_a_file_system_of_one_machine_is_noted(folder, model, monkeypatch):
+    (folder / "bin").mkdir()
+    (folder / "bin/sbatch").write_text("")
+    (folder / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder / "bin"))
+    monkeypatch.setattr(preflight_storage, "OWN", {file_system(folder)[0]})
+    notes: list[str] = []
+    assert list(preflight_storage.problems(load(folder, "cluster.executor=slurm"), [], notes)) == []
+    assert "run_dir (" in notes[0] and "all nodes of the job must see it" in notes[0]
+    assert list(preflight_storage.problems(load(folder, "cluster.executor=local"), [], [])) == []
+
+
+# ---- containers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def contained(folder, model, monkeypatch):
+    """(keys of cluster.train and cluster.generate) -> problems of a job in containers."""
+    (folder / "bin").mkdir()
+    (folder / "bin/sbatch").write_text("")
+    (folder / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    image = folder / "train.sqsh"
+    image.write_bytes(b"hsqs" + bytes(36) + (200).to_bytes(8, "little") + bytes(152))
+
+    def check(**keys) -> list[str]:
+        recipe = load(folder, "cluster.executor=slurm")
+        recipe.cluster.train = ComponentConfig(**{"container_image": str(image), "python": "python3", **keys})
+        return problems(recipe)
+
+    return check
+
+
+def test_what_a_container_needs(folder, contained):
+    said = contained(container_mounts=[f"{ROOT}:{ROOT}"])
+    assert [problem.partition(", is not mounted")[0].removeprefix("cluster.train.container_mounts: ") for problem in said] == [
+        f"the run folder, {folder / 'run'}",
+        f"the model of policy.model_name, {folder / 'model'}",
+        f"data.train.data_path, {folder / 'data.jsonl'}",
+    ]
+    assert all("; add " in problem for problem in said)
+    assert contained(container_mounts=[str(ROOT), f"{folder}:{folder}:rw+rprivate"]) == []
+    (said,) = contained(container_mounts=[f"{ROOT}:{ROOT}:ro", f"{folder}:{folder}:ro"])
+    assert "the run folder" in said and "mounted read-only" in said
+    said = contained(container_mounts=[f"{ROOT}:{ROOT}", f"{folder}:/data"])  # it has another name there
+    assert len(said) == 3
+
+
+def test_links_that_lead_out_of_a_mount(folder, contained):
+    (folder / "far").mkdir()
+    (folder / "model").rename(folder / "far/model")
+    (folder / "model").symlink_to(folder / "far/model")
+    near = [f"{path}:{path}" for path in (ROOT, folder / "run", folder / "data.jsonl", folder / "model")]
+    (folder / "run").mkdir()
+    assert contained(container_mounts=near) == []  # a mount follows the link that it is given
+    (folder / "near").mkdir()
+    (folder / "near/model").symlink_to(folder / "far/model")
+    recipe_of = [*near[:3], f"{folder / 'near'}:{folder / 'near'}"]
+    (folder / "model").unlink()
+    (folder / "model").symlink_to(folder / "near/model")
+    (said,) = contained(container_mounts=recipe_of)
+    assert f"and {folder / 'far/model'}:{folder / 'far/model'}, where it leads" in said
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"container_mounts": ["/nowhere:/data"]}, "container_mounts: '/nowhere:/data': there is no /nowhere here"),
+        ({"container_mounts": ["tmp:/data"]}, "container_mounts: 'tmp:/data' is not of the form"),
+        ({"container_mounts": ["/tmp:data"]}, "is not of the form /from:/to or /from:/to:ro"),
+        ({"container_mounts": ["/tmp:"]}, "is not of the form"),
+        ({"container_image": "train.sqsh"}, "pyxis looks for 'train.sqsh' in a registry; for the file give its whole path"),
+        ({"container_image": "/no/train.sqsh"}, "container_image: /no/train.sqsh is missing; give the path of a .sqsh file"),
+        ({"container_image": str(ROOT / "README.md")}, "README.md is no squashfs image"),
+        ({"python": None}, f"cluster.train.python: null takes {sys.executable}, which is not in the container"),
+    ],
+)
+def test_containers_that_would_not_start(folder, contained, keys, says):
+    given = [f"{ROOT}:{ROOT}", f"{folder}:{folder}"]
+    (problem,) = contained(**{**keys, "container_mounts": given + keys.get("container_mounts", [])})
+    assert problem.startswith("cluster.train.") and says in problem
+
+
+def test_an_image_that_was_cut_off_and_one_of_a_registry(folder, contained):
+    given = {"container_mounts": [f"{ROOT}:{ROOT}", f"{folder}:{folder}"]}
+    cut(folder / "train.sqsh")
+    (problem,) = contained(**given)
+    assert "train.sqsh is cut off: it has 195 of 200 bytes" in problem
+    assert contained(container_image="nvcr.io#nvidia/pytorch:26.01-py3", **given) == []
+
+
+def test_paths_from_where_the_job_is_submitted(folder, contained, monkeypatch):
+    monkeypatch.chdir(folder)
+    given = {"container_mounts": [f"{ROOT}:{ROOT}", f"{folder}:{folder}"]}
+
+    def check(**keys):
+        recipe = load(folder, "cluster.executor=slurm", "policy.model_name=model", "data.train.data_path=data.jsonl")
+        recipe.cluster.train = ComponentConfig(container_image=str(folder / "train.sqsh"), python="python3", **given, **keys)
+        return problems(recipe)
+
+    (problem,) = check()
+    assert problem.startswith("cluster.train.container_workdir: None, but the recipe's paths of the model of policy.model_name")
+    assert problem.endswith(f"data.train.data_path are from {folder}; {folder} would do, or whole paths")
+    assert check(container_workdir=str(folder)) == []
+
+
+def test_python_without_a_container(folder, contained):
+    (problem,) = contained(container_image=None, python="/no/python")
+    assert problem.startswith("cluster.train.python: /no/python is no program")
+
+
+# ---- free space ---------------------------------------------------------------------------------------------------------
+
+LLAMA = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+LLAMA |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 1000, "tie_word_embeddings": False}
+PARAMETERS = 2 * 1000 * 64 + 64 + 2 * (2 * 64 * (64 + 32) + 3 * 64 * 128 + 2 * 64)
+
+
+def llama(folder: Path, *overrides: str) -> Recipe:
+    recipe = load(folder, "policy.random_init=true", "checkpointing.save_period=1", "grpo.max_num_steps=100", *overrides)
+    (folder / "model/config.json").write_text(json.dumps(LLAMA))
+    return recipe
+
+
+def test_checkpoints_that_do_not_fit(folder, model, disk):
+    one = PARAMETERS * 12  # a float32 weight, and Adam's two of the same
+    assert 3 * one < 8 << 20 < 4 * one
+    run = f"run_dir={disk / 'run'}"
+    (problem,) = problems(llama(folder, run))
+    assert problem.startswith(f"run_dir: 8.4 MB are free on the file system of {disk}, and this run will write {size(4 * one)}")
+    assert f"4 checkpoints of {size(one)} at once (checkpointing.keep_top_k=3)" in problem
+    assert problem.endswith("checkpointing.keep_top_k=2 would fit, or another run_dir")
+    assert problems(llama(folder, run, "checkpointing.keep_top_k=2")) == []
+    (problem,) = problems(llama(folder, run, "checkpointing.keep_top_k=2", "checkpointing.metric_name=train:reward"))
+    assert problem.endswith("checkpointing.keep_top_k=1 would fit, or another run_dir")  # the latest is kept besides
+    (problem,) = problems(llama(folder, run, "checkpointing.keep_top_k=null"))
+    assert "100 checkpoints" in problem and "keep_top_k=2 would fit" in problem
+    assert problems(llama(folder, run, "checkpointing.enabled=false")) == []
+    assert problems(llama(folder, run, "grpo.max_num_steps=3")) == []  # three are all there will be
+    assert problems(llama(folder, run, "policy.optimizer.name=torch.optim.SGD", "policy.optimizer.kwargs={lr: 1}")) == []
+    (problem,) = problems(llama(folder, run, "checkpointing.keep_top_k=2", "checkpointing.save_consolidated=true"))
+    assert f"3 checkpoints of {size(one + 2 * PARAMETERS)}" in problem
+
+
+def test_checkpoints_that_are_there_already(folder, model, disk):
+    step = disk / "run/checkpoints/step_000001"
+    step.mkdir(parents=True)
+    (step / "train-rank00000.safetensors").write_bytes(bytes(PARAMETERS * 12))
+    recipe = llama(folder, f"run_dir={disk / 'run'}", "checkpointing.keep_top_k=2")
+    assert problems(recipe) == []  # it will be removed in time
+    (disk / "other").write_bytes(bytes(1 << 20))
+    assert problems(recipe) == []
+    (disk / "more").write_bytes(bytes(1 << 20))
+    (problem,) = problems(recipe)
+    assert f", of which {size(PARAMETERS * 12)} are there" in problem
+
+
+def test_a_conversion_that_does_not_fit(folder, model, disk, monkeypatch):
+    monkeypatch.setenv("HETSTEP_MEGATRON_CHECKPOINT_DIR", str(disk / "conversions"))
+    (model / "model.safetensors.index.json").unlink()
+    save_file({"a": np.zeros(3 << 20, np.float32)}, model / "model.safetensors")
+    recipe = load(folder, "policy.megatron_cfg.enabled=true", "checkpointing.enabled=false")
+    (problem,) = problems(recipe)
+    assert problem.startswith("HETSTEP_MEGATRON_CHECKPOINT_DIR: ") and "Megatron conversion of" in problem
+    assert size(12 << 20) in problem
+    made = disk / "conversions/model-0123456789abcdef/000001"
+    made.mkdir(parents=True)
+    (made / "complete.json").write_text("{}")
+    assert problems(recipe) == []
+    assert problems(load(folder, "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.force_reconvert_from_hf=true")) != []
+
+
+def test_a_model_that_is_too_large_for_any_disk(folder, model):
+    recipe = llama(folder)
+    (model / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 10**12}))
+    (problem,) = problems(recipe)
+    assert problem.endswith("another run_dir, or checkpointing.enabled=false")
