@@ -123,10 +123,15 @@ def _checkpoint(recipe: Recipe, pending: list[Path], notes: list[str]) -> float 
                     f"room for checkpoints was not checked: the size of the model of {section}.model_name is not known"
                 )
                 return None
-            total += count * 4 * (1 + _states(held[section]))
+            total += saved_bytes(held[section], count)
     if recipe.checkpointing.save_consolidated:
         total += _parameters("policy", recipe.policy, pending, trained=False) * PRECISIONS[recipe.policy.precision]
     return total
+
+
+def saved_bytes(policy: PolicyConfig, parameters: int) -> float:
+    """What a checkpoint holds of a trained model of which so many parameters are trained."""
+    return 4 * (1 + _states(policy)) * parameters
 
 
 def _parameters(section: str, policy: PolicyConfig, pending: list[Path], trained: bool) -> int | None:

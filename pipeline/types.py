@@ -163,15 +163,16 @@ class TopK:
 class Outputs:
     """What a model says of each token of a batch. Where a sequence begins there is no distribution: its entries are 0."""
 
-    logprobs: torch.Tensor | None = None  # [T] float32
+    logprobs: torch.Tensor | None = None  # [T] float32; where sampling is truncated -inf of tokens that this model cuts away
     entropy: torch.Tensor | None = None  # [T] float32, of the distribution that token t was drawn from
     top_k: TopK | None = None
     values: torch.Tensor | None = None  # [T] float32, the value head's on the state *after* token t
+    full_logprobs: torch.Tensor | None = None  # [T] float32, before top-p and top-k; only where sampling is truncated
 
     def tensors(self) -> list[torch.Tensor]:
         """Those that are there, always in the same order."""
         top_k = [self.top_k.tokens, self.top_k.logprobs] if self.top_k else []
-        return [t for t in (self.logprobs, self.entropy, self.values, *top_k) if t is not None]
+        return [t for t in (self.logprobs, self.entropy, self.values, self.full_logprobs, *top_k) if t is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,8 @@ class PackedBatch:
     advantages: torch.Tensor  # [T] float32
     rewards: torch.Tensor  # [S] float32, see Sample.reward
     old_logprobs: torch.Tensor | None = None  # [T] float32, by the policy before this step's first update
-    reference_logprobs: torch.Tensor | None = None  # [T] float32, by the frozen reference policy
+    old_full_logprobs: torch.Tensor | None = None  # [T] float32, likewise; see Outputs.full_logprobs
+    reference_logprobs: torch.Tensor | None = None  # [T] float32, by the frozen reference policy; never truncated
     old_values: torch.Tensor | None = None  # [T] float32, by the critic before this step's first update; after token t
     returns: torch.Tensor | None = None  # [T] float32: what the critic's value *before* token t should be
     teacher: TopK | None = None  # the teacher's most likely tokens

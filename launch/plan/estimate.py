@@ -18,6 +18,7 @@ from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
 from launch.plan.phase import Phase, seconds_by_clock
 from launch.plan.split import Split
+from launch.preflight_space import saved_bytes
 from pipeline import config
 from pipeline.config import Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
 from pipeline.config.schema import PlanConfig
@@ -25,7 +26,6 @@ from pipeline.config.schema import PlanConfig
 GIGA = 1e9
 STATE = ("weights", "gradients", "optimizer")  # what no batch size or recomputation makes smaller
 ROOM = 0.8  # of a GPU, for weights of an engine: what is left must hold a KV cache
-SAVED_BYTES = 12  # of a trained parameter in a checkpoint: float32 weight and Adam's two moments
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> float | None:
-        """Of one, with Adam's state; None where only adapters are saved."""
+        """Of one; None where only adapters are saved."""
         if self.recipe.policy.dtensor_cfg.lora_cfg.enabled and not uses_megatron(self.recipe.policy):
             return None
-        trained = [shape for name, shape in self.shapes.items() if name in ("policy", "value")]
-        return SAVED_BYTES * sum(shape.parameters for shape in trained)
+        trained = {name: model for name, model in config.models(self.recipe).items() if name in ("policy", "value")}
+        return sum(saved_bytes(model, self.shapes[name].parameters) for name, model in trained.items())
 
     @property
     def checkpoints(self) -> int:

@@ -18,6 +18,9 @@ class Needs:
 
     head: Head = "logprobs"  # of the model that `policy` describes; a reward model has "values"
     entropy: bool = False  # of every distribution, in the policy's outputs
+    truncated: bool = (
+        False  # the policy's log-probs (but the reference's) are of what policy.generation's top_p and top_k leave
+    )
     old: bool = False  # log-probs by the policy as it is before the first update
     reference: bool = False  # log-probs by the policy as it was loaded at the start of the run
     critic: bool = False  # a model of its own; its values before the first update

@@ -41,6 +41,7 @@ class GRPO:
         several = updates_per_step > 1 and not loss.force_on_policy_ratio
         self.needs = Needs(
             entropy=loss.log_entropy or loss.entropy_coeff != 0,
+            truncated=True,
             old=several or filtered or loss.use_kl_in_reward,
             reference=loss.reference_policy_kl_penalty != 0,
             estimates=filtered or self._plus_plus,

@@ -31,6 +31,7 @@ from pipeline.algorithms.reductions import (
     masked_extreme,
     masked_share,
     per_token,
+    possible,
     sequence_means,
     sequence_sums,
 )
@@ -63,8 +64,9 @@ def truncated(log_weights: torch.Tensor, batch: PackedBatch, config: LossConfig)
 
 
 def trusted(batch: PackedBatch, threshold: float) -> torch.Tensor:
-    """`[T]` bool: the mask without the sequences whose log-probs differ too much."""
-    return batch.loss_mask & (per_token(_sequence_errors(batch.old_logprobs, batch), batch) <= threshold)
+    """`[T]` bool: the mask without the sequences whose log-probs differ too much, tokens apart that truncation cuts away."""
+    judged = batch if batch.old_full_logprobs is None else possible(batch, batch.old_logprobs)
+    return batch.loss_mask & (per_token(_sequence_errors(batch.old_logprobs, judged), batch) <= threshold)
 
 
 def mismatch_metrics(old: torch.Tensor, batch: PackedBatch, counts: GlobalCounts) -> dict[str, torch.Tensor]:

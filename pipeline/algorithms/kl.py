@@ -9,6 +9,8 @@ In a loss the tokens' own distribution is what is differentiated, so the estimat
 use_on_policy_kl_approximation pi / pi_generate, which also corrects for tokens that another policy drew. kl_input_clamp_value
 bounds x, kl_output_clamp_value the estimate with its factor, as in NeMo-RL; beyond a bound there is no gradient.
 
+Both are whole distributions, also where sampling is truncated: the estimate is then of the tokens that could be drawn.
+
 Left out: the exact divergence over the whole vocabulary.
 """
 
@@ -57,7 +59,8 @@ def kl_in_loss(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfig) -
 
 def kl_in_reward(batch: PackedBatch, config: LossConfig) -> torch.Tensor:
     """`[T]`, 0 where the mask is False: of the policy before the step's first update. It has no gradient."""
-    return _estimate(batch.old_logprobs, batch, config, weight=None)
+    old = batch.old_logprobs if batch.old_full_logprobs is None else batch.old_full_logprobs
+    return _estimate(old, batch, config, weight=None)
 
 
 def _estimate(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfig, weight: torch.Tensor | None) -> torch.Tensor:

@@ -14,6 +14,12 @@ averaged over all tokens of the step (token_level_loss), or within each sequence
 Where a step has one update, pi_old is pi itself, so that its log-probs need no forward pass of their own; force_on_policy_ratio
 says so of any step. The ratio is then 1 and has the gradient of log pi.
 
+Where sampling is truncated (top_p, top_k), pi is what that leaves of the policy, as tokens were drawn. One that was drawn may
+yet lie outside: the ranks compute a little differently, and the policy moves within a step. There pi or pi_old, and with it
+w r, is 0, so that the token has no part in the first line, nor in metrics but excluded_fraction, which says how many there are.
+(They still count among all tokens of the step.) NeMo-RL gives them pi = 1, which has no gradient either, but enters ratios of
+sequences and the metrics. KL is of whole distributions, as in NeMo-RL: what the reference would cut away is another set.
+
 Left out: VAPO's loss on right answers, masks on sequences that have become unlikely, other clips than these.
 """
 
@@ -25,7 +31,7 @@ from pipeline.algorithms.cispo import cispo, is_bounded
 from pipeline.algorithms.gspo import sequence_log_ratios
 from pipeline.algorithms.importance_sampling import importance_log_weights, mismatch_metrics, truncated, weight_metrics
 from pipeline.algorithms.kl import kl_in_loss
-from pipeline.algorithms.reductions import counted, masked_extreme, masked_share
+from pipeline.algorithms.reductions import counted, masked_extreme, masked_share, possible
 from pipeline.algorithms.rloo import reinforce
 from pipeline.algorithms.surrogate import clipped_surrogate, is_clipped
 from pipeline.config import LossConfig
@@ -41,6 +47,10 @@ class PolicyLoss:
         current = logprobs.detach()
         on_policy = batch.old_logprobs is None or config.force_on_policy_ratio
         old = current if on_policy else batch.old_logprobs
+        whole, cut = batch, outputs.full_logprobs is not None
+        if cut:
+            batch = possible(whole, current, old)
+            seen = torch.where(old == -torch.inf, whole.generate_logprobs, old)
         log_ratio = counted(logprobs - old, batch)
         if config.sequence_level_importance_ratios:
             log_ratio = sequence_log_ratios(log_ratio, batch)
@@ -58,16 +68,20 @@ class PolicyLoss:
                 "ratio_max": masked_extreme(ratio, batch, largest=True),
                 "ratio_min": masked_extreme(ratio, batch, largest=False),
                 "approx_entropy": masked_share(-torch.exp(current - batch.generate_logprobs) * current, batch, counts),
-                **mismatch_metrics(old, batch, counts),
+                **mismatch_metrics(seen if cut else old, whole, counts),
                 **weight_metrics(log_weights, outside, batch, counts, config),
             }
-        if batch.reference_logprobs is not None:
-            kl = masked_share(kl_in_loss(logprobs, batch, config), batch, counts, config.token_level_loss)
+            if cut:
+                excluded = whole.loss_mask & ~batch.loss_mask
+                metrics["excluded_fraction"] = masked_share(excluded.to(ratio.dtype), whole, counts)
+        if whole.reference_logprobs is not None:
+            kl = kl_in_loss(outputs.full_logprobs if cut else logprobs, whole, config)
+            kl = masked_share(kl, whole, counts, config.token_level_loss)
             metrics["reference_kl"] = kl.detach()
             if not config.use_kl_in_reward:
                 loss = loss + config.reference_policy_kl_penalty * kl
         if outputs.entropy is not None:
-            entropy = masked_share(outputs.entropy, batch, counts)
+            entropy = masked_share(outputs.entropy, whole, counts)
             metrics["entropy"] = entropy.detach()
             if config.entropy_coeff != 0:
                 loss = loss - config.entropy_coeff * entropy

@@ -31,6 +31,7 @@ class PPO:
         filtered = ppo.seq_logprob_error_threshold is not None
         self.needs = Needs(
             entropy=loss.log_entropy or loss.entropy_coeff != 0,
+            truncated=True,
             old=several or filtered or loss.use_kl_in_reward,
             reference=loss.reference_policy_kl_penalty != 0,
             critic=True,

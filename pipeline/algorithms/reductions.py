@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from pipeline.types import BIN_EDGES, BINS, GlobalCounts, PackedBatch
@@ -33,6 +35,14 @@ def histogram_share(logs: torch.Tensor, batch: PackedBatch, counts: GlobalCounts
 def counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """`[T]`: 0 where the mask is False, whatever is there (inf and nan too), and with no gradient."""
     return torch.where(batch.loss_mask, values, 0)
+
+
+def possible(batch: PackedBatch, *logprobs: torch.Tensor) -> PackedBatch:
+    """The batch without the tokens that have no probability in one of the `[T]` log-probs: they do not count."""
+    mask = batch.loss_mask
+    for each in logprobs:
+        mask = mask & (each != -torch.inf)
+    return dataclasses.replace(batch, loss_mask=mask)
 
 
 def sequence_sums(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

@@ -43,14 +43,16 @@ def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: 
 
 
 def keep_top(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Logits [R, V] with -inf outside each row's top k [R] int64 and then outside the smallest set of probability top p [R]."""
-    ordered, order = logits.sort(dim=-1, descending=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)
-    probabilities = ordered.softmax(-1)
+    """Logits [R, V] with -inf outside each row's top k [R] int64 and then outside the smallest set of probability top p [R].
+
+    Logits that are equal to the least one of a set are all in it, as on the train ranks.
+    """
+    ordered = logits.sort(dim=-1, descending=True).values
+    outside = ordered < ordered.gather(-1, top_k[:, None] - 1)
+    probabilities = ordered.masked_fill(outside, -torch.inf).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities  # so the first is always kept
-    ordered = ordered.masked_fill(before >= top_p[:, None], -torch.inf)
-    return torch.empty_like(logits).scatter_(-1, order, ordered)
+    floor = ordered.masked_fill(outside | (before >= top_p[:, None]), torch.inf).amin(-1, keepdim=True)
+    return logits.masked_fill(logits < floor, -torch.inf)
 
 
 def sample(

@@ -3,7 +3,9 @@
 vLLM takes torch's default process group for its own. When it is not the only realm, `world.py` has by then made the engine's
 ranks the default group, and vLLM's tensor parallelism runs over them through its `external_launcher`: every rank schedules for
 itself, identically, because every rank is given the same requests. Weights may be replaced while requests run: nothing is in
-flight then, and a cached prefix is only found by requests of the weights that made it. Left out: sleep and wake.
+flight then, and a cached prefix is only found by requests of the weights that made it. With speculative decoding
+(`vllm_kwargs.speculative_config`) the draft stays as it was loaded, and what it drafts is drawn again where the policy would
+not: log-probs are the policy's. Left out: sleep and wake, drafts that are trained.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeline.config import PolicyConfig
+from pipeline.config import PolicyConfig, VLLMConfig
 from pipeline.generate.base import Unit
 from pipeline.generate.requests import eos_token_ids, new_token_limit
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
@@ -35,6 +37,9 @@ for _name, _value in {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }.items():
     os.environ.setdefault(_name, _value)
+if "OMP_NUM_THREADS" in os.environ:
+    # Numba, with which vLLM finds n-grams, sets OpenMP's threads for torch too: to as many as there are cores.
+    os.environ.setdefault("NUMBA_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
 
 from vllm.platforms import current_platform  # noqa: E402
 
@@ -57,9 +62,9 @@ from pipeline.generate.vllm_layout import ModuleUnit, record  # noqa: E402
 from pipeline.generate.vllm_update import VLLMUpdate  # noqa: E402
 
 if current_platform.is_cpu():
-    from pipeline.generate.vllm_cpu import spread_experts
+    from pipeline.generate import vllm_cpu
 
-    spread_experts()
+    vllm_cpu.mend()
 
 _CPU_CACHE_BYTES = 4 << 30  # at most; sequences that do not fit wait
 
@@ -241,7 +246,22 @@ def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) 
         # A prompt in pieces makes vLLM rewind the request's generator, which CPU generators cannot.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(vllm_cfg.max_model_len, generation.max_num_seqs, 4096)
-    return arguments | generation.vllm_kwargs
+    if vllm_cfg.precision == "fp8":
+        arguments |= _fp8(vllm_cfg)
+    arguments |= generation.vllm_kwargs
+    if arguments.get("speculative_config"):
+        # A draft's own weights are no part of a refit: they come from its files, and stay.
+        arguments["speculative_config"] = {"draft_load_config": {"load_format": "auto"}} | arguments["speculative_config"]
+    return arguments
+
+
+def _fp8(vllm_cfg: VLLMConfig) -> dict[str, Any]:
+    """vLLM's own quantisation of weights that come in bfloat16: to e4m3, each block with a float32 scale; activations likewise,
+    as they come, in groups of 128. NeMo-RL's fp8 is the same (nemo_rl/models/generation/vllm/quantization/fp8.py)."""
+    if current_platform.is_cpu():
+        raise ValueError("policy.generation.vllm_cfg.precision: fp8 needs a GPU, and this generate rank has none; auto")
+    names = vllm_cfg.quantization_ignored_layer_kws or []
+    return {"quantization": "fp8_per_block", "quantization_config": {"ignore": [f"*{name}*" for name in names]}}
 
 
 def _cpu_cache_bytes(policy: PolicyConfig, config: Any, tensor_ranks: int) -> int:

@@ -1,7 +1,11 @@
-"""Expert parallelism on a CPU, which vLLM 0.32 lacks.
+"""What vLLM 0.32 gets wrong on a CPU.
 
-Its CPU kernel for mixtures of experts takes a token's experts by their numbers in the whole model, also where a rank holds only
-some of them, and so reads past the end of its weights.
+Expert parallelism: its kernel for mixtures of experts takes a token's experts by their numbers in the whole model, also where a
+rank holds only some of them, and so reads past the end of its weights.
+
+Speculative decoding: what stands in for the Triton kernel that gives every drafted token its request's temperature, top_p and
+top_k writes them into a copy, so that what is used is whatever was in memory. And once numba is loaded, which finds n-grams, no
+other engine of the process gets past the search for Triton kernels: so that is done once.
 """
 
 from __future__ import annotations
@@ -10,11 +14,16 @@ import functools
 
 import torch
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.platforms import current_platform
+from vllm.utils import cpu_triton_utils
 
 
-def spread_experts() -> None:
-    """Have the kernel called with each rank's own numbers of its experts. Once per process."""
+def mend() -> None:
+    """Once per process, before there is an engine."""
     CPUUnquantizedExperts.apply = _with_local_numbers(CPUUnquantizedExperts.apply)
+    cpu_triton_utils._expand_kernel_impl = _expand
+    platform = type(current_platform)
+    platform.register_triton_kernel_overrides = staticmethod(functools.cache(platform.register_triton_kernel_overrides))
 
 
 def _with_local_numbers(apply):
@@ -28,3 +37,16 @@ def _with_local_numbers(apply):
         apply(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **others)
 
     return mended
+
+
+def _expand(
+    output: torch.Tensor,  # [tokens]
+    values: torch.Tensor,  # [requests]
+    cu_num_tokens: torch.Tensor,  # [requests], how many tokens there are up to the end of each
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int | None = None,
+) -> None:
+    """Each request's value for all of its tokens."""
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts.long()))

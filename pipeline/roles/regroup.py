@@ -28,5 +28,6 @@ def regroup(outputs: Sequence[Outputs], update: Update) -> list[Outputs]:
 def _like(outputs: Outputs, tensors: list[torch.Tensor]) -> Outputs:
     """With other tensors in the place of `outputs.tensors()`."""
     rest = iter(tensors)
-    fields = {name: next(rest) for name in ("logprobs", "entropy", "values") if getattr(outputs, name) is not None}
+    names = ("logprobs", "entropy", "values", "full_logprobs")
+    fields = {name: next(rest) for name in names if getattr(outputs, name) is not None}
     return Outputs(**fields, top_k=TopK(*rest) if outputs.top_k else None)

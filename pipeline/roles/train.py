@@ -61,7 +61,8 @@ class TrainRole:
     @verb("setup")
     def setup(self) -> DataPlace:
         recipe, needs = self._recipe, self._algorithm.needs
-        self._build("policy", recipe.policy, Use(needs.head, reference=needs.reference, entropy=needs.entropy))
+        use = Use(needs.head, reference=needs.reference, entropy=needs.entropy, truncated=needs.truncated)
+        self._build("policy", recipe.policy, use)
         if needs.critic:
             self._build("critic", config.critic(recipe), Use("values"))
         if needs.teacher_top_k:
@@ -91,7 +92,7 @@ class TrainRole:
         """Add what the algorithm needs of the models as they are before the first update."""
         needs = self._algorithm.needs
         if needs.old:
-            self._attach(lambda out: {"old_logprobs": out.logprobs}, "policy")
+            self._attach(lambda out: {"old_logprobs": out.logprobs, "old_full_logprobs": out.full_logprobs}, "policy")
         if needs.reference:
             self._attach(lambda out: {"reference_logprobs": out.logprobs}, "policy", weights="reference")
         if needs.critic:

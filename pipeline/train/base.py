@@ -30,6 +30,7 @@ class Use:
     trained: bool = True  # False: no gradients and no optimizer; weights in policy.precision
     reference: bool = False  # keep the initial weights for `forward(..., "reference")`
     entropy: bool = False  # outputs carry the entropy
+    truncated: bool = False  # log-probs of the policy are of what policy.generation's top_p and top_k leave
     offload: bool = False  # of a model that is not trained: weights are in host memory but for the time of a forward pass
 
 
@@ -39,8 +40,8 @@ class TrainBackend(Protocol):
     device: torch.device
 
     def forward(self, batches: Sequence[PackedBatch], model: str = "policy", top_k: int = 0) -> list[Outputs]:
-        """Outputs without a graph, one per batch. "reference": by the weights as they were loaded. top_k: also the most likely
-        tokens of each distribution."""
+        """Outputs without a graph, one per batch. "reference": by the weights as they were loaded, never truncated: what they
+        would cut away is not what was. top_k: also the most likely tokens of each distribution."""
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
         """One optimizer step on the summed loss of all batches of all data ranks. Where a batch has a teacher's tokens,

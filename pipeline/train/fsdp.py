@@ -93,7 +93,7 @@ class FSDPBackend:
             raise ValueError("a model with a value head has no most likely tokens")
         self._check(batches)
         with torch.no_grad(), self._reference_weights() if model == "reference" else contextlib.nullcontext():
-            outputs = [self._outputs(batch, top_k=top_k) for batch in batches]
+            outputs = [self._outputs(batch, top_k=top_k, truncated=model == "policy") for batch in batches]
             self._reshard()
         return outputs
 
@@ -134,9 +134,9 @@ class FSDPBackend:
             if batch.teacher is not None and batch.teacher.tokens.max() >= self._vocabulary:
                 raise ValueError(f"a teacher's tokens do not fit a vocabulary of {self._vocabulary}")
 
-    def _outputs(self, batch: PackedBatch, teacher: TopK | None = None, top_k: int = 0) -> Outputs:
+    def _outputs(self, batch: PackedBatch, teacher: TopK | None = None, top_k: int = 0, truncated: bool = True) -> Outputs:
         candidates = teacher.tokens if teacher else None
-        return self._model(batch.tokens, batch.positions, Packing.of(batch), candidates, top_k)
+        return self._model(batch.tokens, batch.positions, Packing.of(batch), candidates, top_k, truncated)
 
     def _reshard(self) -> None:
         # The root keeps its weights gathered after a forward pass, for a backward pass that does not come here.

@@ -8,16 +8,19 @@ the backward pass computes them again. A batch of one chunk keeps its softmax in
     H = - sum_v p(v) log p(v)
     d H / d z_v = - p(v) (log p(v) + H)
 
-Top-p and top-k truncated distributions are left out.
+Where sampling is truncated (truncation.py), p is what that leaves: p(v) = 0 and log p(v) = -inf of what is cut away. Which
+tokens those are is taken as given: they have no gradient, and a target that is cut away gives none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from pipeline.train.truncation import Truncation, float_order, from_float_order
 from pipeline.types import Outputs, TopK
 
 
@@ -40,28 +43,42 @@ def packed_outputs(
     entropy: bool = False,
     candidates: torch.Tensor | None = None,
     top_k: int = 0,
+    truncation: Truncation | None = None,
 ) -> Outputs:
     """Of packed tokens: entry t is of the distribution that token t was drawn from, and 0 where a sequence begins.
 
     hidden [T, H]; weight [V, H], or this rank's rows of it; tokens, positions [T] int64. chunk None: all rows at once.
     candidates [T, K] int64: `Outputs.top_k` has their log-probs. top_k, in place of them: it has the K most likely tokens, and
-    there is no graph behind those.
+    there is no graph behind those. Neither knows of truncation.
     """
     # Row t predicts token t + 1. Rows at the end of a sequence predict the next one's first token, which is masked below:
     # computing those few for nothing is cheaper than gathering the others.
     first = positions == 0
     following = None if candidates is None else candidates.roll(-1, 0)
-    logprobs, uncertainty, chosen = target_outputs(
-        hidden, weight, tokens.roll(-1), temperature, chunk, shard, entropy, following
-    )
+    of_targets = target_outputs(hidden, weight, tokens.roll(-1), temperature, chunk, shard, entropy, following, truncation)
+    chosen = of_targets.candidates
     if top_k:
         likely, chosen = most_likely(hidden, weight, top_k, temperature, chunk, shard)
         candidates = likely.roll(1, 0).masked_fill(first[:, None], 0)
+
+    def predicted(of_rows: torch.Tensor | None) -> torch.Tensor | None:
+        return None if of_rows is None else of_rows.roll(1).masked_fill(first, 0.0)
+
     return Outputs(
-        logprobs=logprobs.roll(1).masked_fill(first, 0.0),
-        entropy=None if uncertainty is None else uncertainty.roll(1).masked_fill(first, 0.0),
+        logprobs=predicted(of_targets.logprobs),
+        entropy=predicted(of_targets.entropy),
+        full_logprobs=predicted(of_targets.full),
         top_k=None if chosen is None else TopK(candidates, chosen.roll(1, 0).masked_fill(first[:, None], 0.0)),
     )
+
+
+class TargetOutputs(NamedTuple):
+    """Of the distributions that T rows predict, all float32 and with a graph."""
+
+    logprobs: torch.Tensor  # [T]
+    entropy: torch.Tensor | None  # [T]
+    candidates: torch.Tensor | None  # [T, K] log-probs, without truncation
+    full: torch.Tensor | None  # [T] the targets' log-probs without truncation, where there is one
 
 
 def target_outputs(
@@ -73,11 +90,11 @@ def target_outputs(
     shard: VocabularyShard | None = None,
     entropy: bool = False,
     candidates: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Of the distributions that the rows of hidden [T, H] predict, all float32 and with a graph: the log-probs of targets [T],
-    as [T]; the entropy, as [T], if `entropy`; the log-probs of candidates [T, K] int64, as [T, K], if there are any.
-    """
-    return _Head.apply(hidden, weight, targets, temperature, chunk or len(targets), shard, entropy, candidates)
+    truncation: Truncation | None = None,
+) -> TargetOutputs:
+    """hidden [T, H]; targets [T] int64; candidates [T, K] int64. The entropy comes if `entropy`."""
+    chunk = chunk or len(targets)
+    return TargetOutputs(*_Head.apply(hidden, weight, targets, temperature, chunk, shard, entropy, candidates, truncation))
 
 
 @torch.no_grad()
@@ -109,54 +126,76 @@ def most_likely(
 
 
 class _Head(torch.autograd.Function):
-    """hidden [T, H], weight [V, H], targets [T], candidates [T, K] -> log p [T], H [T] or None, log p [T, K] or None."""
+    """hidden [T, H], weight [V, H], targets [T], candidates [T, K] -> what `TargetOutputs` has."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, chunk, shard, with_entropy, candidates):
+    def forward(ctx, hidden, weight, targets, temperature, chunk, shard, with_entropy, candidates, truncation):
         ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
         ctx.set_materialize_grads(False)  # what a loss does not use costs nothing
         wanted = targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates], 1)  # [T, 1 + K]
-        logprobs = torch.empty(wanted.shape, dtype=torch.float32, device=hidden.device)
-        normalizer = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # log sum exp
+        logprobs = torch.empty(wanted.shape, dtype=torch.float32, device=hidden.device)  # without truncation
+        full_normalizer = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)  # log sum exp of all
+        normalizer, floor, drawn = full_normalizer, None, None
+        if truncation is not None:
+            normalizer, floor, drawn = (torch.empty_like(full_normalizer) for _ in range(3))  # of what is left; log p
         entropy = torch.empty_like(normalizer) if with_entropy else None
         softmax = None
-        keeps = len(hidden) <= chunk and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
+        # With truncation two distributions may have gradients: rather than both, neither is kept.
+        keeps = len(hidden) <= chunk and truncation is None and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
         for rows in _chunks(len(hidden), chunk):
             logits = _logits(hidden[rows], weight, temperature)
             local, here = _local_targets(wanted[rows], len(weight), shard)
             picked = logits.gather(1, local)
-            normalizer[rows], picked = _normalize(logits, picked if here is None else picked.where(here, 0.0), shard)
-            logprobs[rows] = picked - normalizer[rows, None]
+            full_normalizer[rows], picked = _normalize(logits, picked if here is None else picked.where(here, 0.0), shard)
+            logprobs[rows] = picked - full_normalizer[rows, None]
+            if truncation is not None:
+                floor[rows] = truncation.floor(logits, full_normalizer[rows], shard.group if shard else None)
+                logits.masked_fill_(logits < floor[rows, None], -torch.inf)
+                normalizer[rows], _ = _normalize(logits, picked[:, :0], shard)
+                drawn[rows] = torch.where(picked[:, 0] >= floor[rows], picked[:, 0] - normalizer[rows], -torch.inf)
             if keeps or with_entropy:
                 probabilities = logits.sub_(normalizer[rows, None]).exp_()
             if keeps:
                 softmax = probabilities
             if with_entropy:
                 entropy[rows] = _summed(torch.special.entr(probabilities).sum(1), shard)  # of p: -p log p, 0 at 0
-        ctx.save_for_backward(hidden, weight, wanted, normalizer, entropy, softmax)
-        return logprobs[:, 0], entropy, None if candidates is None else logprobs[:, 1:]
+        inside = None if truncation is None else drawn.isfinite()
+        ctx.save_for_backward(hidden, weight, wanted, normalizer, entropy, softmax, full_normalizer, floor, inside)
+        of_candidates = None if candidates is None else logprobs[:, 1:]
+        if truncation is None:
+            return logprobs[:, 0], entropy, of_candidates, None
+        return drawn, entropy, of_candidates, logprobs[:, 0]
 
     @staticmethod
-    def backward(ctx, of_targets, of_entropy, of_candidates):
-        hidden, weight, wanted, normalizer, entropy, softmax = ctx.saved_tensors
-        of_wanted = _joined(of_targets, of_candidates, wanted)
+    def backward(ctx, of_targets, of_entropy, of_candidates, of_full):
+        hidden, weight, wanted, normalizer, entropy, softmax, full_normalizer, floor, inside = ctx.saved_tensors
+        if inside is not None and of_targets is not None:
+            of_targets = of_targets.where(inside, 0.0)
+        of_untruncated = _joined(of_full, of_candidates, wanted)
+        of_wanted = _joined(of_targets, None, wanted) + of_untruncated
         # By the probability itself: d log p / d z and d H / d z have it in common.
-        of_softmax = -of_wanted.sum(1)
+        of_softmax = -of_wanted.sum(1) if floor is None else -(of_wanted - of_untruncated).sum(1)
         if of_entropy is not None:
             of_softmax = of_softmax - of_entropy * entropy
+        two = floor is not None and (of_full is not None or of_candidates is not None)
         grad_hidden = torch.empty_like(hidden)
         several = len(hidden) > ctx.chunk
         # In half precision, chunks must not be rounded between two additions.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if several else None
         for rows in _chunks(len(hidden), ctx.chunk):
-            if several:
-                probabilities = _logits(hidden[rows], weight, ctx.temperature).sub_(normalizer[rows, None]).exp_()
-            else:
-                probabilities = softmax
+            probabilities, untruncated = softmax, None
+            if softmax is None:
+                logits = _logits(hidden[rows], weight, ctx.temperature)
+                untruncated = (logits - full_normalizer[rows, None]).exp_() if two else None
+                if floor is not None:
+                    logits.masked_fill_(logits < floor[rows, None], -torch.inf)
+                probabilities = logits.sub_(normalizer[rows, None]).exp_()
             # Not in place: the graph may be run backward twice.
             grad_logits = probabilities * (of_softmax[rows, None] / ctx.temperature)
             if of_entropy is not None:
                 grad_logits.addcmul_(torch.special.entr(probabilities), of_entropy[rows, None] / ctx.temperature)
+            if two:
+                grad_logits.addcmul_(untruncated, -of_untruncated[rows].sum(1, keepdim=True) / ctx.temperature)
             local, here = _local_targets(wanted[rows], len(weight), ctx.shard)
             of_local = of_wanted[rows] / ctx.temperature
             grad_logits.scatter_add_(1, local, of_local if here is None else of_local.where(here, 0.0))
@@ -167,7 +206,7 @@ class _Head(torch.autograd.Function):
             else:
                 grad_weight = grad_logits.T @ hidden
         _summed(grad_hidden, ctx.shard)  # each rank has seen its part of the vocabulary
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None
 
 
 def _joined(of_targets: torch.Tensor | None, of_candidates: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
@@ -219,24 +258,19 @@ def _local_targets(targets: torch.Tensor, rows: int, shard: VocabularyShard | No
 # ---- the most likely tokens -------------------------------------------------------------------------------------------------
 
 # torch.topk takes any of equal entries, and in half precision many logits are equal. So what is sorted are int64 keys: in the
-# upper half the logit's bits, flipped such that integers sort as floats do; in the lower half the token, lower ones first.
+# upper half the logit's place among all numbers, in the lower half the token, lower ones first.
 _LAST = (1 << 32) - 1
 
 
 def _sortable(logits: torch.Tensor, start: int) -> torch.Tensor:
     """Keys [rows, V] of logits [rows, V] float32 of the tokens from `start` on."""
-    keys = _flipped((logits + 0.0).view(torch.int32)).long() << 32  # + 0.0: of -0.0 and 0.0, neither is larger
+    keys = float_order(logits + 0.0).long() << 32  # + 0.0: of -0.0 and 0.0, neither is larger
     return keys.add_(_LAST - start - torch.arange(logits.size(1), device=logits.device))
 
 
 def _from_sortable(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(tokens, logits)"""
-    return _LAST - (keys & _LAST), _flipped((keys >> 32).int()).view(torch.float32)
-
-
-def _flipped(bits: torch.Tensor) -> torch.Tensor:
-    """Its own inverse: all bits but the sign's, of what is negative."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return _LAST - (keys & _LAST), from_float_order((keys >> 32).int())
 
 
 def _top(keys: torch.Tensor, k: int, shard: VocabularyShard | None) -> torch.Tensor:

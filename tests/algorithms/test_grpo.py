@@ -115,14 +115,18 @@ def test_credit_masks_the_prompt_and_spreads_the_advantage():
 
 
 def test_needs_follow_from_the_recipe():
-    assert grpo().needs == Needs()
-    assert grpo(updates=2).needs == Needs(old=True)
-    assert grpo(LossConfig(force_on_policy_ratio=True)).needs == Needs()
-    assert grpo(LossConfig(reference_policy_kl_penalty=0.1)).needs == Needs(reference=True)
-    assert grpo(LossConfig(log_entropy=True)).needs == grpo(LossConfig(entropy_coeff=0.1)).needs == Needs(entropy=True)
-    assert grpo(seq_logprob_error_threshold=2.0).needs == Needs(old=True, estimates=True)
+    assert grpo().needs == Needs(truncated=True)
+    assert grpo(updates=2).needs == Needs(truncated=True, old=True)
+    assert grpo(LossConfig(force_on_policy_ratio=True)).needs == Needs(truncated=True)
+    assert grpo(LossConfig(reference_policy_kl_penalty=0.1)).needs == Needs(truncated=True, reference=True)
+    assert (
+        grpo(LossConfig(log_entropy=True)).needs
+        == grpo(LossConfig(entropy_coeff=0.1)).needs
+        == Needs(truncated=True, entropy=True)
+    )
+    assert grpo(seq_logprob_error_threshold=2.0).needs == Needs(truncated=True, old=True, estimates=True)
     forced = LossConfig(force_on_policy_ratio=True)
-    assert grpo(forced, seq_logprob_error_threshold=2.0).needs == Needs(old=True, estimates=True)
+    assert grpo(forced, seq_logprob_error_threshold=2.0).needs == Needs(truncated=True, old=True, estimates=True)
     assert grpo().trains(0) == ("policy",)
 
 

@@ -257,7 +257,7 @@ def test_a_critic_that_knows_explains_all_and_a_constant_nothing():
 
 
 def test_needs_follow_from_the_recipe():
-    plain = Needs(critic=True, estimates=True, standardized=True)
+    plain = Needs(truncated=True, critic=True, estimates=True, standardized=True)
     assert ppo().needs == plain
     assert ppo(updates=2).needs == replace(plain, old=True)
     assert ppo(ppo_epochs=3).needs == replace(plain, old=True, epochs=3)

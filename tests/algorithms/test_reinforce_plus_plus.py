@@ -112,5 +112,5 @@ def test_with_and_without_the_baseline():
 
 
 def test_needs_follow_from_the_recipe():
-    assert algorithm(LossConfig()).needs == Needs(estimates=True, standardized=True)
-    assert algorithm(IN_REWARD).needs == Needs(old=True, reference=True, estimates=True, standardized=True)
+    assert algorithm(LossConfig()).needs == Needs(truncated=True, estimates=True, standardized=True)
+    assert algorithm(IN_REWARD).needs == Needs(truncated=True, old=True, reference=True, estimates=True, standardized=True)

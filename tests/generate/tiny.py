@@ -43,10 +43,13 @@ SHAPE = {
     "eos_token_id": EOS,
     "pad_token_id": None,
 }
+BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # of 128, as FP8 kernels have them
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2),
+    "llama_blocks": LlamaConfig(**SHAPE | BLOCKS),
+    "qwen3_moe_blocks": Qwen3MoeConfig(**SHAPE | BLOCKS, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2),
 }
 
 
@@ -93,9 +96,10 @@ def policy(
     max_num_seqs: int = 32,
     precision: str = "float32",
     vllm_kwargs: dict[str, Any] | None = None,
+    vllm_cfg_precision: str = "auto",
     **vllm_cfg,
 ) -> PolicyConfig:
-    settings = {"max_model_len": MAX_MODEL_LEN, "enforce_eager": True} | vllm_cfg
+    settings = {"max_model_len": MAX_MODEL_LEN, "enforce_eager": True, "precision": vllm_cfg_precision} | vllm_cfg
     return PolicyConfig(
         model_name=str(folder),
         tokenizer=TokenizerConfig(name=str(folder)),

@@ -31,7 +31,11 @@ def test_every_field_comes_along():
     train, forward = [[3], [0, 2, 1]], [[2, 1], [0, 3]]
     outputs = [
         Outputs(
-            of(m), of(m) + 0.1, TopK((of(m)[:, None] + torch.arange(2)).long(), of(m)[:, None] * torch.ones(2)), of(m) + 0.2
+            of(m),
+            of(m) + 0.1,
+            TopK((of(m)[:, None] + torch.arange(2)).long(), of(m)[:, None] * torch.ones(2)),
+            of(m) + 0.2,
+            of(m) + 0.3,
         )
         for m in forward
     ]
@@ -39,6 +43,7 @@ def test_every_field_comes_along():
         torch.testing.assert_close(out.logprobs, of(members))
         torch.testing.assert_close(out.entropy, of(members) + 0.1)
         torch.testing.assert_close(out.values, of(members) + 0.2)
+        torch.testing.assert_close(out.full_logprobs, of(members) + 0.3)
         assert out.top_k.tokens.tolist() == [[int(x), int(x) + 1] for x in of(members)]
         assert out.top_k.logprobs.shape == (len(of(members)), 2)
 

@@ -26,8 +26,9 @@ from pipeline.config import PolicyConfig
 from pipeline.models.base import VALUE_HEAD
 from pipeline.models.hugging_face import SCORE, checkpoint_shapes, model_config
 from pipeline.models.layout import Shape, flat_boxes, place, restrict
+from pipeline.models.reading import check_attention
 from pipeline.train import state
-from pipeline.train.attention import check_attention, check_batch
+from pipeline.train.attention import check_batch
 from pipeline.train.base import Loss, Use
 from pipeline.train.initial_weights import Read, initial_weights
 from pipeline.train.megatron.batch import LocalBatch, localize
@@ -67,7 +68,7 @@ class MegatronBackend:
         self._local = describe(self._stage, models.family(hf).parameters(hf, use.head), self._shapes)
         self._of = {id(local.tensor): local for local in self._local.values()}
         self._vocabulary = hf.vocab_size
-        self._head = ValueHead() if use.head == "values" else VocabularyHead.of(policy, hf, use.entropy)
+        self._head = ValueHead() if use.head == "values" else VocabularyHead.of(policy, hf, use)
         self._model = _data_parallel(policy, self._stage) if use.trained else None
         self._optimizer = Optimizer(policy, self._model) if use.trained else None
         self._load_initial(hf, seed)
@@ -96,10 +97,11 @@ class MegatronBackend:
             found.append(outputs)
             return torch.zeros((), device=self.device)  # the schedule wants a loss
 
+        head = self._head if model == "policy" else self._head.untruncated()
         with torch.no_grad(), self._weights_of(model):
-            self._run(self._stage, batches, keep, top_k)
+            self._run(self._stage, batches, keep, head, top_k)
         self._empty_cache(2)
-        return self._on_all_stages(found, batches, top_k)
+        return self._on_all_stages(found, batches, head, top_k)
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
         self._check_trained()
@@ -115,7 +117,7 @@ class MegatronBackend:
             found.append(LossOutput(output.loss.detach(), output.metrics))
             return output.loss
 
-        self._run(self._model, batches, finish)
+        self._run(self._model, batches, finish, self._head)
         metrics = self._metrics(found)
         lr = self._optimizer.lr
         metrics |= {"grad_norm": self._optimizer.step(), "lr": lr}
@@ -135,6 +137,7 @@ class MegatronBackend:
         model: torch.nn.Module,
         batches: Sequence[PackedBatch],
         finish: Callable[[PackedBatch, Outputs], torch.Tensor],
+        head: VocabularyHead | ValueHead,
         top_k: int = 0,
     ) -> None:
         """Megatron-Core's own schedule over the microbatches. finish(batch, outputs): on the last stage; what it returns is
@@ -149,7 +152,7 @@ class MegatronBackend:
                 return hidden, None
             # It wants a number of tokens as well, to divide by in the end; `_finalize` does not, as losses are divided already.
             one = torch.ones((), dtype=torch.int, device=self.device)
-            outputs = self._head.outputs(self._stage, hidden, local, top_k)
+            outputs = head.outputs(self._stage, hidden, local, top_k)
             return outputs, lambda outputs: (finish(batch, outputs), one, None)
 
         config = self._stage.config
@@ -166,13 +169,15 @@ class MegatronBackend:
             forward_only=not torch.is_grad_enabled(),
         )
 
-    def _on_all_stages(self, found: list[Outputs], batches: Sequence[PackedBatch], top_k: int) -> list[Outputs]:
+    def _on_all_stages(
+        self, found: list[Outputs], batches: Sequence[PackedBatch], head: VocabularyHead | ValueHead, top_k: int
+    ) -> list[Outputs]:
         """What the last pipeline stage found."""
         stages = parallel_state.get_pipeline_model_parallel_group()
         if stages.size() == 1 or not batches:
             return found
         if stages.rank() != stages.size() - 1:
-            found = [self._head.empty(batch, top_k) for batch in batches]
+            found = [head.empty(batch, top_k) for batch in batches]
         share(found, stages)
         return found
 

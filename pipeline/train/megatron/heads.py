@@ -6,6 +6,7 @@ the last stage that shares a batch computes the same loss of the same outputs.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,11 @@ from megatron.core import parallel_state
 from transformers import PreTrainedConfig
 
 from pipeline.config import PolicyConfig
+from pipeline.train.base import Use
 from pipeline.train.logprobs import VocabularyShard, most_likely, target_outputs
 from pipeline.train.megatron.batch import Gather, LocalBatch
 from pipeline.train.megatron.model import PolicyStage
+from pipeline.train.truncation import Truncation
 from pipeline.types import Outputs, PackedBatch, TopK
 
 
@@ -28,10 +31,16 @@ class VocabularyHead:
     temperature: float
     chunk: int | None
     entropy: bool
+    truncation: Truncation | None
 
     @classmethod
-    def of(cls, policy: PolicyConfig, hf: PreTrainedConfig, entropy: bool) -> VocabularyHead:
-        return cls(hf.vocab_size, policy.generation.temperature, policy.logprob_chunk_size, entropy)
+    def of(cls, policy: PolicyConfig, hf: PreTrainedConfig, use: Use) -> VocabularyHead:
+        truncation = Truncation.of(policy.generation) if use.truncated else None
+        return cls(hf.vocab_size, policy.generation.temperature, policy.logprob_chunk_size, use.entropy, truncation)
+
+    def untruncated(self) -> VocabularyHead:
+        """Of the whole distributions."""
+        return dataclasses.replace(self, truncation=None)
 
     def outputs(self, stage: PolicyStage, hidden: torch.Tensor, batch: LocalBatch, top_k: int) -> Outputs:
         """hidden [t, 1, H] of this context-parallel rank -> outputs of the whole batch. Their top_k has the K most likely
@@ -39,12 +48,14 @@ class VocabularyHead:
         weight, shard = self._weight(stage)
         options = (self.temperature, self.chunk, shard)
         rows, tokens = hidden[:, 0], None if top_k else batch.candidates
-        logprobs, entropy, chosen = target_outputs(rows, weight, batch.targets, *options, self.entropy, tokens)
+        found = target_outputs(rows, weight, batch.targets, *options, self.entropy, tokens, self.truncation)
+        chosen = found.candidates
         if top_k:
             tokens, chosen = most_likely(rows, weight, top_k, *options)
         return Outputs(
-            logprobs=_predicted(logprobs, batch),
-            entropy=None if entropy is None else _predicted(entropy, batch),
+            logprobs=_predicted(found.logprobs, batch),
+            entropy=None if found.entropy is None else _predicted(found.entropy, batch),
+            full_logprobs=None if found.full is None else _predicted(found.full, batch),
             top_k=None if tokens is None else TopK(_predicted(tokens, batch), _predicted(chosen, batch)),
         )
 
@@ -55,6 +66,7 @@ class VocabularyHead:
         return Outputs(
             logprobs=new(tokens),
             entropy=new(tokens) if self.entropy else None,
+            full_logprobs=new(tokens) if self.truncation else None,
             top_k=TopK(new(tokens, columns, dtype=torch.int64), new(tokens, columns)) if columns else None,
         )
 
@@ -72,6 +84,9 @@ class VocabularyHead:
 class ValueHead:
     """One number for each state, in float32 whatever the model's precision: values are near each other, and targets of them
     are not rounded."""
+
+    def untruncated(self) -> ValueHead:
+        return self
 
     def outputs(self, stage: PolicyStage, hidden: torch.Tensor, batch: LocalBatch, top_k: int) -> Outputs:
         """As of a `VocabularyHead`: the value after each token. Every tensor-parallel rank has the whole head and whole hidden
