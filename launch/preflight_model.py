@@ -44,6 +44,7 @@ def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
             with collected(found):
                 folder = model_folder(f"{section}.model_name", policy.model_name)
                 found += preflight_libraries.unknown_overrides(section, policy, folder)
+                described(policy, pending, f"{section}.model_name")  # which refuses overrides of another type
         yield from found
         if not found:  # else the rest would judge by what is wrong
             yield from _against_layout(recipe, section, policy, pending)

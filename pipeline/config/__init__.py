@@ -23,8 +23,18 @@ from pipeline.config.algorithms import (
     SFTConfig,
     ValueLossConfig,
 )
-from pipeline.config.checks import validate
-from pipeline.config.errors import RecipeError
+from pipeline.config.checks import problems, validate
+from pipeline.config.data import (
+    DATASET_CARDS,
+    MATH_VERIFIERS,
+    NAMED_DATASETS,
+    NamedDataset,
+    check_data,
+    is_dotted_path,
+    nearest_dataset,
+    validates,
+)
+from pipeline.config.errors import RecipeError, collected, refuse
 from pipeline.config.layout import Backend, asked_backend, check_expert_layout, decided
 from pipeline.config.megatron import (
     MEGATRON_MODEL_TYPES,
@@ -35,7 +45,7 @@ from pipeline.config.megatron import (
     MegatronSchedulerConfig,
 )
 from pipeline.config.models import critic, judge, models, reward_environment, reward_model, serves_rewards, teacher
-from pipeline.config.reading import RECIPES, complete, find, load, read, to_yaml, write
+from pipeline.config.reading import RECIPES, Loaded, complete, find, independent, inspect, load, read, to_yaml, write
 from pipeline.config.schema import (
     ENVIRONMENT_KINDS,
     GENERATED_DATASETS,
@@ -69,11 +79,15 @@ from pipeline.config.schema import (
     section,
     uses_megatron,
 )
+from pipeline.config.showing import shown
 
 __all__ = [
+    "DATASET_CARDS",
     "ENVIRONMENT_KINDS",
     "GENERATED_DATASETS",
+    "MATH_VERIFIERS",
     "MEGATRON_MODEL_TYPES",
+    "NAMED_DATASETS",
     "OFFLINE",
     "ONLINE",
     "PAIRED",
@@ -94,6 +108,7 @@ __all__ = [
     "GRPOConfig",
     "GenerationConfig",
     "LoRAConfig",
+    "Loaded",
     "LoggerConfig",
     "LossConfig",
     "MegatronCheckpointConfig",
@@ -101,6 +116,7 @@ __all__ = [
     "MegatronDDPConfig",
     "MegatronOptimizerConfig",
     "MegatronSchedulerConfig",
+    "NamedDataset",
     "NetworkConfig",
     "OfflineConfig",
     "OnlineConfig",
@@ -123,7 +139,9 @@ __all__ = [
     "ValueConfig",
     "ValueLossConfig",
     "asked_backend",
+    "check_data",
     "check_expert_layout",
+    "collected",
     "complete",
     "critic",
     "decided",
@@ -131,19 +149,27 @@ __all__ = [
     "expert_tensor_parallel_size",
     "find",
     "generates",
+    "independent",
+    "inspect",
+    "is_dotted_path",
     "judge",
     "load",
     "models",
+    "nearest_dataset",
+    "problems",
     "ranks",
     "ranks_per_node",
     "read",
+    "refuse",
     "reward_environment",
     "reward_model",
     "section",
     "serves_rewards",
+    "shown",
     "teacher",
     "to_yaml",
     "uses_megatron",
     "validate",
+    "validates",
     "write",
 ]

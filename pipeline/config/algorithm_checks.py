@@ -6,11 +6,20 @@ the recipe alone can tell.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-from pipeline.config.algorithms import PAIRED, DPOConfig, GAEConfig, GRPOConfig, LossConfig, PPOConfig, RewardedConfig
-from pipeline.config.errors import RecipeError
-from pipeline.config.layout import asked_backend
+from pipeline.config.algorithms import (
+    OFFLINE,
+    ONLINE,
+    PAIRED,
+    DPOConfig,
+    GAEConfig,
+    GRPOConfig,
+    LossConfig,
+    PPOConfig,
+    RewardedConfig,
+)
+from pipeline.config.layout import named_backend
 from pipeline.config.schema import PRECISIONS, LoRAConfig, Recipe, generates, section
 
 CHOICES = {
@@ -42,6 +51,11 @@ AT_LEAST = {
         for name in ("grpo", "ppo", "distillation")
         for key in ("num_prompts_per_step", "num_generations_per_prompt")
     },
+    **{
+        f"{name}.{key}": least
+        for name in (*ONLINE, *OFFLINE)
+        for key, least in {"max_num_steps": 0, "max_num_epochs": 1, "val_period": 0, "max_val_samples": 1, "seed": 0}.items()
+    },
     "ppo.ppo_epochs": 1,
     "ppo.policy_training_start_step": 0,
     "ppo.adv_estimator.length_adaptive_alpha": 0,
@@ -63,23 +77,17 @@ Finding = tuple[bool, str, str]
 """(whether it is so, the key, what is wrong and what would be right)"""
 
 
-def check_algorithm(recipe: Recipe) -> None:
-    """Raises RecipeError for the first contradiction."""
+def check_algorithm(recipe: Recipe) -> Iterator[str]:
+    """A problem for each contradiction."""
     if generates(recipe):
-        _check_online_batch(recipe)
-    _refuse(_of_algorithm(recipe))
-    _refuse(_of_lora(recipe, recipe.policy.dtensor_cfg.lora_cfg))
+        yield from _check_online_batch(recipe)
+    findings = (*_of_algorithm(recipe), *_of_lora(recipe, recipe.policy.dtensor_cfg.lora_cfg))
     if recipe.algorithm in PAIRED:
-        _refuse(_of_pairs(recipe))
+        findings += (*_of_pairs(recipe),)
+    yield from (f"{key}: {message}" for wrong, key, message in findings if wrong)
 
 
-def _refuse(findings: Iterable[Finding]) -> None:
-    for wrong, key, message in findings:
-        if wrong:
-            raise RecipeError(f"{key}: {message}")
-
-
-def _of_algorithm(recipe: Recipe) -> Iterable[Finding]:
+def _of_algorithm(recipe: Recipe) -> Iterator[Finding]:
     match recipe.algorithm:
         case "grpo":
             yield from _of_rewarded("grpo", recipe.grpo)
@@ -96,7 +104,7 @@ def _of_algorithm(recipe: Recipe) -> Iterable[Finding]:
             yield from _of_dpo(recipe.dpo)
 
 
-def _of_rewarded(name: str, config: RewardedConfig) -> Iterable[Finding]:
+def _of_rewarded(name: str, config: RewardedConfig) -> Iterator[Finding]:
     scaling, shaping = config.reward_scaling, config.reward_shaping
     coefficient, key = shaping.stop_properly_penalty_coef, f"{name}.reward_shaping"
     yield (
@@ -127,7 +135,7 @@ def _of_rewarded(name: str, config: RewardedConfig) -> Iterable[Finding]:
     )
 
 
-def _of_grpo(config: GRPOConfig, loss: LossConfig) -> Iterable[Finding]:
+def _of_grpo(config: GRPOConfig, loss: LossConfig) -> Iterator[Finding]:
     grouped = config.adv_estimator.name == "grpo"
     low, high = config.advantage_clip_low, config.advantage_clip_high
     yield (
@@ -153,7 +161,7 @@ def _of_grpo(config: GRPOConfig, loss: LossConfig) -> Iterable[Finding]:
     )
 
 
-def _of_gae(config: GAEConfig) -> Iterable[Finding]:
+def _of_gae(config: GAEConfig) -> Iterator[Finding]:
     for key in ("gae_gamma", "gae_lambda", "gae_lambda_value", "gae_lambda_policy"):
         value = getattr(config, key)
         yield value is not None and not 0 <= value <= 1, f"ppo.adv_estimator.{key}", f"{value} must be in [0, 1]"
@@ -164,7 +172,7 @@ def _of_gae(config: GAEConfig) -> Iterable[Finding]:
     )
 
 
-def _of_ppo(recipe: Recipe, config: PPOConfig) -> Iterable[Finding]:
+def _of_ppo(recipe: Recipe, config: PPOConfig) -> Iterator[Finding]:
     cliprange = recipe.value_loss_fn.cliprange
     yield not recipe.value.model_name, "value.model_name", "ppo needs a critic; a model to begin it from"
     yield (
@@ -180,7 +188,7 @@ def _of_ppo(recipe: Recipe, config: PPOConfig) -> Iterable[Finding]:
     )
 
 
-def _of_policy_loss(recipe: Recipe, loss: LossConfig) -> Iterable[Finding]:
+def _of_policy_loss(recipe: Recipe, loss: LossConfig) -> Iterator[Finding]:
     yield (
         loss.sequence_level_importance_ratios and loss.token_level_loss,
         "loss_fn.sequence_level_importance_ratios",
@@ -214,7 +222,7 @@ def _of_policy_loss(recipe: Recipe, loss: LossConfig) -> Iterable[Finding]:
     yield from _of_truncation(loss)
 
 
-def _of_cispo(loss: LossConfig) -> Iterable[Finding]:
+def _of_cispo(loss: LossConfig) -> Iterator[Finding]:
     for name, why in (
         ("disable_ppo_ratio", "needs the ratio that this takes away"),
         ("force_on_policy_ratio", "needs the ratio that this makes 1"),
@@ -233,7 +241,7 @@ def _of_cispo(loss: LossConfig) -> Iterable[Finding]:
     )
 
 
-def _of_truncation(loss: LossConfig) -> Iterable[Finding]:
+def _of_truncation(loss: LossConfig) -> Iterator[Finding]:
     kind, key = loss.truncated_importance_sampling_type, "loss_fn.truncated_importance_sampling"
     high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
     if kind is None:
@@ -256,7 +264,7 @@ def _of_truncation(loss: LossConfig) -> Iterable[Finding]:
     )
 
 
-def _of_distillation(recipe: Recipe, loss: LossConfig) -> Iterable[Finding]:
+def _of_distillation(recipe: Recipe, loss: LossConfig) -> Iterator[Finding]:
     yield recipe.teacher.model_name is None, "teacher.model_name", "distillation needs one; a folder or a Hugging Face name"
     yield (
         not 0 <= loss.mixed_kl_weight <= 1,
@@ -270,7 +278,7 @@ def _of_distillation(recipe: Recipe, loss: LossConfig) -> Iterable[Finding]:
     )
 
 
-def _of_dpo(config: DPOConfig) -> Iterable[Finding]:
+def _of_dpo(config: DPOConfig) -> Iterator[Finding]:
     beta, smoothing = config.reference_policy_kl_penalty, config.label_smoothing
     yield beta <= 0, "dpo.reference_policy_kl_penalty", f"{beta} is DPO's beta; it must be above 0"
     yield (
@@ -290,12 +298,12 @@ def _of_dpo(config: DPOConfig) -> Iterable[Finding]:
     )
 
 
-def _of_lora(recipe: Recipe, lora: LoRAConfig) -> Iterable[Finding]:
+def _of_lora(recipe: Recipe, lora: LoRAConfig) -> Iterator[Finding]:
     if not lora.enabled:
         return
     key = "policy.dtensor_cfg.lora_cfg"
     yield (
-        asked_backend(recipe.policy) == "megatron",
+        named_backend(recipe.policy) == "megatron",
         f"{key}.enabled",
         "adapters are for FSDP2 only; policy.dtensor_cfg.enabled=true, or this false",
     )
@@ -317,7 +325,7 @@ def _of_lora(recipe: Recipe, lora: LoRAConfig) -> Iterable[Finding]:
     )
 
 
-def _of_pairs(recipe: Recipe) -> Iterable[Finding]:
+def _of_pairs(recipe: Recipe) -> Iterator[Finding]:
     """A pair is two sequences that go through the model together."""
     packing, longest = recipe.policy.sequence_packing, recipe.policy.max_total_sequence_length
     for key in ("train_mb_tokens", "logprob_mb_tokens"):
@@ -353,10 +361,10 @@ def _updates_per_step(recipe: Recipe) -> int:
     return _samples(recipe) // recipe.policy.train_global_batch_size
 
 
-def _check_online_batch(recipe: Recipe) -> None:
+def _check_online_batch(recipe: Recipe) -> Iterator[str]:
     name, config, size = recipe.algorithm, section(recipe), recipe.policy.train_global_batch_size
     if (samples := _samples(recipe)) % size:
-        raise RecipeError(
+        yield (
             f"policy.train_global_batch_size: {size} does not divide the {samples} samples of a step"
             f" ({name}.num_prompts_per_step {config.num_prompts_per_step} x {name}.num_generations_per_prompt"
             f" {config.num_generations_per_prompt}); {samples} makes it one update per step"

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from omegaconf import OmegaConf
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
 
-from pipeline.config import algorithm_checks, megatron_checks
+from pipeline.config import algorithm_checks, hardware, megatron_checks
 from pipeline.config.algorithms import OFFLINE, ONLINE
-from pipeline.config.errors import RecipeError
-from pipeline.config.layout import asked_backend, check_divides, check_layout
+from pipeline.config.data import check_data, validates
+from pipeline.config.errors import refuse
+from pipeline.config.layout import check_divides, check_layout, named_backend
 from pipeline.config.models import check_reward_model
-from pipeline.config.schema import PRECISIONS, PolicyConfig, Recipe, generates, section
+from pipeline.config.schema import PRECISIONS, PolicyConfig, Recipe, TimeoutsConfig, generates, section
 
 CHOICES = {
     "algorithm": (*ONLINE, *OFFLINE),
     "policy.precision": tuple(PRECISIONS),
     "policy.generation.backend": ("vllm", "transformers"),
+    "policy.generation.vllm_cfg.precision": ("auto", "fp8"),
     "policy.generation.refit_transport": ("planned", "delta", "broadcast"),
     "data.overlong_prompts": ("error", "drop"),
     "data.bad_records": ("error", "drop"),
     "cluster.executor": ("auto", "slurm", "local"),
 }
+
+COMPONENTS = ("train", "generate", "reward")
+TIMEOUTS = tuple(f.name for f in fields(TimeoutsConfig))
 
 AT_LEAST = {
     "policy.train_global_batch_size": 1,
@@ -30,112 +37,170 @@ AT_LEAST = {
     "policy.sequence_packing.train_mb_tokens": 1,
     "policy.sequence_packing.logprob_mb_tokens": 1,
     "policy.generation.max_new_tokens": 1,
-    "policy.generation.max_num_seqs": 1,
+    "policy.generation.top_k": 1,
+    "policy.generation.vllm_cfg.max_model_len": 2,
+    "policy.generation.vllm_cfg.gpu_memory_utilization": 0.01,
     "policy.generation.vllm_cfg.tensor_parallel_size": 1,
     "policy.generation.vllm_cfg.pipeline_parallel_size": 1,
     "policy.generation.vllm_cfg.expert_parallel_size": 1,
     "policy.generation.refit_cfg.bucket_bytes": 1,
     "checkpointing.save_period": 1,
-    "cluster.train.nodes": 1,
-    "cluster.generate.nodes": 1,
+    "checkpointing.keep_top_k": 1,
+    "logger.num_rollouts_to_log": 0,
+    "policy.logprob_chunk_size": 1,
+    "policy.max_grad_norm": 0,
+    "value.max_grad_norm": 0,
+    "policy.generation.max_num_seqs": 1,
+    "data.max_input_seq_length": 1,
+    "cluster.time_min": 1,
+    **{f"cluster.timeouts.{name}": 1e-3 for name in TIMEOUTS},
+    **{
+        f"cluster.{component}.{key}": least
+        for component in COMPONENTS
+        for key, least in {"nodes": 1, "gpus_per_node": 0, "ranks_per_node": 1, "cpus_per_task": 1, "gpu_memory_gb": 1}.items()
+    },
     "cluster.network.nic_gb_per_s": 1e-3,
     "cluster.network.node_gb_per_s": 1e-3,
     "cluster.network.memory_gb_per_s": 1e-3,
     "cluster.network.latency_us": 0,
 }
 
+AT_MOST = {
+    "policy.generation.vllm_cfg.gpu_memory_utilization": 1,
+    **{
+        f"cluster.{component}.{key}": most
+        for component in COMPONENTS
+        for key, most in {"nodes": 1 << 16, "gpus_per_node": 1024, "ranks_per_node": 1024}.items()  # beyond all there is
+    },
+}
+
 
 def validate(recipe: Recipe) -> None:
-    """What the recipe says against itself. Raises RecipeError with the key and what would be right.
+    """Raises RecipeError with all that a recipe says against itself: for each problem the key and what would be right.
 
     What depends on the train backend is only checked once that is chosen: `launch/backend.py` calls this again.
     """
-    config = OmegaConf.structured(recipe)
+    refuse(problems(recipe))
+
+
+def problems(recipe: Recipe) -> Iterator[str]:
+    """What a recipe says against itself; the contradictions only where each value by itself can be used."""
+    alone = [problem for _, problem in unusable(recipe)]
+    yield from alone or contradictions(recipe)
+
+
+def unusable(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(key, problem) of values that are wrong whatever the others are."""
     for key, choices in (CHOICES | algorithm_checks.CHOICES | megatron_checks.CHOICES).items():
-        if (value := OmegaConf.select(config, key)) not in choices:
-            raise RecipeError(f"{key}: '{value}' is not one of: {', '.join(str(c) for c in choices if c is not None)}")
+        if (value := _select(recipe, key)) not in choices:
+            yield key, f"{key}: '{value}' is not one of: {', '.join(str(c) for c in choices if c is not None)}"
     for key, least in (AT_LEAST | algorithm_checks.AT_LEAST | megatron_checks.AT_LEAST).items():
-        value = OmegaConf.select(config, key)
+        value = _select(recipe, key)
         if value is not None and value < least:  # what may not be null, the schema has refused
-            raise RecipeError(f"{key}: {value} is too small; at least {least}")
-    algorithm_checks.check_algorithm(recipe)
-    _check_packing(recipe.policy)
-    _check_world(recipe)
-    _check_validation(recipe)
+            yield key, f"{key}: {value} is too small; at least {least}"
+    for key, most in AT_MOST.items():
+        value = _select(recipe, key)
+        if value is not None and value > most:
+            yield key, f"{key}: {value} is too large; at most {most}"
+
+
+def _select(recipe: Recipe, key: str) -> Any:
+    """The value at a dotted key; None inside a section that is null."""
+    value: Any = recipe
+    for name in key.split("."):
+        value = getattr(value, name) if value is not None else None
+    return value
+
+
+def contradictions(recipe: Recipe) -> Iterator[str]:
+    """What values say against each other."""
+    yield from algorithm_checks.check_algorithm(recipe)
+    yield from _check_packing(recipe.policy)
+    yield from _check_world(recipe)
+    if recipe.algorithm in CHOICES["algorithm"]:
+        yield from _check_validation(recipe)
     if generates(recipe):
-        _check_sampling(recipe)
+        yield from _check_sampling(recipe)
+    yield from check_data(recipe)
+    yield from hardware.problems(recipe)
 
 
-def _check_packing(policy: PolicyConfig) -> None:
+def _check_packing(policy: PolicyConfig) -> Iterator[str]:
     for key in ("train_mb_tokens", "logprob_mb_tokens"):
         tokens = getattr(policy.sequence_packing, key)
         if policy.sequence_packing.enabled and tokens < policy.max_total_sequence_length:
-            raise RecipeError(
+            yield (
                 f"policy.sequence_packing.{key}: {tokens} cannot hold one sequence of policy.max_total_sequence_length"
                 f" {policy.max_total_sequence_length}; at least that"
             )
 
 
-def _check_world(recipe: Recipe) -> None:
-    check_reward_model(recipe)
-    if asked_backend(recipe.policy) == "megatron":
-        megatron_checks.check_megatron(recipe.policy)
-    check_layout(recipe)
+def _check_world(recipe: Recipe) -> Iterator[str]:
+    yield from check_reward_model(recipe)
+    if named_backend(recipe.policy) == "megatron":
+        yield from megatron_checks.check_megatron(recipe.policy)
+    yield from check_layout(recipe)
     if generates(recipe):
-        _check_engine(recipe)
+        yield from _check_engine(recipe)
+        yield from _check_quantisation(recipe)
     if recipe.policy.generation.colocated.enabled:
-        raise RecipeError(
-            "policy.generation.colocated.enabled: true is not supported yet; train and generate ranks are disjoint"
-        )
+        yield "policy.generation.colocated.enabled: true is not supported yet; train and generate ranks are disjoint"
 
 
-def _check_engine(recipe: Recipe) -> None:
+def _check_engine(recipe: Recipe) -> Iterator[str]:
     generation, key = recipe.policy.generation, "policy.generation.vllm_cfg"
     tensor, stages = generation.vllm_cfg.tensor_parallel_size, generation.vllm_cfg.pipeline_parallel_size
     expert = generation.vllm_cfg.expert_parallel_size
     if generation.backend == "transformers":
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
             if getattr(generation.vllm_cfg, name) > 1:
-                raise RecipeError(f"{key}.{name}: the transformers backend keeps a whole model on each rank; it must be 1")
+                yield f"{key}.{name}: the transformers backend keeps a whole model on each rank; it must be 1"
     product = (
         f"{key}.tensor_parallel_size"
         if stages == 1
         else f"{key}: tensor_parallel_size {tensor} x pipeline_parallel_size {stages}"
     )
-    check_divides(product, tensor * stages, recipe.cluster.generate, "generate")
+    yield from check_divides(product, tensor * stages, recipe.cluster.generate, "generate")
     if expert not in (1, tensor):
-        raise RecipeError(
+        yield (
             f"{key}.expert_parallel_size: {expert}, but vLLM spreads experts over the ranks of tensor_parallel_size {tensor},"
             f" or cuts each of them over those; {tensor} or 1"
         )
 
 
-def _check_validation(recipe: Recipe) -> None:
+def _check_quantisation(recipe: Recipe) -> Iterator[str]:
+    generation, key = recipe.policy.generation, "policy.generation.vllm_cfg"
+    if generation.vllm_cfg.precision != "fp8":
+        if generation.vllm_cfg.quantization_ignored_layer_kws:
+            yield f"{key}.quantization_ignored_layer_kws: nothing is quantised; {key}.precision must be fp8, or this null"
+        return
+    if generation.backend != "vllm":
+        yield f"{key}.precision: fp8 is vLLM's; auto, or policy.generation.backend=vllm"
+    if recipe.policy.precision != "bfloat16":
+        yield f"{key}.precision: vLLM computes fp8 layers of a bfloat16 model; auto, or policy.precision=bfloat16"
+    if recipe.cluster.generate.gpus_per_node == 0:
+        yield f"{key}.precision: fp8 needs GPUs, and cluster.generate.gpus_per_node is 0; auto"
+
+
+def _check_validation(recipe: Recipe) -> Iterator[str]:
     wanted = [key for key in ("val_period", "val_at_start", "val_at_end") if getattr(section(recipe), key)]
-    if wanted and recipe.data.validation is None:
-        raise RecipeError(
-            f"{recipe.algorithm}.{wanted[0]}: there is nothing to validate on; data.validation must name a data set"
-        )
+    if wanted and not validates(recipe):
+        yield f"{recipe.algorithm}.{wanted[0]}: there is nothing to validate on; data.validation must name a data set"
 
 
-def _check_sampling(recipe: Recipe) -> None:
+def _check_sampling(recipe: Recipe) -> Iterator[str]:
     generation = recipe.policy.generation
-    if generation.top_p != 1.0 or generation.top_k is not None:
-        raise RecipeError(
-            "policy.generation.top_p, top_k: training needs log-probs of the distribution that was sampled from, and the train"
-            " backend computes those of the full one; leave top_p at 1.0 and top_k at null"
-        )
+    if not 0 < generation.top_p <= 1:
+        yield f"policy.generation.top_p: {generation.top_p} is not a share of the probability; above 0 and at most 1"
     if generation.temperature <= 0:
-        raise RecipeError(
-            f"policy.generation.temperature: {generation.temperature} has no log-probs to train on; it must be above 0"
-        )
+        yield f"policy.generation.temperature: {generation.temperature} has no log-probs to train on; it must be above 0"
     if generation.vllm_cfg.max_model_len < recipe.policy.max_total_sequence_length:
-        raise RecipeError(
+        yield (
             f"policy.generation.vllm_cfg.max_model_len: {generation.vllm_cfg.max_model_len} is below"
             f" policy.max_total_sequence_length {recipe.policy.max_total_sequence_length}"
         )
     if recipe.data.train.env_name not in recipe.env:
-        raise RecipeError(
-            f"data.train.env_name: '{recipe.data.train.env_name}' is not a key under env;"
-            f" there are: {', '.join(recipe.env) or 'none'}"
+        yield (
+            f"data.train.env_name: '{recipe.data.train.env_name}', but there is no env.{recipe.data.train.env_name}; one of:"
+            f" {', '.join(recipe.env) or 'none'}"
         )

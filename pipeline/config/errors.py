@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class RecipeError(ValueError):
@@ -20,3 +21,12 @@ def refuse(problems: Iterable[str]) -> None:
     """Raises RecipeError if there are problems; each is told once."""
     if found := tuple(dict.fromkeys(problems)):
         raise RecipeError(*found)
+
+
+@contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """What is refused inside is added to `problems` instead; the rest of the block is left out then."""
+    try:
+        yield
+    except RecipeError as error:
+        problems += error.problems

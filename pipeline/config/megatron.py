@@ -22,7 +22,7 @@ class MegatronOptimizerConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
-    sgd_momentum: float = 0.9
+    sgd_momentum: float = 0.9  # says nothing: the only optimizer is adam
     clip_grad: Optional[float] = "${policy.max_grad_norm}"  # type: ignore[assignment]  # null, 0: do not clip
     # Says nothing: with state in float32 it computes the same, and checkpoints need main weights as they are.
     use_precision_aware_optimizer: bool = False

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 
-from pipeline.config.errors import RecipeError
 from pipeline.config.megatron import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from pipeline.config.schema import PolicyConfig
 
@@ -76,38 +76,40 @@ ONLY_DEFAULT = {
 }
 
 
-def check_megatron(policy: PolicyConfig) -> None:
-    """Raises RecipeError for what Megatron-Core, or this backend of it, does not do."""
+def check_megatron(policy: PolicyConfig) -> Iterator[str]:
+    """A problem for what Megatron-Core, or this backend of it, does not do."""
     megatron = policy.megatron_cfg
-    _check_only_defaults(megatron)
+    yield from _check_only_defaults(megatron)
     if megatron.pipeline_dtype != policy.precision:
-        raise RecipeError(
+        yield (
             f"{KEY}.pipeline_dtype: {megatron.pipeline_dtype}, but stages pass on activations of policy.precision"
             f" {policy.precision}; leave it out"
         )
-    _check_recompute(megatron)
+    yield from _check_recompute(megatron)
     if megatron.optimizer is not None:
-        _check_optimizer(megatron.optimizer, policy.precision)
+        yield from _check_optimizer(megatron.optimizer, policy.precision)
     if megatron.scheduler is not None:
         if megatron.optimizer is None:
-            raise RecipeError(
+            yield (
                 f"{KEY}.scheduler: its rates are those of {KEY}.optimizer, which is null; give that too, or the torch schedule"
                 " in policy.scheduler"
             )
-        _check_scheduler(megatron.scheduler, megatron.optimizer)
+        else:
+            yield from _check_scheduler(megatron.scheduler, megatron.optimizer)
     known = {field.name for field in fields(MegatronConfig)}
-    if doubles := [name for name in megatron.model_overrides if name in known]:
-        raise RecipeError(f"{KEY}.model_overrides.{doubles[0]}: this has a key of its own: {KEY}.{doubles[0]}")
+    for name in megatron.model_overrides:
+        if name in known:
+            yield f"{KEY}.model_overrides.{name}: this has a key of its own: {KEY}.{name}"
 
 
-def _check_only_defaults(megatron: MegatronConfig) -> None:
+def _check_only_defaults(megatron: MegatronConfig) -> Iterator[str]:
     defaults = MegatronConfig(optimizer=MegatronOptimizerConfig(), scheduler=MegatronSchedulerConfig())
     for key, why in ONLY_DEFAULT.items():
         if _section(megatron, key) is None:
             continue
         value, only = _get(megatron, key), _get(defaults, key)
         if value != only:
-            raise RecipeError(f"{KEY}.{key}: {_yaml(value)} is not supported, only {_yaml(only)}: {why}")
+            yield f"{KEY}.{key}: {_yaml(value)} is not supported, only {_yaml(only)}: {why}"
 
 
 def _section(megatron: MegatronConfig, key: str) -> object:
@@ -124,48 +126,49 @@ def _yaml(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check_recompute(megatron: MegatronConfig) -> None:
+def _check_recompute(megatron: MegatronConfig) -> Iterator[str]:
     """As TransformerConfig has it: method and number of layers are of "full", modules of "selective"."""
     of = {"full": ("recompute_method", "recompute_num_layers"), "selective": ("recompute_modules",)}
     for granularity, names in of.items():
         for name in names:
             if getattr(megatron, name) is not None and megatron.recompute_granularity != granularity:
-                raise RecipeError(
+                yield (
                     f"{KEY}.{name}: belongs to recompute_granularity={granularity}, which is {megatron.recompute_granularity}"
                 )
     given = [name for name in ("recompute_method", "recompute_num_layers", "recompute_modules") if getattr(megatron, name)]
     if megatron.recompute_granularity != "full":
         given.append("recompute_granularity")
     if given and not megatron.activation_checkpointing:
-        raise RecipeError(f"{KEY}.{given[0]}: says nothing while {KEY}.activation_checkpointing is false; set that to true")
-    if unknown := [name for name in megatron.recompute_modules or () if name not in RECOMPUTE_MODULES]:
-        raise RecipeError(f"{KEY}.recompute_modules: '{unknown[0]}' is not one of: {', '.join(RECOMPUTE_MODULES)}")
+        yield f"{KEY}.{given[0]}: says nothing while {KEY}.activation_checkpointing is false; set that to true"
+    for name in megatron.recompute_modules or ():
+        if name not in RECOMPUTE_MODULES:
+            yield f"{KEY}.recompute_modules: '{name}' is not one of: {', '.join(RECOMPUTE_MODULES)}"
 
 
-def _check_optimizer(optimizer: MegatronOptimizerConfig, precision: str) -> None:
+def _check_optimizer(optimizer: MegatronOptimizerConfig, precision: str) -> Iterator[str]:
     key = f"{KEY}.optimizer"
     bf16 = precision == "bfloat16"
     if optimizer.bf16 not in (None, bf16):
-        raise RecipeError(f"{key}.bf16: {_yaml(optimizer.bf16)}, but policy.precision is {precision}; leave it out")
+        yield f"{key}.bf16: {_yaml(optimizer.bf16)}, but policy.precision is {precision}; leave it out"
     if optimizer.min_lr > optimizer.lr:
-        raise RecipeError(f"{key}.min_lr: {optimizer.min_lr} is above {key}.lr {optimizer.lr}")
+        yield f"{key}.min_lr: {optimizer.min_lr} is above {key}.lr {optimizer.lr}"
 
 
-def _check_scheduler(scheduler: MegatronSchedulerConfig, optimizer: MegatronOptimizerConfig) -> None:
+def _check_scheduler(scheduler: MegatronSchedulerConfig, optimizer: MegatronOptimizerConfig) -> Iterator[str]:
     key = f"{KEY}.scheduler"
     for name in ("start_weight_decay", "end_weight_decay"):
         if getattr(scheduler, name) not in (None, optimizer.weight_decay):
-            raise RecipeError(
+            yield (
                 f"{key}.{name}: {getattr(scheduler, name)} differs from {KEY}.optimizer.weight_decay"
                 f" {optimizer.weight_decay}; weight decay does not change, leave it out"
             )
     if scheduler.lr_warmup_init > optimizer.lr:
-        raise RecipeError(f"{key}.lr_warmup_init: {scheduler.lr_warmup_init} is above {KEY}.optimizer.lr {optimizer.lr}")
+        yield f"{key}.lr_warmup_init: {scheduler.lr_warmup_init} is above {KEY}.optimizer.lr {optimizer.lr}"
     if scheduler.lr_decay_iters is None:
         if scheduler.lr_decay_style != "constant":
-            raise RecipeError(f"{key}.lr_decay_iters: {scheduler.lr_decay_style} must know at which step it ends; give that")
+            yield f"{key}.lr_decay_iters: {scheduler.lr_decay_style} must know at which step it ends; give that"
     elif scheduler.lr_warmup_iters >= scheduler.lr_decay_iters:
-        raise RecipeError(
+        yield (
             f"{key}.lr_warmup_iters: {scheduler.lr_warmup_iters} steps must be fewer than {key}.lr_decay_iters"
             f" {scheduler.lr_decay_iters}"
         )

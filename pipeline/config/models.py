@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline.config.errors import RecipeError
 from pipeline.config.schema import (
     PRECISIONS,
     EnvironmentConfig,
@@ -40,20 +40,20 @@ def serves_rewards(recipe: Recipe) -> bool:
     return environment is not None and environment.served_by == "reward"
 
 
-def check_reward_model(recipe: Recipe) -> None:
-    """Raises RecipeError for what the environments say against themselves about reward models."""
+def check_reward_model(recipe: Recipe) -> Iterator[str]:
+    """A problem for what the environments say against themselves about reward models."""
     kinds = {name: environment.kind for name, environment in recipe.env.items()}
     if len(judges := [name for name, kind in kinds.items() if kind == "reward_model"]) > 1:
-        raise RecipeError(f"env: {' and '.join(judges)} are of kind reward_model; a recipe has one reward model at most")
+        yield f"env: {' and '.join(judges)} are of kind reward_model; a recipe has one reward model at most"
     for name, environment in recipe.env.items():
         key, kind, model = f"env.{name}.model_name", environment.kind, environment.model_name
         if kind == "reward_model" and model is None:
-            raise RecipeError(f"{key}: kind reward_model needs one, a folder or a Hugging Face name")
+            yield f"{key}: kind reward_model needs one, a folder or a Hugging Face name"
         if kind != "reward_model" and model is not None:
-            raise RecipeError(f"{key}: {model}, but the kind is {kind}; only a reward_model has one")
+            yield f"{key}: {model}, but the kind is {kind}; only a reward_model has one"
         for key, choices in (("served_by", SERVED_BY), ("precision", tuple(PRECISIONS))):
             if (value := getattr(environment, key)) not in choices:
-                raise RecipeError(f"env.{name}.{key}: '{value}' is not one of: {', '.join(choices)}")
+                yield f"env.{name}.{key}: '{value}' is not one of: {', '.join(choices)}"
 
 
 def critic(recipe: Recipe) -> PolicyConfig:
@@ -84,7 +84,7 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
         found["teacher"] = teacher(recipe)
     if name := reward_environment(recipe):
         found[f"env.{name}"] = judge(recipe)
-    return found
+    return {section: model for section, model in found.items() if model.model_name is not None}  # null is told elsewhere
 
 
 def _cut_as_the_policy(recipe: Recipe, model: ValueConfig | TeacherConfig | EnvironmentConfig, **more: Any) -> PolicyConfig:

@@ -1,47 +1,75 @@
-"""How a recipe is read: the schema's defaults <- `defaults:` parents <- its YAML <- `key=value` from the command line."""
+"""How a recipe is read: the schema's defaults <- `defaults:` parents <- its YAML <- `key=value` from the command line.
+
+All that is wrong is collected: a value that cannot be used is left at its default, so that the rest can be judged. A recipe of
+NeMo-RL's, which has no `algorithm`, is translated first (`pipeline/config/nemo_rl/`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from pipeline.config.checks import validate
-from pipeline.config.errors import RecipeError
-from pipeline.config.schema import Recipe
+from pipeline.config import layers, resolving, typed
+from pipeline.config.algorithms import OFFLINE, ONLINE
+from pipeline.config.checks import contradictions, unusable
+from pipeline.config.errors import RecipeError, refuse
+from pipeline.config.layers import Branch, Leaf
+from pipeline.config.schema import DatasetConfig, Recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+OURS = ("cluster.train", "cluster.generate", "cluster.executor", "cluster.time_min", "run_dir", "needs")  # not NeMo-RL's
+THEIRS = ("cluster.num_nodes", "cluster.gpus_per_node", *ONLINE, *OFFLINE)  # one of these at least they all have
 
 
-def load(name: str, overrides: list[str] = ()) -> Recipe:
+@dataclass(frozen=True)
+class Loaded:
+    """A recipe and what there is to say about it."""
+
+    recipe: Recipe  # with the default in place of what `faulty` names
+    problems: list[str]
+    origins: dict[str, str]  # dotted key -> "recipes/a.yaml:12" or "the command line"; absent: the schema's default
+    notes: list[str] = field(default_factory=list)  # what was changed or ignored in a recipe of NeMo-RL's
+    faulty: frozenset[str] = frozenset()  # keys whose value could not be used
+
+
+def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
     """The recipe `name` (in recipes/, or a path to a YAML file) with `key=value` overrides, complete and checked.
 
-    Raises RecipeError.
+    Raises RecipeError with all that is wrong.
     """
+    loaded = inspect(name, overrides)
+    refuse(loaded.problems)
+    return loaded.recipe
+
+
+def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
+    """The same, with its problems. Raises RecipeError only for what cannot be read at all: no such file, not YAML."""
     path = find(name)
-    config = OmegaConf.structured(Recipe)
-    config.name = path.stem
-    config.run_dir = f"runs/{path.stem}"
-    for layer in _layers(path, seen=[]):
-        config = _merge(config, layer[1], str(layer[0]))
-    for override in overrides:
-        key, equals, _ = override.partition("=")
-        if not equals:
-            raise RecipeError(f"'{override}' on the command line is not key=value")
-        try:
-            layer = OmegaConf.from_dotlist([override])
-        except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-            raise RecipeError(f"{key} on the command line: {_first_line(error)}") from None
-        config = _merge(config, layer, "the command line")
-    return complete(config)
+    tree = layers.chain(path)
+    given = list(layers.overrides(overrides))
+    if _is_nemo_rls(tree, given):
+        return _translated(path, tree, given)
+    return _read(path, [tree, *_layers(given)])
 
 
 def read(path: Path) -> Recipe:
-    """A resolved recipe as `write` left it in a run folder."""
-    return complete(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.load(path)))
+    """A resolved recipe as `write` left it in a run folder. Raises RecipeError."""
+    loaded = _inspected(layers.chain(path))
+    refuse(loaded.problems)
+    return loaded.recipe
+
+
+def complete(config: DictConfig) -> Recipe:
+    """The recipe that a configuration describes, resolved and checked. Raises RecipeError."""
+    loaded = _inspected(layers.of(OmegaConf.to_container(config), None))
+    refuse(loaded.problems)
+    return loaded.recipe
 
 
 def write(recipe: Recipe, path: Path) -> None:
@@ -49,7 +77,8 @@ def write(recipe: Recipe, path: Path) -> None:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    return OmegaConf.to_yaml(OmegaConf.structured(recipe), resolve=True)
+    """YAML from which `read` makes the same recipe."""
+    return layers.dumped(resolving.escaped(dataclasses.asdict(recipe)))
 
 
 def find(name: str) -> Path:
@@ -63,57 +92,148 @@ def find(name: str) -> Path:
     raise RecipeError(f"recipe={name}: no such recipe; {hint}there are: {', '.join(known)}")
 
 
-def _layers(path: Path, seen: list[Path]) -> list[tuple[Path, DictConfig]]:
-    """The YAML at `path` preceded by its `defaults:` parents, oldest first."""
-    if path in seen:
-        raise RecipeError(f"{path}: 'defaults' goes in a circle: {' -> '.join(p.name for p in [*seen, path])}")
-    try:
-        layer = OmegaConf.load(path)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise RecipeError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(layer, DictConfig):
-        raise RecipeError(f"{path}: a recipe is a mapping of keys, this is a {type(layer).__name__}")
-    parents = layer.pop("defaults", None) or []
-    layers = []
-    for parent in [parents] if isinstance(parents, str) else parents:
-        parent_path = (path.parent / parent).resolve()
-        if not parent_path.is_file():
-            raise RecipeError(f"{path}: 'defaults: {parent}': there is no {parent_path}")
-        layers += _layers(parent_path, [*seen, path])
-    return [*layers, (path, layer)]
+def independent(problems: Iterable[str], faulty: Iterable[str]) -> Iterator[str]:
+    """The problems that do not merely follow from a key that is known to be wrong: those that name neither it, nor the section
+    that it is in, nor what is in it."""
+    for problem in problems:
+        named = set(re.findall(r"(?<![\w./-])[A-Za-z_]\w*(?:\.\w+)+|^\w+(?=[:.])", problem))
+        if not any(f"{key}.".startswith(f"{bad}.") or f"{bad}.".startswith(f"{key}.") for bad in faulty for key in named):
+            yield problem
 
 
-def _merge(config: DictConfig, layer: DictConfig, source: str) -> DictConfig:
-    try:
-        return OmegaConf.merge(config, layer)
-    except ConfigKeyError as error:
-        raise RecipeError(f"{source}: {_unknown_key(config, error.full_key)}") from None
-    except OmegaConfBaseException as error:
-        raise RecipeError(f"{source}: {error.full_key or error.key or '(top)'}: {_first_line(error)}") from None
+# ---- layers ---------------------------------------------------------------------------------------------------------------
 
 
-def _unknown_key(config: DictConfig, full_key: str) -> str:
-    parent_key, _, key = full_key.rpartition(".")
-    parent = OmegaConf.select(config, parent_key) if parent_key else config
-    known = sorted(str(k) for k in parent)
-    near = difflib.get_close_matches(key, known, 1)
-    where = f"under '{parent_key}'" if parent_key else "at the top"
-    hint = f"did you mean '{'.'.join(filter(None, [parent_key, near[0]]))}'?" if near else f"there are: {', '.join(known)}"
-    return f"'{full_key}' is not a key; {hint} ({where})"
+def _layers(given: list[tuple[str, Leaf | Branch]]) -> Iterator[Branch]:
+    for key, node in given:
+        layer = Branch()
+        layer.set(key, node)
+        yield layer
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+def _read(
+    path: Path, trees: list[Branch], notes: Iterable[str] = (), problems: Iterable[str] = (), faulty: Iterable[str] = ()
+) -> Loaded:
+    tree = Branch({"name": Leaf(path.stem), "run_dir": Leaf(f"runs/{path.stem}")})
+    for layer in trees:
+        tree = layers.merged(tree, layer)
+    return _inspected(tree, notes, problems, faulty)
 
 
-def complete(config: DictConfig) -> Recipe:
-    """Resolve interpolations, insist on what has no default, check what the schema alone can tell."""
-    try:
-        if missing := sorted(OmegaConf.missing_keys(config)):
-            raise RecipeError(f"{missing[0]} has no value; the recipe must set it")
-        OmegaConf.resolve(config)
-        recipe = OmegaConf.to_object(config)
-    except OmegaConfBaseException as error:
-        raise RecipeError(f"{error.full_key}: {_first_line(error)}") from None
-    validate(recipe)
-    return recipe
+def _is_nemo_rls(tree: Branch, given: list[tuple[str, Leaf | Branch]]) -> bool:
+    if difflib.get_close_matches("algorithm", [*tree.children, *(key for key, _ in given)], 1, typed.SIMILAR):
+        return False
+    return not any(map(tree.find, OURS)) and any(map(tree.find, THEIRS))
+
+
+def _translated(path: Path, tree: Branch, given: list[tuple[str, Leaf | Branch]]) -> Loaded:
+    """A recipe of NeMo-RL's in our keys. What is given on the command line is theirs where they have the key."""
+    from pipeline.config import nemo_rl  # most recipes do without
+
+    theirs = [pair for pair in given if tree.find(pair[0]) is not None]
+    for layer in _layers(theirs):
+        tree = layers.merged(tree, layer)
+    faults = resolving.resolve(tree)
+    faults |= {key: problem for key, problem in _misfits(tree).items() if key not in faults}
+    problems = [f"{tree.find(key).origin}: {key}: {problem}" for key, problem in faults.items()]
+    for key in faults:
+        tree.drop(key)
+    origins = {key: leaf.origin for key, leaf in tree.leaves()}
+    translation = nemo_rl.translate(tree.plain(), origins, path)
+    layer = layers.of(resolving.escaped(translation.layer), layers.short(path), translation.origins)
+    ours = [pair for pair in given if pair not in theirs]
+    problems += independent(translation.problems, faults)
+    named = [match.group(1) for problem in problems if (match := re.match(r"(?:\S+:\d+: )?([A-Za-z_][\w.]*)[:,]", problem))]
+    return _read(path, [layer, *_layers(ours)], [*translation.changed, *translation.ignored], problems, named)
+
+
+def _misfits(tree: Branch) -> dict[str, str]:
+    """By key what is of another type in a recipe of NeMo-RL's than in ours, where both have the key."""
+    found = typed.misfits(Recipe, tree)
+    for key in ("data.train", "data.validation"):  # which may be lists of data sets in theirs
+        value = getattr(tree.find(key), "value", None)
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            found.pop(key)
+    default = tree.find("data.default")
+    if isinstance(default, Branch):
+        return found | typed.misfits(DatasetConfig, default, "data.default.")
+    return found | ({"data.default": "must be a mapping of keys"} if default and default.value is not None else {})
+
+
+# ---- from a tree to a recipe ----------------------------------------------------------------------------------------------
+
+
+def _inspected(given: Branch, notes: Iterable[str] = (), problems: Iterable[str] = (), faulty: Iterable[str] = ()) -> Loaded:
+    """The recipe that layers over the schema's defaults make. Values that cannot be used are left out until the rest can."""
+    problems, faulty = list(problems), set(faulty)
+    for key, problem in typed.unknown(Recipe, _whole(given), Recipe):
+        problems.append(problem)
+        faulty.add(key)
+    origins = {key: leaf.origin for key, leaf in given.leaves() if leaf.origin}
+    while True:
+        recipe, found = _attempt(given, faulty)
+        found = found or _unusable(recipe, given, faulty)
+        if not found:
+            break
+        if found.keys() <= faulty:  # leaving them out did not help
+            raise RecipeError(*problems)
+        problems += [problem for key, problem in found.items() if problem and key not in faulty]
+        faulty |= found.keys()
+        for key in found:
+            _leave_out(given, key)
+    problems += independent(contradictions(recipe), faulty)
+    return Loaded(recipe, list(dict.fromkeys(problems)), origins, list(notes), frozenset(faulty))
+
+
+def _whole(given: Branch) -> Branch:
+    """With the schema's defaults, and with copies of the sections that others refer to."""
+    tree = typed.filled(Recipe, given)
+    return typed.filled(Recipe, tree) if resolving.expand(tree) else tree
+
+
+def _attempt(given: Branch, faulty: set[str]) -> tuple[Recipe, dict[str, str | None]]:
+    """The recipe, and by key what of it cannot be used; None if that only follows from a key that is known to be faulty."""
+    tree = _whole(given)
+    written = {key: leaf for key, leaf in tree.leaves() if resolving.interpolated(leaf.value)}
+    unresolved = resolving.resolve(tree)
+    if any(isinstance(tree.find(key), Branch) for key in written):
+        tree = typed.filled(Recipe, tree)
+    wrong: dict[str, str] = {}
+    recipe = typed.built(Recipe, tree, wrong)
+    faults = wrong | unresolved
+
+    def follows(key: str, others: Iterable[str]) -> bool:
+        referred = resolving.references(key, written[key].value) if key in written else ()
+        return any(f"{name}.".startswith(f"{other}.") for name in referred for other in others if other != key)
+
+    def problem(key: str) -> str | None:
+        if follows(key, faulty):
+            return None
+        if faults[key] == typed.MISSING:
+            return f"{key} has no value; the recipe must set it"
+        origin = tree.find(key).origin
+        stands_for = f"{written[key].value} is " if key in written and key not in unresolved else ""
+        return f"{f'{origin}: ' if origin else ''}{key}: {stands_for}{faults[key]}"
+
+    roots = [key for key in faults if not follows(key, faults)]
+    roots = roots or [key for key in faults if given.find(key)] or list(faults)  # a circle: whoever was given a value
+    return recipe, {key: problem(key) for key in roots}
+
+
+def _unusable(recipe: Recipe, given: Branch, faulty: set[str]) -> dict[str, str]:
+    """By key what is wrong with values whatever the others are; those that a default takes from another key come with that."""
+    found = {key: problem for key, problem in unusable(recipe) if key not in faulty}
+    return {key: problem for key, problem in found.items() if given.find(key)} or found
+
+
+def _leave_out(given: Branch, key: str) -> None:
+    """Then the schema's default stands, or an empty text where it has none."""
+    around = key
+    while around and given.find(around) is None:
+        around = around.rpartition(".")[0]
+    if around and (
+        around == key or isinstance(given.find(around), Leaf)
+    ):  # that is, a section that was given as a reference to another
+        given.drop(around)
+    if typed.must_be_given(Recipe, given, key):
+        given.set(key, Leaf(""))

@@ -23,6 +23,7 @@ from pipeline.config.algorithms import (
     SFTConfig,
     ValueLossConfig,
 )
+from pipeline.config.hardware import of_gpu
 from pipeline.config.megatron import MegatronConfig
 
 # ---- the policy ---------------------------------------------------------------------------------------------------------
@@ -86,6 +87,9 @@ class VLLMConfig:
     max_model_len: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
+    # auto: policy.precision. fp8: linear layers in 8 bits, scaled in blocks of 128 x 128, quantised anew at every refit.
+    precision: str = "auto"
+    quantization_ignored_layer_kws: Optional[list[str]] = None  # layers with one of these in their names stay as they are
     env_vars: dict[str, str] = field(default_factory=dict)
 
 
@@ -168,21 +172,28 @@ ENVIRONMENT_KINDS = ("exact_match", "math", "reward_model")  # pipeline/environm
 
 @dataclass
 class DatasetConfig:
-    dataset_name: Optional[str] = None  # one of GENERATED_DATASETS, or a name or folder for `datasets`
+    # One of GENERATED_DATASETS, one of NAMED_DATASETS (pipeline/config/data.py), a name or folder for `datasets`, or the dotted
+    # path of a callable (split, seed=, **kwargs) that gives a sequence of records
+    dataset_name: Optional[str] = None
     data_path: Optional[str] = None  # or a JSONL file
-    split: str = "train"
+    subset: Optional[str] = None  # the repository's configuration; null: the data set's own
+    split: Optional[str] = None  # null: the data set's own, which is "train" for most
+    max_samples: Optional[int] = None  # so many of its records, drawn with `seed`; null: all
+    split_validation_size: float = 0.0  # of data.train: the share, or from 1 on the number, held out to validate on
+    seed: int = 42  # of max_samples and split_validation_size
+    repeat: int = 1  # the records so many times over, one pass after another
     input_key: str = "input"
     output_key: str = "output"
-    messages_key: Optional[str] = None  # SFT: a list of {role, content}; replaces input_key and output_key
+    messages_key: Optional[str] = None  # a list of {role, content}; replaces input_key and output_key
     chosen_key: str = (
         "chosen"  # DPO, RM: an answer, or messages {role, content} that end in one, perhaps with the prompt before
     )
     rejected_key: str = "rejected"
     margin_key: Optional[str] = None  # RM: by how much the chosen answer is the better one
-    prompt_file: Optional[str] = None  # a text with {} where the input goes
+    prompt_file: Optional[str] = None  # a text with {} where the input goes; of messages, what the user says first
     system_prompt_file: Optional[str] = None
     env_name: Optional[str] = None  # key under `env`
-    kwargs: dict[str, Any] = field(default_factory=dict)  # for a generated data set
+    kwargs: dict[str, Any] = field(default_factory=dict)  # for a generated data set, for `datasets`, or for a user's callable
 
 
 @dataclass
@@ -257,7 +268,7 @@ class ComponentConfig:
     nodes: int = 1
     gpus_per_node: int = 0
     gpu: str = "h100"  # what the plan takes a GPU for: a file in recipes/hardware/, without .yaml, or a path to one
-    gpu_memory_gb: float = 80.0  # of one GPU, in units of 10^9 bytes; only for the choice of a train backend
+    gpu_memory_gb: Optional[float] = None  # of one GPU, in units of 10^9 bytes; null: the described GPU's
     ranks_per_node: Optional[int] = None  # null: one per GPU, or 1
     cpus_per_task: Optional[int] = None
     partition: Optional[str] = None
@@ -276,7 +287,8 @@ class ComponentConfig:
 
 @dataclass
 class NetworkConfig:
-    """What the refit is planned and judged by. GB/s are 10^9 bytes a second, one way. Defaults: a 400 Gb/s NIC for each GPU."""
+    """What the refit is planned and judged by. GB/s are 10^9 bytes a second, one way. A recipe that leaves the first two open
+    has those of cluster.train.gpu."""
 
     nic_gb_per_s: float = 50.0  # of one rank, to other nodes
     node_gb_per_s: float = 450.0  # of one rank, within its node: NVLink 4
@@ -291,8 +303,21 @@ class ClusterConfig:
     train: ComponentConfig = field(default_factory=ComponentConfig)
     generate: ComponentConfig = field(default_factory=ComponentConfig)
     reward: ComponentConfig = field(default_factory=ComponentConfig)  # only if an environment is served_by reward
-    network: NetworkConfig = field(default_factory=NetworkConfig)
+    network: NetworkConfig = field(
+        default_factory=lambda: NetworkConfig(
+            nic_gb_per_s=of_gpu("train", "nic_gb_per_s"),  # type: ignore[arg-type]
+            node_gb_per_s=of_gpu("train", "nvlink_gb_per_s"),  # type: ignore[arg-type]
+        )
+    )
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+
+
+@dataclass
+class PlanConfig:
+    """What the plan has to assume, where no earlier run tells it. It decides nothing about the run itself."""
+
+    prompt_tokens: Optional[float] = None  # mean length of a prompt; null: see launch/plan/lengths.py
+    answer_tokens: Optional[float] = None  # mean length of an answer; null: see there
 
 
 @dataclass
@@ -317,6 +342,7 @@ class Recipe:
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
 
 def ranks(component: ComponentConfig) -> int:

@@ -10,7 +10,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 def write_model(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 40, "tie_word_embeddings": False}
+    config = {"model_type": "llama", **heads, **sizes, "max_position_embeddings": 64}
     (folder / "config.json").write_text(json.dumps(config))
     letters = {letter: i for i, letter in enumerate("?abcdefghijklmnopqrstuvwxyz 0123456789+=")}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))

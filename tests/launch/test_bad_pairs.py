@@ -23,7 +23,7 @@ def check(folder: Path, records: list, *overrides: str, algorithm: str = "dpo") 
         f"policy: {{model_name: {folder / 'model'}, random_init: true, max_total_sequence_length: 32}}\n"
         f"data: {{apply_chat_template: false, train: {{data_path: {folder / 'data.jsonl'}}}}}\n"
     )
-    preflight.check(config.load(str(folder / "pairs.yaml"), list(overrides)))
+    config.refuse(preflight.problems(config.load(str(folder / "pairs.yaml"), list(overrides))))
 
 
 @pytest.mark.parametrize(

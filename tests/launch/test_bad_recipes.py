@@ -1,8 +1,7 @@
-"""Whatever is wrong with a recipe is said at once, by the real command: one message, status 2, nothing created or submitted."""
+"""Whatever is wrong with a recipe is said at once, by the real command: status 2, nothing created or submitted."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -17,8 +16,8 @@ SUBMIT = ROOT / "launch/submit.py"
 TENSOR_PARALLEL = "policy.generation.vllm_cfg.tensor_parallel_size"
 
 
-def refuse(folder: Path, *overrides: str, recipe: str | None = None, path: str | None = None) -> str:
-    """Submit `folder`/tiny.yaml from `folder`; the message of its refusal. The folder must be as it was."""
+def refuse(folder: Path, *overrides: str, recipe: str | None = None, path: str | None = None, count: int = 1) -> str:
+    """Submit `folder`/tiny.yaml from `folder`; the message of its refusal, `count` problems. The folder must be as it was."""
     bin_folder = folder / "bin"  # an sbatch that tells on whoever calls it
     bin_folder.mkdir(exist_ok=True)
     (bin_folder / "sbatch").write_text(f"#!/bin/sh\ntouch {folder}/submitted\n")
@@ -33,9 +32,16 @@ def refuse(folder: Path, *overrides: str, recipe: str | None = None, path: str |
     assert elapsed < 10
     assert answer.returncode == 2, answer.stdout + answer.stderr
     assert answer.stdout == ""
-    assert answer.stderr.startswith("error: ") and answer.stderr.count("\n") == 1
+    assert answer.stderr.startswith("error: ") and "Traceback" not in answer.stderr
+    assert len(told(answer.stderr)) == count, answer.stderr
     assert sorted(folder.rglob("*")) == before
     return answer.stderr
+
+
+def told(message: str) -> list[str]:
+    """The problems of an error: one behind `error: `, more as a list below it."""
+    first, *rest = message.removeprefix("error: ").strip().splitlines()
+    return [line.removeprefix("  - ") for line in rest] if rest else [first]
 
 
 @pytest.mark.parametrize(
@@ -52,9 +58,9 @@ def refuse(folder: Path, *overrides: str, recipe: str | None = None, path: str |
         ("policy.max_total_sequence_length=65", ["policy.max_total_sequence_length", "65", "at most 64"]),
         ("data.max_input_seq_length=3", ["data.jsonl:2", "a prompt of 4 tokens", "data.max_input_seq_length is 3", "=drop"]),
         ("data.train.data_path=no.jsonl", ["data.train.data_path", "no.jsonl", "No such file"]),
-        ("data.train.input_key=question", ["data.jsonl:1", "no key 'question'", "input, output"]),
+        ("data.train.input_key=question", ["data.jsonl:1", "no key 'question'", "input, output", "and so in 1 more"]),
         ("data.train.prompt_file=no.txt", ["data.train.prompt_file", "no.txt", "No such file"]),
-        ("data.train.system_prompt_file=no.txt", ["data.train.system_prompt_file", "data.apply_chat_template is false"]),
+        ("data.train.system_prompt_file=tiny.yaml", ["data.train.system_prompt_file", "data.apply_chat_template is false"]),
         ("data.apply_chat_template=true", ["data.apply_chat_template", "no chat template", "policy.tokenizer.chat_template"]),
         ("data.train.prompt_file=tiny.yaml", ["data.train.prompt_file", "must have one {} where the input goes"]),
         ("env.math.kind=poetry", ["env.math.kind", "poetry", "exact_match, math"]),
@@ -64,7 +70,7 @@ def refuse(folder: Path, *overrides: str, recipe: str | None = None, path: str |
         ("policy.random_init=false", ["policy.model_name", "no weights", "policy.random_init=true"]),
         ("needs=[nothing]", ["recipe=nothing", "no such recipe"]),
         ("run_dir=data.jsonl", ["run_dir", "data.jsonl is not one", "run_dir=..."]),
-        ("run_dir=/proc/nobody/may", ["run_dir", "/proc", "cannot be written"]),
+        ("run_dir=/proc/nobody/may", ["run_dir", "/proc"]),
     ],
 )
 def test_one_key(tmp_path, override, says):
@@ -95,7 +101,8 @@ def test_missing_shard(tmp_path):
     shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (tmp_path / "model/model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     (tmp_path / "model/model-1.safetensors").touch()
-    assert "lacks 1 of its 2 weight files, first model-2.safetensors" in refuse(tmp_path, "policy.random_init=false")
+    message = refuse(tmp_path, "policy.random_init=false", count=2)
+    assert "model-1.safetensors is empty" in message and "model-2.safetensors is missing" in message
 
 
 def test_no_tokenizer(tmp_path):
@@ -118,7 +125,7 @@ def test_messages_that_are_not_messages(tmp_path):
     chat = ["data.train.messages_key=chat", "data.apply_chat_template=true", "policy.tokenizer.chat_template=x"]
     assert "data.jsonl:1: 'chat' is not a list of {role, content}" in refuse(tmp_path, *chat)
     assert "data.train.system_prompt_file: no.txt: No such file" in refuse(
-        tmp_path, *chat, "data.train.system_prompt_file=no.txt"
+        tmp_path, *chat, "data.train.system_prompt_file=no.txt", count=2
     )
 
 
@@ -158,7 +165,7 @@ def test_recipe_without_equals(tmp_path):
 
 
 def test_needs_in_a_circle(tmp_path, monkeypatch):
-    from launch import submit
+    from launch import prepare
     from pipeline import config
     from pipeline.config import reading
 
@@ -167,7 +174,7 @@ def test_needs_in_a_circle(tmp_path, monkeypatch):
     write_recipe(tmp_path, "first", needs=["second"])
     write_recipe(tmp_path, "second", needs=["first"])
     with pytest.raises(config.RecipeError, match="first -> second -> first"):
-        submit.plan("first", [], dry=False)
+        prepare.prepare("first", [], dry=False)
 
 
 def test_prompt_with_its_prompt_file_and_numbers_as_inputs(tmp_path):
@@ -179,7 +186,7 @@ def test_prompt_with_its_prompt_file_and_numbers_as_inputs(tmp_path):
 
 
 def test_model_of_a_needed_run_is_not_looked_for(tmp_path, monkeypatch):
-    from launch import submit
+    from launch import prepare
     from pipeline.config import reading
 
     monkeypatch.setattr(reading, "RECIPES", tmp_path)
@@ -187,11 +194,11 @@ def test_model_of_a_needed_run_is_not_looked_for(tmp_path, monkeypatch):
     write_recipe(tmp_path, "base")
     policy = {"model_name": "runs/base/checkpoints/hf", "train_global_batch_size": 4, "max_total_sequence_length": 32}
     write_recipe(tmp_path, "second", needs=["base"], policy=policy)
-    assert [planned.recipe.name for planned in submit.plan("second", [], dry=False)] == ["base", "second"]
+    assert [planned.recipe.name for planned in prepare.prepare("second", [], dry=False)] == ["base", "second"]
 
     write_model(tmp_path / "runs/base/checkpoints/hf")
     (tmp_path / "runs/base/done.json").write_text('{"step": 3}')
-    with pytest.raises(submit.RecipeError, match="has no weights"):  # now it is looked for
-        submit.plan("second", [], dry=False)
-    shutil.copy(tmp_path / "data.jsonl", tmp_path / "runs/base/checkpoints/hf/model.safetensors")
-    assert [planned.recipe.name for planned in submit.plan("second", [], dry=False)] == ["second"]
+    with pytest.raises(prepare.RecipeError, match="has no weights"):  # now it is looked for
+        prepare.prepare("second", [], dry=False)
+    (tmp_path / "runs/base/checkpoints/hf/model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
+    assert [planned.recipe.name for planned in prepare.prepare("second", [], dry=False)] == ["second"]

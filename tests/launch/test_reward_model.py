@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from launch import backend, preflight, run_folder
+from launch import backend, preflight, preflight_weights, run_folder
 from launch.job import components
 from launch.local import rank_environments
 from launch.slurm import batch_script
 from pipeline import config
 from pipeline.config import RecipeError
 from tests.launch.model import write_model, write_recipe
+
+NO_TENSORS = b"\2" + bytes(7) + b"{}"  # a safetensors file with none in it
 
 JUDGE = {
     "model_type": "llama",
@@ -32,7 +34,7 @@ def load(tmp_path):
     path = write_recipe(
         tmp_path, env={"judge": {"kind": "reward_model", "model_name": str(tmp_path / "judge")}, "math": {"kind": "math"}}
     )
-    (write_model(tmp_path / "judge") / "model.safetensors").touch()
+    (write_model(tmp_path / "judge") / "model.safetensors").write_bytes(NO_TENSORS)
 
     def loaded(*overrides: str, **described):
         (tmp_path / "judge/config.json").write_text(json.dumps(JUDGE | described))
@@ -50,7 +52,7 @@ def cut(backend_section: str, **keys) -> list[str]:
 def check(recipe: config.Recipe, pending: list[Path] = ()) -> config.Recipe:
     """As a submission does."""
     recipe, _ = backend.choose(recipe, pending)
-    preflight.check(recipe, pending)
+    config.refuse([*preflight.problems(recipe, pending), *preflight_weights.problems(recipe, pending)])
     return recipe
 
 
@@ -123,7 +125,7 @@ def test_files_that_are_not_there(load, tmp_path):
     with pytest.raises(RecipeError, match=r"env\.judge\.model_name: .*judge has no weights.*fetch the whole checkpoint$"):
         check(recipe)
     (tmp_path / "judge/tokenizer.json").unlink()
-    (tmp_path / "judge/model.safetensors").touch()
+    (tmp_path / "judge/model.safetensors").write_bytes(NO_TENSORS)
     with pytest.raises(RecipeError, match=r"env\.judge\.tokenizer\.name: .*judge has no tokenizer"):
         check(recipe)
     shutil.rmtree(tmp_path / "judge")

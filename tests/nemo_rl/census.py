@@ -39,6 +39,7 @@ QUESTIONS: dict[str, Callable[[Tree], Any]] = {
     ),
     "generation backend": lambda t: get(t, "policy.generation.backend", "vllm") != "vllm",
     "FP8 training": lambda t: megatron(t, "fp8_cfg.enabled"),
+    "drafting": lambda t: get(t, "policy.generation.vllm_kwargs.speculative_config.method", "ngram") != "ngram",
     "MXFP8 generation": lambda t: (
         "fp8" in str(get(t, "policy.generation.vllm_cfg.precision")) and get(t, "policy.generation.vllm_cfg.is_mx")
     ),

@@ -78,6 +78,7 @@ ASKING = {
     "generation backend": ("grpo", "policy.generation.backend=sglang"),
     "FP8 training": ("grpo_megatron", "policy.megatron_cfg.fp8_cfg.enabled=true"),
     "MXFP8 generation": ("grpo", "policy.generation.vllm_cfg.precision=fp8", "policy.generation.vllm_cfg.is_mx=true"),
+    "drafting": ("grpo", "policy.generation.vllm_kwargs.speculative_config={method: deepseek_mtp}"),
     "FP8 cache": ("grpo", "policy.generation.vllm_cfg.kv_cache_dtype=fp8"),
     "draft": ("grpo", "policy.draft.enabled=true"),
     "router replay": ("grpo", "policy.router_replay.enabled=true"),

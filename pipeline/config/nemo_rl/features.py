@@ -44,6 +44,7 @@ class Feature(StrEnum):
     VALUE_BATCHES = "batches of the critic's own"
     # Generation
     BACKEND = "this generation backend"
+    DRAFTING = "speculative decoding with a model that drafts"
     MXFP8_GENERATION = "generation in MXFP8"
     MIXED_GENERATION = "generation with some layers in 8 bits by their place"
     FP8_CACHE = "a KV cache in 8 bits"

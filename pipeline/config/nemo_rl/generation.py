@@ -130,6 +130,9 @@ def _vllm(ledger: Ledger) -> None:
         ledger.move(f"{kwargs}.max_num_seqs", f"{KEY}.max_num_seqs")
     else:
         ledger.put(f"{KEY}.max_num_seqs", MOST_SEQUENCES, f"{KEY}.backend")
+    method = ledger.get(f"{kwargs}.speculative_config.method")
+    if method not in (None, "ngram"):
+        ledger.lacks(f"{kwargs}.speculative_config.method", method, Feature.DRAFTING, "ngram drafts from the text so far")
     ledger.take(f"{kwargs}.tokenizer")  # our engines take tokens and give tokens
     for name in ledger.get(kwargs) or {}:
         if name not in ("max_num_seqs", "tokenizer"):

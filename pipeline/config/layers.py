@@ -1,0 +1,260 @@
+"""Recipe files as trees whose leaves know which line set them, and how one such tree is laid over another.
+
+What a tree may hold and what its `${...}` stand for is not known here: `pipeline/config/{resolving,typed}.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline.config.errors import RecipeError
+
+ROOT = Path(__file__).parents[2]
+COMMAND_LINE = "the command line"
+REPLACES = "_override_"  # true in a mapping: it replaces what is below it, instead of being merged with that
+
+
+@dataclass(slots=True)
+class Leaf:
+    """A value that layers replace as a whole: a scalar, null or a list."""
+
+    value: Any
+    origin: str | None = None  # "recipes/a.yaml:12" or COMMAND_LINE; None: the schema's default
+
+
+@dataclass(slots=True)
+class Branch:
+    """A mapping of keys."""
+
+    children: dict[str, Leaf | Branch] = field(default_factory=dict)
+    origin: str | None = None
+    replaces: bool = False  # nothing that lies below, the schema's default neither, shows through
+
+    def plain(self) -> dict[str, Any]:
+        return {key: node.plain() if isinstance(node, Branch) else node.value for key, node in self.children.items()}
+
+    def leaves(self, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
+        """(dotted key, leaf), in order."""
+        for key, node in self.children.items():
+            if isinstance(node, Branch):
+                yield from node.leaves(f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", node
+
+    def path(self, dotted: str) -> list[str]:
+        """The keys from here to `dotted`; one that is there may have dots in it."""
+        names, branch = [], self
+        while dotted:
+            inside = branch.children if isinstance(branch, Branch) else {}
+            fits = [name for name in inside if dotted == name or dotted.startswith(f"{name}.")]
+            names.append(max(fits, key=len) if fits else dotted.partition(".")[0])
+            branch, dotted = inside.get(names[-1]), dotted[len(names[-1]) + 1 :]
+        return names
+
+    def find(self, dotted: str) -> Leaf | Branch | None:
+        node: Leaf | Branch | None = self
+        for key in self.path(dotted):
+            node = node.children.get(key) if isinstance(node, Branch) else None
+        return node
+
+    def drop(self, dotted: str) -> None:
+        *path, last = self.path(dotted)
+        branch = self
+        for key in path:
+            branch = branch.children[key]
+        del branch.children[last]
+
+    def set(self, dotted: str, node: Leaf | Branch) -> None:
+        """Mappings on the way are made where there are none."""
+        branch, (*path, last) = self, self.path(dotted)
+        for key in path:
+            if not isinstance(child := branch.children.get(key), Branch):
+                child = branch.children[key] = Branch(origin=node.origin)
+            branch = child
+        branch.children[last] = node
+
+
+def copied(node: Leaf | Branch) -> Leaf | Branch:
+    if isinstance(node, Leaf):
+        return Leaf(node.value, node.origin)
+    return Branch({key: copied(child) for key, child in node.children.items()}, node.origin, node.replaces)
+
+
+def of(value: Any, origin: str | None, origins: Mapping[str, str] = {}, prefix: str = "") -> Leaf | Branch:
+    """A plain value as a tree. origins: by dotted key, of what does not have its parent's."""
+    origin = origins.get(prefix, origin)
+    if not isinstance(value, dict):
+        return Leaf(value, origin)
+    branch = Branch(origin=origin)
+    for key, child in value.items():
+        branch.children[str(key)] = of(child, origin, origins, f"{prefix}.{key}" if prefix else str(key))
+    return branch
+
+
+def merged(below: Branch, above: Branch) -> Branch:
+    """`above` over `below`; neither is changed. Lists and null replace, and so does a mapping that is not over one."""
+    children = dict(below.children)
+    for key, node in above.children.items():
+        under = children.get(key)
+        if isinstance(node, Leaf):
+            if node.value != "???" or under is None:  # ???: who stands above must say
+                children[key] = node
+        elif node.replaces:
+            children[key] = node
+        elif isinstance(under, Branch):
+            children[key] = merged(under, node)
+        else:
+            children[key] = Branch(node.children, node.origin, replaces=under is not None)
+    return Branch(children, above.origin or below.origin, below.replaces)
+
+
+# ---- files --------------------------------------------------------------------------------------------------------------
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    """YAML as OmegaConf reads it: 1e-8 is a number, dates are texts."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"""[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?$
+        |[-+]?(?:[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)$
+        |[-+]?\.[0-9_]+(?:[eE][-+]?[0-9]+)?$
+        |[-+]?\.(?:inf|Inf|INF)$
+        |\.(?:nan|NaN|NAN)$""",
+        re.VERBOSE,
+    ),
+    list("-+0123456789."),
+)
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
+    """YAML in which quotes are around the texts that `_Loader` would not take for texts."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def dumped(value: Any, on_one_line: bool = False) -> str:
+    """YAML that is read back as the same value, interpolations apart."""
+    width = 1 << 30 if on_one_line else None
+    return yaml.dump(value, Dumper=_Dumper, default_flow_style=on_one_line, width=width, sort_keys=False, allow_unicode=True)
+
+
+def scalar(text: str) -> Any:
+    """What `text` means behind `key=` on the command line. Raises yaml.YAMLError."""
+    return yaml.load(text, _Loader)  # a SafeLoader
+
+
+def chain(path: Path, seen: tuple[Path, ...] = ()) -> Branch:
+    """The YAML at `path` over its `defaults:` parents. Raises RecipeError where that cannot be read."""
+    real = path.resolve()
+    if real in seen:
+        raise RecipeError(f"{path}: 'defaults' goes in a circle: {' -> '.join(p.name for p in [*seen, real])}")
+    layer = _file(path)
+    parents = layer.children.pop("defaults", Leaf([]))
+    names = parents.value if isinstance(parents, Leaf) else parents
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RecipeError(f"{parents.origin}: 'defaults' is a file's name, or a list of them")
+    result = Branch()
+    for name in names:
+        parent = path.parent / name
+        if not parent.is_file():
+            raise RecipeError(f"{parents.origin}: 'defaults: {name}': there is no {parent.resolve()}")
+        result = merged(result, chain(parent, (*seen, real)))
+    return merged(result, layer)
+
+
+def _file(path: Path) -> Branch:
+    shown = short(path)
+    try:
+        loader = _Loader(path.read_text())
+        try:
+            node = loader.get_single_node()
+            tree = Branch() if node is None else _tree(loader, node, shown, ())
+        finally:
+            loader.dispose()
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, ValueError, RecursionError) as error:
+        if isinstance(error, RecipeError):
+            raise
+        raise RecipeError(f"{shown}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, Branch):
+        raise RecipeError(f"{shown}: a recipe is a mapping of keys, this is a {type(tree.value).__name__}")
+    return tree
+
+
+def _tree(loader: Any, node: yaml.Node, file: str, above: tuple[yaml.Node, ...]) -> Leaf | Branch:
+    origin = f"{file}:{node.start_mark.line + 1}"
+    if not isinstance(node, yaml.MappingNode) or node.tag != "tag:yaml.org,2002:map":
+        value = loader.construct_object(node, deep=True)
+        _insist_on_plain(value, origin)
+        return Leaf(value, origin)
+    if any(node is other for other in above):
+        raise RecipeError(f"{origin}: this mapping contains itself")
+    named = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+    if len(set(named)) < len(named):
+        double = next(name for number, name in enumerate(named) if name in named[:number])
+        raise RecipeError(f"{origin}: the key '{double}' is given twice in one mapping")
+    loader.flatten_mapping(node)  # <<: *anchor
+    branch = Branch(origin=origin)
+    for key, value in node.value:
+        name = loader.construct_object(key, deep=True)
+        line = f"{file}:{key.start_mark.line + 1}"
+        if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
+            raise RecipeError(f"{line}: a key must be a text, not {name!r}; put it in quotes")
+        if name == REPLACES:
+            branch.replaces = loader.construct_object(value) is True
+            continue
+        child = _tree(loader, value, file, (*above, node))
+        child.origin = line
+        branch.children[str(name)] = child
+    return branch
+
+
+def _insist_on_plain(value: Any, origin: str) -> None:
+    """YAML can also say sets, bytes and the like."""
+    if isinstance(value, list):
+        for item in value:
+            _insist_on_plain(item, origin)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _insist_on_plain(key, origin)
+            _insist_on_plain(item, origin)
+    elif not isinstance(value, str | int | float | None):
+        raise RecipeError(f"{origin}: a {type(value).__name__} is nothing that a recipe can hold")
+
+
+def short(path: Path) -> str:
+    """The path as a reader here would name it: from the current folder, or from that of the recipes, if it is inside."""
+    absolute = Path(os.path.abspath(path))
+    for folder in (Path.cwd(), ROOT):
+        if absolute.is_relative_to(folder):
+            return str(absolute.relative_to(folder))
+    return str(absolute)
+
+
+def overrides(arguments: Iterable[str]) -> Iterator[tuple[str, Leaf | Branch]]:
+    """(dotted key, value) of each `key=value`. Raises RecipeError for what is not that."""
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if not equals:
+            raise RecipeError(f"'{argument}' on the command line is not key=value")
+        try:
+            value = scalar(text)
+            _insist_on_plain(value, f"{key} on {COMMAND_LINE}")
+        except yaml.YAMLError as error:
+            raise RecipeError(f"{key} on the command line: {' '.join(str(error).split())}") from None
+        yield key, of(value, COMMAND_LINE)

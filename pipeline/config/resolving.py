@@ -1,0 +1,171 @@
+"""What `${...}` in a tree stands for: other keys, and the resolvers mul, add, div, max beside OmegaConf's own."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationKeyError,
+    InterpolationToMissingValueError,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
+
+from pipeline.config.layers import Branch, Leaf, copied
+
+REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")
+WHERE_UNKNOWN = re.compile(r"\$\{[^}:]*\$\{|\$\{oc\.(?!env:)")  # refers to a key that only resolving it tells
+RESOLVERS = {
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "max": lambda a, b: max(a, b),
+}
+
+
+for _name, _function in RESOLVERS.items():
+    OmegaConf.register_resolver(_name, _function, replace=True)
+
+
+def references(key: str, value: Any) -> set[str]:
+    """The dotted keys that the value at `key` refers to."""
+    return {_absolute(key, dots, name) for dots, name in REFERENCE.findall(str(value))}
+
+
+def _absolute(key: str, dots: str, name: str) -> str:
+    """One dot is the mapping that the key is in, two the one around it."""
+    parents = key.split(".")[: -len(dots)] if dots else []
+    return ".".join([*parents, name])
+
+
+def interpolated(value: Any) -> bool:
+    if isinstance(value, str):
+        return "${" in value
+    if isinstance(value, list):
+        return any(map(interpolated, value))
+    return isinstance(value, dict) and any(map(interpolated, value.values()))
+
+
+def escaped(value: Any) -> Any:
+    """The same value where `${` is read literally."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, list):
+        return [escaped(item) for item in value]
+    return {key: escaped(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def expand(tree: Branch) -> bool:
+    """Puts a copy of the mapping where a value is one reference to it, in place. Whether there were any."""
+    found = False
+    for key, leaf in list(tree.leaves()):
+        if isinstance(leaf.value, str) and (match := REFERENCE.fullmatch(leaf.value)):
+            target = _absolute(key, *match.groups())
+            node = tree.find(target)
+            if isinstance(node, Branch) and not f"{key}.".startswith(f"{target}."):
+                tree.set(key, copied(node))
+                found = True
+    return found
+
+
+def resolve(tree: Branch) -> dict[str, str]:
+    """Puts what they stand for in the place of interpolations. Problems by dotted key; those values stay as they are."""
+    unread = {key: leaf for key, leaf in tree.leaves() if interpolated(leaf.value)}
+    values = {key: copy.value for key in unread if (copy := _followed(tree, key))}
+    others = {key: leaf for key, leaf in unread.items() if key not in values}
+    problems = {key: problem for key, leaf in others.items() if (problem := _malformed(leaf.value))}
+    config = OmegaConf.create(_referred(tree, others, set(problems)))
+    for key, leaf in others.items():
+        if key in problems:
+            continue
+        try:
+            values[key] = _value(config, tree, key)
+        except OmegaConfBaseException as error:
+            problems[key] = _explained(leaf.value, error)
+    for key, value in values.items():
+        tree.set(key, _node(value, unread[key].origin))
+    return problems
+
+
+def _followed(tree: Branch, key: str) -> Leaf | None:
+    """The leaf at the end of plain references, from key to key; None if they end otherwise. Most do, and OmegaConf is slow."""
+    node, seen = tree.find(key), {key}
+    while isinstance(node, Leaf) and isinstance(node.value, str) and (match := REFERENCE.fullmatch(node.value)):
+        key = _absolute(key, *match.groups())
+        if key in seen:
+            return None
+        seen.add(key)
+        node = tree.find(key)
+    return node if isinstance(node, Leaf) and not interpolated(node.value) and node.value != "???" else None
+
+
+def _referred(tree: Branch, unread: dict[str, Leaf], malformed: set[str]) -> dict[str, Any]:
+    """The interpolations and what they refer to, as plain values, for OmegaConf is slow in taking in a whole recipe; those that
+    cannot be read are there without a value."""
+    wanted: dict[str, Leaf] = {}
+    waiting = dict(unread)
+    if any(WHERE_UNKNOWN.search(str(leaf.value)) for leaf in unread.values()):
+        wanted, waiting = dict(tree.leaves()), {}
+    while waiting:
+        key, leaf = waiting.popitem()
+        wanted[key] = leaf
+        for target in references(key, leaf.value):
+            node = tree.find(target)
+            found = node.leaves(f"{target}.") if isinstance(node, Branch) else ((target, node),) if node else ()
+            waiting |= {other: leaf for other, leaf in found if other not in wanted}
+    plain: dict[str, Any] = {}
+    for key, leaf in wanted.items():
+        *path, last = tree.path(key)
+        inside = plain
+        for name in path:
+            inside = inside.setdefault(name, {})
+        inside[last] = "???" if key in malformed else leaf.value
+    return plain
+
+
+def _value(config: DictConfig, tree: Branch, dotted: str) -> Any:
+    container: Any = config
+    *path, last = tree.path(dotted)
+    for name in path:
+        container = container[name]
+    value = container[last]
+    return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
+
+
+def _node(value: Any, origin: str | None) -> Leaf | Branch:
+    if isinstance(value, dict):
+        return Branch({str(key): _node(item, origin) for key, item in value.items()}, origin)
+    return Leaf(value, origin)
+
+
+def _malformed(value: Any) -> str | None:
+    if isinstance(value, str) and REFERENCE.fullmatch(value):
+        return None
+    try:
+        OmegaConf.create({"value": value})
+    except GrammarParseError as error:
+        return f"'{value}' is not an interpolation: {_first_line(error)}"
+    return None
+
+
+def _explained(value: Any, error: OmegaConfBaseException) -> str:
+    if isinstance(error, InterpolationKeyError):
+        missing = re.search(r"Interpolation key '([^']*)'", str(error))
+        return f"'{value}' refers to {missing.group(1) if missing else 'a key'}, which is not there"
+    if "Recursive interpolation" in str(error):
+        return f"'{value}' comes back to itself in a circle; one of the keys in it needs a value"
+    if isinstance(error, InterpolationToMissingValueError):
+        return f"'{value}' refers to a key that has no value"
+    if isinstance(error, UnsupportedInterpolationType):
+        return f"'{value}' has no such resolver; there are: {', '.join(sorted(RESOLVERS))}, and OmegaConf's own oc.*"
+    if "Environment variable" in str(error):
+        name = re.search(r"Environment variable '([^']*)'", str(error)).group(1)
+        return f"'{value}' needs the environment variable {name}, which is not set; export it, or write the value"
+    return f"'{value}' cannot be computed: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

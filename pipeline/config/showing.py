@@ -1,0 +1,49 @@
+"""A recipe as text in which each value says where it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.config.layers import dumped
+from pipeline.config.reading import Loaded
+from pipeline.config.resolving import escaped
+
+WIDEST = 80  # columns: longer lines do not move the comments of all others
+DEFAULT = "default"
+
+
+def shown(loaded: Loaded) -> str:
+    """The resolved recipe as YAML, each value with a comment: the file and line that set it, the command line, or `default`."""
+    lines = list(_lines("", dataclasses.asdict(loaded.recipe), loaded.origins, 0))
+    column = max(len(text) for text, _ in lines if len(text) <= WIDEST)
+    return "".join(f"{text:{column}}  # {origin}\n" if origin else f"{text}\n" for text, origin in lines)
+
+
+def _lines(prefix: str, values: dict[str, Any], origins: dict[str, str], depth: int) -> Iterator[tuple[str, str | None]]:
+    """(line, what set the value that is on it)."""
+    for name, value in values.items():
+        key, head = f"{prefix}{name}", f"{'  ' * depth}{_flow(name)}:"
+        if isinstance(value, dict) and value:
+            yield head, None
+            yield from _lines(f"{key}.", value, origins, depth + 1)
+        else:
+            yield f"{head} {_flow(escaped(value))}", _origin(key, origins)
+
+
+def _flow(value: Any) -> str:
+    """YAML on one line."""
+    if isinstance(value, str) and "\n" in value:
+        return json.dumps(value)  # a YAML text in double quotes
+    return dumped(value, on_one_line=True).removesuffix("...\n").rstrip("\n")
+
+
+def _origin(key: str, origins: dict[str, str]) -> str:
+    """Of the key, or of the mapping that it came in as a whole."""
+    while key:
+        if key in origins:
+            return origins[key]
+        key = key.rpartition(".")[0]
+    return DEFAULT

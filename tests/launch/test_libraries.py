@@ -1,0 +1,131 @@
+"""The subtrees that a library reads: their keys are held against the library's source, which is read and not imported."""
+
+import ast
+import dataclasses
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+
+from launch import preflight_libraries, signatures
+from launch.job import ROOT
+from pipeline import config
+from tests.launch.model import write_recipe
+
+
+@pytest.fixture
+def problems(tmp_path):
+    path = str(write_recipe(tmp_path))
+
+    def of(*overrides: str) -> list[str]:
+        return list(preflight_libraries.problems(config.load(path, overrides)))
+
+    return of
+
+
+def test_signatures_are_those_of_the_classes():
+    import torch
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from vllm import EngineArgs
+
+    for cls in (TransformerConfig, MLATransformerConfig, EngineArgs):
+        path = "vllm.engine.arg_utils.EngineArgs" if cls is EngineArgs else f"{cls.__module__}.{cls.__name__}"
+        assert set(signatures.parameters(path)) == {field.name for field in dataclasses.fields(cls) if field.init}
+    for path in ("torch.optim.AdamW", "torch.optim.SGD", "torch.optim.Muon", *SCHEDULES):
+        module, _, name = path.rpartition(".")
+        cls = getattr(torch.optim if module == "torch.optim" else torch.optim.lr_scheduler, name)
+        assert list(signatures.parameters(path)) == list(inspect.signature(cls).parameters)
+
+
+SCHEDULES = [f"torch.optim.lr_scheduler.{name}" for name in ("LinearLR", "ConstantLR", "CosineAnnealingLR", "LambdaLR")]
+
+
+def test_a_class_that_is_not_there_and_a_library_that_is_not():
+    with pytest.raises(signatures.NotThere):
+        signatures.parameters("torch.optim.AdamX")
+    assert signatures.parameters("a_library_that_is_not_installed.Adam") is None
+    assert signatures.parameters("Adam") is None
+
+
+NOT_GIVEN = {
+    *("model_type", "transformers_version", "_name_or_path", "output_attentions"),
+    *("head_dim", "qk_head_dim"),  # of deepseek_v3: derived from others
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_overrides_of_a_configuration_are_those_that_transformers_takes(tmp_path, family):
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "rope_theta": 1000.0}))
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    names = [*loaded.to_dict(), "rope_scaling", "rope_theta", "hidden_sizes", "sliding_window", "text_config", "num_experts"]
+    for name in dict.fromkeys(names):
+        if name in NOT_GIVEN:
+            continue
+        policy = config.PolicyConfig(model_name="x", hf_config_overrides={name: None})
+        refused = list(preflight_libraries.unknown_overrides("policy", policy, tmp_path))
+        assert bool(refused) == (not hasattr(loaded, name)), (name, refused)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["policy.generation.vllm_kwargs={kv_cache_memory_bytes: 1, moe_backend: triton, enable_chunked_prefill: null}"], []),
+        (["policy.generation.vllm_kwargs={kv_cache_memory_bytes: many}"], ["'many' is not what vLLM takes there: int | None"]),
+        (["policy.generation.vllm_kwargs={max_num_batched_tokens: 1.5}"], ["1.5 is not what vLLM takes there"]),
+        (["policy.generation.vllm_kwargs={trust_remote_code: 1}"], ["1 is not what vLLM takes there: bool"]),
+        (["policy.generation.vllm_kwargs={seed: 1}"], ["vllm_kwargs.seed: cannot be given"]),
+        (["policy.generation.vllm_kwargs={dtype: half}"], ["vllm_kwargs.dtype: policy.precision says this"]),
+        (["policy.generation.backend=transformers", "policy.generation.vllm_kwargs={anything: 1}"], []),
+        (["policy.optimizer.kwargs={lr: 1, betas: [0.9, 0.95], fused: true}"], []),
+        (["policy.optimizer.kwargs={lr: -1}"], ["policy.optimizer.kwargs.lr: -1 is not a number from 0 on"]),
+        (["policy.optimizer.name=AdamW"], ["policy.optimizer.name: 'AdamW' is not the dotted path of a class"]),
+        (["policy.optimizer.name=torch.optim.SGD", "policy.optimizer.kwargs.momentu=1"], ["did you mean 'momentum'"]),
+        (["policy.megatron_cfg.enabled=true", "policy.optimizer.kwargs.amsgrad=true"], ["Megatron-Core's Adam has no such"]),
+        (["policy.megatron_cfg.enabled=true", "policy.optimizer.name=torch.optim.SGD"], ["the Megatron backend takes"]),
+        (["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.optimizer.lr=1e-6", "policy.optimizer.name=SGD"], []),
+        (["policy.scheduler={name: torch.optim.lr_scheduler.LinearLR, kwargs: {start: 1}}"], ["kwargs.start: torch.optim"]),
+        (["policy.scheduler={name: torch.optim.lr_scheduler.LinearLR, kwarg: {}}"], ["a schedule is {name, kwargs}"]),
+        (["policy.scheduler={name: torch.optim.lr_scheduler.LinearLR, kwargs: 3}"], ["policy.scheduler.kwargs: a mapping"]),
+        (["policy.scheduler={name: torch.optim.lr_scheduler.ReduceLROnPlateau}"], ["looks at a metric"]),
+        (["policy.scheduler=[]"], ["a list holds schedules"]),
+        (["policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR}, {milestones: [3]}]"], ["a list holds schedules"]),
+        (["policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR}, {milestones: []}]"], []),
+        (["policy.scheduler=7"], ["a schedule is {name, kwargs}"]),
+        (["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.model_overrides={masked_softmax_fusion: true}"], []),
+        (["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.model_overrides={bf16: true}"], ["it is policy.precision"]),
+        (["policy.megatron_cfg.model_overrides={anything: true}", "policy.dtensor_cfg.enabled=true"], []),
+    ],
+)
+def test_what_is_said_of_a_librarys_options(problems, overrides, says):
+    found = problems(*overrides)
+    assert len(found) == len(says), found
+    assert [part for part, problem in zip(says, found, strict=True) if part not in problem] == [], found
+
+
+def test_what_the_engine_is_given_is_known_to_the_check():
+    """Each argument that pipeline/generate/vllm.py sets is refused in vllm_kwargs, but for those that a recipe may change."""
+    tree = ast.parse((ROOT / "pipeline/generate/vllm.py").read_text())
+    (function,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_arguments"]
+    given = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and isinstance(node.targets[0], ast.Name):
+            given |= {key.value for key in node.value.keys}
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            given.add(node.slice.value)
+    may_be_changed = {"kv_cache_memory_bytes", "enable_chunked_prefill", "max_num_batched_tokens", "speculative_config"}
+    assert given - may_be_changed <= {*preflight_libraries.SAID_BY, *preflight_libraries.OURS}
+    assert may_be_changed <= given
+
+
+def test_nothing_of_it_imports_the_libraries():
+    code = (
+        "import sys; from launch import signatures, preflight_libraries as p\n"
+        "assert signatures.parameters('vllm.engine.arg_utils.EngineArgs') and signatures.parameters('torch.optim.AdamW')\n"
+        "assert p._configuration('llama')\n"
+        "assert not {'torch', 'vllm', 'transformers', 'megatron.core'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

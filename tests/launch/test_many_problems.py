@@ -1,0 +1,265 @@
+"""Recipes with several faults of different kinds: the real command names all of them in one go."""
+
+import json
+
+import pytest
+
+from tests.launch.model import write_model, write_recipe
+from tests.launch.test_bad_recipes import refuse, told
+
+MEGATRON = "policy.megatron_cfg"
+VLLM = "policy.generation.vllm_cfg"
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+# (overrides, changes to files by name, a part of each problem)
+BROKEN = {
+    "keys, types, choices and layout": (
+        [
+            "grpo.max_num_step=5",
+            "policy.train_micro_batch_size=four",
+            "policy.precision=fp4",
+            "loss_fn.reference_policy_kl_type=k9",
+            f"{VLLM}.tensor_parallel_size=3",
+            "policy.dtensor_cfg.tensor_parallel_size=2",
+        ],
+        {},
+        [
+            "did you mean 'grpo.max_num_steps'",
+            "policy.train_micro_batch_size: 'four', but it must be a whole number",
+            "policy.precision: 'fp4' is not one of: float32, bfloat16",
+            "loss_fn.reference_policy_kl_type: 'k9' is not one of: k1, k2, k3",
+            f"{VLLM}.tensor_parallel_size: 3 does not divide the 1 ranks of cluster.generate",
+            "policy.dtensor_cfg.tensor_parallel_size: 2 does not divide the 1 ranks of cluster.train",
+            f"{VLLM}.tensor_parallel_size: 3 does not divide the model's 4 attention heads",
+        ],
+    ),
+    "the files": (
+        ["data.train.prompt_file=no.txt", "policy.max_total_sequence_length=65", "policy.random_init=false"],
+        {"model/tokenizer.json": None, "data.jsonl": '{"input": "1"}\n[1]\n{"input": \n{"input": "2"}\n'},
+        [
+            "policy.max_total_sequence_length: 65 is beyond the model's max_position_embeddings; at most 64",
+            "policy.model_name: {folder}/model has no weights",
+            "policy.tokenizer.name: {folder}/model has no tokenizer",
+            "data.train.prompt_file: no.txt: No such file",
+            "data.jsonl:1: no key 'output'; there are: input; mend it, or data.bad_records=drop (and so in 1 more)",
+            "data.jsonl:2: a list, not a JSON object",
+            "data.jsonl:3: not JSON",
+        ],
+    ),
+    "what an algorithm's keys say against each other": (
+        [
+            "grpo.num_generations_per_prompt=1",
+            "policy.train_global_batch_size=3",
+            "grpo.batch_multiplier=2",
+            "loss_fn.sequence_level_importance_ratios=true",
+            "loss_fn.truncated_importance_sampling_ratio=2",
+            "grpo.val_period=5",
+            "policy.generation.temperature=0",
+        ],
+        {},
+        [
+            "policy.train_global_batch_size: 3 does not divide the 2 samples",
+            "grpo.num_generations_per_prompt: 1 leaves nothing for a mean",
+            "grpo.batch_multiplier: 2.0 only means something with grpo.use_dynamic_sampling=true",
+            "loss_fn.sequence_level_importance_ratios: a ratio of whole sequences",
+            "loss_fn.truncated_importance_sampling_ratio: 2.0 bounds nothing",
+            "grpo.val_period: there is nothing to validate on",
+            "policy.generation.temperature: 0.0 has no log-probs",
+        ],
+    ),
+    "megatron": (
+        [
+            f"{MEGATRON}.enabled=true",
+            "cluster.train.ranks_per_node=6",
+            f"{MEGATRON}.tensor_model_parallel_size=4",
+            f"{MEGATRON}.mtp_num_layers=1",
+            f"{MEGATRON}.recompute_num_layers=1",
+            f"{MEGATRON}.model_overrides={{num_layers: 3, masked_softmax_fusio: true}}",
+            f"{MEGATRON}.scheduler.lr_warmup_iters=2",
+        ],
+        {},
+        [
+            f"{MEGATRON}: tensor_model_parallel_size 4 x pipeline_model_parallel_size 1 x context_parallel_size 1: 4 does not",
+            f"{MEGATRON}: expert_model_parallel_size 1 x expert_tensor_parallel_size 4",
+            f"{MEGATRON}.mtp_num_layers: 1 is not supported",
+            f"{MEGATRON}.recompute_num_layers: says nothing while",
+            f"{MEGATRON}.model_overrides.num_layers: it is the model's",
+            f"{MEGATRON}.model_overrides.masked_softmax_fusio: Megatron-Core as it is installed here has no such option",
+            f"{MEGATRON}.scheduler: its rates are those of {MEGATRON}.optimizer, which is null",
+            f"{MEGATRON}.tensor_model_parallel_size: 4 does not divide the model's 4 attention heads and 2 key-value heads",
+        ],
+    ),
+    "a mixture of experts": (
+        [
+            f"{MEGATRON}.enabled=true",
+            "cluster.train.ranks_per_node=4",
+            f"{MEGATRON}.expert_model_parallel_size=4",
+            f"{MEGATRON}.moe_router_bias_update_rate=0.1",
+            f"{MEGATRON}.pipeline_model_parallel_size=4",
+            "cluster.generate.ranks_per_node=4",
+            f"{VLLM}.tensor_parallel_size=4",
+            f"{VLLM}.expert_parallel_size=4",
+        ],
+        {"model/config.json": json.dumps(EXPERTS)},
+        [
+            f"{MEGATRON}: expert_model_parallel_size 4 x expert_tensor_parallel_size 1 x pipeline_model_parallel_size 4: 16",
+            f"{MEGATRON}.moe_router_bias_update_rate: qwen3_moe models have no such bias",
+            f"{MEGATRON}.pipeline_model_parallel_size: 4 does not divide the model's 2 layers",
+            f"{MEGATRON}.expert_model_parallel_size: 4 does not divide the model's 6 experts",
+            f"{VLLM}.expert_parallel_size: 4 does not divide the model's 6 experts",
+        ],
+    ),
+    "libraries": (
+        [
+            "policy.generation.vllm_kwargs={kv_cache_memory_byte: 3, load_format: auto, max_model_len: 8}",
+            "policy.optimizer.kwargs={lr: fast, decay: 1}",
+            "policy.scheduler={name: torch.optim.lr_scheduler.NoneLR}",
+            "policy.hf_config_overrides={hidden_sizes: 3, rope_parameters: {}, num_key_value_heads: two}",
+            "cluster.train.env_vars={A: true}",
+        ],
+        {},
+        [
+            "vllm_kwargs.kv_cache_memory_byte: vLLM as it is installed here has no such option; did you mean 'kv",
+            "vllm_kwargs.load_format: cannot be given",
+            f"vllm_kwargs.max_model_len: {VLLM}.max_model_len says this",
+            "policy.optimizer.kwargs.lr: 'fast' is not a number",
+            "policy.optimizer.kwargs.decay: torch.optim.AdamW has no such option",
+            "policy.scheduler.name: there is no 'torch.optim.lr_scheduler.NoneLR'",
+            "policy.hf_config_overrides.hidden_sizes: a llama configuration has no such option; did you mean 'hidden_size'",
+            "policy.hf_config_overrides.num_key_value_heads: 'two', but config.json has 2",
+            "cluster.train.env_vars.A: true, but it must be a text; in quotes",
+        ],
+    ),
+    "interpolations": (
+        [
+            "grpo.seed=${nowhere}",
+            "policy.model_name=${oc.env:HETSTEP_NO_SUCH_VARIABLE}",
+            "grpo.max_num_steps=${.val_period}",
+            "grpo.val_period=${.max_num_steps}",
+            "data.train.env_name=maths",
+            "cluster.train.nodes=${div:1,0}",
+        ],
+        {},
+        [
+            "grpo.seed: '${nowhere}' refers to nowhere, which is not there",
+            "policy.model_name: '${oc.env:HETSTEP_NO_SUCH_VARIABLE}' needs the environment variable HETSTEP_NO_SUCH_VARIABLE",
+            "grpo.max_num_steps: '${.val_period}' comes back to itself in a circle",
+            "grpo.val_period: '${.max_num_steps}' comes back to itself in a circle",
+            "cluster.train.nodes: '${div:1,0}' cannot be computed",
+            "data.train.env_name: 'maths', but there is no env.maths; one of: math",
+        ],
+    ),
+    "pairs": (
+        [
+            "algorithm=dpo",
+            "policy.sequence_packing.train_mb_tokens=40",
+            "dpo.label_smoothing=0.7",
+            "dpo.preference_loss_weight=0",
+            "data.train.rejected_key=chosen",
+            "policy.random_init=maybe",
+        ],
+        {"data.jsonl": '{"input": "1", "chosen": "2"}\n{"chosen": "2"}\n'},
+        [
+            "policy.sequence_packing.train_mb_tokens: 40 cannot hold the two sequences of a pair",
+            "dpo.label_smoothing: 0.7 is how often a label is wrong",
+            "dpo.preference_loss_weight: 0, and dpo.sft_loss_weight too",
+            "data.train.rejected_key: 'chosen' is data.train.chosen_key too",
+            "policy.random_init: 'maybe', but it must be true or false",
+            "data.jsonl:1: 'chosen' and 'chosen' are the same: nothing is preferred; mend it",
+        ],
+    ),
+    "critic and adapters": (
+        [
+            "algorithm=ppo",
+            "ppo.num_prompts_per_step=4",
+            "value.model_name=./nowhere",
+            "value.precision=fp8",
+            "ppo.adv_estimator.gae_gamma=2",
+            "ppo.policy_training_start_step=2000",
+            "policy.dtensor_cfg.lora_cfg.enabled=true",
+            "policy.dtensor_cfg.lora_cfg.match_all_linear=false",
+            "value.optimizer.name=torch.optim.AdamX",
+        ],
+        {},
+        [
+            "value.model_name: there is no folder ./nowhere",
+            "value.precision: 'fp8' is not one of: float32, bfloat16",
+            "ppo.adv_estimator.gae_gamma: 2.0 must be in [0, 1]",
+            "ppo.policy_training_start_step: 2000 leaves the policy no step to learn in",
+            "policy.dtensor_cfg.lora_cfg.target_modules: empty",
+            "value.optimizer.name: there is no 'torch.optim.AdamX' in torch",
+        ],
+    ),
+    "sections, environments and the cluster": (
+        [
+            "policy.tokenizer=null",
+            "env.math.kind=poetry",
+            "env.judge={kind: reward_model}",
+            "cluster.train.nodes=-1",
+            "cluster.generate.gpus_per_node=2000",
+            "cluster.executor=kubernetes",
+            "checkpointing.keep_top_k=0",
+            f"{VLLM}.max_model_len=8",
+            "policy.dtensor_cfg.enabled=false",
+            f"{MEGATRON}.enabled=false",
+        ],
+        {},
+        [
+            "policy.tokenizer: null, but it must be a mapping of keys",
+            "env.math.kind: 'poetry' is not one of: exact_match, math, reward_model",
+            "env.judge.model_name: kind reward_model needs one",
+            "cluster.train.nodes: -1 is too small; at least 1",
+            "cluster.generate.gpus_per_node: 2000 is too large; at most 1024",
+            "cluster.executor: 'kubernetes' is not one of: auto, slurm, local",
+            "checkpointing.keep_top_k: 0 is too small; at least 1",
+            f"{VLLM}.max_model_len: 8 is below policy.max_total_sequence_length 32",
+            f"{MEGATRON}.enabled, policy.dtensor_cfg.enabled: both false leaves no training backend",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_all_are_named_in_one_go_and_nothing_else_is(tmp_path, name):
+    overrides, files, says = BROKEN[name]
+    write_recipe(tmp_path)
+    for path, text in files.items():
+        (tmp_path / path).unlink()
+        if text is not None:
+            (tmp_path / path).write_text(text)
+    problems = told(refuse(tmp_path, *overrides, count=len(says)))
+    for part in says:
+        part = part.format(folder=tmp_path) if "{folder}" in part else part
+        assert [problem for problem in problems if part in problem], part
+
+
+def test_a_model_is_told_of_once_however_many_keys_name_it(tmp_path):
+    write_recipe(tmp_path)
+    (problem,) = told(refuse(tmp_path, "policy.model_name=./none"))
+    assert problem.startswith("policy.model_name: there is no folder ./none")
+
+
+def test_a_file_of_bad_lines_is_told_of_in_a_few(tmp_path):
+    write_model(tmp_path / "model")
+    lines = [json.dumps({"input": str(n)}) for n in range(3000)] + ["{"] * 2000 + [json.dumps([n]) for n in range(10)]
+    lines += [json.dumps(value) for value in ("a", 1, None, True, {})]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    write_recipe(tmp_path)
+    problems = told(refuse(tmp_path, count=6))
+    assert "data.jsonl:1: no key 'output'" in problems[0] and problems[0].endswith("(and so in 2999 more)")
+    assert "data.jsonl:3001: not JSON" in problems[1] and problems[1].endswith("(and so in 1999 more)")
+    assert problems[-1].endswith("3 more lines have other faults")

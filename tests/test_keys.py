@@ -1,0 +1,51 @@
+"""Every key that the schema accepts does something, or is listed here with what says that it does not."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import typed
+from pipeline.config.megatron_checks import ONLY_DEFAULT
+from pipeline.config.schema import Recipe
+
+ROOT = Path(__file__).parent.parent
+DECLARED = ("schema.py", "algorithms.py", "megatron.py")  # where a key's name says nothing about its use
+SAYS_NOTHING = {  # and the comment beside it says so
+    "policy.megatron_cfg.optimizer.sgd_momentum",
+    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",
+    "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather",
+    "policy.megatron_cfg.defer_fp32_logits",
+}
+REFUSED = {f"policy.megatron_cfg.{key.removesuffix('.enabled')}" for key in ONLY_DEFAULT}  # any value but one
+
+
+def names_used() -> set[str]:
+    """Attributes that the code reads, and texts in it, by which some are read: getattr(section, name)."""
+    found = set()
+    for path in [*ROOT.glob("pipeline/**/*.py"), *ROOT.glob("launch/**/*.py")]:
+        if path.parent.name in ("config", "nemo_rl") or path.name.startswith("preflight"):
+            continue  # that a check looks at a key makes nothing happen
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+LEAVES = [key for key in typed.keys(Recipe) if not any(other.startswith(f"{key}.") for other in typed.keys(Recipe))]
+
+
+def test_every_key_is_read_somewhere():
+    used = names_used()
+    unread = {key for key in LEAVES if key.rpartition(".")[2] not in used}
+    assert unread - REFUSED - SAYS_NOTHING == set()
+
+
+@pytest.mark.parametrize("key", sorted(SAYS_NOTHING))
+def test_what_says_nothing_says_so(key):
+    name = key.rpartition(".")[2]
+    lines = (ROOT / "pipeline/config/megatron.py").read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.strip().startswith(f"{name}:"))
+    assert "says nothing" in "".join(lines[at - 1 : at + 1]).lower()

@@ -1,0 +1,189 @@
+"""Recipes with one to four things changed at random: each is refused with problems that name a key, or is a recipe."""
+
+import copy
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import config
+from pipeline.config import layers, resolving
+from pipeline.config.reading import RECIPES
+
+COUNT = 1000
+OURS = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+WORDS = ("seed", "lr", "enabled", "name", "nodes", "model_name", "precision", "", "a b", "ключ", "_override_", "defaults")
+VALUES = (
+    *(None, True, False, 0, 1, -1, 3, 7, 10**6, 10**18, -(10**9), 0.5, -0.5, 1e-8, 1e300, float("nan"), float("inf")),
+    *("", "x", "one", "1", "1e3", "true", "None", "null", "???", "/nowhere", "\0", "a: b", "äöü", "grpo", "sft", "fp8", "vllm"),
+    *([], [1], ["x"], [None], [[]], [{}], [{"name": "x"}], {}, {"enabled": True}, {"x": {"y": 1}}, {"name": 1}, {"": 0}),
+    *("${policy.model_name}", "${nowhere}", "${.seed}", "${..}", "${", "${oc.env:HETSTEP_NO_SUCH_VARIABLE}", "${mul:2,3}"),
+    *("${div:1,0}", "${max:a,1}", "${add:${policy.train_global_batch_size},1}", "${nothing:1}", "$", "\\${x}", "${grpo}"),
+)
+
+NEMO_RL = {
+    "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_num_steps": 10, "seed": 42, "val_period": 0},
+    "loss_fn": {"reference_policy_kl_penalty": 0.01, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2, "ratio_clip_c": None},
+    "checkpointing": {"enabled": True, "checkpoint_dir": "results/grpo", "metric_name": "val:accuracy", "save_period": 10},
+    "policy": {
+        "model_name": "Qwen/Qwen2.5-1.5B",
+        "tokenizer": {"name": "${policy.model_name}"},
+        "train_global_batch_size": "${mul:${grpo.num_prompts_per_step}, ${grpo.num_generations_per_prompt}}",
+        "train_micro_batch_size": 4,
+        "max_total_sequence_length": 512,
+        "precision": "bfloat16",
+        "dtensor_cfg": {"enabled": True, "tensor_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False},
+        "megatron_cfg": {"enabled": False},
+        "sequence_packing": {
+            "enabled": True,
+            "train_mb_tokens": "${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}",
+        },
+        "max_grad_norm": 1.0,
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 5e-6, "weight_decay": 0.01, "betas": [0.9, 0.999]}},
+        "generation": {
+            "backend": "vllm",
+            "max_new_tokens": "${policy.max_total_sequence_length}",
+            "temperature": 1.0,
+            "vllm_cfg": {"tensor_parallel_size": 1, "gpu_memory_utilization": 0.6, "async_engine": False},
+            "colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
+        },
+    },
+    "data": {
+        "max_input_seq_length": "${policy.max_total_sequence_length}",
+        "shuffle": True,
+        "train": {"dataset_name": "OpenMathInstruct-2", "split_validation_size": 0.05, "seed": "${grpo.seed}"},
+        "validation": None,
+        "default": {"env_name": "math", "processor": "math_hf_data_processor"},
+    },
+    "env": {"math": {"num_workers": 8}},
+    "logger": {"log_dir": "logs", "wandb_enabled": False, "tensorboard_enabled": True},
+    "cluster": {"gpus_per_node": 1, "num_nodes": 2},
+}
+
+
+def places(tree: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The paths of all keys."""
+    found = []
+    for key, value in tree.items():
+        found.append((*path, key))
+        if isinstance(value, dict):
+            found += places(value, (*path, key))
+    return found
+
+
+def mutated(tree: dict[str, Any], draw: random.Random) -> tuple[dict[str, Any], list[str]]:
+    """A copy with one to four changes, and what they are."""
+    tree, told = copy.deepcopy(tree), []
+    for _ in range(draw.randint(1, 4)):
+        *path, key = draw.choice(places(tree))
+        section = tree
+        for name in path:
+            section = section[name]
+        match draw.choice(("value", "value", "value", "rename", "delete", "swap", "new", "scale")):
+            case "value":
+                section[key] = draw.choice(VALUES)
+            case "rename":
+                section[key[:-1] + draw.choice("aesx") if draw.random() < 0.7 else draw.choice(WORDS)] = section.pop(key)
+            case "delete":
+                del section[key]
+            case "swap":
+                other = draw.choice(list(section))
+                section[key], section[other] = section[other], section[key]
+            case "new":
+                section[draw.choice(WORDS)] = draw.choice(VALUES)
+            case "scale" if isinstance(section[key], int | float):
+                section[key] *= draw.choice((-1, 0, 3, 1000, 1e12))
+        told.append(".".join([*path, key]))
+        if not tree:
+            break
+    return tree, told
+
+
+def judge(path: Path, tree: dict[str, Any]) -> config.Loaded | None:
+    """None if the recipe was refused as a whole. What it says must be for people."""
+    path.write_text(json.dumps(tree, ensure_ascii=False).replace("Infinity", ".inf").replace("NaN", ".nan"))
+    loaded = None
+    try:
+        loaded = config.inspect(str(path))
+        problems = loaded.problems
+        again = config.problems(loaded.recipe)
+        if not problems:
+            assert list(again) == []
+            text = config.to_yaml(loaded.recipe)
+            assert config.shown(loaded)
+            path.write_text(text)
+            assert config.read(path) == loaded.recipe
+    except config.RecipeError as error:
+        problems = error.problems
+        assert problems
+    for problem in problems:
+        assert re.search(r"[A-Za-z_]", problem) and len(problem) > 10, problem
+        assert not re.search(r"Traceback|object at 0x|<class|dataclass|Error:|Error\(|Interpolat\w+Error", problem), problem
+        assert "\n" not in problem.strip(), problem
+    return loaded
+
+
+def seeds() -> list[dict[str, Any]]:
+    own = [layers.chain(config.find(name)).plain() for name in OURS]
+    return [*own, *[NEMO_RL] * (len(own) // 4)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_changed_recipe_is_refused_with_reasons_or_is_a_recipe(tmp_path, seed):
+    draw, trees, outcomes = random.Random(seed), seeds(), {"fine": 0, "refused": 0, "unreadable": 0}
+    for number in range(COUNT // 10):
+        tree, told = mutated(draw.choice(trees), draw)
+        try:
+            loaded = judge(tmp_path / "changed.yaml", tree)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {number}: {told}: {json.dumps(tree)}") from error
+        outcomes["unreadable" if loaded is None else "refused" if loaded.problems else "fine"] += 1
+    print(outcomes)
+    assert outcomes["refused"] > COUNT // 30 and outcomes["fine"] > 0
+
+
+def test_the_recipes_that_are_changed_are_good_ones(tmp_path):
+    for name in OURS:
+        assert config.inspect(name).problems == []
+    (tmp_path / "theirs.yaml").write_text(json.dumps(NEMO_RL))
+    loaded = config.inspect(str(tmp_path / "theirs.yaml"))
+    assert loaded.problems == []
+    assert loaded.recipe.policy.train_global_batch_size == 32
+
+
+def test_what_the_command_line_says_of_theirs_is_theirs_and_the_rest_ours(tmp_path):
+    (tmp_path / "theirs.yaml").write_text(json.dumps(NEMO_RL, indent=1))
+    path = str(tmp_path / "theirs.yaml")
+    loaded = config.inspect(path, ["grpo.num_prompts_per_step=16", "cluster.train.nodes=3", "cluster.num_nodes=4"])
+    assert loaded.recipe.policy.train_global_batch_size == 64
+    assert loaded.recipe.cluster.train.nodes == 3
+    assert loaded.origins["grpo.num_prompts_per_step"].startswith("the command line")
+    assert loaded.origins["cluster.train.nodes"] == "the command line"
+    lines = (tmp_path / "theirs.yaml").read_text().splitlines()
+    (line,) = [number for number, text in enumerate(lines, 1) if '"num_generations_per_prompt"' in text]
+    assert f"theirs.yaml:{line}" in loaded.origins["grpo.num_generations_per_prompt"]
+    assert loaded.notes and all("\n" not in note for note in loaded.notes)
+    (problem,) = config.inspect(path, ["grpo.max_num_steps=many"]).problems
+    assert problem == "the command line: grpo.max_num_steps: 'many', but it must be a whole number"
+
+
+def test_our_recipe_without_its_algorithm_is_not_taken_for_theirs(tmp_path):
+    for text in ("algoritm: grpo\n", "run_dir: x\n"):
+        (tmp_path / "ours.yaml").write_text(text + "policy: {model_name: x}\ngrpo: {seed: 1}\n")
+        assert "algorithm has no value; the recipe must set it" in config.inspect(str(tmp_path / "ours.yaml")).problems
+
+
+def test_a_text_with_an_interpolation_in_it_is_written_so_that_it_is_read_literally(tmp_path):
+    for text in ("${x}", "a \\${x} b", "{{ '${' }}", "\\\\${x}", "plain"):
+        (tmp_path / "a.yaml").write_text(
+            json.dumps(
+                {"algorithm": "sft", "policy": {"model_name": "x", "tokenizer": {"chat_template": resolving.escaped(text)}}}
+            )
+        )
+        recipe = config.load(str(tmp_path / "a.yaml"))
+        assert recipe.policy.tokenizer.chat_template == text
+        config.write(recipe, tmp_path / "again.yaml")
+        assert config.read(tmp_path / "again.yaml").policy.tokenizer.chat_template == text

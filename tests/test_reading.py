@@ -1,0 +1,307 @@
+"""How layers become a recipe: what replaces what, what `${...}` stands for, where each value comes from, all faults at once."""
+
+import textwrap
+
+import pytest
+from omegaconf import OmegaConf
+
+from pipeline import config
+from pipeline.config import layers, resolving, typed
+from pipeline.config.schema import Recipe
+
+BASE = """\
+algorithm: grpo
+policy:
+  model_name: x
+  optimizer:
+    kwargs: {lr: 1e-6, eps: 1e-8}
+env:
+  e: {kind: math}
+data:
+  train: {env_name: e}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def to(name, text):
+        (tmp_path / name).write_text(textwrap.dedent(text))
+        return name
+
+    return to
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------------
+
+
+SCALARS = """1e-8 1e10 1.5e3 5.0e-6 1_000 1_000.5 .5 1. 0x1F 017 2020-01-01 1:30 yes On null ~ .inf -.inf nan None '1' 1e 1e+5
++1 1E5 -1e-3 _1 0b11 [1,2e3] {a:1} {a,b} [] ''"""
+
+
+@pytest.mark.parametrize("text", SCALARS.split())
+def test_scalars_are_what_omegaconf_takes_them_for(text):
+    expected = OmegaConf.create({"x": OmegaConf.create(f"x: {text}")}).x.x
+    got = layers.scalar(text)
+    assert got == expected and type(got) is type(OmegaConf.to_container(expected) if isinstance(got, dict | list) else expected)
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "merged"),
+    [
+        ("a: {x: 1, y: 2}", "a: {y: 3}", {"a": {"x": 1, "y": 3}}),
+        ("a: {x: 1, y: 2}", "a: {_override_: true, y: 3}", {"a": {"y": 3}}),
+        ("a: {x: 1, y: 2}", "a: {_override_: false, y: 3}", {"a": {"x": 1, "y": 3}}),
+        ("a: {x: 1}", "a: null", {"a": None}),
+        ("a: null", "a: {x: 1}", {"a": {"x": 1}}),
+        ("a: {x: 1}", "a: 5", {"a": 5}),
+        ("a: [1, 2, 3]", "a: [4]", {"a": [4]}),
+        ("a: [{x: 1}]", "a: [{y: 1}]", {"a": [{"y": 1}]}),
+        ("a: 1", "a: ???", {"a": 1}),
+        ("a: {x: 1}", "a: {}", {"a": {"x": 1}}),
+        ("a: &k {x: 1}\nb: {<<: *k, y: 2}", "b: {x: 3}", {"a": {"x": 1}, "b": {"x": 3, "y": 2}}),
+    ],
+)
+def test_what_replaces_what(write, below, above, merged):
+    write("below.yaml", below)
+    tree = layers.chain(config.find(write("above.yaml", f"defaults: below.yaml\n{above}")))
+    assert tree.plain() == merged
+
+
+def test_of_several_parents_the_last_wins_and_each_may_have_its_own(write, tmp_path):
+    (tmp_path / "deep").mkdir()
+    write("deep/grandparent.yaml", "a: 1\nb: 1\nc: 1")
+    write("deep/mother.yaml", "defaults: grandparent.yaml\nb: 2")
+    write("father.yaml", "c: 3\nd: 3")
+    tree = layers.chain(config.find(write("child.yaml", "defaults: [deep/mother.yaml, father.yaml]\nd: 4")))
+    assert tree.plain() == {"a": 1, "b": 2, "c": 3, "d": 4}
+    assert {key: leaf.origin for key, leaf in tree.leaves()} == {
+        "a": "deep/grandparent.yaml:1",
+        "b": "deep/mother.yaml:2",
+        "c": "father.yaml:1",
+        "d": "child.yaml:2",
+    }
+
+
+def test_the_schemas_mappings_are_merged_with_unless_they_are_replaced(write):
+    kwargs = {"lr": 1e-6, "eps": 1e-8, "weight_decay": 0.01}
+    path = write("a.yaml", BASE)
+    assert config.load(path).policy.optimizer.kwargs == kwargs
+    path = write("b.yaml", "defaults: a.yaml\npolicy: {optimizer: {kwargs: {_override_: true, lr: 1}}}")
+    assert config.load(path).policy.optimizer.kwargs == {"lr": 1}
+    path = write("c.yaml", "defaults: a.yaml\npolicy: {megatron_cfg: {optimizer: {lr: 1e-3}}}")
+    assert config.load(path).policy.megatron_cfg.optimizer.lr == 1e-3
+    path = write("d.yaml", "defaults: c.yaml\npolicy: {megatron_cfg: {optimizer: null}}")
+    assert config.load(path).policy.megatron_cfg.optimizer is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: 1\na: 2", "a.yaml:1: the key 'a' is given twice"),
+        ("1.5: x", "a.yaml:1: a key must be a text, not 1.5"),
+        ("algorithm: grpo\ntrue: x", "a.yaml:2: a key must be a text, not True"),
+        ("a: &a {b: *a}", "contains itself"),
+        ("a: !!set {x}", "a.yaml:1: a set is nothing that a recipe can hold"),
+        ("a: !!python/object:os.system x", "not YAML"),
+        ("a: !!binary aGk=", "a.yaml:1: a bytes is nothing"),
+        ("defaults: {a: b}", "a.yaml:1: 'defaults' is a file's name, or a list of them"),
+        ("x: 1\ndefaults: [b.yaml]", "a.yaml:2: 'defaults: b.yaml': there is no"),
+        ("defaults: a.yaml", "a.yaml -> a.yaml"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_what_cannot_be_read_is_said_with_its_line(write, text, says):
+    with pytest.raises(config.RecipeError) as error:
+        config.inspect(write("a.yaml", text))
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+# ---- interpolations ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "seed"),
+    [
+        ("${add:1,2}", 3),
+        ("${mul:${.max_num_steps},3}", 30),
+        ("${div:${grpo.max_num_steps},5}", 2),
+        ("${max:3,${grpo.max_num_steps}}", 10),
+        ("${add:${mul:2,3},${max:1,4}}", 10),
+        ("${oc.env:HETSTEP_TEST_SEED}", 17),
+        ("${oc.env:HETSTEP_NO_SUCH_VARIABLE,5}", 5),
+        ("${oc.select:grpo.max_num_steps}", 10),
+        ("${grpo.${name}}", 10),
+    ],
+)
+def test_resolvers(write, monkeypatch, value, seed):
+    monkeypatch.setenv("HETSTEP_TEST_SEED", "17")
+    path = write("a.yaml", BASE + f'grpo: {{max_num_steps: 10, seed: "{value}"}}\nname: max_num_steps\n')
+    assert config.load(path).grpo.seed == seed
+
+
+def test_division_gives_a_number_that_is_not_whole_as_python_does():
+    tree = layers.of({"a": "${div:1,4}", "b": "${div:4,2}"}, None)
+    assert resolving.resolve(tree) == {}
+    assert tree.plain() == {"a": 0.25, "b": 2.0}
+
+
+def test_a_whole_section_may_be_referred_to(write):
+    path = write(
+        "a.yaml", BASE + "value: {optimizer: '${policy.optimizer}'}\nteacher: {hf_config_overrides: '${env.e.kwargs}'}\n"
+    )
+    recipe = config.load(path)
+    assert recipe.value.optimizer == recipe.policy.optimizer
+    assert recipe.teacher.hf_config_overrides == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("${nowhere.at_all}", "refers to nowhere.at_all, which is not there"),
+        ("${oc.env:HETSTEP_NO_SUCH_VARIABLE}", "needs the environment variable HETSTEP_NO_SUCH_VARIABLE, which is not set"),
+        ("${.seed}", "in a circle"),
+        ("${div:1,0}", "cannot be computed: "),
+        ("${add:1,x}", "cannot be computed: "),
+        ("${sub:1,2}", "has no such resolver; there are: add, div, max, mul"),
+        ("${add:1", "is not an interpolation"),
+        ("${name}", "'a', but it must be a whole number"),
+    ],
+)
+def test_an_interpolation_that_comes_to_nothing_is_named_with_its_line(write, text, says):
+    loaded = config.inspect(write("a.yaml", BASE + f"grpo:\n  seed: '{text}'\n"))
+    assert len(loaded.problems) == 1
+    assert loaded.problems[0].startswith("a.yaml:11: grpo.seed: ") and says in loaded.problems[0]
+    assert loaded.recipe.grpo.seed == 42 and loaded.faulty == {"grpo.seed"}
+
+
+def test_what_follows_from_a_faulty_value_is_not_told(write):
+    text = BASE + "a: 1\ngrpo: {seed: '${.max_num_steps}', max_num_steps: '${.val_period}', val_period: many}\n"
+    loaded = config.inspect(write("a.yaml", text), ["policy.max_total_sequence_length=long", "policy.precision=fp4"])
+    assert loaded.problems == [
+        "a.yaml:10: 'a' is not a key; there are: " + ", ".join(sorted(typed.fields(Recipe))),
+        "a.yaml:11: grpo.val_period: 'many', but it must be a whole number",
+        "the command line: policy.max_total_sequence_length: 'long', but it must be a whole number",
+        "policy.precision: 'fp4' is not one of: float32, bfloat16",
+    ]
+
+
+# ---- types and keys ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("grpo.seed=1e3", 1000),
+        ("grpo.seed='7'", 7),
+        ("grpo.batch_multiplier=1", 1.0),
+        ("grpo.val_at_start='true'", True),
+        ("grpo.val_at_start=off", False),
+        ("policy.tokenizer.name=5", "5"),
+        ("cluster.train.srun_args=[1,b]", ["1", "b"]),
+        ("policy.generation.stop_token_ids=[1]", [1]),
+        ("cluster.train.env_vars={A: 1}", {"A": "1"}),
+        ("policy.scheduler={name: x}", {"name": "x"}),
+    ],
+)
+def test_values_that_are_taken_for_what_they_must_be(write, override, value):
+    recipe = config.inspect(write("a.yaml", BASE), [override]).recipe
+    for name in override.partition("=")[0].split("."):
+        recipe = getattr(recipe, name)
+    assert recipe == value and type(recipe) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("grpo.seed=1.5", "1.5, but it must be a whole number"),
+        ("grpo.seed=true", "true, but it must be a whole number"),
+        ("grpo.seed=null", "null, but it must be a whole number"),
+        ("grpo.seed={a: 1}", "a mapping of keys (a), but it must be a whole number"),
+        ("grpo.batch_multiplier=.nan", "must be a finite number"),
+        ("grpo.val_at_start=1", "1, but it must be true or false"),
+        ("policy.tokenizer.name=yes", "in quotes if 'true' is meant"),
+        ("policy.tokenizer=5", "5, but it must be a mapping of keys"),
+        ("policy.tokenizer=null", "null, but it must be a mapping of keys"),
+        ("cluster.train.srun_args=x", "'x', but it must be a list, each item a text"),
+        ("cluster.train.srun_args=[[x]]", "must be a list, each item a text"),
+        ("policy.generation.top_k=x", "a whole number or null"),
+        ("env.e=null", "null, but it must be a mapping of keys"),
+        ("env.f={}", "env.f.kind has no value; the recipe must set it"),
+    ],
+)
+def test_values_of_another_type(write, override, says):
+    loaded = config.inspect(write("a.yaml", BASE), [override])
+    assert len(loaded.problems) == 1 and says in loaded.problems[0], loaded.problems
+    assert override.partition("=")[0] in loaded.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("grpo.max_num_step", "did you mean 'grpo.max_num_steps'"),
+        ("GRPO.seed", "did you mean 'grpo'"),
+        ("train_global_batch_size", "did you mean 'policy.train_global_batch_size'"),  # moved
+        ("policy.gpu_memory_utilization", "did you mean 'policy.generation.vllm_cfg.gpu_memory_utilization'"),
+        ("policy.generation.refit_digset", "there are: "),
+        ("env.e.timeout", "did you mean 'env.e.timeout_s'"),
+        ("policy.megatron_cfg.optimizer.lr_decay_style", "did you mean 'policy.megatron_cfg.scheduler.lr_decay_style'"),
+    ],
+)
+def test_a_key_that_is_none_and_the_one_that_may_be_meant(write, key, meant):
+    (problem,) = config.inspect(write("a.yaml", BASE), [f"{key}=1"]).problems
+    assert problem.startswith(
+        f"the command line: '{key.partition('.seed')[0] if 'GRPO' in key else key}' is not a key; {meant}"
+    )
+
+
+# ---- origins ----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_value_that_was_given_has_its_line(write):
+    write("base.yaml", BASE)
+    path = write(
+        "child.yaml", "defaults: base.yaml\npolicy:\n  optimizer:\n    kwargs:\n      lr: 1e-5\n\n  max_grad_norm: null\n"
+    )
+    loaded = config.inspect(path, ["grpo.seed=5", "policy.hf_config_overrides={a: 1}"])
+    assert loaded.origins == {
+        "algorithm": "base.yaml:1",
+        "policy.model_name": "base.yaml:3",
+        "policy.optimizer.kwargs.lr": "child.yaml:5",
+        "policy.optimizer.kwargs.eps": "base.yaml:5",
+        "policy.max_grad_norm": "child.yaml:7",
+        "policy.hf_config_overrides.a": "the command line",
+        "env.e.kind": "base.yaml:7",
+        "data.train.env_name": "base.yaml:9",
+        "grpo.seed": "the command line",
+    }
+
+
+def test_show_prints_yaml_that_is_the_recipe_with_the_line_behind_each_value(write):
+    path = write("a.yaml", BASE + 'grpo:\n  seed: 7\n  max_num_steps: "${.seed}"\n')
+    loaded = config.inspect(path, ['policy.tokenizer.chat_template="a\\nb # ${name}"', "cluster.train.srun_args=[--x, 'a: b']"])
+    text = config.shown(loaded)
+    assert config.read(config.find(write("again.yaml", text))) == loaded.recipe
+    behind = {}
+    for line in text.splitlines():
+        value, _, origin = line.rpartition("  # ")
+        behind.setdefault(value.strip(), origin)
+    assert behind["seed: 7"] == "a.yaml:11" and behind["max_num_steps: 7"] == "a.yaml:12"
+    assert behind["lr: 1.0e-06"] == behind["eps: 1.0e-08"] == "a.yaml:5"
+    assert behind["weight_decay: 0.01"] == behind["name: a"] == "default"
+    assert behind["srun_args: [--x, 'a: b']"] == "the command line"
+    assert behind['chat_template: "a\\nb # a"'] == "the command line"
+
+
+def test_a_reference_to_a_section_of_another_kind_is_refused_key_by_key(write):
+    loaded = config.inspect(write("a.yaml", BASE + "teacher: '${value}'\nsft: '${policy.optimizer}'\n"))
+    assert [problem.partition("; ")[0] for problem in loaded.problems] == [
+        "'sft.name' is not a key",
+        "a.yaml:5: 'sft.kwargs' is not a key",
+        "'teacher.random_init' is not a key",
+        "'teacher.max_grad_norm' is not a key",
+        "'teacher.optimizer' is not a key",
+        "'teacher.scheduler' is not a key",
+    ]
+    assert config.inspect(write("b.yaml", BASE + "grpo: '${grpo}'\nvalue: {optimizer: '${value}'}\n")).problems
