@@ -16,12 +16,12 @@ from pipeline.types import Head
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+LATENT_NORM_EPSILON = 1e-6  # of the norms of the latents in transformers, whatever rms_norm_eps says
+
 
 def transformer(config: PreTrainedConfig) -> dict[str, Any]:
     """Raises ValueError for attention, RoPE and routing that are not described."""
     decoder.require(config, attention_bias=False, rope_interleave=True, num_key_value_heads=config.num_attention_heads)
-    # In transformers the norms of the latents have this epsilon whatever the config says; Megatron-Core has one for all norms.
-    decoder.require(config, rms_norm_eps=1e-6)
     return {
         **decoder.transformer(config),
         "num_query_groups": config.num_attention_heads,

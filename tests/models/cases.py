@@ -72,13 +72,14 @@ def configs() -> dict[str, PreTrainedConfig]:
         ),
         "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
         "deepseek_v3": DeepseekV3Config(**{**SHAPE, **LATENT}),
-        # Queries without a latent, no groups, plain RoPE.
+        # Queries without a latent, no groups, plain RoPE, norms of the latents with another epsilon than the others.
         "deepseek_v3_plain": DeepseekV3Config(
             **{
                 **SHAPE,
                 **LATENT,
                 "q_lora_rank": None,
                 "n_group": 1,
+                "rms_norm_eps": 1e-5,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
             }
         ),

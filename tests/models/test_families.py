@@ -113,7 +113,6 @@ REFUSED = [
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
     ("deepseek_v3", {"attention_bias": True}, "attention_bias=True"),
-    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False"),
     ("deepseek_v3", {"num_experts_per_tok": 3}, "topk_group=1"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2"),

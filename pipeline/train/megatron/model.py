@@ -33,6 +33,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipeline import models
 from pipeline.config import MegatronConfig, PolicyConfig
+from pipeline.models import deepseek
 from pipeline.train.megatron.attention import PackedAttention, RMSNorm
 from pipeline.types import Head
 
@@ -85,13 +86,23 @@ def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -
         weight = stage.output_layer.weight
         stage.value_head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=weight.dtype, device=weight.device)
         del stage.output_layer
-    if not config.multi_latent_attention:
+    if config.multi_latent_attention:
+        _set_latent_norms(stage)
+    else:
         stage.rotary_pos_emb.inv_freq, _ = rotary(hf)
     if policy.megatron_cfg.freeze_moe_router:
         for name, parameter in stage.named_parameters():
             if ".router." in name:
                 parameter.requires_grad_(False)
     return stage.train()  # Megatron-Core recomputes activations in this mode only; there is no dropout
+
+
+def _set_latent_norms(stage: PolicyStage) -> None:
+    """Megatron-Core has one epsilon for all norms. TransformerEngine's are part of the projection that follows them."""
+    for name, module in stage.named_modules():
+        norm = name.endswith(("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"))
+        if norm and hasattr(module, "eps"):
+            module.eps = deepseek.LATENT_NORM_EPSILON
 
 
 def transformer_engine() -> bool:
