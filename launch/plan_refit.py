@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
-from launch import backend, command_line, preflight_model
+from launch import backend, command_line
 from launch.model_files import described, inside, is_here, read_json
 from launch.model_shape import ModelShape
+from launch.preflight import architecture
 from pipeline import config
 from pipeline.config import (
     PRECISIONS,
@@ -126,7 +127,7 @@ def load(request: Request, folder: Path | None) -> tuple[Recipe, backend.Choice]
         recipe = config.load(request.recipe, [*overrides, f"policy.model_name={model}"])
     recipe, choice = backend.choose(recipe)
     if is_here(recipe.policy.model_name):
-        refuse(preflight_model.problems(recipe))
+        refuse(architecture.problems(recipe))
     return recipe, choice
 
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import backend, local, preflight, preflight_slurm, preflight_storage, run_folder
+from launch import backend, local, run_folder
 from launch.job import components
 from launch.plan import Plan, plan
+from launch.preflight import files, slurm, storage
 from pipeline import config
 from pipeline.config import Loaded, Recipe, RecipeError, collected, refuse
 
@@ -76,8 +77,8 @@ def in_order(name: str, overrides: list[str]) -> list[Loaded]:
 def file_problems(recipe: Recipe, pending: list[Path], dry: bool, notes: list[str]) -> Iterator[str]:
     """What files, folders and Slurm say against a recipe. `pending`: run folders of needed recipes that have not run yet.
     `notes` takes in what could not be checked, and what only delays the start."""
-    yield from preflight.problems(recipe, pending)
-    yield from preflight_storage.problems(recipe, pending, notes)
+    yield from files.problems(recipe, pending)
+    yield from storage.problems(recipe, pending, notes)
     yield from _executor_problems(recipe, dry, notes)
     with collected(found := []):
         run_folder.check(recipe)
@@ -96,6 +97,6 @@ def _executor_problems(recipe: Recipe, dry: bool, notes: list[str]) -> Iterator[
             local.rank_environments(components(recipe))
         yield from found
     elif shutil.which("sbatch"):
-        yield from preflight_slurm.problems(recipe, notes)
+        yield from slurm.problems(recipe, notes)
     elif not dry:
         yield "cluster.executor: slurm, but there is no sbatch here; submit from a Slurm login node, or =local"

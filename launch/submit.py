@@ -30,10 +30,11 @@ if __name__ == "__main__":
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from launch import backend, command_line, local, preflight_model, run_folder, slurm, task
+from launch import backend, command_line, local, run_folder, slurm, task
 from launch.follow import Follower, Metrics
 from launch.job import JobRecord, RunJob, components, read_record, write_record
 from launch.plan import plan, report
+from launch.preflight import architecture
 from launch.prepare import Prepared, choose_executor, file_problems, in_order, prepare
 from pipeline import config
 from pipeline.config import Recipe, RecipeError, refuse
@@ -119,7 +120,7 @@ def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
     refuse(loaded.problems)
     pending = [Path(each.recipe.run_dir) for each in needed]
     recipe, choice = backend.choose(loaded.recipe, pending, run_folder.earlier(loaded.recipe))
-    refuse(preflight_model.against_layout(recipe, pending))
+    refuse(architecture.against_layout(recipe, pending))
     planned = plan(recipe, choice, before, pending)
     notes = list(loaded.notes)
     missing = list(file_problems(recipe, pending, True, notes))

@@ -18,7 +18,7 @@ from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
 from launch.plan.phase import Phase, seconds_by_clock
 from launch.plan.split import Split
-from launch.preflight_space import saved_bytes
+from launch.preflight.space import saved_bytes
 from pipeline import config
 from pipeline.config import Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
 from pipeline.config.schema import PlanConfig

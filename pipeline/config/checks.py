@@ -1,4 +1,4 @@
-"""What a recipe says against itself, before anything is loaded. What needs the model's files is in `launch/preflight.py`."""
+"""What a recipe says against itself, before anything is loaded. What needs files is in `launch/preflight/`."""
 
 from __future__ import annotations
 

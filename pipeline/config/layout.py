@@ -1,6 +1,6 @@
 """Which backend trains, and whether the ranks divide as it needs them to, as far as the recipe alone can tell.
 
-What the model has to say (heads, layers, experts) is in `launch/preflight_model.py`.
+What the model has to say (heads, layers, experts) is in `launch/preflight/architecture.py`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import preflight
+from launch.preflight import files
 from pipeline.config import is_dotted_path, nearest_dataset
 from tests.data import hub
 
@@ -16,7 +16,7 @@ def _empty_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def problems(name: str) -> list[str]:
-    return list(preflight._check_name("data.train", name))
+    return list(files._check_name("data.train", name))
 
 
 def test_a_named_data_set_must_be_in_a_cache(tmp_path: Path):

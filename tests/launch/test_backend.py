@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from launch import backend, preflight_model, run_folder
+from launch import backend, run_folder
 from launch.backend import fsdp_bytes, megatron_bytes
 from launch.job import components
 from launch.model_shape import ModelShape
+from launch.preflight import architecture
 from pipeline import config
 from pipeline.config import MEGATRON_MODEL_TYPES, RecipeError
 from tests.launch.model import write_recipe
@@ -17,7 +18,7 @@ KEY = "policy.megatron_cfg"
 
 
 def check(recipe: config.Recipe, pending: list = ()) -> None:
-    config.refuse(preflight_model.problems(recipe, pending))
+    config.refuse(architecture.problems(recipe, pending))
 
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 96}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import preflight
+from launch.preflight import files
 from pipeline import config
 from pipeline.config import RecipeError
 from tests.launch.model import write_model
@@ -23,7 +23,7 @@ def check(folder: Path, records: list, *overrides: str, algorithm: str = "dpo") 
         f"policy: {{model_name: {folder / 'model'}, random_init: true, max_total_sequence_length: 32}}\n"
         f"data: {{apply_chat_template: false, train: {{data_path: {folder / 'data.jsonl'}}}}}\n"
     )
-    config.refuse(preflight.problems(config.load(str(folder / "pairs.yaml"), list(overrides))))
+    config.refuse(files.problems(config.load(str(folder / "pairs.yaml"), list(overrides))))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from launch import preflight_libraries, signatures
 from launch.job import ROOT
+from launch.preflight import libraries, signatures
 from pipeline import config
 from tests.launch.model import write_recipe
 
@@ -20,19 +20,28 @@ def problems(tmp_path):
     path = str(write_recipe(tmp_path))
 
     def of(*overrides: str) -> list[str]:
-        return list(preflight_libraries.problems(config.load(path, overrides)))
+        return list(libraries.problems(config.load(path, overrides)))
 
     return of
+
+
+def check_fields(cls: type, path: str) -> None:
+    assert set(signatures.parameters(path)) == {field.name for field in dataclasses.fields(cls) if field.init}
+
+
+@pytest.mark.long  # vLLM's import takes a minute
+def test_vllms_signature_is_that_of_the_class():
+    from vllm import EngineArgs
+
+    check_fields(EngineArgs, "vllm.engine.arg_utils.EngineArgs")
 
 
 def test_signatures_are_those_of_the_classes():
     import torch
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-    from vllm import EngineArgs
 
-    for cls in (TransformerConfig, MLATransformerConfig, EngineArgs):
-        path = "vllm.engine.arg_utils.EngineArgs" if cls is EngineArgs else f"{cls.__module__}.{cls.__name__}"
-        assert set(signatures.parameters(path)) == {field.name for field in dataclasses.fields(cls) if field.init}
+    for cls in (TransformerConfig, MLATransformerConfig):
+        check_fields(cls, f"{cls.__module__}.{cls.__name__}")
     for path in ("torch.optim.AdamW", "torch.optim.SGD", "torch.optim.Muon", *SCHEDULES):
         module, _, name = path.rpartition(".")
         cls = getattr(torch.optim if module == "torch.optim" else torch.optim.lr_scheduler, name)
@@ -66,7 +75,7 @@ def test_overrides_of_a_configuration_are_those_that_transformers_takes(tmp_path
         if name in NOT_GIVEN:
             continue
         policy = config.PolicyConfig(model_name="x", hf_config_overrides={name: None})
-        refused = list(preflight_libraries.unknown_overrides("policy", policy, tmp_path))
+        refused = list(libraries.unknown_overrides("policy", policy, tmp_path))
         assert bool(refused) == (not hasattr(loaded, name)), (name, refused)
 
 
@@ -117,13 +126,13 @@ def test_what_the_engine_is_given_is_known_to_the_check():
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
             given.add(node.slice.value)
     may_be_changed = {"kv_cache_memory_bytes", "enable_chunked_prefill", "max_num_batched_tokens", "speculative_config"}
-    assert given - may_be_changed <= {*preflight_libraries.SAID_BY, *preflight_libraries.OURS}
+    assert given - may_be_changed <= {*libraries.SAID_BY, *libraries.OURS}
     assert may_be_changed <= given
 
 
 def test_nothing_of_it_imports_the_libraries():
     code = (
-        "import sys; from launch import signatures, preflight_libraries as p\n"
+        "import sys; from launch.preflight import signatures, libraries as p\n"
         "assert signatures.parameters('vllm.engine.arg_utils.EngineArgs') and signatures.parameters('torch.optim.AdamW')\n"
         "assert p._configuration('llama')\n"
         "assert not {'torch', 'vllm', 'transformers', 'megatron.core'} & set(sys.modules)"

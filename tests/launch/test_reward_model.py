@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from launch import backend, preflight, preflight_weights, run_folder
+from launch import backend, run_folder
 from launch.job import components
 from launch.local import rank_environments
+from launch.preflight import files, weights
 from launch.slurm import batch_script
 from pipeline import config
 from pipeline.config import RecipeError
@@ -20,6 +21,9 @@ JUDGE = {
     "model_type": "llama",
     "architectures": ["LlamaForSequenceClassification"],
     "id2label": {"0": "LABEL_0"},
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -37,7 +41,8 @@ def load(tmp_path):
     (write_model(tmp_path / "judge") / "model.safetensors").write_bytes(NO_TENSORS)
 
     def loaded(*overrides: str, **described):
-        (tmp_path / "judge/config.json").write_text(json.dumps(JUDGE | described))
+        found = {key: value for key, value in (JUDGE | described).items() if value is not None}
+        (tmp_path / "judge/config.json").write_text(json.dumps(found))
         return config.load(str(path), list(overrides))
 
     return loaded
@@ -52,7 +57,7 @@ def cut(backend_section: str, **keys) -> list[str]:
 def check(recipe: config.Recipe, pending: list[Path] = ()) -> config.Recipe:
     """As a submission does."""
     recipe, _ = backend.choose(recipe, pending)
-    config.refuse([*preflight.problems(recipe, pending), *preflight_weights.problems(recipe, pending)])
+    config.refuse([*files.problems(recipe, pending), *weights.problems(recipe, pending)])
     return recipe
 
 
@@ -116,7 +121,7 @@ def test_a_layout_that_does_not_fit_the_reward_model(load, tmp_path):
     with pytest.raises(RecipeError, match=r"env\.judge\.model_name: this backend has no 'gpt2' models"):
         check(load("policy.megatron_cfg.enabled=true", model_type="gpt2"))
     with pytest.raises(RecipeError, match=r"env\.judge\.model_name: config.json of this llama has no 'hidden_size'"):
-        check(load("policy.megatron_cfg.enabled=true", num_hidden_layers=1))
+        check(load("policy.megatron_cfg.enabled=true", hidden_size=None))
 
 
 def test_files_that_are_not_there(load, tmp_path):

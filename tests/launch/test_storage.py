@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from launch import preflight_storage
 from launch.job import ROOT
-from launch.preflight_space import conversions_folder, size
-from launch.preflight_storage import file_system
-from launch.preflight_weights import stored, trouble
+from launch.preflight import storage
+from launch.preflight.space import conversions_folder, size
+from launch.preflight.storage import file_system
+from launch.preflight.weights import stored, trouble
 from pipeline import config
 from pipeline.config import ComponentConfig, Recipe
 from tests.launch.model import write_recipe
@@ -62,7 +62,7 @@ def model(folder) -> Path:
 
 
 def problems(recipe: Recipe) -> list[str]:
-    return list(preflight_storage.problems(recipe))
+    return list(storage.problems(recipe))
 
 
 # ---- weights ------------------------------------------------------------------------------------------------------------
@@ -218,11 +218,11 @@ def test_a_job_on_a_file_system_of_one_machine_is_noted(folder, model, monkeypat
     (folder / "bin/sbatch").write_text("")
     (folder / "bin/sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder / "bin"))
-    monkeypatch.setattr(preflight_storage, "OWN", {file_system(folder)[0]})
+    monkeypatch.setattr(storage, "OWN", {file_system(folder)[0]})
     notes: list[str] = []
-    assert list(preflight_storage.problems(load(folder, "cluster.executor=slurm"), [], notes)) == []
+    assert list(storage.problems(load(folder, "cluster.executor=slurm"), [], notes)) == []
     assert "run_dir (" in notes[0] and "all nodes of the job must see it" in notes[0]
-    assert list(preflight_storage.problems(load(folder, "cluster.executor=local"), [], [])) == []
+    assert list(storage.problems(load(folder, "cluster.executor=local"), [], [])) == []
 
 
 # ---- containers ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import submit
+from launch import prepare, submit
 from launch.job import ROOT, read_record
 from pipeline import config
 from pipeline.config import reading
@@ -61,7 +61,7 @@ def test_dry_run_writes_nothing_and_imports_no_torch(here, executor):
         "import runpy, sys, time; sys.argv = sys.argv[1:]; begin = time.monotonic()\n"
         "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "except SystemExit as end: assert end.code == 0, end.code\n"
-        "heavy = {'torch', 'numpy', 'transformers', 'vllm'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'megatron', 'datasets'} & set(sys.modules)\n"
         "print('IMPORTED', sorted(heavy), 'SECONDS', round(time.monotonic() - begin, 2))"
     )
     arguments = [str(SUBMIT), "recipe=tiny.yaml", "dry_run=true", f"cluster.executor={executor}", "cluster.generate.nodes=2"]
@@ -83,16 +83,8 @@ def test_dry_run_writes_nothing_and_imports_no_torch(here, executor):
 
 
 def test_dry_run_warns_of_two_backends(here, capsys):
-    assert (
-        submit.main(["recipe=tiny", "dry_run=true", "policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"]) == 2
-    )
-    assert "config.json of this llama has no 'num_hidden_layers'" in capsys.readouterr().err
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 39}
-    described = json.loads((here / "model/config.json").read_text())
-    (here / "model/config.json").write_text(json.dumps(described | sizes))
-    assert (
-        submit.main(["recipe=tiny", "dry_run=true", "policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"]) == 0
-    )
+    both = ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"]
+    assert submit.main(["recipe=tiny", "dry_run=true", *both]) == 0
     out = capsys.readouterr().out
     assert "# Megatron-Core trains, because policy.megatron_cfg.enabled goes before" in out and "are both true" in out
 
@@ -298,5 +290,6 @@ def test_detached_needs_are_chained(on_slurm, monkeypatch, capsys):
 
 @pytest.mark.slurm
 def test_a_refusal_by_sbatch_is_told(on_slurm, monkeypatch, capfd):
+    monkeypatch.setattr(prepare.slurm, "problems", lambda *_: iter(()))  # as if the partition went after it was looked for
     assert run(monkeypatch, tasks.write_steps, "recipe=base", "cluster.train.partition=nowhere") == 2
     assert "sbatch refused the job" in (err := capfd.readouterr().err) and "invalid partition" in err

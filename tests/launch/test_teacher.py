@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch import preflight
+from launch.preflight import files
 from pipeline import config
 from pipeline.config import RecipeError
 from tests.launch.model import write_model, write_recipe
@@ -27,7 +27,7 @@ def tokens(folder, change):
 
 
 def test_the_policys_own_is_accepted(recipe):
-    config.refuse(preflight.problems(recipe))
+    config.refuse(files.problems(recipe))
 
 
 def test_other_numbers_for_the_same_tokens(recipe, tmp_path):
@@ -36,16 +36,16 @@ def test_other_numbers_for_the_same_tokens(recipe, tmp_path):
 
     tokens(tmp_path / "teacher", swap)
     with pytest.raises(RecipeError, match=r"teacher\.model_name: .*teacher has another vocabulary .* has another number there"):
-        config.refuse(preflight.problems(recipe))
+        config.refuse(files.problems(recipe))
 
 
 def test_tokens_that_it_does_not_know(recipe, tmp_path):
     tokens(tmp_path / "teacher", lambda vocabulary: [vocabulary.pop(digit) for digit in "789"])
     with pytest.raises(RecipeError, match=r"teacher\.model_name: .* 3 of its 40 tokens are not there"):
-        config.refuse(preflight.problems(recipe))
+        config.refuse(files.problems(recipe))
 
 
 def test_a_teacher_that_is_not_there(recipe, tmp_path):
     (tmp_path / "teacher/config.json").unlink()
     with pytest.raises(RecipeError, match=r"teacher\.model_name"):
-        config.refuse(preflight.problems(recipe))
+        config.refuse(files.problems(recipe))

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch import backend, preflight_model
+from launch import backend
 from launch.plan import plan
+from launch.preflight import architecture
 from pipeline import config
 from pipeline.config import RecipeError, layers, nemo_rl, resolving
 from pipeline.config.errors import refuse
@@ -81,7 +82,7 @@ def outcome(path: Path) -> Outcome:
     if not loaded.problems:
         try:
             chosen, choice = backend.choose(loaded.recipe)
-            refuse(preflight_model.against_layout(chosen))
+            refuse(architecture.against_layout(chosen))
             fits = plan(chosen, choice).fits
         except RecipeError as error:
             unplanned = error.problems

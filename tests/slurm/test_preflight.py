@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import preflight_accounts, preflight_slurm
 from launch.job import components
+from launch.preflight import slurm, slurm_accounts
+from launch.preflight.slurm_cluster import SlurmCluster as Answers
+from launch.preflight.slurm_cluster import gpus, megabytes, minutes
+from launch.preflight.slurm_request import requests
 from launch.slurm import batch_script
-from launch.slurm_cluster import SlurmCluster as Answers
-from launch.slurm_cluster import gpus, megabytes, minutes
-from launch.slurm_request import requests
 from pipeline.config import ClusterConfig, ComponentConfig, Recipe
 from tests.launch.waiting import wait_until
 from tests.slurm.cluster import SlurmCluster, missing
@@ -100,7 +100,7 @@ def sbatch_takes(asked: Recipe, tmp_path) -> bool:
 )
 def test_what_sbatch_refuses(cluster, tmp_path, asked, says):
     wrong = recipe(train=ComponentConfig(**asked))
-    problems = list(preflight_slurm.problems(wrong))
+    problems = list(slurm.problems(wrong))
     assert any(says in problem for problem in problems), problems
     assert not sbatch_takes(wrong, tmp_path)
 
@@ -119,19 +119,19 @@ def test_what_sbatch_refuses(cluster, tmp_path, asked, says):
 )
 def test_what_sbatch_takes(cluster, tmp_path, asked):
     right = recipe(train=ComponentConfig(**asked))
-    assert list(preflight_slurm.problems(right)) == []
+    assert list(slurm.problems(right)) == []
     assert sbatch_takes(right, tmp_path)
 
 
 def test_the_time_limit_and_what_would_do(cluster, tmp_path):
     wrong = recipe(time_min=61, train=ComponentConfig(gpus_per_node=8))
-    assert list(preflight_slurm.problems(wrong)) == [
+    assert list(slurm.problems(wrong)) == [
         "cluster.time_min: 61, but partition big (cluster.train) allows 60 minutes; at most 60",
         "cluster.train.partition: all or private or club would do for what cluster.train asks for",
     ]
     assert not sbatch_takes(wrong, tmp_path)
     wrong.cluster.train.partition = "all"
-    assert list(preflight_slurm.problems(wrong)) == []
+    assert list(slurm.problems(wrong)) == []
     assert sbatch_takes(wrong, tmp_path)
 
 
@@ -140,7 +140,7 @@ def test_all_problems_of_all_components_at_once(cluster):
         train=ComponentConfig(nodes=3, gpus_per_node=9, constraint="ibb"),
         generate=ComponentConfig(partition="smal", container_image="/images/x.sqsh"),
     )
-    problems = "\n".join(preflight_slurm.problems(wrong))
+    problems = "\n".join(slurm.problems(wrong))
     keys = ("train.nodes", "train.gpus_per_node", "train.constraint", "generate.partition", "generate.container_image")
     assert all(re.search(rf"^cluster\.{key}: ", problems, re.MULTILINE) for key in keys), problems
 
@@ -148,24 +148,24 @@ def test_all_problems_of_all_components_at_once(cluster):
 def test_accounts_of_a_partition(cluster):
     """sbatch looks at them only where there is accounting, or in some versions."""
     asked = recipe(train=ComponentConfig(account="other", partition="private"))
-    assert list(preflight_slurm.problems(asked)) == [
+    assert list(slurm.problems(asked)) == [
         "cluster.train.account: 'other' may not use partition private; one of: team",
         "cluster.train.partition: big or small or all would do for what cluster.train asks for",
     ]
     asked.cluster.train.account = "team"
-    assert list(preflight_slurm.problems(asked)) == []
+    assert list(slurm.problems(asked)) == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be someone else")
 def test_groups_of_a_partition(cluster):
     asked = recipe(train=ComponentConfig(partition="club"))
-    assert list(preflight_slurm.problems(asked)) == []  # root may
+    assert list(slurm.problems(asked)) == []  # root may
     command, nobody = ["sbatch", "--test-only", "--partition=club", "--wrap=true"], 65534
     for groups in ([], [1]):
         with pytest.MonkeyPatch.context() as patch:
             for name, value in {"getuid": nobody, "getgid": nobody, "getgroups": groups}.items():
                 patch.setattr(os, name, lambda value=value: value)
-            problems = list(preflight_slurm.problems(asked))
+            problems = list(slurm.problems(asked))
         someone = {"user": nobody, "group": nobody, "extra_groups": groups, "cwd": "/"}
         answer = subprocess.run(command, capture_output=True, text=True, **someone)
         if groups:
@@ -179,12 +179,12 @@ def test_two_components_never_share_a_node(cluster, tmp_path):
     """Slurm takes the job, and it waits for ever: each component alone would fit."""
     wrong = recipe(train=ComponentConfig(nodes=2, gpus_per_node=4), generate=ComponentConfig(nodes=1, gpus_per_node=4))
     assert sbatch_takes(wrong, tmp_path)
-    (problem,) = preflight_slurm.problems(wrong)
+    (problem,) = slurm.problems(wrong)
     assert problem.startswith("cluster.train.nodes, cluster.generate.nodes: 2 + 1 nodes, but there are 2 that would do")
     wrong.cluster.generate.partition = "big,small"
-    assert list(preflight_slurm.problems(wrong)) == []
+    assert list(slurm.problems(wrong)) == []
     wrong.cluster.generate = ComponentConfig(nodes=3, gpus_per_node=4, partition="all")
-    assert "2 + 3 nodes, but there are 4" in "".join(preflight_slurm.problems(wrong))
+    assert "2 + 3 nodes, but there are 4" in "".join(slurm.problems(wrong))
 
 
 def test_drained_nodes_are_noted(cluster, tmp_path):
@@ -193,7 +193,7 @@ def test_drained_nodes_are_noted(cluster, tmp_path):
     change = ["scontrol", "update", f"nodename={cluster.nodes[1]}"]
     subprocess.run([*change, "state=drain", "reason=test"], check=True)
     try:
-        assert list(preflight_slurm.problems(right, notes)) == []
+        assert list(slurm.problems(right, notes)) == []
     finally:
         subprocess.run([*change, "state=resume"], check=True)
         wait_until(lambda: all(node.available for node in Answers().nodes), "the node's return")
@@ -204,21 +204,21 @@ def test_variables_that_sbatch_takes_before_the_recipe(cluster, tmp_path, monkey
     monkeypatch.setenv("SBATCH_PARTITION", "all")
     monkeypatch.setenv("SBATCH_TIMELIMIT", "2:00:00")
     right = recipe(time_min=120, train=ComponentConfig(nodes=5))
-    assert list(preflight_slurm.problems(right)) == []
+    assert list(slurm.problems(right)) == []
     assert sbatch_takes(right, tmp_path)
     wrong = recipe(train=ComponentConfig(partition="big"))
-    problems = list(preflight_slurm.problems(wrong))
+    problems = list(slurm.problems(wrong))
     assert [problem.split(":")[0] for problem in problems] == ["cluster.train.partition", "cluster.time_min"]
     assert all("SBATCH_" in problem and "unset it" in problem for problem in problems)
 
 
 def test_what_slurm_does_not_answer_is_noted(cluster, monkeypatch, tmp_path):
     notes = []
-    assert list(preflight_slurm.problems(recipe(train=ComponentConfig()), notes)) == []
+    assert list(slurm.problems(recipe(train=ComponentConfig()), notes)) == []
     assert notes == ["accounts and QOS were not checked: this cluster does not enforce them"]
     monkeypatch.setenv("PATH", str(tmp_path))
     notes.clear()
-    assert list(preflight_slurm.problems(recipe(train=ComponentConfig(nodes=99)), notes)) == []
+    assert list(slurm.problems(recipe(train=ComponentConfig(nodes=99)), notes)) == []
     assert notes == ["partitions, nodes and accounts were not checked: there is no scontrol here"]
 
 
@@ -262,7 +262,7 @@ def accounts(cluster, monkeypatch, tmp_path):
 
     def problems(asked: Recipe) -> list[str]:
         each = [(request, answers.partitions[request.partitions[0]]) for request in requests(asked)]
-        return list(preflight_accounts.problems(answers, accounting, "jo", each))
+        return list(slurm_accounts.problems(answers, accounting, "jo", each))
 
     return problems
 

@@ -1,7 +1,7 @@
 """What Slurm would say against a recipe, and what it would not say: sbatch takes jobs that can never start.
 
-Partitions and containers here; nodes, gres and features in `preflight_nodes.py`; accounts, QOS and limits in
-`preflight_accounts.py`. What Slurm does not answer is left out and noted. Leaves out what only Slurm's own plugins know
+Partitions and containers here; nodes, gres and features in `slurm_nodes.py`; accounts, QOS and limits in `slurm_accounts.py`.
+What Slurm does not answer is left out and noted. Leaves out what only Slurm's own plugins know
 (job_submit.lua).
 """
 
@@ -14,10 +14,10 @@ import pwd
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from launch import preflight_accounts, preflight_nodes, slurm_request
 from launch.job import components
-from launch.slurm_cluster import Accounting, Fields, SlurmCluster, Unanswered, ask, minutes
-from launch.slurm_request import Request
+from launch.preflight import slurm_accounts, slurm_nodes, slurm_request
+from launch.preflight.slurm_cluster import Accounting, Fields, SlurmCluster, Unanswered, ask, minutes
+from launch.preflight.slurm_request import Request
 from pipeline.config import Recipe
 
 
@@ -50,7 +50,7 @@ def problems(recipe: Recipe, notes: list[str] | None = None) -> Iterator[str]:
             given += [] if against else [cluster.partitions[name]]
         if given:  # one of them is enough
             chosen.append((request, given[0]))
-            nodes = [node for partition in given for node in preflight_nodes.fitting(cluster, partition, request)]
+            nodes = [node for partition in given for node in slurm_nodes.fitting(cluster, partition, request)]
             would_do[request.key] = request.nodes, {node.name for node in nodes}
             _note_unavailable(request, {node.name for node in nodes if node.available}, len(would_do[request.key][1]), notes)
         else:
@@ -58,9 +58,9 @@ def problems(recipe: Recipe, notes: list[str] | None = None) -> Iterator[str]:
             yield from found
             if instead:
                 yield f"{request.key}.partition: {' or '.join(instead)} would do for what {request.key} asks for"
-    yield from preflight_nodes.problems_together(would_do)
+    yield from slurm_nodes.problems_together(would_do)
     if accounting:
-        yield from preflight_accounts.problems(cluster, accounting, user, chosen)
+        yield from slurm_accounts.problems(cluster, accounting, user, chosen)
 
 
 def _accounting(cluster: SlurmCluster, user: str, notes: list[str]) -> Accounting | None:
@@ -109,7 +109,7 @@ def _against(cluster: SlurmCluster, accounting: Accounting | None, request: Requ
         yield f"{key}: {name} is {state} and starts no jobs; another, or wait until it is UP"
     yield from _admission(accounting, request, partition)
     yield from _sizes(accounting, request, partition)
-    yield from preflight_nodes.problems(cluster, partition, request)
+    yield from slurm_nodes.problems(cluster, partition, request)
 
 
 def _admission(accounting: Accounting | None, request: Request, partition: Fields) -> Iterator[str]:
@@ -122,8 +122,8 @@ def _admission(accounting: Accounting | None, request: Request, partition: Field
     if partition.get("ReqResv") == "YES":
         yield f"{request.key}.partition: {name} takes only jobs with a reservation, for which there is no key; another"
     own = {
-        "account": preflight_accounts.effective_account(request, accounting),
-        "qos": preflight_accounts.effective_qos(accounting, request, name),
+        "account": slurm_accounts.effective_account(request, accounting),
+        "qos": slurm_accounts.effective_qos(accounting, request, name),
     }
     for key, kind in (("account", "Accounts"), ("qos", "Qos")):
         allowed, denied = partition.get(f"Allow{kind}", "ALL"), partition.get(f"Deny{kind}", "")
@@ -145,7 +145,7 @@ def _groups() -> set[str]:
 
 def _sizes(accounting: Accounting | None, request: Request, partition: Fields) -> Iterator[str]:
     name = partition["PartitionName"]
-    qos = preflight_accounts.effective_qos(accounting, request, name)
+    qos = slurm_accounts.effective_qos(accounting, request, name)
     flags = accounting.qos.get(qos or "", {}).get("Flags", "") if accounting else ""
     limit = minutes(partition.get("MaxTime", "UNLIMITED"))
     if limit is not None and request.minutes > limit and "PartitionTimeLimit" not in flags:

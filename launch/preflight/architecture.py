@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch import preflight_libraries
 from launch.model_files import described, inside, model_folder
 from launch.model_shape import ModelShape
+from launch.preflight import libraries
 from pipeline import config
 from pipeline.config import (
     MEGATRON_MODEL_TYPES,
@@ -25,6 +25,7 @@ from pipeline.config import (
     uses_megatron,
 )
 from pipeline.models.reading import refusals
+from pipeline.models.sizes import MODEL_TYPES
 
 MEGATRON = "policy.megatron_cfg"
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -43,7 +44,7 @@ def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
         if not inside(policy.model_name, pending):
             with collected(found):
                 folder = model_folder(f"{section}.model_name", policy.model_name)
-                found += preflight_libraries.unknown_overrides(section, policy, folder)
+                found += libraries.unknown_overrides(section, policy, folder)
                 described(policy, pending, f"{section}.model_name")  # which refuses overrides of another type
         yield from found
         if not found:  # else the rest would judge by what is wrong
@@ -64,6 +65,8 @@ def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending:
         found += _of_model(recipe, section, policy, model)
     if model is not None and not found:  # what the backends say in the job, where it is not one of these
         with collected(found):
+            if model.get("model_type") in MODEL_TYPES:
+                ModelShape.of(model, key)  # which says what config.json lacks
             found += [problem.replace("policy.model_name", key) for problem in refusals(model, policy)]
     yield from found
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launch.job import ROOT, components
 from launch.model_files import hf_home, inside, is_here, model_folder
-from launch.preflight_weights import trouble
+from launch.preflight.weights import trouble
 from pipeline import config
 from pipeline.config import GENERATED_DATASETS, ComponentConfig, Recipe, RecipeError, is_dotted_path, uses_megatron
 

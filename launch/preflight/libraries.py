@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch import signatures
 from launch.model_files import read_json
+from launch.preflight import signatures
 from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, generates, uses_megatron
 
 VLLM_KWARGS = "policy.generation.vllm_kwargs"

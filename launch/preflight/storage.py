@@ -1,7 +1,7 @@
 """What can be said against a recipe from the file systems: folders to write, models' files, containers, free space.
 
-The weights' files are `preflight_weights.py`'s, images and mounts `preflight_containers.py`'s, free space
-`preflight_space.py`'s. Looks from where the job is submitted; what is mounted elsewhere on the nodes is not seen.
+The weights' files are `launch/preflight/weights.py`'s, images and mounts `launch/preflight/containers.py`'s, free space
+`launch/preflight/space.py`'s. Looks from where the job is submitted; what is mounted elsewhere on the nodes is not seen.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch import preflight_containers, preflight_space, preflight_weights
 from launch.job import ROOT
-from launch.preflight_space import existing
+from launch.preflight import containers, space, weights
+from launch.preflight.space import existing
 from pipeline.config import Recipe, uses_megatron
 
 OWN = frozenset(("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
@@ -25,19 +25,19 @@ def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None =
     """pending: run folders of needed recipes that have not run yet; they are not looked into. notes: what may be right is
     appended to it."""
     notes, pending = [] if notes is None else notes, list(pending)
-    conversions = preflight_space.conversions_folder(recipe)
+    conversions = space.conversions_folder(recipe)
     checkpoints = Path(recipe.run_dir).absolute() / "checkpoints"
     if os.path.lexists(checkpoints):  # of the run folder itself `run_folder` sees to that
         yield from _check_writable("run_dir", checkpoints, "another run_dir")
     if uses_megatron(recipe.policy):
-        variable = preflight_space.VARIABLES[0]
+        variable = space.VARIABLES[0]
         yield from _check_writable(variable, conversions, "a folder that all train nodes share and can write")
-    yield from preflight_weights.problems(recipe, pending)
+    yield from weights.problems(recipe, pending)
     if recipe.cluster.executor != "local" and shutil.which("sbatch"):
-        yield from preflight_containers.problems(recipe, pending, conversions)
+        yield from containers.problems(recipe, pending, conversions)
         shared = {"run_dir": Path(recipe.run_dir), "the code": ROOT}
-        _note_own(shared | ({preflight_space.VARIABLES[0]: conversions} if uses_megatron(recipe.policy) else {}), notes)
-    yield from preflight_space.problems(recipe, pending, notes)
+        _note_own(shared | ({space.VARIABLES[0]: conversions} if uses_megatron(recipe.policy) else {}), notes)
+    yield from space.problems(recipe, pending, notes)
 
 
 def _check_writable(key: str, folder: Path, instead: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from launch.job import components
 from launch.model_files import described, hf_home, inside, model_folder
 from launch.model_shape import ModelShape
-from launch.preflight_weights import stored
+from launch.preflight.weights import stored
 from pipeline import config
 from pipeline.config import PRECISIONS, OptimizerConfig, PolicyConfig, Recipe, RecipeError, generates, ranks, uses_megatron
 from pipeline.models.tensors import tensors

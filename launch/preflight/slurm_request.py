@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from launch.job import components
-from launch.slurm_cluster import megabytes, minutes
+from launch.preflight.slurm_cluster import megabytes, minutes
 from pipeline.config import Recipe, ranks_per_node
 
 VARIABLES = {

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import combinations
 
-from launch.slurm_cluster import Fields, Node, SlurmCluster
-from launch.slurm_request import Request
+from launch.preflight.slurm_cluster import Fields, Node, SlurmCluster
+from launch.preflight.slurm_request import Request
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ MOST_HEADER = 100_000_000  # bytes, by safetensors' own limit
 
 
 def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
-    """What is not found at all, `preflight_model` and `preflight` say. pending: run folders that are not looked into."""
+    """What is not found at all, `architecture` and `files` say. pending: run folders that are not looked into."""
     seen: set[Path] = set()
     for section, policy in config.models(recipe).items():
         key = f"{section}.model_name"

@@ -1,6 +1,6 @@
 """What can be said against a recipe from the files it names, before anything is created or submitted.
 
-The model's own files are `launch/preflight_model.py`'s, and the records of data files `launch/preflight_records.py`'s.
+The model's own files are `launch/preflight/architecture.py`'s, and the records of data files `launch/preflight/records.py`'s.
 
 Reads JSON, JSONL and tokenizer.json; imports neither torch nor transformers, and bounds what it reads, so that it answers
 within two seconds. What lies beyond the bounds, and by how much the chat template lengthens a prompt, is checked in
@@ -18,8 +18,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from launch import preflight_libraries, preflight_model, preflight_records
 from launch.model_files import hf_home, hub_cache, inside, model_config, model_folder, read_json
+from launch.preflight import architecture, libraries, records
 from pipeline import config
 from pipeline.config import (
     DATASET_CARDS,
@@ -50,8 +50,8 @@ def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
                 f"env.{name}.kind: '{environment.kind}' is not one of: {', '.join(ENVIRONMENT_KINDS)},"
                 " nor the dotted path of a class"
             )
-    yield from preflight_model.problems(recipe, pending)
-    yield from preflight_libraries.problems(recipe)
+    yield from architecture.problems(recipe, pending)
+    yield from libraries.problems(recipe)
     tokenizer = yield from _tokenizer(recipe, "policy", recipe.policy, pending)
     if (name := config.reward_environment(recipe)) and recipe.env[name].model_name:
         yield from _check_reward_tokenizer(recipe, f"env.{name}", config.judge(recipe), pending)
@@ -197,7 +197,7 @@ def _prompt(recipe: Recipe, line: bytes, dataset: DatasetConfig) -> str | None:
     """Of a record, if it has one. Raises RecipeError for a record that cannot be used, unless such are dropped."""
     record = _record(line)
     try:
-        return preflight_records.prompt(recipe, record, dataset)
+        return records.prompt(recipe, record, dataset)
     except RecipeError as error:
         if recipe.data.bad_records == "drop":
             return None

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from launch.slurm_cluster import Accounting, Fields, SlurmCluster, minutes, tres
-from launch.slurm_request import Request
+from launch.preflight.slurm_cluster import Accounting, Fields, SlurmCluster, minutes, tres
+from launch.preflight.slurm_request import Request
 
 WHAT = {"node": "nodes", "cpu": "CPUs", "gres/gpu": "GPUs", "mem": "MB of memory"}
 
