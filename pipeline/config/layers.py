@@ -173,7 +173,7 @@ def chain(path: Path, seen: tuple[Path, ...] = ()) -> Branch:
     for name in names:
         parent = path.parent / name
         if not parent.is_file():
-            raise RecipeError(f"{parents.origin}: 'defaults: {name}': there is no {parent.resolve()}")
+            raise RecipeError(f"{parents.origin}: 'defaults: {name}': there is no {os.path.normpath(parent.absolute())!r}")
         result = merged(result, chain(parent, (*seen, real)))
     return merged(result, layer)
 
