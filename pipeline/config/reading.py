@@ -148,8 +148,9 @@ def _translated(path: Path, tree: Branch, given: list[tuple[str, Leaf | Branch]]
 
 
 def _misfits(tree: Branch) -> dict[str, str]:
-    """By key what is of another type in a recipe of NeMo-RL's than in ours, where both have the key."""
+    """By key what has no value in a recipe of NeMo-RL's, and what is of another type than in ours, where both have the key."""
     found = typed.misfits(Recipe, tree)
+    found |= {key: "has no value; the recipe must set it" for key, leaf in tree.leaves() if leaf.value == typed.MISSING}
     for key in ("data.train", "data.validation"):  # which may be lists of data sets in theirs
         value = getattr(tree.find(key), "value", None)
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
