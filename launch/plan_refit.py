@@ -32,6 +32,9 @@ from launch import backend, command_line
 from launch.model_files import described, inside, is_here, read_json
 from launch.model_shape import ModelShape
 from launch.preflight import architecture
+from launch.units import plural as _plural
+from launch.units import seconds as _seconds
+from launch.units import size as _size
 from pipeline import config
 from pipeline.config import (
     PRECISIONS,
@@ -50,8 +53,6 @@ if TYPE_CHECKING:
 
     from pipeline.refit.schedule import Schedule
     from pipeline.refit.simulate import Broadcast, Demand, Timeline
-
-UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 
 @dataclass(frozen=True)
@@ -302,24 +303,8 @@ def _verdict(predicted: Prediction) -> list[str]:
     ]
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _size(count: float) -> str:
-    factor, unit = next(((factor, unit) for factor, unit in UNITS if count >= factor), UNITS[-1])
-    return f"{count / factor:.3g} {unit}" if count / factor < 999.5 else f"{count / factor:.0f} {unit}"
-
-
 def _count(count: float) -> str:
     return f"{count:.0f}" if count == int(count) else f"{count:.1f}"
-
-
-def _seconds(seconds: float) -> str:
-    for factor, unit in ((1, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
 
 
 if __name__ == "__main__":

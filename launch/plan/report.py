@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from launch.plan import split
 from launch.plan.cut import engines
 from launch.plan.estimate import Plan, components, priced
-from launch.plan_refit import UNITS
+from launch.units import plural as _plural
+from launch.units import seconds as _seconds
+from launch.units import size as _size
 from pipeline import config
 from pipeline.config import ComponentConfig, Recipe, generates, hardware, ranks, section, uses_megatron
 
@@ -238,24 +240,6 @@ def _verdict(plan: Plan) -> Iterator[str]:
         yield _line("", text)
     for number, text in enumerate(plan.advice()):
         yield _line("" if number else "would help", text)
-
-
-# ---- units ----------------------------------------------------------------------------------------------------------------
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def _size(count: float) -> str:
-    factor, unit = next(((factor, unit) for factor, unit in UNITS if count >= factor), UNITS[-1])
-    return f"{count / factor:.3g} {unit}" if count / factor < 999.5 else f"{count / factor:.0f} {unit}"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms"
 
 
 def _hours(seconds: float) -> str:

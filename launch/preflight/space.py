@@ -19,6 +19,7 @@ from launch.job import components
 from launch.model_files import described, hf_home, inside, model_folder
 from launch.model_shape import ModelShape
 from launch.preflight.weights import stored
+from launch.units import size
 from pipeline import config
 from pipeline.config import PRECISIONS, OptimizerConfig, PolicyConfig, Recipe, RecipeError, generates, ranks, uses_megatron
 from pipeline.models.tensors import tensors
@@ -97,13 +98,6 @@ def _of_one_disk(recipe: Recipe, uses: list[Use], checkpoint: float | None) -> I
             f"{keys}: the file system of {folder} has room for {disk.f_favail} more files, and this run will write {files}"
             " there; another folder"
         )
-
-
-def size(nbytes: float) -> str:
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes / 1e3:.1f} kB"
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,23 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+
+
+def size(nbytes: float) -> str:
+    """Three digits and a unit, in powers of 1000."""
+    factor, unit = next(((factor, unit) for factor, unit in UNITS if nbytes >= factor), UNITS[-1])
+    return f"{nbytes / factor:.3g} {unit}" if nbytes / factor < 999.5 else f"{nbytes / factor:.0f} {unit}"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def seconds(duration: float) -> str:
+    """Of s, ms or us, three digits."""
+    for factor, unit in ((1, "s"), (1e3, "ms")):
+        if duration * factor >= 1:
+            return f"{duration * factor:.0f} {unit}" if duration * factor >= 100 else f"{duration * factor:.3g} {unit}"
+    return f"{duration * 1e6:.3g} us"
