@@ -343,7 +343,9 @@ def test_checkpoints_that_do_not_fit(folder, model, disk):
     assert 3 * one < 8 << 20 < 4 * one
     run = f"run_dir={disk / 'run'}"
     (problem,) = problems(llama(folder, run))
-    assert problem.startswith(f"run_dir: 8.39 MB are free on the file system of {disk}, and this run will write {size(4 * one)}")
+    assert problem.startswith(
+        f"run_dir: 8.39 MB are free on the file system of {disk}, and this run will write {size(4 * one)}"
+    )
     assert f"4 checkpoints of {size(one)} at once (checkpointing.keep_top_k=3)" in problem
     assert problem.endswith("checkpointing.keep_top_k=2 would fit, or another run_dir")
     assert problems(llama(folder, run, "checkpointing.keep_top_k=2")) == []

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipeline.config import GenerationConfig
 from pipeline.generate.sampling import keep_top
-from pipeline.train.base import Use
+from pipeline.train.base import TrainBackend, Use
 from pipeline.train.logprobs import VocabularyShard, packed_outputs
 from pipeline.train.truncation import Truncation
 from pipeline.types import LossOutput, Outputs, PackedBatch
@@ -197,6 +197,7 @@ def test_the_vocabulary_over_ranks(tmp_path):
 
 # ---- the backend ------------------------------------------------------------------------------------------------------------
 
+FAMILIES = ("llama", "qwen3_tied")
 GENERATION = GenerationConfig(temperature=cases.TEMPERATURE, top_k=30, top_p=0.9)
 USE = Use(reference=True, entropy=True, truncated=True)
 
@@ -225,23 +226,26 @@ def eager(model: Path) -> tuple[list[Outputs], dict[str, torch.Tensor]]:
     return found, {name: parameter.grad for name, parameter in network.named_parameters()}
 
 
+def check_step(trained: TrainBackend, mine: list[list[int]], expected: list) -> None:
+    """Log-probs, entropy and the reference's of the sequences `mine` by microbatch, then a step."""
+    packed = [cases.pack(chosen) for chosen in mine]
+    outputs = zip(trained.forward(packed), trained.forward(packed, "reference"), strict=True)
+    for chosen, (found, reference) in zip(mine, outputs, strict=True):
+        for name in ("logprobs", "entropy", "full_logprobs"):
+            theirs = torch.cat([getattr(expected[i], name).detach() for i in chosen])
+            inside = theirs.isfinite()
+            assert torch.equal(getattr(found, name).isfinite(), inside)
+            assert (getattr(found, name) - theirs)[inside].abs().max() < 1e-5, name
+        assert torch.equal(reference.logprobs, found.full_logprobs) and reference.full_logprobs is None
+    trained.step(packed, loss)
+
+
 def check_backend(layout: ranks.Layout, folder: Path) -> None:
-    """Log-probs, entropy, the reference's and gradients, however the data are cut."""
-    for family in ("llama", "qwen3_tied"):
+    for family in FAMILIES:
         expected, gradients = eager(folder / family)
         for batches in (1, 2):
             trained = ranks.backend(cases.policy(folder / family, generation=GENERATION), layout, USE)
-            mine = ranks.shares(layout, batches)[trained.data_rank]
-            packed = [cases.pack(chosen) for chosen in mine]
-            outputs = zip(trained.forward(packed), trained.forward(packed, "reference"), strict=True)
-            for chosen, (found, reference) in zip(mine, outputs, strict=True):
-                for name in ("logprobs", "entropy", "full_logprobs"):
-                    theirs = torch.cat([getattr(expected[i], name).detach() for i in chosen])
-                    inside = theirs.isfinite()
-                    assert torch.equal(getattr(found, name).isfinite(), inside)
-                    assert (getattr(found, name) - theirs)[inside].abs().max() < 1e-5, name
-                assert torch.equal(reference.logprobs, found.full_logprobs) and reference.full_logprobs is None
-            trained.step(packed, loss)
+            check_step(trained, ranks.shares(layout, batches)[trained.data_rank], expected)
             ranks.assert_near(ranks.gradients(trained), gradients, 2e-6)
     assert any(outputs.logprobs.isneginf().any() for outputs in expected)
 
