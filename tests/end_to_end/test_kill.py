@@ -40,7 +40,7 @@ def kill_and_rerun(folder, fault, placement, env=None):
     return whole
 
 
-@pytest.mark.parametrize(("victim", "verb"), [(3, "rollout"), (1, "forward"), (0, "step"), (2, "refit"), (1, "save")])
+@pytest.mark.parametrize(("victim", "verb"), [(3, "rollout"), (0, "step"), (1, "save")])
 def test_kill_and_rerun(tmp_path, uninterrupted, victim, verb):
     phase = PHASES[verb]
     rerun = kill_and_rerun(tmp_path / "run", Fault(phase, victim, ACTORS[phase], count=3), LOCAL)

@@ -95,7 +95,7 @@ def test_equals_fsdp2(tmp_path, models, conversions, fsdp, layout):
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=pytest.mark.long if i else []) for i, n in enumerate(LAYOUTS)])
 def test_equals_fsdp2_on_slurm(tmp_path, models, conversions, fsdp, slurm_cluster, layout):
     model, keys = LAYOUTS[layout]
     env = slurm_cluster.env | conversions

@@ -90,6 +90,7 @@ def test_runs(name, models, tmp_path):
         assert first["train/ratio_max"] == first["train/ratio_min"] == 1
 
 
+@pytest.mark.long
 def test_a_killed_ppo_run_goes_on_to_the_last_bit(models, tmp_path):
     """The critic and its optimizer are part of a checkpoint."""
     same = [*arguments("tiny_ppo", models, steps=4), "checkpointing.save_period=1", "ppo.num_prompts_per_step=16"]

@@ -21,7 +21,7 @@ def whole(tmp_path_factory):
     [
         (Fault(**SECOND, message="flip"), ("refit to version 2 failed, version 1 stays", "differs in model.")),
         (Fault(**SECOND, message="drop"), ("(generate)", "round", "from rank")),
-        (Fault(**SECOND, message="die"), ("rank 1 (train) was ended by",)),
+        pytest.param(Fault(**SECOND, message="die"), ("rank 1 (train) was ended by",), marks=pytest.mark.long),
     ],
     ids=["flipped bit", "dropped message", "killed sender"],
 )
@@ -39,7 +39,7 @@ def test_what_goes_wrong_on_the_way_is_named_and_not_served(tmp_path, whole, fau
         assert rerun.metrics() == whole.metrics()
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "delta"])
+@pytest.mark.parametrize("transport", [pytest.param("broadcast", marks=pytest.mark.long), "delta"])
 def test_every_transport_gives_the_same_run(tmp_path, whole, transport):
     run = submit(tmp_path / "run", *LOCAL, f"policy.generation.refit_transport={transport}")
     assert run.status == 0, run.output
