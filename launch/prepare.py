@@ -13,7 +13,7 @@ from pathlib import Path
 from launch import backend, local, run_folder
 from launch.job import components
 from launch.plan import Plan, plan
-from launch.preflight import files, slurm, storage
+from launch.preflight import files, libraries, slurm, storage
 from pipeline import config
 from pipeline.config import Loaded, Recipe, RecipeError, collected, refuse
 
@@ -79,6 +79,7 @@ def file_problems(recipe: Recipe, pending: list[Path], dry: bool, notes: list[st
     `notes` takes in what could not be checked, and what only delays the start."""
     yield from files.problems(recipe, pending)
     yield from storage.problems(recipe, pending, notes)
+    notes += libraries.unchecked(recipe)
     yield from _executor_problems(recipe, dry, notes)
     with collected(found := []):
         run_folder.check(recipe)

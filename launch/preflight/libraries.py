@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,19 @@ def problems(recipe: Recipe) -> Iterator[str]:
     if recipe.algorithm == "ppo":
         yield from _optimizer("value", recipe.value.optimizer, uses_megatron(policy))
         yield from _schedule("value.scheduler", recipe.value.scheduler)
+
+
+def unchecked(recipe: Recipe) -> Iterator[str]:
+    """What `problems` cannot look at, because the library is not where the run is submitted."""
+    policy = recipe.policy
+    read_by = {"torch": ["policy.optimizer", "policy.scheduler"]}
+    if policy.generation.vllm_kwargs and generates(recipe):
+        read_by["vllm"] = [VLLM_KWARGS]
+    if policy.megatron_cfg.model_overrides and uses_megatron(policy):
+        read_by["megatron"] = ["policy.megatron_cfg.model_overrides"]
+    for library, keys in read_by.items():
+        if importlib.util.find_spec(library) is None:
+            yield f"not checked: the options in {' and '.join(keys)}, as {library} is not installed here"
 
 
 def _unknown(key: str, given: Iterable[str], known: Iterable[str], whose: str) -> Iterator[str]:

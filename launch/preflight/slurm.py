@@ -102,7 +102,7 @@ def _against(cluster: SlurmCluster, accounting: Accounting | None, request: Requ
         return
     if name not in cluster.partitions:
         near = get_close_matches(name, cluster.partitions, 1)
-        yield f"{key}: there is no partition '{name}'; {f'did you mean {near[0]!r}' if near else f'one of: {there}'}"
+        yield f"{key}: there is no partition '{name}'; {f'did you mean {near[0]!r}?' if near else f'one of: {there}'}"
         return
     partition = cluster.partitions[name]
     if (state := partition.get("State", "UP")) != "UP":

@@ -115,7 +115,7 @@ def _names(text: str) -> list[str]:
 
 def _nearest(name: str, among: list[str]) -> str:
     near = get_close_matches(name, among, 1)
-    return f"did you mean '{near[0]}'" if near else f"one of: {', '.join(among) or 'none'}"
+    return f"did you mean '{near[0]}'?" if near else f"one of: {', '.join(among) or 'none'}"
 
 
 # ---- how much -----------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def _features(members: list[Node], partition: str, request: Request, count: int)
     key, there = f"{request.key}.constraint", sorted(set.union(*(set(node.features) for node in members)))
     if unknown := [name for name in feature_names(request.constraint) if name not in there]:
         near = get_close_matches(unknown[0], there, 1)
-        has = f"did you mean '{near[0]}'" if near else f"they have: {', '.join(there) or 'none at all'}"
+        has = f"did you mean '{near[0]}'?" if near else f"they have: {', '.join(there) or 'none at all'}"
         if "|" not in request.constraint:
             yield f"{key}: no node of partition {partition} has the feature '{unknown[0]}'; {has}"
             return

@@ -96,21 +96,25 @@ def _check_megatron(policy: PolicyConfig, component: ComponentConfig, realm: str
     """What megatron.core.parallel_state and ModelParallelConfig would refuse, and the same for experts."""
     m = policy.megatron_cfg
     tensor, pipeline, context = m.tensor_model_parallel_size, m.pipeline_model_parallel_size, m.context_parallel_size
-    yield from check_divides(
-        f"{MEGATRON}: tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline} x context_parallel_size"
-        f" {context}",
-        tensor * pipeline * context,
-        component,
-        realm,
+    found = list(
+        check_divides(
+            f"{MEGATRON}: tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline} x context_parallel_size"
+            f" {context}",
+            tensor * pipeline * context,
+            component,
+            realm,
+        )
     )
+    yield from found
     expert, expert_tensor = m.expert_model_parallel_size, expert_tensor_parallel_size(m)
-    yield from check_divides(
-        f"{MEGATRON}: expert_model_parallel_size {expert} x expert_tensor_parallel_size {expert_tensor} x"
-        f" pipeline_model_parallel_size {pipeline}",
-        expert * expert_tensor * pipeline,
-        component,
-        realm,
-    )
+    if not found or expert > 1:  # experts that are not spread are cut as the rest is
+        yield from check_divides(
+            f"{MEGATRON}: expert_model_parallel_size {expert} x expert_tensor_parallel_size {expert_tensor} x"
+            f" pipeline_model_parallel_size {pipeline}",
+            expert * expert_tensor * pipeline,
+            component,
+            realm,
+        )
     if m.sequence_parallel and tensor == 1:
         yield (
             f"{MEGATRON}.sequence_parallel: true cuts sequences over the tensor-parallel ranks, and"

@@ -115,6 +115,14 @@ def test_what_is_said_of_a_librarys_options(problems, overrides, says):
     assert [part for part, problem in zip(says, found, strict=True) if part not in problem] == [], found
 
 
+def test_what_is_not_installed_is_said_to_be_unchecked(tmp_path, monkeypatch):
+    recipe = config.load(str(write_recipe(tmp_path)), ["policy.generation.vllm_kwargs={swap_space: 1}"])
+    assert list(libraries.unchecked(recipe)) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    torch, vllm = libraries.unchecked(recipe)
+    assert "policy.optimizer and policy.scheduler, as torch" in torch and "vllm_kwargs, as vllm" in vllm
+
+
 def test_what_the_engine_is_given_is_known_to_the_check():
     """Each argument that pipeline/generate/vllm.py sets is refused in vllm_kwargs, but for those that a recipe may change."""
     tree = ast.parse((ROOT / "pipeline/generate/vllm.py").read_text())

@@ -94,7 +94,6 @@ BROKEN = {
         {},
         [
             f"{MEGATRON}: tensor_model_parallel_size 4 x pipeline_model_parallel_size 1 x context_parallel_size 1: 4 does not",
-            f"{MEGATRON}: expert_model_parallel_size 1 x expert_tensor_parallel_size 4",
             f"{MEGATRON}.mtp_num_layers: 1 is not supported",
             f"{MEGATRON}.recompute_num_layers: says nothing while",
             f"{MEGATRON}.model_overrides.num_layers: it is the model's",
