@@ -252,6 +252,7 @@ def _note_rollouts(recipe: Recipe, run_dir: Path, other: float, notes: list[str]
     disk = os.statvfs(existing(run_dir))
     if most + other > disk.f_bavail * disk.f_frsize:
         notes.append(
-            f"logger.num_rollouts_to_log: {'all' if logged is None else logged}: if all were of full length, the rollouts of {online.max_num_steps} steps"
-            f" would take {size(most)} in {run_dir}, which has {size(disk.f_bavail * disk.f_frsize)} free for all that it holds"
+            f"logger.num_rollouts_to_log: {logged or 'all'}: if all were of full length, the rollouts of"
+            f" {online.max_num_steps} steps would take {size(most)}"
+            f" in {run_dir}, which has {size(disk.f_bavail * disk.f_frsize)} free for all that it holds"
         )
