@@ -37,7 +37,8 @@ def table(kind: str, names: list[str], folder: Path) -> None:
 
 
 def line(name: str, predicted: float, found: float, note: str = "") -> None:
-    print(f"{name:44s}{predicted / 1e6:11.2f} MB{found / 1e6:11.2f} MB{predicted / found - 1:+8.1%}  {note}", flush=True)
+    shown = [f"{n:14,.0f}" if name.endswith("tokens") else f"{n / 1e6:11.2f} MB" for n in (predicted, found)]
+    print(f"{name:44s}{''.join(shown)}{predicted / found - 1:+8.1%}  {note}", flush=True)
 
 
 if __name__ == "__main__":
