@@ -305,3 +305,10 @@ def test_a_reference_to_a_section_of_another_kind_is_refused_key_by_key(write):
         "'teacher.scheduler' is not a key",
     ]
     assert config.inspect(write("b.yaml", BASE + "grpo: '${grpo}'\nvalue: {optimizer: '${value}'}\n")).problems
+
+
+def test_a_key_may_be_dropped_with_the_mapping_around_it():
+    tree = layers.of({"a": {"b": {"c": 1}, "d": 2}}, None)
+    for key in ("a.b", "a.b.c", "a.b", "x.y"):
+        tree.drop(key)
+    assert tree.plain() == {"a": {"d": 2}}

@@ -65,11 +65,13 @@ class Branch:
         return node
 
     def drop(self, dotted: str) -> None:
+        """A key that has gone already, with the mapping that it was in, is no error."""
         *path, last = self.path(dotted)
-        branch = self
+        branch: Leaf | Branch | None = self
         for key in path:
-            branch = branch.children[key]
-        del branch.children[last]
+            branch = branch.children.get(key) if isinstance(branch, Branch) else None
+        if isinstance(branch, Branch):
+            branch.children.pop(last, None)
 
     def set(self, dotted: str, node: Leaf | Branch) -> None:
         """Mappings on the way are made where there are none."""
