@@ -312,3 +312,14 @@ def test_a_key_may_be_dropped_with_the_mapping_around_it():
     for key in ("a.b", "a.b.c", "a.b", "x.y"):
         tree.drop(key)
     assert tree.plain() == {"a": {"d": 2}}
+
+
+def test_a_default_that_was_taken_away_stays_away_in_the_run(tmp_path):
+    parent = config.find("tiny_sft").resolve()
+    (tmp_path / "a.yaml").write_text(
+        f"defaults: {parent}\npolicy: {{optimizer: {{name: torch.optim.SGD, kwargs: {{_override_: true, lr: 0.1}}}}}}"
+    )
+    recipe = config.load(str(tmp_path / "a.yaml"))
+    assert recipe.policy.optimizer.kwargs == {"lr": 0.1}
+    config.write(recipe, tmp_path / "written.yaml")
+    assert config.read(tmp_path / "written.yaml") == recipe

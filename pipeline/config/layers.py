@@ -48,6 +48,13 @@ class Branch:
             else:
                 yield f"{prefix}{key}", node
 
+    def branches(self) -> Iterator[Branch]:
+        """All mappings, this one first."""
+        yield self
+        for node in self.children.values():
+            if isinstance(node, Branch):
+                yield from node.branches()
+
     def path(self, dotted: str) -> list[str]:
         """The keys from here to `dotted`; one that is there may have dots in it."""
         names, branch = [], self

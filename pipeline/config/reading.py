@@ -60,7 +60,10 @@ def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
 
 def read(path: Path) -> Recipe:
     """A resolved recipe as `write` left it in a run folder. Raises RecipeError."""
-    loaded = _inspected(layers.chain(path))
+    tree = layers.chain(path)
+    for branch in tree.branches():
+        branch.replaces = True  # what was written is complete: a default that it does not have was taken away
+    loaded = _inspected(tree)
     refuse(loaded.problems)
     return loaded.recipe
 
