@@ -17,6 +17,10 @@ from pipeline.models import sizes
 from pipeline.models.tensors import Tensor, experts, tensors
 
 
+class NotDescribed(RecipeError):
+    """The sizes of a model of this family cannot be told from config.json alone; it may train all the same."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Of the language model. A critic or a reward model has a value head of `hidden` parameters in place of `output`."""
@@ -65,8 +69,8 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], key: str = "policy.model_name") -> ModelShape:
-        """`config`: config.json of one of `pipeline.models.sizes.MODEL_TYPES`. Raises RecipeError for another family and for a
-        key that it lacks, and says which `key` of the recipe names the model."""
+        """`config`: config.json of one of `pipeline.models.sizes.MODEL_TYPES`. Raises NotDescribed for another family and
+        RecipeError for a key that it lacks, and says which `key` of the recipe names the model."""
         try:
             return _shape(sizes.sizes(config), tensors(config))
         except KeyError as error:
@@ -74,7 +78,7 @@ class ModelShape:
                 f"{key}: config.json of this {config['model_type']} has no {error}; fetch the model again"
             ) from None
         except ValueError as error:
-            raise RecipeError(f"{key}: {error}") from None
+            raise NotDescribed(f"{key}: {error}") from None
 
 
 def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launch import backend, local, run_folder
 from launch.job import components
+from launch.model_shape import NotDescribed
 from launch.plan import Plan, plan
 from launch.preflight import files, libraries, slurm, storage
 from pipeline import config
@@ -24,7 +25,7 @@ class Prepared:
 
     recipe: Recipe
     choice: backend.Choice
-    plan: Plan
+    plan: Plan | None  # None: of a family of models of which no plan can be made
     notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed, and what is ignored
 
 
@@ -42,8 +43,8 @@ def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
         try:
             recipe, choice = backend.choose(recipe, pending, run_folder.earlier(recipe))
             if not own:
-                planned = plan(recipe, choice, plan_from, pending)
-                own += planned.problems()
+                planned = _planned(recipe, choice, plan_from, pending, notes)
+                own += planned.problems() if planned else ()
                 prepared.append(Prepared(recipe, choice, planned, notes))
         except RecipeError as error:
             own += config.independent(error.problems, loaded.faulty)
@@ -53,6 +54,17 @@ def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
         pending.append(Path(recipe.run_dir))
     refuse(problems)
     return prepared
+
+
+def _planned(
+    recipe: Recipe, choice: backend.Choice, plan_from: Path | None, pending: list[Path], notes: list[str]
+) -> Plan | None:
+    """What FSDP2 can train is more than what can be planned, so that is no reason to refuse a run."""
+    try:
+        return plan(recipe, choice, plan_from, pending)
+    except NotDescribed as error:
+        notes.append(f"no plan: {error}")
+        return None
 
 
 def in_order(name: str, overrides: list[str]) -> list[Loaded]:

@@ -209,7 +209,9 @@ def start(prepared: Prepared, after: tuple[str, ...] = ()) -> RunJob:
             raise
     for note in prepared.notes:
         print(f"# {note}")
-    print(f"{report.text(prepared.plan)}\n\n{recipe.name}: {job.name()}, in {run_dir}\n{recipe.name}: {choice}", flush=True)
+    if prepared.plan:
+        print(f"{report.text(prepared.plan)}\n")
+    print(f"{recipe.name}: {job.name()}, in {run_dir}\n{recipe.name}: {choice}", flush=True)
     if choice.warning:
         print(f"warning: {choice.warning}", file=sys.stderr)
     return job

@@ -89,6 +89,15 @@ def test_dry_run_warns_of_two_backends(here, capsys):
     assert "# Megatron-Core trains, because policy.megatron_cfg.enabled goes before" in out and "are both true" in out
 
 
+def test_a_model_that_cannot_be_planned_may_run_all_the_same(here, capsys):
+    described = json.loads((here / "model/config.json").read_text())
+    (here / "model/config.json").write_text(json.dumps(described | {"model_type": "phi3"}))
+    assert submit.main(["recipe=tiny", "dry_run=true"]) == 0
+    assert "# no plan: policy.model_name: the tensors of 'phi3' models are not described" in capsys.readouterr().out
+    assert submit.main(["recipe=tiny", "plan=true"]) == 2
+    assert "'phi3' models are not described" in capsys.readouterr().err
+
+
 def test_works_where_the_package_is_not_installed(here):
     """-I: neither the current folder, nor PYTHONPATH, nor the editable install of this checkout is looked at."""
     code = (
