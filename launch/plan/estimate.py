@@ -60,7 +60,7 @@ class Plan:
     @property
     def validations(self) -> int:
         algorithm = section(self.recipe)
-        if self.recipe.data.validation is None:
+        if not config.validates(self.recipe):
             return 0
         periodic = self.steps // algorithm.val_period if algorithm.val_period > 0 else 0
         at_end = algorithm.val_at_end and not (algorithm.val_period > 0 and self.steps % algorithm.val_period == 0)
@@ -262,7 +262,7 @@ def validation_seconds(
 ) -> float:
     """Of one validation, of at most max_val_samples."""
     count = section(recipe).max_val_samples
-    if recipe.data.validation is None:
+    if not config.validates(recipe):
         return 0.0
     if generate is None:
         gpu = hardware.gpu(recipe.cluster.train.gpu)

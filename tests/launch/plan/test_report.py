@@ -58,6 +58,7 @@ def test_an_offline_algorithm_has_no_generate_part():
     told = report.text(found)
     assert found.generate is None and found.refit is None and list(found.seconds) == ["train"]
     assert "generate" not in told and "refit" not in told and found.gpus == 8
+    assert found.validations > 0 and found.validation > 0  # on what data.train.split_validation_size holds out
 
 
 def test_without_gpus_there_are_no_times():
