@@ -9,7 +9,6 @@ Left out: what a network does beyond the NIC; full bisection is assumed.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from omegaconf import OmegaConf
 
+from pipeline.config import layers
 from pipeline.config.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -78,15 +78,7 @@ def gpu(name: str, key: str = "cluster.train.gpu") -> GPU:
 
 
 def _find(name: str, key: str) -> Path:
-    for path in (HARDWARE / f"{name}.yaml", Path(name)):
-        if path.is_file():
-            return path
-    known = sorted(path.stem for path in HARDWARE.glob("*.yaml"))
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    raise RecipeError(
-        f"{key}: '{name}' is no described GPU; {hint}there are: {', '.join(known)}, or a path to a YAML like those"
-    )
+    return layers.named(name, HARDWARE, f"{key}: '{name}' is no described GPU", ", or a path to a YAML like those")
 
 
 def _wrong(given: dict[Any, Any], kind: type, key: str, path: Path, prefix: str) -> Iterator[str]:

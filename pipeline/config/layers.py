@@ -5,6 +5,7 @@ What a tree may hold and what its `${...}` stand for is not known here: `pipelin
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -160,6 +161,17 @@ def dumped(value: Any, on_one_line: bool = False) -> str:
     """YAML that is read back as the same value, interpolations apart."""
     width = 1 << 30 if on_one_line else None
     return yaml.dump(value, Dumper=_Dumper, default_flow_style=on_one_line, width=width, sort_keys=False, allow_unicode=True)
+
+
+def named(name: str, folder: Path, otherwise: str, more: str = "") -> Path:
+    """NAME.yaml in the folder, or the file of that path. Raises RecipeError: `otherwise`, and the names that there are."""
+    for path in (folder / f"{name}.yaml", Path(name)):
+        if path.is_file():
+            return path
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    raise RecipeError(f"{otherwise}; {hint}there are: {', '.join(known)}{more}")
 
 
 def scalar(text: str) -> Any:

@@ -86,13 +86,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 def find(name: str) -> Path:
     """The file of a recipe. Raises RecipeError with the recipes that exist."""
-    for path in (RECIPES / f"{name}.yaml", Path(name)):
-        if path.is_file():
-            return path
-    known = sorted(p.stem for p in RECIPES.glob("*.yaml"))
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    raise RecipeError(f"recipe={name}: no such recipe; {hint}there are: {', '.join(known)}")
+    return layers.named(name, RECIPES, f"recipe={name}: no such recipe")
 
 
 def independent(problems: Iterable[str], faulty: Iterable[str]) -> Iterator[str]:
