@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from launch.attempts import latest
 from launch.job import REPORT, JobStatus, RunJob
 
 SHOWN = (
@@ -106,7 +107,8 @@ class Follower:
 
     def _watch(self, show) -> JobStatus:
         while True:
-            ended = any((self.run_dir / name).exists() for name in ("done.json", "failure.json"))
+            attempt = latest(self.run_dir)
+            ended = (self.run_dir / "done.json").exists() or (attempt is not None and attempt.failure is not None)
             status = self.job.status(now=ended)
             show(status, self.metrics.new_lines())
             if status.ended:
@@ -163,15 +165,14 @@ class Follower:
 
 def failure(run_dir: Path, job: RunJob, status: JobStatus) -> list[str]:
     """Why the run ended, in lines: failure.json's message, else the end of the log that tells most, and where the logs are."""
-    logs = latest_logs(run_dir)
+    attempt = latest(run_dir)
+    logs = attempt.logs if attempt else []
     if status.succeeded:
         lines = [f"{job.name()} ended, but the run is not complete: there is no done.json"]
     else:
         lines = [f"the run failed: {job.name()} is {status}"]
     lines += failed_step(run_dir / f"submitit/{job.job_id}_0_log.out")
-    report = run_dir / "failure.json"
-    if report.exists():
-        said = json.loads(report.read_text())
+    if attempt and (said := attempt.failure):
         where = ", ".join(f"{key} {said[key]}" for key in ("realm", "host", "verb", "phase") if said.get(key))
         lines += [f"rank {said['rank']} ({where}): {said['message']}"]
     elif log := telling_log(run_dir, logs):
@@ -187,12 +188,6 @@ def failed_step(batch_log: Path) -> list[str]:
     task = next((line for line in lines if " task" in line and not line.startswith(REPORT)), None)
     component = next((line for line in lines if line.startswith(REPORT)), None)
     return [line for line in (task, component) if line]
-
-
-def latest_logs(run_dir: Path) -> list[Path]:
-    """The rank logs of the last attempt, in rank order."""
-    attempts = sorted((run_dir / "attempts").glob("*"), key=lambda path: path.stat().st_ctime)
-    return sorted(attempts[-1].glob("rank*.log")) if attempts else []
 
 
 def telling_log(run_dir: Path, logs: list[Path]) -> Path | None:

@@ -125,6 +125,7 @@ class Controller:
     def _start(self) -> None:
         logs = self.run_dir / "attempts" / self.attempt
         logs.mkdir(parents=True)
+        (logs / "started").write_text(f"{time.time()}\n")
         shared = {
             "HETSTEP_RUN_DIR": str(self.run_dir),
             "HETSTEP_ATTEMPT": self.attempt,

@@ -4,8 +4,8 @@
     batch.sh        what was submitted              tensorboard/    the same as curves
     manifest.json   who, when, from which versions  rollouts/       what was sampled
     job.json        the job that writes here        checkpoints/
-    submitit/       pickles, the batch's own log    failure.json    by a rank that fails: where and why
-    attempts/       logs, a folder per start        done.json       by rank 0 at the end of a complete run: step
+    submitit/       pickles, the batch's own log    done.json       by rank 0 at the end of a complete run: step
+    attempts/       a folder per start: logs, failure.json and the other files of pipeline/attempt.py
 The right-hand column is written by the pipeline, the left-hand one here and by the executors.
 """
 
@@ -172,11 +172,10 @@ def done_step(run_dir: Path) -> int | None:
 
 
 def prepare(recipe: Recipe, run_dir: Path, script: str) -> None:
-    """Before a submission, under `locked`: what will run, and nothing left that an earlier attempt said about its end."""
+    """Before a submission, under `locked`: what will run, and nothing left that says it has ended."""
     config.write(recipe, run_dir / "recipe.yaml")
     (run_dir / "batch.sh").write_text(script)
-    for name in ("failure.json", "done.json"):
-        (run_dir / name).unlink(missing_ok=True)
+    (run_dir / "done.json").unlink(missing_ok=True)
 
 
 def append_manifest(run_dir: Path, executor: str, job_id: str, command: list[str]) -> None:

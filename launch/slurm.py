@@ -100,7 +100,8 @@ def _prologue(run_dir: Path, world_size: int) -> list[str]:
         'hosts=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}") || exit 1',
         "export HETSTEP_MASTER_ADDR=${hosts%%$'\\n'*}",
         f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        'mkdir -p "$HETSTEP_RUN_DIR/attempts/$HETSTEP_ATTEMPT" || exit 1',
+        'attempt="$HETSTEP_RUN_DIR/attempts/$HETSTEP_ATTEMPT"',
+        'mkdir -p "$attempt" && date +%s.%N >"$attempt/started" || exit 1',
     ]
 
 

@@ -26,13 +26,13 @@ from pipeline.world import Place, Realms, World, join, leave, open_store, wait_f
 
 
 def main(run_dir: Path) -> None:
-    """This rank's whole life. Raises what ended the run; the first failure is left in failure.json."""
+    """This rank's whole life. Raises what ended the run; the first failure is left in the attempt's failure.json."""
     recipe = config.read(run_dir / "recipe.yaml")
     timeouts = recipe.cluster.timeouts
     place = Place.from_environment(run_dir)
     world = World(place, Realms.of(recipe), open_store(place, timeouts.join))
     mailbox = Mailbox(world) if world.rank == 0 else None
-    watchdog = Watchdog(world, run_dir, timeouts, *([mailbox.overdue] if mailbox else []))
+    watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
     try:
         watchdog.start()
         wait_for_all(world, timeouts.join)
@@ -44,7 +44,7 @@ def main(run_dir: Path) -> None:
         else:
             remote.serve(world, role)
     except Exception as error:
-        Failure.here(world, f"{world.describe(world.rank)}: {type(error).__name__}: {error}").record(run_dir)
+        Failure.here(world, f"{world.describe(world.rank)}: {type(error).__name__}: {error}").record(place.folder)
         raise
     watchdog.stop()
     leave(world, timeouts.silence)

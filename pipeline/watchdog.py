@@ -32,7 +32,7 @@ SHORTEST_S = 0.05  # between two beats
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run; the first one is kept in the run folder as failure.json."""
+    """What ended a run; the first one is kept in the attempt's folder as failure.json."""
 
     rank: int
     realm: str
@@ -47,12 +47,12 @@ class Failure:
         activity = world.activity
         return cls(world.rank, world.realm, world.place.node, activity.verb, activity.phase, message)
 
-    def record(self, run_dir: Path) -> None:
+    def record(self, folder: Path) -> None:
         print(f"hetstep: {self.message}", file=sys.stderr, flush=True)
-        beside = run_dir / f"failure.{self.rank}-{os.getpid()}.tmp"
+        beside = folder / f"failure.{self.rank}-{os.getpid()}.tmp"
         beside.write_text(json.dumps(asdict(self)))
         try:
-            os.link(beside, run_dir / "failure.json")  # whole, or not at all: the launcher may end this process any moment
+            os.link(beside, folder / "failure.json")  # whole, or not at all: the launcher may end this process any moment
         except FileExistsError:
             pass  # an earlier failure is nearer to the cause
         beside.unlink()
@@ -83,12 +83,10 @@ class Watchdog:
     def __init__(
         self,
         world: World,
-        run_dir: Path,
         timeouts: TimeoutsConfig,
         overdue: Callable[[], Overdue | None] = lambda: None,
     ):
         self._world = world
-        self._run_dir = run_dir
         self._silence_s = timeouts.silence
         self._join_s = timeouts.join
         self._overdue = overdue
@@ -161,5 +159,5 @@ class Watchdog:
         self._end(Failure(first, realm, beat.node, beat.verb, beat.phase, f"{why}: {names}"))
 
     def _end(self, failure: Failure) -> None:
-        failure.record(self._run_dir)
+        failure.record(self._world.place.folder)
         os._exit(EXIT_STATUS)

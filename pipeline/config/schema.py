@@ -240,6 +240,7 @@ class CheckpointingConfig:
     higher_is_better: bool = True
     async_save: bool = "${policy.megatron_cfg.checkpoint.async_save}"  # type: ignore[assignment]  # write while training goes on
     save_consolidated: bool = False  # also write a Hugging Face checkpoint, in `hf/` beside the sharded one
+    checkpoint_must_save_by: Optional[str] = None  # days:hours:minutes:seconds after the job's start; null: its time limit
 
 
 @dataclass
@@ -280,6 +281,8 @@ class ComponentConfig:
     container_image: Optional[str] = None
     container_mounts: Optional[list[str]] = None
     container_workdir: Optional[str] = None
+    container_env: list[str] = field(default_factory=list)  # variables whose value on the node goes before the image's own
+    container_writable: Optional[bool] = None  # null: as the site has configured pyxis
     python: Optional[str] = None  # the interpreter inside the container; null: the one that submits
     srun_args: list[str] = field(default_factory=list)
     env_vars: dict[str, str] = field(default_factory=dict)
@@ -297,9 +300,28 @@ class NetworkConfig:
 
 
 @dataclass
+class RequeueConfig:
+    """How a run goes on by itself, in the same job, from its last checkpoint."""
+
+    enabled: bool = True  # after the time limit and preemption
+    max_restarts: int = 3  # after crashes; none without a new checkpoint since the last start
+
+
+@dataclass
+class NodeChecksConfig:
+    """What every node must pass before anything is loaded. A node that fails is named, and left out by a requeue."""
+
+    enabled: bool = True
+    min_gb_per_s: Optional[float] = None  # between two neighbours of the ring of nodes; null: measured and told, not judged
+    max_clock_skew_s: float = 5.0
+
+
+@dataclass
 class ClusterConfig:
     executor: str = "auto"  # auto, slurm, local; auto takes slurm where there is an sbatch
-    time_min: int = 240
+    time_min: int = 240  # of one allocation; see requeue
+    requeue: RequeueConfig = field(default_factory=RequeueConfig)
+    node_checks: NodeChecksConfig = field(default_factory=NodeChecksConfig)
     train: ComponentConfig = field(default_factory=ComponentConfig)
     generate: ComponentConfig = field(default_factory=ComponentConfig)
     reward: ComponentConfig = field(default_factory=ComponentConfig)  # only if an environment is served_by reward

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.attempts import latest
 from pipeline.metrics import NOT_REPRODUCIBLE, read
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +53,7 @@ class Run:
         ]
 
     def failure(self) -> dict:
-        return json.loads((self.folder / "failure.json").read_text())
+        return latest(self.folder).failure
 
 
 def submit(folder: Path, *overrides: str, env: dict | None = None, fault: Fault | None = None, timeout: float = 240) -> Run:

@@ -70,6 +70,6 @@ def fail_with_report(run_dir: str) -> None:
             "phase": "step 3",
             "message": "the dog ate it",
         }
-        Path(run_dir, "failure.json").write_text(json.dumps(said))
+        Path(run_dir, "attempts", os.environ["HETSTEP_ATTEMPT"], "failure.json").write_text(json.dumps(said))
         raise SystemExit(1)
     time.sleep(600)

@@ -93,6 +93,7 @@ def test_the_live_view_shows_step_metrics_and_time_left(tmp_path):
 def write_logs(run_dir: Path, *texts: str) -> None:
     folder = run_dir / "attempts/17-0"
     folder.mkdir(parents=True)
+    (folder / "started").write_text("1.0\n")
     for rank, text in enumerate(texts):
         (folder / f"rank{rank:05d}.log").write_text(text)
 
@@ -114,6 +115,7 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_its_folder(tmp_path, monkey
     (tmp_path / "done.json").write_text('{"step": 3}')
     assert Follower(tmp_path, Job(gone), 3, Metrics(tmp_path), console).follow()
     (tmp_path / "done.json").unlink()
-    (tmp_path / "failure.json").write_text(json.dumps({"rank": 2, "realm": "train", "message": "no"}))
+    write_logs(tmp_path, "")
+    (tmp_path / "attempts/17-0/failure.json").write_text(json.dumps({"rank": 2, "realm": "train", "message": "no"}))
     assert not Follower(tmp_path, Job(gone), 3, Metrics(tmp_path), console).follow()
     assert "rank 2 (realm train): no" in console.export_text()

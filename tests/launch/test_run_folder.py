@@ -108,8 +108,7 @@ def test_a_slurm_job_cannot_be_asked_where_there_is_no_scontrol(tmp_path, monkey
 
 
 def test_what_an_earlier_attempt_said_about_its_end_is_removed(tmp_path, load):
-    for name in ("failure.json", "done.json"):
-        (tmp_path / name).write_text("{}")
+    (tmp_path / "done.json").write_text("{}")
     run_folder.prepare(load(), tmp_path, "#!/bin/bash\n")
-    assert not (tmp_path / "failure.json").exists() and run_folder.done_step(tmp_path) is None
+    assert run_folder.done_step(tmp_path) is None
     assert run_folder.first_difference(config.read(tmp_path / "recipe.yaml"), load()) is None

@@ -55,7 +55,7 @@ def main(run_dir: Path) -> None:
     place = Place.from_environment(run_dir)
     world = World(place, Realms.of(recipe), open_store(place, timeouts.join))
     mailbox = Mailbox(world) if world.rank == 0 else None
-    watchdog = Watchdog(world, run_dir, timeouts, *([mailbox.overdue] if mailbox else []))
+    watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
     try:
         watchdog.start()
         wait_for_all(world, timeouts.join)
@@ -67,7 +67,7 @@ def main(run_dir: Path) -> None:
         else:
             serve(world, RewardRole(recipe, 1, world) if world.realm == "reward" else None)
     except Exception as error:
-        Failure.here(world, f"{type(error).__name__}: {error}").record(run_dir)
+        Failure.here(world, f"{type(error).__name__}: {error}").record(place.folder)
         raise
     watchdog.stop()
     leave(world, timeouts.silence)

@@ -48,7 +48,7 @@ def test_two_components_form_one_world(cluster, tmp_path):
     assert sorted(each["HETSTEP_NODE"] for each in found) == cluster.nodes
     assert {each["HETSTEP_ATTEMPT"] for each in found} == {f"{job.job_id}-0"}
     assert {each["OMP_NUM_THREADS"] for each in found} == {"1"}
-    logs = sorted((tmp_path / f"attempts/{job.job_id}-0").iterdir())
+    logs = sorted((tmp_path / f"attempts/{job.job_id}-0").glob("*.log"))
     assert [log.name for log in logs] == [f"rank{rank:05d}.log" for rank in range(4)]
     for rank, log in enumerate(logs):
         assert f"rank {rank} says hello" in log.read_text()

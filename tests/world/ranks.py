@@ -100,7 +100,7 @@ def main(run_dir: Path, scenario: str) -> None:
         return
     world = World(place, REALMS, open_store(place, TIMEOUTS.join))
     mailbox = Mailbox(world) if world.rank == 0 else None
-    watchdog = Watchdog(world, run_dir, TIMEOUTS, *([mailbox.overdue] if mailbox else []))
+    watchdog = Watchdog(world, TIMEOUTS, *([mailbox.overdue] if mailbox else []))
     try:
         watchdog.start()
         wait_for_all(world, 3 if scenario == "absent" else TIMEOUTS.join)
@@ -124,7 +124,7 @@ def main(run_dir: Path, scenario: str) -> None:
                 both[0].result()
             stop(world)
     except Exception as error:
-        Failure.here(world, f"{type(error).__name__}: {error}").record(run_dir)
+        Failure.here(world, f"{type(error).__name__}: {error}").record(place.folder)
         os._exit(1)
     watchdog.stop()
     leave(world, TIMEOUTS.silence)

@@ -54,7 +54,7 @@ class World:
             time.sleep(0.05)
 
     def failure(self) -> dict:
-        return json.loads((self.run_dir / "failure.json").read_text())
+        return json.loads(next(self.run_dir.glob("attempts/*/failure.json")).read_text())
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_messages_and_realms(start):
     world = start("check")
     assert world.wait() == [0] * SIZE, [log.read_text()[-2000:] for log in world.logs]
     assert "checked" in world.logs[0].read_text()
-    assert not (world.run_dir / "failure.json").exists()
+    assert not list(world.run_dir.glob("attempts/*/failure.json"))
 
 
 def test_an_error_on_a_rank_ends_the_run_with_its_message(start):

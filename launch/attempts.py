@@ -1,0 +1,59 @@
+"""The starts of a run, read from its folder: see pipeline/attempt.py for what each leaves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PastAttempt:
+    """One start of all ranks, which may be under way."""
+
+    folder: Path
+    started: float  # unix seconds
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def logs(self) -> list[Path]:
+        """In rank order."""
+        return sorted(self.folder.glob("rank*.log"))
+
+    @property
+    def failure(self) -> dict[str, Any] | None:
+        """{"rank", "realm", "host", "verb", "phase", "message"} of the first rank that failed and could say so."""
+        text = self._said("failure.json")
+        return json.loads(text) if text else None
+
+    @property
+    def verdict(self) -> str | None:
+        """`done`, `requeue: why` or `stop: why`; None while its ranks run, or if whoever decides was ended too."""
+        return self._said("verdict")
+
+    @property
+    def bad_nodes(self) -> dict[str, str]:
+        """Name -> why."""
+        return dict(line.split(": ", 1) for line in (self._said("bad_nodes") or "").splitlines())
+
+    def _said(self, name: str) -> str | None:
+        try:
+            return (self.folder / name).read_text().strip()
+        except FileNotFoundError:
+            return None
+
+
+def all_attempts(run_dir: Path) -> list[PastAttempt]:
+    """Oldest first."""
+    found = []
+    for path in (run_dir / "attempts").glob("*/started"):
+        found.append(PastAttempt(path.parent, float(path.read_text())))
+    return sorted(found, key=lambda attempt: attempt.started)
+
+
+def latest(run_dir: Path) -> PastAttempt | None:
+    return next(reversed(all_attempts(run_dir)), None)
