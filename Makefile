@@ -6,7 +6,7 @@ LOCK := containers/requirements-cpu.lock
 READY := $(VENV)/ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-long lint format bench slurm clean
+.PHONY: setup demo test test-long test-slurm-matrix lint format bench slurm clean
 
 setup: $(READY) slurm
 
@@ -34,6 +34,11 @@ test: setup
 
 test-long: setup
 	$(BIN)/python -m pytest -m long
+
+# The Slurm tests on this machine's Slurm and on two newer ones, each in a Debian of its own that is made once. `ARGS=...`: for pytest.
+test-slurm-matrix: setup
+	containers/install-slurm.sh matrix
+	$(BIN)/python -m tests.slurm.roots $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m tests.benchmarks

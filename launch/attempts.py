@@ -26,7 +26,8 @@ class PastAttempt:
 
     @property
     def failure(self) -> dict[str, Any] | None:
-        """{"rank", "realm", "host", "verb", "phase", "message"} of the first rank that failed and could say so."""
+        """{"rank", "realm", "host", "verb", "phase", "message", "traceback"} of the first rank that failed. The traceback is
+        empty if that rank did not raise, but was found to be dead, silent or late."""
         text = self._said("failure.json")
         return json.loads(text) if text else None
 
@@ -34,6 +35,16 @@ class PastAttempt:
     def verdict(self) -> str | None:
         """`done`, `requeue: why` or `stop: why`; None while its ranks run, or if whoever decides was ended too."""
         return self._said("verdict")
+
+    @property
+    def left(self) -> str | None:
+        """Why its ranks left on purpose, with everything saved; None: they did not."""
+        return self._said("requeue")
+
+    @property
+    def progress(self) -> int:
+        """The step of the latest checkpoint that it completed; 0: none."""
+        return int(self._said("progress") or 0)
 
     @property
     def bad_nodes(self) -> dict[str, str]:
@@ -51,7 +62,8 @@ def all_attempts(run_dir: Path) -> list[PastAttempt]:
     """Oldest first."""
     found = []
     for path in (run_dir / "attempts").glob("*/started"):
-        found.append(PastAttempt(path.parent, float(path.read_text())))
+        if started := path.read_text().strip():  # not just being written
+            found.append(PastAttempt(path.parent, float(started)))
     return sorted(found, key=lambda attempt: attempt.started)
 
 

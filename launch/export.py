@@ -8,7 +8,7 @@ Writes sharded safetensors in policy.precision, config, tokenizer and chat templ
 of algorithm rm, as a sequence classifier with one label. It reads the checkpoint's files on this machine, whichever backend and
 however many ranks wrote them; no GPU and no job is needed.
 
-Ends with status 0 if it was written, 2 if something about the command line, the run or the checkpoint is wrong.
+Ends with status 0 if it was written, 2 if something about the command line, the run or the checkpoint is wrong, or the disk.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if __name__ == "__main__":
 from pipeline import config
 from pipeline.checkpoint import Checkpoint, Checkpoints
 from pipeline.config import Recipe, RecipeError
+from pipeline.files import StorageError
 
 KEYS = ("run", "step", "out")
 
@@ -32,7 +33,7 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     try:
         print(f"written: {export(**parse(arguments))}")
-    except ValueError as error:
+    except (ValueError, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -1,12 +1,15 @@
 """Progress of a run in the terminal: a live view on a tty, else one plain line per step; at the end what came of it.
 
-Reads only the run folder (metrics.jsonl, done.json, failure.json, logs) and the job's state, so it can be attached to any run.
+The first failure of an attempt is shown as soon as its rank has told it, not when the job has ended; then what follows.
+Reads only the run folder (metrics.jsonl, done.json, logs, what attempts leave) and the job's state, so it can be attached to
+any run.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections import deque
 from datetime import timedelta
@@ -19,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launch.attempts import latest
+from launch.attempts import PastAttempt, all_attempts
 from launch.job import REPORT, JobStatus, RunJob
 
 SHOWN = (
@@ -34,8 +37,13 @@ SHOWN = (
     "time/refit",
     "throughput/tokens_per_s",
 )
+NEWS = ("start", "failure", "verdict")
+"""What is told of an attempt, once each."""
 POLL_S = 0.5
 LOG_LINES = 30
+TRACEBACK_LINES = 60
+LAST_WORDS = 10
+"""Lines of the log of a rank that did not raise."""
 TAIL_BYTES = 256 << 10
 SETTLE_S = 5.0
 """How long done.json may lag behind the job's end on a shared file system."""
@@ -95,6 +103,7 @@ class Follower:
         self.console = console or Console(highlight=False, soft_wrap=True)
         self.metrics = metrics
         self.said = ""
+        self.told = {(each.name, what) for each in own_attempts(run_dir, job) if each.verdict for what in NEWS}
 
     def follow(self) -> bool:
         """Show progress until the job ends; whether the run succeeded. Ctrl-C comes through as KeyboardInterrupt."""
@@ -107,13 +116,28 @@ class Follower:
 
     def _watch(self, show) -> JobStatus:
         while True:
-            attempt = latest(self.run_dir)
-            ended = (self.run_dir / "done.json").exists() or (attempt is not None and attempt.failure is not None)
-            status = self.job.status(now=ended)
+            attempts = own_attempts(self.run_dir, self.job)
+            self._tell(attempts)
+            failed = bool(attempts) and attempts[-1].failure is not None
+            status = self.job.status(now=failed or (self.run_dir / "done.json").exists())
             show(status, self.metrics.new_lines())
             if status.ended:
                 return status
             time.sleep(POLL_S)
+
+    def _tell(self, attempts: list[PastAttempt]) -> None:
+        """What attempts have left since the last look: above the live view, or between the lines."""
+        for number, attempt in enumerate(attempts):
+            step = max((each.progress for each in attempts[:number]), default=0)
+            verdict = attempt.verdict or ""
+            for what, lines in (
+                ("start", [f"attempt {attempt.name}: all ranks start again, from step {step}"] if number else []),
+                ("failure", first_failure(attempt) if attempt.failure else []),
+                ("verdict", [f"attempt {attempt.name} ended; {verdict}"] if verdict.startswith("requeue") else []),
+            ):
+                if lines and (attempt.name, what) not in self.told:
+                    self.told.add((attempt.name, what))
+                    self.console.print(Text("\n".join(lines)))
 
     # ---- what is shown ------------------------------------------------------------------------------------------------------
 
@@ -159,32 +183,66 @@ class Follower:
         if status.state in ("COMPLETED", "GONE") and done.exists():
             self.console.print(Text(f"done: step {json.loads(done.read_text())['step']}, in {self.run_dir}"))
             return True
-        self.console.print(Text("\n".join(failure(self.run_dir, self.job, status))))
+        self.console.print(Text("\n".join(failure(self.run_dir, self.job, status, self.told))))
         return False
 
 
-def failure(run_dir: Path, job: RunJob, status: JobStatus) -> list[str]:
-    """Why the run ended, in lines: failure.json's message, else the end of the log that tells most, and where the logs are."""
-    attempt = latest(run_dir)
+# ---- what went wrong ----------------------------------------------------------------------------------------------------
+
+
+def own_attempts(run_dir: Path, job: RunJob) -> list[PastAttempt]:
+    """Those of this job, oldest first: JOB-0, JOB-1 ..., local-JOB-..., or ALLOCATION.JOB-..."""
+    return [each for each in all_attempts(run_dir) if job.job_id in re.split("[-.]", each.name)]
+
+
+def first_failure(attempt: PastAttempt) -> list[str]:
+    """Of an attempt with a failure.json: who failed first and where, its traceback or last words, and where to look further."""
+    said = attempt.failure
+    where = ", ".join(f"{key} {said[key]}" for key in ("realm", "host", "verb", "phase") if said.get(key))
+    lines = [f"rank {said['rank']} ({where}): {said['message']}"]
+    log = attempt.folder / f"rank{said['rank']:05d}.log"
+    if said.get("traceback"):
+        lines += [f"  {line}" for line in said["traceback"].splitlines()[-TRACEBACK_LINES:]]
+    elif log.exists() and (words := _tail(log).splitlines()[-LAST_WORDS:]):
+        lines += [f"the end of {log}:", *(f"  {line}" for line in words)]
+    if others := len(attempt.logs) - 1:
+        lines += [f"{others} other rank{'s' if others > 1 else ''} ended with it; logs: {attempt.folder}"]
+    return lines
+
+
+def failure(run_dir: Path, job: RunJob, status: JobStatus, told: set[tuple[str, str]] = frozenset()) -> list[str]:
+    """Why the run ended, in lines: what the launcher says, the latest attempt's failure.json or else the end of the log that
+    tells most, and how to go on. `told`: (attempt, "failure") of those that need not be shown again."""
+    attempts = own_attempts(run_dir, job)
+    attempt = attempts[-1] if attempts else None
+    verdict = (attempt.verdict or "") if attempt else ""
+    lines = [f"the run failed: {job.name()} is {status}"]
+    if status.succeeded or (verdict and attempt.failure is None and attempt.left):
+        lines = [f"{job.name()} ended ({status}), but the run is not complete: there is no done.json"]
+    if verdict.startswith("stop: ") and verdict[6:] not in status.reason:
+        lines += [f"attempt {attempt.name}: {verdict[6:]}"]
+    lines += failed_step(run_dir / f"submitit/{job.job_id}_0_log.out", len(attempts))
     logs = attempt.logs if attempt else []
-    if status.succeeded:
-        lines = [f"{job.name()} ended, but the run is not complete: there is no done.json"]
-    else:
-        lines = [f"the run failed: {job.name()} is {status}"]
-    lines += failed_step(run_dir / f"submitit/{job.job_id}_0_log.out")
-    if attempt and (said := attempt.failure):
-        where = ", ".join(f"{key} {said[key]}" for key in ("realm", "host", "verb", "phase") if said.get(key))
-        lines += [f"rank {said['rank']} ({where}): {said['message']}"]
-    elif log := telling_log(run_dir, logs):
+    if attempt and attempt.failure:
+        if (attempt.name, "failure") not in told:
+            lines += first_failure(attempt)
+    elif (not attempt or not attempt.left) and (log := telling_log(run_dir, logs)):
         lines += [f"the end of {log}:", *(f"  {line}" for line in _tail(log).splitlines()[-LOG_LINES:])]
-    return [*lines, f"logs: {logs[0].parent if logs else run_dir / 'submitit'}"]
+    lines += [f"logs: {logs[0].parent if logs else run_dir / 'submitit'}"]
+    if step := max((each.progress for each in all_attempts(run_dir)), default=0):
+        lines += [f"there is a checkpoint of step {step}: the same command goes on from it"]
+    return lines
 
 
-def failed_step(batch_log: Path) -> list[str]:
-    """Under Slurm: the first task that failed, as srun tells of it, and its component, as the batch script does."""
+def failed_step(batch_log: Path, attempts: int) -> list[str]:
+    """Under Slurm: the first task that failed, as srun tells of it, and its component, as the batch script does; of the last
+    of so many attempts. Each but that one has left its verdict in the log."""
     if not batch_log.exists():
         return []
-    lines = [line for line in _tail(batch_log).splitlines() if line.startswith((REPORT, "srun: error:"))]
+    lines = _tail(batch_log).splitlines()
+    verdicts = [number for number, line in enumerate(lines) if line.startswith("requeue: ")]
+    begin = verdicts[: attempts - 1][-1] if verdicts[: attempts - 1] else 0
+    lines = [line for line in lines[begin:] if line.startswith((REPORT, "srun: error:"))]
     task = next((line for line in lines if " task" in line and not line.startswith(REPORT)), None)
     component = next((line for line in lines if line.startswith(REPORT)), None)
     return [line for line in (task, component) if line]

@@ -17,11 +17,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from pipeline.config import ComponentConfig, Recipe, RecipeError, generates, serves_rewards, uses_megatron
+from pipeline.files import wait_for, write_durably
 
 ROOT = Path(__file__).parent.parent
 """What ranks find `launch` and `pipeline` by."""
@@ -62,10 +64,10 @@ class RunJob(Protocol):
 class JobRecord:
     """job.json: which job writes, or wrote last, into a run folder."""
 
-    executor: str  # slurm, local
+    executor: str  # slurm, allocation, local
     job_id: str
     host: str
-    start_time: int | None = None  # local: of the controller, in ticks after boot, because a process id is used again
+    start_time: int | None = None  # not slurm: of the controller, in ticks after boot, because a process id is used again
 
     @classmethod
     def of(cls, executor: str, job: RunJob) -> JobRecord:
@@ -77,14 +79,16 @@ class JobRecord:
             from launch.slurm import HetSlurmJob
 
             return HetSlurmJob(run_dir / "submitit", self.job_id)
+        from launch.allocation import AllocationJob
         from launch.local import HetLocalJob
 
         if self.host != socket.gethostname():
             raise RecipeError(
-                f"run_dir: {run_dir} was last written by local process {self.job_id} on {self.host}; go on from there, or, if"
+                f"run_dir: {run_dir} was last written by process {self.job_id} on {self.host}; go on from there, or, if"
                 f" that process has ended, delete {run_dir}/job.json"
             )
-        return HetLocalJob(run_dir / "submitit", self.job_id, start_time=self.start_time)
+        kind = AllocationJob if self.executor == "allocation" else HetLocalJob
+        return kind(run_dir / "submitit", self.job_id, start_time=self.start_time)
 
 
 def read_record(run_dir: Path) -> JobRecord | None:
@@ -98,9 +102,23 @@ def write_record(run_dir: Path, record: JobRecord) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Readers see the old file or the new one, never a part."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    partial.replace(path)
+    write_durably(path, json.dumps(value, indent=1) + "\n")
+
+
+def own_pickle(folder: Path, job_id: str) -> None:
+    """Wait for the function that was submitted, as a rank is about to load it from submitit's `folder` of the run folder.
+
+    Raises PermissionError if somebody else could have put it there: a pickle runs whatever is in it.
+    """
+    pickle = folder / f"{job_id}_submitted.pkl"
+    wait_for(pickle)
+    for path in (folder.parent, folder, pickle):
+        status = path.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise PermissionError(
+                f"{path} belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}: others than user"
+                f" {os.geteuid()} could have put code there for this rank to run, so it does not"
+            )
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:

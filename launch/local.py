@@ -1,14 +1,19 @@
 """The local executor: the same ranks as processes of this machine, under a controller that outlives the terminal.
 
 The controller (`python -m launch.local RUN_DIR`) is to the ranks what Slurm with --kill-on-bad-exit is: the first rank that
-fails ends all others, and so does a signal to the controller, its end by whatever cause, or the time limit.
-A component's "nodes" are
-only a number here: all ranks share this machine, and each "node" has its own range of GPUs. Containers are ignored.
+fails ends all others, and so does a signal to the controller, its end by whatever cause, or the time limit. It is also what the
+batch script's tail is: when all ranks have ended it asks launch/verdict.sh what comes next, and starts them again as another
+attempt, with the whole time limit before it. A signal to the controller is the end.
+
+A component's "nodes" are only a number here: all ranks share this machine, and each "node" has its own range of GPUs.
+Containers are ignored.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import json
 import os
 import shlex
@@ -17,15 +22,21 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from submitit.local import local
 
 from launch.job import ROOT, JobStatus, write_json
-from pipeline.config import ComponentConfig, RecipeError, ranks, ranks_per_node
+from pipeline.config import ClusterConfig, ComponentConfig, RecipeError, RequeueConfig, ranks, ranks_per_node
+from pipeline.files import write_durably
 
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL."""
+REQUEUE = 75
+"""What launch/verdict.sh exits with when all ranks are to be started again."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)
 
@@ -89,49 +100,100 @@ def commands(run_dir: Path, components: dict[str, ComponentConfig]) -> str:
 class Stop(Exception):
     """Why the controller ends the ranks."""
 
+    def __init__(self, state: str, reason: str = "", status: int = 0):
+        """status: what the attempt ended with, for the verdict."""
+        super().__init__(reason)
+        self.state = state
+        self.status = status
+
 
 class Controller:
     """Runs in a process and session of its own. Its job id is its process id; its verdict is left in submitit/<id>_end.json."""
 
-    def __init__(self, run_dir: Path, environments: list[dict[str, str]]):
+    def __init__(self, run_dir: Path, plan: dict[str, Any]):
+        """plan: as `HetLocalExecutor` has left it in submitit/plan.json."""
         self.run_dir = run_dir
-        self.environments = environments
-        self.attempt = f"local-{os.getpid()}-{int(time.time())}"
+        self.environments: list[dict[str, str]] = plan["environments"]
+        self.limit_s = plan["time_min"] * 60
+        self.requeue = RequeueConfig(**plan["requeue"])
+        self.job = f"local-{os.getpid()}-{int(time.time())}"  # a process id is used again
+        self.attempt = ""
         self.rank_of: dict[int, int] = {}  # process id -> rank, of those that have not been reaped
 
-    def run(self, time_min: float) -> int:
-        """0 if every rank ended with 0, else 1."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+    def run(self) -> int:
+        """0 if the run is complete, else 1."""
+        for number in SIGNALS:
             signal.signal(number, self._stop)
-        signal.setitimer(signal.ITIMER_REAL, time_min * 60)
+        try:
+            end = self._attempts()
+            self._ignore_signals()
+        except Stop as stop:
+            self._ignore_signals()
+            self._kill_all(signal.SIGTERM, signal.SIGKILL)
+            end = stop
+        write_json(self.run_dir / f"submitit/{os.getpid()}_end.json", {"state": end.state, "reason": str(end)})
+        return 0 if end.state == "COMPLETED" else 1
+
+    def _attempts(self) -> Stop:
+        """One after the other, as long as the verdict is to go on."""
+        for restart in itertools.count():
+            self.attempt = f"{self.job}-{restart}"
+            end = self._one_attempt()
+            status, verdict = self._ask(end.status)
+            print(f"hetstep: {self.attempt}: {'; '.join(filter(None, (str(end), verdict)))}", flush=True)
+            if status == 0:
+                return Stop("COMPLETED")
+            if status != REQUEUE:
+                return Stop(end.state, "; ".join(filter(None, (str(end), verdict.removeprefix("stop: ")))))
+
+    def _one_attempt(self) -> Stop:
+        """Start all ranks and wait for their end. Raises Stop if the controller itself is to end."""
         try:
             self._start()
+            signal.setitimer(signal.ITIMER_REAL, self.limit_s)
             while self.rank_of:
                 self._reap_one()
-            state, reason = "COMPLETED", ""
+            end = Stop("FAILED")  # unless the verdict finds that the run is complete
         except Stop as stop:
-            state, reason = stop.args
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
-            signal.signal(number, signal.SIG_IGN)
-        self._kill_all()
-        write_json(self.run_dir / f"submitit/{os.getpid()}_end.json", {"state": state, "reason": reason})
-        return 0 if state == "COMPLETED" else 1
+            if stop.state == "CANCELLED":
+                raise
+            end = stop
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        self._kill_all(signal.SIGKILL)
+        return end
+
+    def _ask(self, status: int) -> tuple[int, str]:
+        """launch/verdict.sh: (what it exits with, what it says)."""
+        command = [
+            *(str(ROOT / "launch/verdict.sh"), str(self.run_dir), self.attempt, str(status)),
+            *(str(self.requeue.max_restarts), str(self.requeue.enabled).lower()),
+        ]
+        answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        return answer.returncode, answer.stdout.strip()
 
     def _stop(self, number: int, _frame) -> None:
         if number == signal.SIGALRM:
-            raise Stop("TIMEOUT", "the time limit, cluster.time_min")
+            raise Stop("TIMEOUT", "the time limit, cluster.time_min", 124)  # as timeout(1)
         raise Stop("CANCELLED", f"by {signal.Signals(number).name}")
 
+    def _ignore_signals(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
     def _start(self) -> None:
+        now = time.time()
         logs = self.run_dir / "attempts" / self.attempt
         logs.mkdir(parents=True)
-        (logs / "started").write_text(f"{time.time()}\n")
+        write_durably(logs / "started", f"{now}\n")
         shared = {
             "HETSTEP_RUN_DIR": str(self.run_dir),
             "HETSTEP_ATTEMPT": self.attempt,
             "HETSTEP_JOB_ID": str(os.getpid()),
+            "HETSTEP_END_TIME": f"{now + self.limit_s:.0f}",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
+        self.rank_of = {}
         for rank, environment in enumerate(self.environments):
             with open(logs / f"rank{rank:05d}.log", "ab") as log:
                 process = subprocess.Popen(
@@ -141,40 +203,49 @@ class Controller:
                     stdout=log,
                     stderr=log,
                     process_group=0,  # so that what a rank starts is ended with it
-                    preexec_fn=_die_with_parent,
+                    preexec_fn=functools.partial(_die_with_parent, os.getpid()),
                 )
             self.rank_of[process.pid] = rank
 
     def _reap_one(self) -> None:
         """Wait for a rank to end. Raises Stop if it failed, and does not reap it then: its process group stays its own."""
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        rank = self.rank_of[ended.si_pid]
+        if (rank := self.rank_of.get(ended.si_pid)) is None:  # of the attempt before, and slow to die
+            os.waitpid(ended.si_pid, 0)
+            return
         if ended.si_code != os.CLD_EXITED:
-            raise Stop("FAILED", f"{self._name(rank)} was ended by {signal.Signals(ended.si_status).name}")
+            name = signal.Signals(ended.si_status).name
+            raise Stop("FAILED", f"{self._name(rank)} was ended by {name}", 128 + ended.si_status)  # as bash has it
         if ended.si_status != 0:
-            raise Stop("FAILED", f"{self._name(rank)} exited with status {ended.si_status}")
+            raise Stop("FAILED", f"{self._name(rank)} exited with status {ended.si_status}", ended.si_status)
         os.waitpid(ended.si_pid, 0)
         del self.rank_of[ended.si_pid]
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self.environments[rank]['HETSTEP_COMPONENT']})"
 
-    def _kill_all(self) -> None:
-        for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+    def _kill_all(self, *signals: signal.Signals) -> None:
+        """After each signal wait for the ranks' end, but not for ever."""
+        for number in signals:
             for pid in self.rank_of:
                 os.killpg(pid, number)  # the leader is not reaped yet, so the group exists
-            deadline = time.monotonic() + patience
+            deadline = time.monotonic() + GRACE_S
             while any(not _ended(pid) for pid in self.rank_of) and time.monotonic() < deadline:
                 time.sleep(0.02)
+        for pid in [pid for pid in self.rank_of if _ended(pid)]:
+            os.waitpid(pid, 0)
+            del self.rank_of[pid]
 
 
 def _ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     """In the child, before exec: a controller that is killed with SIGKILL takes the ranks along."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was killed before that
+        os._exit(1)
 
 
 # ---- submitting ---------------------------------------------------------------------------------------------------------
@@ -223,18 +294,23 @@ class HetLocalExecutor(local.LocalExecutor):
 
     job_class = HetLocalJob
 
-    def __init__(self, run_dir: Path, time_min: float, components: dict[str, ComponentConfig]):
+    def __init__(self, run_dir: Path, cluster: ClusterConfig, components: dict[str, ComponentConfig]):
         super().__init__(run_dir / "submitit")
         self.run_dir = run_dir
+        self.requeue = cluster.requeue
         self.environments = rank_environments(components)
         self.script = commands(run_dir, components)
-        self.parameters = {"timeout_min": time_min}
+        self.parameters = {"timeout_min": cluster.time_min}
 
     def _num_tasks(self) -> int:
         return len(self.environments)
 
     def _submit_command(self, command: str) -> HetLocalJob:
-        plan = {"time_min": self.parameters["timeout_min"], "environments": self.environments}
+        plan = {
+            "time_min": self.parameters["timeout_min"],
+            "requeue": asdict(self.requeue),
+            "environments": self.environments,
+        }
         write_json(self.folder / "plan.json", plan)
         with open(self.folder / "controller.log", "ab") as log:
             process = subprocess.Popen(
@@ -251,5 +327,4 @@ class HetLocalExecutor(local.LocalExecutor):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    plan = json.loads((folder / "submitit/plan.json").read_text())
-    sys.exit(Controller(folder, plan["environments"]).run(plan["time_min"]))
+    sys.exit(Controller(folder, json.loads((folder / "submitit/plan.json").read_text())).run())

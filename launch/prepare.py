@@ -5,15 +5,17 @@ All problems are told in one list: those of the recipe itself, of its models' an
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import backend, local, run_folder
+from launch import allocation, backend, local, run_folder
 from launch.job import components
 from launch.model_shape import NotDescribed
 from launch.plan import Plan, plan
+from launch.preflight import allocation as allocated
 from launch.preflight import files, libraries, slurm, storage
 from pipeline import config
 from pipeline.config import Loaded, Recipe, RecipeError, collected, refuse
@@ -99,17 +101,30 @@ def file_problems(recipe: Recipe, pending: list[Path], dry: bool, notes: list[st
 
 
 def choose_executor(recipe: Recipe) -> str:
-    """slurm or local."""
+    """slurm, allocation or local."""
     executor = recipe.cluster.executor
-    return ("slurm" if shutil.which("sbatch") else "local") if executor == "auto" else executor
+    if executor != "auto":
+        return executor
+    if allocation.current():
+        return "allocation"
+    return "slurm" if shutil.which("sbatch") else "local"
 
 
 def _executor_problems(recipe: Recipe, dry: bool, notes: list[str]) -> Iterator[str]:
-    if choose_executor(recipe) == "local":
+    name = choose_executor(recipe)
+    if name == "local":
         with collected(found := []):
             local.rank_environments(components(recipe))
         yield from found
+    elif name == "allocation":
+        if job_id := allocation.current():
+            yield from allocated.problems(recipe, job_id, notes)
+            yield from slurm.container_problems(recipe, notes)
+        else:
+            yield "cluster.executor: allocation, but this is in none (salloc), or in a step of one (srun); =slurm submits a job"
     elif shutil.which("sbatch"):
+        if recipe.cluster.executor == "auto" and (job_id := os.environ.get("SLURM_JOB_ID")):
+            notes.append(f"submits a job of its own, because this is a step of Slurm job {job_id}, in which no more can start")
         yield from slurm.problems(recipe, notes)
     elif not dry:
         yield "cluster.executor: slurm, but there is no sbatch here; submit from a Slurm login node, or =local"

@@ -1,94 +1,152 @@
-"""What came of a run: accuracy before and after, three samples, and the curves as a picture.
+"""What came of runs, as one HTML page: curves, phase times, refits, lengths, samples, recipes.
 
-    python launch/report.py RUN_DIR [RUN_DIR ...]
+    python launch/report.py run=RUN_DIR [run=RUN_DIR ...] [out=FILE]     (`run=` may be left out)
 
-Reads metrics.jsonl and the rollouts; writes curves.png into each run folder.
+Several runs are drawn over each other. The page is self-contained and loads nothing; of one run it is RUN_DIR/report.html, of
+several report.html here, or `out`. Prints before and after and three samples of each run as well. Reads files alone: a run may
+be under way, or another version's.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import matplotlib
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from launch.pages import rollouts
+from launch.pages.chart import Chart, figures
+from launch.pages.curves import Curves, Told
+from launch.pages.document import Section, document
+from launch.pages.html import Html, tag
+from launch.pages.overview import moment, overview
+from launch.pages.recipes import recipes
+from launch.past_run import NoRun, PastRun
+from launch.run_state import RunState, states
+from launch.units import size
 
-CURVES = (
-    ("reward", ("train/reward", "val/reward")),
-    ("accuracy", ("train/accuracy", "val/accuracy")),
-    ("loss", ("train/loss", "val/loss")),
-    ("completion tokens", ("train/completion_tokens", "val/completion_tokens")),
-    ("seconds per step", ("time/rollout", "time/train", "time/refit", "time/step")),
-    ("generate against train log-probs", ("train/gen_logprob_error_max",)),
-)
+PRINTED = ("val/accuracy", "val/loss", "train/reward")
 
 
-def main(run_dirs: list[str]) -> int:
-    if not run_dirs:
-        print(__doc__, file=sys.stderr)
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(__doc__.strip())
+        return 0 if arguments else 2
+    try:
+        folders, out = _asked(arguments)
+        runs = [PastRun.at(folder) for folder in folders]
+        told = [Told(run, label, run.metrics()) for run, label in zip(runs, labels(folders), strict=True)]
+        for each in told:
+            _print(each)
+        out = out or (folders[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+        text = page(told, states(runs))
+        out.write_text(text, encoding="utf-8")
+        print(f"report: {out} ({size(len(text.encode()))})")
+    except NoRun as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    for run_dir in map(Path, run_dirs):
-        try:
-            lines = _read(run_dir / "metrics.jsonl")
-        except FileNotFoundError:
-            print(f"error: {run_dir} is not a run folder: it has no metrics.jsonl", file=sys.stderr)
-            return 2
-        if not lines:
-            print(f"{run_dir}: no step yet")
-            continue
-        print(f"{run_dir}: {lines[-1]['step']} steps")
-        _print_before_and_after(lines)
-        _print_samples(run_dir)
-        print(f"  curves: {_draw(lines, run_dir)}")
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     return 0
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+def _asked(arguments: list[str]) -> tuple[list[Path], Path | None]:
+    """Raises NoRun for what is neither run=, out= nor a folder."""
+    folders: list[Path] = []
+    out = None
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key == "out":
+            out = Path(value)
+        elif equals and key != "run" and not Path(argument).exists():
+            raise NoRun(f"'{argument}' on the command line is neither run=RUN_DIR nor out=FILE")
+        else:
+            folders.append(Path(value if equals and key == "run" else argument).absolute())
+    if not folders:
+        raise NoRun("the command line needs run=RUN_DIR")
+    return list(dict.fromkeys(folders)), out
 
 
-def _print_before_and_after(lines: list[dict[str, Any]]) -> None:
-    for key in ("val/accuracy", "val/loss", "train/reward"):
-        points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-        if len(points) > 1:
-            (first, before), (last, after) = points[0], points[-1]
-            print(f"  {key}: {before:.3f} at step {first}, {after:.3f} at step {last}")
+def labels(folders: Sequence[Path]) -> list[str]:
+    """The folders' names; with as many of the names above them as are needed to tell them apart."""
+    for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
+        found = ["/".join(folder.parts[-parts:]) for folder in folders]
+        if len(set(found)) == len(found):
+            break
+    return found
+
+
+# ---- the page ---------------------------------------------------------------------------------------------------------------
+
+
+def page(told: Sequence[Told], of: Sequence[RunState]) -> str:
+    """The HTML of runs in these states."""
+    names = [each.label for each in told]
+    written = tag("p", f"Written {moment(time.time())} from what the run folders held then.", class_="note")
+    sections = [section for section in _sections(told, of) if section.content]
+    return document(" · ".join(names) if len(names) <= 4 else f"{len(names)} runs", sections, names, written)
+
+
+def _sections(told: Sequence[Told], of: Sequence[RunState]) -> Iterator[Section]:
+    """All of them; those of which the runs have nothing are empty."""
+    curves = Curves(told)
+    sampled = rollouts.read([each.run.folder for each in told])
+    names = [each.label for each in told]
+    yield Section("Overview", overview(told, of))
+    phases = [chart for chart in curves.phase_times() if chart.series]
+    refit = [*curves.take(r"(refit/|throughput/refit_)"), *curves.refit_times()]
+    refit += curves.take("time/refit_")
+    lengths = curves.take(r"(train|val)/(completion_tokens|truncated)")
+    speed = curves.take("(throughput|time)/")
+    main = curves.take("(train|val)/")
+    spread = [*rollouts.lengths(sampled, curves.marks), *rollouts.rewards(sampled, names, curves.marks)]
+    yield Section("Curves", _grid(main), "Lines: training; circles: validation; flags on the step axis: restarts.")
+    for group in curves.groups():
+        yield Section(group.capitalize(), _grid(curves.take(rf"{group}/" if group != "other" else "")))
+    yield Section("Time", _grid([*phases, *speed]), "rest: what is left of time/step without its parts.")
+    yield Section("Refit", _grid(refit), "efficiency: the busiest rank's rate, of what cluster.network allows it.")
+    yield Section("Lengths and rewards", _grid([*lengths, *spread]), "Bands: of the rollouts of a step.")
+    if sampled.files:
+        yield Section("Samples", [rollouts.samples(sampled)], f"{'; '.join(sampled.notes)}.")
+    yield Section("Recipe" if len(told) == 1 else "Recipes", recipes([each.run for each in told], names))
+
+
+def _grid(charts: Sequence[Chart]) -> list[Html]:
+    return [figures(charts)] if charts else []
+
+
+# ---- the terminal -----------------------------------------------------------------------------------------------------------
+
+
+def _print(told: Told) -> None:
+    if not told.metrics.steps:
+        print(f"{told.run.folder}: no step yet")
+        return
+    print(f"{told.run.folder}: {told.metrics.steps[-1]:.0f} steps")
+    for key in PRINTED:
+        steps, values = told.metrics.columns.get(key, ((), ()))
+        if len(values) > 1:
+            print(f"  {key}: {values[0]:.3f} at step {steps[0]:.0f}, {values[-1]:.3f} at step {steps[-1]:.0f}")
+    _print_samples(told.run.folder)
 
 
 def _print_samples(run_dir: Path, count: int = 3) -> None:
-    rollouts = sorted((run_dir / "rollouts").glob("val_*.jsonl")) or sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    if not rollouts:
+    found = sorted((run_dir / "rollouts").glob("val_*.jsonl")) or sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    if not found:
         return
-    print(f"  samples of {rollouts[-1].name}:")
-    for record in _read(rollouts[-1])[:count]:
-        print(f"    {record['prompt']!r} -> {record['completion']!r}  reward {record['reward']:g}")
+    print(f"  samples of {found[-1].name}:")
+    with open(found[-1], encoding="utf-8") as file:
+        for record in map(json.loads, (line for _, line in zip(range(count), file, strict=False) if line.endswith("\n"))):
+            print(f"    {_clip(record['prompt'])!r} -> {_clip(record['completion'])!r}  reward {record['reward']:g}")
 
 
-def _draw(lines: list[dict[str, Any]], run_dir: Path) -> Path:
-    curves = [(title, keys) for title, keys in CURVES if any(key in line for line in lines for key in keys)]
-    columns = min(3, len(curves))
-    rows = -(-len(curves) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.5 * columns, 3 * rows), squeeze=False, layout="constrained")
-    for axis in axes.flat[len(curves) :]:
-        axis.axis("off")
-    for axis, (title, keys) in zip(axes.flat, curves, strict=False):
-        for key in keys:
-            points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-            if points:
-                axis.plot(*zip(*points, strict=True), label=key, marker="o" if len(points) < 10 else None, linewidth=1.2)
-        axis.set_title(title)
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.suptitle(run_dir.name)
-    path = run_dir / "curves.png"
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
+def _clip(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 if __name__ == "__main__":

@@ -5,8 +5,11 @@
     manifest.json   who, when, from which versions  rollouts/       what was sampled
     job.json        the job that writes here        checkpoints/
     submitit/       pickles, the batch's own log    done.json       by rank 0 at the end of a complete run: step
-    attempts/       a folder per start: logs, failure.json and the other files of pipeline/attempt.py
+    .secret         who knows it may join the run   attempts/       a folder per start: see pipeline/attempt.py
 The right-hand column is written by the pipeline, the left-hand one here and by the executors.
+
+Ranks load code from it, so only its owner may write there. It is made for the owner's eyes alone (0700); one that was made
+before keeps who may read it, and loses who else may write.
 """
 
 from __future__ import annotations
@@ -18,8 +21,12 @@ import getpass
 import json
 import os
 import platform
+import pwd
+import re
+import secrets
 import shlex
 import socket
+import stat
 import subprocess
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -29,9 +36,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from launch.allocation import batch_job
 from launch.job import ROOT, RunJob, read_record, write_json
 from pipeline import config
+from pipeline import secrets as kept_secrets
 from pipeline.config import Recipe, RecipeError
+from pipeline.files import REMEDY, write_durably
 
 # Keys that may change when a run is continued. They say where it runs, how long, how its work is divided and what is written
 # beside it; none of them changes a step that is computed, but for the rounding of sums that are divided otherwise.
@@ -78,7 +88,9 @@ def earlier(recipe: Recipe) -> Recipe | None:
 
 
 def check(recipe: Recipe) -> None:
-    """Raises RecipeError if this recipe may not write into its run_dir: it is another recipe's, or cannot be written."""
+    """Raises RecipeError if this recipe may not be written into its run_dir, which is another recipe's, or cannot be written;
+    or nowhere, as it holds a secret."""
+    config.refuse(kept_secrets.problems(_nested(recipe)))
     before = earlier(recipe)
     if before is not None and (difference := first_difference(before, recipe)):
         key, old, new = difference
@@ -117,14 +129,18 @@ def _flat(recipe: Recipe) -> dict[str, Any]:
         else:
             flat[prefix] = value
 
-    walk("", OmegaConf.to_container(OmegaConf.structured(recipe)))
+    walk("", _nested(recipe))
     return flat
+
+
+def _nested(recipe: Recipe) -> dict[str, Any]:
+    return OmegaConf.to_container(OmegaConf.structured(recipe))
 
 
 def live_job(run_dir: Path) -> RunJob | None:
     """The job that still writes into this folder. Raises RecipeError where that cannot be told."""
     record = read_record(run_dir)
-    if record is None:
+    if record is None or (record.executor, record.job_id) == ("slurm", batch_job()):  # then of an earlier start of this job
         return None
     job = record.attach(run_dir)
     try:
@@ -148,21 +164,70 @@ def refuse_live(run_dir: Path) -> None:
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Create the folder if need be and hold it while a job is submitted. Raises RecipeError if a job or a submission has it."""
+    """Create the folder if need be and hold it while a job is submitted; what is written meanwhile only we may change.
+
+    Raises RecipeError if a job or a submission has it, if it is another user's, or if its disk takes nothing.
+    """
+    with contextlib.suppress(OSError):  # told below
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+    before = os.umask(0o022)
+    os.umask(before | 0o022)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(run_dir / ".lock", "w")  # noqa: SIM115 closed below
-    except OSError as error:
-        raise RecipeError(f"run_dir: {run_dir} cannot be written: {error.strerror}; give another run_dir=...") from None
-    with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RecipeError(
-                f"run_dir: {run_dir} is just being submitted to by someone else; wait for that, or take another"
-            ) from None
-        refuse_live(run_dir)
-        yield
+            _make_private(run_dir)
+            lock = open(run_dir / ".lock", "w")  # noqa: SIM115 closed below
+        except OSError as error:
+            raise RecipeError(f"run_dir: {run_dir} cannot be written: {error.strerror}; give another run_dir=...") from None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RecipeError(
+                    f"run_dir: {run_dir} is just being submitted to by someone else; wait for that, or take another"
+                ) from None
+            refuse_live(run_dir)
+            _make_secret(run_dir / ".secret")
+            yield
+    except OSError as error:
+        if error.errno not in REMEDY:
+            raise
+        raise RecipeError(
+            f"run_dir: {error.filename or run_dir} cannot be written: {error.strerror}; {REMEDY[error.errno]}. No job was left"
+            " behind; the same command tries again"
+        ) from error
+    finally:
+        os.umask(before)
+
+
+def _make_private(run_dir: Path) -> None:
+    """The folder and submitit/ in it, in which only we may write. Raises RecipeError if it is another user's."""
+    for folder in (run_dir, run_dir / "submitit"):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid != os.geteuid():
+            raise RecipeError(f"run_dir: {folder} belongs to {_user(status.st_uid)}, not to you; give another run_dir=...")
+        mode = stat.S_IMODE(status.st_mode)
+        if mode & 0o022:
+            folder.chmod(mode & ~0o022)
+            print(f"# {folder}: others could write there ({mode:04o}); that is taken back, since ranks load code from it")
+
+
+def _make_secret(path: Path) -> None:
+    """32 random bytes in hex, by which the run's ranks know each other. One that only we could read is kept: an attempt derives
+    its own key from it, and a node that has read it lately may not see a new one at once."""
+    with contextlib.suppress(FileNotFoundError):
+        status = path.lstat()
+        own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        if own and re.fullmatch(r"[0-9a-f]{64}\n", path.read_text()):
+            return
+    write_durably(path, secrets.token_hex(32) + "\n", mode=0o600)
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
 
 
 def done_step(run_dir: Path) -> int | None:
@@ -173,8 +238,8 @@ def done_step(run_dir: Path) -> int | None:
 
 def prepare(recipe: Recipe, run_dir: Path, script: str) -> None:
     """Before a submission, under `locked`: what will run, and nothing left that says it has ended."""
-    config.write(recipe, run_dir / "recipe.yaml")
-    (run_dir / "batch.sh").write_text(script)
+    write_durably(run_dir / "recipe.yaml", config.to_yaml(recipe))
+    write_durably(run_dir / "batch.sh", script)
     (run_dir / "done.json").unlink(missing_ok=True)
 
 
@@ -186,7 +251,7 @@ def append_manifest(run_dir: Path, executor: str, job_id: str, command: list[str
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "user": getpass.getuser(),
         "host": socket.gethostname(),
-        "command": shlex.join(command),
+        "command": kept_secrets.redacted(shlex.join(command)),
         "cwd": os.getcwd(),
         "executor": executor,
         "job_id": job_id,

@@ -1,8 +1,9 @@
 """The Slurm executor: one heterogeneous job, one background srun per component.
 
 One srun per component, because a container image is an option of a whole srun. The price is that Slurm numbers ranks per step,
-so the batch script tells each step its first global rank. Leaves out: job arrays (Slurm refuses them together with het jobs)
-and requeueing. Options, states and traps: https://slurm.schedmd.com/heterogeneous_jobs.html
+so the batch script tells each step its first global rank. What it does before the steps and when they have ended is in
+launch/batch.sh. Leaves out: job arrays, which Slurm refuses together with het jobs.
+Options, states and traps: https://slurm.schedmd.com/heterogeneous_jobs.html
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from submitit.slurm import slurm
 
-from launch.job import REPORT, ROOT, JobStatus
+from launch import containers
+from launch.job import ROOT, JobStatus
 from pipeline.config import ClusterConfig, ComponentConfig, ranks, ranks_per_node
 
 # A state that is not here is on its way: Slurm adds new ones (SIGNALING ...), and taking one for an end would lose a live job.
@@ -43,33 +46,75 @@ INHERITED = (
     *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
 )
 
-SIGNAL_LEAD_S = 120
-"""How long before the time limit SIGUSR2 comes. Slurm sends it early and coarsely, by up to a minute."""
+ANSWER_S = 30.0
+"""How long Slurm may take to answer. Its own commands give up after a minute or more."""
+SIGNAL_LEAD_S = 60
+"""How long before the time limit SIGUSR2 comes; Slurm sends it up to a minute earlier. The ranks know the limit themselves:
+this is for one that was shortened meanwhile, and it names the signal for Slurm's preempt_send_user_signal."""
+SIGNALLED_MIN = 10
+"""Jobs of fewer minutes do without, or the signal would come before their first step."""
+JOB = ("trap : TERM USR2  # not '', which the steps would inherit", "start", "end_attempt", "finish_job")
+"""What a batch script does: functions of launch/batch.sh."""
 
 
 # ---- the batch script ---------------------------------------------------------------------------------------------------
 
 
 def batch_script(
-    run_dir: Path, name: str, cluster: ClusterConfig, components: dict[str, ComponentConfig], after: tuple[str, ...] = ()
+    run_dir: Path,
+    name: str,
+    cluster: ClusterConfig,
+    components: dict[str, ComponentConfig],
+    after: tuple[str, ...] = (),
+    behind: tuple[str, ...] = (),
 ) -> str:
-    """The text for sbatch. `after`: ids of jobs that must have succeeded first."""
-    header, steps, first = [], [], 0
-    for k, (component_name, component) in enumerate(components.items()):
+    """The text for sbatch. Ids of jobs that come first: those `after` which it comes must succeed, those `behind` only end."""
+    header = []
+    for k, component in enumerate(components.values()):
         header += ["#SBATCH hetjob"] if k else []
         header += _directives(component, cluster.time_min, name)
         if k == 0:  # these concern the one batch script
             header += _flags(
                 ("output", f"{run_dir}/submitit/%j_0_log.out"),
                 ("open-mode", "append"),
-                ("signal", f"USR2@{SIGNAL_LEAD_S}"),
-                ("dependency", f"afterok:{':'.join(after)}" if after else None),
+                ("signal", f"USR2@{SIGNAL_LEAD_S}" if cluster.time_min >= SIGNALLED_MIN else None),
+                ("dependency", dependency(afterok=after, afterany=behind)),
                 ("kill-on-invalid-dep", "yes" if after else None),
             )
-        group = f"--het-group={k} " if len(components) > 1 else ""
-        steps.append(_step(component_name, component, first, group, run_dir))
+            header += ["#SBATCH --requeue" if cluster.requeue.enabled else "#SBATCH --no-requeue"]
+    return "\n".join(["#!/bin/bash", *header, "", attempt_text(run_dir, cluster, components), "", *JOB, ""])
+
+
+def attempt_text(
+    run_dir: Path,
+    cluster: ClusterConfig,
+    components: dict[str, ComponentConfig],
+    job_id: str = "$SLURM_JOB_ID",
+    attempt: str = "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}",
+    places: list[str] | None = None,
+) -> str:
+    """Functions of bash: `start` starts all ranks in the allocation it is called in; those of launch/batch.sh; and `verdict`.
+
+    job_id, attempt: for bash, inside double quotes. places: options of each component's srun that say on which nodes.
+    """
+    steps, first = [], 0
+    places = places or ([f"--het-group={k}" for k in range(len(components))] if len(components) > 1 else [""])
+    for (name, component), place in zip(components.items(), places, strict=True):
+        steps += _step(name, component, first, place, run_dir)
         first += ranks(component)
-    return "\n".join(["#!/bin/bash", *header, "", *_prologue(run_dir, first), "", *steps, "", *_epilogue(len(steps)), ""])
+    requeue = cluster.requeue
+    lines = [
+        f"export HETSTEP_RUN_DIR={shlex.quote(str(run_dir))} HETSTEP_WORLD_SIZE={first}",
+        f'export HETSTEP_JOB_ID="{job_id}" HETSTEP_ATTEMPT="{attempt}"',
+        f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        f"requeue={str(requeue.enabled).lower()} max_restarts={requeue.max_restarts if requeue.enabled else 0}",
+        "begin_attempt",
+        *steps,
+    ]
+    body = "\n".join(["start() {", *(f"    {line}" for line in lines), "}"])
+    functions = (ROOT / "launch/batch.sh").read_text()
+    verdict = (ROOT / "launch/verdict.sh").read_text().removeprefix("#!/bin/bash\n")
+    return f"{body}\n\n{functions}\nverdict() (\n{verdict})"
 
 
 def _directives(component: ComponentConfig, time_min: int, name: str) -> list[str]:
@@ -88,28 +133,21 @@ def _directives(component: ComponentConfig, time_min: int, name: str) -> list[st
     ) + (["#SBATCH --exclusive"] if component.exclusive else [])
 
 
+def dependency(**job_ids: tuple[str, ...]) -> str | None:
+    """What --dependency takes, for ids by what they are waited for (afterok, afterany); all must be met."""
+    return ",".join(f"{kind}:{':'.join(ids)}" for kind, ids in job_ids.items() if ids) or None
+
+
 def _flags(*pairs: tuple[str, object]) -> list[str]:
     return [f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in pairs if value is not None]
 
 
-def _prologue(run_dir: Path, world_size: int) -> list[str]:
-    return [
-        f"export HETSTEP_RUN_DIR={shlex.quote(str(run_dir))} HETSTEP_WORLD_SIZE={world_size} HETSTEP_JOB_ID=$SLURM_JOB_ID",
-        'export HETSTEP_ATTEMPT="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
-        "# SLURM_JOB_NODELIST is merged over the components and sorted: rank 0 need not be on its first host.",
-        'hosts=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}") || exit 1',
-        "export HETSTEP_MASTER_ADDR=${hosts%%$'\\n'*}",
-        f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        'attempt="$HETSTEP_RUN_DIR/attempts/$HETSTEP_ATTEMPT"',
-        'mkdir -p "$attempt" && date +%s.%N >"$attempt/started" || exit 1',
-    ]
-
-
-def _step(name: str, component: ComponentConfig, first_rank: int, group: str, run_dir: Path) -> str:
-    """One background srun. The task redirects its own output: srun's %t is off by the component's index."""
+def _step(name: str, component: ComponentConfig, first_rank: int, place: str, run_dir: Path) -> list[str]:
+    """Lines of bash: a background srun, noted in `steps`. The task redirects its output: srun's %t is off by the component."""
     exports = {"HETSTEP_COMPONENT": name, **component.env_vars}
     task = [
         "trap '' USR2",  # or the signal ends the task while Python has no handler yet
+        *containers.task_exports(component),
         "export " + " ".join(f"{key}={shlex.quote(value)}" for key, value in exports.items()),
         f"export HETSTEP_RANK=$(({first_rank} + SLURM_PROCID)) HETSTEP_LOCAL_RANK=$SLURM_LOCALID HETSTEP_NODE=$SLURMD_NODENAME",
         *(["export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"] if not component.gpus_per_node else []),
@@ -122,22 +160,12 @@ def _step(name: str, component: ComponentConfig, first_rank: int, group: str, ru
         f"--ntasks-per-node={ranks_per_node(component)}",
         *([f"--cpus-per-task={component.cpus_per_task}"] if component.cpus_per_task else []),
         *([f"--gpus-per-node={component.gpus_per_node}"] if component.gpus_per_node else []),
-        *([f"--container-image={component.container_image}"] if component.container_image else []),
-        *([f"--container-mounts={','.join(component.container_mounts)}"] if component.container_mounts else []),
-        *([f"--container-workdir={component.container_workdir}"] if component.container_workdir else []),
+        *containers.options(component),
         *component.srun_args,
     ]
     scrub = " ".join(f"-u {variable}" for variable in INHERITED)
-    srun = f"env {scrub} srun {group}--kill-on-bad-exit=1 {shlex.join(options)} bash -c {shlex.quote('; '.join(task))}"
-    report = f"{REPORT} the {name} component failed; task 0 of its step is rank {first_rank}"
-    return f'{{ {srun} || {{ status=$?; echo "{report}"; exit $status; }}; }} &'
-
-
-def _epilogue(steps: int) -> list[str]:
-    return [
-        "# A step that fails ends the batch script, and with it Slurm ends the other components.",
-        f"for _ in $(seq {steps}); do wait -n || exit $?; done",
-    ]
+    srun = f"env {scrub} srun {place} --kill-on-bad-exit=1 {shlex.join(options)} bash -c {shlex.quote('; '.join(task))}"
+    return [f"{srun} &", f"steps[$!]={shlex.quote(f'{name} {first_rank}')}"]
 
 
 # ---- the job's state ----------------------------------------------------------------------------------------------------
@@ -147,6 +175,7 @@ class HetWatcher(slurm.SlurmInfoWatcher):
     """States from `scontrol show job`, which works without accounting; from sacct once slurmctld has forgotten the job.
 
     submitit's own watcher reads only sacct, whose rows for a het job are named `17+0`, `17+1`, so it never learns the state.
+    Nor is this one shared by jobs, as submitit's is: what it once learned of a job would be taken for what is asked now.
     """
 
     def update(self) -> None:
@@ -165,18 +194,28 @@ class HetWatcher(slurm.SlurmInfoWatcher):
 def query(job_id: str) -> dict[str, str] | None:
     """{"JobID", "State", "NodeList", "Reason"} of the whole job. State GONE: neither slurmctld nor accounting know it.
 
-    None if slurmctld does not answer just now. Raises FileNotFoundError where there is no scontrol.
+    None if Slurm does not answer just now. Raises FileNotFoundError where there is no scontrol.
     """
-    answer = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True)
+    try:
+        return _query(job_id)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _query(job_id: str) -> dict[str, str] | None:
+    answer = _ask("scontrol", "show", "job", "-o", job_id)
     if answer.returncode == 0:
         return combine([parse(line) for line in answer.stdout.splitlines() if line.startswith("JobId=")])
     if "Invalid job id" not in answer.stderr:
         return None
-    answer = subprocess.run(
-        ["sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id], capture_output=True, text=True
-    )
+    answer = _ask("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id)
     rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 2]
     return combine([parse_sacct(*row) for row in rows]) if rows else {"JobID": job_id, "State": GONE}
+
+
+def _ask(*command: str) -> subprocess.CompletedProcess[str]:
+    """Raises subprocess.TimeoutExpired: a slurmctld that hangs must not hang whoever asks."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
 
 
 def parse(line: str) -> dict[str, str]:
@@ -216,8 +255,11 @@ def combine(parts: list[dict[str, str]]) -> dict[str, str]:
 
 
 class HetSlurmJob(slurm.SlurmJob):
-    watcher = HetWatcher(delay_s=15)
     start_time = None  # Slurm's ids are not used again
+
+    def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)):
+        self.watcher = HetWatcher(delay_s=15)
+        super().__init__(folder, job_id, tasks)
 
     def status(self, now: bool = False) -> JobStatus:
         info = self.watcher.get_info(self.job_id, mode="force" if now else "standard")
@@ -240,10 +282,11 @@ class HetSlurmExecutor(slurm.SlurmExecutor):
         cluster: ClusterConfig,
         components: dict[str, ComponentConfig],
         after: tuple[str, ...] = (),
+        behind: tuple[str, ...] = (),
     ):
         super().__init__(run_dir / "submitit")
         self.components = components
-        self.script = batch_script(run_dir, name, cluster, components, after)
+        self.script = batch_script(run_dir, name, cluster, components, after, behind)
         self.parameters = {"time": cluster.time_min}  # for submitit's bookkeeping; Slurm reads the script
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:

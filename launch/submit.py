@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from launch import backend, command_line, local, run_folder, slurm, task
+from launch import allocation, backend, command_line, local, run_folder, slurm, task
 from launch.follow import Follower, Metrics
 from launch.job import JobRecord, RunJob, components, read_record, write_record
 from launch.plan import plan, report
@@ -139,7 +139,10 @@ def dry_run(prepared: list[Prepared]) -> int:
     main_one = prepared[-1]
     recipe, choice = main_one.recipe, main_one.choice
     run_dir = Path(recipe.run_dir).absolute()
-    if choose_executor(recipe) == "slurm":
+    name = choose_executor(recipe)
+    if name == "allocation":
+        print(allocation.script(run_dir, recipe.cluster, components(recipe)))
+    elif name == "slurm":
         print(slurm.batch_script(run_dir, recipe.name, recipe.cluster, components(recipe)))
     else:
         print(local.commands(run_dir, components(recipe)))
@@ -174,10 +177,10 @@ def submit(prepared: list[Prepared], detach: bool) -> int:
 
 
 def _submit_detached(prepared: list[Prepared]) -> int:
-    if len(prepared) > 1 and choose_executor(prepared[-1].recipe) == "local":
+    if len(prepared) > 1 and (name := choose_executor(prepared[-1].recipe)) != "slurm":
         names = ", ".join(each.recipe.name for each in prepared[:-1])
         raise RecipeError(
-            f"detach: the local executor cannot wait for what is needed first ({names}); run that, or do not detach"
+            f"detach: the {name} executor cannot wait for what is needed first ({names}); run that, or do not detach"
         )
     job_ids: dict[str, str] = {}
     for each in prepared:
@@ -189,16 +192,22 @@ def _submit_detached(prepared: list[Prepared]) -> int:
     return 0
 
 
-def start(prepared: Prepared, after: tuple[str, ...] = ()) -> RunJob:
-    """Submit one recipe, once the Slurm jobs `after` have succeeded. Raises RecipeError if its folder is in use."""
+def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ...] = ()) -> RunJob:
+    """Submit one recipe, once the Slurm jobs `after` have succeeded and those `behind` which it waits have ended.
+
+    Raises RecipeError if its folder is in use.
+    """
     recipe, choice = prepared.recipe, prepared.choice
     run_dir = Path(recipe.run_dir).absolute()
     name = choose_executor(recipe)
     with run_folder.locked(run_dir):
-        if name == "slurm":
-            executor = slurm.HetSlurmExecutor(run_dir, recipe.name, recipe.cluster, components(recipe), after)
+        if name == "allocation":
+            executor = allocation.AllocationExecutor(run_dir, recipe.cluster, components(recipe))
+            name = executor.kind
+        elif name == "slurm":
+            executor = slurm.HetSlurmExecutor(run_dir, recipe.name, recipe.cluster, components(recipe), after, behind)
         else:
-            executor = local.HetLocalExecutor(run_dir, recipe.cluster.time_min, components(recipe))
+            executor = local.HetLocalExecutor(run_dir, recipe.cluster, components(recipe))
         run_folder.prepare(recipe, run_dir, executor.script)
         job = executor.submit(task.rank_main, str(run_dir))
         try:
@@ -242,7 +251,8 @@ class Terminated(KeyboardInterrupt):
 
 
 def _interrupt(_number: int, _frame: object) -> None:
-    raise Terminated
+    if allocation.batch_job() is None:  # there Slurm signals the ranks too, which save, and the steps' script waits for them
+        raise Terminated
 
 
 def attend(run_dir: Path, job: RunJob, steps: int, metrics: Metrics) -> int:

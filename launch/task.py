@@ -8,13 +8,16 @@ of a process group may hang after the work is done or has failed, and a rank tha
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
 
 from submitit.core import plugins
 from submitit.core.job_environment import JobEnvironment
+
+from launch import rank_log
+from launch.job import own_pickle
+from pipeline import signals
 
 
 class HetstepJobEnvironment(JobEnvironment):
@@ -34,9 +37,7 @@ class HetstepJobEnvironment(JobEnvironment):
         )
 
     def _handle_signals(self, paths, submission) -> None:
-        """Not submitit's handlers, which ignore SIGTERM (a cancel would take KillWait) and requeue inside the signal."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's warning before the time limit would end the rank at once
+        """Not submitit's, which requeue inside the signal: `main` has installed ours."""
 
 
 def rank_main(run_dir: str) -> None:
@@ -53,6 +54,7 @@ def run(folder: str) -> int:
     plugins.get_job_environments()["hetstep"] = HetstepJobEnvironment()  # process_job picks by SUBMITIT_EXECUTOR
     os.environ["SUBMITIT_EXECUTOR"] = "hetstep"
     try:
+        own_pickle(Path(folder), os.environ["HETSTEP_JOB_ID"])
         process_job(folder)
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
@@ -66,6 +68,8 @@ def run(folder: str) -> int:
 
 
 def main(folder: str) -> None:
+    signals.install(int(os.environ["HETSTEP_RANK"]))  # at once: importing the pipeline takes seconds
+    rank_log.guard()
     status = run(folder)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -14,8 +14,9 @@ beside the rerun: before rank 0 writes it looks there, and ends itself if a late
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from pipeline.files import Patience, retrying, write_durably
 
 
 class Superseded(RuntimeError):
@@ -23,8 +24,10 @@ class Superseded(RuntimeError):
 
 
 class Attempt:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, patience_s: float = 0.0):
+        """patience_s: how long to wait for a disk that is full, or a file system that is away."""
         self.folder = folder
+        self._patience = Patience(patience_s)
         self._current = folder.parent / "current"
 
     @property
@@ -37,7 +40,8 @@ class Attempt:
 
     def check(self) -> None:
         """Rank 0, before it writes into the run folder. Raises Superseded."""
-        if (current := self._current.read_text().strip()) != self.name:
+        current = retrying(self._current.read_text, "reading who may write", self._current, self._patience).strip()
+        if current != self.name:
             raise Superseded(f"attempt {self.name} has been superseded by {current}: it writes no more")
 
     def progressed(self, step: int) -> None:
@@ -51,7 +55,4 @@ class Attempt:
         self._leave(self.folder / "bad_nodes", "\n".join(f"{node}: {why}" for node, why in nodes.items()))
 
     def _leave(self, path: Path, text: str) -> None:
-        """Readers see the old file or the new one, never a part."""
-        beside = path.with_name(f".{path.name}.{self.name}.{os.getpid()}")
-        beside.write_text(text + "\n")
-        beside.replace(path)
+        retrying(lambda: write_durably(path, text + "\n"), f"writing the attempt's {path.name}", path, self._patience)

@@ -7,6 +7,7 @@
         train-rank00000.safetensors ... what the train backend wrote
         hf/                             a Hugging Face checkpoint, if checkpointing.save_consolidated;
                                         the run folder's own `hf` leads to the latest when the run has ended
+      .step_000005.<attempt>.removed/   superfluous, but could not be removed: the next start does
 
 The partial folder bears the attempt's name, so a lost attempt that still writes cannot touch what its rerun writes. Generate
 ranks have nothing to save: their weights come by refit, and each request carries its own seed.
@@ -14,15 +15,20 @@ ranks have nothing to save: their weights come by refit, and each request carrie
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline import files
 from pipeline.config import CheckpointingConfig
+from pipeline.files import Patience, retrying, sync, write_durably
 
 COMPLETE = "complete.json"
 
@@ -40,54 +46,99 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run, as rank 0 manages them."""
 
-    def __init__(self, run_dir: Path, attempt: str, config: CheckpointingConfig):
+    def __init__(self, run_dir: Path, attempt: str, config: CheckpointingConfig, patience: Patience = files.NONE):
         self._folder = run_dir / "checkpoints"
         self._attempt = attempt
         self._config = config
+        self.patience = patience
+        self._partial: Path | None = None  # being written
 
     def all(self) -> list[Checkpoint]:
         """The complete ones, oldest first."""
-        folders = sorted(self._folder.glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_")))
-        return [checkpoint for folder in folders if (checkpoint := _read(folder))]
+        return _complete(self._folder)
 
     def latest(self) -> Checkpoint | None:
+        """Rank 0 may be on another node than the one that wrote it, which sees names late: what attempts say is waited for."""
+        self._wait_for_progress()
         return next(iter(reversed(self.all())), None)
 
+    def _wait_for_progress(self) -> None:
+        told = [(path.stat().st_mtime, path) for path in self._folder.parent.glob("attempts/*/progress")]
+        if told:
+            when, path = max(told)
+            folder = self._folder / _name(int(path.read_text()))
+            try:
+                files.wait_for(folder, max(0.0, files.SEEN_S - (time.time() - when)))
+            except files.StorageError as error:
+                print(f"hetstep: going on without {folder.name}, which {path} tells of: {error}", flush=True)
+
     def clean(self) -> None:
-        """Remove what killed attempts left half-written."""
+        """Remove what killed attempts left half-written, and what could not be removed then."""
         for folder in self._folder.glob(".step_*"):
-            shutil.rmtree(folder)
+            _remove(folder)
 
     def begin(self, step: int) -> Path:
         """An empty folder to write into."""
         partial = self._folder / f".{_name(step)}.{self._attempt}.partial"
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+
+        def make() -> None:
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+
+        self._retrying(make, partial)
+        self._partial = partial
         return partial
+
+    @contextlib.contextmanager
+    def discarding(self) -> Iterator[None]:
+        """If the block fails, what was begun is removed: it may be what fills the disk."""
+        try:
+            yield
+        except Exception:
+            if self._partial is not None and self._partial.exists():
+                _remove(self._partial)
+            raise
 
     def commit(self, partial: Path, step: int, metric: float | None, state: dict[str, Any]) -> Checkpoint:
         """Everything in `partial` is on disk: make it a checkpoint, then drop those no longer to be kept."""
-        files = {str(path.relative_to(partial)): path.stat().st_size for path in sorted(partial.rglob("*")) if path.is_file()}
-        write_durably(partial / COMPLETE, json.dumps({"step": step, "metric": metric, "state": state, "files": files}))
-        sync(partial)
         folder = self._folder / _name(step)
-        if folder.exists():  # an incomplete one; `latest` passed over it
-            shutil.rmtree(folder)
-        partial.rename(folder)
-        sync(self._folder)
+
+        def seal() -> None:
+            sizes = {str(path.relative_to(partial)): path.stat().st_size for path in _files(partial)}
+            write_durably(partial / COMPLETE, json.dumps({"step": step, "metric": metric, "state": state, "files": sizes}))
+
+        def move() -> None:
+            if partial.exists():  # else an earlier try moved it, and could not make sure of it
+                if folder.exists():  # an incomplete one; `latest` passed over it
+                    shutil.rmtree(folder)
+                partial.rename(folder)
+            sync(self._folder)
+
+        with self.discarding():
+            self._retrying(seal, partial)
+            self._retrying(move, folder)
+        self._partial = None
         for checkpoint in superfluous(self.all(), self._config):
-            shutil.rmtree(checkpoint.folder)
+            gone = self._folder / f".{checkpoint.folder.name}.{self._attempt}.removed"
+            _remove(checkpoint.folder, gone)
         return Checkpoint(folder, step, metric, state)
+
+    def _retrying(self, work: Callable[[], None], path: Path) -> None:
+        retrying(work, "writing a checkpoint", path, self.patience)
 
     def link_latest(self, link: Path, part: str) -> None:
         """Let `link` point at a part of the latest checkpoint, if that has it."""
-        latest = self.latest()
+        latest = next(iter(reversed(self.all())), None)
         if latest and (latest.folder / part).exists():
             beside = link.with_name(f".{link.name}.{self._attempt}")
-            beside.unlink(missing_ok=True)
-            beside.symlink_to(os.path.relpath(latest.folder / part, link.parent))
-            beside.replace(link)
+
+            def make() -> None:
+                beside.unlink(missing_ok=True)
+                beside.symlink_to(os.path.relpath(latest.folder / part, link.parent))
+                beside.replace(link)
+
+            self._retrying(make, link)
 
 
 def superfluous(checkpoints: list[Checkpoint], config: CheckpointingConfig) -> list[Checkpoint]:
@@ -104,18 +155,39 @@ def superfluous(checkpoints: list[Checkpoint], config: CheckpointingConfig) -> l
     return [checkpoint for checkpoint in checkpoints if checkpoint not in best and checkpoint is not checkpoints[-1]]
 
 
-def write_durably(path: Path, text: str) -> None:
-    path.write_text(text)
-    sync(path)
+def wait_until_seen(folder: Path) -> None:
+    """Until this node sees all of a complete checkpoint, which another one wrote. Raises StorageError."""
+    files.seen_within(files.SEEN_S, lambda: _read(folder), folder)
 
 
-def sync(path: Path) -> None:
-    """Wait until a file's bytes, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def kept(run_dir: Path) -> str:
+    """What of a run is safe, for people. Any rank may ask."""
+    with contextlib.suppress(OSError):
+        complete = _complete(run_dir / "checkpoints")
+        checkpoint = f"the checkpoint of step {complete[-1].step}, the last complete one" if complete else "no checkpoint yet"
+        path = run_dir / "metrics.jsonl"
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # what follows the last newline was cut short
+        metrics = f"the metrics to step {json.loads(lines[-1])['step']}" if lines else "no metrics yet"
+        return f"Kept: {checkpoint}, and {metrics}"
+    return "What is kept cannot be seen from here"
+
+
+def _complete(folder: Path) -> list[Checkpoint]:
+    folders = sorted(folder.glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_")))
+    return [checkpoint for folder in folders if (checkpoint := _read(folder))]
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != COMPLETE]
+
+
+def _remove(folder: Path, gone: Path | None = None) -> None:
+    """Under the name `gone` first, if given, by which the next start finds it if this fails; which is told, and is no reason
+    to end a run."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        shutil.rmtree(folder.rename(gone) if gone else folder)
+    except OSError as error:
+        print(f"hetstep: {folder} could not be removed ({error}); the next start tries again", flush=True)
 
 
 def _name(step: int) -> str:

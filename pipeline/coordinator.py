@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +14,24 @@ from transformers import PreTrainedTokenizerBase
 from pipeline import config
 from pipeline.algorithms.base import Objective, OnlineAlgorithm
 from pipeline.algorithms.standardize import standard
-from pipeline.checkpoint import Checkpoint, Checkpoints
+from pipeline.attempt import Attempt
+from pipeline.checkpoint import Checkpoints
 from pipeline.config import GenerationConfig, Recipe
 from pipeline.data.batches import share
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import ExampleStream, PairStream, PromptStream, Stream
+from pipeline.deadline import Deadline
 from pipeline.experience import Experience
 from pipeline.metrics import Metrics, mean_metrics, rollout_metrics
 from pipeline.refit.coordination import Refits
 from pipeline.remote import Remote
-from pipeline.types import DataPlace, Prompt, Sample, Sampling
+from pipeline.types import DataPlace, Prompt, RolloutGroup, Sample, Sampling
 
 Reply = TypeVar("Reply")
+
+
+class NothingSaved(RuntimeError):
+    """A run without checkpoints has to be left before its end."""
 
 
 @dataclass
@@ -37,18 +44,23 @@ class Run:
     train: Remote
     places: list[DataPlace]  # of the train ranks
     tokenizer: PreTrainedTokenizerBase
-    _unsettled: Callable[[], Checkpoint] | None = None  # commits a save that may still be under way
+    attempt: Attempt
+    deadline: Deadline
+    left: str | None = None  # why the run was left before its end, with everything saved
+    _unsaved: Callable[[], None] | None = None  # saves the last step, if it is not yet
+    _unsettled: Callable[[], None] | None = None  # commits a save that may still be under way
+    _save_s: float | None = None  # what the last checkpoint took, until it is logged
 
     def restore(self, stream: Stream) -> tuple[int, Metrics]:
         """Go on from the last complete checkpoint, if there is one: the step, and the metrics cut back to it."""
         self.checkpoints.clean()
         latest = self.checkpoints.latest()
         if latest is None:
-            return 0, Metrics(self.folder, self.recipe.logger, after_step=None)
+            return 0, Metrics(self.folder, self.recipe.logger, None, self.checkpoints.patience)
         self.train.restore(str(latest.folder)).result()
         stream.load_state_dict(latest.state["stream"])
         print(f"resumed from {latest.folder}", flush=True)
-        return latest.step, Metrics(self.folder, self.recipe.logger, after_step=latest.step)
+        return latest.step, Metrics(self.folder, self.recipe.logger, latest.step, self.checkpoints.patience)
 
     def learn(self, algorithm: Objective, samples: list[Sample], models: Sequence[str]) -> dict[str, float]:
         """One step of `models` on its samples; the metrics. The policy's are called `train/...`."""
@@ -69,26 +81,77 @@ class Run:
         first = {place.rank: i for i, place in reversed(list(enumerate(self.places)))}
         return [replies[i] for _, i in sorted(first.items())]
 
-    def save(self, step: int, position: dict[str, Any], values: dict[str, float]) -> None:
-        """`position`: the data stream's, after this step. With checkpointing.async_save, `settle` makes it a checkpoint."""
+    def end_step(
+        self,
+        metrics: Metrics,
+        step: int,
+        last: bool,
+        position: dict[str, Any],
+        values: dict[str, float],
+        groups: list[RolloutGroup] | None = None,
+    ) -> None:
+        """Log a step, and save it if it is time to. `position`: the data stream's, after this step."""
+        if self._save_s is not None:
+            values = values | {"time/save": self._save_s}  # of the checkpoint before
+            self._save_s = None
+        self.attempt.check()
+        if groups is not None:
+            metrics.log_rollouts(step, groups, self.tokenizer)
+        metrics.log(step, values)
+        self.deadline.stepped(values)
+        self.settle()
+        self._unsaved = functools.partial(self.save, step, position, values)
+        if self.recipe.checkpointing.enabled and (last or step % self.recipe.checkpointing.save_period == 0):
+            self._unsaved()
+
+    def must_leave(self) -> bool:
+        """Asked between two steps: whether the run is to be left here. If so, the last step has been saved.
+
+        Raises NothingSaved if it cannot be.
+        """
+        why = self.deadline.why_leave()
+        if why is None:
+            return False
+        if not self.recipe.checkpointing.enabled:
+            raise NothingSaved(f"{why}: the run ends without having saved anything, because checkpointing.enabled is false")
+        if self._unsaved:
+            self._unsaved()
         self.settle(wait=True)
-        config = self.recipe.checkpointing
+        self.attempt.ask_requeue(why)
+        self.left = why
+        print(f"leaving: {why}", flush=True)
+        return True
+
+    def save(self, step: int, position: dict[str, Any], values: dict[str, float]) -> None:
+        """With checkpointing.async_save, `settle` makes it a checkpoint."""
+        self.settle(wait=True)
+        config, start = self.recipe.checkpointing, time.perf_counter()
+        self.attempt.check()
         partial = self.checkpoints.begin(step)
-        self.train.save(str(partial)).result()
-        if config.save_consolidated:
-            self.train.export(str(partial / "hf")).result()
+        with self.checkpoints.discarding():
+            self.train.save(str(partial)).result()
+            if config.save_consolidated:
+                self.train.export(str(partial / "hf")).result()
         metric = values.get(config.metric_name.replace(":", "/", 1)) if config.metric_name else None
-        self._unsettled = functools.partial(self.checkpoints.commit, partial, step, metric, {"stream": position})
+
+        def commit() -> None:
+            self.attempt.check()
+            self.checkpoints.commit(partial, step, metric, {"stream": position})
+            self.attempt.progressed(step)
+            self._save_s = time.perf_counter() - start
+            self.deadline.saved(self._save_s)
+
+        self._unsaved, self._unsettled = None, commit
         self.settle(wait=not config.async_save)
 
     def settle(self, wait: bool = False) -> None:
         """Make a checkpoint of what all ranks have written, if they have."""
-        if self._unsettled and all(self.train.written(wait).result()):
-            self._unsettled()
-            self._unsettled = None
-
-    def saves(self, step: int, last: bool) -> bool:
-        return self.recipe.checkpointing.enabled and (last or step % self.recipe.checkpointing.save_period == 0)
+        if self._unsettled:
+            with self.checkpoints.discarding():
+                written = all(self.train.written(wait).result())
+            if written:
+                self._unsettled()
+                self._unsettled = None
 
 
 def run_online(
@@ -111,6 +174,7 @@ def run_online(
     def validate() -> dict[str, float]:
         with metrics.clock("validation"):
             groups = experience.rollout(validation, 1, "val", _sampling(recipe.policy.generation, validation=True))
+        run.attempt.check()
         metrics.log_rollouts(step, groups, run.tokenizer, kind="val")
         return rollout_metrics("val", groups)
 
@@ -119,7 +183,7 @@ def run_online(
     if section.val_at_start and step == 0 and validation:
         metrics.log(0, validate() | metrics.take_clocks())
     batch = prompts.take(experience.prompts_per_batch)
-    while step < section.max_num_steps and len(batch) >= section.num_prompts_per_step:
+    while step < section.max_num_steps and len(batch) >= section.num_prompts_per_step and not run.must_leave():
         with metrics.clock("step"):
             with metrics.clock("rollout"):
                 groups, values = experience.collect(batch, prompts, algorithm.select, step, sampling)
@@ -136,11 +200,8 @@ def run_online(
             values |= validate()
         tokens = sum(len(rollout.completion.tokens) for group in groups for rollout in group.rollouts)
         clocks = metrics.take_clocks()
-        metrics.log_rollouts(step, groups, run.tokenizer)
-        metrics.log(step, values | cost | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]})
-        run.settle()
-        if run.saves(step, last):
-            run.save(step, position, values)
+        values |= cost | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]}
+        run.end_step(metrics, step, last, position, values, groups)
     run.settle(wait=True)
     metrics.close()
     return step
@@ -165,7 +226,7 @@ def run_offline(
         metrics.log(0, validate() | metrics.take_clocks())
     size = recipe.policy.train_global_batch_size
     items = examples.take(size)
-    while step < section.max_num_steps and len(items) == size:
+    while step < section.max_num_steps and len(items) == size and not run.must_leave():
         samples = _flat(items)
         with metrics.clock("step"), metrics.clock("train"):
             values = run.learn(algorithm, samples, ["policy"])
@@ -176,10 +237,8 @@ def run_offline(
         if validation and (_due(section.val_period, step) or (section.val_at_end and last)):
             values |= validate()
         clocks = metrics.take_clocks()
-        metrics.log(step, values | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]})
-        run.settle()
-        if run.saves(step, last):
-            run.save(step, position, values)
+        values |= clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]}
+        run.end_step(metrics, step, last, position, values)
     run.settle(wait=True)
     metrics.close()
     return step

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import torch
 
-from pipeline import algorithms, config, remote
-from pipeline.checkpoint import Checkpoints, write_durably
+from pipeline import algorithms, config, node_checks, remote
+from pipeline.attempt import Attempt
+from pipeline.checkpoint import Checkpoints, kept
 from pipeline.config import PolicyConfig, Recipe
 from pipeline.coordinator import Run, run_offline, run_online
 from pipeline.data import build_streams
 from pipeline.data.chat import load_tokenizer
+from pipeline.deadline import Deadline
 from pipeline.experience import Experience
+from pipeline.files import Patience, retrying, wait_for, write_durably
 from pipeline.refit.base import Refit
 from pipeline.refit.broadcast import BroadcastRefit
 from pipeline.refit.coordination import Refits
@@ -22,21 +26,27 @@ from pipeline.remote import Mailbox, Remote
 from pipeline.roles import GenerateRole, RewardRole, TrainRole
 from pipeline.scoring import Scoring
 from pipeline.watchdog import Failure, Watchdog
-from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
+from pipeline.world import Activity, Place, Realms, World, join, leave, open_store, wait_for_all
 
 
 def main(run_dir: Path) -> None:
     """This rank's whole life. Raises what ended the run; the first failure is left in the attempt's failure.json."""
+    wait_for(run_dir / "recipe.yaml")
     recipe = config.read(run_dir / "recipe.yaml")
     timeouts = recipe.cluster.timeouts
-    place = Place.from_environment(run_dir)
-    world = World(place, Realms.of(recipe), open_store(place, timeouts.join))
+    place, realms = Place.from_environment(run_dir), Realms.of(recipe)
+    try:
+        world = World(place, realms, open_store(place, timeouts.join))
+    except Exception as error:
+        Failure.of(error, place, realms, Activity()).record(place.folder)
+        raise
     mailbox = Mailbox(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
     try:
         watchdog.start()
         wait_for_all(world, timeouts.join)
         join(world)
+        node_checks.check(world, recipe.cluster)
         role = _role(recipe, world)
         if mailbox:
             _coordinate(recipe, run_dir, world, mailbox, role)
@@ -44,7 +54,7 @@ def main(run_dir: Path) -> None:
         else:
             remote.serve(world, role)
     except Exception as error:
-        Failure.here(world, f"{world.describe(world.rank)}: {type(error).__name__}: {error}").record(place.folder)
+        watchdog.fail(error)
         raise
     watchdog.stop()
     leave(world, timeouts.silence)
@@ -69,6 +79,9 @@ def _refit(policy: PolicyConfig, world: World) -> Refit:
 
 def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, role: TrainRole) -> None:
     timeouts, realms, algorithm = recipe.cluster.timeouts, world.realms, algorithms.build(recipe)
+    storage_s = config.storage_timeout_s(timeouts)
+    attempt = Attempt(world.place.folder, storage_s)
+    attempt.claim()
     train = Remote(mailbox, world, realms.train, TrainRole, timeouts, role)
     generate = Remote(mailbox, world, realms.generate, GenerateRole, timeouts)
     reward = Remote(mailbox, world, realms.reward, RewardRole, timeouts)
@@ -78,8 +91,10 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
         stream, validation = build_streams(recipe, tokenizer)
     places = train.setup().result()
     _, judges = [other.result() for other in others_up]
-    checkpoints = Checkpoints(run_dir, world.place.folder.name, recipe.checkpointing)
-    run = Run(recipe, run_dir, checkpoints, train, places, tokenizer)
+    patience = Patience(storage_s, attempt.check, functools.partial(kept, run_dir))
+    checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, patience)
+    deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
+    run = Run(recipe, run_dir, checkpoints, train, places, tokenizer, attempt, deadline)
     if config.generates(recipe):
         nodes = {rank: world.node(rank) for rank in range(world.size)}
         refits = Refits(recipe, realms, train, generate, role.shapes, nodes)
@@ -90,5 +105,8 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
         step = run_online(run, algorithm, experience, refits, stream, validation)
     else:
         step = run_offline(run, algorithm, stream, validation)
+    if run.left:
+        return
     checkpoints.link_latest(run_dir / "hf", "hf")
-    write_durably(run_dir / "done.json", json.dumps({"step": step}))
+    done = run_dir / "done.json"
+    retrying(lambda: write_durably(done, json.dumps({"step": step})), "writing that the run is complete", done, patience)

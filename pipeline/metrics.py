@@ -1,49 +1,60 @@
 """What a run tells: metrics.jsonl, TensorBoard and rollouts, all written by rank 0 inside the run folder.
 
 metrics.jsonl has one object per step. A rerun cuts it, TensorBoard's events and the rollouts back to the step that was
-restored, so that no step appears twice.
+restored, so that no step appears twice. It is what a run is for, so a disk that does not take a line is waited for. TensorBoard
+and the rollouts are conveniences: a run goes on without them. TensorBoard's curves are caught up as soon as they can be
+written, at the latest at the next start.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pipeline.checkpoint import write_durably
+from pipeline.board import Board
 from pipeline.config import LoggerConfig
+from pipeline.files import NONE, SLOW_S, Patience, append, retrying, tell_slow, write_durably
 from pipeline.types import RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Result = TypeVar("Result")
+
 NOT_REPRODUCIBLE = ("time", "throughput/")  # keys that begin so differ from run to run; all others must not
 
 
 class Metrics:
-    def __init__(self, run_dir: Path, config: LoggerConfig, after_step: int | None):
+    def __init__(self, run_dir: Path, config: LoggerConfig, after_step: int | None, patience: Patience = NONE):
         """Go on after a step that was restored, dropping what was written beyond it; None: begin, dropping everything."""
         last = -1 if after_step is None else after_step  # step 0 has a line too: the validation before the first step
         self._path = run_dir / "metrics.jsonl"
         self._rollouts = run_dir / "rollouts"
         self._config = config
+        self._patience = patience
         self._clocks: dict[str, float] = {}
-        self._rollouts.mkdir(exist_ok=True)
-        self._cut(last)
-        self._file = open(self._path, "a")  # noqa: SIM115 it lives as long as the run
-        self._board = _board(run_dir / "tensorboard", last) if config.tensorboard_enabled else None
+        self._missing: dict[str, list[int]] = {}  # steps that could not be written, by what was to be written
+        text = self._retrying(lambda: self._cut(last))
+        self._size = len(text.encode())
+        self._unshown = [json.loads(line) for line in text.splitlines()] if config.tensorboard_enabled else []
+        self._board = Board(run_dir / "tensorboard", last) if config.tensorboard_enabled else None
+        self._show(last)
 
-    def _cut(self, last: int) -> None:
-        kept = [line for line in read(self._path) if line["step"] <= last]
-        beside = self._path.with_suffix(".tmp")
-        write_durably(beside, "".join(json.dumps(line) + "\n" for line in kept))
-        beside.replace(self._path)
+    def _cut(self, last: int) -> str:
+        """What is left of metrics.jsonl."""
+        text = "".join(json.dumps(line) + "\n" for line in read(self._path) if line["step"] <= last)
+        write_durably(self._path, text)
         for path in self._rollouts.glob("*_*.jsonl"):
             if int(path.stem.rpartition("_")[2]) > last:
                 path.unlink()
+        return text
+
+    def _retrying(self, work: Callable[[], Result]) -> Result:
+        return retrying(work, "writing the metrics", self._path, self._patience)
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
@@ -60,29 +71,74 @@ class Metrics:
         return clocks
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """One step's line. NaN and infinity are written as JSON's null."""
+        """One step's line, which is on the disk when this returns. NaN and infinity are written as JSON's null.
+
+        Raises StorageError if it cannot be written. The disk costs some 4 ms, where the page cache alone would cost 0.02.
+        """
         clean = {key: value if value == value and abs(value) != float("inf") else None for key, value in values.items()}
-        self._file.write(json.dumps({"step": step, "time": time.time(), **clean}) + "\n")
-        self._file.flush()
+        line = {"step": step, "time": time.time(), **clean}
+        text = (json.dumps(line) + "\n").encode()
+        self._size = self._retrying(lambda: append(self._path, self._size, text))
         if self._board is not None:
-            for key, value in values.items():
-                self._board.add_scalar(key, value, step)
-            self._board.flush()
+            self._unshown.append(line)
+            self._show(step)
         print(f"step {step}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()), flush=True)
+
+    def _show(self, step: int) -> None:
+        """What TensorBoard does not show yet. What it cannot take now is tried again at the next step."""
+        if self._unshown:
+            with self._going_on("TensorBoard", step):
+                self._board.show(self._unshown)
+                self._unshown = []
 
     def log_rollouts(
         self, step: int, groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase, kind: str = "step"
     ) -> None:
         """A step's rollouts, one object per line, in rollouts/<kind>_<step>.jsonl; `kind` is "step" or "val"."""
         records = [_record(group, sample, tokenizer) for group in groups for sample in range(len(group.rollouts))]
-        with open(self._rollouts / f"{kind}_{step:06d}.jsonl", "w") as file:
-            for record in records[: self._config.num_rollouts_to_log]:
-                file.write(json.dumps(record) + "\n")
+        path = self._rollouts / f"{kind}_{step:06d}.jsonl"
+        text = "".join(json.dumps(record) + "\n" for record in records[: self._config.num_rollouts_to_log])
+        with self._going_on("rollouts", step):
+            self._rollouts.mkdir(exist_ok=True)
+            try:
+                append(path, 0, text.encode(), durable=False)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+
+    @contextmanager
+    def _going_on(self, what: str, step: int) -> Iterator[None]:
+        """A run does not end for want of what only makes it good to look at. It tells when that begins, and what was lost."""
+        missing, begun = self._missing.setdefault(what, []), time.monotonic()
+        try:
+            yield
+            if (took := time.monotonic() - begun) > SLOW_S:
+                tell_slow(f"writing {what} of step {step}", took)
+        except OSError as error:
+            if not missing:
+                print(f"hetstep: {what} of step {step} cannot be written ({error}); the run goes on without", flush=True)
+            missing.append(step)
+            return
+        if missing:
+            lost = "nothing is missing" if what == "TensorBoard" else f"those of steps {_spans(missing)} are lost"
+            print(f"hetstep: {what} can be written again, from step {step} on; {lost}", flush=True)
+            missing.clear()
 
     def close(self) -> None:
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for what, steps in self._missing.items():
+            if steps:
+                print(f"hetstep: {what} of steps {_spans(steps)} could not be written to the end", flush=True)
+
+
+def _spans(steps: list[int]) -> str:
+    """[1, 2, 3, 7] -> `1-3, 7`."""
+    runs: list[list[int]] = []
+    for step in sorted(set(steps)):
+        if runs and runs[-1][-1] == step - 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def mean_metrics(prefix: str, results: list[dict[str, float]]) -> dict[str, float]:
@@ -139,9 +195,3 @@ def _record(group: RolloutGroup, sample: int, tokenizer: PreTrainedTokenizerBase
         "finish": rollout.completion.finish,
         "spans": [[span.version, span.tokens] for span in rollout.completion.spans],
     }
-
-
-def _board(folder: Path, last: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder), purge_step=last + 1)

@@ -4,9 +4,9 @@
     replies = step.result()        # one reply per rank of the realm, in rank order
 
 A verb is a method of a role (`pipeline/roles/`) marked with @verb; it takes at most one argument. Arguments and replies are
-msgpack messages, typed by the method's annotations, with numpy arrays as raw bytes: never a pickle, because the ports are open
-to everyone on the cluster. Small messages go through the queue that each rank has in rank 0's store; a body above `INLINE`
-bytes follows its message over the spanning group.
+msgpack messages, typed by the method's annotations, with numpy arrays as raw bytes: never a pickle, because the ports of the
+process groups are open to everyone on the cluster. Small messages go through the queue that each rank has in rank 0's store; a
+body above `INLINE` bytes follows its message over the spanning group.
 
 There are no timeouts here: `overdue` tells the watchdog which calls are late and whose reply is missing.
 """
@@ -25,14 +25,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeline.watchdog import Overdue
+from pipeline.watchdog import OfAnotherRank, Overdue
 from pipeline.world import NEVER, World
 
 INLINE = 1 << 20  # bytes; the store refuses messages above 8 MiB
 STOP = "stop"
 
 
-class RemoteError(RuntimeError):
+class RemoteError(OfAnotherRank):
     """A verb raised on another rank."""
 
 

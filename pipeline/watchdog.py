@@ -1,33 +1,69 @@
-"""No silent hang. Every rank says regularly that it lives and what it does; a wait that goes on too long ends the run by name.
+"""No silent hang, and the first failure first. A wait that goes on too long ends the run by name, and so does a rank's end.
 
-Every rank sends heartbeats to the store of rank 0. Rank 0 reads them all and ends the run when
-- a rank has been silent for `cluster.timeouts.silence` (killed, stopped, or its node is gone), or
+Every rank sends heartbeats to the store beside rank 0 and sees there whether a rank has failed. Rank 0 reads all of them and
+ends the run when
+- a rank is gone: the store sees its connection end (killed, out of memory, crashed in a library), or
+- a rank has been silent for `cluster.timeouts.silence` (stopped, or its node is gone), or
 - a verb has outlasted its own timeout: the ranks that have not replied are named with the phase they are in, or
 - the world has not formed within `cluster.timeouts.join`.
-Every other rank ends itself when rank 0's store does not answer. Ending is `os._exit`, since the main thread may be inside a
-collective that never returns; the launcher then ends the rest of the job.
+Every other rank ends itself when rank 0 is silent or the store is gone. Ending is `os._exit`, since the main thread may be
+inside a collective that never returns; the launcher then ends the rest of the job.
+
+The rank that fails first leaves failure.json, with its traceback, and says so in the store. All others end without a word of
+their own: what they would have to say, that a connection broke, follows from it. An error that may be such an echo waits
+ECHO_S for the rank that it comes from to be named.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
 import torch.distributed as dist
 
+from pipeline import signals
 from pipeline.config import TimeoutsConfig
-from pipeline.world import World
+from pipeline.files import listed
+from pipeline.secrets import redacted
+from pipeline.world import Activity, Place, Realms, World
 
 EXIT_STATUS = 124  # as timeout(1)
+EXIT_WITH_ANOTHER = 123  # another rank has failed first
 SHORTEST_S = 0.05  # between two beats
+ECHO_S = 5.0
+LAST_WORD_S = 2.0  # how long rank 0's failure.json may lag behind its end, on a shared file system
+TERMINATING_S = 10.0  # of silence, after SIGTERM: it may have come because a rank is gone, and little time is left
+FAILED = "failed"  # in the store: the rank that failed first
+
+BROKEN = re.compile(
+    r"connection\b.*\b(closed|reset|refused|aborted|lost)|broken pipe|socket closed|remote process exited", re.I
+)
+"""What gloo, NCCL and sockets say when the process at the other end is gone."""
+
+
+class OfAnotherRank(RuntimeError):
+    """An error that another rank had, and tells itself."""
+
+
+def may_be_echo(error: BaseException | None) -> bool:
+    """Whether this may be no more than what the end of another rank looks like from here."""
+    while error is not None:
+        if isinstance(error, OfAnotherRank | dist.DistError | ConnectionError) or BROKEN.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @dataclass(frozen=True)
@@ -40,6 +76,7 @@ class Failure:
     verb: str
     phase: str
     message: str
+    traceback: str = ""  # empty: the rank did not raise, it was found out
 
     @classmethod
     def here(cls, world: World, message: str) -> Failure:
@@ -47,15 +84,28 @@ class Failure:
         activity = world.activity
         return cls(world.rank, world.realm, world.place.node, activity.verb, activity.phase, message)
 
-    def record(self, folder: Path) -> None:
-        print(f"hetstep: {self.message}", file=sys.stderr, flush=True)
+    @classmethod
+    def of(cls, error: BaseException, place: Place, realms: Realms, activity: Activity) -> Failure:
+        realm = realms.name(place.rank)
+        message = f"rank {place.rank} ({realm}): {type(error).__name__}: {error}"
+        where = (place.rank, realm, place.node, activity.verb, activity.phase)
+        return cls(*where, message, "".join(traceback.format_exception(error)))
+
+    def record(self, folder: Path) -> bool:
+        """Whether it is the first. One that cannot be written is told on stderr, and counts as the first."""
         beside = folder / f"failure.{self.rank}-{os.getpid()}.tmp"
-        beside.write_text(json.dumps(asdict(self)))
         try:
+            beside.write_text(redacted(json.dumps(asdict(self))))
             os.link(beside, folder / "failure.json")  # whole, or not at all: the launcher may end this process any moment
         except FileExistsError:
-            pass  # an earlier failure is nearer to the cause
-        beside.unlink()
+            return False  # an earlier failure is nearer to the cause
+        except OSError as error:
+            print(f"hetstep: failure.json cannot be written: {error}", file=sys.stderr)
+        finally:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+        print(f"hetstep: {self.message}", file=sys.stderr, flush=True)
+        return True
 
 
 class Beat(msgspec.Struct, array_like=True):
@@ -75,9 +125,9 @@ class Overdue:
 
 
 class Watchdog:
-    """Runs until `stop`. `overdue` is asked on rank 0 for calls past their deadline.
+    """Runs until `stop` or `fail`. `overdue` is asked on rank 0 for calls past their deadline.
 
-    Two threads: one exchanges beats with the store, and may be stuck there for ever when rank 0 is stopped; the other judges.
+    Two threads: one exchanges beats with the store, and may be stuck there while the store is; the other judges.
     """
 
     def __init__(
@@ -87,69 +137,128 @@ class Watchdog:
         overdue: Callable[[], Overdue | None] = lambda: None,
     ):
         self._world = world
+        self._name = world.describe(world.rank)
         self._silence_s = timeouts.silence
         self._join_s = timeouts.join
         self._overdue = overdue
         self._interval_s = min(1.0, timeouts.silence / 10)
         self._stopped = threading.Event()
+        self._news = threading.Event()  # for `_judge`
+        self._watched = range(world.size) if world.rank == 0 else range(1)
         self._store = world.store.clone()  # the main thread may sit in a blocking call on its own connection
+        self._store.set_timeout(timedelta(seconds=ECHO_S))  # of `_tell`
+        self._store.set_at_loss(f"lost/{world.rank}")
         self._started = self._answered = time.monotonic()
-        self._heard: dict[int, tuple[Beat, float]] = {}  # on rank 0: each rank's newest beat, and when it came
+        self._heard: dict[int, tuple[Beat, float]] = {}  # each watched rank's newest beat, and when it came
+        self._lost: list[int] = []
+        self._failed: int | None = None  # the rank that has said so
+        self._cut = ""  # why the store cannot be asked any more
 
     def start(self) -> None:
         for loop in (self._exchange, self._judge):
             threading.Thread(target=loop, name=f"watchdog{loop.__name__}", daemon=True).start()
 
     def stop(self) -> None:
+        """This rank's end is orderly from now on."""
         self._stopped.set()
+        self._store.set_at_loss("")
+
+    def fail(self, error: BaseException) -> None:
+        """The main thread ends with `error`: tell it, and return. Does not return if another rank has failed first."""
+        echo_until = time.monotonic() + (ECHO_S if may_be_echo(error) else 0)
+        while time.monotonic() < echo_until or self._cut:  # meanwhile `_judge` ends this process, if another is to blame
+            time.sleep(0.1)
+        self._stopped.set()
+        world = self._world
+        if not Failure.of(error, world.place, world.realms, world.activity).record(world.place.folder):
+            self._end_quietly(f"an earlier failure; its own was {type(error).__name__}: {error}")
+        self._tell(world.rank)
+
+    # ---- the store ----------------------------------------------------------------------------------------------------------
 
     def _exchange(self) -> None:
+        world, watched = self._world, self._watched
+        keys = [FAILED, *(f"beat/{rank}" for rank in watched), *(f"lost/{rank}" for rank in watched)]
         for count in itertools.count():
-            world, activity = self._world, self._world.activity
+            activity = world.activity
             beat = Beat(count, world.place.node, activity.verb, activity.phase)
             try:
-                self._store.set(f"beat/{world.rank}", msgspec.msgpack.encode(beat))
-                self._store.check([f"beat/{world.rank}"])  # setting waits for no answer
-                if world.rank == 0:
-                    self._listen()
-            except dist.DistError:
-                return  # `_judge` notices, unless the run is over
+                failed, *seen = self._store.exchange(f"beat/{world.rank}", msgspec.msgpack.encode(beat), keys)
+            except dist.DistError as error:
+                self._cut = str(error)  # `_judge` notices, unless the run is over
+                self._news.set()
+                return
             self._answered = time.monotonic()
+            self._listen(seen[: len(watched)])
+            self._lost = [rank for rank, lost in zip(watched, seen[len(watched) :], strict=True) if lost is not None]
+            self._failed = None if failed is None else int(failed)
+            if self._lost or self._failed is not None:
+                self._news.set()
             if self._stopped.wait(SHORTEST_S):
                 return
             world.activity_changed.wait(self._interval_s)
             world.activity_changed.clear()
 
-    def _listen(self) -> None:
-        now = time.monotonic()
-        here = [r for r in range(self._world.size) if r in self._heard or self._store.check([f"beat/{r}"])]
-        for rank, value in zip(here, self._store.multi_get([f"beat/{rank}" for rank in here]), strict=True):
-            beat = msgspec.msgpack.decode(value, type=Beat)
-            if rank not in self._heard or self._heard[rank][0].count != beat.count:
-                self._heard[rank] = (beat, now)
+    def _listen(self, beats: list[bytes | None]) -> None:
+        for rank, value in zip(self._watched, beats, strict=True):
+            if value is not None:
+                beat = msgspec.msgpack.decode(value, type=Beat)
+                if rank not in self._heard or self._heard[rank][0].count != beat.count:
+                    self._heard[rank] = (beat, self._answered)
+
+    def _tell(self, rank: int) -> None:
+        """All ranks, through the store, that `rank` has failed. The store ends with rank 0: it gives them time to look."""
+        try:
+            self._store.clone().compare_set(FAILED, "", str(rank))  # on a connection that nobody is stuck in
+        except (dist.DistError, OSError):
+            return  # they see that the store is gone, and find failure.json
+        if self._world.rank == 0:
+            time.sleep(2 * self._interval_s)
+
+    # ---- judging ------------------------------------------------------------------------------------------------------------
 
     def _judge(self) -> None:
-        while not self._stopped.wait(self._interval_s):
+        while True:
+            self._news.wait(self._interval_s)
+            if self._stopped.is_set():
+                return
             heard, now = dict(self._heard), time.monotonic()  # a copy: the other thread adds ranks as they come
-            if now - self._answered > self._silence_s:
-                self._end(
-                    Failure.here(
-                        self._world,
-                        f"rank 0 (train), the coordinator, does not answer since {self._silence_s:g} s"
-                        f" (cluster.timeouts.silence): {self._world.describe(self._world.rank)} gives up in verb"
-                        f" '{self._world.activity.verb}', phase '{self._world.activity.phase}'",
-                    )
-                )
-            if silent := [rank for rank, (_, last) in heard.items() if now - last > self._silence_s]:
-                self._blame(silent, f"not heard from for {self._silence_s:g} s (cluster.timeouts.silence)")
+            if self._failed is not None:
+                self._end_quietly(f"the failure of {self._world.describe(self._failed)}")
+            if self._cut:
+                self._end_without_store()
+            if self._lost:
+                self._blame(self._lost, "died without a word (killed, out of memory, or crashed in a library)")
+            silence_s, key = self._patience()
+            if now - self._answered > silence_s:
+                self._end(Failure.here(self._world, self._no_answer(silence_s, key, "the store beside rank 0 (train)")))
+            if silent := [rank for rank, (_, last) in heard.items() if now - last > silence_s]:
+                if self._world.rank:
+                    self._end(Failure.here(self._world, self._no_answer(silence_s, key, "rank 0 (train), the coordinator,")))
+                self._blame(silent, f"not heard from for {silence_s:g} s ({key})")
             if late := self._overdue():
                 self._blame(late.missing, f"verb '{late.verb}' has not ended after {late.timeout_s:g} s")
             joining = [rank for rank, (beat, _) in heard.items() if beat.verb == "join"]
-            if joining and now - self._started > self._join_s:
+            if self._world.rank == 0 and joining and now - self._started > self._join_s:
                 self._blame(joining, f"the world has not formed after {self._join_s:g} s (cluster.timeouts.join)")
 
+    def _patience(self) -> tuple[float, str]:
+        """(seconds of silence, why so many)."""
+        if signals.terminating() and self._silence_s > TERMINATING_S:
+            return TERMINATING_S, "after SIGTERM"
+        return self._silence_s, "cluster.timeouts.silence"
+
+    def _no_answer(self, silence_s: float, key: str, who: str) -> str:
+        activity = self._world.activity
+        return (
+            f"{who} does not answer since {silence_s:g} s ({key}): {self._name} gives up in verb '{activity.verb}',"
+            f" phase '{activity.phase}'"
+        )
+
     def _blame(self, ranks: list[int], why: str) -> None:
-        beats = {rank: self._heard[rank][0] for rank in ranks}
+        beats = {
+            rank: self._heard[rank][0] if rank in self._heard else Beat(0, "an unknown node", "join", "") for rank in ranks
+        }
         names = "; ".join(
             f"{self._world.describe(rank)} on {beat.node}, in verb '{beat.verb}', phase '{beat.phase}'"
             for rank, beat in beats.items()
@@ -158,6 +267,31 @@ class Watchdog:
         realm, beat = self._world.realms.name(first), beats[first]
         self._end(Failure(first, realm, beat.node, beat.verb, beat.phase, f"{why}: {names}"))
 
+    # ---- ending -------------------------------------------------------------------------------------------------------------
+
     def _end(self, failure: Failure) -> None:
-        failure.record(self._world.place.folder)
+        if not failure.record(self._world.place.folder):
+            self._end_quietly("an earlier failure")
+        self._tell(failure.rank)
         os._exit(EXIT_STATUS)
+
+    def _end_quietly(self, why: str) -> None:
+        print(f"hetstep: {self._name} ends with {why}", file=sys.stderr, flush=True)
+        if self._world.rank == 0:
+            time.sleep(2 * self._interval_s)  # as in `_tell`
+        os._exit(EXIT_WITH_ANOTHER)
+
+    def _end_without_store(self) -> None:
+        """Rank 0 knows what came of the store's process. The others wait for what rank 0 may have had to say."""
+        if process := self._world.store.process:
+            time.sleep(0.1)  # it ends just after its connections
+            why = f"the store's process beside rank 0 (train) has ended (status {process.poll()}): {self._cut}"
+            self._end(Failure.here(self._world, why))
+        deadline = time.monotonic() + LAST_WORD_S
+        while time.monotonic() < deadline:
+            if listed(self._world.place.folder / "failure.json"):
+                self._end_quietly("an earlier failure")
+            time.sleep(0.1)
+        rank_0 = self._heard[0][0] if 0 in self._heard else Beat(0, "an unknown node", "join", "")
+        why = f"rank 0 (train), the coordinator, on {rank_0.node} is gone, and the store with it: {self._cut}"
+        self._end(Failure(0, "train", rank_0.node, rank_0.verb, rank_0.phase, why))

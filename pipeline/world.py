@@ -4,10 +4,11 @@
 world is torch's default group, then makes the rank's own realm the default, because Megatron, FSDP and vLLM all take the
 default group for their own. Nobody else creates a cross-realm group.
 
-A `World` also carries the mail between ranks (a TCPStore, `pipeline/remote.py` speaks through it) and the rank's activity:
-which verb it runs and in which phase. `pipeline/watchdog.py` turns those into errors that name the missing rank.
+A `World` also carries the mail between ranks (`pipeline/store`, which lets in only who knows the run's secret; `remote.py`
+speaks through it) and the rank's activity: which verb it runs and in which phase. `watchdog.py` turns those into errors that
+name the missing rank.
 
-Left out: proving that a rank may join, and rejoining after a rank was lost (the run restarts from its checkpoint instead).
+Left out: rejoining after a rank was lost (the run restarts from its checkpoint instead).
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config import Recipe, engine_ranks, generates, ranks, serves_rewards
+from pipeline.files import listed
+from pipeline.store.client import RunStore
+from pipeline.store.proof import attempt_key
+from pipeline.store.server import Address, start
 
 NEVER = timedelta(days=365)  # waits that the watchdog bounds
 
@@ -95,7 +100,7 @@ class Activity:
 class World:
     """One rank's view of the job."""
 
-    def __init__(self, place: Place, realms: Realms, store: dist.TCPStore):
+    def __init__(self, place: Place, realms: Realms, store: RunStore):
         self.place = place
         self.rank = place.rank
         self.size = place.size
@@ -111,13 +116,11 @@ class World:
 
     @contextmanager
     def phase(self, phase: str, verb: str | None = None) -> Iterator[None]:
-        """Say what this rank is doing; the watchdog names it if it does not end."""
+        """Say what this rank is doing; the watchdog names it if it does not end, or ends with an error."""
         before = self.activity
         self._set(Activity(verb or before.verb, phase))
-        try:
-            yield
-        finally:
-            self._set(before)
+        yield  # an error leaves it as it is, to be told with the error
+        self._set(before)
 
     def _set(self, activity: Activity) -> None:
         self.activity = activity
@@ -138,48 +141,43 @@ def _device(place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank % torch.cuda.device_count())
 
 
-def open_store(place: Place, timeout_s: float) -> dist.TCPStore:
+def open_store(place: Place, timeout_s: float) -> RunStore:
     """The store that rank 0 serves. Its port is fresh for each attempt and is told through the attempt's folder.
 
-    Raises TimeoutError if rank 0 does not appear.
+    Raises TimeoutError if rank 0 does not appear, and what `attempt_key` and `RunStore` raise.
     """
     card = place.folder / "rendezvous.json"
+    key = attempt_key(place.folder.parents[1], place.folder.name)
     if place.rank == 0:
-        store = dist.TCPStore(place.master, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        process, address = start(place.master, key)
+        store = RunStore(address, key, timeout_s)
+        store.process = process
         place.folder.mkdir(parents=True, exist_ok=True)
         beside = card.with_suffix(".tmp")
-        beside.write_text(json.dumps({"address": place.master, "port": store.port}))
+        beside.write_text(json.dumps(address._asdict()))
         beside.replace(card)
         return store
     deadline = time.monotonic() + timeout_s
-    while not _listed(card):
+    while not listed(card):
         if time.monotonic() > deadline:
             raise TimeoutError(f"verb 'join': rank 0 (train) has not appeared within {timeout_s:g} s (no {card})")
         time.sleep(0.1)
-    where = json.loads(card.read_text())
-    return dist.TCPStore(where["address"], where["port"], is_master=False, timeout=timedelta(seconds=timeout_s))
-
-
-def _listed(path: Path) -> bool:
-    """Whether `path` is there, asked by listing its folder: an NFS client caches that a single name does not exist."""
-    try:
-        return path.name in os.listdir(path.parent)
-    except FileNotFoundError:
-        return False
+    return RunStore(Address(**json.loads(card.read_text())), key, timeout_s)
 
 
 def wait_for_all(world: World, timeout_s: float) -> None:
     """Every rank says that it is here; rank 0 waits for all. Raises TimeoutError naming who has not come."""
-    world.store.set(f"here/{world.rank}", world.place.node)
-    if world.rank:
-        return
+    own = f"here/{world.rank}"
+    world.store.set(own, world.place.node)
     deadline = time.monotonic() + timeout_s
-    absent = set(range(world.size))
-    while absent := {rank for rank in absent if not world.store.check([f"here/{rank}"])}:
+    absent = range(1, world.size) if world.rank == 0 else ()
+    while absent:
         if time.monotonic() > deadline:
-            names = ", ".join(world.describe(rank) for rank in sorted(absent))
+            names = ", ".join(world.describe(rank) for rank in absent)
             raise TimeoutError(f"verb 'join': after {timeout_s:g} s (cluster.timeouts.join) there is no sign of {names}")
         time.sleep(0.05)
+        nodes = world.store.exchange(own, world.place.node.encode(), [f"here/{rank}" for rank in absent])
+        absent = [rank for rank, node in zip(absent, nodes, strict=True) if node is None]
 
 
 def join(world: World) -> None:
@@ -188,6 +186,7 @@ def join(world: World) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"  # read by gloo: one request for all ranks' addresses, not two for each
     store = dist.PrefixStore("world", world.store)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
     world.spanning = dist.group.WORLD
@@ -201,7 +200,7 @@ def join(world: World) -> None:
 
 
 def leave(world: World, timeout_s: float) -> None:
-    """The end of a run that went well: rank 0, whose process holds the store, goes last."""
+    """The end of a run that went well: rank 0, whose end is the store's, goes last."""
     world.store.set(f"bye/{world.rank}", "")
     if world.rank == 0:
         world.store.wait([f"bye/{rank}" for rank in range(world.size)], timedelta(seconds=timeout_s))

@@ -52,6 +52,10 @@ def test_what_is_written_is_read_back(write, tmp_path):
         (MINIMAL, ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"], "leave-one-out"),
         (MINIMAL, ["policy.sequence_packing.train_mb_tokens=100"], "cannot hold one sequence"),
         (MINIMAL, ["grpo.val_period=5"], "data.validation must name a data set"),
+        (MINIMAL, ["checkpointing.checkpoint_must_save_by=03:45:00"], "days:hours:minutes:seconds, as in 00:03:45:00"),
+        (MINIMAL, ["checkpointing.checkpoint_must_save_by=1:03:45:00"], "in quotes"),
+        (MINIMAL, ["checkpointing.checkpoint_must_save_by='0:0:0:0'"], "leaves no time at all"),
+        (MINIMAL, ["cluster.requeue.max_restarts=-1"], "cluster.requeue.max_restarts: -1 is too small; at least 0"),
         (MINIMAL, ["cluster.train.ranks_per_node=1024", "policy.dtensor_cfg.enabled=true"], "cannot be shared among 1024"),
     ],
 )

@@ -8,11 +8,13 @@ See https://github.com/NVIDIA/pyxis, --container-image and --container-mounts.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.containers import OPTIONS
 from launch.job import ROOT, components
 from launch.model_files import hf_home, inside, is_here, model_folder
 from launch.preflight.weights import trouble
@@ -20,6 +22,10 @@ from pipeline import config
 from pipeline.config import GENERATED_DATASETS, ComponentConfig, Recipe, RecipeError, is_dotted_path, uses_megatron
 
 SQUASHFS = b"hsqs"  # what such a file begins with; bytes 40 to 48 say how long it is
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # of a variable
+FLAGS = re.compile(r"[a-z][a-z0-9=_-]*(\+[a-z][a-z0-9=_-]*)*")
+IN_REGISTRY = re.compile(r"([a-z]+://)?[A-Za-z0-9][\w.$:+@#/-]*")  # [USER@][REGISTRY#]IMAGE[:TAG][@DIGEST]
+GIVEN_BY_THE_JOB = ("HETSTEP_", "SLURM_")
 
 
 @dataclass(frozen=True)
@@ -41,12 +47,16 @@ class Need:
 
 def problems(recipe: Recipe, pending: list[Path], conversions: Path) -> Iterator[str]:
     """conversions: the folder of Megatron checkpoints."""
+    for variable in sorted(name for name in os.environ if name.startswith("PYXIS_CONTAINER_")):
+        yield f"cluster: {variable} is set in the environment, and pyxis takes it where a component says nothing; unset it"
     for name, component in components(recipe).items():
         key = f"cluster.{name}"
+        yield from _check_options(key, component)
         if component.container_image is None:
             yield from _check_python(key, component)
             continue
         yield from _check_image(key, component.container_image)
+        yield from _check_variables(f"{key}.container_env", component)
         mounts: list[Mount] = []
         for text in ",".join(component.container_mounts or []).split(","):
             if text:
@@ -69,6 +79,26 @@ def _check_python(key: str, component: ComponentConfig) -> Iterator[str]:
         yield f"{key}.python: {python} is no program that can be run here; null takes {sys.executable}"
 
 
+def _check_options(key: str, component: ComponentConfig) -> Iterator[str]:
+    """That each thing is said once, and where it means something."""
+    for argument in component.srun_args:
+        option = argument.partition("=")[0]
+        if option.startswith("--con") and any(each.startswith(option) for each in OPTIONS):  # srun takes a part of a name too
+            yield f"{key}.srun_args: {argument} is what {key}.container_... say; give it there"
+    if component.container_image is None:
+        for field in ("container_mounts", "container_workdir", "container_env", "container_writable"):
+            if getattr(component, field) not in (None, []):
+                yield f"{key}.{field}: it says nothing without {key}.container_image"
+
+
+def _check_variables(key: str, component: ComponentConfig) -> Iterator[str]:
+    for name in component.container_env:
+        if not NAME.fullmatch(name):
+            yield f"{key}: '{name}' is not the name of a variable; values are given in env_vars"
+        elif not (name in os.environ or name in component.env_vars or name.startswith(GIVEN_BY_THE_JOB)):
+            yield f"{key}: {name} is not set here, so there is no value to hand over; export it, or give it in env_vars"
+
+
 def _of_every_system(program: str) -> bool:
     return program.startswith(("/usr/bin/", "/bin/"))
 
@@ -82,6 +112,8 @@ def _check_image(key: str, image: str) -> Iterator[str]:
         if image.endswith((".sqsh", ".squashfs")) or image.startswith("~"):
             path = Path(image).expanduser().absolute()
             yield f"{key}: pyxis looks for '{image}' in a registry; for the file give its whole path, {path}"
+        elif not IN_REGISTRY.fullmatch(image):
+            yield f"{key}: '{image}' is neither a path nor of the form [USER@][REGISTRY#]IMAGE[:TAG]"
         return
     path = Path(image)
     if reason := trouble(path):
@@ -99,30 +131,43 @@ def _check_image(key: str, image: str) -> Iterator[str]:
 
 
 def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[str]:
-    """`SRC[:DST[:FLAGS]]`, flags joined by +, appended to `mounts`."""
+    """`SRC[:DST[:FLAGS]]`, flags joined by +, appended to `mounts`. Empty folders (tmpfs) hide what is below them."""
     source, colon, rest = text.partition(":")
-    target, _, flags = rest.partition(":")
+    target, more, flags = rest.partition(":")
     target = target if colon else source
-    if not source or not target.startswith("/") or not source.startswith(("/", ".")):
+    named = source in ("tmpfs", "umount")  # of these pyxis knows what is meant
+    if not source or not target.startswith("/") or not (named or source.startswith(("/", "."))) or not target.isprintable():
         yield f"{key}: '{text}' is not of the form /from:/to or /from:/to:ro"
         return
-    if not os.path.exists(source):
+    if more and flags and not FLAGS.fullmatch(flags):
+        yield f"{key}: '{text}': '{flags}' are not flags such as ro+rprivate; pyxis cannot mount paths with a colon or a comma"
+        return
+    if not named and not os.path.exists(source):
         yield f"{key}: '{text}': there is no {source} here; srun would fail"
         return
     mounts.append(Mount(Path(source).absolute(), Path(target), "ro" in flags.split("+")))
 
 
 def _check_need(key: str, need: Need, mounts: list[Mount]) -> Iterator[str]:
-    if not _is_inside(need.path, mounts):
+    if _is_inside(need.path, mounts):
+        if need.written and (mount := _covering(need.path, mounts)) and mount.read_only:
+            yield f"{key}: {need.what}, {need.path}, is written, but {mount.target} is mounted read-only; mount it without ro"
+    elif set(":,") & set(str(need.path)):
+        yield (
+            f"{key}: {need.what}, {need.path}, is not mounted in the container, and pyxis cannot mount a path with a colon or a"
+            " comma; mount a folder above it, or rename it"
+        )
+    else:
         real = need.path.resolve()
         also = f", and {real}:{real}, where it leads" if real != need.path else ""
         yield f"{key}: {need.what}, {need.path}, is not mounted in the container; add {need.path}:{need.path}{also}"
-    elif need.written and (mount := _covering(need.path, mounts)) and mount.read_only:
-        yield f"{key}: {need.what}, {need.path}, is written, but {mount.target} is mounted read-only; mount it without ro"
 
 
 def _check_workdir(key: str, workdir: str | None, needs: list[Need]) -> Iterator[str]:
     """Ranks start in the image's own folder, if no other is given; without a container, where the job was submitted."""
+    if workdir is not None and not (workdir.startswith("/") and workdir.isprintable()):
+        yield f"{key}: '{workdir}' is not a whole path; a folder inside the container, such as {Path.cwd()}"
+        return
     relative = [need.what for need in needs if need.relative]
     if relative and (workdir is None or Path(workdir).resolve() != Path.cwd().resolve()):
         yield (
@@ -162,6 +207,9 @@ def _needs(recipe: Recipe, name: str, pending: list[Path], conversions: Path) ->
     tokenizer = recipe.policy.tokenizer.name
     if tokenizer != recipe.policy.model_name:
         yield from _of_model("the tokenizer of policy.tokenizer.name", "policy.tokenizer.name", tokenizer, pending)
+    if judged and _holds(recipe, name, f"env.{judged}", judged):
+        key = f"env.{judged}.tokenizer.name"
+        yield from _of_model(f"the tokenizer of {key}", key, config.judge(recipe).tokenizer.name, pending)
     if name == "train":
         yield from _of_data(recipe)
     if name != "generate" and uses_megatron(recipe.policy):

@@ -25,7 +25,7 @@ def problems(recipe: Recipe, notes: list[str] | None = None) -> Iterator[str]:
     """notes: what could not be asked, and what will only take its time, is appended to it."""
     notes = [] if notes is None else notes
     yield from slurm_request.problems(recipe)
-    yield from _check_containers(recipe, notes)
+    yield from container_problems(recipe, notes)
     try:
         cluster = SlurmCluster()
         cluster.nodes  # noqa: B018 asked here, so that a failure is noted once
@@ -163,7 +163,7 @@ def _sizes(accounting: Accounting | None, request: Request, partition: Fields) -
 # ---- containers ---------------------------------------------------------------------------------------------------------
 
 
-def _check_containers(recipe: Recipe, notes: list[str]) -> Iterator[str]:
+def container_problems(recipe: Recipe, notes: list[str]) -> Iterator[str]:
     """That srun has pyxis's options, if they are used."""
     used = [f"cluster.{name}.container_image" for name, each in components(recipe).items() if each.container_image]
     if not used:

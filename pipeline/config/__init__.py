@@ -65,6 +65,7 @@ from pipeline.config.schema import (
     PolicyConfig,
     Recipe,
     RefitConfig,
+    RequeueConfig,
     SequencePackingConfig,
     TeacherConfig,
     TimeoutsConfig,
@@ -77,6 +78,7 @@ from pipeline.config.schema import (
     ranks,
     ranks_per_node,
     section,
+    storage_timeout_s,
     uses_megatron,
 )
 from pipeline.config.showing import shown
@@ -127,6 +129,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "RefitConfig",
+    "RequeueConfig",
     "RewardScalingConfig",
     "RewardShapingConfig",
     "RewardedConfig",
@@ -166,6 +169,7 @@ __all__ = [
     "section",
     "serves_rewards",
     "shown",
+    "storage_timeout_s",
     "teacher",
     "to_yaml",
     "uses_megatron",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from pipeline.config import algorithm_checks, hardware, megatron_checks
+from pipeline.config import algorithm_checks, durations, hardware, megatron_checks
 from pipeline.config.algorithms import OFFLINE, ONLINE
 from pipeline.config.data import check_data, validates
 from pipeline.config.errors import refuse
@@ -22,7 +22,7 @@ CHOICES = {
     "policy.generation.refit_transport": ("planned", "delta", "broadcast"),
     "data.overlong_prompts": ("error", "drop"),
     "data.bad_records": ("error", "drop"),
-    "cluster.executor": ("auto", "slurm", "local"),
+    "cluster.executor": ("auto", "slurm", "allocation", "local"),
 }
 
 COMPONENTS = ("train", "generate", "reward")
@@ -53,6 +53,9 @@ AT_LEAST = {
     "policy.generation.max_num_seqs": 1,
     "data.max_input_seq_length": 1,
     "cluster.time_min": 1,
+    "cluster.requeue.max_restarts": 0,
+    "cluster.node_checks.min_gb_per_s": 1e-6,
+    "cluster.node_checks.max_clock_skew_s": 1e-3,
     **{f"cluster.timeouts.{name}": 1e-3 for name in TIMEOUTS},
     **{
         f"cluster.{component}.{key}": least
@@ -102,6 +105,16 @@ def unusable(recipe: Recipe) -> Iterator[tuple[str, str]]:
         value = _select(recipe, key)
         if value is not None and value > most:
             yield key, f"{key}: {value} is too large; at most {most}"
+    yield from _check_must_save_by(recipe.checkpointing.checkpoint_must_save_by)
+
+
+def _check_must_save_by(text: str | None) -> Iterator[tuple[str, str]]:
+    key = "checkpointing.checkpoint_must_save_by"
+    try:
+        if text is not None and durations.seconds(text) == 0:
+            yield key, f"{key}: {text} leaves no time at all; above 0, or null"
+    except ValueError as error:
+        yield key, f"{key}: {error}, in quotes"
 
 
 def _select(recipe: Recipe, key: str) -> Any:
@@ -116,6 +129,7 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
     """What values say against each other."""
     yield from algorithm_checks.check_algorithm(recipe)
     yield from _check_packing(recipe.policy)
+    yield from _check_storage(recipe.cluster.timeouts)
     yield from _check_world(recipe)
     if recipe.algorithm in CHOICES["algorithm"]:
         yield from _check_validation(recipe)
@@ -123,6 +137,14 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
         yield from _check_sampling(recipe)
     yield from check_data(recipe)
     yield from hardware.problems(recipe)
+
+
+def _check_storage(timeouts: TimeoutsConfig) -> Iterator[str]:
+    if timeouts.storage is not None and timeouts.storage >= timeouts.save:
+        yield (
+            f"cluster.timeouts.storage: {timeouts.storage:g} s of waiting for a disk would not fit into cluster.timeouts.save,"
+            f" {timeouts.save:g} s; less than that"
+        )
 
 
 def _check_packing(policy: PolicyConfig) -> Iterator[str]:

@@ -260,6 +260,7 @@ class TimeoutsConfig:
     train: float = 7200.0
     refit: float = 1800.0
     save: float = 3600.0
+    storage: Optional[float] = None  # the run folder's disk is full, read-only or away; null: 600, or half of save if less
 
 
 @dataclass
@@ -318,7 +319,8 @@ class NodeChecksConfig:
 
 @dataclass
 class ClusterConfig:
-    executor: str = "auto"  # auto, slurm, local; auto takes slurm where there is an sbatch
+    # auto, slurm, allocation, local; auto takes the allocation that it is in, else slurm where there is an sbatch
+    executor: str = "auto"
     time_min: int = 240  # of one allocation; see requeue
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     node_checks: NodeChecksConfig = field(default_factory=NodeChecksConfig)
@@ -384,6 +386,11 @@ def generates(recipe: Recipe) -> bool:
 def section(recipe: Recipe) -> OnlineConfig | OfflineConfig:
     """The algorithm's own."""
     return getattr(recipe, recipe.algorithm)
+
+
+def storage_timeout_s(timeouts: TimeoutsConfig) -> float:
+    """The seconds that `timeouts.storage` stands for; see there."""
+    return min(600.0, timeouts.save / 2) if timeouts.storage is None else timeouts.storage
 
 
 PRECISIONS = {"float32": 4, "bfloat16": 2}  # what policy.precision may be, and the bytes of a number in it

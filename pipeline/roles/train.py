@@ -16,8 +16,10 @@ import torch
 from pipeline import config, train
 from pipeline.algorithms.base import Loss, Objective
 from pipeline.algorithms.standardize import moments, standardize
+from pipeline.checkpoint import kept, wait_until_seen
 from pipeline.config import PolicyConfig, Recipe
 from pipeline.data.packing import pack
+from pipeline.files import Patience
 from pipeline.refit.base import Refit, Report
 from pipeline.refit.tables import RankPlan, Table, table
 from pipeline.remote import verb
@@ -53,6 +55,8 @@ class TrainRole:
         self._batches: list[list[PackedBatch]] = []  # the microbatches of each update
         self._models: dict[str, TrainBackend] = {}
         self._background = Background()
+        run_dir = world.place.folder.parent.parent  # the attempt's folder is attempts/<name>/
+        self._patience = Patience(config.storage_timeout_s(recipe.cluster.timeouts), kept=functools.partial(kept, run_dir))
 
     @property
     def _policy(self) -> TrainBackend:
@@ -194,7 +198,7 @@ class TrainRole:
 
             def write() -> None:
                 for place, held in shards.items():
-                    held.write(place, self._world.own.rank())
+                    held.write(place, self._world.own.rank(), self._patience)
 
             if behind:
                 self._background.start(write)
@@ -212,6 +216,7 @@ class TrainRole:
     @verb("save")
     def restore(self, folder: str) -> None:
         with self._world.phase("read"):
+            wait_until_seen(Path(folder))
             for model in self._algorithm.losses:
                 self._models[model].load(self._place(model, folder))
 
@@ -224,7 +229,8 @@ class TrainRole:
         """Write a Hugging Face checkpoint."""
         with self._world.phase("export"):
             head = self._algorithm.needs.head
-            export(self._policy, self._recipe.policy, Path(folder), writes=self._world.rank == 0, head=head)
+            writes = self._world.rank == 0
+            export(self._policy, self._recipe.policy, Path(folder), writes=writes, head=head, patience=self._patience)
 
 
 def _pack(samples: list[Sample], microbatches: list[list[int]], device: torch.device) -> list[PackedBatch]:

@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from transformers import GenerationConfig
 from transformers.utils import cached_file
 
 from pipeline.boxes import whole
-from pipeline.checkpoint import sync
 from pipeline.config import PolicyConfig
 from pipeline.data.chat import load_tokenizer
+from pipeline.files import NONE, Patience, StorageError, errors_of_rust, retrying, sync, write_durably
 from pipeline.models.hugging_face import checkpoint_shapes, meta_model, model_config
 from pipeline.train import lora
 from pipeline.train.base import TrainBackend
 from pipeline.train.initial_weights import initial_weights
-from pipeline.train.shards import read_shards
+from pipeline.train.shards import read_shards, write_tensors
 from pipeline.types import Head
 
 SHARD_BYTES = 4 << 30
@@ -40,10 +39,14 @@ def export(
     writes: bool,
     head: Head = "logprobs",
     shard_bytes: int = SHARD_BYTES,
+    patience: Patience = NONE,
 ) -> None:
-    """Write the backend's model, which has this head, below `folder`. Collective; only the rank that `writes` does."""
+    """Write the backend's model, which has this head, below `folder`. Collective; only the rank that `writes` does.
+
+    Raises StorageError if there is no writing it for as long as there is patience.
+    """
     if writes:
-        write_model(backend.weights(), policy, folder, head, shard_bytes)
+        write_model(backend.weights(), policy, folder, head, shard_bytes, patience)
         return
     for _ in backend.weights():  # gathering a full tensor needs every rank
         pass
@@ -55,7 +58,7 @@ def export_checkpoint(
     """Write the model that `save` of any backend, at any layout, left in `checkpoint`.
 
     `folder` appears at the end and complete; until then all is in `.<its name>.partial` beside it. Raises ValueError if the
-    checkpoint is of another model than `policy` says.
+    checkpoint is of another model than `policy` says; StorageError if there is no writing it.
     """
     reader, records = read_shards(checkpoint)
     config = model_config(policy, head)
@@ -82,54 +85,73 @@ def export_checkpoint(
     partial = folder.with_name(f".{folder.name}.partial")
     if partial.exists():  # an earlier attempt was killed
         shutil.rmtree(partial)
-    write_model(((name, weight(name)) for name in shapes), policy, partial, head, shard_bytes)
+    try:
+        write_model(((name, weight(name)) for name in shapes), policy, partial, head, shard_bytes)
+    except StorageError:  # what there is of it may be what fills the disk
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     partial.rename(folder)
     sync(folder.parent)
 
 
 def write_model(
-    weights: Iterable[tuple[str, torch.Tensor]], policy: PolicyConfig, folder: Path, head: Head, shard_bytes: int
+    weights: Iterable[tuple[str, torch.Tensor]],
+    policy: PolicyConfig,
+    folder: Path,
+    head: Head,
+    shard_bytes: int,
+    patience: Patience = NONE,
 ) -> None:
     """Write what transformers and vLLM load: what goes with the weights, then the weights in files of about `shard_bytes`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = model_config(policy, head)
-    config.dtype = policy.precision
-    config.architectures = config.architectures or [type(meta_model(config)).__name__]  # vLLM looks the model up by it
-    config.save_pretrained(folder)
-    if head == "logprobs" and cached_file(
-        policy.model_name, "generation_config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
-    ):
-        GenerationConfig.from_pretrained(policy.model_name, local_files_only=True).save_pretrained(folder)
-    load_tokenizer(policy.tokenizer).save_pretrained(folder)
+
+    def insist(work: Callable[[], None]) -> None:
+        retrying(work, "writing a Hugging Face checkpoint", folder, patience)
+
+    def write_shard() -> None:
+        insist(lambda: write_tensors(shard, folder / f"{len(shards)}.partial"))
+        shards.append(list(shard))
+
+    insist(lambda: _write_beside(policy, folder, head))
     shards: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
     total = size = 0
     for name, tensor in weights:
         if shard and size + tensor.nbytes > shard_bytes:
-            shards.append(_write_shard(shard, folder, len(shards)))
+            write_shard()
             shard, size = {}, 0
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size += tensor.nbytes
         total += tensor.nbytes
-    shards.append(_write_shard(shard, folder, len(shards)))
-    _name_shards(folder, shards, total)
-    for path in (*folder.iterdir(), folder):
+    write_shard()
+    insist(lambda: _name_shards(folder, shards, total))
+
+
+def _write_beside(policy: PolicyConfig, folder: Path, head: Head) -> None:
+    """What goes with the weights. Raises OSError, and can be done again then."""
+    config = model_config(policy, head)
+    config.dtype = policy.precision
+    config.architectures = config.architectures or [type(meta_model(config)).__name__]  # vLLM looks the model up by it
+    folder.mkdir(parents=True, exist_ok=True)
+    with errors_of_rust():
+        config.save_pretrained(folder)
+        if head == "logprobs" and cached_file(
+            policy.model_name, "generation_config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+        ):
+            GenerationConfig.from_pretrained(policy.model_name, local_files_only=True).save_pretrained(folder)
+        load_tokenizer(policy.tokenizer).save_pretrained(folder)
+    for path in folder.iterdir():
         sync(path)
-
-
-def _write_shard(shard: dict[str, torch.Tensor], folder: Path, number: int) -> list[str]:
-    save_file(shard, folder / f"{number}.partial", metadata={"format": "pt"})
-    return list(shard)
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
     """Give the shards the names that transformers and vLLM look for, known only when their number is."""
-    if len(shards) == 1:
-        (folder / "0.partial").rename(folder / "model.safetensors")
-        return
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    one, of = len(shards) == 1, f"of-{len(shards):05d}"
+    names = ["model.safetensors"] if one else [f"model-{i + 1:05d}-{of}.safetensors" for i in range(len(shards))]
     for i, name in enumerate(names):
-        (folder / f"{i}.partial").rename(folder / name)
-    weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        if (folder / f"{i}.partial").exists():  # else an earlier try came so far
+            (folder / f"{i}.partial").rename(folder / name)
+    if not one:
+        weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_durably(folder / "model.safetensors.index.json", json.dumps(index, indent=2))
+    sync(folder)

@@ -7,6 +7,7 @@ No pickle. Boxes that several ranks hold (replicas) are written by each that han
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from pipeline.boxes import Box, chunk, whole
-from pipeline.checkpoint import sync
+from pipeline.files import NONE, Patience, errors_of_rust, retrying, sync, write_durably
 
 
 def local_box(tensor: torch.Tensor) -> Box:
@@ -119,14 +120,34 @@ class Shards:
     tensors: dict[str, torch.Tensor]  # by their names in the file, on the CPU
     record: dict[str, Any]  # JSON, with the index
 
-    def write(self, folder: Path, rank: int) -> None:
-        """All of it is on the disk when this returns."""
-        folder.mkdir(parents=True, exist_ok=True)
-        stem = folder / f"train-rank{rank:05d}"
-        save_file(self.tensors, stem.with_suffix(".safetensors"))
-        stem.with_suffix(".json").write_text(json.dumps(self.record))
-        for path in (stem.with_suffix(".safetensors"), stem.with_suffix(".json"), folder):
-            sync(path)
+    def write(self, folder: Path, rank: int, patience: Patience = NONE) -> None:
+        """All of it is on the disk when this returns.
+
+        Raises StorageError if there is no writing it for as long as there is patience; nothing of this rank's is left then.
+        """
+        weights = folder / f"train-rank{rank:05d}.safetensors"
+        index = weights.with_suffix(".json")
+
+        def write() -> None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_tensors(self.tensors, weights)
+                write_durably(index, json.dumps(self.record))
+            except OSError:  # a part of it may be what fills the disk
+                for path in (weights, index):
+                    with contextlib.suppress(OSError):
+                        path.unlink(missing_ok=True)
+                raise
+
+        size = sum(tensor.nbytes for tensor in self.tensors.values())
+        retrying(write, f"writing rank {rank}'s {size / 1e6:,.1f} MB of a checkpoint", weights, patience, size)
+
+
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """As safetensors; on the disk when this returns. Raises OSError."""
+    with errors_of_rust():
+        save_file(tensors, path, metadata={"format": "pt"})
+    sync(path)
 
 
 def collect(entries: Iterable[Entry], record: dict[str, Any], copy: bool = False) -> Shards:

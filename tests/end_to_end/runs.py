@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.attempts import latest
+from launch.attempts import all_attempts, latest
 from pipeline.metrics import NOT_REPRODUCIBLE, read
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +54,10 @@ class Run:
 
     def failure(self) -> dict:
         return latest(self.folder).failure
+
+    def verdicts(self) -> list[str]:
+        """On each start of the ranks, oldest first."""
+        return [attempt.verdict for attempt in all_attempts(self.folder)]
 
 
 def submit(folder: Path, *overrides: str, env: dict | None = None, fault: Fault | None = None, timeout: float = 240) -> Run:

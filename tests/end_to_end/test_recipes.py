@@ -94,7 +94,7 @@ def test_runs(name, models, tmp_path):
 def test_a_killed_ppo_run_goes_on_to_the_last_bit(models, tmp_path):
     """The critic and its optimizer are part of a checkpoint."""
     same = [*arguments("tiny_ppo", models, steps=4), "checkpointing.save_period=1", "ppo.num_prompts_per_step=16"]
-    same += ["policy.train_global_batch_size=8"]
+    same += ["policy.train_global_batch_size=8", "cluster.requeue.max_restarts=0"]
     whole = submit(tmp_path / "whole", *same)
     assert whole.status == 0, whole.output
     broken = submit(tmp_path / "run", *same, fault=Fault("step of the critic", victim=1, actor=0, count=9))

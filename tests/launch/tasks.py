@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
 from pipeline import config
+from pipeline.attempt import Attempt
 
 
 def report(run_dir: str) -> None:
@@ -18,10 +20,18 @@ def report(run_dir: str) -> None:
     print(f"rank {rank} says hello")
 
 
+def report_and_finish(run_dir: str) -> None:
+    """The same, and the run is complete when all have."""
+    report(run_dir)
+    if os.environ["HETSTEP_RANK"] == "0":
+        _wait_for_reports(run_dir)
+        Path(run_dir, "done.json").write_text(json.dumps({"step": 1}))
+
+
 def report_and_wait(run_dir: str) -> None:
     """The same, and stay until killed."""
     report(run_dir)
-    time.sleep(600)
+    _stay()
 
 
 def fail_on_rank_1(run_dir: str) -> None:
@@ -29,7 +39,7 @@ def fail_on_rank_1(run_dir: str) -> None:
     if os.environ["HETSTEP_RANK"] == "1":
         _wait_for_reports(run_dir)
         raise RuntimeError("rank 1 has had enough")
-    time.sleep(600)
+    _stay()
 
 
 def exit_with_7_on_rank_1(run_dir: str) -> None:
@@ -37,7 +47,13 @@ def exit_with_7_on_rank_1(run_dir: str) -> None:
     if os.environ["HETSTEP_RANK"] == "1":
         _wait_for_reports(run_dir)
         raise SystemExit(7)
-    time.sleep(600)
+    _stay()
+
+
+def _stay(seconds: float = 600) -> None:
+    """Until told to go; real ranks end themselves then, which takes a part of the pipeline."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(seconds)
 
 
 def _wait_for_reports(run_dir: str) -> None:
@@ -72,4 +88,25 @@ def fail_with_report(run_dir: str) -> None:
         }
         Path(run_dir, "attempts", os.environ["HETSTEP_ATTEMPT"], "failure.json").write_text(json.dumps(said))
         raise SystemExit(1)
-    time.sleep(600)
+    _stay()
+
+
+def play(run_dir: str) -> None:
+    """What rank 0 leaves behind in each attempt, by script.json: a list of {"progress", "requeue", "blame", "done",
+    "exit", "wait"}. blame: why its own node is bad."""
+    if os.environ["HETSTEP_RANK"] != "0":
+        return
+    name = os.environ["HETSTEP_ATTEMPT"]
+    act = json.loads(Path(run_dir, "script.json").read_text())[int(name.rpartition("-")[2])]
+    attempt = Attempt(Path(run_dir, "attempts", name))
+    print(f"{name}: {act}, ends at {os.environ['HETSTEP_END_TIME']}")
+    if "progress" in act:
+        attempt.progressed(act["progress"])
+    if "requeue" in act:
+        attempt.ask_requeue(act["requeue"])
+    if "blame" in act:
+        attempt.tell_bad_nodes({os.environ["HETSTEP_NODE"]: act["blame"]})
+    if "done" in act:
+        Path(run_dir, "done.json").write_text(json.dumps({"step": act["done"]}))
+    _stay(act.get("wait", 0))
+    raise SystemExit(act.get("exit", 0))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launch.follow import Follower, Metrics, failure
+from launch.follow import Follower, Metrics, failed_step, failure
 from launch.job import JobStatus
 
 
@@ -98,6 +98,116 @@ def write_logs(run_dir: Path, *texts: str) -> None:
         (folder / f"rank{rank:05d}.log").write_text(text)
 
 
+def fail(run_dir: Path, attempt: str, said: dict) -> None:
+    (run_dir / f"attempts/{attempt}/failure.json").write_text(json.dumps(said))
+
+
+def follow(run_dir: Path, *looks) -> str:
+    """What is shown by a follower that finds, at each look at the job, what the callable has left by then."""
+    job = Job(JobStatus("RUNNING"))
+    left = iter(looks)
+
+    def status(now: bool = False) -> JobStatus:
+        return next(left)() or JobStatus("RUNNING")
+
+    job.status = status
+    console = Console(record=True, soft_wrap=True, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115 ends with it
+    Follower(run_dir, job, 3, Metrics(run_dir), console).follow()
+    return console.export_text()
+
+
+RAISED = {
+    "rank": 1,
+    "realm": "train",
+    "host": "n1",
+    "verb": "step",
+    "phase": "",
+    "message": "rank 1 (train): ValueError: no",
+    "traceback": 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\nValueError: no\n',
+}
+
+
+def test_a_failure_is_shown_once_while_the_job_still_ends_and_so_is_what_follows(tmp_path, monkeypatch):
+    monkeypatch.setattr("launch.follow.POLL_S", 0.0)
+    first, second = tmp_path / "attempts/17-0", tmp_path / "attempts/17-1"
+
+    def restarted() -> None:
+        second.mkdir()
+        (second / "started").write_text("2.0\n")
+
+    def done() -> JobStatus:
+        (tmp_path / "done.json").write_text('{"step": 3}')
+        return JobStatus("COMPLETED", ended=True)
+
+    write_logs(tmp_path, "", "", "")
+    (first / "progress").write_text("2\n")
+    text = follow(
+        tmp_path,
+        lambda: fail(tmp_path, "17-0", RAISED),
+        lambda: None,
+        lambda: (first / "verdict").write_text("requeue: crashed with status 1, after checkpoint 2\n") and None,
+        restarted,
+        lambda: None,
+        done,
+    )
+    lines = [each for each in text.splitlines() if not each.startswith("Slurm job 17: RUNNING")]
+    assert lines == [
+        "rank 1 (realm train, host n1, verb step): rank 1 (train): ValueError: no",
+        "  Traceback (most recent call last):",
+        '    File "x.py", line 1, in <module>',
+        "  ValueError: no",
+        f"2 other ranks ended with it; logs: {first}",
+        "attempt 17-0 ended; requeue: crashed with status 1, after checkpoint 2",
+        "attempt 17-1: all ranks start again, from step 2",
+        f"done: step 3, in {tmp_path}",
+    ]
+
+
+def test_a_run_that_left_in_time_but_is_not_requeued_says_how_to_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("launch.follow.SETTLE_S", 0.0)
+    write_logs(tmp_path, "all well\n")
+    folder = tmp_path / "attempts/17-0"
+    (folder / "requeue").write_text("the time limit is near\n")
+    (folder / "progress").write_text("2\n")
+    (folder / "verdict").write_text("stop: the time limit is near; cluster.requeue.enabled is false\n")
+    lines = failure(tmp_path, Job(JobStatus("FAILED")), JobStatus("FAILED", "NonZeroExitCode", ended=True))
+    assert lines == [
+        "Slurm job 17 ended (FAILED (NonZeroExitCode)), but the run is not complete: there is no done.json",
+        "attempt 17-0: the time limit is near; cluster.requeue.enabled is false",
+        f"logs: {folder}",
+        "there is a checkpoint of step 2: the same command goes on from it",
+    ]
+
+
+def test_a_failure_of_an_earlier_job_in_the_same_folder_is_not_shown(tmp_path):
+    write_logs(tmp_path, "", "")
+    fail(tmp_path, "17-0", RAISED)
+    cancelled = Job(JobStatus("CANCELLED", ended=True))
+    cancelled.job_id = "18"
+    assert not any("ValueError" in each for each in failure(tmp_path, cancelled, cancelled.status()))
+
+
+def test_a_rank_that_did_not_raise_is_shown_with_its_last_words(tmp_path):
+    write_logs(tmp_path, "", "loading\nSegmentation fault\n")
+    fail(tmp_path, "17-0", {**RAISED, "message": "died without a word: rank 1", "traceback": ""})
+    lines = failure(tmp_path, Job(JobStatus("FAILED")), JobStatus("FAILED", ended=True))
+    assert lines[1:5] == [
+        "rank 1 (realm train, host n1, verb step): died without a word: rank 1",
+        f"the end of {tmp_path}/attempts/17-0/rank00001.log:",
+        "  loading",
+        "  Segmentation fault",
+    ]
+
+
+def test_srun_s_words_are_those_of_the_last_attempt(tmp_path):
+    log = tmp_path / "batch.out"
+    log.write_text("srun: error: n1: task 1: Killed\nrequeue: crashed\nsrun: error: n2: task 0: Killed\n")
+    assert failed_step(log, 2) == ["srun: error: n2: task 0: Killed"]
+    assert failed_step(log, 1) == ["srun: error: n1: task 1: Killed"]
+    log.write_text("srun: error: n1: task 1: Killed\nrequeue: crashed\n")
+    assert failed_step(log, 2) == []
+
+
 def test_without_a_traceback_the_batch_log_is_shown(tmp_path):
     write_logs(tmp_path, "all well\n", "all well\n")
     (tmp_path / "submitit").mkdir()
@@ -116,6 +226,6 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_its_folder(tmp_path, monkey
     assert Follower(tmp_path, Job(gone), 3, Metrics(tmp_path), console).follow()
     (tmp_path / "done.json").unlink()
     write_logs(tmp_path, "")
-    (tmp_path / "attempts/17-0/failure.json").write_text(json.dumps({"rank": 2, "realm": "train", "message": "no"}))
+    fail(tmp_path, "17-0", {"rank": 2, "realm": "train", "message": "no"})
     assert not Follower(tmp_path, Job(gone), 3, Metrics(tmp_path), console).follow()
     assert "rank 2 (realm train): no" in console.export_text()

@@ -1,5 +1,6 @@
 """The local executor with real processes: the same environment, logs and kill domain as under Slurm."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,23 +8,27 @@ import sys
 
 import pytest
 
+from launch.attempts import all_attempts, latest
 from launch.job import JobRecord, read_record, write_record
 from launch.local import HetLocalExecutor, HetLocalJob, rank_environments
-from pipeline.config import ComponentConfig, RecipeError
+from pipeline.config import ClusterConfig, ComponentConfig, RecipeError, RequeueConfig
 from tests.launch import tasks
 from tests.launch.waiting import alive, none_alive, reports, wait_until, wait_until_ended
 
+NO_PROGRESS = ", without a new checkpoint since its start"
 
-def executor(run_dir, time_min=5.0, **more: ComponentConfig):
+
+def executor(run_dir, cluster=None, **more: ComponentConfig):
     components = {
         "train": ComponentConfig(nodes=2),
         "generate": ComponentConfig(nodes=1, ranks_per_node=2, env_vars={"TEST_VAR": "set"}),
     }
-    return HetLocalExecutor(run_dir, time_min, components | more)
+    return HetLocalExecutor(run_dir, cluster or ClusterConfig(time_min=5), components | more)
 
 
 def test_two_components_form_one_world(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "done.json").write_text('{"step": 4}')
     job = executor(tmp_path).submit(tasks.report, str(tmp_path))
     wait_until_ended(job)
 
@@ -41,25 +46,31 @@ def test_two_components_form_one_world(tmp_path, monkeypatch):
         "OMP_NUM_THREADS": "1",
     }.items():
         assert {each[key] for each in found} == {value}
+    (end,) = {float(each["HETSTEP_END_TIME"]) for each in found}
     (attempt,) = (tmp_path / "attempts").iterdir()
     assert {each["HETSTEP_ATTEMPT"] for each in found} == {attempt.name}
     assert attempt.name.startswith(f"local-{job.job_id}-")
-    assert [path.name for path in sorted(attempt.iterdir())] == [f"rank{rank:05d}.log" for rank in range(4)]
+    assert [path.name for path in sorted(attempt.glob("*"))] == [
+        *(f"rank{rank:05d}.log" for rank in range(4)),
+        "started",
+        "verdict",
+    ]
+    assert end - float((attempt / "started").read_text()) == pytest.approx(300, abs=1)
     assert "rank 2 says hello" in (attempt / "rank00002.log").read_text()
 
 
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
-        (tasks.fail_on_rank_1, "rank 1 (train) exited with status 1"),
-        (tasks.exit_with_7_on_rank_1, "rank 1 (train) exited with status 7"),
+        (tasks.fail_on_rank_1, "rank 1 (train) exited with status 1; crashed with status 1"),
+        (tasks.exit_with_7_on_rank_1, "rank 1 (train) exited with status 7; crashed with status 7"),
     ],
 )
 def test_a_failing_rank_ends_all(tmp_path, task, reason):
     job = executor(tmp_path).submit(task, str(tmp_path))
     wait_until_ended(job)
 
-    assert (job.status().state, job.status().reason) == ("FAILED", reason)
+    assert (job.status().state, job.status().reason) == ("FAILED", f"{reason}{NO_PROGRESS}")
     none_alive(reports(tmp_path, 4))
 
 
@@ -69,7 +80,8 @@ def test_a_killed_rank_ends_all(tmp_path):
     os.kill(found[2]["pid"], signal.SIGKILL)
     wait_until_ended(job)
 
-    assert (job.status().state, job.status().reason) == ("FAILED", "rank 2 (generate) was ended by SIGKILL")
+    why = f"rank 2 (generate) was ended by SIGKILL; crashed with status 137{NO_PROGRESS}"
+    assert (job.status().state, job.status().reason) == ("FAILED", why)
     none_alive(found)
 
 
@@ -82,7 +94,8 @@ def test_a_third_component_comes_last_and_its_killed_rank_is_named(tmp_path):
     os.kill(found[4]["pid"], signal.SIGKILL)
     wait_until_ended(job)
 
-    assert (job.status().state, job.status().reason) == ("FAILED", "rank 4 (reward) was ended by SIGKILL")
+    why = f"rank 4 (reward) was ended by SIGKILL; crashed with status 137{NO_PROGRESS}"
+    assert (job.status().state, job.status().reason) == ("FAILED", why)
     none_alive(found)
 
 
@@ -114,10 +127,72 @@ def test_ranks_die_with_the_controller(tmp_path):
 
 
 def test_the_time_limit_ends_all(tmp_path):
-    job = executor(tmp_path, time_min=0.02).submit(tasks.report_and_wait, str(tmp_path))
+    job = executor(tmp_path, ClusterConfig(time_min=0.02)).submit(tasks.report_and_wait, str(tmp_path))
     wait_until_ended(job)
 
     assert job.status().state == "TIMEOUT" and "cluster.time_min" in job.status().reason
+
+
+# ---- restarts -------------------------------------------------------------------------------------------------------------
+
+
+def play(run_dir, *acts, cluster=None):
+    """The job's end, and the verdict on each of its attempts."""
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "script.json").write_text(json.dumps(acts))
+    job = executor(run_dir, cluster=cluster or ClusterConfig()).submit(tasks.play, str(run_dir))
+    wait_until_ended(job)
+    own = [attempt for attempt in all_attempts(run_dir) if attempt.name.startswith(f"local-{job.job_id}-")]
+    assert [attempt.name.rpartition("-")[2] for attempt in own] == [str(restart) for restart in range(len(own))]
+    assert all(len(attempt.logs) == 4 for attempt in own)  # nothing is written over
+    return job.status(), [attempt.verdict for attempt in own]
+
+
+def test_ranks_are_started_again_as_another_attempt_until_the_run_is_complete(tmp_path):
+    acts = {"progress": 3, "requeue": "time is short"}, {"progress": 5, "exit": 1}, {"done": 6}
+    status, verdicts = play(tmp_path / "run", *acts)
+    assert status.succeeded
+    assert verdicts == [
+        "requeue: time is short",
+        "requeue: crashed with status 1, after checkpoint 5; restart 1 of 3",
+        "done",
+    ]
+
+
+def test_the_budget_is_that_of_one_submission(tmp_path):
+    crash = {"progress": 1, "exit": 9}
+    cluster = ClusterConfig(requeue=RequeueConfig(max_restarts=1))
+    for _ in range(2):
+        status, verdicts = play(tmp_path / "run", crash, crash, {"done": 1}, cluster=cluster)
+        assert status.state == "FAILED" and "rank 0 (train) exited with status 9" in status.reason
+        assert "cluster.requeue.max_restarts: 1" in status.reason and len(verdicts) == 2
+
+
+def test_a_rank_that_overruns_the_time_limit_has_crashed(tmp_path):
+    """Each attempt has the whole limit before it."""
+    overrun = {"progress": 1, "wait": 600}
+    cluster = ClusterConfig(time_min=0.07, requeue=RequeueConfig(max_restarts=1))
+    status, verdicts = play(tmp_path / "run", overrun, overrun, cluster=cluster)
+    assert status.state == "TIMEOUT" and "cluster.time_min" in status.reason
+    assert verdicts[0].startswith("requeue: crashed with status 124, after checkpoint 1")
+    assert verdicts[1].startswith("stop: ")
+
+
+def test_ranks_that_ended_well_without_completing_the_run_have_failed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HETSTEP_SETTLE_S", "0")
+    status, (verdict,) = play(tmp_path / "run", {})
+    assert status.state == "FAILED" and "the run is not complete" in status.reason
+    assert verdict == f"stop: {status.reason}"
+
+
+def test_a_cancelled_job_is_not_started_again(tmp_path):
+    (tmp_path / "script.json").write_text(json.dumps([{"progress": 1, "requeue": "SIGTERM came", "wait": 600}]))
+    job = executor(tmp_path).submit(tasks.play, str(tmp_path))
+    wait_until(lambda: latest(tmp_path) and (latest(tmp_path).folder / "requeue").exists(), "progress")
+    job.cancel()
+    wait_until_ended(job)
+    assert (job.status().state, job.status().reason) == ("CANCELLED", "by SIGTERM")
+    assert len(all_attempts(tmp_path)) == 1
 
 
 def test_the_controller_is_out_of_reach_of_the_terminal(tmp_path):

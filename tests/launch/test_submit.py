@@ -159,7 +159,7 @@ def test_a_failure_is_told_from_failure_json(here, monkeypatch, capsys):
 def test_a_failure_is_told_from_the_log_that_has_the_traceback(here, monkeypatch, capsys):
     assert run(monkeypatch, tasks.fail_on_rank_1, "recipe=tiny") == 1
     out = capsys.readouterr().out
-    assert "FAILED (rank 1 (generate) exited with status 1)" in out
+    assert "FAILED (rank 1 (generate) exited with status 1; crashed with status 1, without a new checkpoint" in out
     assert "rank00001.log" in out and "RuntimeError: rank 1 has had enough" in out
 
 

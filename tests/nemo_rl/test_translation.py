@@ -49,6 +49,7 @@ def test_the_same_keys_mean_the_same() -> None:
     assert recipe.policy.scheduler[-1] == {"milestones": [50]}
     assert recipe.policy.sequence_packing.logprob_mb_tokens == 512 * 4
     assert not uses_megatron(recipe.policy) and not recipe.checkpointing.async_save
+    assert recipe.checkpointing.checkpoint_must_save_by == "00:03:45:00"
 
 
 def test_their_defaults_are_set_where_ours_differ() -> None:

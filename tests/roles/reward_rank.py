@@ -17,7 +17,7 @@ from pipeline.remote import Mailbox, Remote, serve, stop
 from pipeline.roles.reward import RewardRole
 from pipeline.scoring import Scoring
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span
-from pipeline.watchdog import Failure, Watchdog
+from pipeline.watchdog import Watchdog
 from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
 from tests.roles.judges import END
 
@@ -67,7 +67,7 @@ def main(run_dir: Path) -> None:
         else:
             serve(world, RewardRole(recipe, 1, world) if world.realm == "reward" else None)
     except Exception as error:
-        Failure.here(world, f"{type(error).__name__}: {error}").record(place.folder)
+        watchdog.fail(error)
         raise
     watchdog.stop()
     leave(world, timeouts.silence)

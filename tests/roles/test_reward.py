@@ -14,6 +14,7 @@ from launch.local import rank_environments
 from pipeline import config
 from tests.roles.judges import eager_scores, recipe, write_judge, write_tokenizer
 from tests.roles.reward_rank import conversations
+from tests.world.secret import write_secret
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,6 +23,7 @@ def run(folder: Path, *overrides: str) -> dict:
     """What rank 0 found, of a world with one train, one generate and two reward ranks."""
     judged = recipe(folder, "env.judge.served_by=reward", "cluster.reward.ranks_per_node=2", *overrides)
     (folder / "run").mkdir()
+    write_secret(folder / "run")
     config.write(judged, folder / "run/recipe.yaml")
     logs, processes = [], []
     try:

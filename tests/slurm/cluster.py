@@ -9,6 +9,7 @@ Leaves out accounting: there is no slurmdbd, so sacct knows nothing.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import random
@@ -93,7 +94,7 @@ class SlurmCluster:
         try:
             self._write_configuration()
             self._start_daemons(deadline := time.monotonic() + timeout)
-            while (states := self._node_states()) != ["idle"] * len(self.nodes):
+            while (states := self.node_states()) != dict.fromkeys(self.nodes, "idle"):
                 if time.monotonic() > deadline or not all(map(_alive, self._pids().values())):
                     raise RuntimeError(f"the Slurm cluster did not come up: nodes {states}\n{self._logs()}")
                 time.sleep(0.1)
@@ -124,6 +125,54 @@ class SlurmCluster:
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue  # ended meanwhile, or is not ours
         return found
+
+    # ---- losing a node ------------------------------------------------------------------------------------------------------
+
+    def cut_off(self, node: str) -> None:
+        """Kill its slurmd. What runs on the node lives on, and slurmctld gives it up after SlurmdTimeout."""
+        pid = self._pids()[f"slurmd.{node}"]
+        os.kill(pid, signal.SIGKILL)
+        while _alive(pid):
+            time.sleep(0.02)
+
+    def lose(self, node: str) -> None:
+        """The same, and everything that runs on the node is killed, as when its power fails."""
+        self.cut_off(node)
+        self.end_all_on(node)
+
+    def end_all_on(self, node: str) -> None:
+        """Kill what a slurmd of that node has started, and what that has."""
+        while found := self.on(node):
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def bring_back(self, node: str) -> None:
+        """Start its slurmd again, and wait until jobs can run there."""
+        self._spawn(f"slurmd.{node}", ["slurmd", "-D", "-N", node, "-f", self.env["SLURM_CONF"]])
+        deadline = time.monotonic() + 60
+        while self.node_states().get(node) not in ("idle", "mix", "alloc"):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{node} did not come back: {self.node_states()}\n{self._logs()}")
+            time.sleep(0.2)
+
+    def on(self, node: str) -> list[int]:
+        """Process ids of tasks and batch scripts on a node, of all that these have started, and of their slurmstepds."""
+        found = set()
+        for folder in glob.glob("/proc/[0-9]*"):
+            try:
+                environment = Path(folder, "environ").read_bytes().split(b"\0")
+                parent = int(Path(folder, "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            pid = int(folder.rpartition("/")[2])
+            ours = f"SLURM_CONF={self.env['SLURM_CONF']}".encode() in environment
+            if ours and f"SLURMD_NODENAME={node}".encode() in environment and _alive(pid):
+                found.add(pid)
+                if _name(parent) == "slurmstepd":
+                    found.add(parent)
+        return sorted(found)
 
     # ---- starting -----------------------------------------------------------------------------------------------------------
 
@@ -200,10 +249,10 @@ class SlurmCluster:
         path = self.folder / "pids"
         return {name: int(pid) for name, pid in map(str.split, path.read_text().splitlines())} if path.exists() else {}
 
-    def _node_states(self) -> list[str]:
+    def node_states(self) -> dict[str, str]:
+        """sinfo's short words, by node; nothing while slurmctld does not answer."""
         answer = subprocess.run(["sinfo", "-h", "-N", "-o", "%N %t"], env=self.env, capture_output=True, text=True)
-        states = dict(line.split() for line in answer.stdout.splitlines())  # a node comes once for each of its partitions
-        return list(states.values()) if answer.returncode == 0 else []
+        return dict(line.split() for line in answer.stdout.splitlines())  # a node comes once for each of its partitions
 
     def _wait_for_empty_queue(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -239,6 +288,13 @@ def _free_ports(count: int) -> int:
             for each in sockets:
                 each.close()
     raise RuntimeError(f"no {count} free ports in a row between 20000 and 32000")
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _alive(pid: int) -> bool:

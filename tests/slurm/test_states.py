@@ -1,6 +1,7 @@
 """How Slurm's words for a job are read; lines as Slurm 22.05 to 26.05 print them."""
 
-from launch.slurm import TERMINAL, combine, parse, parse_sacct
+from launch import slurm
+from launch.slurm import TERMINAL, HetSlurmJob, combine, parse, parse_sacct
 
 LEADER = (
     "JobId=17 HetJobId=17 HetJobOffset=0 HetJobIdSet=17-18 JobName=a UserId=root(0) JobState=FAILED Reason=NonZeroExitCode"
@@ -27,5 +28,17 @@ def test_sacct_rows_of_a_het_job():
 
 
 def test_a_state_that_is_not_known_is_not_an_end():
-    for state in ("SIGNALING", "PENDING", "RUNNING", "COMPLETING", "REQUEUED", "STAGE_OUT", "SOMETHING_NEW"):
+    for state in (
+        *("SIGNALING", "PENDING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "STAGE_OUT"),
+        "SOMETHING_NEW",
+    ):
         assert state not in TERMINAL
+
+
+def test_a_slurmctld_that_hangs_leaves_the_state_open(tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\nexec sleep 60\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(slurm, "ANSWER_S", 0.2)
+    assert HetSlurmJob(tmp_path, "17").status(now=True) == slurm.JobStatus("UNKNOWN")

@@ -3,7 +3,8 @@
 import os
 import sys
 import time
-from dataclasses import dataclass
+import traceback
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,11 @@ import torch.distributed as dist
 
 from pipeline.config import TimeoutsConfig
 from pipeline.remote import Mailbox, Remote, serve, stop, verb
-from pipeline.watchdog import Failure, Watchdog
+from pipeline.watchdog import Watchdog
 from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
 
 REALMS = Realms(train=(0, 1), generate=(2, 3, 4), engines=((2, 3), (4,)), reward=(5, 6))
-TIMEOUTS = TimeoutsConfig(join=15, silence=4, train=5)
+TIMEOUTS = TimeoutsConfig(join=100, silence=4, train=5)
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,17 @@ class Role:
             time.sleep(600)
 
     @verb("setup")
+    def reduce(self) -> None:
+        """For ever: rank 3 and the train realm take no part."""
+        if self.world.rank == 3:
+            (self.world.place.folder / "pid3").write_text(str(os.getpid()))
+            time.sleep(600)
+        dist.all_reduce(torch.zeros(1), group=self.world.spanning)
+
+    @verb("setup")
     def fail(self) -> None:
         if self.world.rank == 3:
+            (self.world.place.folder / "raised").write_text(str(time.time()))
             raise ValueError("the engine is on fire")
 
     def secret(self) -> None:
@@ -94,41 +104,60 @@ def check(train: Remote, generate: Remote, reward: Remote) -> None:
     print("checked", flush=True)
 
 
-def main(run_dir: Path, scenario: str) -> None:
+def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> None:
     place = Place.from_environment(run_dir)
+    realms = replace(REALMS, reward=tuple(range(5, place.size)))
     if scenario == "absent" and place.rank == 3:
         return
-    world = World(place, REALMS, open_store(place, TIMEOUTS.join))
+    store = open_store(place, timeouts.join)
+    world = World(place, realms, store)
     mailbox = Mailbox(world) if world.rank == 0 else None
-    watchdog = Watchdog(world, TIMEOUTS, *([mailbox.overdue] if mailbox else []))
+    watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
     try:
         watchdog.start()
-        wait_for_all(world, 3 if scenario == "absent" else TIMEOUTS.join)
+        wait_for_all(world, 3 if scenario == "absent" else timeouts.join)
         join(world)
         role = Role(world)
         if not mailbox:
             serve(world, role)
         else:
-            train = Remote(mailbox, world, REALMS.train, Role, TIMEOUTS, role)
-            generate = Remote(mailbox, world, REALMS.generate, Role, TIMEOUTS)
-            reward = Remote(mailbox, world, REALMS.reward, Role, TIMEOUTS)
+            train = Remote(mailbox, world, realms.train, Role, timeouts, role)
+            generate = Remote(mailbox, world, realms.generate, Role, timeouts)
+            reward = Remote(mailbox, world, realms.reward, Role, timeouts)
             if scenario == "check":
                 check(train, generate, reward)
             elif scenario == "fail":
                 generate.fail().result()
             elif scenario.startswith("hang"):
                 (reward if scenario == "hang-reward" else generate).hang().result()
+            elif scenario == "strangers":
+                print("store", store.process.pid, "ready", flush=True)
+                while not (run_dir / "enough").exists():
+                    check(train, generate, reward)
+            elif scenario == "reduce":
+                future = generate.reduce()
+                reward.reduce()
+                while not (place.folder / "pid3").exists():
+                    time.sleep(0.05)
+                print("ready", flush=True)
+                future.result()
             else:
                 both = [generate.linger(), reward.linger()]
-                print("ready", flush=True)
+                print("store", store.process.pid, "ready", flush=True)
                 both[0].result()
             stop(world)
     except Exception as error:
-        Failure.here(world, f"{type(error).__name__}: {error}").record(place.folder)
+        watchdog.fail(error)
+        traceback.print_exc()
         os._exit(1)
     watchdog.stop()
-    leave(world, TIMEOUTS.silence)
+    leave(world, timeouts.silence)
     os._exit(0)
+
+
+def in_job(run_dir: str, scenario: str) -> None:
+    """What executors run."""
+    main(Path(run_dir), scenario, TimeoutsConfig(join=100))
 
 
 if __name__ == "__main__":

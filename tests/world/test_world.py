@@ -1,12 +1,9 @@
 """World, remote and watchdog over seven real processes of three realms: messages, and errors that name who, what and where."""
 
 import ast
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,62 +12,10 @@ import pytest
 from pipeline import config
 from pipeline.world import Realms
 from tests.launch.model import write_recipe
+from tests.world.worlds import SIZE
 
 ROOT = Path(__file__).parents[2]
-SIZE = 7
-
-
-class World:
-    """The ranks of `tests.world.ranks`."""
-
-    def __init__(self, run_dir: Path, scenario: str):
-        self.run_dir = run_dir
-        run_dir.mkdir(exist_ok=True)
-        self.logs = [run_dir / f"{rank}.log" for rank in range(SIZE)]
-        self.processes = [self._start(rank, scenario) for rank in range(SIZE)]
-
-    def _start(self, rank: int, scenario: str) -> subprocess.Popen:
-        env = os.environ | {
-            "HETSTEP_RANK": str(rank),
-            "HETSTEP_WORLD_SIZE": str(SIZE),
-            "HETSTEP_LOCAL_RANK": str(rank),
-            "HETSTEP_NODE": f"node{rank}",
-            "HETSTEP_MASTER_ADDR": "127.0.0.1",
-            "HETSTEP_ATTEMPT": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
-        command = [sys.executable, "-m", "tests.world.ranks", str(self.run_dir), scenario]
-        with open(self.logs[rank], "w") as log:
-            return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
-
-    def wait(self, timeout: float = 60) -> list[int]:
-        deadline = time.monotonic() + timeout
-        return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
-
-    def until(self, text: str, rank: int = 0) -> None:
-        deadline = time.monotonic() + 60
-        while text not in self.logs[rank].read_text():
-            assert time.monotonic() < deadline, self.logs[rank].read_text()
-            time.sleep(0.05)
-
-    def failure(self) -> dict:
-        return json.loads(next(self.run_dir.glob("attempts/*/failure.json")).read_text())
-
-
-@pytest.fixture
-def start(tmp_path):
-    worlds = []
-
-    def begin(scenario):
-        worlds.append(World(tmp_path / scenario, scenario))
-        return worlds[-1]
-
-    yield begin
-    for world in worlds:
-        for process in world.processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+GAVE_UP, WITH_ANOTHER = 124, 123
 
 
 def test_the_realms_of_a_recipe(tmp_path):
@@ -92,21 +37,52 @@ def test_messages_and_realms(start):
     assert not list(world.run_dir.glob("attempts/*/failure.json"))
 
 
-def test_an_error_on_a_rank_ends_the_run_with_its_message(start):
+def test_an_error_on_a_rank_ends_the_run_with_its_traceback_and_nobody_else_says_a_word(start):
     world = start("fail")
-    world.until("on fire", rank=3)
-    assert world.processes[0].wait(30) != 0
-    assert world.processes[3].wait(30) != 0
-    log = world.logs[0].read_text()
-    assert "verb 'fail' failed on rank 3 (generate)" in log
-    assert "the engine is on fire" in log
-    assert "on fire" in world.failure()["message"]
+    assert world.wait() == [WITH_ANOTHER] * 3 + [1] + [WITH_ANOTHER] * 3
+    failure = world.failure()
+    assert (failure["rank"], failure["realm"], failure["host"], failure["verb"]) == (3, "generate", "node3", "fail")
+    assert failure["message"] == "rank 3 (generate): ValueError: the engine is on fire"
+    assert 'raise ValueError("the engine is on fire")' in failure["traceback"]
+    for rank in {*range(SIZE)} - {3}:
+        assert re.fullmatch(
+            rf"hetstep: rank {rank} .* ends with (the failure of rank 3 .*|an earlier failure)\n", world.log(rank)
+        )
+
+
+@pytest.mark.parametrize("victim", [3, pytest.param(0, marks=pytest.mark.long)])
+def test_the_rank_that_was_killed_is_named_and_not_those_whose_connections_it_broke(start, victim):
+    """All ranks of its realm are inside a collective with it."""
+    world = start("reduce")
+    world.until("ready")
+    time.sleep(0.5)  # into the collective
+    world.processes[victim].kill()
+    statuses = world.wait(120)
+    failure = world.failure()
+    assert failure["rank"] == victim, failure
+    assert failure["host"] == f"node{victim}"
+    if victim:
+        assert re.search(r"died without a word .*: rank 3 \(generate\) on node3, in verb 'reduce'", failure["message"])
+        assert statuses == [GAVE_UP] + [WITH_ANOTHER] * 2 + [-signal.SIGKILL] + [WITH_ANOTHER] * 3
+    else:
+        assert "rank 0 (train), the coordinator, on node0 is gone, and the store with it" in failure["message"]
+        assert statuses.count(GAVE_UP) == 1 and statuses.count(WITH_ANOTHER) == SIZE - 2
+    assert not any("Traceback" in world.log(rank) for rank in range(SIZE))
+
+
+@pytest.mark.long
+def test_the_end_of_the_stores_process_ends_all_ranks_with_a_clear_message(start):
+    world = start("linger")
+    world.until("ready")
+    os.kill(int(world.log(0).split()[world.log(0).split().index("store") + 1]), signal.SIGKILL)
+    assert world.wait(120) == [GAVE_UP] + [WITH_ANOTHER] * (SIZE - 1)
+    assert "the store's process beside rank 0 (train) has ended (status -9)" in world.failure()["message"]
 
 
 @pytest.mark.parametrize(("late", "realm", "replied"), [(4, "generate", 2), (6, "reward", 5)])
 def test_a_late_verb_names_rank_verb_and_phase(start, late, realm, replied):
     world = start(f"hang-{realm}")
-    assert world.processes[0].wait(60) == 124
+    assert world.processes[0].wait(120) == GAVE_UP
     failure = world.failure()
     assert (failure["rank"], failure["realm"], failure["verb"], failure["phase"]) == (late, realm, "hang", "decode")
     assert "verb 'hang' has not ended after 5 s" in failure["message"]
@@ -122,7 +98,7 @@ def test_a_stopped_rank_is_named_and_nobody_is_left_waiting(start, victim):
     time.sleep(1)  # into the verb
     os.kill(world.processes[victim].pid, signal.SIGSTOP)
     others = [process for rank, process in enumerate(world.processes) if rank != victim]
-    assert all(process.wait(60) != 0 for process in others)
+    assert all(process.wait(120) != 0 for process in others)
     failure = world.failure()
     if victim == 0:
         assert "rank 0 (train), the coordinator, does not answer" in failure["message"]
@@ -134,7 +110,7 @@ def test_a_stopped_rank_is_named_and_nobody_is_left_waiting(start, victim):
 
 def test_a_rank_that_never_comes_is_named(start):
     world = start("absent")
-    assert world.processes[0].wait(60) != 0
+    assert world.processes[0].wait(120) != 0
     assert "there is no sign of rank 3 (generate)" in world.failure()["message"]
 
 

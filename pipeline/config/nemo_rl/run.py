@@ -9,10 +9,9 @@ from pipeline.config.nemo_rl.rules import Changed, Only, apply, ignored, same, u
 CHECKPOINTING = under(
     "checkpointing",
     (
-        same("enabled", "save_period", "keep_top_k", "higher_is_better", "save_consolidated"),
+        same("enabled", "save_period", "keep_top_k", "higher_is_better", "save_consolidated", "checkpoint_must_save_by"),
         ignored("checkpoint_dir", why="a run writes all it writes below run_dir"),
-        Changed(("checkpoint_must_save_by",), (None,), "no checkpoint is written because time runs out, only by save_period"),
-        Changed(("ft_save_period", "ft_keep_latest_k"), (None,), "save_period alone says when; the latest is always kept"),
+        Changed(("ft_save_period", "ft_keep_latest_k"), (None,), "save_period says when; the latest is always kept"),
         Changed(("save_optimizer",), (True, None), "a checkpoint always has the optimizer's state"),
         Only(("pretrained_checkpoint.*",), (None,), Feature.PRETRAINED, "policy.model_name may be a folder"),
         ignored("model_save_format", "model_cache_dir", "model_repo_id", "is_peft", "peft_config.*", "is_async"),

@@ -24,6 +24,7 @@ from huggingface_hub import constants
 from transformers import PreTrainedConfig
 
 from pipeline.config import PolicyConfig
+from pipeline.files import NONE, retrying
 from pipeline.models import family
 from pipeline.models.base import VALUE_HEAD, Parameter
 from pipeline.models.hugging_face import checkpoint_shapes
@@ -119,7 +120,16 @@ def _write_part(partial: Path, files: list[Path], parameters: Mapping[str, Param
     results = {
         name: parameters[name].function(*(stored[source].empty() for source in parameters[name].sources)) for name in mine
     }
-    write_tensors(partial / f"rank{rank:05d}.safetensors", results, make)
+    path = partial / f"rank{rank:05d}.safetensors"
+
+    def write() -> None:
+        try:
+            write_tensors(path, results, make)
+        except OSError:
+            path.unlink(missing_ok=True)  # it may be what fills the disk
+            raise
+
+    retrying(write, f"converting the checkpoint for Megatron-Core ({VARIABLE})", path, NONE)
 
 
 def _part(parameters: Mapping[str, Parameter], stored: Mapping[str, StoredTensor], rank: int, size: int) -> list[str]:

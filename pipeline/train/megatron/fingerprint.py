@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline.checkpoint import write_durably
+from pipeline.files import write_durably
 from pipeline.models.base import Parameter
 from pipeline.models.layout import record
 from pipeline.train.megatron.sharing import share
@@ -66,9 +64,10 @@ def _digest(file: Path, memory: Path) -> str:
     if _state(real) != state:
         raise RuntimeError(f"{real} changed while it was read")
     if settled:
-        beside = remembered.with_suffix(f".{socket.gethostname()}-{os.getpid()}.tmp")
-        write_durably(beside, json.dumps({**state, "sha256": digest}))
-        beside.replace(remembered)
+        try:
+            write_durably(remembered, json.dumps({**state, "sha256": digest}))
+        except OSError as error:
+            print(f"hetstep: the digest of {real} cannot be remembered ({error}); the next start reads it again", flush=True)
     return digest
 
 

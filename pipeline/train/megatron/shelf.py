@@ -30,7 +30,8 @@ from pathlib import Path
 import torch
 
 from pipeline.boxes import Box, whole
-from pipeline.checkpoint import COMPLETE, sync, write_durably
+from pipeline.checkpoint import COMPLETE
+from pipeline.files import sync, write_durably
 from pipeline.train.megatron.streaming import stored_tensors
 from pipeline.train.shards import BoxReader
 

@@ -1,0 +1,142 @@
+"""The allocation executor: the steps of the batch script in the Slurm allocation that this process is in already.
+
+Inside an `salloc` a controller, which outlives the terminal but not the allocation, starts the ranks again after a crash, as
+launch/verdict.sh decides; when they leave on purpose, that is the end, because there is no more time. In a batch job of
+launch/hetstep.sbatch the steps and their end are as in a job that `launch/submit.py` submits: the job may be requeued, and it
+is the job that the run folder remembers. The allocation's time limit counts, not cluster.time_min.
+A heterogeneous allocation gives the k-th component its k-th part; in a plain one each gets nodes of its own, in the same order.
+Whether there is room is checked in `launch/preflight/allocation.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+
+from submitit.local import local
+
+from launch import slurm
+from launch.job import JobStatus
+from launch.local import HetLocalJob, start_time
+from pipeline.config import ClusterConfig, ComponentConfig, ranks
+
+IN_BATCH = "HETSTEP_SBATCH"
+"""launch/hetstep.sbatch sets it to the id of its job; jobs inherit variables, so that the id must be this job's."""
+SHELLS = (0xFFFFFFFA, 0xFFFFFFFB)
+"""Steps in which more may start: slurm.h's SLURM_INTERACTIVE_STEP, the shell of an salloc on its first node, and
+SLURM_BATCH_SCRIPT, the batch script. Some versions say nothing of these in SLURM_STEP_ID, and 26.05 says -5."""
+CONTROLLER = Path(__file__).with_suffix(".sh")
+"""What it does in an salloc, behind the functions of slurm.py."""
+BUSY_S = 120
+"""How long srun waits for nodes on which an earlier step is still ending. Without a bound it would wait for ever."""
+
+
+def current() -> str | None:
+    """The id of the job in whose allocation this process may start steps; None outside of one, and inside a step of one."""
+    step = os.environ.get("SLURM_STEP_ID")
+    if step is not None and int(step) % (1 << 32) not in SHELLS:
+        return None
+    return os.environ.get("SLURM_JOB_ID") or os.environ.get("SLURM_JOB_ID_HET_GROUP_0")
+
+
+def batch_job() -> str | None:
+    """The id of the job, if this process is in the batch script of launch/hetstep.sbatch."""
+    job_id = current()
+    return job_id if job_id and os.environ.get(IN_BATCH) == job_id else None
+
+
+# ---- the script ---------------------------------------------------------------------------------------------------------
+
+
+def script(run_dir: Path, cluster: ClusterConfig, components: dict[str, ComponentConfig]) -> str:
+    """What bash runs in the allocation."""
+    if batch_job():
+        functions = slurm.attempt_text(run_dir, cluster, components, places=_places(components, "hetstep"))
+        return "\n".join(["#!/bin/bash", functions, "", *slurm.JOB, ""])
+    functions = slurm.attempt_text(
+        *(run_dir, cluster, components, "$$", "$SLURM_JOB_ID.$$-$restart"), places=_places(components, "$step_name")
+    )
+    submitit = shlex.quote(f"{run_dir}/submitit")
+    return "\n".join(["#!/bin/bash", functions, "", f"submitit={submitit}", CONTROLLER.read_text()])
+
+
+def _places(components: dict[str, ComponentConfig], name: str) -> list[str]:
+    """Where each component's step runs, and its name, as options of srun. name: for bash, inside double quotes."""
+    het = "SLURM_HET_SIZE" in os.environ
+    places, first_node = [], 0
+    for k, component in enumerate(components.values()):
+        place = f"--het-group={k}" if het else f"--relative={first_node}"
+        places.append(f'{place} --immediate={BUSY_S} --job-name="{name}"')
+        first_node += component.nodes
+    return places
+
+
+# ---- running it ---------------------------------------------------------------------------------------------------------
+
+
+class AllocationJob(HetLocalJob):
+    """The controller in an salloc."""
+
+    def name(self) -> str:
+        return f"process {self.job_id} in an allocation"
+
+
+class BatchStepsJob(slurm.HetSlurmJob):
+    """The steps of the batch job that this process is in; to all others it is that job."""
+
+    process: subprocess.Popen
+
+    def status(self, now: bool = False) -> JobStatus:
+        status = self.process.poll()
+        if status is None:
+            return JobStatus("RUNNING")
+        return JobStatus("FAILED" if status else "COMPLETED", f"status {status}" if status else "", ended=True)
+
+    def cancel(self, check: bool = True) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)  # sruns end their steps
+
+
+class AllocationExecutor(local.LocalExecutor):
+    """Runs one function on every rank of `components`; pickles and the controller's log are in <run_dir>/submitit."""
+
+    job_class = AllocationJob
+
+    def __init__(self, run_dir: Path, cluster: ClusterConfig, components: dict[str, ComponentConfig]):
+        super().__init__(run_dir / "submitit")
+        self.run_dir = run_dir
+        self.components = components
+        self.batch_job = batch_job()
+        self.script = script(run_dir, cluster, components)
+        self.parameters = {"timeout_min": cluster.time_min}  # for submitit's bookkeeping
+
+    @property
+    def kind(self) -> str:
+        """For job.json: what is to be asked about the run from elsewhere."""
+        return "slurm" if self.batch_job else "allocation"
+
+    def _num_tasks(self) -> int:
+        return sum(ranks(component) for component in self.components.values())
+
+    def _submit_command(self, command: str) -> AllocationJob | BatchStepsJob:
+        path = self.folder / "allocation.sh"
+        path.write_text(self.script)
+        log = self.folder / (f"{self.batch_job}_0_log.out" if self.batch_job else "controller.log")
+        with open(log, "ab") as out:
+            process = subprocess.Popen(
+                ["bash", str(path)],
+                env={**os.environ, "SLURM_JOB_ID": current()},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,  # a terminal's Ctrl-C or hang-up must not reach it, and it ends its own process group
+            )
+        if self.batch_job is None:
+            tasks = range(self._num_tasks())
+            return AllocationJob(self.folder, str(process.pid), tasks, process, start_time=start_time(process.pid))
+        job = BatchStepsJob(self.folder, self.batch_job)
+        job.process = process
+        return job

@@ -1,0 +1,163 @@
+# What every batch script does around its steps; launch/slurm.py puts this text, and that of launch/verdict.sh as the function
+# `verdict`, into each, so that a job does not change with the code while it waits and runs. Set before: HETSTEP_RUN_DIR, _JOB_ID
+# and _ATTEMPT; `max_restarts` and `requeue` (true, false), as verdict.sh takes them. Set between begin_attempt and end_attempt:
+# `steps`, process id of an srun -> COMPONENT FIRST_RANK.
+#
+# Slurm signals all that a batch script has started, and the script itself, when it ends a job. SIGTERM must not end the script
+# before its steps, whose ranks save then: KillWait is for both.
+
+ANSWER_S=300      # how long slurmctld may be down before a decision is made without it
+STEP_PATIENCE_S=15 # for the other steps to end by themselves, when one has failed
+
+# ---- asking Slurm ----
+
+# The leading component's line of `scontrol show job`. Fails if slurmctld does not answer for long.
+ask_slurm() {
+    local deadline=$((SECONDS + ANSWER_S))
+    until timeout 30 scontrol show job -o "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID "; do
+        ((SECONDS < deadline)) || return 1
+        sleep 5
+    done
+}
+
+# KEY LINE: its value. The first of that name counts: newer Slurm ends with free text.
+field() { [[ " $2" =~ \ $1=([^\ ]*) ]] && echo "${BASH_REMATCH[1]}"; }
+
+# What Slurm has decided about the job meanwhile: `open`, nothing (or that its time is up, after which Slurm itself restarts no
+# job); `requeued`, by Slurm (preempted, a node lost) or by someone; `ended`, cancelled above all; `unknown`, if it does not
+# answer. While a job ends its state is COMPLETING, whatever it will be then.
+fate() {
+    local line
+    line=$(ask_slurm) || { echo unknown; return; }
+    if (($(field Restarts "$line") > ${SLURM_RESTART_COUNT:-0})); then
+        echo requeued
+        return
+    fi
+    case "$(field JobState "$line") $(field Reason "$line")" in
+    RUNNING* | SIGNALING* | STOPPED* | SUSPENDED* | RESIZING* | "COMPLETING TimeLimit" | TIMEOUT*) echo open ;;
+    *) echo ended ;;
+    esac
+}
+
+# ---- an attempt ----
+
+# Its folder, and what every rank is told besides. Ends the script if the run is complete: Slurm 24.11 starts a job that was
+# preempted once more after it has succeeded.
+begin_attempt() {
+    local hosts line
+    [[ -e $HETSTEP_RUN_DIR/done.json ]] && exit 0
+    line=$(ask_slurm) || { echo "slurmctld does not answer: when this job ends is not known" >&2; exit 1; }
+    line=$(field EndTime "$line")
+    export HETSTEP_END_TIME=
+    [[ $line == [0-9]* ]] && { HETSTEP_END_TIME=$(date -d "$line" +%s) || exit 1; } # Unknown: there is no limit
+    # SLURM_JOB_NODELIST is merged over the components and sorted: rank 0 need not be on its first host.
+    hosts=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}") || exit 1
+    export HETSTEP_MASTER_ADDR=${hosts%%$'\n'*}
+    attempt=$HETSTEP_RUN_DIR/attempts/$HETSTEP_ATTEMPT
+    # Readers see it whole or not at all.
+    mkdir -p "$attempt" && date +%s.%N >"$attempt/.started" && mv "$attempt/.started" "$attempt/started" || exit 1
+}
+
+# This script may run on beside the next start of its job, if Slurm has given up its node. Job and steps have the same ids then,
+# so a signal that goes by id is sent only as long as the job is this one's; else Slurm has seen to it.
+
+# SIGTERM to the tasks of all steps.
+signal_steps() { [[ $(fate) == open ]] && timeout 30 scancel --signal=TERM "$SLURM_JOB_ID"; }
+
+# PID ...: of sruns. Told to end, they have their steps killed, by id.
+kill_steps() { [[ $(fate) == open ]] && kill -TERM "$@" || kill -KILL "$@"; }
+
+# Waits for all steps; returns the status of the first that failed. Then the others are told to end, and made to if they do not.
+wait_for_steps() {
+    local status=0 ended pid running timer=
+    while ((${#steps[@]})); do
+        wait -n # for a step, the timer or a signal
+        running=" $(echo $(jobs -pr)) "
+        for pid in "${!steps[@]}"; do
+            [[ $running == *" $pid "* ]] && continue
+            wait "$pid"
+            ended=$?
+            # Where a node cannot make the container, srun ends with 0.
+            ((ended)) || [[ -e $attempt/rank$(printf %05d "${steps[$pid]#* }").log ]] || ended=1
+            if ((ended)); then
+                echo "hetstep: the ${steps[$pid]% *} component failed; task 0 of its step is rank ${steps[$pid]#* }"
+                if ((!status)); then
+                    status=$ended
+                    signal_steps
+                    sleep $STEP_PATIENCE_S &
+                    timer=$!
+                    running+="$timer "
+                fi
+            fi
+            unset "steps[$pid]"
+        done
+        if [[ $timer && $running != *" $timer "* ]]; then
+            ((${#steps[@]})) && kill_steps "${!steps[@]}"
+            timer=
+        fi
+    done
+    [[ $timer ]] && kill "$timer"
+    return "$status"
+}
+
+# The same; sets `status`. What follows is safe from the signals that end a job.
+end_attempt() {
+    wait_for_steps
+    status=$?
+    trap '' TERM USR2
+}
+
+# ---- what follows ----
+
+# Leaves the verdict where verdict.sh would.
+tell() { echo "$1" | tee "$attempt/verdict"; }
+
+# Ends the script, after the job has been requeued if that is the verdict.
+finish_job() {
+    case $(fate) in
+    open)
+        verdict "$HETSTEP_RUN_DIR" "$HETSTEP_ATTEMPT" "$status" "$max_restarts" "$requeue"
+        status=$?
+        ((status == 75)) || exit "$status"
+        requeue_job
+        ;;
+    requeued) [[ -e $attempt/requeue ]] && tell "requeue: $(<"$attempt/requeue")" ;;
+    ended)
+        verdict "$HETSTEP_RUN_DIR" "$HETSTEP_ATTEMPT" "$status" 0 false >/dev/null && exit 0 # it was done before
+        tell "stop: Slurm has ended the job"
+        exit $((status ? status : 1))
+        ;;
+    *)
+        tell "stop: slurmctld does not answer, so the job cannot be requeued"
+        exit 1
+        ;;
+    esac
+    avoid_bad_nodes
+    exit 0
+}
+
+# The whole job, by its leading component. Never one that was cancelled a moment ago: Slurm would start it again.
+requeue_job() {
+    local error
+    for _ in {1..5}; do
+        [[ $(fate) == open ]] || break
+        error=$(timeout 30 scontrol requeue "$SLURM_JOB_ID" 2>&1) && return
+        sleep 5
+    done
+    [[ $(fate) == requeued ]] && return
+    tell "stop: the job cannot be requeued: ${error:-Slurm has ended it}"
+    exit 1
+}
+
+# The nodes that failed the checks of any start of this job are not taken again, by none of its components. Slurm takes this
+# from a job that is pending, so it comes after the requeue; the next start is some time off.
+avoid_bad_nodes() {
+    local nodes before id
+    nodes=$(cat "$HETSTEP_RUN_DIR/attempts/$SLURM_JOB_ID"-*/bad_nodes 2>/dev/null | sed 's/: .*//' | sort -u | paste -sd ,)
+    [[ $nodes ]] || return
+    before=$(field ExcNodeList "$(ask_slurm)")
+    [[ $before == "(null)" ]] || nodes=$before,$nodes
+    for id in $(timeout 30 scontrol show job -o "$SLURM_JOB_ID" | grep -o '^JobId=[0-9]*' | cut -d = -f 2); do
+        timeout 30 scontrol update "JobId=$id" "ExcNodeList=$nodes" && echo "job $id will not run on $nodes"
+    done
+}

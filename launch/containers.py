@@ -1,0 +1,56 @@
+"""What a component's container is, as options of pyxis to srun (https://github.com/NVIDIA/pyxis), and what its tasks must set.
+
+An image may set variables itself, and then pyxis keeps the image's value. What the job cannot do without is therefore set
+again inside: where the code is, and where the caches are that were looked into at submission, since an image has its own home.
+Whether all this can work is checked in `launch/preflight/containers.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+from launch.job import ROOT
+from launch.model_files import hf_home
+from launch.preflight.space import VARIABLES
+from pipeline.config import ComponentConfig
+
+OPTIONS = (
+    *("--container-image", "--container-mounts", "--container-workdir", "--container-env"),
+    *("--container-writable", "--container-readonly"),
+)
+"""Those that keys of the recipe stand for."""
+CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", *VARIABLES)
+
+
+def options(component: ComponentConfig) -> list[str]:
+    """For srun. Nothing without an image."""
+    if component.container_image is None:
+        return []
+    given = [f"--container-image={component.container_image}"]
+    if component.container_mounts:
+        given.append(f"--container-mounts={','.join(component.container_mounts)}")
+    if component.container_workdir:
+        given.append(f"--container-workdir={component.container_workdir}")
+    if component.container_env:
+        given.append(f"--container-env={','.join(component.container_env)}")
+    if component.container_writable is not None:
+        given.append("--container-writable" if component.container_writable else "--container-readonly")
+    return given
+
+
+def task_exports(component: ComponentConfig) -> list[str]:
+    """Lines of bash for the beginning of a task. Nothing without an image."""
+    if component.container_image is None:
+        return []
+    caches = {"HF_HOME": _whole(str(hf_home()))} | {name: _whole(value) for name in CACHES if (value := os.environ.get(name))}
+    return [
+        "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in caches.items()),
+        f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
+    ]
+
+
+def _whole(path: str) -> str:
+    """`~` is another folder in there."""
+    return str(Path(path).expanduser().absolute())

@@ -1,0 +1,143 @@
+"""Charts of everything in metrics.jsonl: each key in one chart, the runs over each other.
+
+Keys that tell of one thing share a chart: x with x_max; x_min to x_max and x_p01 to x_p99 as bands; train/x with val/x, which
+is points.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.pages.chart import POINTS, Chart, Mark, Series
+from launch.past_run import BESIDE, PARTS, Metrics, PastRun, phases
+
+ROLES = {"mean": "mean", "p50": "median", "min": "min", "max": "max", "p01": "1%", "p99": "99%"}
+BANDS = (("min", "max"), ("p01", "p99"))
+KINDS = {"train": "training", "val": "validation"}
+"""Prefixes that share charts, and what their values are called there."""
+FIRST = ("reward", "selected_reward", "accuracy", "loss", "kl", "entropy", "grad_norm", "gen_logprob_error", "lr")
+"""Charts are in this order, by the first of these that is in the name; all others follow by name."""
+NOTES = {
+    "gen_logprob_error": "of a token, as the generate ranks and as the train ranks compute it",
+    "approx_entropy": "of the sampled tokens, in nats",
+    "selected_reward": "of the rollouts that were trained on",
+    "grad_norm": "before it is clipped",
+}
+REFIT_PARTS = ("pack", "wire", "apply", "pause")
+UNITS = {"bytes": "B", "gb_per_s": "GB/s", "tokens_per_s": "tokens/s"}
+MOST_POINTS = 6000
+"""Of all runs in one chart."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A run with what its metrics.jsonl holds."""
+
+    run: PastRun
+    label: str  # unique among the runs of the page
+    metrics: Metrics
+
+    def restarts(self) -> list[tuple[float, str]]:
+        """(the step that was gone on from, why), for each start after the first that brought a step."""
+        found = []
+        for before, attempt in zip(self.run.attempts, self.run.attempts[1:], strict=False):
+            if (step := self.metrics.step_after(attempt.started)) is not None:
+                found.append((max(0.0, step - 1), f"restart; {before.verdict or 'nobody said why'}"))
+        return found
+
+
+class Curves:
+    """Deals each key out once: what one section shows no other does."""
+
+    def __init__(self, told: Sequence[Told]):
+        self.told = told
+        self.left = list(dict.fromkeys(key for each in told for key in each.metrics.columns))
+        self.marks = [Mark(x, why, run) for run, each in enumerate(told) for x, why in each.restarts()]
+        self.points = min(POINTS, max(200, MOST_POINTS // max(1, len(told))))
+
+    def take(self, pattern: str) -> list[Chart]:
+        """Charts of the keys, of those not yet dealt out, that a regular expression matches at the beginning."""
+        taken = [key for key in self.left if re.match(pattern, key)]
+        self.left = [key for key in self.left if key not in taken]
+        return self._charts(taken)
+
+    def groups(self) -> list[str]:
+        """Prefixes of what is left; those of KINDS are one."""
+        return list(dict.fromkeys("train" if (prefix := _prefix(key)) in KINDS else prefix for key in self.left))
+
+    def _charts(self, keys: list[str]) -> list[Chart]:
+        by_base: dict[tuple[str, str], list[str]] = {}
+        for key in keys:
+            prefix = _prefix(key)
+            by_base.setdefault(("train" if prefix in KINDS else prefix, _base(key)), []).append(key)
+        charts = [self._chart(base, keys) for (_, base), keys in by_base.items()]
+        return sorted((chart for chart in charts if chart.series), key=_order)
+
+    def _chart(self, base: str, keys: list[str]) -> Chart:
+        alone = len(keys) == 1 and _role(keys[0])
+        title = f"{base} {ROLES[alone]}" if alone else base
+        series = [each for run in range(len(self.told)) for each in self._series(run, keys)]
+        note = next((note for part, note in NOTES.items() if part in base), "")
+        unit = next((unit for ending, unit in UNITS.items() if re.search(rf"(^|_){ending}(_|$)", base)), "")
+        unit = "s" if _prefix(keys[0]) == "time" else unit
+        return Chart(title.replace("_", " "), series, unit=unit, marks=self.marks, note=note, points=self.points)
+
+    def _series(self, run: int, keys: list[str]) -> list[Series]:
+        columns = self.told[run].metrics.columns
+        of = {(_prefix(key), _role(key)): columns[key] for key in sorted(keys) if key in columns}
+        series = []
+        for prefix in dict.fromkeys(prefix for prefix, _ in of):
+            for low, high in BANDS if prefix != "val" else ():
+                if (prefix, low) in of and (prefix, high) in of:
+                    (x, lows), (_, highs) = of.pop((prefix, low)), of.pop((prefix, high))
+                    series.append(Series(f"{ROLES[low]} to {ROLES[high]}", x, (), run, "band", lows, highs))
+        for (prefix, role), (x, y) in of.items():
+            name = " ".join(filter(None, [KINDS.get(prefix, ""), ROLES.get(role, "")]))
+            series.append(Series(name, x, y, run, "points" if prefix == "val" else "line"))
+        return series
+
+    # ---- where the time goes ------------------------------------------------------------------------------------------------
+
+    def phase_times(self) -> list[Chart]:
+        """One chart per run: seconds of each phase, on each other."""
+        shown = ("time/step", *(f"time/{part}" for part in (*PARTS, *BESIDE)))
+        self.left = [key for key in self.left if key not in shown]
+        return [self._stack(run, "seconds per step", phases(each.metrics)) for run, each in enumerate(self.told)]
+
+    def refit_times(self) -> list[Chart]:
+        """One chart per run. The digest's time is a part of the others and has a chart of its own."""
+        stacks = []
+        for run, each in enumerate(self.told):
+            columns = each.metrics.columns
+            layers = {part: columns[key] for part in REFIT_PARTS if (key := f"time/refit_{part}") in columns}
+            stacks.append(self._stack(run, "seconds of a refit", layers))
+        self.left = [key for key in self.left if key not in {f"time/refit_{part}" for part in REFIT_PARTS}]
+        return [chart for chart in stacks if chart.series]
+
+    def _stack(self, run: int, title: str, layers: dict[str, tuple[Sequence[float], Sequence[float]]]) -> Chart:
+        of = f" of {self.told[run].label}" if len(self.told) > 1 else ""
+        series = [Series(name, x, y, run) for name, (x, y) in layers.items()]
+        marks = [mark for mark in self.marks if mark.run == run]
+        return Chart(title + of, series, unit="s", stacked=True, marks=marks, points=self.points)
+
+
+def _prefix(key: str) -> str:
+    return key.partition("/")[0] if "/" in key else "other"
+
+
+def _role(key: str) -> str:
+    ending = key.rpartition("_")[2]
+    return ending if ending in ROLES and "_" in key.rpartition("/")[2] else ""
+
+
+def _base(key: str) -> str:
+    name = key.partition("/")[2] if "/" in key else key
+    return name.removesuffix(f"_{role}") if (role := _role(key)) else name
+
+
+def _order(chart: Chart) -> tuple[int, str]:
+    name = chart.title.replace(" ", "_")
+    place = next((i for i, part in enumerate(FIRST) if re.search(rf"(^|_){part}(_|$)", name)), len(FIRST))
+    return place, name

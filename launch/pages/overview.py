@@ -1,0 +1,121 @@
+"""The head of a report: who, what, how far, how long, and each start of the ranks."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+from launch.attempts import PastAttempt
+from launch.pages.curves import Told
+from launch.pages.document import swatch
+from launch.pages.html import Html, table, tag, text
+from launch.past_run import Metrics, last_sign
+from launch.run_state import RunState
+from launch.units import plural
+
+OUTCOMES = ("val/accuracy", "val/reward", "val/loss", "train/reward", "train/loss")
+"""Of which the first and the last value are told."""
+WIDE = ("layout", "versions", "command", "folder")
+CLASSES = {"done": "good", "running": "good", "failed": "bad", "stopped": "warn", "unknown": "warn"}
+
+
+def overview(told: Sequence[Told], states: Sequence[RunState]) -> list[Html]:
+    """What there is to know of each run; then the attempts of those that were started more than once or failed."""
+    columns = [_facts(each, state) for each, state in zip(told, states, strict=True)]
+    content = [_tiles(columns[0]) if len(told) == 1 else _side_by_side(told, columns)]
+    for each in told:
+        if len(each.run.attempts) > 1 or any(attempt.failure for attempt in each.run.attempts):
+            of = f" of {each.label}" if len(told) > 1 else ""
+            starts = [_attempt(i, attempt) for i, attempt in enumerate(each.run.attempts)]
+            names = ["", "attempt", "started", "lasted", "verdict", "first failure"]
+            content.append(table(names, starts, f"Starts{of}"))
+    return content
+
+
+def _tiles(facts: dict[str, object]) -> Html:
+    def tile(name: str) -> Html:
+        return tag("div", tag("dt", name), tag("dd", facts[name]), class_="wide" if name in WIDE else None)
+
+    return tag("dl", *map(tile, sorted(filter(facts.get, facts), key=lambda name: name in WIDE)))
+
+
+def _side_by_side(told: Sequence[Told], columns: list[dict[str, object]]) -> Html:
+    header = ["", *(text(swatch(i), each.label) for i, each in enumerate(told))]
+    names = [name for name in columns[0] if any(column[name] for column in columns)]
+    return table(header, [[name, *(column[name] for column in columns)] for name in names])
+
+
+def _facts(told: Told, state: RunState) -> dict[str, object]:
+    """The same names for every run; empty where there is nothing to tell."""
+    run, metrics = told.run, told.metrics
+    last = run.submissions[-1] if run.submissions else {}
+    git, versions = last.get("git"), last.get("versions", {})
+    busy = run.busy_s()
+    return {
+        "state": text(tag("span", state.word, class_=CLASSES.get(state.word)), f" {state.why}" if state.why else None),
+        "recipe": f"{run.name}, {run.algorithm}",
+        "model": run.model,
+        "backend": run.backend,
+        "layout": run.layout,
+        "steps": f"{metrics.steps[-1]:.0f} of {run.max_steps}" if metrics.steps else f"none yet of {run.max_steps}",
+        **{key: _change(metrics, key) for key in OUTCOMES},
+        "step": _median_step(metrics),
+        "busy": duration(busy) if busy else "",
+        "GPU-hours": _gpu_hours(run.gpus, busy),
+        "restarts": str(len(run.attempts) - 1) if run.attempts else "",
+        "submitted": f"{moment_of(last['time'])} by {last['user']} on {last['host']}" if last else "",
+        "job": state.job,
+        "commit": tag("code", git["commit"][:12], " with changes" if git["dirty"] else "") if git else "",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "command": tag("code", _command(last["command"])) if last else "",
+        "folder": tag("code", run.folder),
+    }
+
+
+def _gpu_hours(gpus: int, busy_s: float) -> str:
+    if not busy_s:
+        return ""
+    return f"{gpus * busy_s / 3600:.4g} on {plural(gpus, 'GPU')}" if gpus else "none: no GPUs"
+
+
+def _change(metrics: Metrics, key: str) -> str:
+    """The first value and the last."""
+    values = metrics.columns[key][1] if key in metrics.columns else ()
+    return f"{values[0]:.4g} → {values[-1]:.4g}" if len(values) > 1 else ""
+
+
+def _median_step(metrics: Metrics) -> str:
+    seconds = sorted(metrics.columns["time/step"][1]) if "time/step" in metrics.columns else []
+    return f"{seconds[len(seconds) // 2]:.3g} s (median)" if seconds else ""
+
+
+def _command(command: str) -> str:
+    """Without the paths of the interpreter and the checkout."""
+    words = shlex.split(command)
+    script = next((i for i, word in enumerate(words) if word.endswith("launch/submit.py")), None)
+    return command if script is None else shlex.join(["python", "launch/submit.py", *words[script + 1 :]])
+
+
+def _attempt(index: int, attempt: PastAttempt) -> list[object]:
+    said = attempt.failure
+    failure = ""
+    if said:
+        where = ", ".join(f"{key} {said[key]}" for key in ("realm", "host", "verb", "phase") if said.get(key))
+        failure = f"rank {said['rank']} ({where}): {said['message'].strip().splitlines()[-1]}"
+    verdict = attempt.verdict or ""
+    kind = "good" if verdict == "done" else "bad" if verdict.startswith("stop") else None
+    lasted = duration(max(0.0, last_sign(attempt) - attempt.started))
+    return [index + 1, attempt.name, moment(attempt.started), lasted, tag("span", verdict, class_=kind), failure]
+
+
+def moment(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def moment_of(iso: str) -> str:
+    return moment(datetime.fromisoformat(iso).timestamp())
+
+
+def duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,42 @@
+"""The resolved recipe of each run, and before it what differs between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from launch.pages.document import folded, swatch
+from launch.pages.html import Html, table, tag, text
+from launch.past_run import PastRun
+
+MISSING = "-"
+
+
+def recipes(runs: Sequence[PastRun], labels: Sequence[str]) -> list[Html]:
+    content = []
+    if len(runs) > 1:
+        rows = differences([run.recipe for run in runs])
+        header = ["key", *(text(swatch(i), label) for i, label in enumerate(labels))]
+        shown = [[tag("code", key), *(tag("code", value) for value in values)] for key, values in rows]
+        content.append(table(header, shown, "What differs") if rows else tag("p", "The recipes are the same."))
+    for run, label in zip(runs, labels, strict=True):
+        source = tag("pre", (run.folder / "recipe.yaml").read_text())
+        content.append(folded(f"recipe.yaml of {label}" if len(runs) > 1 else "recipe.yaml", source, open_=len(runs) == 1))
+    return content
+
+
+def differences(recipes: Sequence[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """(dotted key, its value in each recipe) for all that is not the same in all; the run folder differs anyway."""
+    flat = [dict(_flat(recipe)) for recipe in recipes]
+    keys = dict.fromkeys(key for each in flat for key in each)
+    rows = [(key, [each.get(key, MISSING) for each in flat]) for key in keys if key != "run_dir"]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,214 @@
+"""Lengths, rewards and samples out of rollouts/*.jsonl.
+
+A long run's rollouts are far larger than a page should be, and than one would wait for: files are read evenly over the steps,
+up to a bound, and of some of them samples are shown, long texts without their middle. All of this is said on the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from launch.pages.chart import Chart, Mark, Series
+from launch.pages.html import Html, data, tag
+from launch.past_run import NoRun
+
+KINDS = {"step": "training", "val": "validation"}
+FILES = 200
+"""Of one run and kind, read at most."""
+READ_BYTES = 1 << 30
+"""Of all runs together, about."""
+SAMPLED_FILES = 24
+"""Of one run and kind, with samples on the page."""
+SAMPLES = 32
+"""Of one file."""
+PAGE_CHARACTERS = 4_000_000
+"""Of samples, on the whole page."""
+TEXT_CHARACTERS = 6_000
+"""Of a prompt or completion."""
+DISTINCT = 6
+"""Rewards with no more values than this are shown by the share of each."""
+OWN = frozenset(("prompt_index", "sample", "reward"))
+"""Numbers of a record that are no metric."""
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class Step:
+    """What one file told."""
+
+    step: int
+    lengths: list[int]
+    rewards: list[float]
+
+
+@dataclass
+class Rollouts:
+    """Of several runs: what charts and samples need."""
+
+    steps: dict[tuple[int, str], list[Step]] = field(default_factory=dict)  # (run, kind) -> in order
+    files: list[dict[str, Any]] = field(default_factory=list)  # for samples.js
+    prompts: dict[str, int] = field(default_factory=dict)  # text -> number
+    notes: list[str] = field(default_factory=list)
+
+
+def read(folders: Sequence[Path]) -> Rollouts:
+    """Of the runs' folders, in the order of their numbers."""
+    found = Rollouts()
+    kinds = {(run, kind): _files(folder, kind) for run, folder in enumerate(folders) for kind in KINDS}
+    kinds = {key: paths for key, paths in kinds.items() if paths}
+    for (run, kind), paths in kinds.items():
+        mean_size = sum(path.stat().st_size for path in paths) / len(paths) + 1
+        chosen = evenly(paths, min(FILES, max(2, int(READ_BYTES / len(kinds) / mean_size))))
+        sampled = set(evenly(chosen, SAMPLED_FILES))
+        room = PAGE_CHARACTERS // len(kinds) // len(sampled)
+        steps, of = [], 0
+        for path in chosen:
+            records = list(_records(path))
+            if not records:
+                continue
+            steps.append(Step(_step(path), [_length(each) for each in records], [each["reward"] for each in records]))
+            if path in sampled:
+                of += 1
+                found.files.append(_samples(found.prompts, run, kind, path, records, room))
+        found.steps[run, kind] = steps
+        whole = f"{folders[run].name}: " if len(folders) > 1 else ""
+        found.notes.append(f"{whole}{KINDS[kind]}: samples of {of} of {len(paths)} steps")
+    return found
+
+
+def _files(folder: Path, kind: str) -> list[Path]:
+    return sorted((folder / "rollouts").glob(f"{kind}_*.jsonl"), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.rpartition("_")[2])
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete lines of a file, which may be under way. Raises NoRun for one that is not JSON."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:  # a restart has just cut it away
+        return
+    for line in text.split("\n")[:-1]:
+        try:
+            yield json.loads(line)
+        except ValueError:
+            raise NoRun(f"{path} holds a line that is not JSON: {line[:80]!r}") from None
+
+
+def _length(record: dict[str, Any]) -> int:
+    return len(record["completion_tokens"])
+
+
+def evenly(items: Sequence[Item], most: int) -> list[Item]:
+    """At most so many of them, from the first to the last, at equal distances."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else [items[-1]]
+
+
+# ---- samples ----------------------------------------------------------------------------------------------------------------
+
+
+def _samples(prompts: dict[str, int], run: int, kind: str, path: Path, records: list[dict], room: int) -> dict[str, Any]:
+    """One file for samples.js. room: characters for all its texts."""
+    samples = []
+    for record in evenly(records, SAMPLES):
+        prompt, completion = _short(record["prompt"]), _short(record["completion"])
+        room -= len(completion) + (len(prompt) if prompt not in prompts else 0) + 100
+        if room < 0 and samples:
+            break
+        number = prompts.setdefault(prompt, len(prompts))
+        samples.append(
+            {"prompt": number, "completion": completion, "reward": _digits(record["reward"]), "facts": _facts(record)}
+        )
+    return {"run": run, "kind": KINDS[kind], "step": _step(path), "of": len(records), "samples": samples}
+
+
+def _facts(record: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What is told of a sample besides its texts and its reward."""
+    facts: list[tuple[str, Any]] = [("finish", record["finish"]), ("tokens", _length(record))]
+    facts += [(key, _digits(value)) for key, value in record.items() if key not in OWN and isinstance(value, int | float)]
+    if isinstance(answer := (record.get("task") or {}).get("answer"), str | int | float):
+        facts.append(("answer", _short(str(answer), 200)))
+    if versions := sorted({version for version, _ in record.get("spans", ())}):
+        facts.append(("weights of step", " to ".join(str(each) for each in dict.fromkeys((versions[0], versions[-1])))))
+    return facts
+
+
+def _digits(value: float) -> float | None:
+    return float(f"{value:.6g}") if value == value and abs(value) != float("inf") else None
+
+
+def _short(text: str, most: int = TEXT_CHARACTERS) -> str:
+    if len(text) <= most:
+        return text
+    head, tail = most * 2 // 3, most // 3
+    return f"{text[:head]}\n… {len(text) - head - tail:,} characters are left out here …\n{text[-tail:]}"
+
+
+def samples(found: Rollouts) -> Html:
+    return tag("div", data({"files": found.files, "prompts": list(found.prompts)}, "samples-data"), class_="samples")
+
+
+# ---- distributions ----------------------------------------------------------------------------------------------------------
+
+
+def lengths(found: Rollouts, marks: Sequence[Mark]) -> list[Chart]:
+    """Completion lengths of all runs over each other, by kind."""
+    return list(_bands(found, "completion tokens", "tokens", lambda step: step.lengths, marks, []))
+
+
+def rewards(found: Rollouts, labels: Sequence[str], marks: Sequence[Mark]) -> list[Chart]:
+    """Bands over each other; where a run has few different rewards, the share of each, a chart per run."""
+    charts, shared = [], []
+    for (run, kind), steps in found.steps.items():
+        values = sorted({reward for step in steps for reward in step.rewards})
+        if not 1 < len(values) <= DISTINCT:
+            continue
+        shared.append((run, kind))
+        x = [step.step for step in steps]
+        counts = [Counter(step.rewards) for step in steps]
+        shares = [[count[value] / count.total() for count in counts] for value in values]
+        layers = [Series(f"{value:g}", x, y, run) for value, y in zip(values, shares, strict=True)]
+        of = f" of {labels[run]}" if len(labels) > 1 else ""
+        charts.append(Chart(f"share of each reward, {KINDS[kind]}{of}", layers, stacked=True))
+    return [*_bands(found, "reward", "", lambda step: step.rewards, marks, shared), *charts]
+
+
+def _bands(found, what, unit, values, marks, without) -> Iterator[Chart]:
+    """Median, quarters and twentieths by step."""
+    for kind in KINDS:
+        series = []
+        for run, each in found.steps:
+            if each == kind and (run, kind) not in without:
+                steps = found.steps[run, kind]
+                x = [step.step for step in steps]
+                q05, q25, q50, q75, q95 = zip(*(_quantiles(values(step)) for step in steps), strict=True)
+                series += [
+                    Series("5% to 95%", x, (), run, "band", q05, q95),
+                    Series("25% to 75%", x, (), run, "band", q25, q75),
+                    Series("median", x, q50, run),
+                ]
+        if series:
+            yield Chart(f"{what}, {KINDS[kind]}", series, unit=unit, marks=marks)
+
+
+def _quantiles(values: Sequence[float]) -> list[float]:
+    """QUANTILES, between two values linearly."""
+    ordered = sorted(values)
+    found = []
+    for share in QUANTILES:
+        place = share * (len(ordered) - 1)
+        below = int(place)
+        above = min(below + 1, len(ordered) - 1)
+        found.append(ordered[below] + (place - below) * (ordered[above] - ordered[below]))
+    return found

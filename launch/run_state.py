@@ -1,0 +1,171 @@
+"""Whether a run runs: what its job says, where that can be asked, and what its folder says of how it ended.
+
+Asking is bounded in time, and a job that cannot be asked (another machine's, no scontrol here, a slow slurmctld) is told so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from launch import slurm
+from launch.job import JobRecord, read_record
+from launch.past_run import PastRun
+from pipeline.config import RecipeError
+
+ASK_S = 5.0
+"""How long Slurm may take to answer."""
+ASKERS = 8
+"""Jobs that are asked for at once."""
+
+Word = Literal["done", "running", "waiting", "failed", "stopped", "unknown"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A component of the job."""
+
+    name: str
+    state: str  # Slurm's word, or the same for a local job
+    nodes: str = ""  # in Slurm's short form
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RunState:
+    word: Word  # stopped: by somebody, before its end; failed: by itself
+    why: str = ""
+    job: str = ""  # for people, e.g. `Slurm job 17`
+    parts: Sequence[Part] = ()
+    ends_by: float | None = None  # unix seconds: the job's time limit, if it runs and that is known
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a job said; nothing of it is known if `silence` says why."""
+
+    parts: Sequence[Part] = ()
+    ends_by: float | None = None
+    ended: bool = False
+    silence: str = ""
+
+
+def states(runs: Sequence[PastRun]) -> list[RunState]:
+    """Of many runs. Only the jobs of those are asked for that have not told their end, several at once."""
+    with ThreadPoolExecutor(ASKERS) as askers:
+        return list(askers.map(state, runs))
+
+
+def state(run: PastRun) -> RunState:
+    """Of one run. What may not be read, or is being written anew, makes it unknown."""
+    try:
+        return _state(run)
+    except OSError as error:
+        return RunState("unknown", f"{error.filename} cannot be read: {error.strerror}")
+
+
+def _state(run: PastRun) -> RunState:
+    record = read_record(run.folder)
+    done = (run.folder / "done.json").exists()
+    if record is None:
+        return RunState("done" if done else "unknown", "" if done else "it has never been submitted: there is no job.json")
+    job = f"{'Slurm' if record.executor == 'slurm' else record.executor} job {record.job_id}"
+    if done:
+        return RunState("done", job=job)
+    answer = _ask(run, record)
+    if answer.silence:
+        return _by_folder(run, answer.silence, job)
+    words = {part.state for part in answer.parts}
+    why = next((part.reason for part in answer.parts if part.reason), "")
+    if answer.ended:
+        word: Word = "stopped" if words & {"CANCELLED", "REVOKED"} else "failed"
+        verdict = run.attempts[-1].verdict if run.attempts else None
+        ending = f"its job ended as {' and '.join(sorted(words))}, and the run is not complete"
+        return RunState(word, (verdict or why).removeprefix("stop: ") or ending, job, answer.parts)
+    running = bool(words & {"RUNNING", "COMPLETING", "SIGNALING", "SUSPENDED", "STAGE_OUT"})
+    return RunState("running" if running else "waiting", why, job, answer.parts, answer.ends_by)
+
+
+def _by_folder(run: PastRun, silence: str, job: str) -> RunState:
+    """Its job cannot be asked."""
+    latest = run.attempts[-1] if run.attempts else None
+    if latest and (verdict := latest.verdict) and verdict.startswith("stop"):
+        return RunState("failed", verdict.removeprefix("stop: "), job)
+    if latest and not latest.verdict and latest.failure:
+        return RunState("failed", "a rank failed, and nobody has said what follows", job)
+    return RunState("unknown", silence, job)
+
+
+# ---- asking -----------------------------------------------------------------------------------------------------------------
+
+
+def _ask(run: PastRun, record: JobRecord) -> _Answer:
+    return _ask_slurm(run, record.job_id) if record.executor == "slurm" else _ask_local(run, record)
+
+
+def _ask_local(run: PastRun, record: JobRecord) -> _Answer:
+    try:
+        status = record.attach(run.folder).status(now=True)
+    except RecipeError:
+        return _Answer(silence=f"its processes are on {record.host}; ask there")
+    reason = status.reason
+    parts = [Part(name, status.state, record.host, reason) for name in run.components]
+    started = run.attempts[-1].started if run.attempts else None
+    limit = run.of("cluster.time_min")
+    ends_by = started + 60 * limit if started and limit and not status.ended else None
+    return _Answer(parts, ends_by, status.ended)
+
+
+def _ask_slurm(run: PastRun, job_id: str) -> _Answer:
+    try:
+        answer = _run("scontrol", "show", "job", "-o", job_id)
+    except FileNotFoundError:
+        return _Answer(silence="there is no scontrol here to ask about its job")
+    except subprocess.TimeoutExpired:
+        return _Answer(silence=f"Slurm did not answer within {ASK_S:g} s")
+    names = list(run.components)
+    if answer.returncode == 0:
+        lines = [line for line in answer.stdout.splitlines() if line.startswith("JobId=")]
+        rows = [slurm.parse(line) for line in lines]
+        ends = [end for line in lines if (end := _moment(line, "EndTime"))]
+        return _of_rows(rows, names, min(ends, default=None))
+    if "Invalid job id" not in answer.stderr:
+        return _Answer(silence=f"Slurm did not answer: {answer.stderr.strip()}")
+    with contextlib.suppress(FileNotFoundError, subprocess.TimeoutExpired):
+        answer = _run("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id)
+        rows = [slurm.parse_sacct(*row) for line in answer.stdout.splitlines() if len(row := line.split("|")) == 3]
+        if rows:
+            return _of_rows(rows, names, None)
+    if run.attempts and run.attempts[-1].verdict is None:
+        return _Answer([Part(name, slurm.GONE) for name in names], ended=True)
+    return _Answer(silence="Slurm does not know its job any more")
+
+
+def _of_rows(rows: list[dict[str, str]], names: list[str], ends_by: float | None) -> _Answer:
+    rows = sorted(rows, key=lambda row: int(row["Offset"]))
+    parts = [
+        Part(names[i] if i < len(names) else f"component {i}", row["State"], row["NodeList"], _reason(row["Reason"]))
+        for i, row in enumerate(rows)
+    ]
+    ended = all(row["State"] in slurm.TERMINAL for row in rows)
+    return _Answer(parts, None if ended else ends_by, ended)
+
+
+def _reason(reason: str) -> str:
+    return "" if reason == "None" else reason
+
+
+def _moment(line: str, key: str) -> float | None:
+    """Of `scontrol show job -o`, in unix seconds; its times are local ones."""
+    found = re.search(rf"\s{key}=(\d{{4}}-\S+)", line)
+    return datetime.fromisoformat(found[1]).timestamp() if found else None
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=ASK_S)

@@ -1,0 +1,154 @@
+"""What is to be known of a run now, as plain values: `status` prints them, or hands them on as JSON.
+
+A line's worth is cheap, so that hundreds of runs can be told: of metrics.jsonl only the end is read.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from launch.attempts import PastAttempt
+from launch.follow import first_failure, telling_log
+from launch.past_run import Metrics, PastRun, last_sign, phases
+from launch.run_state import RunState
+from pipeline.checkpoint import Checkpoints
+from pipeline.config import CheckpointingConfig, durations
+
+RECENT = 20
+"""Steps that pace, trends and phase times are of."""
+TOLD = ("train/reward", "train/accuracy", "train/loss", "val/reward", "val/accuracy", "val/loss", "train/grad_norm")
+LOG_BYTES = 64 << 10
+LOG_LINES = 20
+"""Of the log of a run that failed and left no failure.json."""
+
+
+def line(run: PastRun, state: RunState) -> dict[str, Any]:
+    """For a list. Times are unix seconds, durations seconds; None where something is not known yet."""
+    metrics = run.metrics(RECENT)
+    pace = _pace(run, metrics)
+    step = int(metrics.steps[-1]) if metrics.steps else 0
+    left = (run.max_steps - step) * pace if pace and state.word == "running" else None
+    return {
+        "folder": str(run.folder),
+        "name": run.name,
+        "algorithm": run.algorithm,
+        "state": state.word,
+        "why": state.why,
+        "job": state.job,
+        "step": step,
+        "max_steps": run.max_steps,
+        "seconds_per_step": pace,
+        "seconds_left": left,
+        "restarts": max(0, len(run.attempts) - 1),
+        "last_written": run.last_written(),
+        "metrics": {key: values for key in TOLD if (values := _recent(metrics, key))},
+    }
+
+
+def whole(run: PastRun, state: RunState) -> dict[str, Any]:
+    """For one run."""
+    metrics = run.metrics(RECENT)
+    return {
+        **line(run, state),
+        "model": run.model,
+        "backend": run.backend,
+        "layout": run.layout,
+        "components": [{"name": p.name, "state": p.state, "nodes": p.nodes, "reason": p.reason} for p in state.parts],
+        "starting": state.word == "running" and _steps_of_now(run, metrics) == {},
+        "ends_by": state.ends_by,
+        "saves_by": _saves_by(run, state),
+        "phases": _phase_means(metrics),
+        "tokens_per_s": metrics.last("throughput/tokens_per_s"),
+        "checkpoint": _checkpoint(run),
+        "attempts": [_attempt(attempt) for attempt in run.attempts],
+        "failure": _why(run, state),
+        "logs": str(run.attempts[-1].folder if run.attempts else run.folder / "submitit"),
+    }
+
+
+# ---- how fast, how well -----------------------------------------------------------------------------------------------------
+
+
+def _pace(run: PastRun, metrics: Metrics) -> float | None:
+    """Seconds from one step's end to the next one's, all between them included, in the present attempt; None before there are
+    two steps of it."""
+    own = sorted(_steps_of_now(run, metrics).items())[-RECENT:]
+    if len(own) < 2:
+        return None
+    (first, begin), (last, end) = own[0], own[-1]
+    return (end - begin) / (last - first)
+
+
+def _steps_of_now(run: PastRun, metrics: Metrics) -> dict[float, float]:
+    """Step -> when it ended, of the present attempt."""
+    begun = run.attempts[-1].started if run.attempts else 0.0
+    return {step: moment for step, moment in zip(metrics.steps, metrics.times, strict=True) if moment > begun}
+
+
+def _recent(metrics: Metrics, key: str) -> list[float]:
+    """The last values, oldest first."""
+    return list(metrics.columns[key][1][-RECENT:]) if key in metrics.columns else []
+
+
+def _phase_means(metrics: Metrics) -> dict[str, float]:
+    """Seconds of each phase in a step, the mean of the last ones."""
+    recent = {phase: seconds[-RECENT:] for phase, (_, seconds) in phases(metrics).items()}
+    return {phase: sum(seconds) / len(seconds) for phase, seconds in recent.items()}
+
+
+def _saves_by(run: PastRun, state: RunState) -> float | None:
+    by = run.of("checkpointing.checkpoint_must_save_by")
+    if by is None or state.word != "running" or not run.attempts:
+        return None
+    return run.attempts[-1].started + durations.seconds(by)
+
+
+# ---- what is kept, and what failed ------------------------------------------------------------------------------------------
+
+
+def _checkpoint(run: PastRun) -> dict[str, Any]:
+    """The latest complete checkpoint, and what is being written or was left half-written."""
+    folder = run.folder / "checkpoints"
+    found = Checkpoints(run.folder, "", CheckpointingConfig()).all()
+    partial = sorted(path.name.split(".")[1] for path in folder.glob(".step_*.partial"))
+    spoiled = {path.name for path in folder.glob("step_*")} - {each.folder.name for each in found}
+    told: dict[str, Any] = {"count": len(found), "partial": partial, "incomplete": sorted(spoiled)}
+    if found:
+        latest = found[-1]
+        sizes = [path.stat().st_size for path in latest.folder.rglob("*") if path.is_file()]
+        written = (latest.folder / "complete.json").stat().st_mtime
+        told |= {"step": latest.step, "written": written, "bytes": sum(sizes), "folder": str(latest.folder)}
+    return told
+
+
+def _attempt(attempt: PastAttempt) -> dict[str, Any]:
+    return {
+        "name": attempt.name,
+        "started": attempt.started,
+        "lasted": max(0.0, last_sign(attempt) - attempt.started),
+        "verdict": attempt.verdict,
+        "bad_nodes": attempt.bad_nodes,
+        "failure": attempt.failure,
+    }
+
+
+def _why(run: PastRun, state: RunState) -> list[str]:
+    """Why the latest attempt failed, in lines: who failed first, or the end of the log that tells most; none if it did not."""
+    attempt = run.attempts[-1] if run.attempts else None
+    if attempt and attempt.failure:
+        return first_failure(attempt)
+    if (
+        state.word != "failed"
+        or (attempt and attempt.left)
+        or not (log := telling_log(run.folder, attempt.logs if attempt else []))
+    ):
+        return []
+    return [f"the end of {log}:", *(f"  {each}" for each in _end(log))]
+
+
+def _end(log: Path) -> list[str]:
+    with open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]

@@ -1,0 +1,232 @@
+"""Run a suite of recipes over seeds and judge what came of it: python launch/sweep.py sweep=NAME [key=value ...]
+
+    sweep=NAME            a file in recipes/sweeps/, without .yaml, or a path to one
+    key=value             a key of the suite (max_concurrent=2, runs.NAME.overrides.sft.max_num_steps=50), or of every recipe
+    id=ID                 which one of this name; default: today's date. The same command again goes on with it
+    wait=true             on Slurm: stay until it has been judged, and end with the verdict
+    update_baseline=true  make what this sweep measures the baseline that later ones are judged by
+    dry_run=true          print the jobs, and write nothing
+    check=DIR             judge a sweep that was begun: what the job at its end does. Retries what failed, once
+
+On Slurm the command submits all jobs, with the check behind them, and returns. On this machine it stays to the end. The reports
+are in the sweep's folder, runs/sweeps/NAME/ID: report.html, report.md, junit.xml.
+
+Ends with status 0 if the sweep passed, or was submitted; 1 if a gate failed; 2 if the suite is wrong (nothing is submitted).
+
+Imports neither torch nor transformers: a login node answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
+
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+from launch import command_line
+from launch.sweeps import baseline, lanes, suite, verdict
+from launch.sweeps.folder import LOCK_S, Folder, Plan
+from launch.sweeps.jobs import jobs_of
+from launch.sweeps.junit import junit
+from launch.sweeps.markdown import markdown
+from launch.sweeps.page import page
+from launch.sweeps.queue import Queue
+from launch.sweeps.verdict import Outcome, Result
+from pipeline.config import RecipeError, refuse
+from pipeline.files import write_durably
+
+FLAGS = ("wait", "update_baseline", "dry_run")
+POLL_S = 2.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line."""
+
+    sweep: str | None
+    check: Path | None
+    arguments: list[str]  # of the suite, and of every recipe
+    id: str
+    wait: bool = False
+    update_baseline: bool = False
+    dry_run: bool = False
+
+
+def parse(arguments: list[str]) -> Request:
+    """Raises RecipeError for what is not key=value and for a command line that asks for nothing or for two things."""
+    special, rest = command_line.split(arguments, ("sweep", "check", "id", *FLAGS))
+    flags = {flag: special.get(flag, "false").lower() for flag in FLAGS}
+    wrong = [f"{flag}: '{special[flag]}' is not true or false" for flag in FLAGS if flags[flag] not in ("true", "false")]
+    if ("sweep" in special) == ("check" in special):
+        wrong.append("the command line needs sweep=NAME, or check=DIR")
+    if "check" in special and (rest or {"id", "wait", "dry_run"} & special.keys()):
+        wrong.append("check=DIR takes update_baseline=true at most: the sweep is what it was begun as")
+    name = special.get("id", date.today().isoformat())
+    if not suite.NAME.fullmatch(name):
+        wrong.append(f"id: '{name}' must be letters, digits, '.', '_' and '-'; it is the name of a folder")
+    refuse(wrong)
+    check = Path(special["check"]).absolute() if "check" in special else None
+    return Request(special.get("sweep"), check, rest, name, **{flag: flags[flag] == "true" for flag in FLAGS})
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(__doc__.strip())
+        return 0 if arguments else 2
+    own = _forget_own_job()
+    try:
+        request = parse(arguments)
+        return check(request.check, request.update_baseline, own) if request.check else begin(request)
+    except RecipeError as error:
+        told = error.problems if len(error.problems) == 1 else (f"{len(error.problems)} problems", *error.problems)
+        print("error: " + "\n  - ".join(told), file=sys.stderr)
+        return 2
+    except (FailedJobError, FailedSubmissionError) as error:
+        print(f"error: sbatch refused a job: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nwhat was submitted goes on; the same command goes on with the sweep", file=sys.stderr)
+        return 130
+
+
+def _forget_own_job() -> str | None:
+    """Inside a Slurm job (the check, or scrontab's) its variables must not reach the jobs that are submitted. That job's id."""
+    own = os.environ.get("SLURM_JOB_ID")
+    for key in [key for key in os.environ if key.startswith("SLURM_") and key != "SLURM_CONF"]:
+        del os.environ[key]
+    return own
+
+
+# ---- beginning, and going on ------------------------------------------------------------------------------------------------
+
+
+def begin(request: Request) -> int:
+    """Raises RecipeError."""
+    asked = suite.load(request.sweep, request.arguments)
+    folder = Folder(Path(asked.suite.folder) / asked.suite.name / request.id)
+    if folder.begun:
+        folder.refuse_other(asked.suite, asked.overrides)
+    if baseline.read(asked.baseline) is None and not request.update_baseline:
+        print(f"# no baseline yet, {asked.baseline}: gates that need it will fail; update_baseline=true writes it")
+    if request.dry_run:
+        return show(asked, folder)
+    jobs, executor = ([], folder.plan.executor) if folder.begun else jobs_of(asked, folder.path)
+    with folder.locked():
+        if not folder.begun:
+            plan = Plan(request.id, executor, str(Path.cwd()), str(asked.baseline), asked.overrides, jobs)
+            folder.begin(asked.suite, plan)
+        if request.update_baseline:
+            folder.want_baseline(True)
+        if (over := _verdict(folder)) and not request.update_baseline:
+            print(f"{over['summary']}\n{folder.path} is complete; id=NAME begins another")
+            return 0 if over["passed"] else 1
+        print(f"{folder.title}: {len(folder.plan.jobs)} jobs, in {folder.path}", flush=True)
+        if executor == "local":
+            lanes.run_here(folder)
+            return report(folder)
+        if not _submit(folder):
+            return report(folder)
+    return follow(folder) if request.wait else 0
+
+
+def show(asked: suite.Asked, folder: Folder) -> int:
+    jobs, executor = jobs_of(asked, folder.path)
+    print(f"{folder.title}: {len(jobs)} jobs on {executor}, at most {asked.suite.max_concurrent} at once, in {folder.path}")
+    for job in jobs:
+        after = f"  after {', '.join(job.needs)}" if job.needs else ""
+        print(f"{job.name}: recipe={job.recipe} {' '.join(job.overrides)}{after}")
+    return 0
+
+
+def _submit(folder: Folder, own: str | None = None) -> bool:
+    """Under Slurm: whatever is missing, and the check behind it; whether there is anything to wait for.
+
+    own: the id of the job that this is, if it is the check. While another check waits, what failed is left to that.
+    """
+    queue = Queue("slurm")
+    standings = folder.standings(queue)
+    checker = folder.check_job(queue, but=own)
+    live = [each for each in standings if each.state == "live"]
+    todo = lanes.due(standings, folder.suite.retries)
+    if checker:
+        todo = [each for each in todo if each.state == "missing"]
+    if not live and not todo:
+        return checker is not None
+    lanes.submit_all(folder, todo, live)
+    if checker and not todo:
+        print(f"{len(live)} jobs are under way, and Slurm job {checker} judges them")
+        return True
+    waits_for = [each.record.job_id for each in folder.standings(Queue("slurm")) if each.state == "live"]
+    print(f"the check: Slurm job {lanes.submit_check(folder, waits_for)}, when {len(waits_for)} jobs have ended", flush=True)
+    return True
+
+
+# ---- the end ----------------------------------------------------------------------------------------------------------------
+
+
+def check(path: Path, update_baseline: bool, own: str | None) -> int:
+    """Judge, unless something has to be tried again first. own: the Slurm job that this is. Raises RecipeError."""
+    folder = Folder(path)
+    executor = folder.plan.executor
+    os.chdir(folder.plan.cwd)
+    with folder.locked(LOCK_S):
+        if update_baseline:
+            folder.want_baseline(True)
+        if executor == "slurm" and not _verdict(folder) and _submit(folder, own):
+            return 0
+        return report(folder)
+
+
+def report(folder: Folder) -> int:
+    """The verdict, and its reports in the folder. 0: passed, 1: not."""
+    result = verdict.conclude(folder)
+    write_durably(folder.path / "junit.xml", junit(result))
+    write_durably(folder.path / "report.md", markdown(result))
+    write_durably(folder.path / "report.html", page(result))
+    folder.want_baseline(False)  # it has been written, or could not be
+    verdict.write(result)
+    tell(result)
+    return 0 if result.passed else 1
+
+
+def tell(result: Result) -> None:
+    for each in result.verdicts:
+        if each.outcome is not Outcome.PASSED or "RETRIED" in each.said:
+            print(f"{each.outcome.value}: {each.run}, {each.gate}: {each.said}")
+    for note in result.notes:
+        print(f"note: {note}")
+    print(f"{result.summary}\n{result.folder}/report.html", flush=True)
+
+
+def _verdict(folder: Folder) -> dict | None:
+    path = folder.path / "verdict.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def follow(folder: Folder) -> int:
+    """Until it has been judged, by whichever check."""
+    said: dict[str, str] = {}
+    while not (over := _verdict(folder)):
+        queue = Queue("slurm")
+        standings = folder.standings(queue)
+        lanes.tell(standings, said)
+        if not folder.check_job(queue) and not _verdict(folder):
+            time.sleep(POLL_S)  # it may have submitted the next, or just have written
+            if not folder.check_job(Queue("slurm")) and not _verdict(folder):
+                print(f"error: the check ended without a verdict: {folder.path}/check.log", file=sys.stderr)
+                return 1
+        time.sleep(POLL_S)
+    print((folder.path / "report.md").read_text())
+    return 0 if over["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

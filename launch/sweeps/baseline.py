@@ -1,0 +1,125 @@
+"""The numbers of an earlier sweep that passed, which bands and speeds are judged by: a YAML file for Git.
+
+Per run and gate the value of every seed; per metric of a gate the band of its curves over the seeds, for the report. Sorted,
+one number a line, with where it comes from: commit, date, seeds, hardware. Written by `update_baseline=true`, not by hand.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from launch.sweeps.expressions import Curve
+from pipeline.config import RecipeError, layers, typed
+from pipeline.files import write_durably
+
+HEADER = "# Written by `python launch/sweep.py ... update_baseline=true`. Bands and speeds of the sweep are judged by it.\n"
+POINTS = 40
+"""Of a stored curve at most."""
+
+
+@dataclass
+class Provenance:
+    sweep: str = typed.MISSING  # the suite's name and the sweep's id
+    date: str = typed.MISSING
+    commit: str | None = None  # of the code that ran; null: not a Git checkout
+    dirty: bool = False  # it was changed since that commit
+
+
+@dataclass
+class Stored:
+    """A gate's values. The expression is kept because a value of another expression is nothing to compare with."""
+
+    value: str = typed.MISSING
+    relative_to: str | None = None
+    seeds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class StoredCurve:
+    """Over the seeds: mean and standard deviation at each step."""
+
+    steps: list[int] = field(default_factory=list)
+    mean: list[float] = field(default_factory=list)
+    spread: list[float] = field(default_factory=list)
+
+
+@dataclass
+class StoredRun:
+    hardware: str | None = None  # null: the runs did not say
+    overrides: list[str] = field(default_factory=list)  # that the recipe ran with, for who wonders what changed
+    gates: dict[str, Stored] = field(default_factory=dict)
+    curves: dict[str, StoredCurve] = field(default_factory=dict)
+
+
+@dataclass
+class Baseline:
+    provenance: Provenance = field(default_factory=Provenance)
+    runs: dict[str, StoredRun] = field(default_factory=dict)
+
+    def of(self, run: str) -> StoredRun:
+        return self.runs.get(run, StoredRun())
+
+
+def read(path: Path) -> Baseline | None:
+    """None if there is none yet. Raises RecipeError for a file that is no baseline."""
+    if not path.exists():
+        return None
+    tree, faults = layers.chain(path), {}
+    wrong = [problem for _, problem in typed.unknown(Baseline, tree, Baseline)]
+    if not wrong:
+        found = typed.built(Baseline, typed.filled(Baseline, tree), faults)
+        wrong = [f"{key}: {fault}" for key, fault in faults.items()]
+    if wrong:
+        raise RecipeError(*(f"baseline {path}: {problem}" for problem in wrong))
+    return found
+
+
+def write(baseline: Baseline, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, HEADER + layers.dumped(_sorted(asdict(baseline))))
+
+
+def by_step(seeds: Iterable[Curve]) -> dict[int, list[float]]:
+    """At each step, in order, the values of the seeds that have one."""
+    found: dict[int, list[float]] = {}
+    for curve in seeds:
+        for step, value in zip(curve.steps, curve.values, strict=True):
+            if value is not None:
+                found.setdefault(step, []).append(value)
+    return dict(sorted(found.items()))
+
+
+def mean_and_spread(seeds: Iterable[Curve]) -> tuple[dict[int, float], dict[int, float]]:
+    """At each step."""
+    found = by_step(seeds)
+    mean = {step: statistics.fmean(values) for step, values in found.items()}
+    return mean, {step: spread(values) for step, values in found.items()}
+
+
+def stored_curve(seeds: Iterable[Curve]) -> StoredCurve:
+    """Thinned to POINTS."""
+    mean, width = mean_and_spread(seeds)
+    steps = [*mean]
+    count = min(POINTS, len(steps))
+    kept = [steps[i * (len(steps) - 1) // max(1, count - 1)] for i in range(count)]
+    return StoredCurve(kept, [_short(mean[step]) for step in kept], [_short(width[step]) for step in kept])
+
+
+def spread(values: Iterable[float]) -> float:
+    """The standard deviation of a sample; 0 of a single value."""
+    values = list(values)
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _sorted(value: object) -> object:
+    """Keys in order; seeds by number."""
+    if isinstance(value, Mapping):
+        return {key: _sorted(value[key]) for key in sorted(value, key=lambda key: (int(key) if key.isdigit() else -1, key))}
+    return value

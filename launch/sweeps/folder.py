@@ -1,0 +1,212 @@
+"""A sweep's own folder: what it consists of, what was submitted when, and what has become of each job.
+
+    runs/sweeps/<name>/<id>/
+      suite.yaml     resolved                       check.sh, check.log   the job that judges at the end
+      sweep.json     its jobs, where and by whom    verdict.json          what came of every gate
+      jobs.jsonl     a line per submission          junit.xml, report.md, report.html
+      runs/<run>-<seed>/                            the run folders
+Whether a job runs or has ended is asked of Slurm and of its run folder, never remembered here, so that nothing is lost with the
+process that submitted it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch import run_folder
+from launch.job import JobRecord, JobStatus, read_record, write_json, write_record
+from launch.sweeps import suite as suites
+from launch.sweeps.queue import Queue
+from launch.sweeps.suite import Suite
+from pipeline.config import RecipeError
+from pipeline.files import listed, write_durably
+
+SETTLE_S = 5.0
+"""How long done.json may lag behind the job's end on a shared file system."""
+LOCK_S = 600.0
+"""How long the check waits for someone who is just submitting."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one seed; or a recipe that such runs need, which is run once for all."""
+
+    name: str
+    recipe: str
+    overrides: list[str]
+    run_dir: str  # absolute
+    run: str | None = None  # None: needed by others
+    seed: int | None = None
+    needs: list[str] = field(default_factory=list)  # names of jobs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """sweep.json: what was decided when the sweep was begun."""
+
+    id: str
+    executor: str  # slurm, local
+    cwd: str  # where recipes' relative paths begin
+    baseline: str
+    overrides: list[str]  # of the command line, for every recipe
+    jobs: list[Job]
+    update_baseline: bool = False
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A line of jobs.jsonl."""
+
+    job: str  # a job's name
+    job_id: str
+    time: float
+    after: list[str] = field(default_factory=list)  # of a retry: what its predecessor failed of, in lines
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What has become of a job."""
+
+    job: Job
+    state: str  # missing: never submitted; live; done; failed
+    record: JobRecord | None = None  # of the latest submission
+    status: JobStatus | None = None  # of that
+    tries: int = 0
+
+
+class Folder:
+    def __init__(self, path: Path):
+        self.path = path.absolute()
+
+    @property
+    def title(self) -> str:
+        return f"{self.path.parent.name} {self.path.name}"
+
+    # ---- what it consists of ------------------------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> bool:
+        return (self.path / "sweep.json").exists()
+
+    @property
+    def plan(self) -> Plan:
+        """Raises RecipeError where there is none."""
+        if not self.begun:
+            raise RecipeError(f"{self.path} is not the folder of a sweep: it has no sweep.json")
+        said = json.loads((self.path / "sweep.json").read_text())
+        return Plan(**{**said, "jobs": [Job(**job) for job in said["jobs"]]})
+
+    @property
+    def suite(self) -> Suite:
+        return suites.read(self.path / "suite.yaml")
+
+    def begin(self, suite: Suite, plan: Plan) -> None:
+        """sweep.json comes last: with it the folder is complete."""
+        write_durably(self.path / "suite.yaml", suites.to_yaml(suite))
+        write_json(self.path / "sweep.json", asdict(plan))
+
+    def want_baseline(self, wanted: bool) -> None:
+        """Whether the check shall write a new baseline."""
+        write_json(self.path / "sweep.json", {**asdict(self.plan), "update_baseline": wanted})
+
+    def refuse_other(self, suite: Suite, overrides: list[str]) -> None:
+        """Raises RecipeError if the sweep in this folder was begun with another suite."""
+        before = {**_flat("", asdict(self.suite)), "the command line": self.plan.overrides}
+        now = {**_flat("", asdict(suite)), "the command line": overrides}
+        for key in [*now, *before]:
+            if now.get(key) != before.get(key):
+                raise RecipeError(
+                    f"{self.path} was begun with another suite: {key} is {before.get(key)} there and {now.get(key)} here; give"
+                    " the same, or begin another with id=NAME"
+                )
+
+    @contextlib.contextmanager
+    def locked(self, wait_s: float = 0.0) -> Iterator[None]:
+        """Create the folder if need be, and hold it. Raises RecipeError if another process has it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / ".lock", "w")  # noqa: SIM115 closed below
+        except OSError as error:
+            raise RecipeError(f"folder: {self.path} cannot be written: {error.strerror}") from None
+        deadline = time.monotonic() + wait_s
+        with lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise RecipeError(f"{self.path} is just being submitted or judged by another process") from None
+                    time.sleep(0.2)
+            yield
+
+    # ---- what was submitted -------------------------------------------------------------------------------------------------
+
+    def submissions(self, job: str) -> list[Submission]:
+        """Of one job, oldest first. A line that a kill cut short is left out: its run folder knows the job."""
+        path = self.path / "jobs.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        found = [Submission(**json.loads(line)) for line in lines if line.startswith("{") and line.endswith("}")]
+        return [each for each in found if each.job == job]
+
+    def record(self, job: str, job_id: str, after: list[str] | None = None) -> None:
+        with open(self.path / "jobs.jsonl", "a+b") as file:
+            file.seek(max(0, file.seek(0, 2) - 1))
+            cut = file.read(1) not in (b"", b"\n")  # by a kill: begin a line of our own
+            line = json.dumps(asdict(Submission(job, job_id, time.time(), after or [])))
+            file.write(f"{chr(10) if cut else ''}{line}\n".encode())
+
+    # ---- what has become of it ----------------------------------------------------------------------------------------------
+
+    def standings(self, queue: Queue) -> list[Standing]:
+        """Raises RecipeError where it cannot be told from here."""
+        return [self._standing(job, queue) for job in self.plan.jobs]
+
+    def _standing(self, job: Job, queue: Queue) -> Standing:
+        run_dir = Path(job.run_dir)
+        ids = [each.job_id for each in self.submissions(job.name)]
+        record = read_record(run_dir)
+        if record is not None and job.run is not None and record.job_id not in ids:
+            ids.append(record.job_id)  # killed before it could note the submission; nobody else writes into this folder
+        if run_folder.done_step(run_dir) is not None:
+            return Standing(job, "done", record, None, len(ids))
+        status = queue.of(record, run_dir) if record else None
+        if status and not status.ended:
+            return Standing(job, "live", record, status, max(1, len(ids)))
+        if orphan := queue.writing_into(run_dir):  # its submitter was killed before it could say so
+            write_record(run_dir, orphan)
+            return Standing(job, "live", orphan, queue.of(orphan, run_dir), len(ids) + 1)
+        if status and status.succeeded and _seen_late(run_dir / "done.json"):
+            return Standing(job, "done", record, status, len(ids))
+        if record is None or record.job_id not in ids:  # or one that had failed before this sweep began
+            return Standing(job, "missing")
+        return Standing(job, "failed", record, status, len(ids))
+
+    def check_job(self, queue: Queue, but: str | None = None) -> str | None:
+        """The id of the live Slurm job that will judge, another one than `but`."""
+        return queue.writing_to(re.compile(re.escape(str(self.path / "check.log"))), but)
+
+
+def _seen_late(path: Path) -> bool:
+    """Whether a file that another node may just have written comes into sight."""
+    deadline = time.monotonic() + SETTLE_S
+    while not (there := listed(path)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return there
+
+
+def _flat(prefix: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= _flat(f"{prefix}.{key}" if prefix else str(key), inner)
+    return found

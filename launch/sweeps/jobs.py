@@ -1,0 +1,69 @@
+"""From a suite to its jobs: recipes x seeds x overrides, and what they need first; all that is wrong with any in one list.
+
+Seeds are the outer loop: runs that are compared with each other run near to each other in time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launch.prepare import Prepared, choose_executor, prepare
+from launch.sweeps.folder import Job
+from launch.sweeps.suite import Asked, Suite, flat, seeds_of
+from pipeline import config
+from pipeline.config import RecipeError, refuse
+
+
+def jobs_of(asked: Asked, folder: Path) -> tuple[list[Job], str]:
+    """(jobs, those that others need first; slurm or local). Raises RecipeError with all that is wrong with any of them."""
+    suite, problems, found, executors = asked.suite, [], {}, {}
+    for run, seed in _in_turn(suite):
+        if run in executors and executors[run] is None:
+            continue  # its first seed has told what is wrong
+        try:
+            given, prepared = _prepared(suite, asked.overrides, run, seed, folder)
+        except RecipeError as error:
+            problems += [f"run '{run}': {problem}" for problem in error.problems]
+            executors[run] = None
+            continue
+        executors[run] = choose_executor(prepared[-1].recipe)
+        for job in _jobs(suite.runs[run].recipe or run, given, prepared, run, seed):
+            found.setdefault(job.name, job)
+    if len(kinds := set(executors.values()) - {None}) > 1:
+        told = ", ".join(f"{executor} for '{run}'" for run, executor in executors.items() if executor)
+        problems.append(f"cluster.executor: a sweep runs on one, and here it is {told}")
+    if kinds - {"slurm", "local"}:
+        problems.append("cluster.executor: a sweep runs as jobs of its own; slurm, or local")
+    refuse(problems)
+    return sorted(found.values(), key=lambda job: job.run is not None), kinds.pop()
+
+
+def _in_turn(suite: Suite) -> list[tuple[str, int]]:
+    most = max(len(seeds_of(suite, run)) for run in suite.runs)
+    return [(run, seeds_of(suite, run)[i]) for i in range(most) for run in suite.runs if i < len(seeds_of(suite, run))]
+
+
+def _prepared(suite: Suite, more: list[str], run: str, seed: int, folder: Path) -> tuple[list[str], list[Prepared]]:
+    """(the recipe's overrides, what has to run). Raises RecipeError."""
+    recipe = suite.runs[run].recipe or run
+    given = [*flat(suite.overrides), *flat(suite.runs[run].overrides), *more]
+    algorithm = config.inspect(recipe, given).recipe.algorithm
+    given += [f"{algorithm}.seed={seed}"] if algorithm else []
+    given += [f"run_dir={folder / 'runs' / f'{run}-{seed}'}"]
+    return given, prepare(recipe, given, dry=False)
+
+
+def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, seed: int) -> list[Job]:
+    """Of one run: what it needs, then itself. What is needed has the run folder that launch/prepare.py gives it."""
+    *needed, main = (each.recipe for each in prepared)
+    executor = f"cluster.executor={choose_executor(main)}"  # said, because the check inside a job would choose otherwise
+    names = [recipe.name for recipe in needed]
+
+    def needs(recipe: config.Recipe) -> list[str]:
+        return [need for need in recipe.needs if need in names]
+
+    first = [
+        Job(each.name, each.name, [f"run_dir={each.run_dir}", executor], str(Path(each.run_dir).absolute()), needs=needs(each))
+        for each in needed
+    ]
+    return [*first, Job(f"{run}-{seed}", recipe, [*given, executor], main.run_dir, run, seed, needs(main))]

@@ -1,0 +1,59 @@
+"""JUnit XML, as CI tools read it: a test suite per run, a test case per gate; https://github.com/testmoapp/junitxml."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from launch.sweeps.gates import Outcome, Verdict
+from launch.sweeps.verdict import Ran, Result
+
+
+def junit(result: Result) -> str:
+    name = result.sweep.suite.name
+    names = list(dict.fromkeys(verdict.run for verdict in result.verdicts))
+    suites = ElementTree.Element("testsuites", _counts(f"{name} {result.folder.name}", result.verdicts, result.ran))
+    for run in names:
+        verdicts = [verdict for verdict in result.verdicts if verdict.run == run]
+        ran = [each for each in result.ran if (each.job.run or each.job.name) == run]
+        attributes = {**_counts(f"{name}.{run}", verdicts, ran), "timestamp": result.judged}
+        suite = ElementTree.SubElement(suites, "testsuite", attributes)
+        _properties(suite, result, ran)
+        for verdict in verdicts:
+            _case(suite, name, verdict, ran)
+    ElementTree.indent(suites)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suites, encoding="unicode") + "\n"
+
+
+def _counts(name: str, verdicts: list[Verdict], ran: list[Ran]) -> dict[str, str]:
+    failed = sum(verdict.outcome is Outcome.FAILED for verdict in verdicts)
+    skipped = sum(verdict.outcome is Outcome.NOT_JUDGED for verdict in verdicts)
+    counts = {"tests": len(verdicts), "failures": failed, "errors": 0, "skipped": skipped}
+    seconds = sum(each.seconds for each in ran)
+    return {"name": name, **{key: str(value) for key, value in counts.items()}, "time": f"{seconds:.3f}"}
+
+
+def _properties(suite: ElementTree.Element, result: Result, ran: list[Ran]) -> None:
+    said = [("commit", commit) for commit in result.commits]
+    said += [("retried", each.job.name) for each in ran if each.tries > 1]
+    said += [("restarts", f"{each.job.name}: {each.restarts}") for each in ran if each.restarts]
+    if said:
+        properties = ElementTree.SubElement(suite, "properties")
+        for key, value in said:
+            ElementTree.SubElement(properties, "property", {"name": key, "value": value})
+
+
+def _case(suite: ElementTree.Element, name: str, verdict: Verdict, ran: list[Ran]) -> None:
+    job = next((each for each in ran if each.gate == verdict.gate), None)
+    seconds = f"{job.seconds if job else 0.0:.3f}"
+    attributes = {"classname": f"{name}.{verdict.run}", "name": verdict.gate, "time": seconds}
+    case = ElementTree.SubElement(suite, "testcase", attributes)
+    said = verdict.said
+    values = "\n".join(f"seed {seed}: {value!r}" for seed, value in verdict.values.items())
+    if verdict.outcome is Outcome.FAILED:
+        failure = ElementTree.SubElement(case, "failure", {"message": said, "type": "gate"})
+        whole = "\n\n".join("\n".join(lines) for lines in (job.why if job else []))
+        failure.text = "\n".join(filter(None, (said, values, whole)))
+    elif verdict.outcome is Outcome.NOT_JUDGED:
+        ElementTree.SubElement(case, "skipped", {"message": said})
+    else:
+        ElementTree.SubElement(case, "system-out").text = "\n".join(filter(None, (said, values)))

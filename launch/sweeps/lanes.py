@@ -1,0 +1,132 @@
+"""The submission of a sweep's jobs: as many at once as the suite allows, and each job once, whatever was killed meanwhile.
+
+Under Slurm nothing has to stay alive: a run waits for the one that is `max_concurrent` places before it to end, and the check
+for all of them (`--dependency=afterany`). On this machine the process stays, and starts a run when another has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from launch import slurm, submit
+from launch.attempts import latest
+from launch.follow import failure
+from launch.job import ROOT, JobStatus
+from launch.prepare import prepare
+from launch.sweeps.folder import Folder, Standing
+from launch.sweeps.queue import Queue
+from pipeline import config
+from pipeline.config import RecipeError
+
+POLL_S = 0.5
+
+
+def due(standings: list[Standing], retries: int) -> list[Standing]:
+    """What is to be submitted: what never was, and what failed and may be retried, unless it needs what failed for good."""
+    found: dict[str, Standing] = {}
+    well = {each.job.name for each in standings if each.state in ("done", "live")}
+    for each in standings:
+        may = each.state == "missing" or (each.state == "failed" and each.tries <= retries)
+        if may and all(need in well or need in found for need in each.job.needs):
+            found[each.job.name] = each
+    return [*found.values()]
+
+
+def start(folder: Folder, standing: Standing, after: tuple[str, ...] = (), behind: tuple[str, ...] = ()) -> str:
+    """Submit one job; its id. What submit.py prints goes into submit.log. Raises RecipeError."""
+    job = standing.job
+    why = why_failed(standing) if standing.state == "failed" else []
+    prepared = prepare(job.recipe, job.overrides, dry=False)[-1]
+    with open(folder.path / "submit.log", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        handle = submit.start(prepared, after, behind)
+    folder.record(job.name, handle.job_id, why)
+    again = f", again: {why[0]}" if why else ""
+    print(f"{job.name}: {handle.name()}{again}", flush=True)
+    return handle.job_id
+
+
+def why_failed(standing: Standing) -> list[str]:
+    """In lines, the most telling first."""
+    job, run_dir = standing.job, Path(standing.job.run_dir)
+    if standing.record is None:
+        return [f"was never submitted, because {', '.join(job.needs)} failed"] if job.needs else ["was never submitted"]
+    if job.needs and latest(run_dir) is None:
+        return [f"never started, because {', '.join(job.needs)}, which it needs, did not succeed ({standing.status})"]
+    return failure(run_dir, standing.record.attach(run_dir), standing.status or JobStatus("UNKNOWN"))
+
+
+# ---- under Slurm ----------------------------------------------------------------------------------------------------------
+
+
+def submit_all(folder: Folder, todo: list[Standing], live: list[Standing]) -> None:
+    """Raises RecipeError; what was submitted until then goes on, and the same command submits the rest."""
+    most = folder.suite.max_concurrent
+    ids = {each.job.name: each.record.job_id for each in live}
+    queue = sorted(ids.values(), key=int)
+    for each in todo:
+        after = tuple(ids[need] for need in each.job.needs if need in ids)
+        behind = (queue[-most],) if len(queue) >= most else ()
+        ids[each.job.name] = start(folder, each, after, behind)
+        queue.append(ids[each.job.name])
+
+
+def submit_check(folder: Folder, waits_for: list[str]) -> str:
+    """The job that judges when all others have ended; its id. Raises RecipeError if sbatch refuses it."""
+    suite, plan = folder.suite, folder.plan
+    train = config.read(Path(plan.jobs[-1].run_dir) / "recipe.yaml").cluster.train
+    options = {
+        "job-name": f"{suite.name}-check",
+        "output": folder.path / "check.log",
+        "open-mode": "append",
+        "chdir": plan.cwd,
+        "ntasks": 1,
+        "time": suite.check.time_min,
+        "partition": suite.check.partition or train.partition,
+        "account": suite.check.account or train.account,
+        "qos": suite.check.qos or train.qos,
+        "mem": suite.check.mem,
+        "dependency": slurm.dependency(afterany=tuple(waits_for)),
+    }
+    command = [sys.executable, "-u", str(ROOT / "launch/sweep.py"), f"check={folder.path}"]
+    script = folder.path / "check.sh"
+    script.write_text(f"#!/bin/bash\n# All runs have ended: judges, and retries what failed.\nexec {shlex.join(command)}\n")
+    flags = [f"--{key}={value}" for key, value in options.items() if value is not None]
+    answer = subprocess.run(["sbatch", "--parsable", *flags, str(script)], capture_output=True, text=True)
+    if answer.returncode:
+        raise RecipeError(f"check: sbatch refused the job that judges the sweep: {answer.stderr.strip()}")
+    return answer.stdout.strip().partition(";")[0]
+
+
+# ---- on this machine ------------------------------------------------------------------------------------------------------
+
+
+def run_here(folder: Folder) -> None:
+    """Until all have ended and nothing is left to retry. Raises RecipeError."""
+    suite = folder.suite
+    said: dict[str, str] = {}
+    while True:
+        standings = folder.standings(Queue("local"))
+        tell(standings, said)
+        live = [each for each in standings if each.state == "live"]
+        todo = due(standings, suite.retries)
+        if not live and not todo:
+            return
+        going = {each.job.name for each in standings if each.state == "done"}
+        ready = [each for each in todo if going.issuperset(each.job.needs)]
+        for each in ready[: max(0, suite.max_concurrent - len(live))]:
+            start(folder, each)
+        time.sleep(POLL_S)
+
+
+def tell(standings: list[Standing], said: dict[str, str]) -> None:
+    """A line for each job whose state is not as it was said."""
+    for each in standings:
+        now = each.state if each.status is None else f"{each.state}, {each.status}"
+        if each.state != "missing" and said.get(each.job.name) != now:
+            said[each.job.name] = now
+            print(f"{each.job.name}: {now}", flush=True)

@@ -1,0 +1,75 @@
+"""What a run measured: its metrics as curves, and the hardware that it says it ran on. Reads the run folder alone."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.attempts import all_attempts
+from launch.sweeps.expressions import Curve
+
+NOT_REPRODUCIBLE = ("time", "throughput/")
+"""As in pipeline/metrics.py, which needs torch: keys that begin so differ from run to run; all others must not."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run of one seed."""
+
+    curves: Mapping[str, Curve]
+    hardware: str | None  # e.g. "2 x (8 x NVIDIA H100 80GB HBM3)"; None: it does not say
+    seconds: float = 0.0  # that its attempts took, as far as they left word
+
+    def reproducible(self, patterns: list[str]) -> dict[str, Curve]:
+        """Of the metrics that are called like one of `patterns` those that a second run must have to the last bit."""
+        kept = {name: curve for name, curve in self.curves.items() if not name.startswith(NOT_REPRODUCIBLE)}
+        return {name: curve for name, curve in kept.items() if any(fnmatch.fnmatchcase(name, each) for each in patterns)}
+
+
+def measured(run_dir: Path) -> Measured:
+    lines = read_lines(run_dir / "metrics.jsonl")
+    attempts = all_attempts(run_dir)
+    seconds = max(0.0, lines[-1]["time"] - attempts[0].started) if lines and attempts else 0.0
+    return Measured(curves(lines), _hardware(run_dir), seconds)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a metrics.jsonl; one that is still being written is left out."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def curves(lines: list[dict[str, Any]]) -> dict[str, Curve]:
+    """Every metric over the steps that have it. `step` and the line's own `time` are none."""
+    found: dict[str, tuple[list[int], list[float | None]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name not in ("step", "time"):
+                steps, values = found.setdefault(name, ([], []))
+                steps.append(line["step"])
+                values.append(value)
+    return {name: Curve(steps, values) for name, (steps, values) in found.items()}
+
+
+def _hardware(run_dir: Path) -> str | None:
+    """Of the newest attempt that says it, in its nodes.json: how many nodes of which kind."""
+    for attempt in reversed(all_attempts(run_dir)):
+        if (path := attempt.folder / "nodes.json").exists():
+            return described(json.loads(path.read_text())["nodes"].values())
+    return None
+
+
+def described(nodes: Any) -> str | None:
+    """nodes: those of a nodes.json. None if one of them says neither its GPUs nor its processor."""
+    kinds = []
+    for node in nodes:
+        gpus = Counter(gpu["name"] for gpu in node["gpus"])
+        kind = ", ".join(f"{count} x {name}" for name, count in sorted(gpus.items())) or node.get("cpu")
+        if kind is None:
+            return None
+        kinds.append(kind)
+    return "; ".join(f"{count} x ({kind})" if count > 1 else kind for kind, count in sorted(Counter(kinds).items())) or None

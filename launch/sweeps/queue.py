@@ -1,0 +1,97 @@
+"""One look at what is under way: of all jobs at once, because a sweep has many and asking for each is slow.
+
+It also finds jobs by what they write: one whose submitter was killed between sbatch and its note in the run folder is nobody's
+otherwise, and would be submitted a second time.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import socket
+import subprocess
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from launch import slurm
+from launch.job import JobRecord, JobStatus
+from launch.local import start_time
+from pipeline.config import RecipeError
+
+PAUSES_S = (5, 15)
+
+
+class Queue:
+    """As it is when it is first asked."""
+
+    def __init__(self, executor: str):
+        self._executor = executor
+
+    @functools.cached_property
+    def _seen(self) -> tuple[dict[str, JobStatus], list[tuple[str, str]]]:
+        """(status by job id, (job id, what it writes to) of each). Raises RecipeError where Slurm cannot be asked."""
+        outputs, components = [], defaultdict(list)
+        for line in _scontrol().splitlines():
+            if line.startswith("JobId="):
+                component = slurm.parse(line)
+                components[component["JobID"]].append(component)
+                if output := re.search(r" StdOut=(\S+)", line):
+                    outputs.append((component["JobID"], output[1]))
+        return {job_id: _status(slurm.combine(parts)) for job_id, parts in components.items()}, outputs
+
+    def status(self, job_id: str) -> JobStatus:
+        """Of a Slurm job."""
+        known, _ = self._seen
+        if job_id not in known:
+            info = slurm.query(job_id)  # forgotten by slurmctld; perhaps accounting knows
+            known[job_id] = _status(info) if info else JobStatus("UNKNOWN")
+        return known[job_id]
+
+    def of(self, record: JobRecord, run_dir: Path) -> JobStatus:
+        return self.status(record.job_id) if self._executor == "slurm" else record.attach(run_dir).status(now=True)
+
+    def writing_into(self, run_dir: Path) -> JobRecord | None:
+        """The live job that was submitted for this run folder, whether the folder knows of it or not."""
+        if self._executor == "slurm":
+            found = self.writing_to(re.compile(re.escape(f"{run_dir}/submitit/") + r"\d+_0_log\.out"))
+            return JobRecord("slurm", found, socket.gethostname()) if found else None
+        controller = _controller(run_dir)
+        return JobRecord("local", str(controller), socket.gethostname(), start_time(controller)) if controller else None
+
+    def writing_to(self, output: re.Pattern[str], but: str | None = None) -> str | None:
+        """The id of the live Slurm job whose output is called so, another one than `but`."""
+        known, outputs = self._seen
+        ids = [job_id for job_id, path in outputs if output.fullmatch(path) and job_id != but]
+        return next((job_id for job_id in ids if not known[job_id].ended), None)
+
+
+def _scontrol() -> str:
+    """What it says of all jobs. A controller that is just being restarted is given a moment. Raises RecipeError."""
+    for pause in (*PAUSES_S, None):
+        try:
+            answer = subprocess.run(["scontrol", "show", "job", "-o"], capture_output=True, text=True)
+        except FileNotFoundError:
+            raise RecipeError("the sweep runs on Slurm, and there is no scontrol here to ask what has become of it") from None
+        if answer.returncode == 0:
+            return answer.stdout
+        if pause is not None:
+            time.sleep(pause)
+    raise RecipeError(f"scontrol does not answer: {answer.stderr.strip()}")
+
+
+def _status(info: dict[str, str]) -> JobStatus:
+    state, reason = info["State"], info.get("Reason", "None")
+    return JobStatus(state, "" if reason == "None" else reason, ended=state in slurm.TERMINAL or state == slurm.GONE)
+
+
+def _controller(run_dir: Path) -> int | None:
+    """The process id of launch/local.py's controller for this folder."""
+    ends_with = b"\0".join([b"-m", b"launch.local", str(run_dir).encode(), b""])
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().endswith(ends_with):
+                return int(path.parent.name)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # ended meanwhile, or is not ours
+    return None

@@ -1,0 +1,218 @@
+"""The end of a sweep: every gate is judged, the reports are written, and, if it is wanted, a new baseline.
+
+A run that did not come to its end fails the suite by a gate of its own, `completes`, which names its first failure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from launch.attempts import PastAttempt, all_attempts
+from launch.job import write_json
+from launch.sweeps import baseline as baselines
+from launch.sweeps import expressions
+from launch.sweeps.baseline import Baseline, Provenance, StoredRun
+from launch.sweeps.folder import Folder, Job, Standing
+from launch.sweeps.gates import Case, NotJudged, Outcome, Sweep, Verdict, hardware, judge
+from launch.sweeps.lanes import why_failed
+from launch.sweeps.measured import Measured, measured
+from launch.sweeps.queue import Queue
+from launch.sweeps.suite import kind
+
+COMPLETES = "completes"
+NOT_TEXT = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What a log may hold and a report may not, such as a terminal's escapes: https://www.w3.org/TR/xml/#charsets."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One job, for the reports."""
+
+    job: Job
+    state: str
+    tries: int
+    why: list[list[str]]  # of each try that failed: why, in lines
+    attempts: list[PastAttempt]
+    seconds: float
+
+    @property
+    def gate(self) -> str:
+        """That it came to its end."""
+        return COMPLETES if self.job.seed is None else f"seed {self.job.seed} {COMPLETES}"
+
+    @property
+    def restarts(self) -> int:
+        """Starts of its ranks beyond one per submission: after a crash, the time limit or preemption."""
+        return max(0, len(self.attempts) - self.tries)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of a whole sweep."""
+
+    title: str
+    folder: Path
+    sweep: Sweep
+    ran: list[Ran]
+    verdicts: list[Verdict]  # the runs' ends first, then every gate in the suite's order
+    commits: list[str]  # of the code that ran
+    judged: str  # when, ISO 8601
+    notes: list[str]
+
+    @property
+    def passed(self) -> bool:
+        return not self.failed
+
+    @property
+    def failed(self) -> list[Verdict]:
+        return [verdict for verdict in self.verdicts if verdict.outcome is Outcome.FAILED]
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        counts = {outcome: sum(verdict.outcome is outcome for verdict in self.verdicts) for outcome in Outcome}
+        told = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
+        return f"{self.title}: {'passed' if self.passed else 'FAILED'}: {told}"
+
+
+def conclude(folder: Folder) -> Result:
+    """Judge what is there. Raises RecipeError for a baseline that cannot be read."""
+    plan, suite = folder.plan, folder.suite
+    standings = folder.standings(Queue(plan.executor))
+    runs: dict[str, dict[int, Measured]] = {run: {} for run in suite.runs}
+    for each in standings:
+        if each.state == "done" and each.job.run is not None:
+            runs[each.job.run][each.job.seed] = measured(Path(each.job.run_dir))
+    ran = [_ran(folder, each) for each in standings]
+    path, notes = Path(plan.baseline), []
+    sweep = Sweep(suite, runs, baselines.read(path))
+    commits = _commits(plan.jobs)
+    problems = []
+    if plan.update_baseline:
+        renewed, problems = _renewed(folder, sweep, ran, commits)
+        if not problems:
+            baselines.write(renewed, path)
+            sweep = Sweep(suite, runs, renewed)
+            notes.append(f"the baseline was written anew: {path}")
+    if len(commits) > 1:
+        notes.append(f"the runs are of different versions of the code: {', '.join(commits)}")
+    notes += _changed(sweep, plan.jobs)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    verdicts = [*map(_completes, ran), *judge(sweep)]
+    verdicts += [Verdict("baseline", "update_baseline", Outcome.FAILED, f"not written: {problem}") for problem in problems]
+    return Result(folder.title, folder.path, sweep, ran, verdicts, commits, now, notes)
+
+
+def _ran(folder: Folder, standing: Standing) -> Ran:
+    job, run_dir = standing.job, Path(standing.job.run_dir)
+    why = [each.after for each in folder.submissions(job.name) if each.after]
+    if standing.state in ("failed", "missing"):
+        why.append(why_failed(standing))
+    why = [[NOT_TEXT.sub("?", line) for line in lines] for lines in why]
+    seconds = measured(run_dir).seconds if job.run is not None else 0.0
+    return Ran(job, standing.state, standing.tries, why, all_attempts(run_dir), seconds)
+
+
+def _completes(ran: Ran) -> Verdict:
+    run, gate = ran.job.run or ran.job.name, ran.gate
+    restarts = f"; its ranks were restarted {ran.restarts} times" if ran.restarts else ""
+    if ran.state == "done":
+        if not ran.why:
+            return Verdict(run, gate, Outcome.PASSED, f"done{restarts}")
+        return Verdict(run, gate, Outcome.PASSED, f"RETRIED: done at try {ran.tries}; before: {telling(ran.why[0])}{restarts}")
+    if ran.state == "live":
+        return Verdict(run, gate, Outcome.FAILED, "has not ended yet")
+    again = f"failed {len(ran.why)} times, first: " if len(ran.why) > 1 else ""
+    return Verdict(run, gate, Outcome.FAILED, f"{again}{telling(ran.why[0])}{restarts}")
+
+
+def telling(why: list[str]) -> str:
+    """Of a failure's lines the one that says most: the rank's own words, else the end of the log, else the first."""
+    said = [line for line in why if line.startswith("rank ")]
+    log = [line.strip() for line in why if line.startswith("  ") and line.strip()]
+    return (said or log[-1:] or why)[0]
+
+
+def _commits(jobs: list[Job]) -> list[str]:
+    """Of the runs' latest submissions, as `1a2b3c4` or `1a2b3c4, changed`."""
+    found = set()
+    for job in jobs:
+        path = Path(job.run_dir) / "manifest.json"
+        if job.run is not None and path.exists() and (git := json.loads(path.read_text())[-1]["git"]):
+            found.add(git["commit"][:12] + (", changed" if git["dirty"] else ""))
+    return sorted(found)
+
+
+def _changed(sweep: Sweep, jobs: list[Job]) -> list[str]:
+    """Overrides that are not those of the baseline: the first thing to look at where a gate fails."""
+    notes = []
+    for run in sweep.suite.runs if sweep.baseline else ():
+        before, now = set(sweep.baseline.of(run).overrides), set(_overrides(jobs, run))
+        if run in sweep.baseline.runs and before != now:
+            told = [f"{sign}{each}" for sign, some in (("+", now - before), ("-", before - now)) for each in sorted(some)]
+            notes.append(f"{run} has other overrides than in the baseline: {' '.join(told)}")
+    return notes
+
+
+def _overrides(jobs: list[Job], run: str) -> list[str]:
+    """Of one of its jobs, but for the seed, the folder and where it runs."""
+    job = next(job for job in jobs if job.run == run)
+    own = ("run_dir=", "cluster.")
+    kept = [each for each in job.overrides if not each.startswith(own) and not each.partition("=")[0].endswith(".seed")]
+    return list({each.partition("=")[0]: each for each in kept}.values())
+
+
+# ---- a new baseline -------------------------------------------------------------------------------------------------------
+
+
+def _renewed(folder: Folder, sweep: Sweep, ran: list[Ran], commits: list[str]) -> tuple[Baseline, list[str]]:
+    """(what this sweep measured, why it must not become the baseline: a run failed, or a gate that needs no baseline)."""
+    cases = [case for run in sweep.suite.runs for case in sweep.cases(run)]
+    independent = [case.verdict() for case in cases if kind(case.gate) in ("bounds", "same_as")]
+    bad = [each for each in [*map(_completes, ran), *independent] if each.outcome is not Outcome.PASSED]
+    problems = [f"{each.run}, {each.gate}: {each.said}" for each in bad]
+    runs: dict[str, StoredRun] = {}
+    if not bad:
+        for run in sweep.suite.runs:
+            stored = runs[run] = StoredRun(_hardware(sweep.runs[run]), _overrides(folder.plan.jobs, run))
+            own = [case for case in sweep.cases(run) if kind(case.gate) in ("band", "speed")]
+            for case in own:
+                try:
+                    stored.gates[case.name] = case.to_store()
+                except (NotJudged, expressions.NoValue) as error:
+                    problems.append(f"{run}, {case.name}: {error}")
+            for metric in metrics_of(own):
+                seeds = [each.curves[metric] for each in sweep.runs[run].values() if metric in each.curves]
+                stored.curves[metric] = baselines.stored_curve(seeds)
+    commit = commits[0] if len(commits) == 1 else ""
+    date = datetime.now(UTC).date().isoformat()
+    provenance = Provenance(folder.title, date, commit.partition(",")[0] or None, "changed" in commit)
+    return Baseline(provenance, runs), problems
+
+
+def _hardware(seeds: Mapping[int, Measured]) -> str | None:
+    try:
+        return hardware(seeds.values())
+    except NotJudged:
+        return None
+
+
+def metrics_of(cases: list[Case]) -> list[str]:
+    """The metrics in their expressions, each once."""
+    parsed = (expressions.parse(case.gate.value) for case in cases if case.gate.value is not None)
+    return list(dict.fromkeys(metric for expression in parsed for metric in expressions.metrics(expression)))
+
+
+# ---- for the next process --------------------------------------------------------------------------------------------------
+
+
+def write(result: Result) -> None:
+    """verdict.json, the last of the reports: it says that the sweep is over."""
+    verdicts = [{**asdict(each), "outcome": each.outcome.value} for each in result.verdicts]
+    value = {"passed": result.passed, "summary": result.summary, "judged": result.judged, "commits": result.commits}
+    write_json(result.folder / "verdict.json", {**value, "notes": result.notes, "verdicts": verdicts})

@@ -1,0 +1,85 @@
+"""TensorBoard's curves, written from the lines of metrics.jsonl: what could not be written then is caught up later.
+
+One events file per start of the run, appended to once a step. Not by a SummaryWriter: that writes from a thread of its own, and
+what a full disk did not take from it is gone. Leaves out all but scalars.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from pipeline.files import append
+
+
+class Board:
+    def __init__(self, folder: Path, last: int):
+        """Go on after step `last` (-1: begin): what the folder has beyond it shall not be shown."""
+        self._folder = folder
+        self._shown = _last_step(folder, last)
+        self._path: Path | None = None
+        self._size = 0
+
+    @property
+    def shown(self) -> int:
+        """The last step that it shows; -1: none."""
+        return self._shown
+
+    def show(self, lines: list[dict[str, Any]]) -> None:
+        """The lines of metrics.jsonl after step `shown`, by step. Raises OSError, and may be given them again then."""
+        if self._path is None:
+            self._begin()
+        events = [
+            Event(
+                wall_time=line["time"],
+                step=line["step"],
+                summary=Summary(value=[Summary.Value(tag=key, simple_value=value) for key, value in _scalars(line)]),
+            )
+            for line in lines
+            if line["step"] > self._shown
+        ]
+        if events:
+            self._size = append(self._path, self._size, _records(events), durable=False)
+            self._shown = events[-1].step
+
+    def _begin(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        purge = Event(wall_time=time.time(), step=self._shown + 1, session_log=SessionLog(status=SessionLog.START))
+        head = _records([Event(wall_time=time.time(), file_version="brain.Event:2"), purge])
+        self._size = append(self._folder / name, 0, head, durable=False)
+        self._path = self._folder / name
+
+
+def _scalars(line: dict[str, Any]) -> list[tuple[str, float]]:
+    """null, which stands for NaN and infinity, is left out."""
+    return [(key, value) for key, value in line.items() if key not in ("step", "time") and value is not None]
+
+
+def _records(events: list[Event]) -> bytes:
+    """As TFRecord has them: length, its checksum, the event, its checksum."""
+    buffer = io.BytesIO()
+    writer = RecordWriter(buffer)
+    for event in events:
+        writer.write(event.SerializeToString())
+    return buffer.getvalue()
+
+
+def _last_step(folder: Path, last: int) -> int:
+    """The last step up to `last` that is shown already; -1: none. A file that is cut short counts as far as it goes."""
+    for path in sorted(folder.glob("events.out.tfevents.*"), reverse=True):
+        events = [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
+        if shown := [event.step for event in events if event.HasField("summary")]:
+            return min(shown[-1], last)
+        begins = [event.step for event in events if event.HasField("session_log")]
+        last = min([last, *(step - 1 for step in begins)])
+    return -1

@@ -1,0 +1,97 @@
+"""When to leave a run so that nothing is lost: before its time is up, or because a signal asks for it.
+
+Rank 0 asks between two steps. The time is up at the end of the allocation, or earlier at checkpointing.checkpoint_must_save_by.
+Another step is begun only if it fits in with a save after it, both as long as the longest that was ever measured in this run:
+a step with the validation behind it, and a save from its beginning until the checkpoint was complete. Earlier attempts have
+left these in metrics.jsonl, as time/step, time/validation and time/save.
+
+Left out: ending a step that takes longer than all before it. Then the executor ends the ranks, and the step is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from pipeline import metrics, signals
+from pipeline.config import CheckpointingConfig, durations
+
+SLACK = 1.1
+"""How much longer than the longest yet a step and a save may take."""
+MARGIN_S = 60.0
+"""Kept for ending the ranks, and because clocks and Slurm's are coarse; but not more than MARGIN_SHARE of the allocation."""
+MARGIN_SHARE = 0.05
+UNKNOWN_SAVE_SHARE = 0.1
+"""Of the allocation: what a save is taken to last before one was measured."""
+
+
+class Deadline:
+    def __init__(
+        self,
+        started: float,
+        ends: Mapping[str, float],
+        history: Iterable[Mapping[str, float]],
+        received: Callable[[], list[str]] = signals.received,
+        now: Callable[[], float] = time.time,
+    ):
+        """started: when the attempt did. ends: what -> when it is over. Both in unix seconds.
+
+        history: the lines of metrics.jsonl that earlier attempts have written.
+        """
+        self._started = started
+        self._what, self._end = min(ends.items(), key=lambda end: end[1]) if ends else ("", None)
+        self._received = received
+        self._now = now
+        self._step_s = 0.0
+        self._save_s: float | None = None
+        for line in history:
+            self._measure(line)
+        self._stepped = False
+
+    @classmethod
+    def of_attempt(cls, config: CheckpointingConfig, run_dir: Path, attempt: Path) -> Deadline:
+        """From what the executor tells an attempt, and what earlier ones have measured."""
+        started = float((attempt / "started").read_text())
+        ends = {}
+        if end := os.environ["HETSTEP_END_TIME"]:
+            ends["the allocation"] = float(end)
+        if config.checkpoint_must_save_by is not None:
+            ends["checkpointing.checkpoint_must_save_by"] = started + durations.seconds(config.checkpoint_must_save_by)
+        return cls(started, ends, metrics.read(run_dir / "metrics.jsonl"))
+
+    def stepped(self, line: Mapping[str, float]) -> None:
+        """A step has ended, and this is its line of metrics."""
+        self._measure(line)
+        self._stepped = True
+
+    def saved(self, seconds: float) -> None:
+        """A checkpoint was complete so long after it was begun."""
+        self._measure({"time/save": seconds})
+
+    def _measure(self, line: Mapping[str, float]) -> None:
+        if "time/step" in line:
+            self._step_s = max(self._step_s, line["time/step"] + line.get("time/validation", 0.0))
+        if "time/save" in line:
+            self._save_s = max(self._save_s or 0.0, line["time/save"])
+
+    def why_leave(self) -> str | None:
+        """Why not to begin another step now; None: there is time for it, and nobody asked.
+
+        Each attempt does one step, however little time seems to be left: what was measured may have been an exception, and an
+        attempt that makes no step makes no progress.
+        """
+        if received := self._received():
+            return f"{' and '.join(received)} came"
+        if self._end is None or not self._stepped:
+            return None
+        span, left = self._end - self._started, self._end - self._now()
+        save_s = UNKNOWN_SAVE_SHARE * span if self._save_s is None else self._save_s
+        margin_s = min(MARGIN_S, MARGIN_SHARE * span)
+        if left >= SLACK * (self._step_s + save_s) + margin_s:
+            return None
+        ends = f"ends in {left:.0f} s" if left > 0 else "is over"
+        return (
+            f"{self._what} {ends}: no time for another step ({self._step_s:.1f} s at most so far) and a save ({save_s:.1f} s)"
+        )

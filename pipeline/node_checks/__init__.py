@@ -1,0 +1,209 @@
+"""Before anything is loaded every node is looked at; one that is not as the recipe says, or not as the others, is named.
+
+    check(world, cluster)          # every rank, between `join` and its role
+
+Every rank looks at its own GPU, the first of a component on a node also at that node (`look.py`). The first rank of each node
+then exchanges messages with its neighbours in the ring of nodes (`network.py`). Rank 0 gathers all that, decides who is odd
+(`judge.py`), and leaves it in the attempt's nodes.json and in its own log (`table.py`).
+
+What it costs: a message of each rank to rank 0's store; a small file of each node, which rank 0 reads several at a time; two or
+three exchanges of about 0.1 s, which all nodes do at the same time. On one node nothing is sent and no file is written.
+
+Left out: the network card of any but the first GPU of a node, disks, and whatever breaks later.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from pipeline.attempt import Attempt
+from pipeline.config import ClusterConfig
+from pipeline.files import write_durably
+from pipeline.node_checks import judge, look, network, table
+from pipeline.node_checks.look import Sight
+from pipeline.node_checks.network import Link, Pair, Rounds
+from pipeline.watchdog import Beat, Failure
+from pipeline.world import World
+
+VERB = "check nodes"
+LOOK_S = 120.0
+"""For all ranks to look around: CUDA starts on a busy node, the code is read from a busy file server."""
+CHUNK = 256  # keys that the store is asked for at once
+
+
+class BadNodes(RuntimeError):
+    """Nodes failed their checks. failure.json and bad_nodes of the attempt name them already."""
+
+
+@dataclass
+class Findings:
+    """What rank 0 has gathered. Nodes go by their names, and in the order of their first ranks."""
+
+    ranks: dict[str, list[int]]  # of each node, ascending
+    sights: dict[int, Sight] = field(default_factory=dict)  # of each rank that answered
+    links: dict[Pair, Link] = field(default_factory=dict)  # of the first ranks of two nodes
+    problems: dict[str, list[str]] = field(default_factory=dict)  # of each node that has some
+
+    def blame(self, found: dict[str, list[str]]) -> None:
+        for node, why in found.items():
+            self.problems.setdefault(node, []).extend(why)
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The node of each node's first rank."""
+        return {ranks[0]: node for node, ranks in self.ranks.items()}
+
+
+def check(world: World, cluster: ClusterConfig) -> None:
+    """Every rank calls this. Raises BadNodes on rank 0, and TimeoutError elsewhere if rank 0 does not go on."""
+    if not cluster.node_checks.enabled:
+        return
+    with world.phase("", verb=VERB):
+        if world.rank == 0:
+            _lead(world, cluster)
+        else:
+            _follow(world, cluster)
+
+
+def _look(world: World, cluster: ClusterConfig, token: str) -> Sight:
+    with world.phase("look around"):
+        return look.around(world.place, world.device, getattr(cluster, world.realm), token)
+
+
+# ---- every other rank -------------------------------------------------------------------------------------------------------
+
+
+def _follow(world: World, cluster: ClusterConfig) -> None:
+    """It need not know how things stand: until rank 0 calls a verb it loads nothing."""
+    token = _wait(world, "token", LOOK_S, str)
+    sight = _look(world, cluster, token)
+    _tell(world, f"sight/{world.rank}", sight)
+    if sight.node is None or not token:
+        return
+    for turn in range(network.TURNS):
+        rounds = _wait(world, f"rounds/{turn}", LOOK_S + look.SHARED_S + network.bound_s(network.MOST_ROUNDS), Rounds)
+        look.remove_own(world.place, token)  # rank 0 has read it
+        if links := network.exchange(world, turn, rounds):
+            _tell(world, f"links/{turn}/{world.rank}", links)
+
+
+def _tell(world: World, key: str, value: Any) -> None:
+    world.store.set(f"nodes/{key}", msgspec.msgpack.encode(value))
+
+
+def _wait(world: World, key: str, timeout_s: float, kind: Any) -> Any:
+    """What rank 0 has to say."""
+    try:
+        world.store.wait([f"nodes/{key}"], timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        raise TimeoutError(f"rank 0 (train) has not gone on with the checks of the nodes within {timeout_s:g} s") from error
+    return msgspec.msgpack.decode(world.store.get(f"nodes/{key}"), type=kind)
+
+
+# ---- rank 0 -----------------------------------------------------------------------------------------------------------------
+
+
+def _lead(world: World, cluster: ClusterConfig) -> None:
+    start = time.perf_counter()
+    findings = Findings(_nodes(world))
+    token = secrets.token_hex(16) if len(findings.ranks) > 1 else ""
+    if token:
+        look.leave_own(world.place, token)
+    _tell(world, "token", token)
+    findings.sights[0] = _look(world, cluster, token)
+    with world.phase("wait for what other ranks see"):
+        told = _gather(world, "nodes/sight", range(1, world.size), LOOK_S)
+        findings.sights |= {rank: msgspec.msgpack.decode(sight, type=Sight) for rank, sight in told.items()}
+    findings.blame(_silent(world, findings.ranks, set(range(world.size)) - set(findings.sights), LOOK_S))
+    findings.blame(judge.sights(findings.ranks, findings.sights, world.realms, cluster))
+    if token:
+        with world.phase("read what other nodes wrote"):
+            unread = look.unread(world.place, findings.sights, token)
+        findings.blame(judge.shared(findings.ranks, findings.sights, unread))
+        _measure(world, findings, cluster.node_checks.min_gb_per_s)
+        look.remove_own(world.place, token)
+        findings.blame(judge.links(findings.names, findings.links, cluster.node_checks.min_gb_per_s))
+        findings.blame(judge.clocks(findings.names, findings.links, cluster.node_checks.max_clock_skew_s))
+    record = table.record(findings, time.perf_counter() - start)
+    write_durably(world.place.folder / "nodes.json", json.dumps(record, indent=1) + "\n")
+    print(table.text(record), flush=True)
+    if findings.problems:
+        _fail(world, findings)
+
+
+def _nodes(world: World) -> dict[str, list[int]]:
+    """The ranks of each node."""
+    found: dict[str, list[int]] = {}
+    for rank, node in _gather(world, "here", range(world.size), LOOK_S).items():
+        found.setdefault(node.decode(), []).append(rank)
+    return found
+
+
+def _measure(world: World, findings: Findings, least: float | None) -> None:
+    """The ring of those nodes that can be talked to; then once more, with others, who may be slow."""
+    rounds = network.ring([ranks[0] for ranks in findings.ranks.values() if set(ranks) <= set(findings.sights)])
+    for turn in range(network.TURNS):
+        _tell(world, f"rounds/{turn}", rounds)
+        links, bound = network.exchange(world, turn, rounds), network.bound_s(len(rounds))
+        openers = sorted({opener for pairs in rounds for opener, _ in pairs} - {0})
+        with world.phase("wait for what other nodes measure"):
+            told = _gather(world, f"nodes/links/{turn}", openers, bound)
+        findings.blame(_silent(world, findings.ranks, set(openers) - set(told), bound))
+        for links_told in told.values():
+            links += msgspec.msgpack.decode(links_told, type=list[Link])
+        for link in links:
+            pair = (link.opener, link.other)
+            findings.links[pair] = network.better(link, findings.links.get(pair))
+        rounds = network.again(findings.links, least)
+
+
+def _gather(world: World, prefix: str, ranks: Sequence[int], timeout_s: float) -> dict[int, bytes]:
+    """What ranks have set at `prefix/RANK`, of those that did within the time, in their order."""
+    deadline = time.monotonic() + timeout_s
+    found: dict[int, bytes] = {}
+    while missing := [rank for rank in ranks if rank not in found]:
+        late = time.monotonic() > deadline
+        for first in range(0, len(missing), CHUNK):
+            some = missing[first : first + CHUNK]
+            values = world.store.exchange("nodes/gathering", b"", [f"{prefix}/{rank}" for rank in some])
+            found |= {rank: value for rank, value in zip(some, values, strict=True) if value is not None}
+        if late:
+            break
+        time.sleep(0.01)
+    return dict(sorted(found.items()))
+
+
+def _silent(world: World, nodes: dict[str, list[int]], absent: set[int], timeout_s: float) -> dict[str, list[str]]:
+    """Nodes whose ranks have not answered, and where those are, as their heartbeats tell."""
+    found: dict[str, list[str]] = {}
+    for node, ranks in nodes.items():
+        for rank in sorted(absent & set(ranks)):
+            beat = msgspec.msgpack.decode(world.store.get(f"beat/{rank}"), type=Beat)
+            where = f"it is in verb '{beat.verb}', phase '{beat.phase}'"
+            found.setdefault(node, []).append(f"{world.describe(rank)} has not answered within {timeout_s:g} s; {where}")
+    return found
+
+
+def _fail(world: World, findings: Findings) -> None:
+    """Name the bad nodes to people, and to whoever starts the run again. All of many are named to people only."""
+    bad = {node: "; ".join(findings.problems[node]) for node in findings.ranks if node in findings.problems}
+    total = len(findings.ranks)
+    headline = f"{len(bad)} of {total} nodes failed the checks" if total > 1 else "the node failed its checks"
+    if len(bad) == total > 2:
+        headline += ", so it is the recipe, or what they share"
+    else:
+        Attempt(world.place.folder).tell_bad_nodes(bad)
+    message = f"{headline}: {'; '.join(f'{node}: {why}' for node, why in bad.items())}"
+    first = next(iter(bad))
+    rank = findings.ranks[first][0]
+    Failure(rank, world.realms.name(rank), first, VERB, "", message).record(world.place.folder)
+    raise BadNodes(headline)

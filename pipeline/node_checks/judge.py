@@ -1,0 +1,181 @@
+"""Who is odd: each function takes what was seen and returns {node: [what is wrong with it]}, for people.
+
+Where nodes are compared with each other the majority is right. Between two nodes, or without a majority, both are named.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+
+from pipeline.config import ClusterConfig, ComponentConfig, hardware, ranks_per_node
+from pipeline.node_checks.look import GPU, Sight
+from pipeline.node_checks.network import Link, Pair, sort_out
+from pipeline.world import Realms
+
+Problems = dict[str, list[str]]
+
+FOREIGN_GB = 3.0
+"""A GPU that is ours alone holds this process's CUDA context and cuBLAS's workspace, under 1 GB."""
+MEMORY_SHARE = 0.9
+"""Of what a GPU is sold with, what CUDA shows at least: ECC and the driver keep a few percent of some."""
+LEAST_FREE_GB = 0.016
+"""Of a temporary folder. In /dev/shm NCCL takes about 10 MB for a connection, gloo and vLLM's queues more; in $TMPDIR compilers
+keep their output. With less than 16 MiB nothing of that starts, and the error that comes then is a bus error without a word."""
+
+
+def sights(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], realms: Realms, cluster: ClusterConfig) -> Problems:
+    """What ranks see of GPUs and nodes."""
+    found: Problems = {}
+
+    def blame(more: Mapping[str, list[str]]) -> None:
+        for node, why in more.items():
+            found.setdefault(node, []).extend(why)
+
+    for component in ("train", "generate", "reward"):
+        members = set(getattr(realms, component))
+        config: ComponentConfig = getattr(cluster, component)
+        on = {node: [seen[rank] for rank in ranks if rank in members and rank in seen] for node, ranks in nodes.items()}
+        on = {node: there for node, there in on.items() if there}
+        looks = {node: next((sight.node for sight in there if sight.node), None) for node, there in on.items()}
+        for name in sorted({name for look in looks.values() if look for name in look.versions}):
+            blame(odd({node: look.versions.get(name, "none") for node, look in looks.items() if look}, f"{name} ({component})"))
+        kinds = {node: " and ".join(sorted({s.gpu.name for s in there if s.gpu and s.gpu.name})) for node, there in on.items()}
+        blame(odd({node: kind for node, kind in kinds.items() if kind}, f"its GPUs ({component})"))
+        for node, there in on.items():
+            blame({node: [*_space(there), *(_gpus(there, config, component) if config.gpus_per_node else [])]})
+    code = {node: next((seen[r].node.code for r in ranks if r in seen and seen[r].node), None) for node, ranks in nodes.items()}
+    blame(odd({node: digest for node, digest in code.items() if digest}, "the code in pipeline/ and launch/, digest"))
+    return {node: why for node, why in found.items() if why}
+
+
+def odd(values: Mapping[str, str], what: str) -> Problems:
+    """values: of each node."""
+    counts = Counter(values.values()).most_common()
+    if len(counts) < 2:
+        return {}
+    usual, number = counts[0]
+    if len(values) > 2 and number > len(values) / 2:
+        return {node: [f"{what}: {value}, but {usual} on {number} others"] for node, value in values.items() if value != usual}
+    return {
+        node: [f"{what}: {value}, but {' or '.join(v for v, _ in counts if v != value)} elsewhere"]
+        for node, value in values.items()
+    }
+
+
+def _space(there: list[Sight]) -> list[str]:
+    return [
+        f"{folder}: only {free * 1000:.0f} MB can be written; {LEAST_FREE_GB * 1000:.0f} MB at least"
+        for sight in there
+        if sight.node
+        for folder, free in sight.node.free_gb.items()
+        if free < LEAST_FREE_GB
+    ]
+
+
+def _gpus(there: list[Sight], component: ComponentConfig, name: str) -> list[str]:
+    """A component's GPUs on one node."""
+    own = {sight.rank: sight.gpu for sight in there if sight.gpu}
+    found = [f"rank {rank}: {gpu.problem}" for rank, gpu in own.items() if gpu.problem]
+    visible = {uuid for gpu in own.values() for uuid in gpu.visible}
+    if len(visible) < component.gpus_per_node:
+        found.append(f"it shows {len(visible)} GPUs; cluster.{name}.gpus_per_node is {component.gpus_per_node}")
+    if ranks_per_node(component) <= component.gpus_per_node:
+        users: dict[str, list[int]] = {}
+        for rank, gpu in own.items():
+            users.setdefault(gpu.uuid, []).append(rank)
+        found += [f"ranks {ranks} use the same GPU {uuid}" for uuid, ranks in users.items() if uuid and len(ranks) > 1]
+    for rank, gpu in own.items():
+        found += _memory(rank, gpu, component, name)
+    for node in (sight.node for sight in there if sight.node):
+        found += [node.driver] if node.driver else []
+        found += [
+            f"GPU {uuid} has had {count} uncorrected memory errors since its driver was loaded"
+            for uuid, count in node.errors.items()
+            if count and uuid in visible
+        ]
+    return found
+
+
+def _memory(rank: int, gpu: GPU, component: ComponentConfig, name: str) -> list[str]:
+    expected, found = hardware.memory_gb(component), []
+    if gpu.memory_gb and gpu.memory_gb < MEMORY_SHARE * expected:
+        found.append(
+            f"rank {rank}: its GPU ({gpu.name}) has {gpu.memory_gb:.1f} GB; by cluster.{name}.gpu_memory_gb, or that of"
+            f" cluster.{name}.gpu, it would be {expected:g}"
+        )
+    if gpu.used_gb > FOREIGN_GB:
+        found.append(f"rank {rank}: {gpu.used_gb:.1f} GB of its GPU {gpu.uuid} are in use before anything is loaded")
+    return found
+
+
+def shared(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], unread: Mapping[int, str]) -> Problems:
+    """unread: what rank 0 could not read of what others wrote. Those who do not share with rank 0, if they are not most."""
+    apart: Problems = {}
+    for node, ranks in nodes.items():
+        why = [seen[rank].node.shared for rank in ranks if rank in seen and seen[rank].node and seen[rank].node.shared]
+        why += [f"rank 0 cannot see what it wrote: {unread[rank]}" for rank in ranks if rank in unread]
+        if why:
+            apart[node] = [f"the run folder is not the others': {line}" for line in why]
+    if not apart or (len(nodes) > 2 and len(apart) <= len(nodes) / 2):
+        return apart
+    home = next(node for node, ranks in nodes.items() if 0 in ranks)
+    if len(nodes) == 2:
+        return {home: [f"it does not share the run folder with {next(iter(apart))}"], **apart}
+    why = f"it does not share the run folder with {len(apart)} of {len(nodes)} nodes; {next(iter(apart))} says: "
+    return {node: [why + next(iter(apart.values()))[0]] for node in nodes if node not in apart}
+
+
+def links(names: Mapping[int, str], measured: Mapping[Pair, Link], least: float | None) -> Problems:
+    """Nodes with only slow ways; of a slow way between two that have fast ones too, both."""
+    slow, cleared = sort_out(dict(measured), least)
+    dead: Problems = {}
+    tardy: Problems = {}
+    for (one, other), link in measured.items():
+        for rank, peer in ((one, other), (other, one)):
+            if not (rank in slow or {rank, peer} <= set(cleared)):
+                continue
+            if link.problem:
+                dead.setdefault(names[rank], []).append(f"{names[peer]} ({link.problem})")
+            elif least is not None and link.gb_per_s < least:
+                tardy.setdefault(names[rank], []).append(f"{link.gb_per_s:.3g} GB/s to {names[peer]}")
+    found = {node: [f"no network to {' and '.join(ways)}"] for node, ways in dead.items()}
+    for node, ways in tardy.items():
+        found.setdefault(node, []).append(f"a slow network, {', '.join(ways)}; cluster.node_checks.min_gb_per_s is {least:g}")
+    return found
+
+
+def clocks(names: Mapping[int, str], measured: Mapping[Pair, Link], most: float) -> Problems:
+    """Nodes whose clock is further than `most` seconds off the median, by more than the measurement may be wrong."""
+    skews = against_first(measured)
+    middle = statistics.median(skew for skew, _ in skews.values()) if len(skews) > 2 else 0.0
+    off = {rank: skew - middle for rank, (skew, error) in skews.items() if abs(skew - middle) - error > most}
+    if len(skews) == 2 and off:
+        off = {0: -sum(off.values()), **off}
+    than = "the others'" if len(skews) > 2 else "the other's"
+    bound = f"cluster.node_checks.max_clock_skew_s is {most:g}"
+    return {
+        names[rank]: [f"its clock is {abs(skew):.3f} s {'ahead of' if skew > 0 else 'behind'} {than}; {bound}"]
+        for rank, skew in off.items()
+    }
+
+
+def against_first(measured: Mapping[Pair, Link]) -> dict[int, tuple[float, float]]:
+    """(seconds that a node's clock is ahead of rank 0's, how wrong that may be), added up along the shortest way over links.
+
+    So no rank is asked by all. The error of a way through 500 nodes is that of 500 half round trips, some 50 ms.
+    """
+    beside: dict[int, list[tuple[int, float, float]]] = {}
+    for (opener, other), link in measured.items():
+        if link.error_s:
+            beside.setdefault(opener, []).append((other, link.ahead_s, link.error_s))
+            beside.setdefault(other, []).append((opener, -link.ahead_s, link.error_s))
+    reached = {0: (0.0, 0.0)} if 0 in beside else {}
+    queue = list(reached)
+    for rank in queue:
+        for peer, ahead, error in beside[rank]:
+            if peer not in reached:
+                reached[peer] = (reached[rank][0] + ahead, reached[rank][1] + error)
+                queue.append(peer)
+    return reached

@@ -1,0 +1,246 @@
+"""What a rank sees of its GPU, and the first rank of a component of its node. Nothing is judged here.
+
+Whatever a broken node may raise becomes a `problem` of what was looked at: rank 0 is to hear of it, not of a rank that died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import torch
+
+from pipeline.config import ComponentConfig
+from pipeline.world import Place
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("pipeline", "launch")
+SHARED_S = 15.0
+"""How long another node's file may take to be seen. Its name is new, so no NFS client has cached that it does not exist
+(lookupcache, nfs(5)); this is for a slow server."""
+SMI_S = 20.0
+"""For nvidia-smi, which takes up to some seconds where no persistence daemon runs. A driver that is stuck never answers."""
+
+
+class GPU(msgspec.Struct, array_like=True):
+    """What a rank sees of the GPU that it will use."""
+
+    uuid: str = ""
+    name: str = ""
+    memory_gb: float = 0.0  # units of 10^9 bytes, as all here
+    used_gb: float = 0.0  # by whomever, with this process's own CUDA context
+    visible: list[str] = []  # the uuids of all that it may use
+    problem: str = ""
+
+
+class Node(msgspec.Struct, array_like=True):
+    """What a component sees of a node: containers may differ in any of it."""
+
+    code: str  # digest of the sources
+    versions: dict[str, str]
+    free_gb: dict[str, float]  # folder -> what may still be written there
+    memory_gb: float  # available
+    shared: str = ""  # why the shared folder is not as it should be
+    errors: dict[str, int] = {}  # uncorrected memory errors of each GPU, by uuid
+    driver: str = ""  # why nvidia-smi did not tell those
+    cpu: str = ""  # e.g. "32 x AMD EPYC 9454": those that the job may use
+
+
+class Sight(msgspec.Struct, array_like=True):
+    """All that a rank sees."""
+
+    rank: int
+    seconds: float
+    gpu: GPU | None = None  # None in a component without GPUs
+    node: Node | None = None  # of the first rank of a component on a node
+
+
+def around(place: Place, device: torch.device, component: ComponentConfig, token: str) -> Sight:
+    """token: what rank 0 has written into the shared folder; empty: there is but one node, nothing is shared."""
+    start = time.perf_counter()
+    uses_gpus = component.gpus_per_node > 0
+    gpu = look_at_gpu(device) if uses_gpus else None
+    node = look_at_node(place, token, uses_gpus) if place.local_rank == 0 else None
+    return Sight(place.rank, time.perf_counter() - start, gpu, node)
+
+
+# ---- GPUs -------------------------------------------------------------------------------------------------------------------
+
+
+def look_at_gpu(device: torch.device) -> GPU:
+    """device: this rank's; the CPU where torch finds no GPU."""
+    if device.type != "cuda":
+        return GPU(problem="torch finds no GPU that it can use")
+    gpu = GPU()
+    try:
+        properties = torch.cuda.get_device_properties(device)
+        gpu.uuid, gpu.name = str(properties.uuid), properties.name
+        gpu.visible = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        free, total = torch.cuda.mem_get_info(device)
+        gpu.memory_gb, gpu.used_gb = total / 1e9, (total - free) / 1e9
+        gpu.problem = multiply(device)
+    except (RuntimeError, AssertionError) as error:  # torch raises both when CUDA does not start
+        gpu.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return gpu
+
+
+def multiply(device: torch.device) -> str:
+    """What is wrong with products of matrices. Of zeros and ones, 128 to a sum: exact in either precision on any device."""
+    draw = torch.Generator().manual_seed(0)
+    one, other = (torch.randint(0, 2, size, generator=draw).float() for size in ((1024, 128), (128, 1024)))
+    right = one @ other
+    for precision in (torch.float32, torch.bfloat16):
+        result = (one.to(device, precision) @ other.to(device, precision)).float().cpu()
+        if wrong := int((result != right).sum()):
+            return f"{wrong} of the {right.numel()} numbers of a product of {str(precision)[6:]} matrices are wrong"
+    return ""
+
+
+def memory_errors() -> tuple[dict[str, int], str]:
+    """(uncorrected errors of each GPU since its driver was loaded, why they are not known). Without nvidia-smi: ({}, "")."""
+    command = ["nvidia-smi", "--query-gpu=uuid,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S)
+    except FileNotFoundError:
+        return {}, ""
+    except subprocess.TimeoutExpired:
+        return {}, f"nvidia-smi did not answer within {SMI_S:g} s"
+    if answer.returncode:
+        return {}, f"nvidia-smi failed: {' '.join((answer.stdout + answer.stderr).split())[:300]}"
+    rows = [line.split(", ") for line in answer.stdout.splitlines()]
+    return {uuid.removeprefix("GPU-"): int(count) for uuid, count in rows if count.isdigit()}, ""  # [N/A] without ECC
+
+
+# ---- the node ---------------------------------------------------------------------------------------------------------------
+
+
+def look_at_node(place: Place, token: str, uses_gpus: bool) -> Node:
+    try:
+        code = code_digest(ROOT)
+    except OSError as error:
+        code = f"unreadable ({error.strerror})"
+    node = Node(code, versions(uses_gpus), free_space(), available_memory(), cpu=processors())
+    if token:
+        node.shared = look_at_shared(place, token)
+    if uses_gpus:
+        node.errors, node.driver = memory_errors()
+    return node
+
+
+def code_digest(root: Path) -> str:
+    """Of the names and contents of what runs here: a node with an older copy, or a stale mount, differs."""
+    digest = hashlib.sha256()
+    for path in sorted(path for part in SOURCES for path in (root / part).rglob("*") if path.suffix in (".py", ".sh")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root)}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]
+
+
+def versions(uses_gpus: bool) -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    if uses_gpus and torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    driver = Path("/proc/driver/nvidia/version")
+    if uses_gpus and driver.exists():  # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 ..."
+        words = driver.read_text().split()
+        found["driver"] = next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "unknown")
+    return found
+
+
+def free_space() -> dict[str, float]:
+    """GB that this user may still write; 0 in a folder that is not there."""
+    return {folder: _free_gb(folder) for folder in (os.environ.get("TMPDIR", "/tmp"), "/dev/shm")}
+
+
+def _free_gb(folder: str) -> float:
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+        return _statvfs_gb(folder)
+    except OSError:  # not there, read-only, or full
+        return 0.0
+
+
+def _statvfs_gb(folder: str) -> float:
+    of = os.statvfs(folder)
+    return of.f_bavail * of.f_frsize / 1e9
+
+
+def available_memory() -> float:
+    """GB. proc(5): MemAvailable of /proc/meminfo, in kB of 1024 bytes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("MemAvailable:"))
+
+
+def processors() -> str:
+    """proc(5): /proc/cpuinfo; not every architecture has a model name there."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{len(os.sched_getaffinity(0))} x {next(names, platform.machine())}"
+
+
+# ---- the shared folder ------------------------------------------------------------------------------------------------------
+
+
+def look_at_shared(place: Place, token: str) -> str:
+    """Read what rank 0 wrote and leave something for it to read. What is wrong, or ''."""
+    if place.rank:
+        try:
+            leave_own(place, token)
+        except OSError as error:
+            return f"{place.folder} cannot be written: {error.strerror}"
+    return _misread(place, 0, token, time.monotonic() + SHARED_S)
+
+
+def unread(place: Place, sights: dict[int, Sight], token: str) -> dict[int, str]:
+    """On rank 0: what is wrong with the files of those ranks that wrote one."""
+    writers = [rank for rank, sight in sights.items() if rank and sight.node is not None and not sight.node.shared]
+    deadline = time.monotonic() + SHARED_S
+    with ThreadPoolExecutor(16) as pool:  # a file server answers many at once
+        answers = pool.map(lambda rank: _misread(place, rank, token, deadline), writers)
+        return {rank: why for rank, why in zip(writers, answers, strict=True) if why}
+
+
+def leave_own(place: Place, token: str) -> None:
+    with open(_file(place, place.rank, token), "w") as file:
+        file.write(_content(place.rank, token))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def remove_own(place: Place, token: str) -> None:
+    with contextlib.suppress(OSError):  # a folder that is not as it should be has been told of
+        _file(place, place.rank, token).unlink()
+
+
+def _file(place: Place, rank: int, token: str) -> Path:
+    return place.folder / f".check-{rank}-{token[:8]}"
+
+
+def _content(rank: int, token: str) -> str:
+    """Random, so that no copy of the folder holds it."""
+    return f"{rank} {token}"
+
+
+def _misread(place: Place, rank: int, token: str, deadline: float) -> str:
+    """Why it cannot be seen what `rank` wrote; '' as soon as it can."""
+    path, expected = _file(place, rank, token), _content(rank, token)
+    while True:
+        try:
+            content = path.read_text()
+            why = f"{path} holds something else ({len(content)} characters, not {len(expected)})"
+        except (OSError, UnicodeDecodeError) as error:
+            content, why = None, f"{path}: {getattr(error, 'strerror', 'it is not text')}"
+        if content == expected:
+            return ""
+        if time.monotonic() > deadline:
+            return f"{why}, {SHARED_S:g} s after it was written"
+        time.sleep(0.1)

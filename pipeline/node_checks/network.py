@@ -1,0 +1,225 @@
+"""Messages between neighbours in the ring of nodes: how fast the way is, and how far apart the two clocks are.
+
+A node is measured with both its neighbours, pair by pair, in rounds in which no node has more than one partner: two rounds for
+an even number of nodes, three for an odd one. A slow node makes both its ways slow, but each neighbour still has a fast one on
+its other side; so of two ends the slow one can be told. Who has no fast way at all is measured once more, with one that has.
+
+Messages go between the first ranks of the nodes, over NCCL between GPUs and gloo elsewhere, one way at a time. A conversation
+runs in a thread, which is left behind when it does not go on: gloo's own timeouts close the ways to all other ranks too, and a
+healthy node next to a dead one would seem dead as well. What NCCL allocates for a pair of ranks stays allocated.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from pipeline.world import World
+
+TURNS = 2  # the ring; then once more
+MOST_ROUNDS = 8  # of the second turn
+LINK_S = 20.0
+"""For one message. The first is of 1 MiB: slower than 50 kB/s is dead."""
+PINGS = 5
+PROBE_BYTES = 1 << 20  # tells how large the measured message should be
+MOST_BYTES = 64 << 20
+TAG = 1 << 20  # nobody else's: a conversation that was left behind takes no other message
+GOAL_S = 0.03
+"""How long the measured message should be on its way: long against latency, and short."""
+
+Pair = tuple[int, int]  # the first ranks of two nodes, ascending: the opener, who speaks first, and the other
+Rounds = list[list[Pair]]
+
+
+class Link(msgspec.Struct, array_like=True):
+    """Between the first ranks of two nodes."""
+
+    opener: int
+    other: int
+    gb_per_s: float = 0.0  # one way, the mean of there and back; 0 if it is dead
+    ahead_s: float = 0.0  # the other's clock, of the opener's
+    error_s: float = 0.0  # how wrong that may be: half the shortest round trip (Cristian 1989); 0: not known at all
+    problem: str = ""
+
+
+def bound_s(rounds: int) -> float:
+    """How long an exchange may take at most: in each round one message may get stuck, and so may the partner's."""
+    return (rounds + 1) * 2 * LINK_S
+
+
+# ---- who with whom ----------------------------------------------------------------------------------------------------------
+
+
+def ring(members: list[int]) -> Rounds:
+    """members: the first rank of each node, in the ring's order."""
+    around = zip(members, members[1:] + members[:1], strict=True)
+    pairs = [(min(pair), max(pair)) for pair in around]
+    return _in_rounds(pairs if len(pairs) > 2 else pairs[1:])  # two nodes have one way between them, one has none
+
+
+def again(links: dict[Pair, Link], least: float | None) -> Rounds:
+    """Once more: nodes without a fast way with nodes that have one, and slow ways, not dead ones, between two of the latter."""
+    suspects, cleared = sort_out(links, least)
+    if not cleared:
+        return []
+    apart = {pair: link for pair, link in links.items() if not suspects & set(pair) and not link.problem}
+    pairs = [pair for pair, link in apart.items() if _slow(link, least)]
+    for i, suspect in enumerate(sorted(suspects)):
+        turned = [*cleared[i % len(cleared) :], *cleared[: i % len(cleared)]]  # the helpers take turns
+        tries = [(min(suspect, helper), max(suspect, helper)) for helper in turned]
+        pairs.append(next((pair for pair in tries if pair not in links), tries[0]))
+    return _in_rounds(pairs)[:MOST_ROUNDS]
+
+
+def sort_out(links: dict[Pair, Link], least: float | None) -> tuple[set[int], list[int]]:
+    """(those that have only slow ways, those that have a fast one)."""
+    everyone = {rank for pair in links for rank in pair}
+    cleared = {rank for pair, link in links.items() if not _slow(link, least) for rank in pair}
+    return everyone - cleared, sorted(cleared)
+
+
+def _slow(link: Link, least: float | None) -> bool:
+    """least: GB/s, None if only a dead way counts."""
+    return bool(link.problem) or (least is not None and link.gb_per_s < least)
+
+
+def better(link: Link, earlier: Link | None) -> Link:
+    """Of two measurements of one pair."""
+    return link if earlier is None or link.gb_per_s >= earlier.gb_per_s else earlier
+
+
+def _in_rounds(pairs: list[Pair]) -> Rounds:
+    """Each pair in the first round in which both are free. A ring's pairs: every second one, the others, and the odd one."""
+    rounds: Rounds = []
+    busy: list[set[int]] = []
+    for pair in [*pairs[0::2], *pairs[1::2]]:
+        number = next((i for i, members in enumerate(busy) if members.isdisjoint(pair)), len(rounds))
+        if number == len(rounds):
+            rounds.append([])
+            busy.append(set())
+        rounds[number].append(pair)
+        busy[number].update(pair)
+    return rounds
+
+
+# ---- the exchange -----------------------------------------------------------------------------------------------------------
+
+
+def exchange(world: World, turn: int, rounds: Rounds) -> list[Link]:
+    """This rank's part in all rounds: the links that it opened."""
+    links = []
+    for number, pairs in enumerate(rounds):
+        for pair in pairs:
+            if world.rank in pair:
+                peer = sum(pair) - world.rank
+                with world.phase(f"exchange messages with rank {peer}"):
+                    link = _measure(world, Link(*pair), peer, f"nodes/meet/{turn}/{number}", bound_s(number))
+                links += [link] if link.opener == world.rank else []
+    return links
+
+
+def _measure(world: World, link: Link, peer: int, key: str, timeout_s: float) -> Link:
+    """Fill in what the opener learns. timeout_s: for the peer, which may be stuck in an earlier round."""
+    world.store.set(f"{key}/{world.rank}", world.device.type)
+    try:
+        world.store.wait([f"{key}/{peer}"], timedelta(seconds=timeout_s))
+    except dist.DistStoreError:
+        link.problem = f"its rank {peer} has not come within {timeout_s:g} s"
+        return link
+    try:
+        both = {world.device.type, world.store.get(f"{key}/{peer}").decode()}
+        wire = Wire(world, peer, world.device if both == {"cuda"} else torch.device("cpu"))
+        wire.run(wire.ask if world.rank == link.opener else wire.answer, link)
+    except (RuntimeError, TimeoutError) as error:  # gloo's and NCCL's are RuntimeErrors
+        link.problem = str(error).partition("\n")[0][:200] or type(error).__name__
+    return link
+
+
+class Wire:
+    """Between this rank and another, who both know what comes next."""
+
+    def __init__(self, world: World, peer: int, device: torch.device):
+        self._group, self._peer, self._device = world.spanning, peer, device
+        self._went_on = time.monotonic()
+        self._error: Exception | None = None
+
+    def run(self, talk: Callable[[Link], None], link: Link) -> None:
+        """Raises what `talk` raises, and TimeoutError if a message is on its way for LINK_S."""
+        thread = threading.Thread(target=self._talk, args=(talk, link), name=f"wire to {self._peer}", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            if (left := self._went_on + LINK_S - time.monotonic()) < 0:
+                raise TimeoutError(f"no answer for {LINK_S:g} s")
+            thread.join(left + 0.001)
+        if self._error:
+            raise self._error
+
+    def _talk(self, talk: Callable[[Link], None], link: Link) -> None:
+        try:
+            if self._device.type == "cpu":
+                talk(link)
+            else:
+                with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):  # another's may be stuck
+                    talk(link)
+        except Exception as error:
+            self._error = error
+
+    def ask(self, link: Link) -> None:
+        """The opener's end."""
+        ahead_s, error_s = self._compare_clocks()
+        seconds = self._there_and_back(PROBE_BYTES)
+        size = int(min(MOST_BYTES, max(PROBE_BYTES, PROBE_BYTES * GOAL_S / (seconds / 2))))
+        self._send(torch.tensor([size]))
+        speed = 2 * size / self._there_and_back(size) / 1e9
+        link.ahead_s, link.error_s, link.gb_per_s = ahead_s, error_s, speed
+
+    def answer(self, link: Link) -> None:
+        """The other end."""
+        for _ in range(PINGS):
+            self._receive(torch.zeros(1, dtype=torch.float64))
+            self._send(torch.tensor([time.time()], dtype=torch.float64))
+        self._back(PROBE_BYTES)
+        self._back(int(self._receive(torch.tensor([0]))))
+
+    def _compare_clocks(self) -> tuple[float, float]:
+        """(how far the other's clock is ahead, how wrong that may be), in seconds, of the quickest of some round trips."""
+        best = (0.0, float("inf"))
+        for _ in range(PINGS):
+            start, sent = time.time(), time.perf_counter()
+            self._send(torch.zeros(1, dtype=torch.float64))
+            theirs = self._receive(torch.zeros(1, dtype=torch.float64)).item()
+            half = (time.perf_counter() - sent) / 2
+            if half < best[1]:
+                best = (theirs - (start + half), half)
+        return best
+
+    def _there_and_back(self, size: int) -> float:
+        """Seconds."""
+        message = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        start = time.perf_counter()
+        self._send(message)
+        self._receive(message)
+        return time.perf_counter() - start
+
+    def _back(self, size: int) -> None:
+        message = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        self._send(self._receive(message))
+
+    def _send(self, message: torch.Tensor) -> None:
+        self._wait(dist.isend(message, self._peer, group=self._group, tag=TAG))
+
+    def _receive(self, message: torch.Tensor) -> torch.Tensor:
+        self._wait(dist.irecv(message, self._peer, group=self._group, tag=TAG))
+        return message
+
+    def _wait(self, work: dist.Work) -> None:
+        work.wait()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # NCCL's wait is the stream's
+        self._went_on = time.monotonic()

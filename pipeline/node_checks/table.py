@@ -1,0 +1,96 @@
+"""What was found, as nodes.json and as a table in rank 0's log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeline.node_checks import judge
+
+if TYPE_CHECKING:
+    from pipeline.node_checks import Findings
+
+
+def record(findings: Findings, seconds: float) -> dict[str, Any]:
+    """{"seconds", "nodes": {name: {...}}}. GB are 10^9 bytes; `gb_per_s` is by the node at the other end; `clock_skew_s` is how
+    far a node's clock is ahead of rank 0's, null if it was not measured."""
+    skews, speeds = judge.against_first(findings.links), _speeds(findings)
+    nodes = {}
+    for node, ranks in findings.ranks.items():
+        there = [findings.sights[rank] for rank in ranks if rank in findings.sights]
+        looks = [sight.node for sight in there if sight.node]
+        skew, error = skews.get(ranks[0], (None, None))
+        nodes[node] = {
+            "ranks": ranks,
+            "problems": findings.problems.get(node, []),
+            "seconds": round(max((sight.seconds for sight in there), default=0.0), 3),
+            "gpus": [
+                {"rank": sight.rank, "uuid": sight.gpu.uuid, "name": sight.gpu.name}
+                | {"memory_gb": round(sight.gpu.memory_gb, 2), "used_gb": round(sight.gpu.used_gb, 2)}
+                for sight in there
+                if sight.gpu
+            ],
+            "gb_per_s": speeds[node],
+            "clock_skew_s": None if skew is None else round(skew, 6),
+            "clock_error_s": None if error is None else round(error, 6),
+            "code": looks[0].code if looks else None,
+            "versions": [look.versions for look in looks],  # of each component
+            "memory_gb": round(looks[0].memory_gb, 2) if looks else None,
+            "cpu": looks[0].cpu if looks else None,
+            "free_gb": {folder: round(free, 3) for look in looks for folder, free in look.free_gb.items()},
+        }
+    return {"seconds": round(seconds, 3), "nodes": nodes}
+
+
+def _speeds(findings: Findings) -> dict[str, dict[str, float]]:
+    """Of each node, by the node at the other end."""
+    names = findings.names
+    found: dict[str, dict[str, float]] = {node: {} for node in findings.ranks}
+    for (one, other), link in findings.links.items():
+        found[names[one]][names[other]] = found[names[other]][names[one]] = round(link.gb_per_s, 3)
+    return found
+
+
+def text(record: dict[str, Any]) -> str:
+    """A line for each node, and one for all of them."""
+    rows = [("node", "ranks", "GPUs", "GB/s to other nodes", "clock", "free: memory, temporary", "")]
+    rows += [_row(name, node) for name, node in record["nodes"].items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    lines = ["  ".join([*map(str.ljust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
+    return "\n".join([*lines, summary(record)])
+
+
+def _row(name: str, node: dict[str, Any]) -> tuple[str, ...]:
+    ranks, skew = node["ranks"], node["clock_skew_s"]
+    free = [] if node["memory_gb"] is None else [f"{node['memory_gb']:.0f} GB"]
+    return (
+        name,
+        str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}",
+        _kinds(node["gpus"]),
+        ", ".join(f"{speed:.3g} {peer}" for peer, speed in node["gb_per_s"].items()),
+        "" if skew is None else f"{'+' if skew >= 0 else ''}{_time(skew)} ± {_time(node['clock_error_s'])}",
+        ", ".join([*free, *(f"{folder} {gb:.3g} GB" for folder, gb in node["free_gb"].items())]),
+        "; ".join(node["problems"]),
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if abs(seconds) >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def _kinds(gpus: list[dict[str, Any]]) -> str:
+    names = sorted({gpu["name"] or "none" for gpu in gpus})
+    return f"{len(gpus)} {' and '.join(names)}" if gpus else "-"
+
+
+def summary(record: dict[str, Any]) -> str:
+    """For people, in a line."""
+    nodes = record["nodes"]
+    bad = sum(1 for node in nodes.values() if node["problems"])
+    parts = [f"hetstep: {len(nodes)} node{'s' if len(nodes) > 1 else ''} checked in {record['seconds']:.2f} s"]
+    parts.append(f"{bad} failed" if bad else "all well")
+    if speeds := [(speed, name, peer) for name, node in nodes.items() for peer, speed in node["gb_per_s"].items()]:
+        speed, one, other = min(speeds)
+        parts.append(f"the slowest way {speed:.3g} GB/s ({one} - {other})")
+    if skews := [abs(node["clock_skew_s"]) for node in nodes.values() if node["clock_skew_s"] is not None]:
+        parts.append(f"no clock further than {_time(max(skews))} from rank 0's")
+    return ", ".join(parts)

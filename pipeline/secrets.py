@@ -1,0 +1,78 @@
+"""What is a secret: which variables of the environment hold one, which values look like one; and keeping them out of texts.
+
+They travel in the environment alone. Slurm's sbatch hands the submitting shell's on to the job (--export=ALL, its default).
+Where a site has set SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE, nothing arrives: `SBATCH_EXPORT=ALL SLURM_EXPORT_ENV=ALL` in the
+submitting shell, or a token in a file that its library reads by itself (`hf auth login`, `wandb login`).
+
+Left out: what C libraries print by themselves, and secrets that are told in another form, such as base64.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+NAMES = re.compile(
+    r"(.*_)?(TOKEN|API_?KEY|ACCESS_KEY|PRIVATE_KEY|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|PASSWORD|PASSWD|CREDENTIALS?)"
+    r"|.*PASSWORD.*|HUGGING_FACE_HUB_TOKEN|HETSTEP_SECRET"
+)
+"""Variables of the environment that hold a secret: whole names, in capitals."""
+VALUES = re.compile(
+    r"\bhf_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"|\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,})"  # GitHub, GitLab
+    r"|\b(?:sk|nvapi|wandb_v1|xox[abpr])-[\w-]{16,}|\bwandb_v1_\w{16,}"  # OpenAI and others, NVIDIA, Slack, W&B
+    r"|\bA[KS]IA[0-9A-Z]{16}\b"  # AWS
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+"""Values that are a secret wherever they stand, by the marks that their makers give them."""
+GIVEN = re.compile(rf"\b({NAMES.pattern})=(?=[^\s,'\"])")
+"""A secret's variable that is given a value, inside a longer text."""
+SHORTEST = 8
+"""Characters of a secret that is looked for in texts: shorter ones would be found everywhere."""
+ADVICE = "export it in the shell that submits: the job has that shell's environment"
+
+
+def is_secret(variable: str) -> bool:
+    return NAMES.fullmatch(variable) is not None
+
+
+def in_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Value -> name, longest first."""
+    found = {value: name for name, value in environment.items() if is_secret(name) and len(value) >= SHORTEST}
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+
+
+def redacted(text: str, values: Mapping[str, str] | None = None) -> str:
+    """`values`: as of `in_environment`, which is the default."""
+    for value in in_environment() if values is None else values:
+        text = text.replace(value, "***")
+    return VALUES.sub("***", text)
+
+
+def problems(tree: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """What a recipe's keys and values give away, without saying it. `tree`: the recipe as nested dicts and lists."""
+    values = in_environment(environment)
+    for keys, value in _leaves((), tree):
+        if not isinstance(value, str) or not value:
+            continue
+        key = ".".join(keys)
+        held = next((name for secret, name in values.items() if secret in value), None)
+        if len(keys) > 1 and keys[-2] == "env_vars" and is_secret(keys[-1]):
+            yield f"{key}: a recipe is written to disk and shown, so it may not hold a secret; {ADVICE}"
+        elif held:
+            yield f"{key}: holds the value of the variable {held}; a recipe may not hold a secret, and ranks have the variable"
+        elif VALUES.search(value) or GIVEN.search(value):
+            yield f"{key}: looks as if it held a secret, and a recipe is written to disk and shown; {ADVICE}"
+
+
+def _leaves(keys: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves((*keys, str(key)), inner)
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            yield from _leaves((*keys, str(i)), inner)
+    else:
+        yield keys, value

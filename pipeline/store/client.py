@@ -1,0 +1,180 @@
+"""A rank's end of the store: torch.distributed.Store over a connection that is proven at both ends (`proof.py`).
+
+torch calls it from C++ by name. `get`, `set` and so on mean what they mean to torch.distributed.TCPStore, and fail with the
+same errors: DistStoreError when a wait is over, DistNetworkError when the store is gone, QueueEmptyError.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from pipeline.store import proof, table
+from pipeline.store.server import PROVE_S, Address
+
+PATIENCE_S = 30.0  # beyond a request's own timeout, for a store that is busy
+LONGEST_S = 1e6  # a socket knows no longer timeout
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(table.Reply).decode
+
+
+class RunStore(dist.Store):
+    """One connection. Threads take turns on it, so one that waits holds up the others: `clone` for those that wait long."""
+
+    def __init__(self, address: Address, key: bytes, timeout_s: float):
+        """timeout_s: of connecting, and of later waits that name none.
+
+        Raises PermissionError if the store refuses the key, DistNetworkError if it is not reached.
+        """
+        super().__init__()
+        self.set_timeout(timedelta(seconds=timeout_s))
+        self._address = address
+        self._key = key
+        self._turn = threading.Lock()
+        self._clones: list[RunStore] = []  # torch holds only the C++ part of one that it asks for
+        self.process: subprocess.Popen | None = None  # the store's, on the rank that has started it
+        self._connect(time.monotonic() + timeout_s)
+
+    # ---- the connection -----------------------------------------------------------------------------------------------------
+
+    def _connect(self, deadline: float) -> None:
+        while True:
+            try:
+                self._socket = socket.create_connection(self._address, timeout=PROVE_S)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                challenge = self._receive(proof.CHALLENGE)
+                answer = proof.answer(self._key, challenge)
+                self._socket.sendall(answer)
+                self._channel = proof.open_channel(self._key, challenge, answer, self._receive(proof.MAC))
+                return
+            except PermissionError:
+                raise
+            except (OSError, proof.NotProven) as error:  # a crowd of strangers may have pushed us out
+                if time.monotonic() > deadline:
+                    host, port = self._address
+                    raise dist.DistNetworkError(f"the store of rank 0 at {host}:{port} is not reached: {error}") from error
+                time.sleep(0.2)
+
+    def _receive(self, size: int) -> bytes:
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            count = self._socket.recv_into(rest)
+            if not count:
+                raise ConnectionResetError("the connection was closed")
+            rest = rest[count:]
+        return bytes(data)
+
+    def _ask(self, request: table.Request, timeout_s: float = 0.0) -> Any:
+        """timeout_s: how long the store itself may wait before it answers."""
+        message = _encode(request)
+        with self._turn:
+            sealed = self._channel.seal(message)
+            try:
+                self._socket.settimeout(timeout_s + PATIENCE_S if timeout_s < LONGEST_S else None)
+                self._socket.sendall(sealed)
+                header = self._receive(proof.HEADER)
+                reply = _decode(self._channel.verify(header, self._receive(self._channel.length(header))))
+            except (OSError, proof.NotProven) as error:
+                self._socket.close()  # or the next would read this one's answer
+                host, port = self._address
+                raise dist.DistNetworkError(f"the store of rank 0 at {host}:{port} is gone: {error}") from error
+            except BaseException:
+                self._socket.close()
+                raise
+        if reply.error == table.TIMED_OUT:
+            what = getattr(request, "queue", None) or ", ".join(request.keys)
+            raise dist.DistStoreError(f"the store has no {what} after {timeout_s:g} s")
+        if reply.error == table.EMPTY:
+            raise dist.QueueEmptyError(f"the queue {request.queue} is empty")
+        if reply.error:
+            raise dist.DistStoreError(f"{type(request).__name__}: {reply.error}")
+        return reply.value
+
+    def _seconds(self, timeout: timedelta | None = None) -> float:
+        return (self.timeout if timeout is None else timeout).total_seconds()
+
+    # ---- what torch knows ---------------------------------------------------------------------------------------------------
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(table.Set(key, _bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        timeout_s = self._seconds()
+        values: list[bytes] = []
+        while len(values) < len(keys):
+            values += self._ask(table.Get(keys[len(values) :], timeout_s), timeout_s)
+        return values
+
+    def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
+        self._ask(table.MultiSet(keys, [_bytes(value) for value in values]))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._ask(table.Wait(keys, self._seconds(timeout)), self._seconds(timeout))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask(table.Add(key, amount))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask(table.Append(key, _bytes(value)))
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        return self._ask(table.CompareSet(key, _bytes(expected_value), _bytes(desired_value)))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ask(table.Check(keys))
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask(table.Delete(key))
+
+    def num_keys(self) -> int:
+        return self._ask(table.Count())
+
+    def list_keys(self) -> list[str]:
+        return self._ask(table.List())
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        self._ask(table.Push(key, _bytes(value)))
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        timeout_s = self._seconds() if block else 0.0
+        return self._ask(table.Pop(key, timeout_s), timeout_s)
+
+    def queue_len(self, key: str) -> int:
+        return self._ask(table.Length(key))
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> RunStore:
+        clone = RunStore(self._address, self._key, self._seconds())
+        self._clones.append(clone)
+        return clone
+
+    deleteKey = delete_key  # by these names C++ asks for them
+    getNumKeys = num_keys
+
+    # ---- what only we use ---------------------------------------------------------------------------------------------------
+
+    def exchange(self, key: str, value: bytes, keys: list[str]) -> list[bytes | None]:
+        """Set `key` and look at `keys`, None for those that are not there. One request, which never waits."""
+        return self._ask(table.Exchange(key, value, keys))
+
+    def set_at_loss(self, key: str) -> None:
+        """The store sets `key` when this connection ends, by whatever cause. An empty key takes that back."""
+        self._ask(table.Will(key))
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value

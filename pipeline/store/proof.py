@@ -1,0 +1,128 @@
+"""Who may join: an attempt's key, the proof that both ends of a connection know it, and messages that nobody else can make.
+
+    server -> client    GREETING, server's nonce
+    client -> server    client's nonce, HMAC(key, "client", both nonces)
+    server -> client    HMAC(key, "server", both nonces), or REFUSED
+then messages both ways, each as: length, HMAC(the connection's key for this direction, the message's number, message), message.
+
+A proof is good for one connection, since each end has put its own nonce into it. Numbers make a message good for one place: one
+that is repeated, left out, moved or made up by somebody between the two does not verify. All of it is HMAC-SHA256 (RFC 2104).
+Left out: secrecy. Who can listen on the network reads what is sent, but not the key.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import stat
+import struct
+import time
+from pathlib import Path
+
+from pipeline.files import listed
+
+GREETING = b"hetstep store 1\n"
+NONCE = 32
+MAC = 32
+CHALLENGE = len(GREETING) + NONCE  # bytes that the server says first
+ANSWER = NONCE + MAC  # bytes that the client says to it
+REFUSED = bytes(MAC)
+MAX_MESSAGE = 8 << 20  # bytes
+
+LENGTH = struct.Struct(">I")
+HEADER = LENGTH.size + MAC
+NUMBER = struct.Struct(">Q")
+
+
+class NotProven(Exception):
+    """The other end does not know the key, or the bytes are not what it sent."""
+
+
+def attempt_key(run_dir: Path, attempt: str, patience_s: float = 10.0) -> bytes:
+    """The key of one attempt, from the run's secret: ranks of a lost attempt cannot join the next.
+
+    A shared file system may show the secret late: it is waited for. Raises FileNotFoundError, PermissionError if others may
+    read it, ValueError if it is not 32 bytes in hex.
+    """
+    path = run_dir / ".secret"
+    deadline = time.monotonic() + patience_s
+    while not listed(path):
+        if time.monotonic() > deadline:
+            raise FileNotFoundError(f"there is no {path}, by which ranks prove that they belong to this run: submit it again")
+        time.sleep(0.1)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise PermissionError(f"others may read {path} (mode {mode:04o}), and so join this run: delete it and submit again")
+    secret = bytes.fromhex(path.read_text().strip())
+    if len(secret) != 32:
+        raise ValueError(f"{path} holds {len(secret)} bytes, not 32: delete it and submit again")
+    return _tag(secret, b"attempt", attempt.encode())
+
+
+def _tag(key: bytes, label: bytes, content: bytes) -> bytes:
+    return hmac.digest(key, label + b"\0" + content, "sha256")
+
+
+class Channel:
+    """A proven connection: makes and checks messages."""
+
+    def __init__(self, send_key: bytes, receive_key: bytes):
+        self._send_key = send_key
+        self._receive_key = receive_key
+        self._sent = self._received = 0
+
+    def seal(self, message: bytes) -> bytes:
+        """The message with its header. Raises ValueError above MAX_MESSAGE."""
+        if len(message) > MAX_MESSAGE:
+            raise ValueError(f"a message of {len(message)} bytes; the store takes at most {MAX_MESSAGE}")
+        tag = hmac.digest(self._send_key, NUMBER.pack(self._sent) + message, "sha256")
+        self._sent += 1
+        return LENGTH.pack(len(message)) + tag + message
+
+    @staticmethod
+    def length(header: bytes) -> int:
+        """Bytes of the message that follows this header. Raises NotProven above MAX_MESSAGE."""
+        (length,) = LENGTH.unpack_from(header)
+        if length > MAX_MESSAGE:
+            raise NotProven(f"it announced a message of {length} bytes")
+        return length
+
+    def verify(self, header: bytes, message: bytes) -> bytes:
+        """The message. Raises NotProven."""
+        expected = hmac.digest(self._receive_key, NUMBER.pack(self._received) + message, "sha256")
+        if not hmac.compare_digest(header[LENGTH.size :], expected):
+            raise NotProven("a message was changed, or is not of whom opened the connection")
+        self._received += 1
+        return message
+
+
+def challenge() -> bytes:
+    return GREETING + os.urandom(NONCE)
+
+
+def answer(key: bytes, challenge: bytes) -> bytes:
+    """What the client says to the server's challenge. Raises NotProven if no server of ours said it."""
+    if not challenge.startswith(GREETING):
+        raise NotProven("no store of ours answers there")
+    nonce = os.urandom(NONCE)
+    return nonce + _tag(key, b"client", challenge + nonce)
+
+
+def accept(key: bytes, challenge: bytes, answer: bytes) -> tuple[bytes, Channel]:
+    """The server's own proof and its end of the channel. Raises NotProven if the client does not know the key."""
+    nonce, proof = answer[:NONCE], answer[NONCE:]
+    both = challenge + nonce
+    if not hmac.compare_digest(proof, _tag(key, b"client", both)):
+        raise NotProven("it does not know this attempt's secret")
+    channel = Channel(_tag(key, b"to client", both), _tag(key, b"to server", both))
+    return _tag(key, b"server", both), channel
+
+
+def open_channel(key: bytes, challenge: bytes, answer: bytes, proof: bytes) -> Channel:
+    """The client's end. Raises NotProven if the server does not know the key, PermissionError if it refused ours."""
+    if proof == REFUSED:
+        raise PermissionError("the store of rank 0 refuses this rank: it has another secret, or is of another attempt")
+    both = challenge + answer[:NONCE]
+    if not hmac.compare_digest(proof, _tag(key, b"server", both)):
+        raise NotProven("what answers there does not know this attempt's secret")
+    return Channel(_tag(key, b"to server", both), _tag(key, b"to client", both))

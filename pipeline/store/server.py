@@ -1,0 +1,266 @@
+"""The store's process, beside rank 0: `python -m pipeline.store.server`, which `start` starts, and which ends with rank 0.
+
+Its first line of input, JSON, has what it needs; it prints the port on which it listens; its input's end is its end. The key is
+on no command line and in no environment, where others could see it.
+
+Whoever connects must prove in PROVE_S that it knows the key (`proof.py`), before anything else that it says is looked at. Those
+that have not yet are at most UNPROVEN; the oldest makes room for the next.
+One thread, so that requests have an order. Standard library and msgspec only: it is up in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import ipaddress
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pipeline.store import proof
+from pipeline.store.table import ANY, EMPTY, TIMED_OUT, Missing, Pop, Reply, Request, Set, Table, Will
+
+ROOT = Path(__file__).parents[2]
+PROVE_S = 10.0
+UNPROVEN = 2048
+TOLD = 20  # refusals that are printed
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(ANY).decode
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+
+
+class Store:
+    """The table, who waits for what is not there yet, and who has connected without a proof."""
+
+    def __init__(self, key: bytes):
+        self.key = key
+        self.table = Table()
+        self.unproven: dict[Connection, None] = {}  # oldest first
+        self._waiting: dict[tuple[str, ...], dict[Connection, Request]] = {}  # in the order they came
+        self._told: set[tuple[str, str]] = set()
+
+    def ask(self, connection: Connection, request: Request) -> None:
+        """Answer now, or when what it waits for is there."""
+        try:
+            value = self.table.apply(request)
+        except Missing as missing:
+            if isinstance(request, Pop) and request.timeout_s == 0:
+                connection.reply(Reply(error=EMPTY))
+            else:
+                self._waiting.setdefault(missing.slot, {})[connection] = request
+                connection.wait(missing.slot, request.timeout_s)
+            return
+        except ValueError as error:  # of this request alone
+            connection.reply(Reply(error=str(error)))
+            return
+        connection.reply(Reply(value))
+        for slot in self.table.filled(request):
+            self.wake(slot)
+
+    def wake(self, slot: tuple[str, ...]) -> None:
+        for connection, request in self._waiting.pop(slot, {}).items():
+            self.ask(connection, request)
+
+    def forget(self, connection: Connection, slot: tuple[str, ...]) -> None:
+        """It does not wait any more."""
+        waiting = self._waiting.get(slot, {})
+        waiting.pop(connection, None)
+        if not waiting:
+            self._waiting.pop(slot, None)
+
+    def admit(self, connection: Connection) -> None:
+        self.unproven[connection] = None
+        if len(self.unproven) > UNPROVEN:
+            next(iter(self.unproven)).refuse("too many have connected without a proof")
+
+    def tell(self, host: str, why: str) -> None:
+        """Once for each host and reason, and not without end: a stranger must not fill the disk."""
+        if (host, why) in self._told or len(self._told) >= TOLD:
+            return
+        self._told.add((host, why))
+        more = "; more are not told" if len(self._told) == TOLD else ""
+        with contextlib.suppress(OSError):  # a full disk ends no run here
+            print(f"hetstep: refused a connection from {host}: {why}{more}", file=sys.stderr, flush=True)
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, store: Store):
+        self._store = store
+        self._buffer = bytearray()
+        self._channel: proof.Channel | None = None
+        self._will = ""
+        self._slot: tuple[str, ...] | None = None  # of what it waits for
+        self._since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    # ---- opening ------------------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._host = (transport.get_extra_info("peername") or ("?",))[0]
+        self._challenge = proof.challenge()
+        self._timer = asyncio.get_running_loop().call_later(PROVE_S, self.refuse, "it said nothing that proves it")
+        self._store.admit(self)
+        transport.write(self._challenge)
+
+    def refuse(self, why: str) -> None:
+        self._store.tell(self._host, why)
+        self._transport.write(proof.REFUSED)
+        self._transport.close()
+        self._closed()
+
+    def _prove(self) -> None:
+        if len(self._buffer) < proof.ANSWER:
+            return
+        own, self._channel = proof.accept(self._store.key, self._challenge, bytes(self._buffer[: proof.ANSWER]))
+        del self._buffer[: proof.ANSWER]
+        self._timer.cancel()
+        self._store.unproven.pop(self, None)
+        self._transport.write(own)
+
+    # ---- requests -----------------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            return
+        self._buffer += data
+        try:
+            if not self._channel:
+                self._prove()
+            while self._channel and (message := self._message()) is not None:
+                self._handle(_decode(message))
+        except (proof.NotProven, msgspec.DecodeError) as error:
+            self.refuse(str(error))
+
+    def _message(self) -> bytes | None:
+        """The next whole one."""
+        if len(self._buffer) < proof.HEADER:
+            return None
+        header = bytes(self._buffer[: proof.HEADER])
+        end = proof.HEADER + proof.Channel.length(header)
+        if len(self._buffer) < end:
+            return None
+        message = bytes(self._buffer[proof.HEADER : end])
+        del self._buffer[:end]
+        return self._channel.verify(header, message)
+
+    def _handle(self, request: Request) -> None:
+        if isinstance(request, Will):
+            self._will = request.key
+            self.reply(Reply())
+        else:
+            self._since = asyncio.get_running_loop().time()
+            self._store.ask(self, request)
+
+    def reply(self, reply: Reply) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self._slot = None
+        self._transport.write(self._channel.seal(_encode(reply)))
+
+    def wait(self, slot: tuple[str, ...], timeout_s: float) -> None:
+        """What was asked for is not there yet."""
+        self._slot = slot
+        self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(self._since + timeout_s, self._time_out)
+
+    def _time_out(self) -> None:
+        self._store.forget(self, self._slot)
+        self.reply(Reply(error=TIMED_OUT))
+
+    # ---- closing ------------------------------------------------------------------------------------------------------------
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closed()
+
+    def _closed(self) -> None:
+        self._timer.cancel()
+        self._store.unproven.pop(self, None)
+        if self._slot:
+            self._store.forget(self, self._slot)
+            self._slot = None
+        if self._will:
+            will, self._will = Set(self._will, b""), ""
+            self._store.table.apply(will)
+            self._store.wake(("key", will.key))
+
+
+# ---- the process --------------------------------------------------------------------------------------------------------
+
+
+def start(host: str, key: bytes) -> tuple[subprocess.Popen, Address]:
+    """Start the store's process on this machine. It lives as long as the calling thread and the returned handle.
+
+    host: how other ranks reach this machine. Raises RuntimeError if it does not start.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeline.store.server"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
+        text=True,
+    )
+    process.stdin.write(json.dumps({"parent": os.getpid(), "address": host, "key": key.hex()}) + "\n")
+    process.stdin.flush()
+    port = process.stdout.readline()
+    if not port:
+        raise RuntimeError(f"the store's process has ended with status {process.wait()} before it listened")
+    return process, Address(host, int(port))
+
+
+def _listen(address: str) -> socket.socket:
+    """On a fresh port of every interface, since a node has many names; but of loopback only if that is where ranks look."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(address).is_loopback:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, 0), family=family, backlog=4096)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+    return socket.create_server(("", 0), backlog=4096)
+
+
+def _live_with(parent: int) -> None:
+    """End when rank 0 does, and not before: Slurm sends its signals to all processes, and rank 0 may then want to save."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a rank has three connections
+
+
+async def _serve(key: bytes, listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    store = Store(key)
+    server = await loop.create_server(lambda: Connection(store), sock=listener, backlog=4096)
+    ended = asyncio.Event()
+    loop.add_reader(sys.stdin.fileno(), ended.set)
+    print(listener.getsockname()[1], flush=True)
+    async with server:
+        await ended.wait()
+
+
+def main() -> None:
+    told = json.loads(sys.stdin.readline())
+    _live_with(told["parent"])
+    asyncio.run(_serve(bytes.fromhex(told["key"]), _listen(told["address"])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""What the store holds, keys with values and queues, and what can be asked of it. No connections here: `server.py` has those.
+
+Each request means what it means to torch.distributed.TCPStore, so that torch finds what it expects; `Exchange` and `Will` are
+our own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+BATCH = 256 << 10  # bytes of values in one reply to Get; the client asks for the rest
+
+# ---- requests ---------------------------------------------------------------------------------------------------------
+
+
+class Request(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    pass
+
+
+class Set(Request):
+    key: str
+    value: bytes
+
+
+class MultiSet(Request):
+    keys: list[str]
+    values: list[bytes]
+
+
+class Get(Request):
+    """Waits until every key is there. The reply has the first of the values, as many as BATCH holds."""
+
+    keys: list[str]
+    timeout_s: float
+
+
+class Wait(Request):
+    keys: list[str]
+    timeout_s: float
+
+
+class Add(Request):
+    """To the key's decimal number; 0 if it is not there."""
+
+    key: str
+    amount: int
+
+
+class Append(Request):
+    key: str
+    value: bytes
+
+
+class CompareSet(Request):
+    """Replies with the value that is there then; if there is none, with `expected`."""
+
+    key: str
+    expected: bytes
+    desired: bytes
+
+
+class Check(Request):
+    keys: list[str]
+
+
+class Delete(Request):
+    key: str
+
+
+class Count(Request):
+    pass
+
+
+class List(Request):
+    pass
+
+
+class Push(Request):
+    queue: str
+    value: bytes
+
+
+class Pop(Request):
+    """Waits for a value. With no time to wait an empty queue is an error."""
+
+    queue: str
+    timeout_s: float
+
+
+class Length(Request):
+    queue: str
+
+
+class Exchange(Request):
+    """Set one key and look at others, without waiting: the reply has None for those that are not there."""
+
+    key: str
+    value: bytes
+    keys: list[str]
+
+
+class Will(Request):
+    """Set `key` when this connection ends. An empty key takes it back."""
+
+    key: str
+
+
+ANY = (
+    Set
+    | MultiSet
+    | Get
+    | Wait
+    | Add
+    | Append
+    | CompareSet
+    | Check
+    | Delete
+    | Count
+    | List
+    | Push
+    | Pop
+    | Length
+    | Exchange
+    | Will
+)
+
+
+class Reply(msgspec.Struct, array_like=True):
+    value: Any = None
+    error: str = ""  # TIMED_OUT, EMPTY, or what is wrong with the request
+
+
+TIMED_OUT = "timed out"
+EMPTY = "empty"
+
+
+class Missing(Exception):
+    """A request must wait until something is put into this slot: ("key", name) or ("queue", name)."""
+
+    def __init__(self, *slot: str):
+        self.slot = slot
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------------
+
+
+class Table:
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._queues: dict[str, deque[bytes]] = {}
+
+    def apply(self, request: Request) -> Any:
+        """The reply's value. Raises Missing if it must wait, ValueError if it cannot be done."""
+        return self._METHODS[type(request)](self, request)
+
+    def filled(self, request: Request) -> Iterator[tuple[str, str]]:
+        """The slots that this request has put something into."""
+        match request:
+            case Set(key) | Add(key) | Append(key) | CompareSet(key) | Exchange(key):
+                yield "key", key
+            case MultiSet(keys):
+                yield from (("key", key) for key in keys)
+            case Push(queue):
+                yield "queue", queue
+
+    def _set(self, request: Set) -> None:
+        self._values[request.key] = request.value
+
+    def _multi_set(self, request: MultiSet) -> None:
+        self._values.update(zip(request.keys, request.values, strict=True))
+
+    def _get(self, request: Get) -> list[bytes]:
+        self._wait(request)
+        values, size = [], 0
+        for key in request.keys:
+            value = self._values[key]
+            size += len(value)
+            if values and size > BATCH:
+                break
+            values.append(value)
+        return values
+
+    def _wait(self, request: Get | Wait) -> None:
+        for key in reversed(request.keys):  # the last comes last, more often than not: it is not woken for the others
+            if key not in self._values:
+                raise Missing("key", key)
+
+    def _add(self, request: Add) -> int:
+        total = int(self._values.get(request.key, b"0")) + request.amount
+        self._values[request.key] = str(total).encode()
+        return total
+
+    def _append(self, request: Append) -> None:
+        self._values[request.key] = self._values.get(request.key, b"") + request.value
+
+    def _compare_set(self, request: CompareSet) -> bytes:
+        value = self._values.get(request.key)
+        if value == request.expected or (value is None and not request.expected):
+            value = self._values[request.key] = request.desired
+        return request.expected if value is None else value
+
+    def _check(self, request: Check) -> bool:
+        return all(key in self._values for key in request.keys)
+
+    def _delete(self, request: Delete) -> bool:
+        return self._values.pop(request.key, None) is not None
+
+    def _count(self, request: Count) -> int:
+        return len(self._values)
+
+    def _list(self, request: List) -> list[str]:
+        return list(self._values)
+
+    def _push(self, request: Push) -> None:
+        self._queues.setdefault(request.queue, deque()).append(request.value)
+
+    def _pop(self, request: Pop) -> bytes:
+        queue = self._queues.get(request.queue)
+        if not queue:
+            raise Missing("queue", request.queue)
+        value = queue.popleft()
+        if not queue:
+            del self._queues[request.queue]
+        return value
+
+    def _length(self, request: Length) -> int:
+        return len(self._queues.get(request.queue, ()))
+
+    def _exchange(self, request: Exchange) -> list[bytes | None]:
+        self._values[request.key] = request.value
+        return [self._values.get(key) for key in request.keys]
+
+    _METHODS = {  # noqa: RUF012 never changed
+        Set: _set,
+        MultiSet: _multi_set,
+        Get: _get,
+        Wait: _wait,
+        Add: _add,
+        Append: _append,
+        CompareSet: _compare_set,
+        Check: _check,
+        Delete: _delete,
+        Count: _count,
+        List: _list,
+        Push: _push,
+        Pop: _pop,
+        Length: _length,
+        Exchange: _exchange,
+    }

@@ -1,0 +1,62 @@
+"""A suite of trivial runs, and the command as a user gives it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.launch.model import write_recipe
+
+ROOT = Path(__file__).parents[3]
+STANDIN = Path(__file__).parent / "standin"
+GATES = {
+    "on policy": {"value": "at(train/ppo_kl, 1)", "equals": 0},
+    "loss": {"value": "last(train/loss)", "band": {"better": "lower", "floor": 1e-9}},
+    "speed": {"value": "min(time/step)", "speed": {"at_most": 1.25}},
+}
+
+
+def write_suite(folder: Path, **changes: Any) -> Path:
+    """Two runs, `a` and `b`, of two seeds, of a recipe that passes every check, in a suite `some`."""
+    recipe = str(write_recipe(folder))
+    runs = {name: {"recipe": recipe, "overrides": {"policy.optimizer.kwargs.lr": 0.5}} for name in ("a", "b")}
+    suite = {"seeds": [1, 2], "max_concurrent": 2, "folder": str(folder / "sweeps"), "runs": runs, "gates": GATES}
+    path = folder / "some.yaml"
+    path.write_text(yaml.safe_dump({**suite, **changes}, sort_keys=False))
+    return path
+
+
+def environment(env: dict | None = None, **more: str) -> dict[str, str]:
+    """In which ranks run tasks.learn. env: the Slurm cluster's."""
+    standin = {"PYTHONPATH": str(STANDIN), "HETSTEP_TEST_TASK": "tests.launch.sweeps.tasks:learn"}
+    return {**os.environ, **(env or {}), **standin, **more}
+
+
+def launch(*arguments: str, env: dict, cwd: Path = ROOT) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "launch/sweep.py"), *arguments]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd)
+
+
+def sweep(*arguments: str, env: dict, cwd: Path = ROOT, timeout: float = 240) -> tuple[int, str]:
+    """(status, output)"""
+    process = launch(*arguments, env=env, cwd=cwd)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def outcomes(folder: Path) -> dict[tuple[str, str], str]:
+    """(run, gate) -> outcome, of a sweep that was judged."""
+    verdicts = json.loads((folder / "verdict.json").read_text())["verdicts"]
+    return {(each["run"], each["gate"]): each["outcome"] for each in verdicts}
+
+
+def submitted(folder: Path) -> list[str]:
+    """The names of the jobs, one for each submission, as the run folders and Slurm's ids tell."""
+    return [json.loads(line)["job"] for line in (folder / "jobs.jsonl").read_text().splitlines()]

@@ -1,0 +1,109 @@
+"""The small language of gates: what it gives, and what it says where it gives nothing."""
+
+import pytest
+
+from launch.sweeps.expressions import Curve, Malformed, NoValue, evaluate, metrics, parse
+
+CURVES = {
+    "t": Curve([1, 2, 3, 5], [4.0, 1.0, 2.0, 3.0]),
+    "val/acc": Curve([0, 5], [0.5, 0.75]),
+    "broken": Curve([1, 2, 3], [1.0, None, 3.0]),
+    "a-b.c/d_1:2": Curve([1], [7.0]),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("first(t)", 4),
+        ("last(t)", 3),
+        ("min(t)", 1),
+        ("max(t)", 4),
+        ("mean(t)", 2.5),
+        ("median(t)", 2.5),
+        ("at(t, 2)", 1),
+        ("at(val/acc, 0)", 0.5),
+        ("quantile(t, 0)", 1),
+        ("quantile(t, 0.5)", 2.5),
+        ("quantile(t, 1)", 4),
+        ("quantile(t, 0.1)", 1.3),
+        ("area(t)", ((4 + 1) / 2 + (1 + 2) / 2 + 2 * (2 + 3) / 2) / 4),
+        ("area(a-b.c/d_1:2)", 7),
+        ("mean(t, last=2)", 2.5),
+        ("max(t, from=2)", 3),
+        ("max(t, from=2, to=3)", 2),
+        ("mean(t, to=3, last=2)", 1.5),
+        ("last(broken, from=3)", 3),
+        ("first(broken, to=1)", 1),
+        ("last(val/acc) - at(val/acc, 0)", 0.25),
+        ("last(val/acc) / last(t)", 0.25),
+        ("1 - 2 - 3 + 0 * last(t)", -4),
+        ("2 * (last(t) + 1)", 8),
+        ("-last(t)", -3),
+        ("1 + 2 * 3 - 0*last(t)", 7),
+        ("8 / 4 / 2 + 0*last(t)", 1),
+        ("1e1+.5 * 2.0", 11),
+    ],
+)
+def test_values(text, value):
+    assert evaluate(parse(text), CURVES) == pytest.approx(value, rel=1e-15)
+
+
+def test_the_metrics_of_an_expression_are_told_in_order():
+    assert [*metrics(parse("(last(a/b) - 2) / mean(c) + at(a/b, 1)"))] == ["a/b", "c", "a/b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("last(val/ac)", "there is no val/ac in metrics.jsonl; the nearest is val/acc"),
+        ("last(xyz)", "there is no xyz in metrics.jsonl"),
+        ("at(t, 4)", "t has no value at step 4; it has from step 1 to 5"),
+        ("mean(t, from=6)", "t has no value from step 6"),
+        ("mean(t, from=3, to=2)", "t has no value from step 3 to step 2"),
+        ("mean(t, last=5)", "t has 4 values, and the last 5 are asked for"),
+        ("mean(broken)", "broken is not a finite number at step 2"),
+        ("at(broken, 2)", "broken is not a finite number at step 2"),
+        ("last(t) / (first(val/acc) - 0.5)", "division by 0"),
+    ],
+)
+def test_what_has_no_value_says_why(text, said):
+    with pytest.raises(NoValue) as error:
+        evaluate(parse(text), CURVES)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "at the end: a number or a statistic"),
+        ("lst(t)", "at 'lst(t)': 'lst' is no statistic; did you mean 'last'? there are: first, last"),
+        ("last", "at the end: '(' is wanted"),
+        ("last()", "the name of a metric is wanted"),
+        ("last(t", "at the end: a comma or a closing parenthesis is wanted"),
+        ("last(t))", "at ')': what follows is no part of an expression"),
+        ("last(t) 2", "what follows"),
+        ("last(t) +", "at the end: a number or a statistic"),
+        ("(last(t)", "')' is wanted"),
+        ("at(t)", "at needs a step: at(t, ...)"),
+        ("at(t, last=2)", "at needs a step"),
+        ("at(t, 1, last=2)", "at is of one step, so last= means nothing"),
+        ("quantile(t)", "quantile needs a number between 0 and 1"),
+        ("quantile(t, 1.5)", "1.5 is not between 0 and 1"),
+        ("mean(t, 3)", "mean takes no number"),
+        ("at(t, 3, 4)", "at takes no second number"),
+        ("mean(t, lst=3)", "lst= is no window; there are last=, from=, to="),
+        ("mean(t, last=3, last=4)", "last= is given twice"),
+        ("mean(t, last=0)", "last= is a whole number from 1 on"),
+        ("mean(t, from=1.5)", "from= is a whole number"),
+        ("mean(t, last=x)", "a number is wanted"),
+        ("__import__('os').system('true')", "'__import__' is no statistic"),
+        ("last(t).real", "what follows"),
+        ("(" * 60 + "last(t)" + ")" * 60, "too many parentheses"),
+        ("-" * 2000 + "last(t)", "too many parentheses"),
+    ],
+)
+def test_what_is_no_expression_says_where(text, said):
+    with pytest.raises(Malformed) as error:
+        parse(text)
+    assert said in str(error.value)

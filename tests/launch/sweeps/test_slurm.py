@@ -1,0 +1,104 @@
+"""Sweeps on a real Slurm, with trivial runs: the bound, the check behind them, retries, and what is killed."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launch.sweeps.suites import environment, launch, outcomes, submitted, sweep, write_suite
+from tests.launch.waiting import wait_until
+
+pytestmark = pytest.mark.slurm
+SUITE = {"seeds": [1], "max_concurrent": 1, "gates": {"on policy": {"value": "at(train/ppo_kl, 1)", "equals": 0}}}
+ON_SLURM = ("cluster.executor=slurm", "cluster.time_min=5")
+
+
+def jobs(env: dict) -> list[dict[str, str]]:
+    """Every job that Slurm knows, by scontrol's keys; of a heterogeneous one its leader."""
+    answer = subprocess.run(["scontrol", "show", "job", "-o"], env=env, capture_output=True, text=True, check=True)
+    found = [dict(word.partition("=")[::2] for word in line.split()) for line in answer.stdout.splitlines() if "JobId=" in line]
+    return [job for job in found if job.get("HetJobOffset", "0") == "0"]
+
+
+def of(folder: Path, env: dict) -> list[dict[str, str]]:
+    """The jobs of one sweep, in the order of submission; the last is the check."""
+    return sorted((job for job in jobs(env) if job["StdOut"].startswith(str(folder))), key=lambda job: int(job["JobId"]))
+
+
+def test_runs_wait_for_each_other_and_the_check_for_all(slurm_cluster, tmp_path):
+    folder = tmp_path / "sweeps/some/x"
+    env = environment(slurm_cluster.env, HETSTEP_TEST_SLEEP="1")
+    status, output = sweep(f"sweep={write_suite(tmp_path, **SUITE)}", "id=x", "wait=true", *ON_SLURM, env=env)
+    assert status == 0, output
+    assert output.rstrip().endswith("there is no baseline.") and "# some x: passed" in output
+    assert set(outcomes(folder).values()) == {"passed"}
+    first, second, check = of(folder, env)
+    assert (first["JobName"], second["JobName"], check["JobName"]) == ("tiny", "tiny", "some-check")
+    assert [job["JobState"] for job in (first, second)] == ["COMPLETED"] * 2
+    assert first["EndTime"] <= second["StartTime"] and second["EndTime"] <= check["StartTime"]
+
+
+@pytest.mark.long
+def test_the_check_retries_what_failed_once_and_then_judges(slurm_cluster, tmp_path):
+    path = write_suite(tmp_path, **{**SUITE, "max_concurrent": 2})
+    folder = tmp_path / "sweeps/some/x"
+    env = environment(slurm_cluster.env, HETSTEP_TEST_FAILS="a-1:1,b-1:2")
+    status, output = sweep(f"sweep={path}", "id=x", "wait=true", *ON_SLURM, env=env)
+    assert status == 1, output
+    assert sorted(submitted(folder)) == ["a-1", "a-1", "b-1", "b-1"]
+    assert [job["JobName"] for job in of(folder, env)] == ["tiny", "tiny", "some-check", "tiny", "tiny", "some-check"]
+    assert outcomes(folder)["a", "seed 1 completes"] == "passed"
+    assert outcomes(folder)["b", "seed 1 completes"] == "failed"
+    dog = "rank 0 (realm train, host here, verb step): the dog ate it"
+    assert f"| a | seed 1 completes | ✅ | RETRIED: done at try 2; before: {dog} |" in output
+    assert f"- **b, seed 1 completes**: failed 2 times, first: {dog}" in output
+
+
+@pytest.mark.long
+def test_a_sweep_that_is_killed_while_it_submits_goes_on_and_submits_nothing_twice(slurm_cluster, tmp_path):
+    """Killed when it has submitted 0 to 4 runs, and robbed of its notes of one that only Slurm knows of then."""
+    path = write_suite(tmp_path, **{**SUITE, "seeds": [1, 2], "max_concurrent": 2})
+    folder = tmp_path / "sweeps/some/x"
+    env = environment(slurm_cluster.env, HETSTEP_TEST_SLEEP="1")
+    for count in range(5):
+        process = launch(f"sweep={path}", "id=x", *ON_SLURM, env=env)
+        wait_until(lambda count=count: len(list(folder.glob("runs/*/job.json"))) >= count, f"{count} submissions")
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        if count == 3:
+            last = max(folder.glob("runs/*/job.json"), key=lambda path: int(json.loads(path.read_text())["job_id"]))
+            last.unlink()
+    status, output = sweep(f"sweep={path}", "id=x", "wait=true", *ON_SLURM, env=env)
+    assert status == 0, output
+    assert [job["JobName"] for job in of(folder, env)] == ["tiny"] * 4 + ["some-check"]
+    assert set(outcomes(folder).values()) == {"passed"}
+
+
+@pytest.mark.long
+def test_a_sweep_whose_check_is_cancelled_says_so_and_the_same_command_judges(slurm_cluster, tmp_path):
+    command = [f"sweep={write_suite(tmp_path, **SUITE)}", "id=x", *ON_SLURM]
+    folder = tmp_path / "sweeps/some/x"
+    env = environment(slurm_cluster.env, HETSTEP_TEST_SLEEP="8")
+    process = launch(*command, "wait=true", env=env)
+    wait_until(lambda: len(of(folder, env)) == 3, "the check's submission")
+    subprocess.run(["scancel", of(folder, env)[-1]["JobId"]], env=env, check=True)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "the check ended without a verdict" in output
+    status, output = sweep(*command, "wait=true", env=env)
+    assert status == 0, output
+    assert sorted(submitted(folder)) == ["a-1", "b-1"]
+
+
+@pytest.mark.long
+def test_what_others_need_is_a_dependency_and_its_failure_is_told(slurm_cluster, tmp_path):
+    path = write_suite(tmp_path, **{**SUITE, "max_concurrent": 2}, overrides={"needs": ["needed"]})
+    (tmp_path / "needed").write_text((tmp_path / "tiny.yaml").read_text())
+    env = environment(slurm_cluster.env, HETSTEP_TEST_FAILS="needed:1")
+    status, output = sweep(f"sweep={path}", "id=x", "wait=true", *ON_SLURM, env=env, cwd=tmp_path)
+    assert status == 0, output
+    folder = tmp_path / "sweeps/some/x"
+    assert sorted(submitted(folder)) == ["a-1", "a-1", "b-1", "b-1", "needed", "needed"]
+    assert "RETRIED: done at try 2; before: never started, because needed, which it needs, did not succeed (CANCELLED" in output

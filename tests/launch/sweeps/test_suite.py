@@ -1,0 +1,170 @@
+"""A suite's YAML: everything that is wrong with it is told at once, before anything is written or submitted."""
+
+import pytest
+import yaml
+
+from launch import sweep
+from launch.sweeps import suite
+from pipeline.config import RecipeError, layers
+from tests.launch.sweeps.suites import write_suite
+
+SUITES = sorted(path.stem for path in suite.SUITES.glob("*.yaml"))
+
+
+def problems_of(folder, text, *arguments):
+    (folder / "some.yaml").write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+    with pytest.raises(RecipeError) as error:
+        suite.load(str(folder / "some.yaml"), arguments)
+    return error.value.problems
+
+
+def test_the_suites_that_are_here_are_sound():
+    assert {"tiny", "nightly", "convergence"} <= set(SUITES)
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_suite_that_is_here(name):
+    asked = suite.load(name)
+    assert asked.suite.name == name
+    assert asked.baseline == suite.SUITES / f"baselines/{name}.yaml"
+    for run in asked.suite.runs:
+        assert suite.gates_of(asked.suite, run)
+
+
+def test_all_problems_come_in_one_list(tmp_path):
+    text = """
+seeds: [1, 1]
+max_concurent: 3
+retries: -1
+runs:
+  one:
+    overrides: {run_dir: x, grpo: {seed: 3}}
+    gates:
+      no such statistic: {value: lst(loss), at_most: 1}
+      nothing to fail: {value: last(loss)}
+      nothing passes: {value: last(loss), at_least: 3, at_most: 2}
+      no metric: {value: 1 + 1, at_most: 2}
+      two kinds: {value: last(loss), at_most: 2, band: {}}
+      exact and more: {value: last(loss), equals: 2, at_most: 3}
+      bad band: {value: last(loss), band: {spreads: -1, better: up}}
+      bad ratio: {value: last(loss), speed: {at_most: 0.5}}
+      no ratio: {value: last(loss), speed: {}}
+      bad over: {value: last(loss), at_most: 1, over: sum}
+      other: {same_as: {run: too}}
+      itself: {same_as: {run: one}, value: last(loss)}
+      misspelt: {value: last(loss), speed: {atmost: 2}}
+  two: {seeds: words, gates: {slow: {value: last(t), speed: {at_most: 2, relative_to: three}}}}
+  three: {seeds: [7]}
+  four: {seeds: [5], gates: {point: {value: last(loss), band: {}}}}
+gates:
+  shared: {value: last(loss), at_most: 1, runs: [to]}
+"""
+    found = problems_of(tmp_path, text, "max_concurrnt=3", "run_dir=x", "grpo.max_num_steps=3")
+    wanted = [
+        "'max_concurrnt' on the command line is a key neither of a sweep nor of a recipe; did you mean 'max_concurrent'?",
+        "'run_dir' on the command line: the sweep gives each run its own",
+        ":3: 'max_concurent' is not a key; did you mean 'max_concurrent'?",
+        "'runs.one.gates.misspelt.speed.atmost' is not a key; did you mean 'runs.one.gates.misspelt.speed.at_most'?",
+        ":22: runs.two.seeds: 'words', but it must be a list, each item a whole number or null",
+        "retries: -1, but it must be 0 at least",
+        "seeds: 1 comes twice",
+        "gates.shared.runs: 'to' is no run of this sweep; did you mean 'two'? there are: one, two, three, four",
+        "runs.one.overrides.run_dir: the sweep gives each run its own",
+        "runs.one.overrides.grpo.seed: a run's seeds are listed in `seeds`",
+        "no such statistic.value: 'lst(loss)' is no expression: at 'lst(loss)': 'lst' is no statistic; did you mean 'last'?",
+        "nothing to fail: says nothing that could fail; give at_least",
+        "nothing passes: at_least 3 is above at_most 2: nothing passes",
+        "no metric.value: '1 + 1' names no metric, so it is the same whatever happens",
+        "two kinds: is bounds and band; a gate is one of them",
+        "exact and more: equals leaves nothing for at_least and at_most to say",
+        "bad band.band.better: 'up' is none of higher, lower, neither",
+        "bad band.band.spreads: -1, but it must be 0 at least",
+        "bad ratio.speed.at_most: 0.5, but a ratio to the baseline must be 1 at least",
+        "no ratio.speed: says nothing that could fail",
+        "bad over.over: 'sum' is none of each, mean, median, min, max",
+        "itself.value: same_as compares every metric of every seed, so it means nothing",
+        "gate 'other' of run 'one': same_as.run: 'too' is no run of this sweep; did you mean 'two'?",
+        "gate 'itself' of run 'one': same_as.run: is the run itself; name another",
+        "gate 'slow' of run 'two': speed.relative_to: 'three' has no seed 1, and they are compared seed by seed",
+        "gate 'point' of run 'four': one seed has no spread, so its band is a point; give band.floor",
+        "runs.three: no gate is for it, so nothing that it measures could fail",
+    ]
+    for problem in wanted:
+        assert any(problem in each for each in found), f"{problem}\nis not among\n" + "\n".join(found)
+    assert len(found) == len(wanted), "\n".join(found)
+
+
+def test_a_suite_without_runs(tmp_path):
+    assert problems_of(tmp_path, "seeds: [1]") == (
+        "runs: there are none; a sweep needs one at least, e.g. runs: {tiny_sft: {}}",
+    )
+
+
+def test_no_such_suite():
+    with pytest.raises(RecipeError, match="sweep=nightyl: no such sweep; did you mean 'nightly'"):
+        suite.load("nightyl")
+
+
+def test_the_command_line_changes_the_suite_or_every_recipe(tmp_path):
+    path = write_suite(tmp_path)
+    asked = suite.load(str(path), ["seeds=[4]", "runs.a.overrides.grpo.max_num_steps=7", "cluster.time_min=5"])
+    assert (asked.suite.seeds, asked.overrides) == ([4], ["cluster.time_min=5"])
+    assert suite.flat(asked.suite.runs["a"].overrides) == ["policy.optimizer.kwargs.lr=0.5", "grpo.max_num_steps=7"]
+    assert suite.flat(asked.suite.runs["b"].overrides) == ["policy.optimizer.kwargs.lr=0.5"]
+
+
+def test_overrides_become_what_a_command_line_says():
+    given = {"a": {"b": 1.5, "c": [1, "x y"], "d": None}, "e.f": "it's: so", "g": {}, "h": True, "i": "true"}
+    told = suite.flat(given)
+    assert [each.partition("=")[0] for each in told] == ["a.b", "a.c", "a.d", "e.f", "g", "h", "i"]
+    read = [node for each in told for _, node in layers.overrides([each])]
+    values = [node.plain() if isinstance(node, layers.Branch) else [node.value] for node in read]
+    assert values == [[1.5], [[1, "x y"]], [None], ["it's: so"], {}, [True], ["true"]]
+
+
+def test_a_suite_is_read_as_it_was_written(tmp_path):
+    asked = suite.load("nightly")
+    (tmp_path / "suite.yaml").write_text(suite.to_yaml(asked.suite))
+    assert suite.read(tmp_path / "suite.yaml") == asked.suite
+
+
+def test_what_is_wrong_with_the_recipes_of_all_runs_comes_in_one_list_and_nothing_is_written(tmp_path, capsys):
+    path = write_suite(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    wrong = ["runs.a.overrides.grpo.max_num_step=3", "runs.b.overrides.policy.model_name=nowhere", "update_baseline=true"]
+    assert sweep.main([f"sweep={path}", *wrong]) == 2
+    said = capsys.readouterr().err
+    assert said.count("run 'a': ") == 1, said  # told once, not for every seed
+    assert "run 'a': the command line: 'grpo.max_num_step' is not a key; did you mean 'grpo.max_num_steps'?" in said
+    assert "run 'b': policy.model_name: " in said and "nowhere" in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["seeds=[1]"], "needs sweep=NAME, or check=DIR"),
+        (["sweep=a", "check=b"], "needs sweep=NAME, or check=DIR"),
+        (["check=b", "wait=true"], "check=DIR takes update_baseline=true at most"),
+        (["check=b", "seeds=[1]"], "check=DIR takes update_baseline=true at most"),
+        (["sweep=a", "id=../x"], "id: '../x' must be letters"),
+        (["sweep=a", "wait=maybe"], "wait: 'maybe' is not true or false"),
+        (["sweep"], "'sweep' on the command line is not key=value"),
+        (["check=/nowhere"], "/nowhere is not the folder of a sweep"),
+    ],
+)
+def test_command_lines_that_ask_for_nothing(arguments, said, capsys):
+    assert sweep.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_dry_run_writes_nothing(tmp_path, capsys):
+    path = write_suite(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert sweep.main([f"sweep={path}", "dry_run=true", "id=x"]) == 0
+    out = capsys.readouterr().out
+    assert f"4 jobs on local, at most 2 at once, in {tmp_path}/sweeps/some/x" in out
+    assert [line.partition(":")[0] for line in out.splitlines()[-4:]] == ["a-1", "b-1", "a-2", "b-2"]
+    assert "grpo.seed=2" in out.splitlines()[-1]
+    assert "# no baseline yet" in out
+    assert sorted(tmp_path.rglob("*")) == before

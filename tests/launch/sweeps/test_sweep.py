@@ -1,0 +1,115 @@
+"""The command on this machine, with trivial runs: from nothing to a verdict, killed and resumed, retried, regressed."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from launch.sweeps.folder import Folder
+from tests.launch.model import write_recipe
+from tests.launch.sweeps.suites import environment, launch, outcomes, submitted, sweep, write_suite
+from tests.launch.waiting import wait_until
+
+ONE_SEED = {"seeds": [1], "gates": {"on policy": {"value": "at(train/ppo_kl, 1)", "equals": 0}}}
+
+
+def starts(folder: Path) -> dict[str, int]:
+    """How often each run was started."""
+    return {path.parent.name: len(path.read_text().splitlines()) for path in folder.glob("runs/*/starts")}
+
+
+def test_from_nothing_to_a_baseline_to_a_regression(tmp_path):
+    command = [f"sweep={write_suite(tmp_path, seeds=[1])}", "gates.loss.band.floor=0.01"]
+    status, output = sweep(*command, "id=good", "update_baseline=true", env=environment())
+    assert status == 0, output
+    good = tmp_path / "sweeps/some/good"
+    assert f"note: the baseline was written anew: {tmp_path}/baselines/some.yaml" in output
+    assert "some good: passed: 8 passed" in output
+    assert {"report.html", "report.md", "junit.xml", "verdict.json", "suite.yaml"} <= {path.name for path in good.iterdir()}
+
+    status, output = sweep(*command, "id=good", env=environment())
+    assert status == 0 and "is complete; id=NAME begins another" in output
+    assert starts(good) == {"a-1": 1, "b-1": 1}
+
+    status, output = sweep(*command, "id=good", "seeds=[3]", env=environment())
+    assert status == 2 and "was begun with another suite: seeds is [1] there and [3] here" in output
+
+    bad = ["id=bad", "runs.b.overrides.policy.optimizer.kwargs.lr=5.0"]  # what write_suite gives, times 10
+    status, output = sweep(*command, *bad, env=environment())
+    assert status == 1, output
+    assert [key for key, outcome in outcomes(tmp_path / "sweeps/some/bad").items() if outcome != "passed"] == [("b", "loss")]
+    assert "failed: b, loss: 1.25, mean of the seeds; wanted: at most 0.155" in output
+
+    status, output = sweep(f"check={tmp_path}/sweeps/some/bad", env=environment())
+    assert status == 1 and "failed: b, loss: 1.25" in output
+
+
+def test_a_run_that_fails_is_retried_once_and_marked(tmp_path):
+    path = write_suite(tmp_path, **ONE_SEED)
+    status, output = sweep(f"sweep={path}", "id=x", env=environment(HETSTEP_TEST_FAILS="a-1:1,b-1:2"))
+    assert status == 1, output
+    folder = tmp_path / "sweeps/some/x"
+    assert starts(folder) == {"a-1": 2, "b-1": 2}
+    assert sorted(submitted(folder)) == ["a-1", "a-1", "b-1", "b-1"]
+    assert outcomes(folder) == {
+        ("a", "seed 1 completes"): "passed",
+        ("b", "seed 1 completes"): "failed",
+        ("a", "on policy"): "passed",
+        ("b", "on policy"): "not judged",
+    }
+    said = {each["run"]: each["said"] for each in json.loads((folder / "verdict.json").read_text())["verdicts"][:2]}
+    dog = "rank 0 (realm train, host here, verb step): the dog ate it"
+    assert said == {"a": f"RETRIED: done at try 2; before: {dog}", "b": f"failed 2 times, first: {dog}"}
+    assert f"passed: a, seed 1 completes: {said['a']}" in output
+
+
+def test_a_sweep_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path):
+    """Killed when it has noted 0, 1, 2, 3 submissions; and once robbed of its notes of a run that is under way."""
+    path = write_suite(tmp_path, **{**ONE_SEED, "seeds": [1, 2]})
+    env = environment(HETSTEP_TEST_SLEEP="2")
+    folder = tmp_path / "sweeps/some/x"
+    for count in range(4):
+        process = launch(f"sweep={path}", "id=x", env=env)
+        wait_until(lambda count=count: len(list(folder.glob("runs/*/job.json"))) >= count, f"{count} submissions")
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        if count == 2:
+            (folder / "runs/a-2/job.json").unlink(missing_ok=True)
+            (folder / "runs/b-1/job.json").unlink()
+            (folder / "jobs.jsonl").write_text('{"job": "a-1", "jo')
+    status, output = sweep(f"sweep={path}", "id=x", env=env)
+    assert status == 0, output
+    assert starts(folder) == {"a-1": 1, "b-1": 1, "a-2": 1, "b-2": 1}
+    assert set(outcomes(folder).values()) == {"passed"}
+
+
+def test_two_at_the_same_time_are_refused(tmp_path):
+    command = [f"sweep={write_suite(tmp_path, **ONE_SEED)}", "id=x"]
+    with Folder(tmp_path / "sweeps/some/x").locked():
+        status, output = sweep(*command, env=environment())
+    assert status == 2 and "is just being submitted or judged by another process" in output
+    assert not (tmp_path / "sweeps/some/x/sweep.json").exists()
+
+
+@pytest.mark.long
+def test_what_others_need_runs_once_for_all_of_them(tmp_path):
+    path = write_suite(tmp_path, **ONE_SEED, overrides={"needs": ["needed"]})
+    write_recipe(tmp_path, "needed").rename(tmp_path / "needed")  # found by its bare name in the current folder
+    fails = environment(HETSTEP_TEST_FAILS="needed:2")
+    status, output = sweep(f"sweep={path}", "id=bad", env=fails, cwd=tmp_path)
+    assert status == 1, output
+    bad = tmp_path / "sweeps/some/bad"
+    assert submitted(bad) == ["needed", "needed"] and not list(bad.glob("runs/*"))
+    verdicts = json.loads((bad / "verdict.json").read_text())["verdicts"]
+    assert [(each["run"], each["outcome"], each["said"]) for each in verdicts[:3]] == [
+        ("needed", "failed", "failed 2 times, first: rank 0 (realm train, host here, verb step): the dog ate it"),
+        ("a", "failed", "was never submitted, because needed failed"),
+        ("b", "failed", "was never submitted, because needed failed"),
+    ]
+    status, output = sweep(f"sweep={path}", "id=good", env=fails, cwd=tmp_path)  # an old failure is none of this sweep's
+    assert status == 0, output
+    good = tmp_path / "sweeps/some/good"
+    assert submitted(good)[0] == "needed" and sorted(submitted(good)) == ["a-1", "b-1", "needed"]
+    assert starts(good) == {"a-1": 1, "b-1": 1}

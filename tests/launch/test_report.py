@@ -1,0 +1,323 @@
+"""The report: what is in the page, that it is whole and loads nothing, and that nothing in it runs but its own scripts."""
+
+import itertools
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from launch import report
+from launch.pages import rollouts
+from launch.pages.chart import Chart, Series, figure
+from launch.pages.recipes import differences
+from launch.past_run import PastRun
+from tests.launch import past_runs
+from tests.launch.past_runs import Texts
+
+HOSTILE = (
+    '</script><script>document.title="taken"</script><img src=x onerror="document.title=\'taken\'">'
+    "<!--<script>\u2028'\"&amp;\\u003c\ud800{{}}"
+)
+VOID = {"meta", "input"}
+
+
+class Page(HTMLParser):
+    """Fails on a tag that is not closed where it should be; collects what was seen."""
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict]] = []
+        self.texts: dict[str, list[str]] = {}  # by tag and class
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+    def charts(self) -> dict[str, dict]:
+        return {each["title"]: each for each in self.data("chart-data")}
+
+    def data(self, class_: str) -> list[dict]:
+        """What is packed for the scripts, in order."""
+        scripts = [attrs for tag, attrs in self.tags if tag == "script"]
+        return [
+            json.loads(text) for attrs, text in zip(scripts, self.texts["script"], strict=True) if attrs.get("class") == class_
+        ]
+
+    def headings(self) -> list[str]:
+        return self.texts["h2"]
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """Seven steps in two attempts, of which the second went on from step 4."""
+    made = past_runs.folder(tmp_path / "one")
+    past_runs.attempt(made, "7-0", past_runs.ago(500), "requeue: crashed with status 9, after checkpoint 4; restart 1 of 3")
+    past_runs.steps(made, 1, 4, Texts("2+5=", "7", "<b>", HOSTILE), loss=0.5)
+    lines = [json.loads(line) | {"time": past_runs.ago(400)} for line in (made / "metrics.jsonl").read_text().splitlines()]
+    (made / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    past_runs.attempt(made, "7-1", past_runs.ago(300), "done")
+    past_runs.steps(made, 5, 7, Texts("2+5=", "7", "<b>", HOSTILE), restored=4, loss=0.5)
+    past_runs.ended(made, 7)
+    return made
+
+
+def written(*arguments: object) -> str:
+    out = next(Path(str(each).removeprefix("out=")) for each in arguments if str(each).startswith("out="))
+    assert report.main([str(each) for each in arguments]) == 0
+    return out.read_text()
+
+
+def test_the_page_tells_all_of_a_run(run, tmp_path, capsys):
+    text = written(f"run={run}", f"out={tmp_path / 'r.html'}")
+    page = Page(text)
+
+    assert page.headings() == ["Overview", "Curves", "Time", "Refit", "Lengths and rewards", "Samples", "Recipe"]
+    charts = page.charts()
+    reward = charts["reward"]
+    assert [(series["name"], series["kind"], series["x"]) for series in reward["series"]] == [
+        ("training", "line", [1, 2, 3, 4, 5, 6, 7]),
+        ("validation", "points", [2, 4, 6]),
+    ]
+    assert reward["series"][0]["y"][:2] == [0.666667, 0.333333]
+    ((mark),) = reward["marks"]
+    assert mark["x"] == 4 and "crashed with status 9" in mark["label"]
+    (band,) = charts["ratio"]["series"]
+    assert (band["kind"], band["low"][0], band["high"][0]) == ("band", 0.9, 1.1)
+    assert charts["grad norm"]["series"][0]["y"][2] is None
+    phases = {layer["name"]: layer["y"][:2] for layer in charts["seconds per step"]["series"]}
+    parts = {"rollout": 0.2, "train": 0.3, "refit": 0.1, "rest": 0.05}
+    assert phases == {**{name: [seconds] * 2 for name, seconds in parts.items()}, "validation": [0, 0.4]}
+    bands = {each["name"]: each for each in charts["completion tokens, training"]["series"]}
+    assert (bands["median"]["y"][0], bands["5% to 95%"]["low"][0], bands["5% to 95%"]["high"][0]) == (2, 1, 3)
+    shares = charts["share of each reward, training"]["series"]
+    assert [(layer["name"], layer["y"][0]) for layer in shares] == [("0", 0.333333), ("1", 0.666667)]
+    assert charts["truncated"]["series"][0]["y"][0] == 0.333333
+
+    assert "<dt>steps</dt><dd>7 of 100</dd>" in text
+    assert "<dt>restarts</dt><dd>1</dd>" in text
+    (samples,) = page.data("samples-data")
+    last = samples["files"][6]
+    assert (last["step"], last["kind"], last["of"], len(last["samples"])) == (7, "training", 12, 12)
+    assert samples["prompts"][last["samples"][0]["prompt"]] == "2+5="
+    assert dict(last["samples"][2]["facts"])["finish"] == "length"
+    out = capsys.readouterr().out
+    assert "train/reward: 0.667 at step 1, 0.667 at step 7" in out and "'2+5=' -> '7'  reward 0" in out
+
+
+def test_what_a_model_says_is_text_and_nothing_is_loaded(run, tmp_path):
+    model = "policy.model_name=<script>alert(1)</script>"
+    hostile = past_runs.folder(tmp_path / "<img src=x onerror=alert(1)>", "tiny_grpo", model)
+    past_runs.steps(hostile, 1, 2, Texts(HOSTILE, HOSTILE, "b", "c"))
+    with open(hostile / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 3, "time": 1.0, "train/</script><b>": 1.0}) + "\n")
+    text = written(run, hostile, f"out={tmp_path / 'r.html'}")
+
+    page = Page(text)
+    names = [tag for tag, _ in page.tags]
+    assert "img" not in names and "b" not in names
+    own = [attrs for tag, attrs in page.tags if tag == "script" and attrs.get("type") != "application/json"]
+    assert own == [{}, {}]  # charts.js and samples.js; what is of another type does not run
+    for _, attrs in page.tags:
+        assert not {"src", "style", "background"} & set(attrs)
+        assert not any(name.startswith("on") for name in attrs)
+        assert attrs.get("href", "#").startswith("#")
+    assert not re.search(r"url\(|@import|fetch\(|innerHTML|XMLHttpRequest", text)
+    (samples,) = page.data("samples-data")
+    assert HOSTILE.replace("\ud800", "\ufffd") in samples["prompts"]  # there is no UTF-8 for half a character
+
+
+def test_several_runs_lie_over_each_other(run, tmp_path):
+    other = past_runs.folder(tmp_path / "two", "tiny_grpo", "grpo.seed=3")
+    past_runs.steps(other, 1, 3, Texts("2+5=", "7", "8", "9"), loss=0.25)
+    page = Page(written(f"run={run}", f"run={other}", f"out={tmp_path / 'r.html'}"))
+
+    assert page.data("runs-data") == [["one", "two"]]
+    assert [(series["run"], series["y"][0]) for series in page.charts()["loss"]["series"]] == [(0, 0.5), (1, 0.25)]
+    assert "seconds per step of two" in page.charts()
+    found = dict(differences([PastRun.at(run).recipe, PastRun.at(other).recipe]))
+    assert found == {"grpo.seed": ["42", "3"]}
+    assert "grpo.seed" in page.texts["code"]
+
+
+def test_labels_tell_folders_of_one_name_apart():
+    assert report.labels([Path("/a/x"), Path("/b/x"), Path("/b/y")]) == ["a/x", "b/x", "b/y"]
+    assert report.labels([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
+
+
+def test_an_offline_run_has_no_empty_sections(tmp_path):
+    run = past_runs.folder(tmp_path / "sft", "tiny_sft")
+    lines = [{"step": step, "time": 1.0, "train/loss": 1 / step, "time/train": 0.1, "time/step": 0.1} for step in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "ti')
+    page = Page(written(run, f"out={tmp_path / 'r.html'}"))
+    assert page.headings() == ["Overview", "Curves", "Time", "Recipe"]
+    assert page.charts()["loss"]["series"][0]["x"] == [1, 2, 3]
+
+
+def test_a_run_without_a_step_is_told(tmp_path, capsys):
+    run = past_runs.folder(tmp_path / "new")
+    page = Page(written(run, f"out={tmp_path / 'r.html'}"))
+    assert page.headings() == ["Overview", "Recipe"]
+    assert "no step yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: None, "there is no such folder"),
+        (lambda folder: folder.mkdir(), "it has no recipe.yaml"),
+        (lambda folder: (folder.mkdir(), (folder / "recipe.yaml").write_text("a: [")), "its recipe.yaml is not YAML"),
+        (lambda folder: (folder.mkdir(), (folder / "recipe.yaml").write_text("a: 1")), "says no algorithm"),
+    ],
+)
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys, make, said):
+    make(tmp_path / "no")
+    assert report.main([f"run={tmp_path / 'no'}"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_metrics_file_that_is_none_is_refused(tmp_path, capsys):
+    run = past_runs.folder(tmp_path / "run")
+    (run / "metrics.jsonl").write_text("not JSON\n")
+    assert report.main([str(run)]) == 2
+    assert "metrics.jsonl holds a line that is no step's" in capsys.readouterr().err
+    assert report.main([str(run), "outt=x"]) == 2
+    assert "neither run=RUN_DIR nor out=FILE" in capsys.readouterr().err
+
+
+# ---- how much -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_series_keeps_its_peaks_and_a_stack_its_means():
+    x, y = list(range(100_000)), [1.0] * 100_000
+    y[54_321], y[77_777], y[99_999] = 9.0, -9.0, math.nan
+
+    def drawn(**options) -> tuple[dict, list[str]]:
+        kind = options.pop("kind", "line")
+        page = Page(figure(Chart("c", [Series("", x, y, kind=kind)], **options)))
+        return page.data("chart-data")[0]["series"][0], page.texts["p"]
+
+    line, notes = drawn()
+    assert len(line["x"]) == 333 and line["x"][-1] == 99_999
+    assert (max(line["high"]), min(line["low"])) == (9, -9)
+    peak = line["high"].index(9)
+    assert line["x"][peak - 1] < 54_321 <= line["x"][peak]
+    assert line["y"][peak] == pytest.approx(1 + 8 / 300, abs=1e-3)
+    assert notes == ["means and extremes of up to 301 steps"]
+    assert set(drawn(stacked=True)[0]["y"]) > {1}
+
+    points, _ = drawn(kind="points")
+    assert len(points["x"]) <= 1000 and points["x"] == sorted(points["x"])
+    assert {0, 54_321, 77_777, 99_999} <= set(points["x"])
+    assert points["y"][-1] is None
+
+
+def test_a_long_run_is_sampled_evenly_and_texts_are_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "FILES", 50)
+    monkeypatch.setattr(rollouts, "PAGE_CHARACTERS", 100_000)
+    run = past_runs.folder(tmp_path / "long")
+    record = {"prompt": "p" * 9_000, "completion": "c" * 9_000, "completion_tokens": [1, 2], "reward": 1.0, "finish": "stop"}
+    (run / "rollouts").mkdir()
+    for step in range(1, 2001):
+        (run / f"rollouts/step_{step:06d}.jsonl").write_text((json.dumps(record) + "\n") * 2)
+    found = rollouts.read([run])
+
+    assert len(found.steps[0, "step"]) == 50
+    steps = [file["step"] for file in found.files]
+    assert (len(steps), steps[0], steps[-1]) == (24, 1, 2000)
+    assert max(b - a for a, b in itertools.pairwise(steps)) < 130
+    assert found.notes == ["training: samples of 24 of 2000 steps"]
+    assert len(rollouts.samples(found)) < 200_000
+    assert "3,000 characters are left out here" in next(iter(found.prompts))
+
+
+def test_what_is_chosen_evenly_has_both_ends():
+    assert rollouts.evenly(list(range(10)), 4) == [0, 3, 6, 9]
+    assert rollouts.evenly([1, 2], 4) == [1, 2]
+    assert rollouts.evenly([1, 2, 3], 1) == [3]
+
+
+# ---- in a browser ---------------------------------------------------------------------------------------------------------
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+DRIVE = """
+<script>window.addEventListener("load", () => setTimeout(() => {
+  const click = (selector) => document.querySelector(selector).dispatchEvent(new MouseEvent("click", {bubbles: true}));
+  click("button.run[data-run='1']");
+  document.getElementById("log").click();
+  const slider = document.getElementById("smoothing");
+  slider.value = 0.5;
+  slider.dispatchEvent(new Event("input"));
+  document.querySelector("figure.chart details").open = true;
+  const search = document.querySelector("input[type=search]");
+  search.value = "nothing says this";
+  search.dispatchEvent(new Event("input"));
+  const key = (key) => document.querySelector("svg").dispatchEvent(new KeyboardEvent("keydown", {key}));
+  key("ArrowRight");
+  key("ArrowRight");
+}, 0));</script>
+"""
+
+
+def browse(path: Path) -> tuple[str, str]:
+    """(the page's elements after its scripts ran, what was written to the console)."""
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={path.parent / 'profile'}"]
+    command += ["--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom", f"file://{path}"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout, "\n".join(line for line in answer.stderr.splitlines() if "CONSOLE" in line)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(BROWSER is None, reason="NO BROWSER HERE (chromium): the page's JavaScript is not run")
+def test_the_scripts_draw_and_hostile_text_does_not_run(run, tmp_path):
+    other = past_runs.folder(tmp_path / "two")
+    past_runs.steps(other, 1, 3, Texts(HOSTILE, HOSTILE, "8", "9"), loss=0.25)
+    path = tmp_path / "r.html"
+    text = written(run, other, f"out={path}")
+
+    dom, console = browse(path)
+    assert console == ""
+    figures = re.findall(r'<figure class="chart">.*?</figure>', dom, re.DOTALL)
+    assert len(figures) == len(Page(text).charts())
+    for each in figures:
+        assert re.search(r'<path class="(series|layer|band)[^"]*" d="M', each), each[:300]
+        assert "NaN" not in each.split("</script>")[1] and "Infinity" not in each
+    assert dom.count("<article>") == 10
+    assert "<title>one · two</title>" in dom  # HOSTILE sets another one, if it runs
+    assert "&lt;/script&gt;&lt;script&gt;document.title=" in dom
+
+    # The same with everything used once: the policy forbids any script but the page's own, so it is taken away for this.
+    policy = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
+    assert policy.search(text)
+    path.write_text(policy.sub("", text).replace("</body>", f"{DRIVE}</body>"))
+    dom, console = browse(path)
+    assert console == ""
+    assert 'aria-pressed="false"' in dom
+    loss = next(each for each in re.findall(r'<figure class="chart">.*?</figure>', dom, re.DOTALL) if "<h3>loss</h3>" in each)
+    assert loss.count('class="series') == 2  # of the one run that is left: smoothed, and faintly as it was
+    assert '<b title="step 2">' in loss  # the cursor that the first chart has moved there
+    assert re.search(r'<line class="cursor"[^>]* visibility="visible"', loss)
+    assert '<div class="data"' in dom and "<article>" not in dom and "none found" in dom
+
+    # And the policy holds: a script that is put in does not run.
+    path.write_text(text.replace("</body>", "<script>document.title = 'taken'</script></body>"))
+    dom, console = browse(path)
+    assert "<title>one · two</title>" in dom and "Content Security Policy" in console

@@ -1,0 +1,166 @@
+"""Secrets are refused in recipes and kept out of what is written; a run folder is its owner's alone."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from launch import job, run_folder
+from launch.run_folder import locked
+from pipeline import config, secrets
+from pipeline.config import RecipeError
+from pipeline.watchdog import Failure
+from tests.launch.model import write_recipe
+
+HF = "hf_" + "aB3dE6gH" * 4
+VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "MY_SECRET")
+OTHERS = ("HF_TOKEN_PATH", "TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "MAX_TOKENS", "SECRETARY", "HF_HUB_DISABLE_IMPLICIT_TOKENS")
+
+
+@pytest.fixture
+def load(tmp_path):
+    path = write_recipe(tmp_path)
+    return lambda *overrides: config.load(str(path), [f"run_dir={tmp_path}/run", *overrides])
+
+
+def test_names_of_secrets():
+    assert all(secrets.is_secret(name) for name in VARIABLES)
+    assert not any(secrets.is_secret(name) for name in OTHERS)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("cluster.train.env_vars={HF_TOKEN: anything}", "cluster.train.env_vars.HF_TOKEN"),
+        ("policy.generation.vllm_cfg.env_vars={VLLM_API_KEY: '1'}", "policy.generation.vllm_cfg.env_vars.VLLM_API_KEY"),
+        ("policy.megatron_cfg.env_vars={WANDB_API_KEY: '1'}", "policy.megatron_cfg.env_vars.WANDB_API_KEY"),
+        (f"policy.generation.vllm_kwargs={{hf_token: {HF}}}", "policy.generation.vllm_kwargs.hf_token"),
+        ("cluster.train.srun_args=['--export=ALL,WANDB_API_KEY=abc']", "cluster.train.srun_args.0"),
+        ("cluster.generate.env_vars={GH: ghp_0123456789abcdefghijABCDEFGHIJ012345}", "cluster.generate.env_vars.GH"),
+        ("cluster.generate.env_vars={OTHER: 'sk-proj-0123456789abcdefghij'}", "cluster.generate.env_vars.OTHER"),
+        ("cluster.train.env_vars={OTHER: '${oc.env:SOME_PASSWORD}'}", "cluster.train.env_vars.OTHER"),
+    ],
+)
+def test_a_recipe_with_a_secret_is_refused_without_saying_it(load, monkeypatch, override, key):
+    monkeypatch.setenv("SOME_PASSWORD", "correct horse")
+    with pytest.raises(RecipeError) as error:
+        run_folder.check(load(override))
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{key}: ")
+    assert HF not in problem and "ghp_" not in problem and "sk-proj" not in problem and "correct horse" not in problem
+    assert "export it in the shell that submits" in problem or "ranks have the variable" in problem
+
+
+def test_recipes_that_only_look_like_it(load):
+    run_folder.check(
+        load(
+            "policy.generation.max_new_tokens=12",
+            "policy.generation.vllm_kwargs={eos_token: '</s>', hf_token: true}",
+            "cluster.train.env_vars={TOKENIZERS_PARALLELISM: 'false', HF_TOKEN_PATH: /home/me/token}",
+            "cluster.train.srun_args=['--export=ALL', '--mpi=none']",
+        )
+    )
+
+
+def test_nothing_of_a_submission_holds_a_secret(load, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", HF)
+    recipe = load()
+    run_dir = job.Path(recipe.run_dir)
+    with locked(run_dir):
+        run_folder.prepare(recipe, run_dir, "#!/bin/bash\n")
+        run_folder.append_manifest(run_dir, "local", "1", ["submit.py", f"x={HF}"])
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert len(files) >= 5 and not any(HF in path.read_text() for path in files)
+    assert json.loads((run_dir / "manifest.json").read_text())[0]["command"] == "submit.py x=***"
+
+
+def test_failures_and_tracebacks_hold_no_secret(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MY_SECRET", "correct horse")
+    Failure(0, "train", "n0", "step", "loss", "refused: correct horse").record(tmp_path)
+    assert json.loads((tmp_path / "failure.json").read_text())["message"] == "refused: ***"
+
+
+# ---- the folder ---------------------------------------------------------------------------------------------------------
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_run_folder_is_made_for_its_owner_alone(tmp_path):
+    run_dir = tmp_path / "runs/a"
+    before = os.umask(0o002)
+    try:
+        with locked(run_dir):
+            (run_dir / "file").write_text("")
+    finally:
+        os.umask(before)
+    assert (mode(run_dir), mode(run_dir / "submitit"), mode(run_dir / ".secret")) == (0o700, 0o700, 0o600)
+    assert mode(tmp_path / "runs") == 0o775 and mode(run_dir / "file") == 0o644
+    secret = (run_dir / ".secret").read_text()
+    assert len(bytes.fromhex(secret)) == 32
+    with locked(run_dir):
+        assert (run_dir / ".secret").read_text() == secret
+
+
+def test_who_may_read_is_the_owners_choice_and_who_may_write_is_not(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    run_dir.chmod(0o770)
+    with locked(run_dir):
+        assert mode(run_dir) == 0o750
+    assert f"# {run_dir}: others could write there (0770)" in capsys.readouterr().out
+
+
+def test_a_secret_that_others_could_read_is_made_anew(tmp_path):
+    with locked(tmp_path):
+        known = (tmp_path / ".secret").read_text()
+    (tmp_path / ".secret").chmod(0o644)
+    with locked(tmp_path):
+        assert (tmp_path / ".secret").read_text() != known
+    assert mode(tmp_path / ".secret") == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_another_users_folder_is_refused(tmp_path):
+    os.chown(tmp_path, 65534, -1)
+    with pytest.raises(RecipeError, match="belongs to nobody, not to you"), locked(tmp_path):
+        pass
+
+
+def test_a_rank_loads_no_code_that_others_could_have_written(tmp_path):
+    folder = tmp_path / "submitit"
+    folder.mkdir(mode=0o700)
+    pickle = folder / "7_submitted.pkl"
+    pickle.write_bytes(b"")
+    for path in (tmp_path, folder, pickle):
+        before = mode(path)
+        path.chmod(before | 0o020)
+        with pytest.raises(PermissionError, match="could have put code there"):
+            job.own_pickle(folder, "7")
+        path.chmod(before & ~0o022)
+    job.own_pickle(folder, "7")
+
+
+def test_what_a_rank_prints_goes_to_its_log_without_secrets(tmp_path):
+    program = """
+import logging, os, sys, warnings
+from launch import rank_log
+rank_log.guard()
+print("printed", os.environ["HF_TOKEN"])
+logging.getLogger("x").warning("logged %s", os.environ["HF_TOKEN"])
+warnings.warn("warned " + os.environ["HF_TOKEN"])
+assert sys.stdout.fileno() == 1 and not sys.stderr.isatty()
+print("another one: hf_" + "x" * 20)
+raise ValueError(os.environ["HF_TOKEN"])
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "HF_TOKEN": "correct horse"}
+    )
+    text = answer.stdout + answer.stderr
+    assert "correct horse" not in text and "hf_xx" not in text
+    for said in ("printed ***", "logged ***", "warned ***", "ValueError: ***", "another one: ***"):
+        assert said in text

@@ -1,0 +1,259 @@
+"""The status of runs: from real jobs of both executors, and from folders as runs leave them."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import run_state, status
+from launch.job import ROOT, JobRecord, write_json, write_record
+from launch.local import HetLocalExecutor, start_time
+from launch.past_run import PastRun
+from launch.slurm import HetSlurmExecutor
+from pipeline.checkpoint import Checkpoints
+from pipeline.config import CheckpointingConfig, ClusterConfig, ComponentConfig
+from tests.launch import past_runs, tasks
+from tests.launch.past_runs import Texts
+from tests.launch.waiting import reports, wait_until, wait_until_ended
+
+TEXTS = Texts("2+5=", "7", "8", "9")
+
+
+class Alive:
+    """This process, as a run's job."""
+
+    job_id = str(os.getpid())
+    start_time = start_time(os.getpid())
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """Under way since ten minutes ago, at step 6 of 100, in its second attempt."""
+    made = past_runs.folder(tmp_path / "runs/one")
+    write_record(made, JobRecord.of("local", Alive()))
+    past_runs.attempt(made, "7-0", past_runs.ago(1000), "requeue: crashed with status 9, after checkpoint 2; restart 1 of 3")
+    past_runs.attempt(made, "7-1", past_runs.ago(600))
+    past_runs.steps(made, 1, 6, TEXTS)
+    lines = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["time"] = past_runs.ago(720 - 100 * line["step"])  # every 100 s, the first one before the second attempt
+    (made / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 7, "ti')
+    return made
+
+
+def asked(capsys, *arguments: object) -> tuple[int, str]:
+    answer = status.main([str(each) for each in arguments])
+    return answer, capsys.readouterr().out
+
+
+def test_all_that_is_to_be_known_of_a_run(run, capsys):
+    checkpoints = Checkpoints(run, "7-1", CheckpointingConfig())
+    partial = checkpoints.begin(4)
+    (partial / "weights").write_bytes(b"x" * 5000)
+    checkpoints.commit(partial, 4, None, {})
+    checkpoints.begin(6)
+
+    answer, text = asked(capsys, run, "json=true")
+    told = json.loads(text)
+    assert answer == 0
+    assert (told["state"], told["step"], told["max_steps"], told["restarts"]) == ("running", 6, 100, 1)
+    assert told["seconds_per_step"] == pytest.approx(100)
+    assert told["seconds_left"] == pytest.approx(9400)
+    assert told["phases"] == pytest.approx({"rollout": 0.2, "train": 0.3, "refit": 0.1, "rest": 0.05, "validation": 0.2})
+    assert told["metrics"]["train/grad_norm"] == [1.0, 1.0, None, 1.0, 1.0, 1.0]
+    kept = told["checkpoint"]
+    assert (kept["step"], kept["partial"], kept["count"]) == (4, ["step_000006"], 1)
+    assert 5000 < kept["bytes"] < 6000
+    assert [part["name"] for part in told["components"]] == ["train", "generate"]
+    assert told["ends_by"] == pytest.approx(past_runs.ago(600) + 240 * 60, abs=5)
+    assert (told["starting"], told["failure"]) == (False, [])
+
+    _, text = asked(capsys, run)
+    assert "state       running\n" in text
+    assert "100 s from step to step; 2:36:40 left; its time is up in 3:50:" in text
+    assert "train 300 ms (35%)" in text and "1,000 tokens/s" in text
+    assert "step 4, 0:00:0" in text and "being written, or left so: step_000006" in text
+    assert "crashed with status 9" in text and "under way" in text
+
+
+def test_a_run_that_starts_says_so(run, capsys):
+    past_runs.attempt(run, "7-2", time.time())
+    _, text = asked(capsys, run)
+    assert "running; the ranks are starting" in text
+
+
+def test_a_failed_run_shows_the_first_failure_and_exits_with_1(tmp_path, capsys):
+    run = past_runs.folder(tmp_path / "one")
+    said = {"rank": 3, "realm": "generate", "host": "n2", "verb": "rollout", "phase": "decode", "message": "ValueError: no"}
+    past_runs.attempt(run, "1-0", past_runs.ago(90), "requeue: crashed with status 9, after checkpoint 2; restart 1 of 3", said)
+    traceback = 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: no\n'
+    past_runs.attempt(run, "1-1", past_runs.ago(50), "stop: crashed with status 1", said | {"traceback": traceback})
+    answer, text = asked(capsys, run)
+    assert answer == 1
+    assert "state       failed; crashed with status 1\n" in text
+    assert "failure     rank 3 (realm generate, host n2, verb rollout, phase decode): ValueError: no\n" in text
+    assert '  File "a.py", line 1\n' in text
+    assert text.count("   rank 3: ValueError: no\n") == 1  # of the first start, in short
+    assert f"logs        {run}/attempts/1-1" in text
+
+
+def test_a_run_that_failed_without_a_word_shows_the_end_of_a_log(tmp_path, capsys):
+    run = past_runs.folder(tmp_path / "one")
+    log = "line 1\n" * 100 + "Traceback (most recent call last):\nMemoryError\n"
+    past_runs.attempt(run, "1-0", past_runs.ago(50), "stop: crashed with status 137", log=log)
+    answer, text = asked(capsys, run)
+    assert answer == 1
+    assert "the end of" in text and "  MemoryError\n" in text and text.count("line 1\n") == 18
+
+
+def test_a_run_that_somebody_stopped_or_that_is_done(tmp_path, capsys):
+    run = past_runs.folder(tmp_path / "one")
+    past_runs.attempt(run, "7-0", past_runs.ago(50))
+    (run / "submitit").mkdir()
+    write_json(run / "submitit/1_end.json", {"state": "CANCELLED", "reason": "by SIGTERM"})
+    answer, text = asked(capsys, run)
+    assert (answer, "stopped; by SIGTERM" in text) == (1, True)
+    past_runs.ended(run, 100)
+    answer, text = asked(capsys, run)
+    assert (answer, "state       done\n" in text) == (0, True)
+
+
+def test_hundreds_of_runs_in_a_list_newest_first(run, tmp_path, capsys):
+    done = past_runs.folder(tmp_path / "runs/deep/two", "tiny_sft")
+    past_runs.ended(done, 350)
+    for path in ("recipe.yaml", "job.json", "done.json"):
+        os.utime(done / path, (1e9, 1e9))
+    spoiled = past_runs.folder(tmp_path / "runs/three")
+    (spoiled / "metrics.jsonl").mkdir()
+    hidden = past_runs.folder(tmp_path / "runs/hidden")
+    (hidden / "job.json").unlink()
+    (hidden / "job.json").mkdir()  # as unreadable as another user's, for whoever runs this test
+    for path in ("recipe.yaml", "job.json"):
+        os.utime(hidden / path, (1.5e9, 1.5e9))
+    none = tmp_path / "runs/four"
+    none.mkdir()
+    (none / "recipe.yaml").write_text("a: [")
+    for i in range(100):
+        copy = tmp_path / f"runs/many/{i:03d}"
+        copy.mkdir(parents=True)
+        for name in ("recipe.yaml", "metrics.jsonl", "job.json"):
+            (copy / name).write_bytes((run / name).read_bytes())
+
+    answer, text = asked(capsys, tmp_path / "runs")
+    lines = text.splitlines()
+    assert answer == 0
+    assert len(lines) == 1 + 105
+    assert all(line.startswith("running  6/100") for line in lines[1:102])
+    assert [line.split()[0] for line in lines[102:]] == ["unknown", "done", "unknown", "unknown"]
+    assert "Is a directory" in text and "its recipe.yaml is not YAML" in text
+
+    answer, text = asked(capsys, spoiled)
+    assert answer == 2
+
+
+def test_what_is_named_and_failed_gives_1_in_a_list_too(run, tmp_path, capsys):
+    other = past_runs.folder(tmp_path / "runs/other")
+    assert asked(capsys, run, other)[0] == 1
+    assert asked(capsys, tmp_path / "runs")[0] == 0
+
+
+def test_of_a_long_run_only_the_end_is_read(run, capsys):
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[5])
+    spoiled = ["x" * 400] * 19_000  # would raise, if it were read
+    lines = [json.dumps(line | {"step": step, "time": 1e9 + step}) for step in range(19_001, 20_001)]
+    (run / "metrics.jsonl").write_text("\n".join([*spoiled, *lines]) + "\n")
+    told = json.loads(asked(capsys, run, "json=true")[1])
+    assert told["step"] == 20_000
+    assert len(told["metrics"]["train/reward"]) == 20
+
+
+def test_watching_ends_with_the_run(run, monkeypatch, capsys):
+    monkeypatch.setattr(status.time, "sleep", lambda _: past_runs.ended(run, 100))
+    answer, text = asked(capsys, run, "watch=5")
+    assert answer == 0
+    assert text.index("state       running\n") < text.index("state       done\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "there is no such folder"),
+        (["."], "there is none below it"),
+        (["watch=0", "."], "no number of seconds"),
+        (["jsn=true"], "is none of watch=SECONDS"),
+    ],
+)
+def test_what_is_no_run_is_refused(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    assert status.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_job_that_cannot_be_asked_is_told_so(run, tmp_path, monkeypatch, capsys):
+    write_json(run / "job.json", {"executor": "local", "job_id": "1", "host": "another", "start_time": 5})
+    assert "unknown; its processes are on another; ask there" in asked(capsys, run)[1]
+
+    write_json(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "start_time": None})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "unknown; there is no scontrol here" in asked(capsys, run)[1]
+
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 30\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setattr(run_state, "ASK_S", 0.2)
+    assert "unknown; Slurm did not answer within 0.2 s" in asked(capsys, run)[1]
+
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
+    assert "Unable to contact slurm controller" in asked(capsys, run)[1]
+    past_runs.attempt(run, "17-2", time.time(), "stop: crashed with status 1", {"rank": 0, "message": "no"})
+    assert asked(capsys, run)[0] == 1
+
+
+def test_it_needs_no_library_of_the_job(run):
+    program = "import sys; sys.modules |= dict.fromkeys(('torch', 'vllm', 'transformers', 'tensorboard', 'matplotlib'))\n"
+    program += f"from launch import report, status; status.main(['{run}']); sys.exit(report.main(['{run}']))"
+    answer = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    assert (run / "report.html").exists()
+
+
+# ---- real jobs --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_local_run_is_running_then_stopped(tmp_path, capsys):
+    run = past_runs.folder(tmp_path / "one")
+    components = {"train": ComponentConfig(nodes=1), "generate": ComponentConfig(nodes=1)}
+    job = HetLocalExecutor(run, ClusterConfig(time_min=5), components).submit(tasks.report_and_wait, str(run))
+    write_record(run, JobRecord.of("local", job))
+    reports(run, 2)
+    answer, text = asked(capsys, run)
+    assert (answer, "running; the ranks are starting" in text) == (0, True)
+    job.cancel()
+    wait_until_ended(job)
+    answer, text = asked(capsys, run)
+    assert (answer, "stopped; by SIGTERM" in text) == (1, True)
+
+
+@pytest.mark.slurm
+def test_a_slurm_run_by_component(slurm_cluster, tmp_path, monkeypatch, capsys):
+    for key in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(key, slurm_cluster.env[key])
+    run = past_runs.folder(tmp_path / "one")
+    components = {"train": ComponentConfig(nodes=2, cpus_per_task=1), "generate": ComponentConfig(nodes=1, cpus_per_task=1)}
+    job = HetSlurmExecutor(run, "a", ClusterConfig(time_min=5), components).submit(tasks.report_and_wait, str(run))
+    write_record(run, JobRecord.of("slurm", job))
+    reports(run, 3)
+
+    of = run_state.state(PastRun.at(run))
+    assert (of.word, of.job) == ("running", f"Slurm job {job.job_id}")
+    assert [(part.name, part.state) for part in of.parts] == [("train", "RUNNING"), ("generate", "RUNNING")]
+    assert all(part.nodes.startswith("127.0.0.") for part in of.parts)
+    assert of.ends_by == pytest.approx(time.time() + 300, abs=60)
+    assert "generate  RUNNING  127.0.0." in asked(capsys, run)[1]
+
+    job.cancel()
+    wait_until(lambda: run_state.state(PastRun.at(run)).word == "stopped", "the end of the job")
+    assert asked(capsys, run)[0] == 1

@@ -1,0 +1,208 @@
+"""Runs in an allocation that is there already: an salloc, plain and heterogeneous, and a batch job of launch/hetstep.sbatch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import ray_sub, submit
+from launch.attempts import all_attempts
+from launch.job import ROOT, read_record
+from pipeline import config
+from tests.end_to_end import runs
+from tests.launch.model import write_recipe
+from tests.launch.waiting import none_alive, reports, wait_until
+from tests.slurm.wrapper import SUBMIT, sbatch, wait_for
+
+
+@pytest.fixture
+def here(tmp_path, slurm_cluster, monkeypatch) -> Path:
+    """A folder with a recipe `tiny` of two components of one rank, as the current one."""
+    write_recipe(tmp_path, cluster={})
+    monkeypatch.chdir(tmp_path)
+    for key in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(key, slurm_cluster.env[key])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("HETSTEP_SETTLE_S", "1")
+    return tmp_path
+
+
+def in_salloc(options: str, task: str, *overrides: str) -> list[str]:
+    """The command: `python launch/submit.py recipe=tiny.yaml ...` inside an allocation, the ranks doing one of tests' tasks."""
+    return ["salloc", *options.split(), sys.executable, "-c", SUBMIT, task, "recipe=tiny.yaml", *overrides]
+
+
+def salloc(options: str, task: str, *overrides: str) -> subprocess.CompletedProcess:
+    return subprocess.run(in_salloc(options, task, *overrides), capture_output=True, text=True, timeout=180)
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("options", ["-N3", "-N2 --gpus-per-node=2 : -N1"], ids=["plain", "heterogeneous"])
+def test_a_run_inside_an_salloc(here, options):
+    gpus = ["cluster.train.gpus_per_node=2", "cluster.train.ranks_per_node=1"] if "gpus" in options else []
+    answer = salloc(options, "report_and_finish", "cluster.train.nodes=2", "grpo.max_num_steps=1", *gpus)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "runs in Slurm job" in answer.stdout and "done: step 1" in answer.stdout
+    found = reports(here / "run", 3)
+    assert [each["HETSTEP_COMPONENT"] for each in found] == ["train", "train", "generate"]
+    assert len({each["HETSTEP_NODE"] for each in found}) == 3
+    assert {each["HETSTEP_MASTER_ADDR"] for each in found} == {found[0]["HETSTEP_NODE"]}
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == (["0,1", "0,1", None] if gpus else [None] * 3)
+    (attempt,) = all_attempts(here / "run")
+    assert [log.name for log in attempt.logs] == ["rank00000.log", "rank00001.log", "rank00002.log"]
+    assert attempt.verdict == "done"
+    record = read_record(here / "run")
+    assert record.executor == "allocation"
+    assert record.attach(here / "run").status().succeeded
+
+
+@pytest.mark.slurm
+def test_an_allocation_that_is_too_small(here):
+    answer = salloc(
+        *("-N1 -c2", "report", "cluster.train.gpus_per_node=4", "cluster.train.cpus_per_task=2", "cluster.time_min=30"),
+        *("cluster.generate.nodes=2", "policy.train_global_batch_size=4"),
+    )
+    assert answer.returncode == 2
+    job = answer.stderr.partition("Granted job allocation ")[2].split()[0]
+    for problem in (
+        "cluster.train.gpus_per_node: 4 GPUs are needed on each node, and the job has 0 on 127.0.0.",
+        "cluster.train.cpus_per_task: 8 CPUs for its 4 ranks are needed on each node, and the job has 2 on 127.0.0.",
+        f"cluster.generate.nodes: 2, but Slurm job {job} has 0 for it",
+        f"cluster.executor: Slurm job {job} has 1 node with 2 CPUs and 0 GPUs; an allocation that would do: `salloc --time=30"
+        " --nodes=1 --ntasks-per-node=4 --cpus-per-task=2 --gpus-per-node=4 : --nodes=2 --ntasks-per-node=1`; or"
+        " cluster.executor=slurm, which submits a job of its own",
+    ):
+        assert problem in answer.stderr, answer.stderr
+    assert not (here / "run").exists()
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_a_cancel_ends_the_run_but_not_the_allocation(here):
+    command = in_salloc("-N2", "report_and_wait")
+    inner = " ".join(["'" + part + "'" for part in command[2:]])
+    shell = [
+        "salloc",
+        "-N2",
+        "bash",
+        "-c",
+        f"{inner} & echo $! >submit.pid; wait $!; echo ended $?; srun -N1 -n1 echo still here",
+    ]
+    process = subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    found = reports(here / "run", 2)
+    os.kill(int((here / "submit.pid").read_text()), signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert "ended 130" in out and "still here" in out, out
+    assert "CANCELLED (by a signal); the same command goes on from the last checkpoint" in out
+    none_alive(found)
+
+
+def test_an_allocation_is_asked_for_outside_of_one(tmp_path, capsys):
+    assert submit.main([f"recipe={write_recipe(tmp_path)}", "cluster.executor=allocation"]) == 2
+    said = capsys.readouterr().err
+    assert "cluster.executor: allocation, but this is in none (salloc), or in a step of one (srun)" in said
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_ranks_start_again_in_the_same_allocation_until_they_leave_on_purpose(here):
+    acts = [{"progress": 1, "exit": 9}, {"progress": 2, "requeue": "time is short"}, {"done": 3}]
+    (here / "run").mkdir(mode=0o700)
+    (here / "run/script.json").write_text(json.dumps(acts))
+    answer = salloc("-N2", "play")
+    assert answer.returncode == 1
+    assert "STOPPED (time is short; the same command in another allocation goes on)" in answer.stdout, answer.stdout
+    assert [attempt.verdict for attempt in all_attempts(here / "run")] == [
+        "requeue: crashed with status 9, after checkpoint 1; restart 1 of 3",
+        "requeue: time is short",
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_a_step_of_an_allocation_submits_a_job_of_its_own(here):
+    command = ["srun", "-N1", "-n1", *in_salloc("", "report_and_finish", "grpo.max_num_steps=1")[1:]]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "submits a job of its own, because this is a step of Slurm job" in answer.stdout
+    assert read_record(here / "run").executor == "slurm"
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_a_whole_run_inside_an_salloc(tmp_path, slurm_cluster):
+    placed = [key for key in runs.SLURM if not key.startswith("cluster.executor")]
+    overrides = [f"recipe={runs.RECIPE}", f"run_dir={tmp_path}/run", *placed]
+    command = ["salloc", "-N4", sys.executable, str(ROOT / "launch/submit.py"), *overrides]
+    env = {**slurm_cluster.env, "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "done: step 4" in answer.stdout
+
+
+# ---- launch/hetstep.sbatch ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slurm
+def test_a_batch_job_of_ones_own(here):
+    job, out = sbatch(here, "-N1 : -N1", "write_steps")
+    wait_for("done: step 3", out)
+    assert "step 3/3" in out() and f"runs in Slurm job {job}" in out()
+    record = read_record(here / "run")
+    assert (record.executor, record.job_id) == ("slurm", job)  # so that it can be followed from anywhere
+    assert [attempt.name for attempt in all_attempts(here / "run")] == [f"{job}-0"]
+    wait_until(lambda: record.attach(here / "run").status(now=True).succeeded, "the job's end")
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_a_batch_job_is_requeued_and_goes_on(here):
+    acts = [{"progress": 1, "exit": 9}, {"progress": 2, "requeue": "time is short"}, {"done": 3}]
+    (here / "run").mkdir(mode=0o700)
+    (here / "run/script.json").write_text(json.dumps(acts))
+    job, out = sbatch(here, "-N2", "play")
+    wait_for("done: step 3", out, 180)
+    attempts = all_attempts(here / "run")
+    assert [attempt.name for attempt in attempts] == [f"{job}-{restart}" for restart in range(3)]
+    assert attempts[1].verdict == "requeue: time is short"
+    wait_until(lambda: read_record(here / "run").attach(here / "run").status(now=True).succeeded, "the job's end")
+
+
+# ---- the environment of ray.sub -----------------------------------------------------------------------------------------
+
+RAY_SUB = {
+    "CONTAINER": "/images/nemo rl.sqsh",
+    "MOUNTS": "/lustre:/lustre,/home/me:/home/me:ro",
+    "GPUS_PER_NODE": "8",
+    "CPUS_PER_WORKER": "128",
+    "SLURM_SUBMIT_DIR": "/lustre/me",
+}
+
+
+def test_what_means_the_same_becomes_overrides(tmp_path):
+    overrides, lines = ray_sub.understood(RAY_SUB, ["recipe=x"])
+    recipe = config.inspect(str(write_recipe(tmp_path)), overrides).recipe
+    for component in (recipe.cluster.train, recipe.cluster.generate):
+        assert component.container_image == "/images/nemo rl.sqsh"
+        assert component.container_mounts == ["/lustre:/lustre", "/home/me:/home/me:ro"]
+        assert component.container_workdir == "/lustre/me"
+        assert (component.python, component.gpus_per_node, component.cpus_per_task) == ("python3", 8, 16)
+    assert "cluster.train.gpus_per_node=8, from the environment, as ray.sub has it" in lines
+
+
+def test_the_command_line_goes_before_the_environment(tmp_path):
+    overrides, _ = ray_sub.understood(RAY_SUB, ["cluster.train.container_image=/mine.sqsh", "cluster.generate={nodes: 2}"])
+    names = [override.partition("=")[0] for override in overrides]
+    assert "cluster.train.container_image" not in names and "cluster.train.container_mounts" in names
+    assert not any(name.startswith("cluster.generate") for name in names)
+
+
+def test_what_means_nothing_here_is_said_in_a_line():
+    overrides, lines = ray_sub.understood({"COMMAND": "uv run x.py", "BASE_LOG_DIR": "/logs", "CPUS_PER_WORKER": "64"}, [])
+    assert overrides == []
+    assert [line.partition(":")[0] for line in lines] == ["CPUS_PER_WORKER", "COMMAND", "BASE_LOG_DIR"]
+    assert ray_sub.understood({"PATH": "/bin"}, ["recipe=x"]) == ([], [])

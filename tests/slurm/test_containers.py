@@ -1,0 +1,258 @@
+"""Containers: what a job's script asks of pyxis, which a plugin of the tests' own takes in its place (pyxis_stub.c)."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from launch import containers, slurm
+from launch.job import ROOT
+from launch.preflight import containers as preflight
+from pipeline import config
+from pipeline.config import ClusterConfig, ComponentConfig, reading
+from tests.end_to_end import runs
+from tests.launch import tasks
+from tests.launch.model import write_recipe
+from tests.launch.test_submit import interruptible, run  # noqa: F401
+from tests.slurm import pyxis
+from tests.slurm.cluster import missing
+from tests.slurm.wrapper import sbatch, wait_for
+
+
+@pytest.fixture(scope="module")
+def own_cluster():
+    if lacking := [*missing(), *pyxis.missing()]:
+        (pytest.fail if os.environ.get("HETSTEP_REQUIRE_SLURM") == "1" else pytest.skip)(f"not here: {lacking}")
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, pyxis.cluster(Path(folder)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(own_cluster, monkeypatch):
+    for key in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(key, own_cluster.env[key])
+    for record in (own_cluster.folder / "tasks").iterdir():
+        record.unlink()
+    return own_cluster
+
+
+# ---- the plugin takes what pyxis takes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slurm
+def test_the_plugin_takes_each_option_and_says_what_a_task_got(cluster, tmp_path):
+    image = pyxis.image(tmp_path / "x.sqsh")
+    mounts = f"--container-mounts={tmp_path}:/data:ro+rprivate,tmpfs:/scratch"
+    given = [f"--container-image={image}", mounts, f"--container-workdir={tmp_path}", "--container-readonly"]
+    answer = pyxis.srun(cluster, *given, "--container-env=A,B", "--no-container-mount-home", A="1", B="two words")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.strip() == str(tmp_path)
+    (task,) = pyxis.tasks(cluster)
+    assert task["container-image"] == str(image)
+    assert task["container-mounts"] == mounts.partition("=")[2]
+    assert (task["container-writable"], task["container-mount-home"]) == ("0", "0")
+    assert (task["env:A"], task["env:B"]) == ("1", "two words")
+
+
+@pytest.mark.slurm
+def test_the_plugin_refuses_what_pyxis_refuses(cluster, tmp_path):
+    image = f"--container-image={pyxis.image(tmp_path / 'x.sqsh')}"
+    other = f"--container-image={pyxis.image(tmp_path / 'y.sqsh')}"
+    refused = {
+        "unrecognized option": (image, "--container-colour=red"),
+        "--container-image specified multiple times": (image, other),
+        "both --container-writable and its opposite": (image, "--container-writable", "--container-readonly"),
+        "no such file to mount: /nowhere": (image, "--container-mounts=/nowhere:/x"),
+        "invalid mount flags": (image, f"--container-mounts={tmp_path}:/x:ro:rw"),
+        "neither --container-image nor --container-name": (f"--container-mounts={tmp_path}:/x",),
+        "not absolute: here": (image, "--container-workdir=here"),
+        "no such image": (f"--container-image={tmp_path}/no.sqsh",),
+        "'NOT_SET' is not set": (image, "--container-env=NOT_SET"),
+    }
+    for says, options in refused.items():
+        answer = pyxis.srun(cluster, *options)
+        assert answer.stdout == "", options  # the task did not run; of an image that is missing srun exits with 0 all the same
+        assert says in answer.stderr, answer.stderr
+
+
+# ---- what a job asks for ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A folder with two images and a recipe `tiny` of two components, each in its own container."""
+    for name in ("train", "generate"):
+        pyxis.image(tmp_path / f"{name} image.sqsh")
+    write_recipe(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reading, "RECIPES", tmp_path)
+    return tmp_path
+
+
+def contained(here: Path) -> list[str]:
+    """Overrides; the first component's and the second's differ in everything."""
+    mounts = f"[{here}:{here},{ROOT}:{ROOT}]"
+    return [
+        "cluster.executor=slurm",
+        "cluster.train.nodes=2",
+        f"cluster.train.container_image={here}/train image.sqsh",
+        f"cluster.train.container_mounts={mounts}",
+        f"cluster.train.container_workdir={here}",
+        "cluster.train.container_env=[TEST_VAR]",
+        f"cluster.train.python={sys.executable}",
+        f"cluster.generate.container_image={here}/generate image.sqsh",
+        f"cluster.generate.container_mounts=[{ROOT}:{ROOT}:ro,{here}]",
+        "cluster.generate.container_writable=true",
+        f"cluster.generate.python={sys.executable}",
+    ]
+
+
+@pytest.mark.slurm
+def test_each_component_runs_in_its_own_image(cluster, here, monkeypatch):
+    monkeypatch.setenv("TEST_VAR", "the node's")
+    monkeypatch.setenv("HF_HOME", str(here / "cache"))
+    assert run(monkeypatch, tasks.report_and_finish, "recipe=tiny", "grpo.max_num_steps=1", *contained(here)) == 0
+    found = pyxis.tasks(cluster)
+    train = [task for task in found if task["container-image"] == f"{here}/train image.sqsh"]
+    (generate,) = [task for task in found if task["container-image"] == f"{here}/generate image.sqsh"]
+    assert len(train) == 2 and len(found) == 3
+    assert {task["container-mounts"] for task in train} == {f"{here}:{here},{ROOT}:{ROOT}"}
+    assert {task["container-workdir"] for task in train} == {str(here)}
+    assert {task["env:TEST_VAR"] for task in train} == {"the node's"}
+    assert generate["container-mounts"] == f"{ROOT}:{ROOT}:ro,{here}"
+    assert generate["container-writable"] == "1" and "container-writable" not in train[0]
+    assert "container-workdir" not in generate and "env:TEST_VAR" not in generate
+
+
+@pytest.mark.slurm
+def test_an_image_that_a_node_cannot_start_ends_the_job_at_once(cluster, here, monkeypatch, capsys):
+    """srun exits with 0 then, and the other component's ranks would wait until their patience is over."""
+    overrides = [each for each in contained(here) if not each.startswith("cluster.generate.container_image")]
+    image = "cluster.generate.container_image=registry#no/such:image"
+    monkeypatch.setenv("TEST_VAR", "1")
+    assert run(monkeypatch, tasks.report, "recipe=tiny", *overrides, image) == 1
+    assert "the generate component failed" in capsys.readouterr().out
+
+
+@pytest.mark.slurm
+def test_the_batch_wrapper_takes_container_and_mounts_from_the_environment(cluster, here, monkeypatch):
+    """As they are given to NeMo-RL's ray.sub."""
+    monkeypatch.setenv("CONTAINER", f"{here}/train image.sqsh")
+    monkeypatch.setenv("MOUNTS", f"{here}:{here},{ROOT}:{ROOT}")
+    monkeypatch.setenv("COMMAND", "uv run examples/run_grpo.py")
+    python = [f"cluster.{name}.python={sys.executable}" for name in ("train", "generate")]
+    _, out = sbatch(here, "-N2", "write_steps", f"cluster.generate.container_image={here}/generate image.sqsh", *python)
+    wait_for("done: step 3", out)
+    assert f"# cluster.train.container_image={here}/train image.sqsh, from the environment" in out()
+    assert "# COMMAND: the recipe on this command line is what runs" in out()
+    train, generate = sorted(pyxis.tasks(cluster), key=lambda task: task["container-image"], reverse=True)
+    assert train["container-image"] == f"{here}/train image.sqsh"
+    assert generate["container-image"] == f"{here}/generate image.sqsh"
+    assert {task["container-mounts"] for task in (train, generate)} == {f"{here}:{here},{ROOT}:{ROOT}"}
+    assert {task["container-workdir"] for task in (train, generate)} == {str(here)}
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_a_whole_run_in_two_images(cluster, tmp_path):
+    for name in ("train", "generate"):
+        pyxis.image(tmp_path / f"{name} image.sqsh")
+    placed = [override for override in contained(tmp_path) if not override.startswith("cluster.executor")]
+    model = [f"cluster.{name}.container_workdir={ROOT}" for name in ("train", "generate")]
+    done = runs.submit(tmp_path / "run", *runs.SLURM, *placed, *model, env={**cluster.env, "TEST_VAR": "1"})
+    assert done.status == 0, done.output
+    assert len(done.metrics()) == 4
+    assert {task["container-image"] for task in pyxis.tasks(cluster)} == {
+        f"{tmp_path}/train image.sqsh",
+        f"{tmp_path}/generate image.sqsh",
+    }
+
+
+def test_an_image_that_sets_the_job_s_variables_cannot_hide_code_and_caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", "~/cache")
+    monkeypatch.setenv("HF_HUB_CACHE", "/shared/hub")
+    script = slurm.batch_script(
+        tmp_path,
+        "x",
+        ClusterConfig(),
+        {"train": ComponentConfig(container_image="/x.sqsh"), "generate": ComponentConfig()},
+    )
+    inside, outside = (line for line in script.splitlines() if "srun --het-group" in line)
+    assert f"export HF_HOME={Path.home()}/cache HF_HUB_CACHE=/shared/hub; export PYTHONPATH={ROOT}${{PYTHONPATH:+" in inside
+    assert "HF_HOME" not in outside and "PYTHONPATH" not in outside
+    assert containers.options(ComponentConfig()) == []
+
+
+# ---- what is refused before anything is submitted -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"container_env": ["A=1"]}, "container_env: 'A=1' is not the name of a variable; values are given in env_vars"),
+        ({"container_env": ["A,B"]}, "container_env: 'A,B' is not the name of a variable"),
+        ({"container_env": ["NOT_SET"]}, "container_env: NOT_SET is not set here, so there is no value to hand over"),
+        ({"container_workdir": "runs"}, "container_workdir: 'runs' is not a whole path"),
+        ({"container_workdir": "/a\n/b"}, "container_workdir: '/a\n/b' is not a whole path"),
+        ({"container_image": "an image"}, "container_image: 'an image' is neither a path nor of the form"),
+        ({"container_image": "x --container-writable"}, "is neither a path nor of the form"),
+        (
+            {"container_mounts": ["/tmp:/x:ro rw"]},
+            "container_mounts: '/tmp:/x:ro rw': 'ro rw' are not flags such as ro+rprivate",
+        ),
+        ({"container_mounts": ["/tmp:/x:/y"]}, "'/y' are not flags"),
+        ({"srun_args": ["--container-image=/y.sqsh"]}, "srun_args: --container-image=/y.sqsh is what cluster.train.container_"),
+        ({"srun_args": ["--container-mou=/x"]}, "srun_args: --container-mou=/x is what"),
+    ],
+)
+def test_values_that_cannot_be(here, monkeypatch, keys, says):
+    (problem,) = problems(here, **keys)
+    assert problem.startswith("cluster.train.") and says in problem
+
+
+def test_what_may_be(here, monkeypatch):
+    monkeypatch.setenv("SET_HERE", "1")
+    names = ["SET_HERE", "IN_THE_RECIPE", "HETSTEP_RANK", "SLURM_JOB_ID"]
+    assert problems(here, container_env=names, env_vars={"IN_THE_RECIPE": "1"}) == []
+    assert problems(here, container_mounts=["tmpfs:/scratch:size=1g+noexec"], srun_args=["--no-container-mount-home"]) == []
+    assert problems(here, container_image="user@nvcr.io#nvidia/pytorch:26.07-py3", container_writable=False) == []
+
+
+def test_container_keys_without_an_image_say_nothing(here):
+    found = problems(here, container_image=None, python=None, container_env=["PATH"], container_writable=False)
+    keys = ("mounts", "env", "writable")
+    assert found == [f"cluster.train.container_{key}: it says nothing without cluster.train.container_image" for key in keys]
+
+
+def test_a_folder_that_pyxis_cannot_mount(here):
+    (here / "with:colon").mkdir()
+    found = problems(
+        here, f"run_dir={here}/with:colon/run", container_mounts=[], mounted=(ROOT, here / "model", here / "data.jsonl")
+    )
+    (problem,) = found
+    assert (
+        "the run folder" in problem and "pyxis cannot mount a path with a colon or a comma; mount a folder above it" in problem
+    )
+    assert problems(here, f"run_dir={here}/with:colon/run") == []
+
+
+def test_an_empty_folder_over_the_run_folder(here):
+    (problem,) = problems(here, container_mounts=[f"tmpfs:{here}/run"])
+    assert "the run folder" in problem and "is not mounted in the container" in problem
+
+
+def test_pyxis_s_own_variables_are_told(here, monkeypatch):
+    monkeypatch.setenv("PYXIS_CONTAINER_WRITABLE", "1")
+    (problem,) = problems(here)
+    assert problem.startswith("cluster: PYXIS_CONTAINER_WRITABLE is set in the environment, and pyxis takes it")
+
+
+def problems(here: Path, *overrides: str, mounted: tuple[Path, ...] = (), **keys) -> list[str]:
+    """What is said of a train component in a container in which all that it needs is mounted, but for `keys`."""
+    given = [str(path) for path in mounted or (ROOT, here)]
+    keys["container_mounts"] = [*given, *keys.get("container_mounts", [])]
+    recipe = config.inspect("tiny", list(overrides)).recipe
+    recipe.cluster.train = ComponentConfig(**{"container_image": str(here / "train image.sqsh"), "python": "python3", **keys})
+    return list(preflight.problems(recipe, [], here / "conversions"))

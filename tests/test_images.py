@@ -1,0 +1,149 @@
+"""containers/: the images' pinned sets agree with each other and with what the tests run on; what build.sh calls, with what."""
+
+import re
+import subprocess
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from containers.check_image import OF_THE_BASE, pins, problems
+from tests.test_imports import imports
+
+ROOT = Path(__file__).parent.parent
+CONTAINERS = ROOT / "containers"
+KINDS = ("train", "generate")
+BASE = {"torch", "numpy", "triton", "setuptools"}  # what both base images bring, and must keep
+ONLY_TRAIN = {"megatron", "transformer_engine", "peft", "accelerate"}
+FOR_PEOPLE = {"matplotlib"}  # of reports, which no rank writes
+
+
+def pinned(path: Path) -> dict[str, str]:
+    return {canonicalize_name(name): version for name, version in pins(path).items()}
+
+
+LOCK = pinned(CONTAINERS / "requirements-cpu.lock")
+SETS = {kind: pinned(CONTAINERS / kind / "requirements.txt") for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_versions_are_those_of_the_lock_and_of_pyproject(kind):
+    assert {name: version for name, version in SETS[kind].items() if LOCK.get(name) != version} == {}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for line in [*project["dependencies"], *project["optional-dependencies"]["gpu"]]:
+        requirement = Requirement(line)
+        version = (SETS[kind] | OF_THE_BASE[kind]).get(canonicalize_name(requirement.name))
+        assert version is None or requirement.specifier.contains(version), line
+    assert f'"vllm=={OF_THE_BASE["generate"]["vllm"]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_set_is_whole_without_dependencies(kind):
+    """pip installs it with --no-deps: whatever one of its packages needs is in it, or in the base."""
+    missing = []
+    for name in SETS[kind]:
+        for line in metadata.requires(name) or []:
+            needed = Requirement(line)
+            if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                if canonicalize_name(needed.name) not in SETS[kind].keys() | BASE:
+                    missing.append(f"{name} needs {needed.name}")
+                elif needed.name not in BASE and (version := SETS[kind][canonicalize_name(needed.name)]):
+                    assert needed.specifier.contains(version, prereleases=True), f"{name} needs {line}, not {version}"
+    assert missing == []
+
+
+def test_the_sets_have_what_the_pipeline_imports():
+    found = {name.split(".")[0] for path in ROOT.glob("pipeline/**/*.py") for name in imports(path)}
+    packages = {name: {*map(canonicalize_name, of)} for name, of in metadata.packages_distributions().items() if name in found}
+    packages.pop("pipeline", None)  # installed, as it may be
+    assert {"torch", "transformers", "vllm", "megatron", "omegaconf"} <= packages.keys()
+    for kind, elsewhere in (("train", {"vllm"}), ("generate", {"vllm", *ONLY_TRAIN})):
+        needed = packages.keys() - elsewhere - FOR_PEOPLE
+        assert {name for name in needed if not packages[name] & (SETS[kind].keys() | BASE)} == set(), kind
+
+
+def test_both_images_have_one_nccl_and_each_base_is_pinned():
+    texts = [(CONTAINERS / kind / "Dockerfile").read_text() for kind in KINDS]
+    (nccl,) = {re.search(r"^ARG NCCL_VERSION=([\d.]+)$", text, re.M)[1] for text in texts}
+    assert nccl
+    for kind, text in zip(KINDS, texts, strict=True):
+        base = re.search(r"^ARG BASE=(\S+)$", text, re.M)[1]
+        assert re.fullmatch(r"[a-z.]+/\S+:v?[\d.]+(-py3)?", base) and "latest" not in base
+        assert f'install.sh {kind} "${{NCCL_VERSION}}"' in text
+        instructions = [line.split()[0] for line in text.splitlines() if line and not line.startswith("#")]
+        assert instructions == ["ARG", "ARG", "FROM", "ARG", "RUN", "ENV", "ENTRYPOINT"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_s_check_finds_what_is_wrong_here(kind):
+    """This environment is no image: its PyTorch is built for CPUs. All that the set pins is there, and what ranks import."""
+    found = [problem.partition(":")[0] for problem in problems(kind, "2.30.7")]
+    assert found == [*OF_THE_BASE[kind], "torch"]
+
+
+# ---- build.sh -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def build(tmp_path):
+    """(kind, programs that are there, variables) -> its end, and its calls of those programs, which only note them."""
+    log = tmp_path / "commands"
+    (tmp_path / "out").mkdir()
+
+    def call(kind: str, *programs: str, **variables: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+        tools = tmp_path / "bin"
+        tools.mkdir()
+        for program in programs:
+            lines = f'echo "{program} $*" >>{log}\n[[ $1 != ${{FAIL:-}} ]]\n'
+            (tools / program).write_text(f"#!/bin/bash\n[[ $1 == info ]] && exit ${{NO_DAEMON:-0}}\n{lines}")
+            (tools / program).chmod(0o755)
+        for program in ("bash", "sed", "mktemp", "rm", "cp", "dirname"):
+            (tools / program).symlink_to(Path("/usr/bin", program))
+        command = [str(CONTAINERS / "build.sh"), kind, str(tmp_path / "out")]
+        environment = {"PATH": str(tools), "TMPDIR": str(tmp_path), **variables}
+        answer = subprocess.run(command, env=environment, capture_output=True, text=True)
+        return answer, log.read_text().splitlines() if log.exists() else []
+
+    return call
+
+
+SQUASH = ("mksquashfs", "unsquashfs")
+
+
+def test_docker_builds_and_enroot_imports(build, tmp_path):
+    answer, (built, imported) = build("train", "docker", "enroot", *SQUASH, BASE_DIGEST="@sha256:12")
+    assert answer.returncode == 0, answer.stderr
+    assert re.search(r"^docker build --file \S+/containers/train/Dockerfile --tag hetstep-train-0\.1\.0 ", built)
+    assert "BASE=nvcr.io/nvidia/pytorch:26.07-py3@sha256:12 --build-arg NCCL_VERSION=2.30.7" in built
+    image = tmp_path / "out/hetstep-train-0.1.0.sqsh"
+    assert imported == f"enroot import --output {image} dockerd://hetstep-train-0.1.0"
+    assert f"cluster.train.container_image={image}" in answer.stdout
+
+
+def test_without_a_daemon_enroot_does_it_all(build):
+    answer, commands = build("generate", "docker", "enroot", *SQUASH, NO_DAEMON="1")
+    assert answer.returncode == 0, answer.stderr
+    assert [command.split()[1] for command in commands] == ["import", "create", "start", "export", "remove"]
+    assert commands[0].endswith(" docker://vllm/vllm-openai:v0.32.0")
+    assert commands[2].endswith("hetstep-generate-0.1.0 /hetstep/containers/install.sh generate 2.30.7")
+
+
+@pytest.mark.parametrize(
+    ("kind", "programs", "variables", "says"),
+    [
+        ("trian", ("docker", "enroot", *SQUASH), {}, "containers/build.sh train|generate [FOLDER]"),
+        ("train", ("docker",), {}, "there is no enroot here, which makes .sqsh files"),
+        ("train", ("docker", "enroot"), {}, "enroot needs mksquashfs: install squashfs-tools"),
+        ("train", ("docker", "enroot", *SQUASH), {"FAIL": "build"}, "docker could not build hetstep-train"),
+        ("train", ("enroot", *SQUASH), {"FAIL": "import"}, "enroot could not fetch nvcr.io/nvidia/pytorch:26.07-py3"),
+        ("train", ("enroot", *SQUASH), {"TOOL": "podman"}, "TOOL=podman: there is no such program here"),
+    ],
+)
+def test_what_is_missing_is_said(build, kind, programs, variables, says):
+    answer, _ = build(kind, *programs, **variables)
+    assert answer.returncode != 0
+    assert says in answer.stderr

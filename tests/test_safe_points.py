@@ -1,0 +1,141 @@
+"""What is saved when a run is left between two steps: `pipeline.coordinator.Run` over real checkpoints, without ranks."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline.attempt import Attempt, Superseded
+from pipeline.checkpoint import Checkpoints
+from pipeline.config import CheckpointingConfig, LoggerConfig
+from pipeline.coordinator import NothingSaved, Run
+from pipeline.deadline import Deadline
+from pipeline.metrics import Metrics, read
+
+POSITION = {"epoch": 0, "index": 8}
+
+
+class Ranks:
+    """The train realm, of which only the time it takes to write is of interest here."""
+
+    def __init__(self):
+        self.folders: list[str] = []
+        self.slow = False  # what is written behind is not on the disk before someone waits for it
+
+    def save(self, folder: str):
+        self.folders.append(Path(folder).name)
+        (Path(folder) / "weights").write_text("1")
+        return SimpleNamespace(result=lambda: [None])
+
+    def written(self, wait: bool):
+        return SimpleNamespace(result=lambda: [wait or not self.slow])
+
+
+class Steps:
+    """Rank 0 between steps."""
+
+    def __init__(self, run_dir: Path, **checkpointing):
+        self.signals: list[str] = []
+        self.attempt = Attempt(run_dir / "attempts/17-0")
+        self.attempt.folder.mkdir(parents=True)
+        self.attempt.claim()
+        self.ranks = Ranks()
+        config = CheckpointingConfig(**{"async_save": False, "save_period": 10, **checkpointing})
+        self.checkpoints = Checkpoints(run_dir, self.attempt.name, config)
+        deadline = Deadline(0.0, {}, [], lambda: self.signals)
+        recipe = SimpleNamespace(checkpointing=config)
+        self.run = Run(recipe, run_dir, self.checkpoints, self.ranks, [], None, self.attempt, deadline)
+        self.metrics = Metrics(run_dir, LoggerConfig(tensorboard_enabled=False), None)
+        self.lines = run_dir / "metrics.jsonl"
+
+    def end(self, step: int, last: bool = False) -> None:
+        self.run.end_step(self.metrics, step, last, POSITION, {"time/step": 1.0, "train/loss": step / 2})
+
+    def left_behind(self, name: str) -> str | None:
+        path = self.attempt.folder / name
+        return path.read_text().strip() if path.exists() else None
+
+
+def test_a_run_that_has_to_be_left_saves_the_step_it_is_at(tmp_path):
+    steps = Steps(tmp_path)
+    steps.end(1)
+    assert not steps.run.must_leave() and steps.checkpoints.latest() is None
+    steps.end(2)
+    steps.signals.append("SIGUSR2")
+    assert steps.run.must_leave()
+    latest = steps.checkpoints.latest()
+    assert (latest.step, latest.state) == (2, {"stream": POSITION})
+    assert steps.left_behind("requeue") == steps.run.left == "SIGUSR2 came"
+    assert steps.left_behind("progress") == "2"
+
+
+def test_not_twice(tmp_path):
+    steps = Steps(tmp_path, save_period=2)
+    for step in (1, 2):
+        steps.end(step)
+    steps.signals.append("SIGTERM")
+    assert steps.run.must_leave()
+    assert len(steps.ranks.folders) == 1
+
+
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
+    steps = Steps(tmp_path)
+    steps.signals.append("SIGTERM")
+    assert steps.run.must_leave()
+    assert steps.left_behind("requeue") == "SIGTERM came"
+    assert steps.left_behind("progress") is None and steps.ranks.folders == []
+
+
+@pytest.mark.parametrize("saved_at", [2, 3])  # by its turn: one step ago, or just now
+def test_what_is_written_behind_is_waited_for(tmp_path, saved_at):
+    steps = Steps(tmp_path, save_period=saved_at, async_save=True)
+    steps.ranks.slow = True
+    for step in (1, 2, 3):
+        steps.end(step)
+    assert steps.checkpoints.latest() is None and steps.left_behind("progress") is None
+    steps.signals.append("SIGUSR2")
+    assert steps.run.must_leave()
+    assert steps.checkpoints.latest().step == 3
+    assert steps.left_behind("progress") == "3"
+    assert len(steps.ranks.folders) == (2 if saved_at == 2 else 1)
+
+
+def test_without_checkpoints_nothing_is_saved_and_nothing_goes_on_by_itself(tmp_path):
+    steps = Steps(tmp_path, enabled=False)
+    steps.end(1, last=False)
+    steps.signals.append("SIGUSR2")
+    with pytest.raises(NothingSaved, match="SIGUSR2 came: the run ends without having saved"):
+        steps.run.must_leave()
+    assert steps.left_behind("requeue") is None and steps.ranks.folders == []
+
+
+def test_what_a_save_took_is_in_the_next_line(tmp_path):
+    steps = Steps(tmp_path, save_period=1)
+    for step in (1, 2, 3):
+        steps.end(step)
+    first, *others = read(steps.lines)
+    assert "time/save" not in first
+    assert all(0 < line["time/save"] < 60 for line in others)
+
+
+def test_a_superseded_attempt_writes_neither_metrics_nor_a_checkpoint(tmp_path):
+    steps = Steps(tmp_path, async_save=True)
+    steps.end(1)
+    steps.ranks.slow = True
+    steps.run.save(1, POSITION, {})
+    later = Attempt(tmp_path / "attempts/17-1")
+    later.folder.mkdir()
+    later.claim()
+    with pytest.raises(Superseded):
+        steps.end(2)
+    with pytest.raises(Superseded):
+        steps.run.settle(wait=True)
+    assert [line["step"] for line in read(steps.lines)] == [1]
+    assert steps.checkpoints.all() == [] and steps.left_behind("progress") is None
+    other = Steps(tmp_path / "other")
+    other.end(1)
+    Attempt(tmp_path / "other/attempts/17-1").folder.mkdir()
+    Attempt(tmp_path / "other/attempts/17-1").claim()
+    with pytest.raises(Superseded):
+        other.run.save(1, POSITION, {})
+    assert other.ranks.folders == []

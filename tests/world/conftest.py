@@ -1,0 +1,17 @@
+import pytest
+
+from tests.world.worlds import World
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start the ranks of a scenario; they are ended with the test."""
+    worlds = []
+
+    def begin(scenario: str) -> World:
+        worlds.append(World(tmp_path / scenario, scenario))
+        return worlds[-1]
+
+    yield begin
+    for world in worlds:
+        world.end()

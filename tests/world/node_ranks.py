@@ -1,0 +1,119 @@
+"""A world on pretended nodes that checks them: `python -m tests.world.node_ranks RUN_DIR NODES FAULTS`.
+
+NODES is a JSON list of each rank's node, FAULTS is {node: fault}. Ranks are forked from this process: torch is imported once.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from pipeline import node_checks
+from pipeline.config import ClusterConfig, TimeoutsConfig
+from pipeline.config.schema import NodeChecksConfig
+from pipeline.node_checks import look, network
+from pipeline.watchdog import Watchdog
+from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
+
+TIMEOUTS = TimeoutsConfig(join=60, silence=60)
+CHECKS = NodeChecksConfig(min_gb_per_s=0.003, max_clock_skew_s=2.0)  # a busy machine's ranks have been seen at 0.028
+
+
+def break_node(fault: str | None, place: Place) -> Place:
+    """What is wrong with this rank's node from now on. Only where the machine cannot be broken is Python."""
+    match fault:
+        case "clock":
+            real = time.time
+            time.time = lambda: real() + 3600
+        case "stale folder":  # as it was when the rank joined
+            stale = place.folder.parent / f"stale{place.rank}"
+            shutil.copytree(place.folder, stale)
+            return replace(place, folder=stale)
+        case "other code":
+            copy = place.folder.parent / f"code{place.rank}"
+            for part in look.SOURCES:
+                shutil.copytree(look.ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+            (copy / "pipeline/main.py").write_text("an older version")
+            look.ROOT = copy
+        case "full":
+            look._statvfs_gb = lambda folder: 0.001
+        case "slow":
+            real_send = dist.isend
+
+            def slow_send(message, *to, **keywords):
+                time.sleep(message.numel() / 0.5e6)  # one way at 0.5 MB/s, the other fast: 1 MB/s
+                return real_send(message, *to, **keywords)
+
+            dist.isend = slow_send
+        case "dead":
+            send = dist.isend
+            dist.isend = lambda message, *to, **keywords: (
+                _Nothing() if message.numel() > 1000 else send(message, *to, **keywords)
+            )
+        case "stuck":
+            look.versions = lambda uses_gpus: time.sleep(600)
+    return place
+
+
+class _Nothing:
+    def wait(self) -> None:
+        pass
+
+
+def rank_main(run_dir: Path, nodes: list[str], rank: int, faults: dict[str, str]) -> None:
+    look.SHARED_S, network.PROBE_BYTES = 1.0, 1 << 18  # a slow node needs no longer than that
+    if {"dead", "stuck"} & set(faults.values()):
+        network.LINK_S, node_checks.LOOK_S = 3.0, 8.0
+    size, local_rank = len(nodes), nodes[:rank].count(nodes[rank])
+    place = Place(rank, size, local_rank, nodes[rank], "127.0.0.1", run_dir / "attempts/1")
+    realms = Realms(tuple(range(size)), (), ())
+    world = World(place, realms, open_store(place, TIMEOUTS.join))
+    watchdog = Watchdog(world, TIMEOUTS)
+    try:
+        watchdog.start()
+        wait_for_all(world, TIMEOUTS.join)
+        join(world)
+        world.place = break_node(faults.get(place.node), place)
+        node_checks.check(world, ClusterConfig(node_checks=CHECKS))
+        dist.barrier(world.spanning)
+    except Exception as error:
+        watchdog.fail(error)
+        raise
+    watchdog.stop()
+    leave(world, TIMEOUTS.silence)
+
+
+def main(run_dir: Path, nodes: list[str], faults: dict[str, str]) -> None:
+    """Ends with 0 if all ranks do. A rank that lingers after rank 0 failed ends with it, as the launcher would see to."""
+    children = []
+    for rank in range(len(nodes)):
+        if (child := os.fork()) == 0:
+            status = 1
+            log = os.open(run_dir / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            try:
+                rank_main(run_dir, nodes, rank, faults)
+                status = 0
+            except Exception:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(status)
+        children.append(child)
+    statuses = [os.waitpid(children[0], 0)[1]]
+    for child in children[1:]:
+        if statuses[0]:
+            os.kill(child, signal.SIGKILL)
+        statuses.append(os.waitpid(child, 0)[1])
+    sys.exit(any(statuses))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,0 +1,406 @@
+"""The checks of the nodes: what is measured, who is found odd, and worlds of forked ranks with broken nodes among them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.attempts import PastAttempt
+from pipeline import config
+from pipeline.config import ClusterConfig, ComponentConfig, RecipeError
+from pipeline.node_checks import judge, look, network
+from pipeline.node_checks.look import GPU, Node, Sight
+from pipeline.node_checks.network import Link
+from pipeline.world import Realms
+from tests.launch.model import write_recipe
+from tests.world.secret import write_secret
+
+ROOT = Path(__file__).parents[2]
+
+
+# ---- the network ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", range(10))
+def test_the_ring_meets_each_neighbour_once_and_nobody_twice_in_a_round(size):
+    members = [7 * i for i in range(size)]
+    rounds = network.ring(members)
+    around = {frozenset(pair) for pair in zip(members, members[1:] + members[:1], strict=True) if len(set(pair)) == 2}
+    assert sorted(map(sorted, around)) == sorted(list(pair) for pairs in rounds for pair in pairs)
+    assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
+    assert all(opener < other for pairs in rounds for opener, other in pairs)
+    assert len(rounds) == (0 if size < 2 else 1 if size == 2 else 2 + size % 2)
+
+
+def measured(size: int, slow: set[int], cut: set[frozenset] = frozenset(), dead: set[int] = frozenset()):
+    """Both turns over a pretended network: a slow node's ways are slow, and so are those in `cut`; a dead node has none."""
+    links, names = {}, {rank: f"node{rank}" for rank in range(size)}
+    rounds = network.ring(list(range(size)))
+    for _ in range(network.TURNS):
+        for pair in [pair for pairs in rounds for pair in pairs]:
+            speed = 1.0 if slow & set(pair) or frozenset(pair) in cut else 40.0
+            link = Link(*pair, problem="no answer") if dead & set(pair) else Link(*pair, speed)
+            links[pair] = network.better(link, links.get(pair))
+        rounds = network.again(links, 10.0)
+    return set(judge.links(names, links, 10.0))
+
+
+@pytest.mark.parametrize("size", [3, 4, 5, 8, 101])
+def test_a_slow_node_is_told_from_its_neighbours(size):
+    for node in range(min(size, 8)):
+        assert measured(size, {node}) == {f"node{node}"}
+    assert measured(size, set()) == set()
+
+
+def test_several_slow_nodes_are_told_from_those_between_them():
+    assert measured(7, {3, 4}) == {"node3", "node4"}
+    assert measured(7, {2, 4}) == {"node2", "node4"}  # node3 has two slow ways, and is measured once more with another
+    assert measured(6, {1, 3, 5}) == {f"node{i}" for i in range(6)}  # every second one: nobody has a fast way
+    assert measured(20, {0, 2, 4, 6, 19}) == {"node0", "node2", "node4", "node6", "node19"}
+    assert measured(8, {2}, dead={5}) == {"node2", "node5"}
+
+
+def test_of_two_measurements_the_better_counts():
+    fast, slow, dead = Link(0, 1, 40.0), Link(0, 1, 1.0), Link(0, 1, problem="no answer")
+    assert network.better(slow, fast) == network.better(fast, slow) == fast == network.better(fast, None)
+    assert network.better(dead, slow) == slow
+
+
+def test_where_the_slow_end_cannot_be_told_both_are_named():
+    assert measured(2, {1}) == {"node0", "node1"}
+    assert measured(6, set(), {frozenset((2, 3))}) == {"node2", "node3"}
+
+
+def test_without_a_bound_only_a_dead_way_counts():
+    names = {0: "a", 1: "b", 2: "c"}
+    links = {(0, 1): Link(0, 1, 0.001), (1, 2): Link(1, 2, 50.0), (0, 2): Link(0, 2, 50.0)}
+    assert judge.links(names, links, None) == {}
+    links[0, 1] = Link(0, 1, problem="no answer for 20 s")
+    links[0, 2] = Link(0, 2, problem="no answer for 20 s")
+    assert judge.links(names, links, None) == {"a": ["no network to b (no answer for 20 s) and c (no answer for 20 s)"]}
+
+
+# ---- clocks -----------------------------------------------------------------------------------------------------------------
+
+
+def clocks(ahead: dict[int, float], error_s: float = 1e-4, dead: tuple[tuple[int, int], ...] = ()):
+    """ahead: of each rank's clock against the true time."""
+    links = {}
+    for one, other in [pair for pairs in network.ring(list(ahead)) for pair in pairs]:
+        well = Link(one, other, 1.0, ahead[other] - ahead[one], error_s)
+        links[one, other] = Link(one, other, problem="dead") if (one, other) in dead else well
+    return links, judge.clocks({rank: f"node{rank}" for rank in ahead}, links, 5.0)
+
+
+def test_the_wrong_clock_is_that_of_the_minority():
+    assert clocks({0: 0, 1: 3, 2: -3, 3: 0})[1] == {}
+    assert list(clocks({0: 0, 1: 0, 2: 60, 3: 0})[1]) == ["node2"]
+    late = clocks({0: -60, 1: 0, 2: 0, 3: 0, 4: 0})[1]  # though all are measured against it
+    assert list(late) == ["node0"] and "60.000 s behind the others'" in late["node0"][0]
+    found = clocks({0: 0, 1: -60})[1]
+    assert "node0" in found and "60.000 s ahead of the other's" in found["node0"][0]
+    assert "60.000 s behind the other's" in found["node1"][0]
+
+
+def test_clocks_add_up_along_the_ring_and_so_do_their_errors():
+    links, found = clocks(dict.fromkeys(range(7), 0.0) | {3: 2.0})
+    assert judge.against_first(links)[3] == pytest.approx((2.0, 3e-4))
+    assert found == {}
+    links, found = clocks(dict.fromkeys(range(7), 0.0) | {2: 60.0}, dead=((1, 2),))  # the other way round
+    assert judge.against_first(links)[2] == pytest.approx((60.0, 5e-4))
+    assert list(found) == ["node2"]
+    assert clocks({0: 0, 1: 0, 2: 6, 3: 0}, error_s=1.0)[1] == {}  # 2 s of error: it may be within 5 s
+
+
+# ---- GPUs, versions, space, the shared folder -----------------------------------------------------------------------------
+
+
+def sights(nodes: int = 3, per_node: int = 2) -> dict[int, Sight]:
+    """Of healthy nodes with H100s."""
+    seen = {}
+    for rank in range(nodes * per_node):
+        first = rank - rank % per_node
+        uuids = [f"gpu-{first + i}" for i in range(per_node)]
+        gpu = GPU(uuids[rank % per_node], "NVIDIA H100", 85.0, 0.6, uuids)
+        free = {"/tmp": 100.0, "/dev/shm": 50.0}
+        node = Node("digest", {"python": "3.11.7", "driver": "550.1"}, free, 500.0, "", dict.fromkeys(uuids, 0))
+        seen[rank] = Sight(rank, 0.1, gpu, node if rank % per_node == 0 else None)
+    return seen
+
+
+def judged(seen: dict[int, Sight], nodes: int = 3, per_node: int = 2, realms: Realms | None = None) -> dict[str, list[str]]:
+    ranks = {f"n{i}": [*range(i * per_node, (i + 1) * per_node)] for i in range(nodes)}
+    component = ComponentConfig(nodes=nodes, gpus_per_node=per_node)
+    cluster = ClusterConfig(train=component, generate=replace(component))
+    return judge.sights(ranks, seen, realms or Realms(tuple(range(nodes * per_node)), (), ()), cluster)
+
+
+def test_healthy_nodes_have_no_problems():
+    assert judged(sights()) == {}
+
+
+def break_sight(seen: dict[int, Sight], fault: str) -> None:
+    """Of the node n1, whose ranks are 2 and 3."""
+    gpu, node = seen[3].gpu, seen[2].node
+    match fault:
+        case "lost":
+            seen[2].gpu.visible = gpu.visible = ["gpu-2"]
+        case "same":
+            gpu.uuid = "gpu-2"
+        case "small":
+            gpu.memory_gb = 42.3
+        case "kind":
+            gpu.name = "NVIDIA A100"
+        case "in use":
+            gpu.used_gb = 20.0
+        case "wrong":
+            gpu.problem = "7 of the 1048576 numbers of a product of bfloat16 matrices are wrong"
+        case "none":
+            seen[3].gpu = seen[2].gpu = GPU(problem="torch finds no GPU that it can use")
+        case "errors":
+            node.errors["gpu-3"] = 4
+        case "driver":
+            node.driver = "nvidia-smi did not answer within 20 s"
+        case "version":
+            node.versions["driver"] = "535.2"
+        case "code":
+            node.code = "older"
+        case "full":
+            node.free_gb["/dev/shm"] = 0.002
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("lost", "it shows 1 GPUs; cluster.train.gpus_per_node is 2"),
+        ("same", "ranks [2, 3] use the same GPU gpu-2"),
+        ("small", "rank 3: its GPU (NVIDIA H100) has 42.3 GB; by cluster.train.gpu_memory_gb"),
+        ("kind", "its GPUs (train): NVIDIA A100 and NVIDIA H100, but NVIDIA H100 on 2 others"),
+        ("in use", "rank 3: 20.0 GB of its GPU gpu-3 are in use"),
+        ("wrong", "rank 3: 7 of the 1048576 numbers"),
+        ("none", "torch finds no GPU"),
+        ("errors", "GPU gpu-3 has had 4 uncorrected memory errors"),
+        ("driver", "nvidia-smi did not answer"),
+        ("version", "driver (train): 535.2, but 550.1 on 2 others"),
+        ("code", "the code in pipeline/ and launch/, digest: older, but digest on 2 others"),
+        ("full", "/dev/shm: only 2 MB can be written; 16 MB at least"),
+    ],
+)
+def test_what_is_wrong_with_a_node_is_told(fault, told):
+    seen = sights()
+    break_sight(seen, fault)
+    found = judged(seen)
+    assert list(found) == ["n1"]
+    assert told in "; ".join(found["n1"]), found
+    if fault != "none":
+        assert len(found["n1"]) == 1, found
+
+
+def test_memory_errors_of_a_gpu_that_is_not_ours_do_not_count():
+    seen = sights()
+    seen[2].node.errors["gpu-of-another-job"] = 4
+    assert judged(seen) == {}
+
+
+def test_components_may_have_other_versions_but_not_other_code():
+    seen = sights(nodes=4)
+    realms = Realms((0, 1, 2, 3), (4, 5, 6, 7), ((4, 5), (6, 7)))
+    for rank in (4, 6):
+        seen[rank].node.versions = {"python": "3.12.1", "driver": "550.1"}
+    assert judged(seen, 4, realms=realms) == {}
+    seen[6].node.versions["python"] = "3.12.2"
+    found = judged(seen, 4, realms=realms)
+    assert sorted(found) == ["n2", "n3"]  # the two of the component, as neither is the majority
+    assert found["n3"] == ["python (generate): 3.12.2, but 3.12.1 elsewhere"]
+    seen[0].node.code = "older"
+    assert sorted(judged(seen, 4, realms=realms)) == ["n0", "n2", "n3"]
+
+
+def test_the_odd_ones_are_the_minority_and_without_a_majority_all():
+    assert judge.odd({"a": "1", "b": "1"}, "x") == {}
+    assert judge.odd({"a": "1", "b": "2", "c": "1"}, "x") == {"b": ["x: 2, but 1 on 2 others"]}
+    assert judge.odd({"a": "1", "b": "2"}, "x") == {"a": ["x: 1, but 2 elsewhere"], "b": ["x: 2, but 1 elsewhere"]}
+    assert sorted(judge.odd({"a": "1", "b": "1", "c": "2", "d": "2"}, "x")) == ["a", "b", "c", "d"]
+
+
+def test_who_does_not_share_the_run_folder():
+    ranks = {f"n{i}": [i] for i in range(4)}
+    seen = sights(nodes=4, per_node=1)
+    assert judge.shared(ranks, seen, {}) == {}
+    assert list(judge.shared(ranks, seen, {2: "no such file"})) == ["n2"]
+    for rank in (1, 2, 3):
+        seen[rank].node.shared = "no such file"
+    assert list(judge.shared(ranks, seen, {})) == ["n0"]  # rank 0's own node sees something else than all others
+    assert sorted(judge.shared({"n0": [0], "n1": [1]}, seen, {})) == ["n0", "n1"]
+
+
+# ---- what is looked at ------------------------------------------------------------------------------------------------------
+
+
+def test_products_are_compared_number_by_number(monkeypatch):
+    assert look.multiply(torch.device("cpu")) == ""
+    right = torch.Tensor.__matmul__
+
+    def wrong(one, other):
+        product = right(one, other)
+        if one.dtype == torch.bfloat16:
+            product[3, 4] += 1
+        return product
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", wrong)
+    assert look.multiply(torch.device("cpu")) == "1 of the 1048576 numbers of a product of bfloat16 matrices are wrong"
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_is_seen_as_it_is():
+    gpu = look.look_at_gpu(torch.device("cuda", 0))
+    assert gpu.problem == ""
+    assert gpu.uuid in gpu.visible and len(gpu.visible) == torch.cuda.device_count()
+    assert gpu.memory_gb > 1 and gpu.name == torch.cuda.get_device_name(0)
+    errors, driver = look.memory_errors()
+    assert driver == "" and set(errors.values()) <= {0}
+    assert {"nccl", "driver"} <= set(look.versions(uses_gpus=True))
+
+
+@pytest.mark.parametrize(
+    ("script", "errors", "driver"),
+    [
+        ("echo 'GPU-aa-1, 0'; echo 'GPU-bb-2, 3'; echo 'GPU-cc-3, [N/A]'", {"aa-1": 0, "bb-2": 3}, ""),
+        (
+            "echo 'Unable to determine the device handle'; exit 15",
+            {},
+            "nvidia-smi failed: Unable to determine the device handle",
+        ),
+        ("exec sleep 100", {}, "nvidia-smi did not answer within 0.5 s"),
+    ],
+)
+def test_what_nvidia_smi_may_say(tmp_path, monkeypatch, script, errors, driver):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(look, "SMI_S", 0.5)
+    assert look.memory_errors() == (errors, driver)
+
+
+def test_a_machine_without_nvidia_smi_tells_of_no_errors(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert look.memory_errors() == ({}, "")
+
+
+def test_the_code_is_known_by_names_and_contents(tmp_path):
+    for part in look.SOURCES:
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "a.py").write_text("x = 1\n")
+    before = look.code_digest(tmp_path)
+    (tmp_path / "launch/__pycache__").mkdir()
+    (tmp_path / "launch/__pycache__/a.cpython-311.pyc").write_text("compiled")
+    assert look.code_digest(tmp_path) == before
+    (tmp_path / "launch/a.py").rename(tmp_path / "launch/b.py")
+    renamed = look.code_digest(tmp_path)
+    (tmp_path / "launch/b.py").write_text("x = 2\n")
+    assert len({before, renamed, look.code_digest(tmp_path)}) == 3
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    assert look.code_digest(tmp_path / "copy") == look.code_digest(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_has_no_space(tmp_path):
+    assert look._free_gb(str(tmp_path)) > 0
+    assert look._free_gb(str(tmp_path / "absent")) == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("min_gb_per_s=0", "cluster.node_checks.min_gb_per_s: 0.0 is too small"),
+        ("max_clock_skew_s=-1", "cluster.node_checks.max_clock_skew_s: -1.0 is too small"),
+    ],
+)
+def test_bounds_that_are_none_are_refused(tmp_path, override, problem):
+    with pytest.raises(RecipeError) as error:
+        config.load(str(write_recipe(tmp_path)), [f"cluster.node_checks.{override}"])
+    assert problem in str(error.value)
+
+
+# ---- real ranks -------------------------------------------------------------------------------------------------------------
+
+
+def check_nodes(run_dir: Path, nodes: list[str], faults: dict[str, str]) -> tuple[int, dict, PastAttempt]:
+    """(status, nodes.json, the attempt) of `tests.world.node_ranks`."""
+    (run_dir / "attempts/1").mkdir(parents=True)
+    write_secret(run_dir)
+    command = [sys.executable, "-m", "tests.world.node_ranks", str(run_dir), json.dumps(nodes), json.dumps(faults)]
+    status = subprocess.run(command, cwd=ROOT, timeout=120).returncode
+    logs = "\n".join(f"--- {log}\n{log.read_text()}" for log in sorted(run_dir.glob("*.log")))
+    assert (run_dir / "attempts/1/nodes.json").exists(), logs
+    assert not list((run_dir / "attempts/1").glob(".check*")), "files were left behind"
+    return status, json.loads((run_dir / "attempts/1/nodes.json").read_text()), PastAttempt(run_dir / "attempts/1", time.time())
+
+
+def test_healthy_nodes_are_measured_and_the_world_goes_on(tmp_path):
+    status, record, attempt = check_nodes(tmp_path, ["a", "a", "b", "b", "c"], {})
+    assert status == 0, (tmp_path / "0.log").read_text()
+    assert attempt.bad_nodes == {} and attempt.failure is None
+    nodes = record["nodes"]
+    assert {name: node["ranks"] for name, node in nodes.items()} == {"a": [0, 1], "b": [2, 3], "c": [4]}
+    assert {name: sorted(node["gb_per_s"]) for name, node in nodes.items()} == {
+        "a": ["b", "c"],
+        "b": ["a", "c"],
+        "c": ["a", "b"],
+    }
+    assert all(speed > 0.003 for node in nodes.values() for speed in node["gb_per_s"].values())
+    assert all(abs(node["clock_skew_s"]) <= node["clock_error_s"] + 0.01 for node in nodes.values())
+    assert len({node["code"] for node in nodes.values()}) == 1
+    assert "3 nodes checked in" in (tmp_path / "0.log").read_text()
+
+
+def test_within_one_node_nothing_is_sent(tmp_path):
+    status, record, _ = check_nodes(tmp_path, ["a", "a"], {})
+    assert status == 0, (tmp_path / "0.log").read_text()
+    assert record["nodes"]["a"]["gb_per_s"] == {} and record["nodes"]["a"]["clock_skew_s"] is None
+
+
+def test_each_bad_node_is_named_for_what_is_wrong_with_it(tmp_path):
+    faults = {"node1": "clock", "node2": "stale folder", "node3": "slow", "node4": "other code", "node6": "full"}
+    status, record, attempt = check_nodes(tmp_path, [f"node{i}" for i in range(7)], faults)
+    assert status != 0
+    told = {
+        "node1": " s ahead of the others'; cluster.node_checks.max_clock_skew_s is 2",
+        "node2": "the run folder is not the others'",
+        "node3": "a slow network",
+        "node4": "the code in pipeline/ and launch/",
+        "node6": "only 1 MB can be written",
+    }
+    assert sorted(attempt.bad_nodes) == sorted(told)
+    for node, why in told.items():
+        assert why in attempt.bad_nodes[node]
+        assert [part for part in told.values() if part in attempt.bad_nodes[node]] == [why]  # and for nothing else
+        assert why in record["nodes"][node]["problems"][0]
+    assert (attempt.failure["verb"], attempt.failure["host"]) == ("check nodes", "node1")
+    assert "5 of 7 nodes failed the checks: node1: its clock is " in attempt.failure["message"]
+
+
+def test_where_all_nodes_fail_none_is_left_out(tmp_path):
+    """It is not the nodes then, and without them there would be nothing to run on."""
+    nodes = [f"node{i}" for i in range(3)]
+    status, _, attempt = check_nodes(tmp_path, nodes, dict.fromkeys(nodes, "full"))
+    assert status != 0
+    assert attempt.bad_nodes == {}
+    assert "3 of 3 nodes failed the checks, so it is the recipe, or what they share: node0: /" in attempt.failure["message"]
+
+
+@pytest.mark.long
+def test_nodes_that_do_not_answer_are_named_and_their_neighbours_are_not(tmp_path):
+    status, record, attempt = check_nodes(tmp_path, [f"node{i}" for i in range(6)], {"node1": "dead", "node3": "stuck"})
+    assert status != 0
+    assert sorted(attempt.bad_nodes) == ["node1", "node3"]
+    assert attempt.bad_nodes["node1"].startswith("no network to node0 (no answer for 3 s) and node2")
+    assert "in verb 'check nodes', phase 'look around'" in attempt.bad_nodes["node3"]
+    assert record["nodes"]["node0"]["gb_per_s"]["node5"] > 0  # measured after its wait for node1

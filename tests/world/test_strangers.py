@@ -1,0 +1,183 @@
+"""Who may join: strangers at the store's port are refused, and a run with strangers at its port goes on to its end unharmed.
+
+The strangers speak with `pipeline.store.proof`, as one would who has read the code.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.store import proof, server, table
+from pipeline.store.client import RunStore
+from pipeline.store.server import Address
+from tests.world.secret import write_secret
+from tests.world.worlds import SIZE
+
+
+@pytest.fixture
+def key():
+    return os.urandom(32)
+
+
+@pytest.fixture
+def address(key):
+    process, address = server.start("127.0.0.1", key)
+    yield address
+    process.stdin.close()
+    assert process.wait(10) == 0
+    process.stdout.close()
+
+
+def connect(address) -> socket.socket:
+    return socket.create_connection(address, timeout=20)
+
+
+def read(connection: socket.socket, size: int) -> bytes:
+    """So many bytes, or fewer if the other end closes."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while len(data) < size and (more := connection.recv(size - len(data))):
+            data += more
+    return data
+
+
+def refused(connection: socket.socket) -> bool:
+    """It is told so, perhaps, and closed."""
+    return read(connection, 1000) in (b"", proof.REFUSED)
+
+
+def request(channel: proof.Channel) -> bytes:
+    return channel.seal(server._encode(table.Set("stolen", b"1")))
+
+
+def open_by_hand(address, key) -> tuple[socket.socket, proof.Channel, bytes]:
+    connection = connect(address)
+    challenge = read(connection, proof.CHALLENGE)
+    answer = proof.answer(key, challenge)
+    connection.sendall(answer)
+    return connection, proof.open_channel(key, challenge, answer, read(connection, proof.MAC)), answer
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------------
+
+
+GARBAGE = {"a request": b"GET / HTTP/1.1\r\n\r\n" * 10, "a megabyte": os.urandom(1 << 20), "zeros": bytes(proof.ANSWER)}
+
+
+@pytest.mark.parametrize("said", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_is_refused(address, key, said):
+    with connect(address) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(said)
+        read(connection, proof.CHALLENGE)
+        assert refused(connection)
+    assert RunStore(address, key, 10).num_keys() == 0
+
+
+def test_a_wrong_secret_and_that_of_another_attempt_are_refused(address, tmp_path):
+    with pytest.raises(PermissionError, match="another secret, or is of another attempt"):
+        RunStore(address, os.urandom(32), 5)
+    write_secret(tmp_path)
+    process, address = server.start("127.0.0.1", proof.attempt_key(tmp_path, "17-0"))
+    with process:
+        with pytest.raises(PermissionError, match="another secret, or is of another attempt"):
+            RunStore(address, proof.attempt_key(tmp_path, "17-1"), 5)
+        assert RunStore(address, proof.attempt_key(tmp_path, "17-0"), 5).num_keys() == 0
+
+
+def test_a_recorded_conversation_is_good_for_nothing(address, key):
+    connection, channel, answer = open_by_hand(address, key)
+    message = request(channel)
+    connection.sendall(message)
+    read(connection, 1)
+    with connect(address) as stranger:
+        read(stranger, proof.CHALLENGE)
+        stranger.sendall(answer + message)
+        assert refused(stranger)
+    connection.sendall(message)  # the same once more, injected into the connection that it was made for
+    read(connection, proof.HEADER + 2)
+    assert refused(connection)
+
+
+@pytest.mark.parametrize("spoil", [0, proof.LENGTH.size, proof.HEADER + 3], ids=["length", "mac", "message"])
+def test_a_message_that_was_changed_is_refused(address, key, spoil):
+    connection, channel, _ = open_by_hand(address, key)
+    message = bytearray(request(channel))
+    message[spoil] ^= 1
+    connection.sendall(message)
+    connection.shutdown(socket.SHUT_WR)
+    assert refused(connection)
+    assert not RunStore(address, key, 10).check(["stolen"])
+
+
+def test_a_rank_does_not_talk_to_a_server_that_cannot_prove_itself(key):
+    challenge = proof.challenge()
+    with pytest.raises(proof.NotProven, match="does not know this attempt's secret"):
+        proof.open_channel(key, challenge, proof.answer(key, challenge), os.urandom(proof.MAC))
+    with pytest.raises(proof.NotProven, match="no store of ours"):
+        proof.answer(key, b"220 smtp.example.org ESMTP" + bytes(40))
+
+
+@pytest.mark.parametrize("until_closed", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_crowd_that_says_nothing_keeps_nobody_out(key, capfd, until_closed):
+    process, address = server.start("127.0.0.1", key)
+    with process:
+        begun = time.monotonic()
+        crowd = [connect(address) for _ in range(200)]
+        crowd[0].sendall(os.urandom(proof.ANSWER - 1))
+        assert RunStore(address, key, 10).add("n", 1) == 1
+        assert time.monotonic() - begun < server.PROVE_S, "it was only let in when the crowd had been closed"
+        for connection in crowd:
+            if until_closed:
+                assert read(connection, proof.CHALLENGE)
+                assert refused(connection)
+            connection.close()
+    told = [line for line in capfd.readouterr().err.splitlines() if "refused a connection" in line]
+    assert told == ["hetstep: refused a connection from 127.0.0.1: it said nothing that proves it"] * until_closed
+
+
+def test_the_secret_must_be_there_private_and_whole(tmp_path):
+    with pytest.raises(FileNotFoundError, match="submit it again"):
+        proof.attempt_key(tmp_path, "1", patience_s=0.1)
+    write_secret(tmp_path, mode=0o640)
+    with pytest.raises(PermissionError, match=r"others may read .*\.secret \(mode 0640\)"):
+        proof.attempt_key(tmp_path, "1")
+    write_secret(tmp_path)
+    assert proof.attempt_key(tmp_path, "1") != proof.attempt_key(tmp_path, "2")
+    (tmp_path / ".secret").write_text("abcd\n")
+    with pytest.raises(ValueError, match="2 bytes, not 32"):
+        proof.attempt_key(tmp_path, "1")
+
+
+def test_the_secret_is_not_to_be_seen_from_outside(address, key):
+    """Neither on a command line nor in an environment."""
+    for path in ("cmdline", "environ"):
+        for process in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                assert key.hex().encode() not in Path(f"/proc/{process}/{path}").read_bytes()
+
+
+# ---- a run with strangers -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_strangers_at_its_store_ends_well(start):
+    world = start("strangers")
+    world.until("ready")
+    address = Address(**json.loads(next(world.run_dir.glob("attempts/*/rendezvous.json")).read_text()))
+    crowd = [connect(address) for _ in range(100)]
+    for said in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(1 << 20)):
+        with connect(address) as connection, contextlib.suppress(ConnectionError):
+            connection.sendall(said)
+    with pytest.raises(PermissionError):
+        RunStore(address, os.urandom(32), 5)
+    (world.run_dir / "enough").touch()
+    assert world.wait() == [0] * SIZE, [world.log(rank)[-2000:] for rank in range(SIZE)]
+    assert "refused a connection from 127.0.0.1: it does not know this attempt's secret" in world.log(0)
+    assert world.log(0).count("refused a connection") <= 2
+    for connection in crowd:
+        connection.close()
