@@ -107,7 +107,7 @@ def attempt_text(
         f"export HETSTEP_RUN_DIR={shlex.quote(str(run_dir))} HETSTEP_WORLD_SIZE={first}",
         f'export HETSTEP_JOB_ID="{job_id}" HETSTEP_ATTEMPT="{attempt}"',
         f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        f"requeue={str(requeue.enabled).lower()} max_restarts={requeue.max_restarts if requeue.enabled else 0}",
+        f"requeue={str(requeue.enabled).lower()} max_restarts={requeue.max_restarts}",
         "begin_attempt",
         *steps,
     ]

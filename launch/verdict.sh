@@ -13,7 +13,7 @@
 #  1. done.json is there: done, however the ranks ended after they had written it.
 #  2. The ranks left on purpose (`requeue` is there, and no failure.json): requeue, if REQUEUE; but stop if neither this
 #     attempt nor the one before, which left on purpose too, completed a checkpoint: that would go on for ever.
-#  3. All else is a crash: requeue, if the attempt completed a checkpoint (`progress`) or failed the check of its nodes
+#  3. All else is a crash: requeue, if REQUEUE and the attempt completed a checkpoint (`progress`) or failed the check of its nodes
 #     (`bad_nodes`, which the next start avoids), and fewer than MAX_RESTARTS crashes have been restarted before.
 #  4. A verdict that cannot be written is stop: without it nobody could count.
 #
@@ -88,7 +88,9 @@ judge() {
         [[ $status == 0 ]] && why="all ranks ended with status 0, but the run is not complete: there is no done.json"
         has "$own" bad_nodes && why="nodes failed their checks ($(paste -sd ';' "$own/bad_nodes"))"
         restarted=$(restarted_crashes)
-        if ! has "$own" progress && ! has "$own" bad_nodes; then
+        if [[ $requeue != true ]]; then
+            echo "stop: $why; cluster.requeue.enabled is false"
+        elif ! has "$own" progress && ! has "$own" bad_nodes; then
             echo "stop: $why, without a new checkpoint since its start"
         elif ((restarted >= max_restarts)); then
             echo "stop: $why, and $restarted crashes were restarted before (cluster.requeue.max_restarts: $max_restarts)"

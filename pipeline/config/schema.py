@@ -304,7 +304,7 @@ class NetworkConfig:
 class RequeueConfig:
     """How a run goes on by itself, in the same job, from its last checkpoint."""
 
-    enabled: bool = True  # after the time limit and preemption
+    enabled: bool = True  # false: what had to be left, or crashed, is not started again
     max_restarts: int = 3  # after crashes; none without a new checkpoint since the last start
 
 

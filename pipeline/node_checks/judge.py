@@ -9,7 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping
 
-from pipeline.config import ClusterConfig, ComponentConfig, hardware, ranks_per_node
+from pipeline.config import ClusterConfig, ComponentConfig, ranks_per_node
 from pipeline.node_checks.look import GPU, Sight
 from pipeline.node_checks.network import Link, Pair, sort_out
 from pipeline.world import Realms
@@ -43,8 +43,9 @@ def sights(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], realms: Re
             blame(odd({node: look.versions.get(name, "none") for node, look in looks.items() if look}, f"{name} ({component})"))
         kinds = {node: " and ".join(sorted({s.gpu.name for s in there if s.gpu and s.gpu.name})) for node, there in on.items()}
         blame(odd({node: kind for node, kind in kinds.items() if kind}, f"its GPUs ({component})"))
+        most_gb = max((s.gpu.memory_gb for there in on.values() for s in there if s.gpu), default=0.0)
         for node, there in on.items():
-            blame({node: [*_space(there), *(_gpus(there, config, component) if config.gpus_per_node else [])]})
+            blame({node: [*_space(there), *(_gpus(there, config, component, most_gb) if config.gpus_per_node else [])]})
     code = {node: next((seen[r].node.code for r in ranks if r in seen and seen[r].node), None) for node, ranks in nodes.items()}
     blame(odd({node: digest for node, digest in code.items() if digest}, "the code in pipeline/ and launch/, digest"))
     return {node: why for node, why in found.items() if why}
@@ -74,8 +75,8 @@ def _space(there: list[Sight]) -> list[str]:
     ]
 
 
-def _gpus(there: list[Sight], component: ComponentConfig, name: str) -> list[str]:
-    """A component's GPUs on one node."""
+def _gpus(there: list[Sight], component: ComponentConfig, name: str, most_gb: float) -> list[str]:
+    """A component's GPUs on one node. most_gb: the memory of the largest GPU that the component has on any node."""
     own = {sight.rank: sight.gpu for sight in there if sight.gpu}
     found = [f"rank {rank}: {gpu.problem}" for rank, gpu in own.items() if gpu.problem]
     visible = {uuid for gpu in own.values() for uuid in gpu.visible}
@@ -87,7 +88,7 @@ def _gpus(there: list[Sight], component: ComponentConfig, name: str) -> list[str
             users.setdefault(gpu.uuid, []).append(rank)
         found += [f"ranks {ranks} use the same GPU {uuid}" for uuid, ranks in users.items() if uuid and len(ranks) > 1]
     for rank, gpu in own.items():
-        found += _memory(rank, gpu, component, name)
+        found += _memory(rank, gpu, component, name, most_gb)
     for node in (sight.node for sight in there if sight.node):
         found += [node.driver] if node.driver else []
         found += [
@@ -98,13 +99,12 @@ def _gpus(there: list[Sight], component: ComponentConfig, name: str) -> list[str
     return found
 
 
-def _memory(rank: int, gpu: GPU, component: ComponentConfig, name: str) -> list[str]:
-    expected, found = hardware.memory_gb(component), []
-    if gpu.memory_gb and gpu.memory_gb < MEMORY_SHARE * expected:
-        found.append(
-            f"rank {rank}: its GPU ({gpu.name}) has {gpu.memory_gb:.1f} GB; by cluster.{name}.gpu_memory_gb, or that of"
-            f" cluster.{name}.gpu, it would be {expected:g}"
-        )
+def _memory(rank: int, gpu: GPU, component: ComponentConfig, name: str, most_gb: float) -> list[str]:
+    """cluster.<component>.gpu is what the plan takes a GPU for, and no reason to refuse what runs."""
+    asked, found = component.gpu_memory_gb, []
+    if gpu.memory_gb and gpu.memory_gb < MEMORY_SHARE * (asked or most_gb):
+        other = f"by cluster.{name}.gpu_memory_gb it would be {asked:g}" if asked else f"others of {name} have {most_gb:.1f}"
+        found.append(f"rank {rank}: its GPU ({gpu.name}) has {gpu.memory_gb:.1f} GB; {other}")
     if gpu.used_gb > FOREIGN_GB:
         found.append(f"rank {rank}: {gpu.used_gb:.1f} GB of its GPU {gpu.uuid} are in use before anything is loaded")
     return found

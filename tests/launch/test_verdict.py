@@ -112,6 +112,7 @@ def test_a_resubmission_has_a_fresh_budget(tmp_path):
 
 def test_no_restart_where_none_is_wanted(tmp_path):
     left_by(tmp_path, "17-0", progress=1)
+    assert judge(tmp_path, "17-0", 9, requeue=False)[1].endswith("; cluster.requeue.enabled is false")
     assert judge(tmp_path, "17-0", 9, max_restarts=0)[0] == 9
 
 

@@ -135,15 +135,29 @@ def sights(nodes: int = 3, per_node: int = 2) -> dict[int, Sight]:
     return seen
 
 
-def judged(seen: dict[int, Sight], nodes: int = 3, per_node: int = 2, realms: Realms | None = None) -> dict[str, list[str]]:
+def judged(
+    seen: dict[int, Sight],
+    nodes: int = 3,
+    per_node: int = 2,
+    realms: Realms | None = None,
+    asked_gb: float | None = None,
+) -> dict[str, list[str]]:
     ranks = {f"n{i}": [*range(i * per_node, (i + 1) * per_node)] for i in range(nodes)}
-    component = ComponentConfig(nodes=nodes, gpus_per_node=per_node)
+    component = ComponentConfig(nodes=nodes, gpus_per_node=per_node, gpu_memory_gb=asked_gb)
     cluster = ClusterConfig(train=component, generate=replace(component))
     return judge.sights(ranks, seen, realms or Realms(tuple(range(nodes * per_node)), (), ()), cluster)
 
 
 def test_healthy_nodes_have_no_problems():
     assert judged(sights()) == {}
+
+
+@pytest.mark.parametrize(("asked", "bad"), [(None, []), (40.0, []), (80.0, ["n0", "n1", "n2"])])
+def test_gpus_smaller_than_the_described_kind_are_refused_only_if_the_recipe_asks_for_more(asked, bad):
+    seen = sights()
+    for sight in seen.values():
+        sight.gpu.memory_gb = 42.3
+    assert list(judged(seen, asked_gb=asked)) == bad
 
 
 def break_sight(seen: dict[int, Sight], fault: str) -> None:
@@ -181,7 +195,7 @@ def break_sight(seen: dict[int, Sight], fault: str) -> None:
     [
         ("lost", "it shows 1 GPUs; cluster.train.gpus_per_node is 2"),
         ("same", "ranks [2, 3] use the same GPU gpu-2"),
-        ("small", "rank 3: its GPU (NVIDIA H100) has 42.3 GB; by cluster.train.gpu_memory_gb"),
+        ("small", "rank 3: its GPU (NVIDIA H100) has 42.3 GB; others of train have 85.0"),
         ("kind", "its GPUs (train): NVIDIA A100 and NVIDIA H100, but NVIDIA H100 on 2 others"),
         ("in use", "rank 3: 20.0 GB of its GPU gpu-3 are in use"),
         ("wrong", "rank 3: 7 of the 1048576 numbers"),
