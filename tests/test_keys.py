@@ -10,7 +10,7 @@ from pipeline.config.megatron_checks import ONLY_DEFAULT
 from pipeline.config.schema import Recipe
 
 ROOT = Path(__file__).parent.parent
-DECLARED = ("schema.py", "algorithms.py", "megatron.py")  # where a key's name says nothing about its use
+DECLARED = ("schema.py", "algorithms.py", "cluster.py", "megatron.py")  # where a key's name says nothing about its use
 SAYS_NOTHING = {  # and the comment beside it says so
     "policy.megatron_cfg.optimizer.sgd_momentum",
     "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",

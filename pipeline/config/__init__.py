@@ -24,6 +24,16 @@ from pipeline.config.algorithms import (
     ValueLossConfig,
 )
 from pipeline.config.checks import problems, validate
+from pipeline.config.cluster import (
+    ClusterConfig,
+    ComponentConfig,
+    NetworkConfig,
+    RequeueConfig,
+    TimeoutsConfig,
+    ranks,
+    ranks_per_node,
+    storage_timeout_s,
+)
 from pipeline.config.data import (
     DATASET_CARDS,
     MATH_VERIFIERS,
@@ -51,8 +61,6 @@ from pipeline.config.schema import (
     GENERATED_DATASETS,
     PRECISIONS,
     CheckpointingConfig,
-    ClusterConfig,
-    ComponentConfig,
     DataConfig,
     DatasetConfig,
     DTensorConfig,
@@ -60,25 +68,19 @@ from pipeline.config.schema import (
     GenerationConfig,
     LoggerConfig,
     LoRAConfig,
-    NetworkConfig,
     OptimizerConfig,
     PolicyConfig,
     Recipe,
     RefitConfig,
-    RequeueConfig,
     SequencePackingConfig,
     TeacherConfig,
-    TimeoutsConfig,
     TokenizerConfig,
     ValueConfig,
     VLLMConfig,
     engine_ranks,
     expert_tensor_parallel_size,
     generates,
-    ranks,
-    ranks_per_node,
     section,
-    storage_timeout_s,
     uses_megatron,
 )
 from pipeline.config.showing import shown

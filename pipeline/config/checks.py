@@ -8,11 +8,12 @@ from typing import Any
 
 from pipeline.config import algorithm_checks, durations, hardware, megatron_checks
 from pipeline.config.algorithms import OFFLINE, ONLINE
+from pipeline.config.cluster import TimeoutsConfig
 from pipeline.config.data import check_data, validates
 from pipeline.config.errors import refuse
 from pipeline.config.layout import check_divides, check_layout, named_backend
 from pipeline.config.models import check_reward_model
-from pipeline.config.schema import PRECISIONS, PolicyConfig, Recipe, TimeoutsConfig, generates, section
+from pipeline.config.schema import PRECISIONS, PolicyConfig, Recipe, generates, section
 
 CHOICES = {
     "algorithm": (*ONLINE, *OFFLINE),

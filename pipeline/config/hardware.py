@@ -21,7 +21,8 @@ from pipeline.config import layers
 from pipeline.config.errors import RecipeError
 
 if TYPE_CHECKING:
-    from pipeline.config.schema import ComponentConfig, Recipe
+    from pipeline.config.cluster import ComponentConfig
+    from pipeline.config.schema import Recipe
 
 HARDWARE = Path(__file__).parents[2] / "recipes/hardware"
 DEFAULT = "h100"

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
+from pipeline.config.cluster import ComponentConfig, ranks, ranks_per_node
 from pipeline.config.errors import refuse
 from pipeline.config.models import serves_rewards
-from pipeline.config.schema import ComponentConfig, PolicyConfig, Recipe, expert_tensor_parallel_size, ranks, ranks_per_node
+from pipeline.config.schema import PolicyConfig, Recipe, expert_tensor_parallel_size
 
 Backend = Literal["megatron", "dtensor"]
 

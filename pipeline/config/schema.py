@@ -23,7 +23,7 @@ from pipeline.config.algorithms import (
     SFTConfig,
     ValueLossConfig,
 )
-from pipeline.config.hardware import of_gpu
+from pipeline.config.cluster import ClusterConfig
 from pipeline.config.megatron import MegatronConfig
 
 # ---- the policy ---------------------------------------------------------------------------------------------------------
@@ -250,93 +250,6 @@ class LoggerConfig:
 
 
 @dataclass
-class TimeoutsConfig:
-    """Seconds. A wait that outlasts its bound ends the run and names the verb, the phase and the ranks."""
-
-    join: float = 600.0  # all ranks meet
-    silence: float = 60.0  # a rank that has not been heard from at all
-    setup: float = 3600.0
-    rollout: float = 7200.0
-    train: float = 7200.0
-    refit: float = 1800.0
-    save: float = 3600.0
-    storage: Optional[float] = None  # the run folder's disk is full, read-only or away; null: 600, or half of save if less
-
-
-@dataclass
-class ComponentConfig:
-    """The ranks of one realm, as a component of the heterogeneous job. On `local` only nodes * ranks_per_node counts."""
-
-    nodes: int = 1
-    gpus_per_node: int = 0
-    gpu: str = "h100"  # what the plan takes a GPU for: a file in recipes/hardware/, without .yaml, or a path to one
-    gpu_memory_gb: Optional[float] = None  # of one GPU, in units of 10^9 bytes; null: the described GPU's
-    ranks_per_node: Optional[int] = None  # null: one per GPU, or 1
-    cpus_per_task: Optional[int] = None
-    partition: Optional[str] = None
-    account: Optional[str] = None
-    qos: Optional[str] = None
-    mem: Optional[str] = None
-    constraint: Optional[str] = None
-    exclusive: bool = False
-    container_image: Optional[str] = None
-    container_mounts: Optional[list[str]] = None
-    container_workdir: Optional[str] = None
-    container_env: list[str] = field(default_factory=list)  # variables whose value on the node goes before the image's own
-    container_writable: Optional[bool] = None  # null: as the site has configured pyxis
-    python: Optional[str] = None  # the interpreter inside the container; null: the one that submits
-    srun_args: list[str] = field(default_factory=list)
-    env_vars: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class NetworkConfig:
-    """What the refit is planned and judged by. GB/s are 10^9 bytes a second, one way. A recipe that leaves the first two open
-    has those of cluster.train.gpu."""
-
-    nic_gb_per_s: float = 50.0  # of one rank, to other nodes
-    node_gb_per_s: float = 450.0  # of one rank, within its node: NVLink 4
-    latency_us: float = 20.0  # of a message
-    memory_gb_per_s: float = 1500.0  # at which a rank gathers what it sends and places what it received
-
-
-@dataclass
-class RequeueConfig:
-    """How a run goes on by itself, in the same job, from its last checkpoint."""
-
-    enabled: bool = True  # false: what had to be left, or crashed, is not started again
-    max_restarts: int = 3  # after crashes; none without a new checkpoint since the last start
-
-
-@dataclass
-class NodeChecksConfig:
-    """What every node must pass before anything is loaded. A node that fails is named, and left out by a requeue."""
-
-    enabled: bool = True
-    min_gb_per_s: Optional[float] = None  # between two neighbours of the ring of nodes; null: measured and told, not judged
-    max_clock_skew_s: float = 5.0
-
-
-@dataclass
-class ClusterConfig:
-    # auto, slurm, allocation, local; auto takes the allocation that it is in, else slurm where there is an sbatch
-    executor: str = "auto"
-    time_min: int = 240  # of one allocation; see requeue
-    requeue: RequeueConfig = field(default_factory=RequeueConfig)
-    node_checks: NodeChecksConfig = field(default_factory=NodeChecksConfig)
-    train: ComponentConfig = field(default_factory=ComponentConfig)
-    generate: ComponentConfig = field(default_factory=ComponentConfig)
-    reward: ComponentConfig = field(default_factory=ComponentConfig)  # only if an environment is served_by reward
-    network: NetworkConfig = field(
-        default_factory=lambda: NetworkConfig(
-            nic_gb_per_s=of_gpu("train", "nic_gb_per_s"),  # type: ignore[arg-type]
-            node_gb_per_s=of_gpu("train", "nvlink_gb_per_s"),  # type: ignore[arg-type]
-        )
-    )
-    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
-
-
-@dataclass
 class PlanConfig:
     """What the plan has to assume, where no earlier run tells it. It decides nothing about the run itself."""
 
@@ -369,15 +282,6 @@ class Recipe:
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
-def ranks(component: ComponentConfig) -> int:
-    """How many processes a component has."""
-    return component.nodes * ranks_per_node(component)
-
-
-def ranks_per_node(component: ComponentConfig) -> int:
-    return component.ranks_per_node or max(1, component.gpus_per_node)
-
-
 def generates(recipe: Recipe) -> bool:
     """Whether the algorithm samples, so that the job has a generate component."""
     return recipe.algorithm in ONLINE
@@ -386,11 +290,6 @@ def generates(recipe: Recipe) -> bool:
 def section(recipe: Recipe) -> OnlineConfig | OfflineConfig:
     """The algorithm's own."""
     return getattr(recipe, recipe.algorithm)
-
-
-def storage_timeout_s(timeouts: TimeoutsConfig) -> float:
-    """The seconds that `timeouts.storage` stands for; see there."""
-    return min(600.0, timeouts.save / 2) if timeouts.storage is None else timeouts.storage
 
 
 PRECISIONS = {"float32": 4, "bfloat16": 2}  # what policy.precision may be, and the bytes of a number in it
