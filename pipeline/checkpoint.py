@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import files
-from pipeline.config import CheckpointingConfig
+from pipeline.config import CheckpointingConfig, TimeoutsConfig
 from pipeline.files import Patience, retrying, sync, write_durably
 
 COMPLETE = "complete.json"
@@ -158,6 +158,11 @@ def superfluous(checkpoints: list[Checkpoint], config: CheckpointingConfig) -> l
 def wait_until_seen(folder: Path) -> None:
     """Until this node sees all of a complete checkpoint, which another one wrote. Raises StorageError."""
     files.seen_within(files.SEEN_S, lambda: _read(folder), folder)
+
+
+def storage_timeout_s(timeouts: TimeoutsConfig) -> float:
+    """The seconds that `timeouts.storage` stands for; see there."""
+    return min(600.0, timeouts.save / 2) if timeouts.storage is None else timeouts.storage
 
 
 def kept(run_dir: Path) -> str:

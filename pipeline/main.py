@@ -10,7 +10,7 @@ import torch
 
 from pipeline import algorithms, config, node_checks, remote
 from pipeline.attempt import Attempt
-from pipeline.checkpoint import Checkpoints, kept
+from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
 from pipeline.config import PolicyConfig, Recipe
 from pipeline.coordinator import Run, run_offline, run_online
 from pipeline.data import build_streams
@@ -79,7 +79,7 @@ def _refit(policy: PolicyConfig, world: World) -> Refit:
 
 def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, role: TrainRole) -> None:
     timeouts, realms, algorithm = recipe.cluster.timeouts, world.realms, algorithms.build(recipe)
-    storage_s = config.storage_timeout_s(timeouts)
+    storage_s = storage_timeout_s(timeouts)
     attempt = Attempt(world.place.folder, storage_s)
     attempt.claim()
     train = Remote(mailbox, world, realms.train, TrainRole, timeouts, role)

@@ -32,7 +32,6 @@ from pipeline.config.cluster import (
     TimeoutsConfig,
     ranks,
     ranks_per_node,
-    storage_timeout_s,
 )
 from pipeline.config.data import (
     DATASET_CARDS,
@@ -171,7 +170,6 @@ __all__ = [
     "section",
     "serves_rewards",
     "shown",
-    "storage_timeout_s",
     "teacher",
     "to_yaml",
     "uses_megatron",

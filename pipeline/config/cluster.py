@@ -102,8 +102,3 @@ def ranks(component: ComponentConfig) -> int:
 
 def ranks_per_node(component: ComponentConfig) -> int:
     return component.ranks_per_node or max(1, component.gpus_per_node)
-
-
-def storage_timeout_s(timeouts: TimeoutsConfig) -> float:
-    """The seconds that `timeouts.storage` stands for; see there."""
-    return min(600.0, timeouts.save / 2) if timeouts.storage is None else timeouts.storage

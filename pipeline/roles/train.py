@@ -16,7 +16,7 @@ import torch
 from pipeline import config, train
 from pipeline.algorithms.base import Loss, Objective
 from pipeline.algorithms.standardize import moments, standardize
-from pipeline.checkpoint import kept, wait_until_seen
+from pipeline.checkpoint import kept, storage_timeout_s, wait_until_seen
 from pipeline.config import PolicyConfig, Recipe
 from pipeline.data.packing import pack
 from pipeline.files import Patience
@@ -56,7 +56,7 @@ class TrainRole:
         self._models: dict[str, TrainBackend] = {}
         self._background = Background()
         run_dir = world.place.folder.parent.parent  # the attempt's folder is attempts/<name>/
-        self._patience = Patience(config.storage_timeout_s(recipe.cluster.timeouts), kept=functools.partial(kept, run_dir))
+        self._patience = Patience(storage_timeout_s(recipe.cluster.timeouts), kept=functools.partial(kept, run_dir))
 
     @property
     def _policy(self) -> TrainBackend:
