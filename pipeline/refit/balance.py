@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipeline.config.schema import NetworkConfig
+from pipeline.config.cluster import NetworkConfig
 
 _SWEEPS = 50
 _SETTLED = 1e-4  # of the largest load: a sweep that changes none by more ends the search

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pipeline.config.schema import NetworkConfig
+from pipeline.config.cluster import NetworkConfig
 from pipeline.refit import balance, cells, rounds
 from pipeline.refit.schedule import Chunks, Schedule
 from pipeline.refit.tables import Table

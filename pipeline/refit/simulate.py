@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.config.schema import NetworkConfig
+from pipeline.config.cluster import NetworkConfig
 from pipeline.refit.schedule import Schedule
 
 TERMS = ("pack", "wire out", "wire in", "node", "latency", "apply")

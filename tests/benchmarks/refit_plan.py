@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config import GenerationConfig, MegatronConfig, PolicyConfig, VLLMConfig
-from pipeline.config.schema import NetworkConfig
+from pipeline.config.cluster import NetworkConfig
 
 BUCKET_BYTES = 256 << 20
 RANKS_PER_NODE = 8

@@ -23,7 +23,8 @@ import numpy as np
 
 from launch.model_shape import ModelShape
 from launch.plan_refit import Prediction, Request, load, model_folder, predict
-from pipeline.config.schema import NetworkConfig, RefitConfig
+from pipeline.config.cluster import NetworkConfig
+from pipeline.config.schema import RefitConfig
 from pipeline.refit.simulate import Broadcast, Messages, bounds, broadcast_seconds, floor, merge, simulate
 
 NETWORK = NetworkConfig()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config.schema import ComponentConfig
+from pipeline.config.cluster import ComponentConfig
 from tests.nemo_rl.test_translation import inspect, problem, read, with_keys
 
 COLOCATED = "policy.generation.colocated"

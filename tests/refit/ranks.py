@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 from pipeline.boxes import Box, Piece, Region, region, whole
 from pipeline.config import RefitConfig
-from pipeline.config.schema import NetworkConfig
+from pipeline.config.cluster import NetworkConfig
 from pipeline.refit.base import Report
 from pipeline.refit.digest import compare
 from pipeline.refit.plan import schedule

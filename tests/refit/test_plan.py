@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.boxes import Box, Region
-from pipeline.config.schema import NetworkConfig
+from pipeline.config.cluster import NetworkConfig
 from pipeline.refit import balance
 from pipeline.refit.plan import schedule
 from pipeline.refit.schedule import Schedule

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.boxes import Box, Region
-from pipeline.config.schema import NetworkConfig
+from pipeline.config.cluster import NetworkConfig
 from pipeline.refit import simulate as simulator
 from pipeline.refit.plan import schedule
 from pipeline.refit.simulate import (

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pipeline import node_checks
 from pipeline.config import ClusterConfig, TimeoutsConfig
-from pipeline.config.schema import NodeChecksConfig
+from pipeline.config.cluster import NodeChecksConfig
 from pipeline.node_checks import look, network
 from pipeline.watchdog import Watchdog
 from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
