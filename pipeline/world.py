@@ -46,6 +46,11 @@ class Place:
     master: str  # an address of rank 0's node
     folder: Path  # this attempt's folder inside the run folder, on the shared file system
 
+    @property
+    def run_dir(self) -> Path:
+        """Attempts are in its attempts/."""
+        return self.folder.parents[1]
+
     @classmethod
     def from_environment(cls, run_dir: Path) -> Place:
         env = os.environ
@@ -147,7 +152,7 @@ def open_store(place: Place, timeout_s: float) -> RunStore:
     Raises TimeoutError if rank 0 does not appear, and what `attempt_key` and `RunStore` raise.
     """
     card = place.folder / "rendezvous.json"
-    key = attempt_key(place.folder.parents[1], place.folder.name)
+    key = attempt_key(place.run_dir, place.folder.name)
     if place.rank == 0:
         process, address = start(place.master, key)
         store = RunStore(address, key, timeout_s)

@@ -55,8 +55,7 @@ class TrainRole:
         self._batches: list[list[PackedBatch]] = []  # the microbatches of each update
         self._models: dict[str, TrainBackend] = {}
         self._background = Background()
-        run_dir = world.place.folder.parent.parent  # the attempt's folder is attempts/<name>/
-        self._patience = Patience(storage_timeout_s(recipe.cluster.timeouts), kept=functools.partial(kept, run_dir))
+        self._patience = Patience(storage_timeout_s(recipe.cluster.timeouts), kept=lambda: kept(world.place.run_dir))
 
     @property
     def _policy(self) -> TrainBackend:

@@ -223,7 +223,7 @@ BROKEN = {
             "env.judge.model_name: kind reward_model needs one",
             "cluster.train.nodes: -1 is too small; at least 1",
             "cluster.generate.gpus_per_node: 2000 is too large; at most 1024",
-            "cluster.executor: 'kubernetes' is not one of: auto, slurm, local",
+            "cluster.executor: 'kubernetes' is not one of: auto, slurm, allocation, local",
             "checkpointing.keep_top_k: 0 is too small; at least 1",
             f"{VLLM}.max_model_len: 8 is below policy.max_total_sequence_length 32",
             f"{MEGATRON}.enabled, policy.dtensor_cfg.enabled: both false leaves no training backend",

@@ -63,6 +63,7 @@ def test_another_recipe_is_corrected_by_as_much(tmp_path):
 
 def test_prompts_are_those_of_the_last_rollouts(tmp_path):
     folder = run(tmp_path / "run", *GPUS)
+    (folder / "rollouts").mkdir()
     for step, lengths in ((1, (1, 1)), (2, (6, 8)), (3, ())):
         lines = "".join(f'{{"prompt_tokens": {list(range(length))}}}\n' for length in lengths)
         (folder / f"rollouts/step_{step:06d}.jsonl").write_text(lines)
