@@ -85,7 +85,11 @@ def assert_equal(lines, expected, tolerance=1e-4):
             assert line[key] == pytest.approx(other[key], rel=tolerance, abs=1e-6), (line["step"], key)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# The others in little, and with them all their combinations: tests/train/megatron.
+QUICK = ("tp2", "cp2", "ep2")
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.long) for n in LAYOUTS])
 def test_equals_fsdp2(tmp_path, models, conversions, fsdp, layout):
     model, keys = LAYOUTS[layout]
     run = submit(tmp_path / "run", *LOCAL, *FIVE_STEPS, *of(models / model), *keys, env=conversions)

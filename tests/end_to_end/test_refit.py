@@ -20,7 +20,7 @@ def whole(tmp_path_factory):
     ("fault", "named"),
     [
         (Fault(**SECOND, message="flip"), ("refit to version 2 failed, version 1 stays", "differs in model.")),
-        (Fault(**SECOND, message="drop"), ("(generate)", "round", "from rank")),
+        pytest.param(Fault(**SECOND, message="drop"), ("(generate)", "round", "from rank"), marks=pytest.mark.long),
         pytest.param(Fault(**SECOND, message="die"), ("rank 1 (train) was ended by",), marks=pytest.mark.long),
     ],
     ids=["flipped bit", "dropped message", "killed sender"],

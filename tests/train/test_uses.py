@@ -27,7 +27,9 @@ def test_one_rank(models):
     uses.all_uses(ONE, models)
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1), Layout(1, 2), Layout(2, 2)], ids=["dp2", "tp2", "dp2tp2"])
+@pytest.mark.parametrize(
+    "layout", [Layout(2, 1), pytest.param(Layout(1, 2), marks=pytest.mark.long), Layout(2, 2)], ids=["dp2", "tp2", "dp2tp2"]
+)
 def test_several_ranks(layout, models, tmp_path):
     """Their checkpoint of a value model leaves as what transformers scores with as they did."""
     uses.check_random_values(ONE, models)

@@ -79,7 +79,9 @@ def test_the_end_of_the_stores_process_ends_all_ranks_with_a_clear_message(start
     assert "the store's process beside rank 0 (train) has ended (status -9)" in world.failure()["message"]
 
 
-@pytest.mark.parametrize(("late", "realm", "replied"), [(4, "generate", 2), (6, "reward", 5)])
+@pytest.mark.parametrize(
+    ("late", "realm", "replied"), [(4, "generate", 2), pytest.param(6, "reward", 5, marks=pytest.mark.long)]
+)
 def test_a_late_verb_names_rank_verb_and_phase(start, late, realm, replied):
     world = start(f"hang-{realm}")
     assert world.processes[0].wait(120) == GAVE_UP
@@ -91,7 +93,7 @@ def test_a_late_verb_names_rank_verb_and_phase(start, late, realm, replied):
     assert all(code != 0 for code in world.wait())  # the others notice that the coordinator is gone
 
 
-@pytest.mark.parametrize("victim", [0, 6])
+@pytest.mark.parametrize("victim", [0, pytest.param(6, marks=pytest.mark.long)])
 def test_a_stopped_rank_is_named_and_nobody_is_left_waiting(start, victim):
     world = start("linger")
     world.until("ready")
