@@ -43,6 +43,8 @@ from pipeline import secrets as kept_secrets
 from pipeline.config import Recipe, RecipeError
 from pipeline.files import REMEDY, write_durably
 
+GIT_S = 20.0
+"""How long git may take on a slow file system: a manifest without a commit is better than no submission."""
 # Keys that may change when a run is continued. They say where it runs, how long, how its work is divided and what is written
 # beside it; none of them changes a step that is computed, but for the rounding of sums that are divided otherwise.
 # run_dir is here because the same folder has many spellings.
@@ -263,12 +265,12 @@ def append_manifest(run_dir: Path, executor: str, job_id: str, command: list[str
 
 
 def _git() -> dict[str, Any] | None:
-    """The commit of the code and whether it was changed since; None outside a git checkout."""
+    """The commit of the code and whether it was changed since; None outside a git checkout, and where git takes too long."""
 
     def git(*args: str) -> str | None:
         try:
-            answer = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True)
-        except FileNotFoundError:
+            answer = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, timeout=GIT_S)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
             return None
         return answer.stdout.strip() if answer.returncode == 0 else None
 

@@ -36,7 +36,7 @@ from launch.job import JobRecord, RunJob, components, read_record, write_record
 from launch.plan import plan, report
 from launch.preflight import architecture
 from launch.prepare import Prepared, choose_executor, file_problems, in_order, prepare
-from pipeline import config
+from pipeline import config, secrets
 from pipeline.config import Recipe, RecipeError, refuse
 
 FLAGS = ("show", "plan", "dry_run", "detach")
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
         return answer(parse(arguments))
     except RecipeError as error:
         told = error.problems if len(error.problems) == 1 else (f"{len(error.problems)} problems", *error.problems)
-        print("error: " + "\n  - ".join(told), file=sys.stderr)
+        print(secrets.redacted("error: " + "\n  - ".join(told)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -109,7 +109,7 @@ def answer(request: Request) -> int:
 
 def show(name: str, overrides: list[str]) -> int:
     loaded = config.inspect(name, overrides)
-    print(config.shown(loaded), end="")
+    print(secrets.redacted(config.shown(loaded)), end="")
     refuse(loaded.problems)
     return 0
 

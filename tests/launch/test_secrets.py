@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from launch import job, run_folder
+from launch import job, run_folder, submit
 from launch.run_folder import locked
 from pipeline import config, secrets
 from pipeline.config import RecipeError
@@ -75,6 +75,15 @@ def test_nothing_of_a_submission_holds_a_secret(load, monkeypatch):
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert len(files) >= 5 and not any(HF in path.read_text() for path in files)
     assert json.loads((run_dir / "manifest.json").read_text())[0]["command"] == "submit.py x=***"
+
+
+def test_what_submit_prints_holds_no_secret(tmp_path, capsys):
+    path = str(write_recipe(tmp_path))
+    submit.main([f"recipe={path}", "show=true", f"policy.generation.vllm_kwargs={{hf_token: {HF}}}"])
+    submit.main([f"recipe={path}", f"cluster.train.gpu={HF}"])
+    told = capsys.readouterr()
+    assert "hf_token: '***'" in told.out or "hf_token: ***" in told.out
+    assert "***" in told.err and HF not in told.out + told.err
 
 
 def test_failures_and_tracebacks_hold_no_secret(tmp_path, monkeypatch, capsys):
