@@ -124,7 +124,7 @@ def _ask_local(run: PastRun, record: JobRecord) -> _Answer:
 
 def _ask_slurm(run: PastRun, job_id: str) -> _Answer:
     try:
-        answer = _run("scontrol", "show", "job", "-o", job_id)
+        answer = slurm.ask("scontrol", "show", "job", "-o", job_id, timeout_s=ASK_S)
     except FileNotFoundError:
         return _Answer(silence="there is no scontrol here to ask about its job")
     except subprocess.TimeoutExpired:
@@ -138,7 +138,7 @@ def _ask_slurm(run: PastRun, job_id: str) -> _Answer:
     if "Invalid job id" not in answer.stderr:
         return _Answer(silence=f"Slurm did not answer: {answer.stderr.strip()}")
     with contextlib.suppress(FileNotFoundError, subprocess.TimeoutExpired):
-        answer = _run("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id)
+        answer = slurm.ask("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id, timeout_s=ASK_S)
         rows = [slurm.parse_sacct(*row) for line in answer.stdout.splitlines() if len(row := line.split("|")) == 3]
         if rows:
             return _of_rows(rows, names, None)
@@ -165,7 +165,3 @@ def _moment(line: str, key: str) -> float | None:
     """Of `scontrol show job -o`, in unix seconds; its times are local ones."""
     found = re.search(rf"\s{key}=(\d{{4}}-\S+)", line)
     return datetime.fromisoformat(found[1]).timestamp() if found else None
-
-
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=ASK_S)

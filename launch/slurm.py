@@ -203,19 +203,19 @@ def query(job_id: str) -> dict[str, str] | None:
 
 
 def _query(job_id: str) -> dict[str, str] | None:
-    answer = _ask("scontrol", "show", "job", "-o", job_id)
+    answer = ask("scontrol", "show", "job", "-o", job_id)
     if answer.returncode == 0:
         return combine([parse(line) for line in answer.stdout.splitlines() if line.startswith("JobId=")])
     if "Invalid job id" not in answer.stderr:
         return None
-    answer = _ask("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id)
+    answer = ask("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id)
     rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 2]
     return combine([parse_sacct(*row) for row in rows]) if rows else {"JobID": job_id, "State": GONE}
 
 
-def _ask(*command: str) -> subprocess.CompletedProcess[str]:
-    """Raises subprocess.TimeoutExpired: a slurmctld that hangs must not hang whoever asks."""
-    return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
+def ask(*command: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
+    """timeout_s: ANSWER_S if None. Raises subprocess.TimeoutExpired: a slurmctld that hangs must not hang whoever asks."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S if timeout_s is None else timeout_s)
 
 
 def parse(line: str) -> dict[str, str]:

@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pipeline.board import Board
 from pipeline.config import LoggerConfig
 from pipeline.files import NONE, SLOW_S, Patience, append, retrying, tell_slow, write_durably
-from pipeline.types import RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from pipeline.board import Board
+    from pipeline.types import RolloutGroup
 
 Result = TypeVar("Result")
 
@@ -41,7 +42,7 @@ class Metrics:
         text = self._retrying(lambda: self._cut(last))
         self._size = len(text.encode())
         self._unshown = [json.loads(line) for line in text.splitlines()] if config.tensorboard_enabled else []
-        self._board = Board(run_dir / "tensorboard", last) if config.tensorboard_enabled else None
+        self._board = _board(run_dir / "tensorboard", last) if config.tensorboard_enabled else None
         self._show(last)
 
     def _cut(self, last: int) -> str:
@@ -178,6 +179,12 @@ def read(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text().split("\n")
     return [json.loads(line) for line in lines[:-1]]  # what follows the last newline is empty or cut short
+
+
+def _board(folder: Path, last: int) -> Board:
+    from pipeline.board import Board  # TensorBoard, for rank 0 alone; readers of metrics.jsonl need not have it
+
+    return Board(folder, last)
 
 
 def _record(group: RolloutGroup, sample: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from pipeline import config
 from pipeline.config import RecipeError
 
 POLL_S = 0.5
+SUBMIT_S = 120.0
+"""How long sbatch may take: it waits for a busy slurmctld by itself."""
 
 
 def due(standings: list[Standing], retries: int) -> list[Standing]:
@@ -96,7 +98,10 @@ def submit_check(folder: Folder, waits_for: list[str]) -> str:
     script = folder.path / "check.sh"
     script.write_text(f"#!/bin/bash\n# All runs have ended: judges, and retries what failed.\nexec {shlex.join(command)}\n")
     flags = [f"--{key}={value}" for key, value in options.items() if value is not None]
-    answer = subprocess.run(["sbatch", "--parsable", *flags, str(script)], capture_output=True, text=True)
+    try:
+        answer = slurm.ask("sbatch", "--parsable", *flags, str(script), timeout_s=SUBMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise RecipeError(f"check: {error}; the same command goes on, with the job if there is one by then") from None
     if answer.returncode:
         raise RecipeError(f"check: sbatch refused the job that judges the sweep: {answer.stderr.strip()}")
     return answer.stdout.strip().partition(";")[0]

@@ -12,9 +12,7 @@ from typing import Any
 
 from launch.attempts import all_attempts
 from launch.sweeps.expressions import Curve
-
-NOT_REPRODUCIBLE = ("time", "throughput/")
-"""As in pipeline/metrics.py, which needs torch: keys that begin so differ from run to run; all others must not."""
+from pipeline.metrics import NOT_REPRODUCIBLE, read
 
 
 @dataclass(frozen=True)
@@ -32,15 +30,10 @@ class Measured:
 
 
 def measured(run_dir: Path) -> Measured:
-    lines = read_lines(run_dir / "metrics.jsonl")
+    lines = read(run_dir / "metrics.jsonl")
     attempts = all_attempts(run_dir)
     seconds = max(0.0, lines[-1]["time"] - attempts[0].started) if lines and attempts else 0.0
     return Measured(curves(lines), _hardware(run_dir), seconds)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics.jsonl; one that is still being written is left out."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def curves(lines: list[dict[str, Any]]) -> dict[str, Curve]:

@@ -70,14 +70,17 @@ def _scontrol() -> str:
     """What it says of all jobs. A controller that is just being restarted is given a moment. Raises RecipeError."""
     for pause in (*PAUSES_S, None):
         try:
-            answer = subprocess.run(["scontrol", "show", "job", "-o"], capture_output=True, text=True)
+            answer = slurm.ask("scontrol", "show", "job", "-o")
+            if answer.returncode == 0:
+                return answer.stdout
+            why = answer.stderr.strip()
         except FileNotFoundError:
             raise RecipeError("the sweep runs on Slurm, and there is no scontrol here to ask what has become of it") from None
-        if answer.returncode == 0:
-            return answer.stdout
+        except subprocess.TimeoutExpired as error:
+            why = str(error)
         if pause is not None:
             time.sleep(pause)
-    raise RecipeError(f"scontrol does not answer: {answer.stderr.strip()}")
+    raise RecipeError(f"scontrol does not answer: {why}")
 
 
 def _status(info: dict[str, str]) -> JobStatus:

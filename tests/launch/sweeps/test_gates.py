@@ -5,9 +5,8 @@ import pytest
 from launch.sweeps.baseline import Baseline, Provenance, Stored, StoredRun, read, stored_curve, write
 from launch.sweeps.expressions import Curve, NoValue
 from launch.sweeps.gates import Case, NotJudged, Outcome, Sweep, judge
-from launch.sweeps.measured import NOT_REPRODUCIBLE, Measured, described
+from launch.sweeps.measured import Measured, described
 from launch.sweeps.suite import BandConfig, GateConfig, RunConfig, SameConfig, SpeedConfig, Suite
-from pipeline import metrics as pipeline_metrics
 from pipeline.config import RecipeError
 
 PASSED, FAILED, NOT_JUDGED = Outcome.PASSED, Outcome.FAILED, Outcome.NOT_JUDGED
@@ -212,10 +211,6 @@ def test_only_some_metrics_to_the_last_bit():
     assert verdict(GateConfig(same_as=SameConfig("b", ["train/*", "val/*"])), runs).outcome is PASSED
     found = verdict(GateConfig(same_as=SameConfig("b", ["vla/*"])), runs)
     assert (found.outcome, found.said) == (FAILED, "seed 1 has no metric like vla/*")
-
-
-def test_what_is_reproducible_is_what_the_pipeline_says():
-    assert NOT_REPRODUCIBLE == pipeline_metrics.NOT_REPRODUCIBLE
 
 
 # ---- nothing passes for want of something -----------------------------------------------------------------------------------
