@@ -37,6 +37,8 @@ GRACE_S = 2.0
 REQUEUE = 75
 """What launch/verdict.sh exits with when all ranks are to be started again."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+VERDICT_S = 600.0
+"""How long launch/verdict.sh may take, which only reads and writes files of the run folder."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)
 
@@ -169,7 +171,10 @@ class Controller:
             *(str(ROOT / "launch/verdict.sh"), str(self.run_dir), self.attempt, str(status)),
             *(str(self.requeue.max_restarts), str(self.requeue.enabled).lower()),
         ]
-        answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        try:
+            answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=VERDICT_S)
+        except subprocess.TimeoutExpired as error:  # the folder's file system is away
+            return 1, f"stop: {error}"
         return answer.returncode, answer.stdout.strip()
 
     def _stop(self, number: int, _frame) -> None:
