@@ -198,7 +198,7 @@ def run_online(
         last = step == section.max_num_steps or len(batch) < section.num_prompts_per_step
         if validation and (_due(section.val_period, step) or (section.val_at_end and last)):
             values |= validate()
-        tokens = sum(len(rollout.completion.tokens) for group in groups for rollout in group.rollouts)
+        tokens = sum(rollout.drawn_tokens for group in groups for rollout in group.rollouts)
         clocks = metrics.take_clocks()
         values |= cost | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]}
         run.end_step(metrics, step, last, position, values, groups)

@@ -9,7 +9,7 @@ from pipeline.config import OnlineConfig, RewardedConfig
 from pipeline.data.stream import PromptStream
 from pipeline.metrics import rollout_metrics
 from pipeline.remote import Remote
-from pipeline.rollout import RolloutWork
+from pipeline.rollout.work import RolloutWork
 from pipeline.types import Prompt, RolloutGroup, Sampling
 from pipeline.world import Realms
 
@@ -72,7 +72,7 @@ class Experience:
         """`samples` judged rollouts of each prompt, one group per prompt, in their order."""
         realms = self.realms
         engines = len(realms.engines)
-        work = [RolloutWork(prompts[i::engines], samples, purpose, self.section.seed, sampling) for i in range(engines)]
+        work = [RolloutWork(i, prompts[i::engines], samples, purpose, self.section.seed, sampling) for i in range(engines)]
         parts = [work[realms.engines.index(realms.engine(rank))] for rank in realms.generate]
         replies = self.generate.rollout(parts=parts).result()
         shares = [reply for rank, reply in zip(realms.generate, replies, strict=True) if rank == realms.engine(rank)[0]]

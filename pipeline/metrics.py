@@ -157,12 +157,12 @@ def mean_metrics(prefix: str, results: list[dict[str, float]]) -> dict[str, floa
 def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
     """Means over rollouts: reward, length in tokens, the share cut for length, and each of the environment's metrics."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [len(rollout.completion.tokens) for rollout in rollouts]
+    lengths = [rollout.drawn_tokens for rollout in rollouts]
     values = {
         "reward": _mean([rollout.reward for rollout in rollouts]),
         "completion_tokens": _mean(lengths),
         "completion_tokens_max": float(max(lengths)),
-        "truncated": _mean([float(rollout.completion.finish == "length") for rollout in rollouts]),
+        "truncated": _mean([float(rollout.finish == "length") for rollout in rollouts]),
     }
     for name in sorted({name for rollout in rollouts for name in rollout.metrics}):
         values[name] = _mean([rollout.metrics[name] for rollout in rollouts if name in rollout.metrics])
@@ -194,11 +194,11 @@ def _record(group: RolloutGroup, sample: int, tokenizer: PreTrainedTokenizerBase
         "sample": sample,
         "prompt": tokenizer.decode(group.prompt.tokens),
         "prompt_tokens": group.prompt.tokens.tolist(),
-        "completion": tokenizer.decode(rollout.completion.tokens),
-        "completion_tokens": rollout.completion.tokens.tolist(),
+        "completion": tokenizer.decode(rollout.tokens),
+        "completion_tokens": rollout.tokens.tolist(),
         "task": group.prompt.task,
         "reward": rollout.reward,
         **rollout.metrics,
-        "finish": rollout.completion.finish,
-        "spans": [[span.version, span.tokens] for span in rollout.completion.spans],
+        "finish": rollout.finish,
+        "spans": [[span.version, span.tokens] for span in rollout.spans],
     }

@@ -29,13 +29,13 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.data.packing import plan_microbatches
 from pipeline.remote import Remote
 from pipeline.roles.reward import ScoreWork
-from pipeline.types import Completion, DataPlace, Prompt, Rollout, RolloutGroup
+from pipeline.types import DataPlace, Prompt, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Encode = Callable[[Prompt, Completion], np.ndarray]
-"""(prompt, completion) -> [L] int32: what the reward model reads."""
+Encode = Callable[[Prompt, Rollout], np.ndarray]
+"""(prompt, rollout) -> [L] int32: what the reward model reads."""
 
 
 class Scoring:
@@ -56,7 +56,7 @@ class Scoring:
         Raises ValueError if a score is not finite.
         """
         judged = [(group.prompt, rollout) for group in groups if self._mine(group) for rollout in group.rollouts]
-        sequences = [self._encode(prompt, rollout.completion) for prompt, rollout in judged]
+        sequences = [self._encode(prompt, rollout) for prompt, rollout in judged]
         limit = self._model.max_total_sequence_length
         scores = self._score([tokens[-limit:] for tokens in sequences])
         rewarded = iter(
@@ -110,7 +110,7 @@ def _encoder(recipe: Recipe, model: PolicyConfig, environment: str, ours: PreTra
     """Raises ValueError if a chat template is needed and the reward model's tokenizer has none."""
     chat, theirs = recipe.data.apply_chat_template, load_tokenizer(model.tokenizer)
     if _reads_the_same(ours, theirs, recipe.policy.tokenizer, model.tokenizer, chat):
-        return lambda prompt, completion: np.concatenate([prompt.tokens, completion.tokens])
+        return lambda prompt, rollout: np.concatenate([prompt.tokens, rollout.tokens])
     if chat and not theirs.chat_template:
         raise ValueError(
             f"env.{environment}.tokenizer: {model.tokenizer.name} has no chat template, and is not the policy's tokenizer; give"
@@ -138,8 +138,13 @@ class _Anew:
     chat: bool
     options: dict[str, Any]  # of the chat template
 
-    def __call__(self, prompt: Prompt, completion: Completion) -> np.ndarray:
-        answer = self.ours.decode(completion.tokens, skip_special_tokens=True)
+    def __call__(self, prompt: Prompt, rollout: Rollout) -> np.ndarray:
+        if len(rollout.turns) > 1:
+            raise ValueError(
+                f"env.{self.environment}: the reward model has another tokenizer than the policy, and so cannot read an episode"
+                " of several turns"
+            )
+        answer = self.ours.decode(rollout.tokens, skip_special_tokens=True)
         if self.chat:
             messages = [*self._task(prompt, "messages"), {"role": "assistant", "content": answer}]
             text = self.theirs.apply_chat_template(messages, **self.options, tokenize=False)
@@ -149,7 +154,7 @@ class _Anew:
         else:
             tokens = self.theirs(self._task(prompt, "text")).input_ids
             tokens += self.theirs(answer, add_special_tokens=False).input_ids
-            tokens += [self.theirs.eos_token_id] if completion.finish == "stop" else []
+            tokens += [self.theirs.eos_token_id] if rollout.finish == "stop" else []
         return np.asarray(tokens, np.int32)
 
     @property

@@ -1,6 +1,6 @@
 """The batch's journey: what is handed from one part of the pipeline to the next.
 
-    Prompt -> Completion -> Rollout -> RolloutGroup -> Sample -> PackedBatch -> LossOutput -> StepResult
+    Prompt -> Completion -> Turn -> Rollout -> RolloutGroup -> Sample -> PackedBatch -> LossOutput -> StepResult
 
 Everything up to `Sample` is numpy and plain Python, so that it can cross between ranks as a message; tensors begin at
 `PackedBatch`. Nothing is padded: sequences lie one after another and `cu_seqlens` says where each begins.
@@ -80,12 +80,59 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """One completion with its reward."""
+class Turn:
+    """What the policy said, and what it was then told."""
 
     completion: Completion
-    reward: float
+    observation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [O] int32; empty in the last turn
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One episode with its reward. What follows the prompt are its turns, one after another.
+
+    Worked example, two turns, [7, 2] told [9], then [4]: tokens [7, 2, 9, 4], drawn [T, T, F, T].
+    """
+
+    turns: tuple[Turn, ...]
+    reward: float  # of the whole episode
     metrics: dict[str, float] = field(default_factory=dict)  # the environment's, e.g. {"accuracy": 1.0}
+    failure: str = ""  # why nobody could judge it: then it has no reward, and is not learned from
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[C] int32: all that follows the prompt."""
+        return _joined([part for turn in self.turns for part in (turn.completion.tokens, turn.observation)], np.int32)
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """[C] bool: True for the policy's tokens."""
+        parts = [(turn.completion.tokens, turn.observation) for turn in self.turns]
+        return _joined([mask for said, told in parts for mask in (np.ones(len(said)), np.zeros(len(told)))], np.bool_)
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """[C] float32: 0 for what the policy did not draw."""
+        parts = [(turn.completion.logprobs, np.zeros(len(turn.observation))) for turn in self.turns]
+        return _joined([part for pair in parts for part in pair], np.float32)
+
+    @property
+    def drawn_tokens(self) -> int:
+        return sum(len(turn.completion.tokens) for turn in self.turns)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Of the drawn tokens, in order."""
+        return tuple(span for turn in self.turns for span in turn.completion.spans)
+
+    @property
+    def finish(self) -> str:
+        """The last turn's; "" if there is none."""
+        return self.turns[-1].completion.finish if self.turns else ""
+
+
+def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config import DistillationConfig, GRPOConfig
 from pipeline.experience import Experience
-from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Sampling, Span
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Sampling, Span, Turn
 from pipeline.world import Realms
 
 
@@ -33,7 +33,9 @@ class Prompts:
 
 def _group(prompt, samples):
     completion = Completion("", np.array([3], np.int32), np.array([-0.5], np.float32), (Span(0, 1),), "stop")
-    return RolloutGroup(prompt, tuple(Rollout(completion, float(i % 2 == 0 and prompt.index % 2 == 0)) for i in range(samples)))
+    return RolloutGroup(
+        prompt, tuple(Rollout((Turn(completion),), float(i % 2 == 0 and prompt.index % 2 == 0)) for i in range(samples))
+    )
 
 
 def varied(groups):

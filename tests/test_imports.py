@@ -12,14 +12,14 @@ ROOT = Path(__file__).parent.parent
 DOWNHILL = [
     ("main",),
     ("coordinator",),
-    ("experience", "scoring", "deadline"),
+    ("experience", "scoring", "deadline", "sharing"),
     ("roles",),
     ("rollout", "refit"),
     ("algorithms", "train", "generate", "environments", "remote", "node_checks"),
     ("watchdog", "metrics"),
     ("world", "checkpoint", "data", "models", "attempt", "board"),
     ("config", "types", "boxes", "store"),
-    ("files", "secrets", "signals"),
+    ("files", "secrets", "signals", "timeline", "sandbox"),
 ]
 HEAVY = ("torch", "transformers", "vllm", "megatron", "datasets", "tensorboard")
 LEVEL = {part: level for level, parts in enumerate(DOWNHILL) for part in parts}

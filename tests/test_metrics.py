@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipeline.config import LoggerConfig
 from pipeline.metrics import Metrics, mean_metrics, read, rollout_metrics
-from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
 
 
 class Words:
@@ -25,7 +25,7 @@ def group(*rewards):
         prompt,
         tuple(
             Rollout(
-                Completion(f"0/{i}", np.arange(n, dtype=np.int32), np.zeros(n, np.float32), (Span(5, n),), "length"),
+                (Turn(Completion(f"0/{i}", np.arange(n, dtype=np.int32), np.zeros(n, np.float32), (Span(5, n),), "length")),),
                 r,
                 {"accuracy": r},
             )

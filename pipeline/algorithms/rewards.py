@@ -18,7 +18,7 @@ from pipeline.types import Rollout, RolloutGroup
 
 def is_cut(rollout: Rollout) -> bool:
     """Whether the answer ended because there was no more room."""
-    return rollout.completion.finish == "length"
+    return rollout.finish == "length"
 
 
 def scaled_rewards(group: RolloutGroup, config: RewardScalingConfig) -> np.ndarray:
@@ -40,7 +40,7 @@ def _shape(rewards: np.ndarray, group: RolloutGroup, config: RewardShapingConfig
         return rewards
     if config.stop_properly_penalty_coef is not None:
         return np.where([is_cut(rollout) for rollout in group.rollouts], rewards * config.stop_properly_penalty_coef, rewards)
-    lengths = np.array([len(rollout.completion.tokens) for rollout in group.rollouts])
+    lengths = np.array([rollout.drawn_tokens for rollout in group.rollouts])
     return rewards + soft_overlong_penalty(
         lengths, config.max_response_length, config.overlong_buffer_length, config.overlong_buffer_penalty
     )

@@ -8,15 +8,14 @@ from pipeline.types import Prompt, Rollout, Sample
 
 
 def sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: float, counts: bool = True) -> Sample:
-    """Prompt and completion, of which the completion counts, each of its tokens with the advantage.
+    """Prompt and turns, of which what the policy drew counts, each of its tokens with the advantage.
 
-    counts: False if the loss is to leave the sequence out.
+    counts: False if the loss is to leave the sequence out, as it does with one that nobody could judge.
     """
-    completion = rollout.completion
     before = len(prompt.tokens)
-    tokens = np.concatenate([prompt.tokens, completion.tokens]).astype(np.int32)
-    mask = (np.arange(len(tokens)) >= before) & counts
-    logprobs = np.concatenate([np.zeros(before), completion.logprobs])
+    tokens = np.concatenate([prompt.tokens, rollout.tokens]).astype(np.int32)
+    mask = np.concatenate([np.zeros(before, np.bool_), rollout.drawn]) & (counts and not rollout.failure)
+    logprobs = np.concatenate([np.zeros(before), rollout.logprobs])
     return Sample(
         tokens,
         mask,

@@ -44,12 +44,14 @@ class OnlineConfig:
 
     num_prompts_per_step: int = 32
     num_generations_per_prompt: int = 16
+    max_rollout_turns: int = 1  # of an episode
     max_num_steps: int = 1000
     max_num_epochs: int = 1_000_000  # over data.train; the run ends at whichever comes first
     val_period: int = 0  # in steps; 0: never
     val_at_start: bool = False
     val_at_end: bool = False
-    max_val_samples: int = 256
+    val_num_generations_per_prompt: int = 1  # n: pass@k is told for k = 1, 2, 4 ... up to n
+    max_val_samples: int = 256  # of each data set
     seed: int = 42
 
 
@@ -77,12 +79,29 @@ class AdvantageConfig:
 
 
 @dataclass
+class AsyncConfig:
+    """Generation runs ahead of training. The age of a rollout: the step that trains on it, less the version of the weights that
+    began it."""
+
+    enabled: bool = False
+    max_trajectory_age_steps: int = 1  # 0: as without
+    in_flight_weight_updates: bool = False  # a refit does not wait for rollouts under way: they go on with the new weights
+    recompute_kv_cache_after_weight_updates: bool = False  # of those: keys and values anew, else as the old weights made them
+    # wait: a step trains on the oldest prompts. keep: on those that are complete; half of the age is for those that are not.
+    # cut: on the oldest, of which the last straggler_share of the answers are cut where they are
+    stragglers: str = "wait"
+    straggler_share: float = 0.05
+    max_generation_failures: int = 10  # episodes that their environment failed, one after another, before the run ends
+
+
+@dataclass
 class GRPOConfig(RewardedConfig):
     normalize_rewards: bool = True  # divide advantages by the group's standard deviation; false: Dr. GRPO
     use_leave_one_out_baseline: bool = True
     adv_estimator: AdvantageConfig = field(default_factory=AdvantageConfig)
     advantage_clip_low: Optional[float] = None
     advantage_clip_high: Optional[float] = None
+    async_grpo: AsyncConfig = field(default_factory=AsyncConfig)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from pipeline.environments.base import Outcome
+from pipeline.environments.base import Environment, Outcome
 from pipeline.types import Prompt
 
 READ = 300  # characters at the text's end; an "Answer:" before them does not count
@@ -53,16 +53,13 @@ UNWRAPPED = (
 )
 
 
-class DAPOMath:
+class DAPOMath(Environment):
     """Reward 1 if the text's answer is `prompt.task["answer"]`, else 0."""
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
         answers = ANSWER.findall(text[-READ:])
         right = float(bool(answers) and normal(answers[-1]) == normal(prompt.task["answer"]))
         return Outcome(right, {"accuracy": right})
-
-    def close(self) -> None:
-        pass
 
 
 def normal(answer: str) -> str:

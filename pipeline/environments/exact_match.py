@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from pipeline.environments.base import Outcome
+from pipeline.environments.base import Environment, Outcome
 from pipeline.types import Prompt
 
 
-class ExactMatch:
+class ExactMatch(Environment):
     """Compares the stripped text, or what `pattern` finds in it, with `prompt.task["answer"]`.
 
     `pattern` is a regular expression; its last match counts, or that match's group if it has one (`;(\\d+)$`: the digits after
@@ -27,9 +27,6 @@ class ExactMatch:
         answer = text if self._pattern is None else self._extract(text)
         right = float(answer is not None and answer.strip() == prompt.task["answer"].strip())
         return Outcome(right, {"accuracy": right})
-
-    def close(self) -> None:
-        pass
 
     def _extract(self, text: str) -> str | None:
         matches = self._pattern.findall(text)

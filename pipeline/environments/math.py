@@ -17,14 +17,14 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.environments.base import Outcome
+from pipeline.environments.base import Environment, Outcome
 from pipeline.types import Prompt
 
 START_TIMEOUT_S = 300.0  # importing sympy, on a cold network file system
 PACKAGE_ROOT = Path(__file__).parents[2]
 
 
-class Math:
+class Math(Environment):
     """Reward 1 if math-verify finds the text's answer equal to `prompt.task["answer"]`, else 0.
 
     `timeout_s` is for one answer. Metrics: `accuracy`; `timeout`, 1 if it took longer; `crash`, 1 if the worker died of it. The

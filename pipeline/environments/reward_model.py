@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pipeline.environments.base import Outcome
+from pipeline.environments.base import Environment, Outcome
 from pipeline.types import Prompt
 
 
-class RewardModel:
+class RewardModel(Environment):
     """Reward 0 for every answer. `pipeline/scoring.py` puts the model's score in its place."""
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
         return Outcome(0.0)
-
-    def close(self) -> None:
-        pass

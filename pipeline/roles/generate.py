@@ -10,7 +10,8 @@ from pipeline.environments import registry as environments
 from pipeline.refit.base import Refit, Report
 from pipeline.refit.tables import RankPlan, Table, table
 from pipeline.remote import verb
-from pipeline.rollout import RolloutWork, rollout
+from pipeline.rollout.driver import rollout
+from pipeline.rollout.work import RolloutWork
 from pipeline.types import RolloutGroup
 from pipeline.world import World
 

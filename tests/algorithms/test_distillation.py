@@ -10,7 +10,7 @@ import torch
 from pipeline.algorithms.base import Needs
 from pipeline.algorithms.distillation import LOG_INFINITESIMAL, Distillation
 from pipeline.config import DistillationConfig, LossConfig
-from pipeline.types import Completion, Outputs, Prompt, Rollout, RolloutGroup, Span, TopK
+from pipeline.types import Completion, Outputs, Prompt, Rollout, RolloutGroup, Span, TopK, Turn
 from tests.algorithms.packed import Packed, gradient_error, in_pieces, random_packed
 
 LENGTHS, VOCABULARY = (6, 3, 8, 2), 11
@@ -162,7 +162,7 @@ def test_samples_have_no_advantage():
     prompt = Prompt(0, np.array([5, 6], np.int32), "math", {})
     completion = Completion("0/0", np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), (Span(0, 2),), "stop")
     distillation = Distillation(DistillationConfig(), LossConfig())
-    groups = [RolloutGroup(prompt, (Rollout(completion, 1.0),))]
+    groups = [RolloutGroup(prompt, (Rollout((Turn(completion),), 1.0),))]
     assert distillation.select(groups) == groups
     (sample,) = distillation.credit(groups)
     assert sample.tokens.tolist() == [5, 6, 7, 2]

@@ -27,9 +27,10 @@ from pipeline.config import (
 from pipeline.data.batches import share
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.packing import pack
-from pipeline.environments.base import Outcome
+from pipeline.environments.base import Environment, Outcome
 from pipeline.generate.base import GenerateBackend
-from pipeline.rollout import RolloutWork, rollout
+from pipeline.rollout.driver import rollout
+from pipeline.rollout.work import RolloutWork
 from pipeline.train.base import Use
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.types import Completion, DataPlace, Prompt, Request, RolloutGroup, Sampling
@@ -37,12 +38,9 @@ from tests.benchmarks.cases import CASES, LEARNING_RATE, Case, score
 from tests.benchmarks.contender import Clock, Turns
 
 
-class EvenWords:
+class EvenWords(Environment):
     def step(self, prompt: Prompt, text: str) -> Outcome:
         return Outcome(score(text))
-
-    def close(self) -> None:
-        pass
 
 
 class Dealt:
@@ -82,7 +80,7 @@ class OurStep:
         """Completion lengths. The times are in `clock`."""
         groups = self.rollout()
         self.learn(groups)
-        return [len(rollout.completion.tokens) for group in groups for rollout in group.rollouts]
+        return [rollout.drawn_tokens for group in groups for rollout in group.rollouts]
 
     def rollout(self) -> list[RolloutGroup]:
         prompts = self.case.prompts_of(self._steps)

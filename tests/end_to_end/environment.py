@@ -1,15 +1,12 @@
 """An environment in which even an untrained model earns something."""
 
-from pipeline.environments.base import Outcome
+from pipeline.environments.base import Environment, Outcome
 from pipeline.types import Prompt
 
 
-class Digits:
+class Digits(Environment):
     """Reward: the share of the answer's characters that are digits."""
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
         share = sum(character.isdigit() for character in text) / max(1, len(text))
         return Outcome(share, {"accuracy": float(share > 0.5)})
-
-    def close(self) -> None:
-        pass

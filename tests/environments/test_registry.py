@@ -2,14 +2,14 @@ import numpy as np
 import pytest
 
 from pipeline.config import EnvironmentConfig
-from pipeline.environments.base import Outcome
+from pipeline.environments.base import Environment, Outcome
 from pipeline.environments.exact_match import ExactMatch
 from pipeline.environments.math import Math
 from pipeline.environments.registry import build
 from pipeline.types import Prompt
 
 
-class LengthReward:
+class LengthReward(Environment):
     """A user's environment."""
 
     def __init__(self, scale: float) -> None:
@@ -17,9 +17,6 @@ class LengthReward:
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
         return Outcome(self.scale * len(text))
-
-    def close(self) -> None:
-        pass
 
 
 def test_the_kinds_and_a_users_class():

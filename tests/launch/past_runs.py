@@ -12,7 +12,7 @@ from launch.run_folder import append_manifest
 from pipeline import config
 from pipeline.config import LoggerConfig
 from pipeline.metrics import Metrics, rollout_metrics
-from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
 
 
 class Texts:
@@ -55,7 +55,7 @@ def attempt(run: Path, name: str, started: float, verdict: str | None = None, fa
 def group(index: int, prompt: int, completions: list[list[int]], rewards: list[float]) -> RolloutGroup:
     """One prompt of one token, and completions by their tokens; those of three tokens are cut."""
     rollouts = tuple(
-        Rollout(_completion(f"{index}/{i}", tokens), reward, {"accuracy": float(reward > 0)})
+        Rollout((Turn(_completion(f"{index}/{i}", tokens)),), reward, {"accuracy": float(reward > 0)})
         for i, (tokens, reward) in enumerate(zip(completions, rewards, strict=True))
     )
     return RolloutGroup(Prompt(index, np.array([prompt], np.int32), "addition", {"answer": "7"}), rollouts)

@@ -16,7 +16,7 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.remote import Mailbox, Remote, serve, stop
 from pipeline.roles.reward import RewardRole
 from pipeline.scoring import Scoring
-from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
 from pipeline.watchdog import Watchdog
 from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
 from tests.roles.judges import END
@@ -34,7 +34,7 @@ def conversations() -> list[tuple[list[int], list[int]]]:
 def group(index: int, asked: list[int], answered: list[int]) -> RolloutGroup:
     array = np.asarray(answered, np.int32)
     completion = Completion("0", array, np.zeros(len(array), np.float32), (Span(0, len(array)),), "stop")
-    return RolloutGroup(Prompt(index, np.asarray(asked, np.int32), "judge", {}), (Rollout(completion, 0.0),))
+    return RolloutGroup(Prompt(index, np.asarray(asked, np.int32), "judge", {}), (Rollout((Turn(completion),), 0.0),))
 
 
 def score(recipe: config.Recipe, run_dir: Path, reward: Remote) -> None:

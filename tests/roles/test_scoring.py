@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from pipeline import config
 from pipeline.roles.reward import Scorer, ScoreWork
 from pipeline.scoring import Scoring
-from pipeline.types import Completion, DataPlace, Prompt, Rollout, RolloutGroup, Span
+from pipeline.types import Completion, DataPlace, Prompt, Rollout, RolloutGroup, Span, Turn
 from tests.roles.judges import CHATML, END, LETTERS, LIMIT, eager_scores, recipe, write_judge, write_tokenizer
 from tests.train.conftest import realm  # noqa: F401
 
@@ -50,7 +50,8 @@ def prompt(index: int, text: str, tokens: list[int], environment: str = "judge")
 
 def rollout(tokens: list[int], finish: str = "stop") -> Rollout:
     array = np.asarray(tokens, np.int32)
-    return Rollout(Completion("0", array, np.zeros(len(array), np.float32), (Span(0, len(array)),), finish), 0.25, {"old": 1.0})
+    completion = Completion("0", array, np.zeros(len(array), np.float32), (Span(0, len(array)),), finish)
+    return Rollout((Turn(completion),), 0.25, {"old": 1.0})
 
 
 def groups(tokenizer, count: int, samples: int, chat: bool = False) -> list[RolloutGroup]:
@@ -67,7 +68,7 @@ def groups(tokenizer, count: int, samples: int, chat: bool = False) -> list[Roll
 
 
 def sequences(of: list[RolloutGroup]) -> list[list[int]]:
-    return [[*group.prompt.tokens.tolist(), *r.completion.tokens.tolist()] for group in of for r in group.rollouts]
+    return [[*group.prompt.tokens.tolist(), *r.tokens.tolist()] for group in of for r in group.rollouts]
 
 
 def given(work: ScoreWork) -> list[list[int]]:
@@ -104,7 +105,7 @@ def test_each_rollout_gets_the_score_of_its_own_text(folder, ranks, prompts, sam
     assert [group.prompt for group in after] == [group.prompt for group in before]
     for group, reward in zip(after, before, strict=True):
         for new, old in zip(group.rollouts, reward.rollouts, strict=True):
-            assert new.completion is old.completion
+            assert new.turns is old.turns
             assert new.metrics == {"old": 1.0, "reward_model_score": new.reward, "reward_model_truncated": 0.0}
     works = served.given[::2]
     assert len({len(work.microbatches) for work in served.given}) == 1  # the ranks of a realm run as many
@@ -138,7 +139,7 @@ def test_another_vocabulary_reads_the_text_anew(folder):
     score([RolloutGroup(asked, (ended, cut))])
     expected = [theirs("ab+cd!").input_ids, theirs("ab+cd").input_ids]
     assert sorted(given(served.given[0])) == sorted(expected)
-    assert expected[1] != [*asked.tokens, *cut.completion.tokens]
+    assert expected[1] != [*asked.tokens, *cut.tokens]
 
 
 def test_another_chat_template_renders_the_conversation_anew(folder):
@@ -149,8 +150,7 @@ def test_another_chat_template_renders_the_conversation_anew(folder):
     before = groups(tokenizer, 3, 1, chat=True)
     after = score(before)
     texts = [
-        f"<user>{group.prompt.task['text']}!\n<assistant>{tokenizer.decode(group.rollouts[0].completion.tokens[:-1])}!"
-        for group in before
+        f"<user>{group.prompt.task['text']}!\n<assistant>{tokenizer.decode(group.rollouts[0].tokens[:-1])}!" for group in before
     ]
     texts = [theirs(text).input_ids for text in texts]
     long = [len(tokens) > LIMIT for tokens in texts]

@@ -14,7 +14,7 @@ from pipeline.algorithms.base import Objective
 from pipeline.config import Recipe, generates
 from pipeline.config.algorithms import PAIRED
 from pipeline.config.reading import complete
-from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Sample, Span
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Sample, Span, Turn
 from tests.models.cases import SHAPE
 
 LONGEST = 24  # tokens of a sequence
@@ -129,7 +129,7 @@ def _rollout(generator: np.random.Generator, name: str) -> Rollout:
     """Its log-probs are near those of a model that has learnt nothing."""
     tokens = _tokens(generator, 1)
     logprobs = generator.normal(-np.log(SHAPE["vocab_size"]), 0.5, len(tokens)).astype(np.float32)
-    return Rollout(Completion(name, tokens, logprobs, (Span(0, len(tokens)),), "stop"), generator.normal())
+    return Rollout((Turn(Completion(name, tokens, logprobs, (Span(0, len(tokens)),), "stop")),), generator.normal())
 
 
 def _pair(generator: np.random.Generator, number: int) -> list[Sample]:

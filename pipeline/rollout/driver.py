@@ -10,25 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.environments.base import Environment
 from pipeline.generate.base import GenerateBackend
-from pipeline.types import Completion, Prompt, Request, Rollout, RolloutGroup, Sampling
+from pipeline.rollout.work import RolloutWork
+from pipeline.types import Completion, Prompt, Request, Rollout, RolloutGroup, Turn
 from pipeline.world import World
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutWork:
-    """One engine's share of a step's prompts."""
-
-    prompts: list[Prompt]
-    samples: int  # completions per prompt
-    purpose: str  # "train/<step>" or "val"; part of every seed
-    seed: int  # the run's
-    sampling: Sampling
 
 
 def sampling_seed(seed: int, purpose: str, prompt: int, sample: int) -> int:
@@ -78,5 +67,5 @@ def rollout(
 
 def _judge(environment: Environment, prompt: Prompt, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Rollout:
     text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-    outcome = environment.step(prompt, text)
-    return Rollout(completion, outcome.reward, outcome.metrics)
+    outcome = environment.step(environment.reset(prompt), text)
+    return Rollout((Turn(completion),), outcome.reward, outcome.metrics)

@@ -1,0 +1,1 @@
+"""Episodes on generate ranks: prompts in, groups of rewarded rollouts out."""

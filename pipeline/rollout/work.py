@@ -1,0 +1,40 @@
+"""What rank 0 asks of an engine, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling, Span
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutWork:
+    """Groups of episodes for one engine. A group is named by its place in `prompts`."""
+
+    number: int  # rank 0's, unique in a run
+    prompts: list[Prompt]
+    samples: int  # episodes per prompt
+    purpose: str  # "train" or "val"; part of every seed
+    seed: int  # the run's
+    sampling: Sampling
+    max_turns: int = 1
+    urgent: bool = False  # goes before what has not begun
+    finished: dict[int, dict[int, Rollout]] = field(default_factory=dict)  # place -> sample -> what need not be done again
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A group all of whose episodes have ended."""
+
+    place: int
+    group: RolloutGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Where a group stands, some of whose episodes have not ended."""
+
+    number: int  # of the work
+    place: int
+    finished: dict[int, Rollout]  # by sample
+    open: dict[int, list[Span]]  # by sample: what has been drawn of the others; empty if it has not begun
