@@ -5,6 +5,7 @@ launch/verdict.sh decides; when they leave on purpose, that is the end, because 
 launch/hetstep.sbatch the steps and their end are as in a job that `launch/submit.py` submits: the job may be requeued, and it
 is the job that the run folder remembers. The allocation's time limit counts, not cluster.time_min.
 A heterogeneous allocation gives the k-th component its k-th part; in a plain one each gets nodes of its own, in the same order.
+A guest's step is where its host's is, and overlaps it.
 Whether there is room is checked in `launch/preflight/allocation.py`.
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 from submitit.local import local
 
 from launch import slurm
-from launch.job import JobStatus
+from launch.job import Guest, JobStatus
 from launch.local import HetLocalJob, start_time
 from pipeline.config import ClusterConfig, ComponentConfig, ranks
 
@@ -66,11 +67,13 @@ def script(run_dir: Path, cluster: ClusterConfig, components: dict[str, Componen
 def _places(components: dict[str, ComponentConfig], name: str) -> list[str]:
     """Where each component's step runs, and its name, as options of srun. name: for bash, inside double quotes."""
     het = "SLURM_HET_SIZE" in os.environ
-    places, first_node = [], 0
-    for k, component in enumerate(components.values()):
-        place = f"--het-group={k}" if het else f"--relative={first_node}"
-        places.append(f'{place} --immediate={BUSY_S} --job-name="{name}"')
-        first_node += component.nodes
+    places, part, first_node, next_node = [], -1, 0, 0
+    for component in components.values():
+        if not isinstance(component, Guest):
+            part, first_node, next_node = part + 1, next_node, next_node + component.nodes
+        place = f"--het-group={part}" if het else f"--relative={first_node}"
+        options = [place, slurm.overlap(components), f"--immediate={BUSY_S}", f'--job-name="{name}"']
+        places.append(" ".join(filter(None, options)))
     return places
 
 

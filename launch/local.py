@@ -5,7 +5,8 @@ fails ends all others, and so does a signal to the controller, its end by whatev
 batch script's tail is: when all ranks have ended it asks launch/verdict.sh what comes next, and starts them again as another
 attempt, with the whole time limit before it. A signal to the controller is the end.
 
-A component's "nodes" are only a number here: all ranks share this machine, and each "node" has its own range of GPUs.
+A component's "nodes" are only a number here: all ranks share this machine, and each "node" has its own range of GPUs. A guest's
+has that of its host's.
 Containers are ignored.
 """
 
@@ -28,7 +29,7 @@ from typing import Any
 
 from submitit.local import local
 
-from launch.job import ROOT, JobStatus, write_json
+from launch.job import ROOT, Guest, JobStatus, write_json
 from pipeline.config import ClusterConfig, ComponentConfig, RecipeError, RequeueConfig, ranks, ranks_per_node
 from pipeline.files import write_durably
 
@@ -49,8 +50,10 @@ LIBC = ctypes.CDLL(None)
 def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, str]]:
     """What each rank's environment has besides the submitting one's, in rank order. Raises RecipeError if GPUs are too few."""
     world_size = sum(ranks(component) for component in components.values())
-    environments, first_gpu = [], 0
+    environments, first_gpu, next_gpu = [], 0, 0
     for name, component in components.items():
+        if not isinstance(component, Guest):
+            first_gpu, next_gpu = next_gpu, next_gpu + component.nodes * component.gpus_per_node
         per_node = ranks_per_node(component)
         for index in range(ranks(component)):
             environment = {
@@ -67,7 +70,6 @@ def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, 
             else:
                 environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
             environments.append({**environment, **component.env_vars})
-        first_gpu += component.nodes * component.gpus_per_node
     return environments
 
 

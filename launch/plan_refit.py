@@ -40,6 +40,7 @@ from pipeline.config import (
     PRECISIONS,
     Recipe,
     RecipeError,
+    colocated,
     engine_ranks,
     generates,
     ranks,
@@ -206,8 +207,8 @@ def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> Predictio
 
 def node_names(recipe: Recipe) -> dict[int, str]:
     """Of every rank, train ranks first."""
-    names = []
-    for realm, component in (("train", recipe.cluster.train), ("generate", recipe.cluster.generate)):
+    names, cluster = [], recipe.cluster
+    for realm, component in (("train", cluster.train), ("train" if colocated(recipe) else "generate", cluster.generate)):
         names += [f"{realm} node {rank // ranks_per_node(component)}" for rank in range(ranks(component))]
     return dict(enumerate(names))
 

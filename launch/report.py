@@ -1,4 +1,4 @@
-"""What came of runs, as one HTML page: curves, phase times, refits, lengths, samples, recipes.
+"""What came of runs, as one HTML page: curves, phase times, a timeline, refits, lengths, samples, recipes.
 
     python launch/report.py run=RUN_DIR [run=RUN_DIR ...] [out=FILE]     (`run=` may be left out)
 
@@ -25,6 +25,7 @@ from launch.pages.document import Section, document
 from launch.pages.html import Html, tag
 from launch.pages.overview import moment, overview
 from launch.pages.recipes import recipes
+from launch.pages.timeline import timelines
 from launch.past_run import NoRun, PastRun
 from launch.run_state import RunState, states
 from launch.units import size
@@ -103,12 +104,16 @@ def _sections(told: Sequence[Told], of: Sequence[RunState]) -> Iterator[Section]
     refit += curves.take("time/refit_")
     lengths = curves.take(r"(train|val)/(completion_tokens|truncated)")
     speed = curves.take("(throughput|time)/")
+    idle, ages = curves.idle(), [*curves.ages(), *curves.take("async/")]
     main = curves.take("(train|val)/")
     spread = [*rollouts.lengths(sampled, curves.marks), *rollouts.rewards(sampled, names, curves.marks)]
     yield Section("Curves", _grid(main), "Lines: training; circles: validation; flags on the step axis: restarts.")
     for group in curves.groups():
         yield Section(group.capitalize(), _grid(curves.take(rf"{group}/" if group != "other" else "")))
     yield Section("Time", _grid([*phases, *speed]), "rest: what is left of time/step without its parts.")
+    drawn = timelines([each.run for each in told], names)
+    yield Section("Timeline", [*drawn, *_grid(idle)], "Of the last step that ended; launch/timeline.py draws any.")
+    yield Section("Staleness", _grid(ages), "Age: steps between its weights and the step.")
     yield Section("Refit", _grid(refit), "efficiency: the busiest rank's rate, of what cluster.network allows it.")
     yield Section("Lengths and rewards", _grid([*lengths, *spread]), "Bands: of the rollouts of a step.")
     if sampled.files:

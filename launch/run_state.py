@@ -149,6 +149,7 @@ def _ask_slurm(run: PastRun, job_id: str) -> _Answer:
 
 def _of_rows(rows: list[dict[str, str]], names: list[str], ends_by: float | None) -> _Answer:
     rows = sorted(rows, key=lambda row: int(row["Offset"]))
+    names = names if len(rows) > 1 else [", ".join(names)]  # of a plain job, which holds them all
     parts = [
         Part(names[i] if i < len(names) else f"component {i}", row["State"], row["NodeList"], _reason(row["Reason"]))
         for i, row in enumerate(rows)

@@ -60,6 +60,7 @@ def whole(run: PastRun, state: RunState) -> dict[str, Any]:
         "ends_by": state.ends_by,
         "saves_by": _saves_by(run, state),
         "phases": _phase_means(metrics),
+        "idle": _idle_means(metrics),
         "tokens_per_s": metrics.last("throughput/tokens_per_s"),
         "checkpoint": _checkpoint(run),
         "attempts": [_attempt(attempt) for attempt in run.attempts],
@@ -96,6 +97,12 @@ def _phase_means(metrics: Metrics) -> dict[str, float]:
     """Seconds of each phase in a step, the mean of the last ones."""
     recent = {phase: seconds[-RECENT:] for phase, (_, seconds) in phases(metrics).items()}
     return {phase: sum(seconds) / len(seconds) for phase, seconds in recent.items()}
+
+
+def _idle_means(metrics: Metrics) -> dict[str, float]:
+    """Each realm's idle share, the mean of the last steps."""
+    recent = {key.partition("/")[2]: _recent(metrics, key) for key in metrics.columns if key.startswith("idle/")}
+    return {realm: sum(shares) / len(shares) for realm, shares in recent.items()}
 
 
 def _saves_by(run: PastRun, state: RunState) -> float | None:

@@ -1,4 +1,4 @@
-"""The Slurm executor: one heterogeneous job, one background srun per component.
+"""The Slurm executor: one job, heterogeneous if its components have nodes of their own, and one background srun per component.
 
 One srun per component, because a container image is an option of a whole srun. The price is that Slurm numbers ranks per step,
 so the batch script tells each step its first global rank. What it does before the steps and when they have ended is in
@@ -18,7 +18,7 @@ from pathlib import Path
 from submitit.slurm import slurm
 
 from launch import containers
-from launch.job import ROOT, JobStatus
+from launch.job import ROOT, Guest, JobStatus, hosts
 from pipeline.config import ClusterConfig, ComponentConfig, ranks, ranks_per_node
 
 # A state that is not here is on its way: Slurm adds new ones (SIGNALING ...), and taking one for an end would lose a live job.
@@ -70,7 +70,7 @@ def batch_script(
 ) -> str:
     """The text for sbatch. Ids of jobs that come first: those `after` which it comes must succeed, those `behind` only end."""
     header = []
-    for k, component in enumerate(components.values()):
+    for k, component in enumerate(hosts(components).values()):
         header += ["#SBATCH hetjob"] if k else []
         header += _directives(component, cluster.time_min, name)
         if k == 0:  # these concern the one batch script
@@ -98,7 +98,7 @@ def attempt_text(
     job_id, attempt: for bash, inside double quotes. places: options of each component's srun that say on which nodes.
     """
     steps, first = [], 0
-    places = places or ([f"--het-group={k}" for k in range(len(components))] if len(components) > 1 else [""])
+    places = places or _places(components)
     for (name, component), place in zip(components.items(), places, strict=True):
         steps += _step(name, component, first, place, run_dir)
         first += ranks(component)
@@ -115,6 +115,18 @@ def attempt_text(
     functions = (ROOT / "launch/batch.sh").read_text()
     verdict = (ROOT / "launch/verdict.sh").read_text().removeprefix("#!/bin/bash\n")
     return f"{body}\n\n{functions}\nverdict() (\n{verdict})"
+
+
+def _places(components: dict[str, ComponentConfig]) -> list[str]:
+    """Where each component's step runs in a job of our own, as options of srun."""
+    if len(hosts(components)) > 1:
+        return [f"--het-group={k}" for k in range(len(components))]
+    return [overlap(components)] * len(components)
+
+
+def overlap(components: dict[str, ComponentConfig]) -> str:
+    """What makes srun start a step on nodes where another one has CPUs and GPUs already."""
+    return "--overlap" if any(isinstance(component, Guest) for component in components.values()) else ""
 
 
 def _directives(component: ComponentConfig, time_min: int, name: str) -> list[str]:

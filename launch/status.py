@@ -215,6 +215,8 @@ def whole(told: dict[str, Any]) -> Iterator[str]:
         parts = [f"{phase} {seconds(each)} ({each / total:.0%})" for phase, each in told["phases"].items()]
         rate = f"{told['tokens_per_s']:,.0f} tokens/s" if told["tokens_per_s"] else ""
         yield _said("phases", ", ".join(parts), rate)
+    if told["idle"]:
+        yield _said("idle", ", ".join(f"{realm} {share:.0%}" for realm, share in told["idle"].items()))
     yield _said("checkpoint", *_checkpoint(told["checkpoint"]))
     if len(told["attempts"]) > 1 or any(each["bad_nodes"] for each in told["attempts"]):
         yield from _starts(told["attempts"])

@@ -5,12 +5,13 @@
       step_000010/                      complete: renamed only after everything in it was on disk
         complete.json                   step, the loop's state, and the size of every file
         train-rank00000.safetensors ... what the train backend wrote
+        buffer.msgpack                  rollouts that no step has trained on yet, if any (pipeline/experience/record.py)
         hf/                             a Hugging Face checkpoint, if checkpointing.save_consolidated;
                                         the run folder's own `hf` leads to the latest when the run has ended
       .step_000005.<attempt>.removed/   superfluous, but could not be removed: the next start does
 
 The partial folder bears the attempt's name, so a lost attempt that still writes cannot touch what its rerun writes. Generate
-ranks have nothing to save: their weights come by refit, and each request carries its own seed.
+ranks write nothing: their weights come by refit, each request carries its own seed, and rank 0 keeps the rollouts.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from typing import Any
 
 from pipeline import files
 from pipeline.config import CheckpointingConfig, TimeoutsConfig
-from pipeline.files import Patience, retrying, sync, write_durably
+from pipeline.files import Patience, append, retrying, sync, write_durably
 
 COMPLETE = "complete.json"
+ROLLOUTS = "buffer.msgpack"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Checkpoint:
     step: int
     metric: float | None  # the value of checkpointing.metric_name when it was saved
     state: dict[str, Any]  # the loop's own
+
+    def rollouts(self) -> bytes:
+        """What `keep_rollouts` kept; empty if nothing."""
+        path = self.folder / ROLLOUTS
+        return path.read_bytes() if path.exists() else b""
 
 
 class Checkpoints:
@@ -89,6 +96,11 @@ class Checkpoints:
         self._retrying(make, partial)
         self._partial = partial
         return partial
+
+    def keep_rollouts(self, partial: Path, record: bytes) -> None:
+        """Beside what the train ranks write; nothing if it is empty."""
+        if record:
+            self._retrying(lambda: append(partial / ROLLOUTS, 0, record), partial)
 
     @contextlib.contextmanager
     def discarding(self) -> Iterator[None]:

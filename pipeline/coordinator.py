@@ -16,16 +16,17 @@ from pipeline.algorithms.base import Objective, OnlineAlgorithm
 from pipeline.algorithms.standardize import standard
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints
-from pipeline.config import GenerationConfig, Recipe
+from pipeline.config import Recipe
 from pipeline.data.batches import share
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import ExampleStream, PairStream, PromptStream, Stream
 from pipeline.deadline import Deadline
 from pipeline.experience import Experience
-from pipeline.metrics import Metrics, mean_metrics, rollout_metrics
-from pipeline.refit.coordination import Refits
+from pipeline.metrics import Metrics, mean_metrics, validation_metrics
 from pipeline.remote import Remote
-from pipeline.types import DataPlace, Prompt, RolloutGroup, Sample, Sampling
+from pipeline.sharing import Sharing
+from pipeline.timeline import Timeline
+from pipeline.types import DataPlace, Prompt, RolloutGroup, Sample
 
 Reply = TypeVar("Reply")
 
@@ -43,9 +44,13 @@ class Run:
     checkpoints: Checkpoints
     train: Remote
     places: list[DataPlace]  # of the train ranks
+    sharing: Sharing
     tokenizer: PreTrainedTokenizerBase
     attempt: Attempt
     deadline: Deadline
+    timeline: Timeline
+    record: Callable[[], bytes] = bytes  # what a checkpoint keeps of rollouts
+    kept: bytes = b""  # what the one that was restored has of them
     left: str | None = None  # why the run was left before its end, with everything saved
     _unsaved: Callable[[], None] | None = None  # saves the last step, if it is not yet
     _unsettled: Callable[[], None] | None = None  # commits a save that may still be under way
@@ -57,7 +62,9 @@ class Run:
         latest = self.checkpoints.latest()
         if latest is None:
             return 0, Metrics(self.folder, self.recipe.logger, None, self.checkpoints.patience)
-        self.train.restore(str(latest.folder)).result()
+        with self.sharing.training():
+            self.train.restore(str(latest.folder)).result()
+        self.kept = latest.rollouts()
         stream.load_state_dict(latest.state["stream"])
         print(f"resumed from {latest.folder}", flush=True)
         return latest.step, Metrics(self.folder, self.recipe.logger, latest.step, self.checkpoints.patience)
@@ -128,7 +135,8 @@ class Run:
         config, start = self.recipe.checkpointing, time.perf_counter()
         self.attempt.check()
         partial = self.checkpoints.begin(step)
-        with self.checkpoints.discarding():
+        with self.checkpoints.discarding(), self.sharing.training():
+            self.checkpoints.keep_rollouts(partial, self.record())
             self.train.save(str(partial)).result()
             if config.save_consolidated:
                 self.train.export(str(partial / "hf")).result()
@@ -155,55 +163,58 @@ class Run:
 
 
 def run_online(
-    run: Run,
-    algorithm: OnlineAlgorithm,
-    experience: Experience,
-    refits: Refits,
-    prompts: PromptStream,
-    validation: list[Prompt],
+    run: Run, algorithm: OnlineAlgorithm, experience: Experience, prompts: PromptStream, validation: list[Prompt]
 ) -> int:
     """Sample, judge, learn, refit; the step it ended at."""
-    recipe, section = run.recipe, experience.section
-    sampling = _sampling(recipe.policy.generation)
+    section, sharing = config.section(run.recipe), run.sharing
+    run.record = experience.record
     step, metrics = run.restore(prompts)
 
     def refit() -> dict[str, float]:
         with metrics.clock("refit"):
-            return refits(version=step)
+            experience.before_refit()
+            return sharing.refit(version=step)
 
     def validate() -> dict[str, float]:
-        with metrics.clock("validation"):
-            groups = experience.rollout(validation, 1, "val", _sampling(recipe.policy.generation, validation=True))
+        with metrics.clock("validation"), sharing.generating():
+            groups = experience.validate(validation)
         run.attempt.check()
         metrics.log_rollouts(step, groups, run.tokenizer, kind="val")
-        return rollout_metrics("val", groups)
+        return validation_metrics(groups)
 
     refit()
+    resumed = experience.resume(run.kept, step)
     metrics.take_clocks()  # that refit belongs to no step
+    run.timeline.step_ended(step)
     if section.val_at_start and step == 0 and validation:
         metrics.log(0, validate() | metrics.take_clocks())
-    batch = prompts.take(experience.prompts_per_batch)
-    while step < section.max_num_steps and len(batch) >= section.num_prompts_per_step and not run.must_leave():
+    batch = prompts.take(experience.room(step))
+    while step < section.max_num_steps and experience.enough(batch) and not run.must_leave():
         with metrics.clock("step"):
-            with metrics.clock("rollout"):
-                groups, values = experience.collect(batch, prompts, algorithm.select, step, sampling)
+            with metrics.clock("rollout"), sharing.generating():
+                experience.send(batch, step)
+                groups, values = experience.collect(prompts, algorithm.select, step)
             if len(groups) < section.num_prompts_per_step:
                 break  # the data ended before the step was full
             samples = algorithm.credit(groups)
-            with metrics.clock("train"):
+            with metrics.clock("train"), sharing.training():
                 values |= run.learn(algorithm, samples, algorithm.trains(step))
             step += 1
             cost = refit()
-        position, batch = prompts.state_dict(), prompts.take(experience.prompts_per_batch)
-        last = step == section.max_num_steps or len(batch) < section.num_prompts_per_step
+        position, batch = prompts.state_dict(), prompts.take(experience.room(step))
+        last = step == section.max_num_steps or not experience.enough(batch)
         if validation and (_due(section.val_period, step) or (section.val_at_end and last)):
             values |= validate()
         tokens = sum(rollout.drawn_tokens for group in groups for rollout in group.rollouts)
         clocks = metrics.take_clocks()
         values |= cost | clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]}
+        values |= run.timeline.step_ended(step) | resumed
+        resumed = {}
         run.end_step(metrics, step, last, position, values, groups)
     run.settle(wait=True)
     metrics.close()
+    if experience.pending and not run.left:
+        print(f"the run ends; {experience.pending} groups that no step will train on are dropped", flush=True)
     return step
 
 
@@ -222,6 +233,7 @@ def run_offline(
             shares = run.of_data_ranks(train.evaluate(parts=parts).result())
         return {f"val/{name}": sum(share[name] for share in shares) for name in shares[0]}
 
+    run.timeline.step_ended(step)
     if section.val_at_start and step == 0 and validation:
         metrics.log(0, validate() | metrics.take_clocks())
     size = recipe.policy.train_global_batch_size
@@ -237,7 +249,7 @@ def run_offline(
         if validation and (_due(section.val_period, step) or (section.val_at_end and last)):
             values |= validate()
         clocks = metrics.take_clocks()
-        values |= clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]}
+        values |= clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]} | run.timeline.step_ended(step)
         run.end_step(metrics, step, last, position, values)
     run.settle(wait=True)
     metrics.close()
@@ -250,13 +262,3 @@ def _flat(items: list[Sample] | list[Pair]) -> list[Sample]:
 
 def _due(period: int, step: int) -> bool:
     return period > 0 and step % period == 0
-
-
-def _sampling(generation: GenerationConfig, validation: bool = False) -> Sampling:
-    return Sampling(
-        temperature=generation.val_temperature if validation else generation.temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k or 0,
-        max_new_tokens=generation.max_new_tokens,
-        stop_token_ids=tuple(generation.stop_token_ids or ()),
-    )

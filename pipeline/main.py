@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline import algorithms, config, node_checks, remote
+from pipeline import algorithms, config, experience, node_checks, remote
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
 from pipeline.config import PolicyConfig, Recipe
@@ -16,7 +16,6 @@ from pipeline.coordinator import Run, run_offline, run_online
 from pipeline.data import build_streams
 from pipeline.data.chat import load_tokenizer
 from pipeline.deadline import Deadline
-from pipeline.experience import Experience
 from pipeline.files import Patience, retrying, wait_for, write_durably
 from pipeline.refit.base import Refit
 from pipeline.refit.broadcast import BroadcastRefit
@@ -25,6 +24,7 @@ from pipeline.refit.planned import PlannedRefit
 from pipeline.remote import Mailbox, Remote
 from pipeline.roles import GenerateRole, RewardRole, TrainRole
 from pipeline.scoring import Scoring
+from pipeline.sharing import Sharing
 from pipeline.watchdog import Failure, Watchdog
 from pipeline.world import Activity, Place, Realms, World, join, leave, open_store, wait_for_all
 
@@ -40,6 +40,8 @@ def main(run_dir: Path) -> None:
     except Exception as error:
         Failure.of(error, place, realms, Activity()).record(place.folder)
         raise
+    if recipe.logger.timeline_enabled:
+        world.timeline.write(place.folder)
     mailbox = Mailbox(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
     try:
@@ -47,16 +49,18 @@ def main(run_dir: Path) -> None:
         wait_for_all(world, timeouts.join)
         join(world)
         node_checks.check(world, recipe.cluster)
-        role = _role(recipe, world)
-        if mailbox:
-            _coordinate(recipe, run_dir, world, mailbox, role)
-            remote.stop(world)
-        else:
-            remote.serve(world, role)
+        with world.phase("", verb="coordinate" if mailbox else "serve"):
+            role = _role(recipe, world)
+            if mailbox:
+                _coordinate(recipe, run_dir, world, mailbox, role)
+                remote.stop(world)
+            else:
+                remote.serve(world, role)
     except Exception as error:
         watchdog.fail(error)
         raise
     watchdog.stop()
+    world.timeline.close()
     leave(world, timeouts.silence)
 
 
@@ -85,24 +89,32 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
     train = Remote(mailbox, world, realms.train, TrainRole, timeouts, role)
     generate = Remote(mailbox, world, realms.generate, GenerateRole, timeouts)
     reward = Remote(mailbox, world, realms.reward, RewardRole, timeouts)
+    shared = config.generates(recipe) and recipe.policy.generation.colocated.enabled
     others_up = [generate.setup(), reward.setup()]
+    if shared:  # vLLM measures free memory as it starts, so nothing else may come or go
+        others_up[0].result()
+        generate.sleep(False).result()
     with world.phase("load data", verb="setup"):
         tokenizer = load_tokenizer(recipe.policy.tokenizer)
         stream, validation = build_streams(recipe, tokenizer)
     places = train.setup().result()
     _, judges = [other.result() for other in others_up]
-    patience = Patience(storage_s, attempt.check, functools.partial(kept, run_dir))
-    checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, patience)
-    deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
-    run = Run(recipe, run_dir, checkpoints, train, places, tokenizer, attempt, deadline)
+    refits = None
     if config.generates(recipe):
         nodes = {rank: world.node(rank) for rank in range(world.size)}
         refits = Refits(recipe, realms, train, generate, role.shapes, nodes)
+    sharing = Sharing(shared, train, generate, refits)
+    patience = Patience(storage_s, attempt.check, functools.partial(kept, run_dir))
+    checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, patience)
+    deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
+    run = Run(recipe, run_dir, checkpoints, train, places, sharing, tokenizer, attempt, deadline, world.timeline)
+    if config.generates(recipe):
         judge = None
         if config.reward_model(recipe):
             judge = Scoring(recipe, *((reward, judges) if realms.reward else (train, places)), tokenizer)
-        experience = Experience(recipe.algorithm, config.section(recipe), generate, realms, judge)
-        step = run_online(run, algorithm, experience, refits, stream, validation)
+        engines = [Remote(mailbox, world, engine, GenerateRole, timeouts) for engine in realms.engines]
+        rollouts = experience.build(recipe.algorithm, config.section(recipe), recipe.policy.generation, engines, judge)
+        step = run_online(run, algorithm, rollouts, stream, validation)
     else:
         step = run_offline(run, algorithm, stream, validation)
     if run.left:

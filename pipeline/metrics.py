@@ -9,6 +9,7 @@ written, at the latest at the next start.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,16 +18,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.config import LoggerConfig
 from pipeline.files import NONE, SLOW_S, Patience, append, retrying, tell_slow, write_durably
+from pipeline.types import NOTHING_SAID
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from pipeline.board import Board
-    from pipeline.types import RolloutGroup
+    from pipeline.types import Rollout, RolloutGroup
 
 Result = TypeVar("Result")
 
-NOT_REPRODUCIBLE = ("time", "throughput/")  # keys that begin so differ from run to run; all others must not
+NOT_REPRODUCIBLE = ("time", "throughput/", "idle/")  # keys that begin so differ from run to run; all others must not
 
 
 class Metrics:
@@ -155,22 +157,59 @@ def mean_metrics(prefix: str, results: list[dict[str, float]]) -> dict[str, floa
 
 
 def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
-    """Means over rollouts: reward, length in tokens, the share cut for length, and each of the environment's metrics."""
+    """How many episodes their environment failed, and of those that were judged means: reward, length in tokens that the policy
+    drew, turns, the share cut for length, and each of the environment's metrics. NaN where none was judged."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    lengths = [rollout.drawn_tokens for rollout in rollouts]
+    judged = [rollout for rollout in rollouts if not rollout.failure]
+    lengths, turns = [rollout.drawn_tokens for rollout in judged], [len(rollout.turns) for rollout in judged]
     values = {
-        "reward": _mean([rollout.reward for rollout in rollouts]),
+        "reward": _mean([rollout.reward for rollout in judged]),
         "completion_tokens": _mean(lengths),
-        "completion_tokens_max": float(max(lengths)),
-        "truncated": _mean([float(rollout.finish == "length") for rollout in rollouts]),
+        "completion_tokens_max": float(max(lengths, default=math.nan)),
+        "truncated": _mean([float(rollout.finish == "length") for rollout in judged]),
+        "turns": _mean(turns),
+        "turns_max": float(max(turns, default=math.nan)),
+        "env_failures": float(sum(rollout.failure not in ("", NOTHING_SAID) for rollout in rollouts)),
     }
-    for name in sorted({name for rollout in rollouts for name in rollout.metrics}):
-        values[name] = _mean([rollout.metrics[name] for rollout in rollouts if name in rollout.metrics])
+    for name in sorted({name for rollout in judged for name in rollout.metrics}):
+        values[name] = _mean([rollout.metrics[name] for rollout in judged if name in rollout.metrics])
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
+def validation_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
+    """`val/...`: those of `rollout_metrics` and pass@k, for k = 1, 2, 4 ... up to the answers per prompt; and where prompts are
+    of several data sets, the same of each as `val/<data set>/...`."""
+    names = dict.fromkeys(group.prompt.dataset for group in groups)
+    parts = {"val": groups}
+    if len(names) > 1:
+        parts |= {f"val/{name}": [group for group in groups if group.prompt.dataset == name] for name in names}
+    return {key: value for prefix, part in parts.items() for key, value in _with_pass_at_k(prefix, part).items()}
+
+
+def _with_pass_at_k(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
+    most = max(len(group.rollouts) for group in groups)
+    counted = [[is_right(rollout) for rollout in group.rollouts if not rollout.failure] for group in groups]
+    values = rollout_metrics(prefix, groups)
+    for k in [*(2**i for i in range(most.bit_length()) if 2**i < most), most]:
+        values[f"{prefix}/pass@{k}"] = _mean([pass_at_k(len(right), sum(right), k) for right in counted if len(right) >= k])
+    return values
+
+
+def is_right(rollout: Rollout) -> bool:
+    """Whether an answer counts as right: by its environment's metric `accuracy`, which is then 1; else by a reward above 0."""
+    return rollout.metrics["accuracy"] >= 1 if "accuracy" in rollout.metrics else rollout.reward > 0
+
+
+def pass_at_k(answers: int, right: int, k: int) -> float:
+    """The probability that of k answers at least one is right, unbiased, of n >= k answers of which c are right:
+
+    1 - C(n - c, k) / C(n, k)       https://arxiv.org/abs/2107.03374 eq. 1
+    """
+    return 1 - math.comb(answers - right, k) / math.comb(answers, k)
+
+
 def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    return sum(values) / len(values) if values else math.nan
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -188,17 +227,30 @@ def _board(folder: Path, last: int) -> Board:
 
 
 def _record(group: RolloutGroup, sample: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    rollout = group.rollouts[sample]
+    """Of episodes that were told something, `completion` has what was said and told, and `turns` tells which is which."""
+    rollout, prompt = group.rollouts[sample], group.prompt
+    turns = [
+        {
+            "said": tokenizer.decode(turn.completion.tokens),
+            "told": tokenizer.decode(turn.observation),
+            "said_tokens": len(turn.completion.tokens),
+            "told_tokens": len(turn.observation),
+        }
+        for turn in rollout.turns
+    ]
     return {
-        "prompt_index": group.prompt.index,
+        "prompt_index": prompt.index,
+        **({"dataset": prompt.dataset} if prompt.dataset else {}),
         "sample": sample,
-        "prompt": tokenizer.decode(group.prompt.tokens),
-        "prompt_tokens": group.prompt.tokens.tolist(),
+        "prompt": tokenizer.decode(prompt.tokens),
+        "prompt_tokens": prompt.tokens.tolist(),
         "completion": tokenizer.decode(rollout.tokens),
         "completion_tokens": rollout.tokens.tolist(),
-        "task": group.prompt.task,
+        **({"turns": turns} if any(turn["told_tokens"] for turn in turns) or len(turns) > 1 else {}),
+        "task": prompt.task,
         "reward": rollout.reward,
         **rollout.metrics,
+        **({"failure": rollout.failure} if rollout.failure else {}),
         "finish": rollout.finish,
         "spans": [[span.version, span.tokens] for span in rollout.spans],
     }

@@ -37,6 +37,7 @@ class Prompt:
     tokens: np.ndarray  # [P] int32
     environment: str  # key under `env` in the recipe
     task: dict[str, Any]  # the environment's own, e.g. {"answer": "42"}
+    dataset: str = ""  # its name in the recipe; "" where there is but one
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,10 @@ class Rollout:
     def finish(self) -> str:
         """The last turn's; "" if there is none."""
         return self.turns[-1].completion.finish if self.turns else ""
+
+
+NOTHING_SAID = "it was cut before it said anything"
+"""The failure of such a rollout, which is not its environment's."""
 
 
 def _joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:

@@ -22,17 +22,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pipeline.config import Recipe, engine_ranks, generates, ranks, serves_rewards
+from pipeline.config import Recipe, colocated, engine_ranks, generates, ranks, serves_rewards
 from pipeline.files import listed
 from pipeline.store.client import RunStore
 from pipeline.store.proof import attempt_key
 from pipeline.store.server import Address, start
+from pipeline.timeline import Timeline
 
 NEVER = timedelta(days=365)  # waits that the watchdog bounds
+REALMS = ("train", "generate", "reward")
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Realms:
     generate: tuple[int, ...]
     engines: tuple[tuple[int, ...], ...]  # the generate ranks, one tuple per engine
     reward: tuple[int, ...] = ()  # empty unless the reward model has ranks of its own
+    colocated: bool = False  # the train and the generate ranks of a node share its GPUs
 
     @classmethod
     def of(cls, recipe: Recipe) -> Realms:
@@ -83,7 +87,7 @@ class Realms:
         engines = tuple(generate[i : i + size] for i in range(0, len(generate), size))
         first = len(train) + len(generate)
         reward = tuple(range(first, first + ranks(recipe.cluster.reward))) if serves_rewards(recipe) else ()
-        return cls(train, generate, engines, reward)
+        return cls(train, generate, engines, reward, colocated(recipe))
 
     def name(self, rank: int) -> str:
         if rank in self.train:
@@ -114,7 +118,10 @@ class World:
         self.store = store
         self.activity = Activity()
         self.activity_changed = threading.Event()  # so that the watchdog tells it at once
+        self.timeline = Timeline(_about(place, realms), {name: getattr(realms, name) for name in REALMS})
         self.device = _device(place)
+        # Where tensors are that travel over `spanning` and `refit`: NCCL refuses two ranks on a GPU, and gloo wants host memory.
+        self.carrier = torch.device("cpu") if realms.colocated else self.device
         self.spanning: dist.ProcessGroup | None = None  # all ranks; what travels over it from one to another
         self.own: dist.ProcessGroup | None = None  # the train realm, the reward realm, or this generate rank's engine
         self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks, for a broadcast; None if nobody generates
@@ -130,6 +137,7 @@ class World:
     def _set(self, activity: Activity) -> None:
         self.activity = activity
         self.activity_changed.set()
+        self.timeline.enter(activity.verb, activity.phase)
 
     def node(self, rank: int) -> str:
         """The node of any rank. Only after `wait_for_all`."""
@@ -137,6 +145,13 @@ class World:
 
     def describe(self, rank: int) -> str:
         return f"rank {rank} ({self.realms.name(rank)})"
+
+
+def _about(place: Place, realms: Realms) -> dict[str, Any]:
+    """Who writes a timeline."""
+    realm = realms.name(place.rank)
+    engine = realms.engines.index(realms.engine(place.rank)) if realm == "generate" else None
+    return {"rank": place.rank, "realm": realm, "engine": engine, "node": place.node}
 
 
 def _device(place: Place) -> torch.device:
@@ -193,14 +208,15 @@ def join(world: World) -> None:
         torch.cuda.set_device(device)
     os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"  # read by gloo: one request for all ranks' addresses, not two for each
     store = dist.PrefixStore("world", world.store)
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
+    across = backend if world.carrier == device else "gloo"
+    dist.init_process_group(across, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
     world.spanning = dist.group.WORLD
     own = (realms.train, *realms.engines, *([realms.reward] if realms.reward else []))
     for members in own:  # every rank makes every group, in the same order
         group = dist.new_group(members, backend=backend, timeout=NEVER)
         world.own = group if world.rank in members else world.own
     if realms.generate:
-        world.refit = dist.new_group((0, *realms.generate), backend=backend, timeout=NEVER)
+        world.refit = dist.new_group((0, *realms.generate), backend=across, timeout=NEVER)
     dist.group.WORLD = world.own
 
 

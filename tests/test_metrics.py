@@ -1,14 +1,16 @@
 """metrics.jsonl, TensorBoard and rollouts, and how a rerun continues them."""
 
+import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.config import LoggerConfig
-from pipeline.metrics import Metrics, mean_metrics, read, rollout_metrics
-from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
+from pipeline.metrics import Metrics, is_right, mean_metrics, pass_at_k, read, rollout_metrics, validation_metrics
+from pipeline.types import NOTHING_SAID, Completion, Prompt, Rollout, RolloutGroup, Span, Turn
 
 
 class Words:
@@ -100,3 +102,105 @@ def test_num_rollouts_to_log(tmp_path):
     metrics.close()
     (record,) = read(tmp_path / "rollouts" / "step_000001.jsonl")
     assert (record["prompt"], record["completion"], record["reward"], record["spans"]) == ("1 2", "0", 1.0, [[5, 1]])
+
+
+# ---- episodes, and what is validated on ------------------------------------------------------------------------------------
+
+
+def told(said, observation):
+    completion = Completion("0/0", np.array(said, np.int32), np.zeros(len(said), np.float32), (Span(5, len(said)),), "stop")
+    return Turn(completion, np.array(observation, np.int32))
+
+
+def test_episodes_by_hand():
+    """Of two that were judged; what the other two have in them is not told."""
+    episode = Rollout((told([1, 2, 3], [9] * 50), told([4], [])), 1.0, {"accuracy": 1.0})
+    single = Rollout((told([1, 2], []),), 0.0, {"accuracy": 0.0})
+    failed = Rollout((told([1] * 9, [9]), told([1], [9]), told([1], [])), 7.0, {"accuracy": 7.0}, failure="it hung")
+    values = rollout_metrics(
+        "train", [RolloutGroup(group(0.0).prompt, (episode, single, failed, replace(failed, failure=NOTHING_SAID)))]
+    )
+    assert values == {
+        "train/reward": 0.5,
+        "train/accuracy": 0.5,
+        "train/completion_tokens": 3.0,
+        "train/completion_tokens_max": 4.0,
+        "train/truncated": 0.0,
+        "train/turns": 1.5,
+        "train/turns_max": 2.0,
+        "train/env_failures": 1.0,
+    }
+    nothing = rollout_metrics("train", [RolloutGroup(group(0.0).prompt, (failed,))])
+    assert nothing["train/env_failures"] == 1.0 and math.isnan(nothing["train/reward"])
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
+    """Of all ways to choose k of n answers; and by hand, of 10 answers of which 3 are right."""
+    for n in range(1, 8):
+        for right, k in itertools.product(range(n + 1), range(1, n + 1)):
+            chosen = list(itertools.combinations([True] * right + [False] * (n - right), k))
+            assert pass_at_k(n, right, k) == pytest.approx(sum(map(any, chosen)) / len(chosen), abs=1e-15)
+    assert pass_at_k(10, 3, 4) == pytest.approx(1 - (7 * 6 * 5 * 4) / (10 * 9 * 8 * 7))
+
+
+def test_validation_of_one_data_set():
+    values = validation_metrics([group(1.0, 0.0, 0.0, 0.0, 1.0, 0.0), group(*[0.0] * 6)])
+    shares = {k: value for k, value in values.items() if "pass@" in k}
+    assert shares == pytest.approx({"val/pass@1": 1 / 6, "val/pass@2": 0.3, "val/pass@4": (14 / 15) / 2, "val/pass@6": 0.5})
+    assert values["val/reward"] == pytest.approx(1 / 6) and not [key for key in values if key.count("/") > 1]
+
+
+def test_validation_of_several_data_sets():
+    easy, hard = (
+        [replace(one, prompt=replace(one.prompt, dataset=name)) for one in groups]
+        for name, groups in (
+            ("easy", [group(1.0, 1.0), group(1.0, 0.0)]),
+            ("hard", [group(0.0, 0.0)]),
+        )
+    )
+    values = validation_metrics([*easy, *hard])
+    assert [values[f"val/{name}pass@1"] for name in ("", "easy/", "hard/")] == pytest.approx([0.5, 0.75, 0.0])
+    assert [values[f"val/{name}pass@2"] for name in ("", "easy/", "hard/")] == pytest.approx([2 / 3, 1.0, 0.0])
+    assert (values["val/easy/accuracy"], values["val/hard/accuracy"]) == (0.75, 0.0)
+
+
+def test_answers_that_nobody_judged_are_not_drawn_from():
+    """Of four answers one failed: pass@k is of the other three, and nothing can be said of four."""
+    rollouts = list(group(1.0, 0.0, 0.0, 1.0).rollouts)
+    rollouts[3] = replace(rollouts[3], failure="it hung")
+    values = validation_metrics([replace(group(0.0), rollouts=tuple(rollouts))])
+    assert values["val/pass@1"] == pytest.approx(1 / 3) and values["val/pass@2"] == pytest.approx(2 / 3)
+    assert math.isnan(values["val/pass@4"]) and values["val/env_failures"] == 1
+
+
+@pytest.mark.parametrize(
+    ("reward", "metrics", "right"),
+    [
+        (0.5, {}, True),
+        (0.0, {}, False),
+        (0.5, {"accuracy": 0.0}, False),
+        (0.0, {"accuracy": 1.0}, True),
+        (1.0, {"accuracy": 0.5}, False),
+    ],
+)
+def test_what_counts_as_right(reward, metrics, right):
+    assert is_right(Rollout((told([1], []),), reward, metrics)) is right
+
+
+def test_the_record_of_an_episode(tmp_path):
+    metrics = Metrics(tmp_path, LoggerConfig(), after_step=None)
+    episode = Rollout((told([1, 2], [9, 9]), told([4], [])), 0.0, failure="it hung")
+    metrics.log_rollouts(1, [RolloutGroup(replace(group(0.0).prompt, dataset="puzzles"), (episode,)), group(1.0)], Words())
+    metrics.log(1, validation_metrics([group(1.0, 0.0)]))
+    metrics.close()
+    record, single = read(tmp_path / "rollouts" / "step_000001.jsonl")
+    assert record["turns"] == [
+        {"said": "1 2", "told": "9 9", "said_tokens": 2, "told_tokens": 2},
+        {"said": "4", "told": "", "said_tokens": 1, "told_tokens": 0},
+    ]
+    assert (record["dataset"], record["failure"], record["completion"]) == ("puzzles", "it hung", "1 2 9 9 4")
+    assert record["spans"] == [[5, 2], [5, 1]]
+    assert not {"turns", "dataset", "failure"} & single.keys()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("val/pass@2")] == [1.0]

@@ -11,6 +11,7 @@ from pipeline.config import CheckpointingConfig, LoggerConfig
 from pipeline.coordinator import NothingSaved, Run
 from pipeline.deadline import Deadline
 from pipeline.metrics import Metrics, read
+from pipeline.sharing import Sharing
 
 POSITION = {"epoch": 0, "index": 8}
 
@@ -44,7 +45,8 @@ class Steps:
         self.checkpoints = Checkpoints(run_dir, self.attempt.name, config)
         deadline = Deadline(0.0, {}, [], lambda: self.signals)
         recipe = SimpleNamespace(checkpointing=config)
-        self.run = Run(recipe, run_dir, self.checkpoints, self.ranks, [], None, self.attempt, deadline)
+        sharing = Sharing(False, self.ranks, None, None)
+        self.run = Run(recipe, run_dir, self.checkpoints, self.ranks, [], sharing, None, self.attempt, deadline, None)
         self.metrics = Metrics(run_dir, LoggerConfig(tensorboard_enabled=False), None)
         self.lines = run_dir / "metrics.jsonl"
 
@@ -139,3 +141,14 @@ def test_a_superseded_attempt_writes_neither_metrics_nor_a_checkpoint(tmp_path):
     with pytest.raises(Superseded):
         other.run.save(1, POSITION, {})
     assert other.ranks.folders == []
+
+
+def test_a_checkpoint_keeps_the_rollouts_that_no_step_has_trained_on(tmp_path):
+    steps = Steps(tmp_path, save_period=1)
+    steps.run.record = lambda: b"" if steps.run.checkpoints.latest() else b"groups"
+    steps.end(1)
+    assert steps.checkpoints.latest().rollouts() == b"groups"
+    steps.end(2)
+    latest = steps.checkpoints.latest()
+    assert latest.step == 2 and latest.rollouts() == b""
+    assert not (latest.folder / "buffer.msgpack").exists()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launch.pages.chart import POINTS, Chart, Mark, Series
 from launch.past_run import BESIDE, PARTS, Metrics, PastRun, phases
@@ -27,6 +27,8 @@ NOTES = {
 }
 REFIT_PARTS = ("pack", "wire", "apply", "pause")
 UNITS = {"bytes": "B", "gb_per_s": "GB/s", "tokens_per_s": "tokens/s"}
+TOKENS_OF_AGE = r"async/tokens_age_\d+"
+Layers = dict[str, tuple[Sequence[float], Sequence[float]]]
 MOST_POINTS = 6000
 """Of all runs in one chart."""
 
@@ -116,11 +118,40 @@ class Curves:
         self.left = [key for key in self.left if key not in {f"time/refit_{part}" for part in REFIT_PARTS}]
         return [chart for chart in stacks if chart.series]
 
-    def _stack(self, run: int, title: str, layers: dict[str, tuple[Sequence[float], Sequence[float]]]) -> Chart:
+    # ---- who waits, and how old what is learned from is ---------------------------------------------------------------------
+
+    def idle(self) -> list[Chart]:
+        """One chart per realm."""
+        keys = [key for key in self.left if key.startswith("idle/")]
+        self.left = [key for key in self.left if key not in keys]
+        note = "of the seconds of its ranks those in which they waited; a rank inside a collective does not count as waiting"
+        return [replace(chart, title=f"idle share, {chart.title}", note=note) for chart in self._charts(keys)]
+
+    def ages(self) -> list[Chart]:
+        """The ages in steps of tokens that were trained on: mean and extremes; and a chart per run with the share of each."""
+        stacks = []
+        for run, each in enumerate(self.told):
+            columns = each.metrics.columns
+            of_age = {int(key.rpartition("_")[2]): columns[key] for key in columns if re.fullmatch(TOKENS_OF_AGE, key)}
+            if of_age:
+                stacks.append(self._stack(run, "share of tokens by age", _shares(dict(sorted(of_age.items()))), unit=""))
+        self.left = [key for key in self.left if not re.fullmatch(TOKENS_OF_AGE, key)]
+        ages = [replace(chart, note="of a token that was trained on") for chart in self.take("async/age_")]
+        return [*ages, *stacks]
+
+    def _stack(self, run: int, title: str, layers: Layers, unit: str = "s") -> Chart:
         of = f" of {self.told[run].label}" if len(self.told) > 1 else ""
         series = [Series(name, x, y, run) for name, (x, y) in layers.items()]
         marks = [mark for mark in self.marks if mark.run == run]
-        return Chart(title + of, series, unit="s", stacked=True, marks=marks, points=self.points)
+        return Chart(title + of, series, unit=unit, stacked=True, marks=marks, points=self.points)
+
+
+def _shares(counts: dict[int, tuple[Sequence[float], Sequence[float]]]) -> Layers:
+    """Of each age and step the share of the step's tokens; 0 where a step has none of that age."""
+    by_step = {age: dict(zip(*column, strict=True)) for age, column in counts.items()}
+    steps = sorted({step for of in by_step.values() for step in of})
+    whole = {step: sum(of.get(step, 0.0) for of in by_step.values()) or 1.0 for step in steps}
+    return {f"age {age}": (steps, [of.get(step, 0.0) / whole[step] for step in steps]) for age, of in by_step.items()}
 
 
 def _prefix(key: str) -> str:

@@ -30,6 +30,8 @@ PAGE_CHARACTERS = 4_000_000
 """Of samples, on the whole page."""
 TEXT_CHARACTERS = 6_000
 """Of a prompt or completion."""
+TURNS = 20
+"""Of a conversation."""
 DISTINCT = 6
 """Rewards with no more values than this are shown by the share of each."""
 OWN = frozenset(("prompt_index", "sample", "reward"))
@@ -122,20 +124,36 @@ def _samples(prompts: dict[str, int], run: int, kind: str, path: Path, records: 
     """One file for samples.js. room: characters for all its texts."""
     samples = []
     for record in evenly(records, SAMPLES):
-        prompt, completion = _short(record["prompt"]), _short(record["completion"])
-        room -= len(completion) + (len(prompt) if prompt not in prompts else 0) + 100
+        prompt, answer = _short(record["prompt"]), _answer(record)
+        room -= _characters(answer) + (len(prompt) if prompt not in prompts else 0) + 100
         if room < 0 and samples:
             break
         number = prompts.setdefault(prompt, len(prompts))
-        samples.append(
-            {"prompt": number, "completion": completion, "reward": _digits(record["reward"]), "facts": _facts(record)}
-        )
+        samples.append({"prompt": number, **answer, "reward": _digits(record["reward"]), "facts": _facts(record)})
     return {"run": run, "kind": KINDS[kind], "step": _step(path), "of": len(records), "samples": samples}
+
+
+def _answer(record: dict[str, Any]) -> dict[str, Any]:
+    """The completion; of several turns instead what was said and told in each, of many without those in the middle."""
+    turns = record.get("turns")
+    if not turns:
+        return {"completion": _short(record["completion"])}
+    shown = turns if len(turns) <= TURNS else [*turns[: TURNS // 2], None, *turns[-(TURNS // 2) :]]
+    most = max(200, TEXT_CHARACTERS // len(shown))
+    left_out = (f"… {len(turns) - len(shown) + 1} turns are left out here …", "")
+    return {"turns": [(_short(each["said"], most), _short(each["told"], most)) if each else left_out for each in shown]}
+
+
+def _characters(answer: dict[str, Any]) -> int:
+    return len(answer["completion"]) if "completion" in answer else sum(len(text) for turn in answer["turns"] for text in turn)
 
 
 def _facts(record: dict[str, Any]) -> list[tuple[str, Any]]:
     """What is told of a sample besides its texts and its reward."""
     facts: list[tuple[str, Any]] = [("finish", record["finish"]), ("tokens", _length(record))]
+    if turns := record.get("turns"):
+        facts.append(("turns", len(turns)))
+    facts += [(key, _short(str(record[key]), 200)) for key in ("dataset", "failure") if record.get(key)]
     facts += [(key, _digits(value)) for key, value in record.items() if key not in OWN and isinstance(value, int | float)]
     if isinstance(answer := (record.get("task") or {}).get("answer"), str | int | float):
         facts.append(("answer", _short(str(answer), 200)))

@@ -49,7 +49,7 @@
       const asked = search.value.toLowerCase();
       const chosen = Number(step.value) < 0 ? chosenFiles() : chosenFiles().slice(Number(step.value), Number(step.value) + 1);
       const found = chosen.flatMap((file) => file.samples.map((sample) => ({ step: file.step, ...sample, prompt: prompts[sample.prompt] })));
-      const kept = found.filter((sample) => (sample.prompt + "\n" + sample.completion).toLowerCase().includes(asked));
+      const kept = found.filter((sample) => [sample.prompt, ...said(sample)].join("\n").toLowerCase().includes(asked));
       const sign = ORDERS[order.value][1];
       return { of: chosen.reduce((sum, file) => sum + file.of, 0), kept: sign ? kept.sort((a, b) => sign * (a.reward - b.reward)) : kept };
     }
@@ -65,10 +65,26 @@
       list.replaceChildren(...shown.map(article));
     }
 
+    // All texts that follow the prompt.
+    function said(sample) {
+      return sample.turns ? sample.turns.flat() : [sample.completion];
+    }
+
+    // What the policy said and what it was then told, one after another; a single answer as it is.
+    function answer(sample) {
+      if (!sample.turns) return html("pre", {}, sample.completion);
+      const turn = (kind, name, text) => html("div", { class: `turn ${kind}` }, html("span", {}, name), html("pre", {}, text));
+      return html("div", {}, ...sample.turns.flatMap(([own, told], i) => {
+        const shown = [turn("own", `turn ${i + 1}, the policy`, own)];
+        if (told) shown.push(turn("told", "the environment", told));
+        return shown;
+      }));
+    }
+
     function article(sample) {
       const fact = (name, value) => html("span", {}, `${name} `, html("b", {}, String(value)));
       const facts = [fact("reward", sample.reward), fact("step", sample.step), ...sample.facts.map(([name, value]) => fact(name, value))];
-      const texts = html("div", { class: "texts" }, html("pre", { class: "prompt" }, sample.prompt), html("pre", {}, sample.completion));
+      const texts = html("div", { class: "texts" }, html("pre", { class: "prompt" }, sample.prompt), answer(sample));
       return html("article", {}, html("div", { class: "facts" }, ...facts), texts);
     }
 

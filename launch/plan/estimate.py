@@ -12,7 +12,7 @@ from typing import Any
 from launch import backend, plan_refit
 from launch.model_files import described
 from launch.model_shape import ModelShape
-from launch.plan import calibration, generate_time, lengths, memory, split, train_time
+from launch.plan import calibration, generate_time, lengths, memory, sharing, split, train_time
 from launch.plan.calibration import Measured
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
@@ -73,7 +73,20 @@ class Plan:
 
     @property
     def gpus(self) -> int:
-        return sum(c.nodes * c.gpus_per_node for c in components(self.recipe).values())
+        guests = {"generate"} if config.colocated(self.recipe) else set()
+        return sum(c.nodes * c.gpus_per_node for name, c in components(self.recipe).items() if name not in guests)
+
+    @cached_property
+    def turns(self) -> tuple[sharing.Turn, ...]:
+        """Of a GPU that a train and a generate rank share; none if none does."""
+        if not config.colocated(self.recipe) or not self.recipe.cluster.train.gpus_per_node:
+            return ()
+        return sharing.turns(self.recipe, self.train, self.generate)
+
+    @property
+    def host(self) -> float:
+        """Bytes of host memory: of a train rank, with the generate rank that shares its GPU."""
+        return sharing.host(self.recipe, self.train, self.generate) if self.turns else self.train.host
 
     @property
     def gpu_hours(self) -> float:
@@ -101,7 +114,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return not any(self.problems()) and not (self._train_over or self._generate_over or self._cache_short)
+        over = self._train_over or self._generate_over or self._turns_over
+        return not any(self.problems()) and not over and not self._cache_short
+
+    @property
+    def _turns_over(self) -> list[sharing.Turn]:
+        """Turns in which both ranks of a GPU need more than it has."""
+        return [turn for turn in self.turns if _over(self.recipe.cluster.train, turn.total)]
 
     @property
     def _train_over(self) -> float:
@@ -153,13 +172,22 @@ class Plan:
         elif self._generate_over:
             needed = f"{self.generate.total / GIGA:.0f} GB"
             yield f"a generate rank may need {needed}, and its GPU has {hardware.memory_gb(generate):g}"
+        for turn in self._turns_over:
+            yield (
+                f"a GPU may need {turn.total / GIGA:.0f} GB in the {turn.name} ({turn.train / GIGA:.0f} of the train rank,"
+                f" {turn.generate / GIGA:.0f} of the generate rank), and has {hardware.memory_gb(train):g}"
+            )
 
     def advice(self) -> list[str]:
         """What would help where it does not fit, by key, the most helpful first."""
         found = []
+        besides = {turn.name: turn for turn in self.turns}
         for held, component in ((self.train, self.recipe.cluster.train), (self.generate, self.recipe.cluster.generate)):
             if held is not None and component.gpus_per_node:
-                found += memory.advice(self.recipe, held, hardware.memory_gb(component) * GIGA)
+                room = hardware.memory_gb(component) * GIGA
+                if besides:  # what the rank that is not on keeps
+                    room -= besides["training"].generate if held is self.train else besides["rollout"].train
+                found += memory.advice(self.recipe, held, room)
         return found
 
 
@@ -254,15 +282,19 @@ def step_phases(
     score = train_time.reward_phase(recipe, shapes, lengths, hardware.gpu(judge.gpu), answers)
     found += [score] if score else []
     found += train
+    if config.colocated(recipe):
+        moving = sharing.phases(recipe, memory.train(recipe, dict(shapes)), generate)
+        return [*found, *moving, sharing.refit(recipe, generate.parts["weights"])]
     return found + ([Phase("refit", "weights to the engines", 0.0, {"transfer": refit})] if refit is not None else [])
 
 
 def validation_seconds(
     recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, generate: GenerateMemory | None
 ) -> float:
-    """Of one validation, of at most max_val_samples."""
-    count = section(recipe).max_val_samples
-    if not config.validates(recipe):
+    """Of one validation, of max_val_samples of each data set, be they as many, and of as many answers to each."""
+    answers = section(recipe).val_num_generations_per_prompt if generate else 1
+    count = config.validates(recipe) * section(recipe).max_val_samples * answers
+    if not count:
         return 0.0
     if generate is None:
         gpu = hardware.gpu(recipe.cluster.train.gpu)

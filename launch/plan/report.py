@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping
 
-from launch.plan import split
+from launch.plan import sharing, split
 from launch.plan.cut import engines
 from launch.plan.estimate import Plan, components, priced
 from launch.units import plural as _plural
@@ -35,7 +35,8 @@ def _headline(plan: Plan) -> Iterator[str]:
     recipe = plan.recipe
     yield f"{recipe.name}: the plan of {recipe.algorithm}. All figures are estimates"
     for name, component in components(recipe).items():
-        yield _line(name, f"{_ranks(component)}; {_cuts(plan, name)}")
+        same = ", the same GPUs in turn" if name == "generate" and config.colocated(recipe) else ""
+        yield _line(name, f"{_ranks(component)}{same}; {_cuts(plan, name)}")
     yield _line("backend", str(plan.choice))
 
 
@@ -96,7 +97,13 @@ def _memory(plan: Plan) -> Iterator[str]:
     sizes = [getattr(recipe.cluster, component) for component in held]
     if all(component.gpus_per_node for component in sizes):
         yield f"  {'of a GPU with':28s}" + "".join(f"{hardware.memory_gb(component):>11g} GB" for component in sizes)
-    yield _line("train", f"fullest in {plan.train.phase}; {_size(plan.train.host)} of host memory a rank")
+    yield _line("train", f"fullest in {plan.train.phase}; {_size(plan.host)} of host memory a rank")
+    if plan.turns:
+        told = ", ".join(
+            f"{turn.name} {_size(turn.total)} (train {_size(turn.train)}, generate {_size(turn.generate)})"
+            for turn in plan.turns
+        )
+        yield _line("taking turns", f"a GPU holds in {told}")
     if plan.generate:
         tokens, limit = max(0.0, plan.generate.tokens), recipe.policy.generation.vllm_cfg.max_model_len
         whole, mean = max(0.0, plan.generate.sequences), tokens / plan.lengths.sequence
@@ -118,6 +125,10 @@ def _refit(plan: Plan) -> Iterator[str]:
         return
     sent, received = _size(float(refit.sent.max())), _size(float(refit.received.max()))
     moved = f"{sent} leave the busiest train rank, {received} reach a generate rank"
+    if plan.turns:
+        took = f", {_seconds(plan.seconds['refit'])} with taking turns" if "refit" in plan.seconds else ""
+        yield _line("refit", f"{moved}, through host memory{took}")
+        return
     floor, limit = refit.floor
     transport = plan.recipe.policy.generation.refit_transport
     taken = f"; {transport}: {_seconds(plan.seconds['refit'])}" if "refit" in plan.seconds else ""
@@ -197,6 +208,8 @@ def _assumptions(plan: Plan) -> Iterator[str]:
             yield _line("", _hardware(plan, name))
         network = recipe.cluster.network
         yield _line("", f"network: {network.nic_gb_per_s:g} GB/s a NIC, {network.latency_us:g} us a message; full bisection")
+        if plan.turns:
+            yield _line("", sharing.assumed(recipe))
         yield _line("", _unpriced(recipe))
     for text in (*plan.train.assumptions, *(plan.generate.assumptions if plan.generate else ())):
         yield _line("", text)

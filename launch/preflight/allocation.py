@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.job import components
+from launch.job import components, hosts
 from launch.preflight.slurm_cluster import Unanswered, ask
 from launch.preflight.slurm_request import Request, requests
 from launch.units import plural
@@ -90,7 +90,7 @@ def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[str]:
         )
         return
     notes.append(f"runs in Slurm job {job_id}, within its time limit; cluster.executor=slurm would submit a job of its own")
-    for name, component in components(recipe).items():
+    for name, component in hosts(components(recipe)).items():
         if said := [key for key in REQUESTS if getattr(component, key)]:
             notes.append(f"cluster.{name}.{', '.join(said)}: the allocation's own count")
 
@@ -131,7 +131,7 @@ def _has(allocation: Allocation) -> str:
 
 def command(recipe: Recipe) -> str:
     """The salloc that gets what a recipe asks for."""
-    return f"salloc --time={recipe.cluster.time_min} " + " : ".join(map(_options, components(recipe).values()))
+    return f"salloc --time={recipe.cluster.time_min} " + " : ".join(map(_options, hosts(components(recipe)).values()))
 
 
 def _options(component: ComponentConfig) -> str:

@@ -19,7 +19,7 @@ from launch.job import ROOT, components
 from launch.model_files import hf_home, inside, is_here, model_folder
 from launch.preflight.weights import trouble
 from pipeline import config
-from pipeline.config import GENERATED_DATASETS, ComponentConfig, Recipe, RecipeError, is_dotted_path, uses_megatron
+from pipeline.config import GENERATED_DATASETS, ComponentConfig, Recipe, RecipeError, is_dotted_path, keyed_sets, uses_megatron
 
 SQUASHFS = b"hsqs"  # what such a file begins with; bytes 40 to 48 say how long it is
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # of a variable
@@ -241,16 +241,14 @@ def _named(what: str, text: str) -> Need:
 
 
 def _of_data(recipe: Recipe) -> Iterator[Need]:
-    for part, dataset in (("train", recipe.data.train), ("validation", recipe.data.validation)):
-        if dataset is None:
-            continue
+    for part, dataset in keyed_sets(recipe.data).items():
         for key in ("data_path", "prompt_file", "system_prompt_file"):
             if (value := getattr(dataset, key)) and Path(value).exists():
-                yield _named(f"data.{part}.{key}", value)
+                yield _named(f"{part}.{key}", value)
         name = dataset.dataset_name
         if name and Path(name).is_dir():
-            yield _named(f"data.{part}.dataset_name", name)
+            yield _named(f"{part}.dataset_name", name)
         elif name and name not in GENERATED_DATASETS and not is_dotted_path(name):
             cache = Path(os.environ.get("HF_DATASETS_CACHE") or hf_home() / "datasets").expanduser()
             if cache.is_dir():
-                yield Need(f"the cache of data.{part}.dataset_name", cache)
+                yield Need(f"the cache of {part}.dataset_name", cache)

@@ -23,7 +23,6 @@ from launch.preflight import architecture, libraries, records
 from pipeline import config
 from pipeline.config import (
     DATASET_CARDS,
-    ENVIRONMENT_KINDS,
     GENERATED_DATASETS,
     NAMED_DATASETS,
     DatasetConfig,
@@ -44,12 +43,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
     """What is wrong with the files. pending: run folders of needed recipes that have not run yet; they are not looked into."""
-    for name, environment in recipe.env.items():
-        if environment.kind not in ENVIRONMENT_KINDS and "." not in environment.kind:
-            yield (
-                f"env.{name}.kind: '{environment.kind}' is not one of: {', '.join(ENVIRONMENT_KINDS)},"
-                " nor the dotted path of a class"
-            )
     yield from architecture.problems(recipe, pending)
     yield from libraries.problems(recipe)
     tokenizer = yield from _tokenizer(recipe, "policy", recipe.policy, pending)
@@ -57,9 +50,8 @@ def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
         yield from _check_reward_tokenizer(recipe, f"env.{name}", config.judge(recipe), pending)
     if recipe.algorithm == "distillation" and tokenizer:
         yield from _check_teacher_tokenizer(recipe, tokenizer, pending)
-    for key, dataset in (("data.train", recipe.data.train), ("data.validation", recipe.data.validation)):
-        if dataset is not None:
-            yield from _check_dataset(recipe, key, dataset, tokenizer)
+    for key, dataset in config.keyed_sets(recipe.data).items():
+        yield from _check_dataset(recipe, key, dataset, tokenizer)
 
 
 def _tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[Path]) -> Generator[str, None, Path | None]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.job import components
+from launch.job import components, hosts
 from launch.preflight.slurm_cluster import megabytes, minutes
 from pipeline.config import Recipe, ranks_per_node
 
@@ -37,9 +37,9 @@ class Request:
 
 
 def requests(recipe: Recipe) -> list[Request]:
-    """In the job's order."""
+    """In the job's order, of components that have nodes of their own."""
     found = []
-    for name, component in components(recipe).items():
+    for name, component in hosts(components(recipe)).items():
         given = {key: os.environ.get(variable) or getattr(component, key) for key, variable in VARIABLES.items()}
         partition = given.pop("partition")
         found.append(
@@ -60,7 +60,7 @@ def requests(recipe: Recipe) -> list[Request]:
 
 def problems(recipe: Recipe) -> Iterator[str]:
     """What sbatch would not read as the recipe says it."""
-    for name, component in components(recipe).items():
+    for name, component in hosts(components(recipe)).items():
         for key, variable in VARIABLES.items():
             ours, theirs = getattr(component, key), os.environ.get(variable)
             if ours and theirs and ours != theirs:

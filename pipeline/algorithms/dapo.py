@@ -18,8 +18,8 @@ ROUNDING = 1e-5  # relative: what a model gives to the same answer in different 
 
 
 def varies(rewards: np.ndarray) -> bool:
-    """Whether the `[G]` rewards of one prompt, G at least 1, have anything to tell apart, other than rounding."""
-    return bool(np.ptp(rewards) > ROUNDING * max(1.0, np.abs(rewards).max()))
+    """Whether the `[G]` rewards of one prompt have anything to tell apart, other than rounding."""
+    return len(rewards) > 1 and bool(np.ptp(rewards) > ROUNDING * max(1.0, np.abs(rewards).max()))
 
 
 def soft_overlong_penalty(lengths: np.ndarray, longest: int, buffer: int, penalty: float) -> np.ndarray:

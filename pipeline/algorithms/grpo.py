@@ -25,7 +25,7 @@ from pipeline.algorithms.base import Needs
 from pipeline.algorithms.importance_sampling import trusted
 from pipeline.algorithms.policy_loss import PolicyLoss
 from pipeline.algorithms.reinforce_plus_plus import minus_kl_to_come, sequence_advantages
-from pipeline.algorithms.rewards import is_cut, selected, shaped_rewards
+from pipeline.algorithms.rewards import is_cut, judged, selected, shaped_rewards
 from pipeline.algorithms.samples import sample
 from pipeline.config import GRPOConfig, LossConfig
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
@@ -60,11 +60,19 @@ class GRPO:
         ]
 
     def _judge(self, group: RolloutGroup) -> tuple[np.ndarray, np.ndarray]:
-        """(advantages, rewards), `[G]` each."""
-        rewards, estimator = shaped_rewards(group, self._grpo), self._grpo.adv_estimator
+        """(advantages, rewards), `[G]` each. The advantage of an episode that nobody judged is 0."""
+        rewards, among = shaped_rewards(group, self._grpo), judged(group)
+        advantages = np.zeros(len(rewards))
+        if among.any():
+            advantages[among] = self._advantages(rewards[among])
+        return advantages, rewards
+
+    def _advantages(self, rewards: np.ndarray) -> np.ndarray:
+        """`[G]` -> `[G]`."""
+        estimator = self._grpo.adv_estimator
         if self._plus_plus:
-            return sequence_advantages(rewards, estimator.minus_baseline), rewards
-        return group_advantages(rewards, estimator.use_leave_one_out_baseline, estimator.normalize_rewards), rewards
+            return sequence_advantages(rewards, estimator.minus_baseline)
+        return group_advantages(rewards, estimator.use_leave_one_out_baseline, estimator.normalize_rewards)
 
     def estimate(self, batch: PackedBatch) -> PackedBatch:
         if (threshold := self._grpo.seq_logprob_error_threshold) is not None:

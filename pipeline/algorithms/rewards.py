@@ -16,13 +16,19 @@ from pipeline.config import RewardedConfig, RewardScalingConfig, RewardShapingCo
 from pipeline.types import Rollout, RolloutGroup
 
 
+def judged(group: RolloutGroup) -> np.ndarray:
+    """`[G]` bool: False for an episode that its environment failed. It has no reward, and is no part of what others' are
+    compared with."""
+    return np.array([not rollout.failure for rollout in group.rollouts], np.bool_)
+
+
 def is_cut(rollout: Rollout) -> bool:
-    """Whether the answer ended because there was no more room."""
+    """Whether the answer, of several turns the last, ended because there was no more room."""
     return rollout.finish == "length"
 
 
 def scaled_rewards(group: RolloutGroup, config: RewardScalingConfig) -> np.ndarray:
-    """`[G]` float64."""
+    """`[G]` float64; of an episode that was not judged, no matter what."""
     rewards = np.array([rollout.reward for rollout in group.rollouts], np.float64)
     if not config.enabled:
         return rewards
@@ -50,4 +56,4 @@ def selected(groups: list[RolloutGroup], config: RewardedConfig) -> list[Rollout
     """With dynamic sampling those whose rewards vary, before they are shaped; else all."""
     if not config.use_dynamic_sampling:
         return groups
-    return [group for group in groups if varies(scaled_rewards(group, config.reward_scaling))]
+    return [group for group in groups if varies(scaled_rewards(group, config.reward_scaling)[judged(group)])]

@@ -21,5 +21,5 @@ def sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: float, co
         mask,
         np.where(mask, logprobs, 0).astype(np.float32),
         np.where(mask, advantage, 0).astype(np.float32),
-        float(reward),
+        0.0 if rollout.failure else float(reward),
     )

@@ -8,6 +8,7 @@ from pipeline.config.algorithms import (
     ONLINE,
     PAIRED,
     AdvantageConfig,
+    AsyncConfig,
     DistillationConfig,
     DPOConfig,
     GAEConfig,
@@ -25,6 +26,7 @@ from pipeline.config.algorithms import (
 )
 from pipeline.config.checks import problems, validate
 from pipeline.config.cluster import (
+    SHARED,
     ClusterConfig,
     ComponentConfig,
     NetworkConfig,
@@ -35,16 +37,20 @@ from pipeline.config.cluster import (
 )
 from pipeline.config.data import (
     DATASET_CARDS,
-    MATH_VERIFIERS,
     NAMED_DATASETS,
     NamedDataset,
     check_data,
+    held_out_sets,
     is_dotted_path,
+    keyed_sets,
     nearest_dataset,
+    training_sets,
     validates,
+    validation_sets,
 )
+from pipeline.config.environments import MATH_VERIFIERS, MULTICHOICE_VERIFIERS, ToolArguments, tools_of
 from pipeline.config.errors import RecipeError, collected, refuse
-from pipeline.config.layout import Backend, asked_backend, check_expert_layout, decided
+from pipeline.config.layout import Backend, asked_backend, check_expert_layout, colocated, decided
 from pipeline.config.megatron import (
     MEGATRON_MODEL_TYPES,
     MegatronCheckpointConfig,
@@ -90,12 +96,14 @@ __all__ = [
     "GENERATED_DATASETS",
     "MATH_VERIFIERS",
     "MEGATRON_MODEL_TYPES",
+    "MULTICHOICE_VERIFIERS",
     "NAMED_DATASETS",
     "OFFLINE",
     "ONLINE",
     "PAIRED",
     "PRECISIONS",
     "RECIPES",
+    "SHARED",
     "AdvantageConfig",
     "Backend",
     "CheckpointingConfig",
@@ -146,6 +154,7 @@ __all__ = [
     "check_data",
     "check_expert_layout",
     "collected",
+    "colocated",
     "complete",
     "critic",
     "decided",
@@ -153,10 +162,12 @@ __all__ = [
     "expert_tensor_parallel_size",
     "find",
     "generates",
+    "held_out_sets",
     "independent",
     "inspect",
     "is_dotted_path",
     "judge",
+    "keyed_sets",
     "load",
     "models",
     "nearest_dataset",
@@ -172,8 +183,10 @@ __all__ = [
     "shown",
     "teacher",
     "to_yaml",
+    "training_sets",
     "uses_megatron",
     "validate",
     "validates",
+    "validation_sets",
     "write",
 ]

@@ -19,6 +19,7 @@ from pipeline.config.algorithms import (
     PPOConfig,
     RewardedConfig,
 )
+from pipeline.config.data import keyed_sets
 from pipeline.config.layout import named_backend
 from pipeline.config.schema import PRECISIONS, LoRAConfig, Recipe, generates, section
 
@@ -49,7 +50,12 @@ AT_LEAST = {
     **{
         f"{name}.{key}": 1
         for name in ("grpo", "ppo", "distillation")
-        for key in ("num_prompts_per_step", "num_generations_per_prompt")
+        for key in (
+            "num_prompts_per_step",
+            "num_generations_per_prompt",
+            "val_num_generations_per_prompt",
+            "max_rollout_turns",
+        )
     },
     **{
         f"{name}.{key}": least
@@ -336,17 +342,15 @@ def _of_pairs(recipe: Recipe) -> Iterator[Finding]:
             f"{tokens} cannot hold the two sequences of a pair, of policy.max_total_sequence_length {longest} each; at least"
             f" {2 * longest}",
         )
-    for name in ("train", "validation"):
-        if (dataset := getattr(recipe.data, name)) is None:
-            continue
+    for name, dataset in keyed_sets(recipe.data).items():
         yield (
             dataset.chosen_key == dataset.rejected_key,
-            f"data.{name}.rejected_key",
-            f"'{dataset.rejected_key}' is data.{name}.chosen_key too, so that nothing is preferred",
+            f"{name}.rejected_key",
+            f"'{dataset.rejected_key}' is {name}.chosen_key too, so that nothing is preferred",
         )
         yield (
             dataset.dataset_name == "scratchpad_addition",
-            f"data.{name}.dataset_name",
+            f"{name}.dataset_name",
             f"scratchpad_addition has no pairs, which {recipe.algorithm} learns from; scratchpad_preferences has",
         )
 

@@ -46,7 +46,7 @@ class OnlineConfig:
     num_generations_per_prompt: int = 16
     max_rollout_turns: int = 1  # of an episode
     max_num_steps: int = 1000
-    max_num_epochs: int = 1_000_000  # over data.train; the run ends at whichever comes first
+    max_num_epochs: int = 1_000_000  # over each data set; the run ends at whichever comes first
     val_period: int = 0  # in steps; 0: never
     val_at_start: bool = False
     val_at_end: bool = False

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from pipeline.config import algorithm_checks, durations, hardware, megatron_checks
+from pipeline.config import algorithm_checks, async_checks, durations, hardware, megatron_checks
 from pipeline.config.algorithms import OFFLINE, ONLINE
-from pipeline.config.cluster import TimeoutsConfig
+from pipeline.config.cluster import SHARED, TimeoutsConfig
 from pipeline.config.data import check_data, validates
+from pipeline.config.environments import check_environments, unusable_kinds
 from pipeline.config.errors import refuse
-from pipeline.config.layout import check_divides, check_layout, named_backend
-from pipeline.config.models import check_reward_model
+from pipeline.config.layout import check_divides, check_layout, colocated, named_backend
+from pipeline.config.models import check_reward_model, reward_environment, serves_rewards
 from pipeline.config.schema import PRECISIONS, PolicyConfig, Recipe, generates, section
 
 CHOICES = {
@@ -95,18 +96,19 @@ def problems(recipe: Recipe) -> Iterator[str]:
 
 def unusable(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """(key, problem) of values that are wrong whatever the others are."""
-    for key, choices in (CHOICES | algorithm_checks.CHOICES | megatron_checks.CHOICES).items():
+    for key, choices in (CHOICES | algorithm_checks.CHOICES | async_checks.CHOICES | megatron_checks.CHOICES).items():
         if (value := _select(recipe, key)) not in choices:
             yield key, f"{key}: '{value}' is not one of: {', '.join(str(c) for c in choices if c is not None)}"
-    for key, least in (AT_LEAST | algorithm_checks.AT_LEAST | megatron_checks.AT_LEAST).items():
+    for key, least in (AT_LEAST | algorithm_checks.AT_LEAST | async_checks.AT_LEAST | megatron_checks.AT_LEAST).items():
         value = _select(recipe, key)
         if value is not None and value < least:  # what may not be null, the schema has refused
             yield key, f"{key}: {value} is too small; at least {least}"
-    for key, most in AT_MOST.items():
+    for key, most in (AT_MOST | async_checks.AT_MOST).items():
         value = _select(recipe, key)
         if value is not None and value > most:
             yield key, f"{key}: {value} is too large; at most {most}"
     yield from _check_must_save_by(recipe.checkpointing.checkpoint_must_save_by)
+    yield from unusable_kinds(recipe)
 
 
 def _check_must_save_by(text: str | None) -> Iterator[tuple[str, str]]:
@@ -129,6 +131,7 @@ def _select(recipe: Recipe, key: str) -> Any:
 def contradictions(recipe: Recipe) -> Iterator[str]:
     """What values say against each other."""
     yield from algorithm_checks.check_algorithm(recipe)
+    yield from async_checks.check_async(recipe)
     yield from _check_packing(recipe.policy)
     yield from _check_storage(recipe.cluster.timeouts)
     yield from _check_world(recipe)
@@ -137,6 +140,7 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
     if generates(recipe):
         yield from _check_sampling(recipe)
     yield from check_data(recipe)
+    yield from check_environments(recipe)
     yield from hardware.problems(recipe)
 
 
@@ -166,8 +170,23 @@ def _check_world(recipe: Recipe) -> Iterator[str]:
     if generates(recipe):
         yield from _check_engine(recipe)
         yield from _check_quantisation(recipe)
-    if recipe.policy.generation.colocated.enabled:
-        yield "policy.generation.colocated.enabled: true is not supported yet; train and generate ranks are disjoint"
+    if colocated(recipe):
+        yield from _check_colocated(recipe)
+
+
+def _check_colocated(recipe: Recipe) -> Iterator[str]:
+    key, train, generate = "policy.generation.colocated.enabled", recipe.cluster.train, recipe.cluster.generate
+    for name in SHARED:
+        if (asked := getattr(generate, name)) != (shared := getattr(train, name)):
+            yield (
+                f"cluster.generate.{name}: {asked}, but with {key}=true the generate ranks are on the nodes and GPUs of"
+                f" cluster.train, where it is {shared}; leave it out, or {key}=false"
+            )
+    if serves_rewards(recipe):
+        yield (
+            f"{key}: true is one allocation of train and generate ranks, in which a reward model has no ranks of its own;"
+            f" env.{reward_environment(recipe)}.served_by=train, or {key}=false"
+        )
 
 
 def _check_engine(recipe: Recipe) -> Iterator[str]:
@@ -221,9 +240,4 @@ def _check_sampling(recipe: Recipe) -> Iterator[str]:
         yield (
             f"policy.generation.vllm_cfg.max_model_len: {generation.vllm_cfg.max_model_len} is below"
             f" policy.max_total_sequence_length {recipe.policy.max_total_sequence_length}"
-        )
-    if recipe.data.train.env_name not in recipe.env:
-        yield (
-            f"data.train.env_name: '{recipe.data.train.env_name}', but there is no env.{recipe.data.train.env_name}; one of:"
-            f" {', '.join(recipe.env) or 'none'}"
         )

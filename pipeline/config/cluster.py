@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Optional  # OmegaConf reads these annotations at run time
 
@@ -48,6 +49,27 @@ class ComponentConfig:
     env_vars: dict[str, str] = field(default_factory=dict)
 
 
+SHARED = {
+    "nodes": 1,
+    "gpus_per_node": 0,
+    "gpu": "h100",
+    "gpu_memory_gb": None,
+    "partition": None,
+    "account": None,
+    "qos": None,
+    "mem": None,
+    "constraint": None,
+    "exclusive": False,
+}
+"""What components on the same nodes have in common: with policy.generation.colocated.enabled cluster.generate has these of
+cluster.train. The values: the defaults where it has nodes of its own."""
+
+
+def _of_train(key: str, apart: object) -> str:
+    """A key's default in cluster.generate."""
+    return f"${{if:${{policy.generation.colocated.enabled}},${{cluster.train.{key}}},{json.dumps(apart)}}}"
+
+
 @dataclass
 class NetworkConfig:
     """What the refit is planned and judged by. GB/s are 10^9 bytes a second, one way. A recipe that leaves the first two open
@@ -84,7 +106,9 @@ class ClusterConfig:
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     node_checks: NodeChecksConfig = field(default_factory=NodeChecksConfig)
     train: ComponentConfig = field(default_factory=ComponentConfig)
-    generate: ComponentConfig = field(default_factory=ComponentConfig)
+    generate: ComponentConfig = field(
+        default_factory=lambda: ComponentConfig(**{key: _of_train(key, apart) for key, apart in SHARED.items()})
+    )
     reward: ComponentConfig = field(default_factory=ComponentConfig)  # only if an environment is served_by reward
     network: NetworkConfig = field(
         default_factory=lambda: NetworkConfig(

@@ -1,4 +1,4 @@
-"""The data sets that have names of their own, as NeMo-RL has them, and what a recipe's `data` and `env` say against themselves.
+"""The data sets that have names of their own, as NeMo-RL has them, and what a recipe's `data` says against itself.
 
 How their records are read is in `pipeline/data/named.py`.
 """
@@ -6,11 +6,12 @@ How their records are read is in `pipeline/data/named.py`.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from pipeline.config.algorithms import PAIRED
-from pipeline.config.schema import GENERATED_DATASETS, DatasetConfig, Recipe
+from pipeline.config.schema import GENERATED_DATASETS, DataConfig, DatasetConfig, Recipe, generates
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,40 @@ NAMED_DATASETS = {
 DATASET_CARDS = (".gitattributes", ".huggingface.yaml", "README.md")
 """What a repository has besides data: `datasets` leaves it in the hub's cache also of what it keeps elsewhere."""
 
-MATH_VERIFIERS = ("hf_math_verify", "dapo_math_verify")
-"""What env.*.kwargs.math_verify_impl of an environment of kind math may be."""
+NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 COLUMNS = ("input_key", "output_key", "messages_key", "chosen_key", "rejected_key", "margin_key")
 
 
-def validates(recipe: Recipe) -> bool:
-    """Whether there is something to validate on: data.validation, or what data.train.split_validation_size holds out."""
-    return recipe.data.validation is not None or recipe.data.train.split_validation_size > 0
+def training_sets(data: DataConfig) -> dict[str, DatasetConfig]:
+    """What is trained on, by name: data.datasets, or data.train alone."""
+    return data.datasets or ({"train": data.train} if data.train is not None else {})
+
+
+def validation_sets(data: DataConfig) -> dict[str, DatasetConfig]:
+    """What is validated on besides what is held out of training data, by name."""
+    return data.validations or ({"validation": data.validation} if data.validation is not None else {})
+
+
+def keyed_sets(data: DataConfig) -> dict[str, DatasetConfig]:
+    """All of them, each by its dotted key in the recipe."""
+    trained = {"data.train" if not data.datasets else f"data.datasets.{name}": one for name, one in training_sets(data).items()}
+    validated = {
+        "data.validation" if not data.validations else f"data.validations.{name}": one
+        for name, one in validation_sets(data).items()
+    }
+    return trained | validated
+
+
+def held_out_sets(data: DataConfig) -> dict[str, DatasetConfig]:
+    """The training data sets that hold records out to validate on, by the names under which these are told of."""
+    trained = training_sets(data).items()
+    return {"held_out" if name == "train" else name: dataset for name, dataset in trained if dataset.split_validation_size > 0}
+
+
+def validates(recipe: Recipe) -> int:
+    """How many data sets are validated on: those for it, and what is held out of others."""
+    return len(held_out_sets(recipe.data)) + len(validation_sets(recipe.data))
 
 
 def is_dotted_path(name: str) -> bool:
@@ -74,23 +100,40 @@ def nearest_dataset(name: str) -> str | None:
 
 
 def check_data(recipe: Recipe) -> Iterator[str]:
-    """What `data` and `env` say against themselves, before any file is looked for."""
-    for name in ("train", "validation"):
-        if (dataset := getattr(recipe.data, name)) is not None:
-            yield from _check_numbers(f"data.{name}", dataset)
-            yield from _check_named(recipe, f"data.{name}", dataset)
-    held_out = recipe.data.train.split_validation_size
-    if recipe.data.validation is not None and held_out:
-        yield (
-            f"data.train.split_validation_size: {held_out:g} holds records out to validate on, but data.validation names a"
-            " data set for it; 0, or data.validation=null"
-        )
-    if recipe.data.validation is not None and recipe.data.validation.split_validation_size:
-        yield "data.validation.split_validation_size: nothing is held out of what is validated on; leave it at 0"
-    for name, environment in recipe.env.items():
-        verifier = environment.kwargs.get("math_verify_impl", MATH_VERIFIERS[0])
-        if environment.kind == "math" and verifier not in MATH_VERIFIERS:
-            yield f"env.{name}.kwargs.math_verify_impl: '{verifier}' is not one of: {', '.join(MATH_VERIFIERS)}"
+    """What `data` says against itself, and of `env`, before any file is looked for."""
+    for key, dataset in keyed_sets(recipe.data).items():
+        yield from _check_numbers(key, dataset)
+        yield from _check_named(recipe, key, dataset)
+        if generates(recipe) and dataset.env_name not in recipe.env:
+            known = ", ".join(recipe.env) or "none"
+            yield f"{key}.env_name: '{dataset.env_name}', but there is no env.{dataset.env_name}; one of: {known}"
+    yield from _check_several(recipe.data)
+
+
+def _check_several(data: DataConfig) -> Iterator[str]:
+    """What data sets say against each other."""
+    if data.train is None and not data.datasets:
+        yield "data.train: null, so that there is nothing to train on; it, or data.datasets, must name a data set"
+    if data.datasets and data.train not in (None, DatasetConfig()):
+        yield "data.train: data.datasets is there in its place; data.train=null, or leave data.datasets out"
+    if data.validations and data.validation is not None:
+        yield "data.validation: data.validations is there in its place; data.validation=null, or leave data.validations out"
+    for key, dataset in keyed_sets(data).items():
+        if not NAME.fullmatch(key.rpartition(".")[2]):
+            yield f"{key}: the name becomes a part of metrics' names, so it may have letters, digits, _ and - alone"
+        if dataset.weight is not None and not key.startswith("data.datasets."):
+            yield f"{key}.weight: only what is in data.datasets is mixed; leave it out"
+        if dataset.weight is not None and dataset.weight <= 0:
+            yield f"{key}.weight: {dataset.weight:g} must be above 0; leave the data set out if it is not to be drawn from"
+        if dataset.split_validation_size and key.startswith("data.validation"):
+            yield f"{key}.split_validation_size: nothing is held out of what is validated on; leave it at 0"
+    weighed = [dataset.weight is not None for dataset in data.datasets.values()]
+    if any(weighed) and not all(weighed):
+        without = [name for name, dataset in data.datasets.items() if dataset.weight is None]
+        yield f"data.datasets.{without[0]}.weight: not given, but others are; a number, or none anywhere, for those of records"
+    for name in held_out_sets(data):
+        if name in data.validations:
+            yield f"data.validations.{name}: what a training data set holds out is validated on under this name; another one"
 
 
 def _check_numbers(key: str, dataset: DatasetConfig) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Literal
 from pipeline.config.cluster import ComponentConfig, ranks, ranks_per_node
 from pipeline.config.errors import refuse
 from pipeline.config.models import serves_rewards
-from pipeline.config.schema import PolicyConfig, Recipe, expert_tensor_parallel_size
+from pipeline.config.schema import PolicyConfig, Recipe, expert_tensor_parallel_size, generates
 
 Backend = Literal["megatron", "dtensor"]
 
@@ -41,6 +41,11 @@ def check_asked_backend(policy: PolicyConfig) -> Iterator[str]:
             f"{MEGATRON}.enabled, {DTENSOR}.enabled: both false leaves no training backend; one of them true, or both null for"
             " a choice by the size of the model"
         )
+
+
+def colocated(recipe: Recipe) -> bool:
+    """Whether the train and the generate ranks of a node share its GPUs and take turns."""
+    return generates(recipe) and recipe.policy.generation.colocated.enabled
 
 
 def decided(recipe: Recipe, backend: Backend) -> Recipe:

@@ -1,4 +1,4 @@
-"""What `${...}` in a tree stands for: other keys, and the resolvers mul, add, div, max beside OmegaConf's own."""
+"""What `${...}` in a tree stands for: other keys, and the resolvers mul, add, div, max, if beside OmegaConf's own."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ RESOLVERS = {
     "mul": lambda a, b: a * b,
     "div": lambda a, b: a / b,
     "max": lambda a, b: max(a, b),
+    "if": lambda condition, a, b: a if condition else b,
 }
 
 

@@ -166,8 +166,25 @@ class TeacherConfig:
 # ---- data and environments ----------------------------------------------------------------------------------------------
 
 
-GENERATED_DATASETS = ("scratchpad_addition", "scratchpad_preferences")  # pipeline/data/datasets.py
-ENVIRONMENT_KINDS = ("exact_match", "math", "reward_model")  # pipeline/environments/registry.py
+GENERATED_DATASETS = (  # pipeline/data/datasets.py
+    "calculator_multiplication",
+    "scratchpad_addition",
+    "scratchpad_preferences",
+    "sliding_puzzle",
+)
+ENVIRONMENT_KINDS = (  # pipeline/environments/registry.py
+    "calculator",
+    "code",
+    "code_interpreter",
+    "exact_match",
+    "llm_judge",
+    "math",
+    "multiple_choice",
+    "reward_model",
+    "sliding_puzzle",
+    "tools",
+    "verifiers",
+)
 
 
 @dataclass
@@ -179,7 +196,7 @@ class DatasetConfig:
     subset: Optional[str] = None  # the repository's configuration; null: the data set's own
     split: Optional[str] = None  # null: the data set's own, which is "train" for most
     max_samples: Optional[int] = None  # so many of its records, drawn with `seed`; null: all
-    split_validation_size: float = 0.0  # of data.train: the share, or from 1 on the number, held out to validate on
+    split_validation_size: float = 0.0  # of training data: the share, or from 1 on the number, held out to validate on
     seed: int = 42  # of max_samples and split_validation_size
     repeat: int = 1  # the records so many times over, one pass after another
     input_key: str = "input"
@@ -193,13 +210,16 @@ class DatasetConfig:
     prompt_file: Optional[str] = None  # a text with {} where the input goes; of messages, what the user says first
     system_prompt_file: Optional[str] = None
     env_name: Optional[str] = None  # key under `env`
+    weight: Optional[float] = None  # in data.datasets: how often it is drawn from; null, for all: its number of records
     kwargs: dict[str, Any] = field(default_factory=dict)  # for a generated data set, for `datasets`, or for a user's callable
 
 
 @dataclass
 class DataConfig:
-    train: DatasetConfig = field(default_factory=DatasetConfig)
+    train: Optional[DatasetConfig] = field(default_factory=DatasetConfig)
     validation: Optional[DatasetConfig] = None
+    datasets: dict[str, DatasetConfig] = field(default_factory=dict)  # in place of train: several by name, mixed by weight
+    validations: dict[str, DatasetConfig] = field(default_factory=dict)  # in place of validation: several by name, each told of
     max_input_seq_length: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
     overlong_prompts: str = "error"  # error, drop: what to do with a prompt longer than max_input_seq_length
     bad_records: str = (
@@ -217,7 +237,8 @@ class RewardTokenizerConfig(TokenizerConfig):
 @dataclass
 class EnvironmentConfig:
     kind: str = MISSING  # one of ENVIRONMENT_KINDS, or the dotted path of a class
-    timeout_s: float = 10.0  # for one answer
+    timeout_s: float = 10.0  # for one turn of an episode
+    workers: Optional[int] = None  # turns judged at once, on each engine; null: the kind's own number
     kwargs: dict[str, Any] = field(default_factory=dict)
     # Of kind reward_model:
     model_name: Optional[str] = None  # what algorithm `rm` left in a run's hf/, or any sequence classifier with one label
@@ -246,6 +267,7 @@ class CheckpointingConfig:
 @dataclass
 class LoggerConfig:
     tensorboard_enabled: bool = True
+    timeline_enabled: bool = True  # what each rank did when, for launch/timeline.py
     num_rollouts_to_log: Optional[int] = None  # per step, as JSONL; null: all
 
 

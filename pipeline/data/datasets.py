@@ -1,6 +1,7 @@
 """Where records come from: a JSONL file, the `datasets` library, a generator in this package, or a user's own callable.
 
-A record is a dict; `pipeline.data.chat` says what it must hold. Leaves out: streaming data sets, mixtures.
+A record is a dict; `pipeline.data.chat` says what it must hold. Several are mixed by
+`pipeline.data.mixture`. Leaves out: streaming data sets.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ import msgspec
 import numpy as np
 
 from pipeline.config import DATASET_CARDS, NAMED_DATASETS, DatasetConfig, is_dotted_path, nearest_dataset
-from pipeline.data import named, scratchpad
+from pipeline.data import arithmetic, named, puzzle, scratchpad
 
-GENERATED = {"scratchpad_addition": scratchpad.addition, "scratchpad_preferences": scratchpad.preferences}
+GENERATED = {
+    "calculator_multiplication": arithmetic.products,
+    "scratchpad_addition": scratchpad.addition,
+    "scratchpad_preferences": scratchpad.preferences,
+    "sliding_puzzle": puzzle.Puzzles,
+}
 
 Record = dict[str, Any]
 

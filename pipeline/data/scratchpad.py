@@ -19,28 +19,37 @@ from pathlib import Path
 
 PAD, BOS, EOS, UNK = "<pad>", "<s>", "</s>", "<unk>"
 CHARACTERS = "0123456789+=,;:.-*/ abcdefghijklmnopqrstuvwxyz?!()[]<>_'\"#|\n"
+Digits = int | Sequence[int]
+
 VALIDATION_SHARE = 16  # one sum in so many is for validation
 
 
 def addition(
-    split: str, size: int, seed: int, digits: int | Sequence[int] = (1, 2, 3), mistakes: float = 0.0
+    split: str,
+    size: int,
+    seed: int,
+    digits: Digits = (1, 2, 3),
+    mistakes: float = 0.0,
+    long_share: float = 0.0,
+    long_digits: Digits = (),
 ) -> list[dict[str, str]]:
     """`size` sums as `{"input": "47+85=", "output": "7+5=12,4+8+1=13;132", "answer": "132"}`, drawn with replacement.
 
-    Each summand's number of digits is drawn evenly from `digits`. With the probability `mistakes` a column of `output` has a
-    wrong last digit, which its result takes over; `answer` is always right. Whether a sum may appear in "train" or in
+    Each summand's number of digits is drawn evenly from `digits`; of the share `long_share` of all sums from `long_digits`, so
+    that a few answers are several times as long as the others. With the probability `mistakes` a column of `output` has a wrong
+    last digit, which its result takes over; `answer` is always right. Whether a sum may appear in "train" or in
     "validation" is a property of the sum alone, so the two share none, whatever their sizes and seeds. Raises ValueError for
-    another split and for digits below 1.
+    another split, for digits below 1, and for a share that is none.
     """
     draw, records = random.Random(f"scratchpad addition {split} {seed}"), []
-    for a, b in _sums(split, size, digits, draw):
+    for a, b in _sums(split, size, digits, draw, long_share, long_digits):
         demonstration, _ = _demonstration(a, b, mistakes, draw)
         records.append({"input": f"{a}+{b}=", "output": demonstration, "answer": str(a + b)})
     return records
 
 
 def preferences(
-    split: str, size: int, seed: int, digits: int | Sequence[int] = (1, 2, 3), mistakes: float = 0.0
+    split: str, size: int, seed: int, digits: Digits = (1, 2, 3), mistakes: float = 0.0
 ) -> list[dict[str, str | int]]:
     """`size` pairs as `{"input": "47+85=", "chosen": "7+5=12,4+8+1=13;132", "rejected": "7+5=14,4+8+1=13;134", "margin": 1}`.
 
@@ -55,18 +64,28 @@ def preferences(
     return records
 
 
-def _sums(split: str, size: int, digits: int | Sequence[int], draw: random.Random) -> Iterator[tuple[int, int]]:
+def _sums(
+    split: str, size: int, digits: Digits, draw: random.Random, long_share: float = 0.0, long_digits: Digits = ()
+) -> Iterator[tuple[int, int]]:
     if split not in ("train", "validation"):
         raise ValueError(f"scratchpad: split '{split}' is not one of: train, validation")
-    lengths = [digits] if isinstance(digits, int) else list(digits)
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"scratchpad: digits {digits} must be numbers of at least 1")
+    if not 0 <= long_share < 1:
+        raise ValueError(f"scratchpad: long_share {long_share} must be at least 0 and below 1")
+    usual, few = _digits("digits", digits), _digits("long_digits", long_digits) if long_share else []
     found = 0
     while found < size:
+        lengths = few if long_share and draw.random() < long_share else usual
         a, b = (_number(draw, draw.choice(lengths)) for _ in range(2))
         if (split == "validation") == _for_validation(a, b):
             found += 1
             yield a, b
+
+
+def _digits(name: str, given: Digits) -> list[int]:
+    digits = [given] if isinstance(given, int) else list(given)
+    if not digits or min(digits) < 1:
+        raise ValueError(f"scratchpad: {name} {given} must be numbers of at least 1")
+    return digits
 
 
 def _number(draw: random.Random, digits: int) -> int:

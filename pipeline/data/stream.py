@@ -29,8 +29,8 @@ Record = dict[str, Any]
 Item = TypeVar("Item", Prompt, Sample, Pair)
 
 
-def encode_prompt(encoder: Encoder, position: int, record: Record, answered: bool = True) -> Prompt:
-    """`Prompt.index` is the position in the stream, over all epochs.
+def encode_prompt(encoder: Encoder, position: int, record: Record, answered: bool = True, dataset: str = "") -> Prompt:
+    """`Prompt.index` is the position in the stream, over all epochs; of several streams, see `Mixture`.
 
     `Prompt.task` has what a judge needs: the expected answer, and the prompt's "messages", or its "text" where no chat template
     is applied, for a model with another tokenizer. answered: False if a record need not have the answer.
@@ -39,7 +39,7 @@ def encode_prompt(encoder: Encoder, position: int, record: Record, answered: boo
     task: dict[str, Any] = {"text" if isinstance(question, str) else "messages": question}
     if answered or encoder.dataset.output_key in record:
         task["answer"] = encoder.answer(record)
-    return Prompt(position, encoder.prompt(record), encoder.dataset.env_name, task)
+    return Prompt(position, encoder.prompt(record), encoder.dataset.env_name, task, dataset)
 
 
 def encode_example(encoder: Encoder, position: int, record: Record) -> Sample:
@@ -102,6 +102,8 @@ class Stream(Generic[Item]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Raises ValueError if that was another data set, seed or order."""
+        if "streams" in state:
+            raise ValueError(f"data: the checkpoint has the data sets {', '.join(state['streams'])}, this run has one")
         for key, value in self._identity.items():
             if state[key] != value:
                 raise ValueError(f"data: the checkpoint's stream had {key} {state[key]}, this one has {value}: it cannot go on")
@@ -110,7 +112,7 @@ class Stream(Generic[Item]):
 
 
 class PromptStream(Stream[Prompt]):
-    """Prompts to sample from. answered: False if records need not have an expected answer."""
+    """Prompts to sample from. answered: False if records need not have an expected answer. dataset: see `Prompt.dataset`."""
 
     def __init__(
         self,
@@ -121,8 +123,9 @@ class PromptStream(Stream[Prompt]):
         shuffle: bool = True,
         max_num_epochs: int = 1,
         answered: bool = True,
+        dataset: str = "",
     ) -> None:
-        encode = functools.partial(encode_prompt, answered=answered)
+        encode = functools.partial(encode_prompt, answered=answered, dataset=dataset)
         super().__init__(records, encoder, encode, seed=seed, shuffle=shuffle, max_num_epochs=max_num_epochs)
 
 

@@ -1,20 +1,22 @@
-"""Mathematical answers, judged by math-verify in a process of its own.
+"""Mathematical answers, judged by math-verify in processes of their own.
 
-Comparing two expressions can take for ever, or all memory: sympy evaluates what a model wrote. So a long-lived worker
-(`math_worker.py`) does it, with a limit of seconds for each answer; a worker that outlasts it is killed and another started.
+Comparing two expressions can take for ever, or all memory: sympy evaluates what a model wrote. So long-lived workers
+(`math_worker.py`) do it, with a limit of seconds for each answer; a worker that outlasts it is killed and another started.
 Worker and environment exchange lines of JSON over pipes.
 
-Leaves out: several workers; rewards for form.
+Leaves out: rewards for form.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import queue
 import select
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pipeline.environments.base import Environment, Outcome
@@ -28,30 +30,61 @@ class Math(Environment):
     """Reward 1 if math-verify finds the text's answer equal to `prompt.task["answer"]`, else 0.
 
     `timeout_s` is for one answer. Metrics: `accuracy`; `timeout`, 1 if it took longer; `crash`, 1 if the worker died of it. The
-    reward of the latter two is 0.
+    reward of the latter two is 0. workers: how many processes judge, each one answer at a time. Raises RuntimeError if one
+    does not start.
     """
 
-    def __init__(self, timeout_s: float = 10.0) -> None:
+    def __init__(self, timeout_s: float = 10.0, workers: int = 1) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s: {timeout_s} must be above 0")
-        self._timeout_s = timeout_s
-        self._worker = _Worker()
+        self.workers, self._timeout_s = workers, timeout_s
+        # The kernel ends a worker with the thread that started it; so one thread starts all, and lives until `close`.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="math")
+        self._processes: list[_Worker] = []
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        try:
+            for _ in range(workers):
+                self._start()
+            for worker in self._processes:
+                worker.wait_until_ready()
+        except RuntimeError:
+            self.close()
+            raise
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
-        """Raises ValueError if math-verify can read nothing in the expected answer."""
-        if not self._worker.alive:  # killed below, or with the thread that started it
-            self._worker = _Worker()
+        """Raises ValueError if math-verify can read nothing in the expected answer, RuntimeError if no worker can be asked."""
         try:
-            reply = self._worker.ask({"expected": prompt.task["answer"], "text": text}, self._timeout_s)
+            worker = self._idle.get(timeout=START_TIMEOUT_S)
+        except queue.Empty:
+            raise RuntimeError(f"no math worker was free within {START_TIMEOUT_S:g} s") from None
+        try:
+            worker.wait_until_ready()
+            reply = worker.ask({"expected": prompt.task["answer"], "text": text}, self._timeout_s)
         except (TimeoutError, EOFError) as error:
-            self._worker.kill()
+            self._replace(worker)
             return Outcome(0.0, _metrics(timeout=isinstance(error, TimeoutError), crash=isinstance(error, EOFError)))
+        except RuntimeError:  # it did not start
+            self._replace(worker)
+            raise
+        self._idle.put(worker)
         if "error" in reply:
             raise ValueError(f"prompt {prompt.index}: {reply['error']}")
         return Outcome(float(reply["right"]), _metrics(accuracy=reply["right"]))
 
     def close(self) -> None:
-        self._worker.kill()
+        self._starter.shutdown(wait=True)
+        for worker in self._processes:
+            worker.kill()
+
+    def _start(self) -> None:
+        worker = self._starter.submit(_Worker).result()
+        self._processes.append(worker)
+        self._idle.put(worker)
+
+    def _replace(self, worker: _Worker) -> None:
+        worker.kill()
+        self._processes.remove(worker)
+        self._start()
 
 
 def _metrics(accuracy: bool = False, timeout: bool = False, crash: bool = False) -> dict[str, float]:
@@ -59,7 +92,7 @@ def _metrics(accuracy: bool = False, timeout: bool = False, crash: bool = False)
 
 
 class _Worker:
-    """The process. Raises RuntimeError if it does not start; its error messages are on this process's stderr."""
+    """The process. Its error messages are on this process's stderr."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
@@ -70,15 +103,18 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": path},
         )
         self._received = b""
+        self._ready = False
+
+    def wait_until_ready(self) -> None:
+        """Returns once it has imported what it needs. Raises RuntimeError if it does not get there."""
+        if self._ready:
+            return
         try:
             self._receive(START_TIMEOUT_S)
         except (TimeoutError, EOFError) as error:
             self.kill()
             raise RuntimeError(f"the math worker did not start: {error!r}, exit status {self.process.returncode}") from error
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
+        self._ready = True
 
     def ask(self, question: dict[str, str], timeout_s: float) -> dict[str, object]:
         """One question, one reply. Raises TimeoutError, or EOFError if the worker dies."""

@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 
 from pipeline.boxes import Region
-from pipeline.types import Completion, Request
+from pipeline.generate.state import Part
+from pipeline.types import Completion, Request, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,29 @@ class WeightUpdate(Protocol):
 
 
 class GenerateBackend(Protocol):
+    """A request is pending from `add` until `step` or `cut` hands out its completion.
+
+    `add`, `step` and `cut` raise RuntimeError before the first commit, from an update to its commit, and while a part sleeps.
+    """
+
     def add(self, requests: list[Request]) -> None:
         """Queue requests. Raises ValueError, naming the request, if its prompt leaves no room for one new token."""
 
     def step(self) -> list[Completion]:
         """Advance every running request; the completions that ended. Returns [] at once when there is nothing to do."""
 
+    def cut(self, ids: list[str]) -> list[Completion]:
+        """End these requests where they are, with finish "length"; in this order. One of which no token was drawn gives an
+        empty completion; one that has ended, but was not handed out, is given as it ended.
+
+        Raises ValueError, and cuts nothing, if one of them is not pending."""
+
+    def progress(self) -> dict[str, tuple[Span, ...]]:
+        """What has been drawn so far of each pending request, by its id: () if nothing. At any time."""
+
     @property
     def pending(self) -> int:
-        """Requests that have not ended."""
+        """How many requests are."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -72,3 +87,11 @@ class GenerateBackend(Protocol):
 
     def update(self) -> WeightUpdate:
         """Begin to replace all weights."""
+
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Give back the device's memory of weights and of keys and values. Weights that are not kept, on the host, are lost:
+        only an update brings them back. Raises RuntimeError if a request is pending, an update under way, or it sleeps."""
+
+    def wake(self, part: Part) -> None:
+        """First "weights": their memory is there again, at the same places, and an update may write it; then "cache". Raises
+        RuntimeError if that is not the next part to wake."""

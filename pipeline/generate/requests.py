@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pipeline.config import PolicyConfig
 from pipeline.types import Request
 
@@ -32,3 +34,10 @@ def eos_token_ids(policy: PolicyConfig) -> tuple[int, ...]:
         listed = GenerationConfig.from_pretrained(policy.model_name).eos_token_id
         ids.update(listed if isinstance(listed, list) else [listed])
     return tuple(sorted(ids - {None}))
+
+
+def check_pending(ids: list[str], pending: Collection[str]) -> None:
+    """Raises ValueError, naming it, if one is not pending."""
+    for id in ids:
+        if id not in pending:
+            raise ValueError(f"request {id}: the engine has no such request, or has handed it out")

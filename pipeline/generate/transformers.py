@@ -3,18 +3,18 @@
 Every `step` first admits waiting requests, in order, up to `max_num_seqs` rows, then draws one token for every row. A finished
 row leaves at once and the last row takes its place, so the batch is always as wide as there are unfinished requests. Equal
 prompts are prefilled once: the first request's keys and values are copied for the others, also when those are admitted while
-it still runs. A prefill covers all but the prompt's last token, which goes in as the row's first decode step; so there is only
-one place where tokens are drawn.
+it still runs, but never for a request of newer weights. A prefill covers all but the prompt's last token, which goes in as the
+row's first decode step; so there is only one place where tokens are drawn. New weights may come while rows run: what the rows
+hold is kept, or made anew by a prefill of all of it.
 
-Left out: prefix sharing between different prompts, new weights while requests run, tensor parallelism, attention other than
-full (see kv_cache).
+Left out: prefix sharing between different prompts, tensor parallelism, attention other than full (see kv_cache).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ from pipeline.boxes import Piece, region, whole
 from pipeline.config import PolicyConfig
 from pipeline.generate.base import Unit
 from pipeline.generate.kv_cache import ATTENTION, RowCache
-from pipeline.generate.requests import eos_token_ids, new_token_limit
+from pipeline.generate.requests import check_pending, eos_token_ids, new_token_limit
 from pipeline.generate.sampling import sample
+from pipeline.generate.state import EngineState, Part
 from pipeline.generate.weights import checked
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.models.layout import Shape
@@ -42,15 +43,30 @@ class _Row:
     stop: frozenset[int]
     length: int  # tokens in the cache
     last: int  # the token that goes in next
+    prefilled_by: int  # the version of the weights that made the prompt's keys and values
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)  # of the weights before the present ones
+
+    def cached(self) -> np.ndarray:
+        """[length] int32: the tokens in the cache."""
+        return np.concatenate([self.request.tokens, np.array(self.tokens, np.int32)])[: self.length]
+
+    def all_spans(self, version: int) -> tuple[Span, ...]:
+        """`version`: of the present weights."""
+        newest = len(self.tokens) - sum(span.tokens for span in self.spans)
+        return (*self.spans, Span(version, newest)) if newest else tuple(self.spans)
 
 
 class _Update:
     """See `pipeline.generate.base.WeightUpdate`: tensors are written in place."""
 
     def __init__(
-        self, tensors: dict[str, torch.Tensor], shapes: dict[str, Shape], tied: dict[str, str], serve: Callable[[int], None]
+        self,
+        tensors: dict[str, torch.Tensor],
+        shapes: dict[str, Shape],
+        tied: dict[str, str],
+        serve: Callable[[int, bool], None],
     ) -> None:
         self._tensors, self._shapes, self._tied, self._serve = tensors, shapes, tied, serve
         self._missing = set(shapes)
@@ -71,10 +87,9 @@ class _Update:
         self._missing.discard(unit)
 
     def commit(self, version: int, recompute_kv_cache: bool = True) -> None:
-        """No request runs, so there is no cache to compute anew."""
         if self._missing:
             raise RuntimeError(f"commit: {len(self._missing)} tensors were not written, the first is '{min(self._missing)}'")
-        self._serve(version)
+        self._serve(version, recompute_kv_cache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,30 +126,55 @@ class TransformersBackend:
         self._max_rows = policy.generation.max_num_seqs
         self._max_model_len = policy.generation.vllm_cfg.max_model_len
         self._version: int | None = None
-        self._usable = False
+        self._state = EngineState()
         self._waiting: deque[tuple[Request, int]] = deque()
         self._rows: list[_Row] = []
         self._draws: _Draws | None = None  # of the present rows; None: to be made
-        self._cache = RowCache(config.num_hidden_layers)
-        self.prefilled_tokens = 0  # since the start; equal prompts count once
+        self._layers = config.num_hidden_layers
+        self._cache = RowCache(self._layers)
+        self._kept: dict[str, torch.Tensor] = {}  # on the host, while the engine sleeps
+        self.prefilled_tokens = 0  # since the start; equal prompts count once, and again for each update that recomputes them
 
     @property
     def pending(self) -> int:
         return len(self._waiting) + len(self._rows)
 
     def add(self, requests: list[Request]) -> None:
-        self._check_usable()
+        self._state.check_serves()
         self._waiting.extend([(request, new_token_limit(request, self._max_model_len)) for request in requests])
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        self._check_usable()
+        self._state.check_serves()
         if self._waiting and len(self._rows) < self._max_rows:
             self._admit()
         if not self._rows:
             return []
         self._decode()
-        return self._take_finished()
+        ended = [i for i, row in enumerate(self._rows) if row.last in row.stop or len(row.tokens) == row.limit]
+        completions = [
+            self._completion(self._rows[i], "stop" if self._rows[i].last in self._rows[i].stop else "length") for i in ended
+        ]
+        self._remove(ended)
+        return completions
+
+    @torch.inference_mode()
+    def cut(self, ids: list[str]) -> list[Completion]:
+        self._state.check_serves()
+        places = {row.request.id: place for place, row in enumerate(self._rows)}
+        waiting = {request.id for request, _ in self._waiting}
+        check_pending(ids, places.keys() | waiting)
+        empty = Completion("", np.zeros(0, np.int32), np.zeros(0, np.float32), (), "length")
+        completions = [
+            self._completion(self._rows[places[id]], "length") if id in places else replace(empty, id=id) for id in ids
+        ]
+        self._remove(sorted({places[id] for id in ids if id in places}))
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[0].id not in set(ids))
+        return completions
+
+    def progress(self) -> dict[str, tuple[Span, ...]]:
+        running = {row.request.id: row.all_spans(self._version) for row in self._rows}
+        return running | {request.id: () for request, _ in self._waiting}
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -146,53 +186,79 @@ class TransformersBackend:
         return [Unit(name, (region(piece, name, self._tensors[name].stride()),)) for name, piece in pieces.items()]
 
     def update(self) -> _Update:
-        if self.pending:
-            raise RuntimeError(f"new weights while {self.pending} requests run: the transformers backend lets them end first")
-        self._usable = False
+        self._state.begin_update()
         return _Update(self._tensors, self._shapes, self._tied, self._serve)
 
-    def _serve(self, version: int) -> None:
-        self._version, self._usable = version, True
+    @torch.inference_mode()
+    def _serve(self, version: int, recompute_kv_cache: bool) -> None:
+        for row in self._rows:
+            row.spans = list(row.all_spans(self._version))
+            if recompute_kv_cache:
+                row.prefilled_by = version
+        if recompute_kv_cache:
+            self._prefill([place for place, row in enumerate(self._rows) if row.length])
+        self._version = version
+        self._state.commit()
+
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Tensors stay the same objects; their storages come and go."""
+        self._state.sleep(keep_weights, self.pending)
+        self._cache = RowCache(self._layers)
+        self._kept = {name: tensor.to("cpu", copy=True) for name, tensor in self._tensors.items()} if keep_weights else {}
+        for tensor in self._tensors.values():
+            tensor.untyped_storage().resize_(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self, part: Part) -> None:
+        self._state.wake(part)
+        if part == "cache":  # it grows as it is used
+            return
+        for tensor in self._tensors.values():
+            tensor.untyped_storage().resize_(tensor.nbytes)
+        for name, tensor in self._kept.items():
+            self._tensors[name].copy_(tensor)
+        self._kept = {}
 
     def close(self) -> None:
         """Drop the model and the cache."""
-        self._usable = False
         del self._model, self._tensors, self._cache
-
-    def _check_usable(self) -> None:
-        if not self._usable:
-            raise RuntimeError("the engine has no whole set of weights; an update must be committed first")
 
     def _admit(self) -> None:
         """Move waiting requests to rows, and fill those rows' caches with all but the last token of their prompts."""
-        owners = {row.request.tokens.tobytes(): index for index, row in enumerate(self._rows)}
+        present = (index_row for index_row in enumerate(self._rows) if index_row[1].prefilled_by == self._version)
+        owners = {row.request.tokens.tobytes(): index for index, row in present}
         fresh, copies = [], []
         while self._waiting and len(self._rows) < self._max_rows:
             request, limit = self._waiting.popleft()
             index, prompt = len(self._rows), np.asarray(request.tokens, dtype=np.int32)
             stop = frozenset((*self._eos, *request.sampling.stop_token_ids))
-            self._rows.append(_Row(request, limit, stop, length=len(prompt) - 1, last=int(prompt[-1])))
+            self._rows.append(_Row(request, limit, stop, len(prompt) - 1, int(prompt[-1]), prefilled_by=self._version))
             owner = owners.setdefault(prompt.tobytes(), index)
             if len(prompt) > 1:
                 fresh.append(index) if owner == index else copies.append((owner, index))
         self._draws = None
         self._cache.reserve(len(self._rows), max(row.length for row in self._rows) + 1)
-        fresh.sort(key=lambda index: self._rows[index].length)  # like lengths together: less padding
-        while fresh:
-            count = 1
-            while count < len(fresh) and (count + 1) * self._rows[fresh[count]].length <= _PREFILL_TOKENS:
-                count += 1
-            self._prefill(fresh[:count])
-            del fresh[:count]
+        self._prefill(fresh)
         if copies:
             sources, targets = zip(*copies, strict=True)
             self._cache.copy(list(sources), list(targets), max(self._rows[index].length for index in targets))
 
     def _prefill(self, indices: list[int]) -> None:
+        """Make the keys and values of all tokens that these rows have in the cache. Each has some."""
+        left = sorted(indices, key=lambda index: self._rows[index].length)  # like lengths together: less padding
+        while left:
+            count = 1
+            while count < len(left) and (count + 1) * self._rows[left[count]].length <= _PREFILL_TOKENS:
+                count += 1
+            self._forward(left[:count])
+            del left[:count]
+
+    def _forward(self, indices: list[int]) -> None:
         lengths = [self._rows[index].length for index in indices]
         tokens = np.zeros((len(indices), max(lengths)), dtype=np.int64)  # padded on the right, where causal attention hides it
         for row, index, length in zip(tokens, indices, lengths, strict=True):
-            row[:length] = self._rows[index].request.tokens[:length]
+            row[:length] = self._rows[index].cached()
         self._cache.rows, self._cache.positions = torch.tensor(indices, device=self._device), None
         inputs = torch.from_numpy(tokens).to(self._device)
         positions = torch.arange(tokens.shape[1], device=self._device)[None]
@@ -236,13 +302,11 @@ class TransformersBackend:
             top_p=torch.tensor([s.top_p for s in samplings], device=self._device) if cut else None,
         )
 
-    def _take_finished(self) -> list[Completion]:
-        """Completions of the rows that ended; the last rows move into their places."""
-        rows = self._rows
-        ended = [i for i, row in enumerate(rows) if row.last in row.stop or len(row.tokens) == row.limit]
+    def _remove(self, ended: list[int]) -> None:
+        """Drop these rows, which are in order; the last rows move into their places."""
         if not ended:
-            return []
-        completions = [self._completion(rows[index]) for index in ended]
+            return
+        rows = self._rows
         kept = len(rows) - len(ended)
         holes = [index for index in ended if index < kept]
         gone = set(ended)
@@ -253,13 +317,12 @@ class TransformersBackend:
             rows[hole] = rows[mover]
         del rows[kept:]
         self._draws = None
-        return completions
 
-    def _completion(self, row: _Row) -> Completion:
+    def _completion(self, row: _Row, finish: str) -> Completion:
         return Completion(
             id=row.request.id,
             tokens=np.array(row.tokens, dtype=np.int32),
             logprobs=np.array(row.logprobs, dtype=np.float32),
-            spans=(Span(self._version, len(row.tokens)),),
-            finish="stop" if row.last in row.stop else "length",
+            spans=row.all_spans(self._version),
+            finish=finish,
         )

@@ -5,7 +5,9 @@ ranks the default group, and vLLM's tensor parallelism runs over them through it
 itself, identically, because every rank is given the same requests. Weights may be replaced while requests run: nothing is in
 flight then, and a cached prefix is only found by requests of the weights that made it. With speculative decoding
 (`vllm_kwargs.speculative_config`) the draft stays as it was loaded, and what it drafts is drawn again where the policy would
-not: log-probs are the policy's. Left out: sleep and wake, drafts that are trained.
+not: log-probs are the policy's.
+
+An engine that shares its GPU can sleep (see vllm_sleep). Left out: drafts that are trained.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import torch.distributed as dist
 
 from pipeline.config import PolicyConfig, VLLMConfig
 from pipeline.generate.base import Unit
-from pipeline.generate.requests import eos_token_ids, new_token_limit
+from pipeline.generate.requests import check_pending, eos_token_ids, new_token_limit
+from pipeline.generate.state import EngineState, Part
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
 from pipeline.types import Completion, Request, Span
 
@@ -51,14 +54,17 @@ from vllm import EngineArgs, SamplingParams  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed import destroy_model_parallel, get_pp_group  # noqa: E402
 from vllm.inputs import TokensInput, tokens_input  # noqa: E402
+from vllm.outputs import WeightVersionSpan  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
+from vllm.v1.engine import FinishReason  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # noqa: E402
 from vllm.v1.request import RequestStatus  # noqa: E402
 
 from pipeline.generate.vllm_layout import ModuleUnit, record  # noqa: E402
+from pipeline.generate.vllm_sleep import SLEEPS, Sleep  # noqa: E402
 from pipeline.generate.vllm_update import VLLMUpdate  # noqa: E402
 
 if current_platform.is_cpu():
@@ -80,9 +86,9 @@ class VLLMBackend:
         self._max_model_len = policy.generation.vllm_cfg.max_model_len
         self._precision = getattr(torch, policy.precision)
         self._version: int | None = None
-        self._usable = False
+        self._state = EngineState()
         self._update: VLLMUpdate | None = None  # under way
-        self._ended: list[Completion] = []  # found while an update began, for the next step
+        self._ended: list[Completion] = []  # found while nothing may be in flight, for the next step
         arguments = EngineArgs(**_arguments(policy, config, engine_ranks, seed))
         with _undisturbed(engine_ranks, rank_in_engine):
             self._engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
@@ -93,6 +99,7 @@ class VLLMBackend:
         self._model, self._config = worker.model_runner.get_model(), worker.vllm_config
         if current_platform.is_cpu() and policy.generation.vllm_cfg.pipeline_parallel_size > 1:
             _receive_from_stage_before(worker.model_runner)
+        self._sleep = Sleep(self._engine, self._model)
 
     @property
     def pending(self) -> int:
@@ -112,29 +119,48 @@ class VLLMBackend:
             return record(self._model, self._shapes, self._precision, complete)
 
     def add(self, requests: list[Request]) -> None:
-        self._check_usable()
+        self._state.check_serves()
         limits = [new_token_limit(request, self._max_model_len) for request in requests]
         for request, limit in zip(requests, limits, strict=True):
             self._engine.add_request(request.id, self._prompt(request), self._sampling_params(request, limit))
 
     def step(self) -> list[Completion]:
-        self._check_usable()
+        self._state.check_serves()
         ended, self._ended = self._ended, []
         if self._engine.has_unfinished_requests():
             ended += [self._completion(output) for output in self._engine.step()]
         return ended
 
-    def update(self) -> VLLMUpdate:
+    def cut(self, ids: list[str]) -> list[Completion]:
+        self._state.check_serves()
         self._settle()
-        self._usable = False
+        ended = {completion.id: completion for completion in self._ended}
+        running = {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
+        check_pending(ids, ended.keys() | running.keys())
+        completions = [
+            ended[id] if id in ended else self._completion(running[id].make_request_output([], None, FinishReason.LENGTH, None))
+            for id in ids
+        ]
+        self._engine.abort_request([id for id in ids if id in running])
+        self._ended = [completion for id, completion in ended.items() if id not in set(ids)]
+        return completions
+
+    def progress(self) -> dict[str, tuple[Span, ...]]:
+        running = self._engine.output_processor.request_states.values()
+        drawn = {state.external_req_id: _spans(state._weight_version_spans()) for state in running}
+        return drawn | {completion.id: completion.spans for completion in self._ended}
+
+    def update(self) -> VLLMUpdate:
+        self._state.begin_update()
+        self._settle()
         if self._update is not None:
             self._update.give_up()
         self._update = VLLMUpdate(self._model, self._config, self._shapes, self._tied, lambda: self._units, self._serve)
         return self._update
 
     def _settle(self) -> None:
-        """Take what batches in flight drew: the old weights drew it. There are some with pipeline stages, and where vLLM
-        schedules ahead of the device."""
+        """Take what batches in flight drew: the present weights drew it, for requests that still run. There are some with
+        pipeline stages, and where vLLM schedules ahead of the device."""
         if not self._core.batch_queue:
             return
         self._core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -150,7 +176,8 @@ class VLLMBackend:
         else:
             self._rename_waiting(version)
         self._engine.set_weight_version(str(version))
-        self._version, self._usable, self._update = version, True, None
+        self._version, self._update = version, None
+        self._state.commit()
 
     def _rename_waiting(self, version: int) -> None:
         """Requests that have not begun look for prefixes of the new weights, though they were added under the old."""
@@ -160,19 +187,23 @@ class VLLMBackend:
                 request.block_hashes.clear()
                 request.update_block_hashes()
 
+    def sleep(self, keep_weights: bool = False) -> None:
+        self._state.sleep(keep_weights, self.pending)
+        self._settle()  # vLLM may have scheduled one batch too many
+        self._sleep.sleep(keep_weights)
+
+    def wake(self, part: Part) -> None:
+        self._state.wake(part)
+        self._sleep.wake(part)
+
     def close(self) -> None:
         """Free the model, the cache and vLLM's own process groups; the default group and the world's stay."""
-        self._usable = False
         self._engine.model_executor.shutdown()
-        del self._engine, self._core, self._model, self._update
+        del self._engine, self._core, self._model, self._update, self._sleep
         destroy_model_parallel()
         gc.collect()
         if current_platform.is_cuda():
             torch.cuda.empty_cache()
-
-    def _check_usable(self) -> None:
-        if not self._usable:
-            raise RuntimeError("the engine has no whole set of weights; an update must be committed first")
 
     def _prompt(self, request: Request) -> TokensInput:
         return tokens_input(request.tokens.tolist(), cache_salt=str(self._version))  # the salt is part of a prefix's name
@@ -203,9 +234,13 @@ class VLLMBackend:
             id=output.request_id,
             tokens=np.array(drawn.token_ids, dtype=np.int32),
             logprobs=np.array(drawn.logprobs.logprobs, dtype=np.float32),
-            spans=tuple(Span(int(span.version), span.end - span.start) for span in drawn.weight_versions),
+            spans=_spans(drawn.weight_versions),
             finish=drawn.finish_reason,
         )
+
+
+def _spans(versions: list[WeightVersionSpan]) -> tuple[Span, ...]:
+    return tuple(Span(int(span.version), span.end - span.start) for span in versions)
 
 
 def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) -> dict[str, Any]:
@@ -246,6 +281,8 @@ def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) 
         # A prompt in pieces makes vLLM rewind the request's generator, which CPU generators cannot.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(vllm_cfg.max_model_len, generation.max_num_seqs, 4096)
+    elif generation.colocated.enabled:
+        arguments |= SLEEPS
     if vllm_cfg.precision == "fp8":
         arguments |= _fp8(vllm_cfg)
     arguments |= generation.vllm_kwargs

@@ -4,7 +4,8 @@ A node is measured with both its neighbours, pair by pair, in rounds in which no
 an even number of nodes, three for an odd one. A slow node makes both its ways slow, but each neighbour still has a fast one on
 its other side; so of two ends the slow one can be told. Who has no fast way at all is measured once more, with one that has.
 
-Messages go between the first ranks of the nodes, over NCCL between GPUs and gloo elsewhere, one way at a time. A conversation
+Messages go between the first ranks of the nodes, over NCCL between GPUs and gloo elsewhere (that is also where train and
+generate ranks share GPUs, whose groups across realms are gloo's), one way at a time. A conversation
 runs in a thread, which is left behind when it does not go on: gloo's own timeouts close the ways to all other ranks too, and a
 healthy node next to a dead one would seem dead as well. What NCCL allocates for a pair of ranks stays allocated.
 """
@@ -126,15 +127,15 @@ def exchange(world: World, turn: int, rounds: Rounds) -> list[Link]:
 
 def _measure(world: World, link: Link, peer: int, key: str, timeout_s: float) -> Link:
     """Fill in what the opener learns. timeout_s: for the peer, which may be stuck in an earlier round."""
-    world.store.set(f"{key}/{world.rank}", world.device.type)
+    world.store.set(f"{key}/{world.rank}", world.carrier.type)
     try:
         world.store.wait([f"{key}/{peer}"], timedelta(seconds=timeout_s))
     except dist.DistStoreError:
         link.problem = f"its rank {peer} has not come within {timeout_s:g} s"
         return link
     try:
-        both = {world.device.type, world.store.get(f"{key}/{peer}").decode()}
-        wire = Wire(world, peer, world.device if both == {"cuda"} else torch.device("cpu"))
+        both = {world.carrier.type, world.store.get(f"{key}/{peer}").decode()}
+        wire = Wire(world, peer, world.carrier if both == {"cuda"} else torch.device("cpu"))
         wire.run(wire.ask if world.rank == link.opener else wire.answer, link)
     except (RuntimeError, TimeoutError) as error:  # gloo's and NCCL's are RuntimeErrors
         link.problem = str(error).partition("\n")[0][:200] or type(error).__name__

@@ -32,6 +32,13 @@ class Report(msgspec.Struct):
     hashes: np.ndarray = NOTHING  # [k] uint64: what this rank has of each, added up
 
 
+class Commit(msgspec.Struct):
+    """New weights are to be served."""
+
+    version: int
+    recompute_kv_cache: bool = True  # of requests that run: made anew, else kept as the old weights made them
+
+
 class Refit(Protocol):
     def send(self, backend: TrainBackend) -> Report:
         """Send this rank's share of all weights."""

@@ -46,7 +46,7 @@ class BroadcastRefit:
                 pass
             total = time.perf_counter() - start
             return Report(pack=total, total=total)
-        bucket = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._world.device)
+        bucket = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._world.carrier)
         table: list[Entry] = []
         size = 0
         for name, tensor in weights:
@@ -55,7 +55,7 @@ class BroadcastRefit:
                 self._flush(table, bucket[:size])
                 table, size = [], 0
             if grown > bucket.numel():
-                bucket = torch.empty(grown, dtype=torch.uint8, device=self._world.device)
+                bucket = torch.empty(grown, dtype=torch.uint8, device=self._world.carrier)
             table.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size))
             _view(bucket, table[-1]).copy_(tensor)
             size += grown
@@ -82,23 +82,23 @@ class BroadcastRefit:
         while table := self._receive_table():
             last = table[-1]
             size = last.offset + _padded(_bytes(last))
-            bucket = torch.empty(size, dtype=torch.uint8, device=self._world.device)  # fresh: the engine may keep views of it
+            bucket = torch.empty(size, dtype=torch.uint8, device=self._world.carrier)  # fresh: the engine may keep views of it
             self._broadcast(bucket)
             for entry in table:
                 yield entry.name, _view(bucket, entry)
 
     def _broadcast_table(self, table: list[Entry]) -> None:
         body = msgspec.msgpack.encode(table) if table else b""
-        self._broadcast(torch.tensor([len(body)], dtype=torch.int64, device=self._world.device))
+        self._broadcast(torch.tensor([len(body)], dtype=torch.int64, device=self._world.carrier))
         if body:
-            self._broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._world.device))
+            self._broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._world.carrier))
 
     def _receive_table(self) -> list[Entry]:
-        length = torch.empty(1, dtype=torch.int64, device=self._world.device)
+        length = torch.empty(1, dtype=torch.int64, device=self._world.carrier)
         self._broadcast(length)
         if not length.item():
             return []
-        body = torch.empty(int(length.item()), dtype=torch.uint8, device=self._world.device)
+        body = torch.empty(int(length.item()), dtype=torch.uint8, device=self._world.carrier)
         self._broadcast(body)
         return msgspec.msgpack.decode(body.cpu().numpy().tobytes(), type=list[Entry])
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from pipeline.config import PRECISIONS, Recipe
-from pipeline.refit.base import Report
+from pipeline.refit.base import Commit, Report
 from pipeline.refit.digest import RefitError, compare
 from pipeline.refit.plan import schedule
 from pipeline.refit.tables import Plan
@@ -41,6 +41,8 @@ class Refits:
         self._nodes = nodes
         self._names = list(shapes)
         self._digest = recipe.policy.generation.refit_cfg.digest
+        self.incremental = recipe.policy.generation.refit_transport == "delta"  # engines must keep what they have
+        self._recompute = recipe.grpo.async_grpo.recompute_kv_cache_after_weight_updates
         self._version: int | None = None  # that the generate ranks serve
         self._plan = None
         if recipe.policy.generation.refit_transport != "broadcast":
@@ -79,7 +81,7 @@ class Refits:
             except RefitError as error:
                 kept = "no version is served" if self._version is None else f"version {self._version} stays"
                 raise RefitError(f"refit to version {version} failed, {kept}: {error}") from None
-        self._generate.commit(version).result()
+        self._generate.commit(Commit(version, self._recompute)).result()
         self._version = version
         return self._measure(sent, received, time.perf_counter() - start)
 

@@ -17,11 +17,10 @@ Left out: a digest of the base. Entries that do not travel are covered by the re
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from pipeline.refit.digest import WORD, RefitError
 from pipeline.refit.sides import Message, Receives, Sends, padded
-from pipeline.refit.transfer import Clock, Mail, Wire
+from pipeline.refit.transfer import Clock, Mail, Posted, Wire
 
 FULL, BITMAP, GAPS8, GAPS16 = range(4)
 _MODES = 4
@@ -160,7 +159,7 @@ class Delta:
         self._codes: dict[int, int] = {}  # of what this rank receives
         self._bodies: dict[int, torch.Tensor] = {}
         self._headers: list[torch.Tensor] = []  # those that come
-        self._announced: tuple[list[dist.Work], Mail]  # headers under way, which live until they are sent
+        self._announced: Posted  # headers under way
         if not sends.relays:
             self._starts = [0]
             for numel in sends.numels:
@@ -182,7 +181,7 @@ class Delta:
         into = self._receives.messages[round]
         self._headers = [torch.zeros(2 + len(message.items), dtype=torch.int64, device=self._wire.device) for message in into]
         mail = [(message.peer, header.view(torch.uint8)) for message, header in zip(into, self._headers, strict=True)]
-        self._announced = (self._wire.post(out, mail), out)
+        self._announced = self._wire.post(out, mail)
         self._clock.lap("wire")
 
     def _encode(self, message: Message, round: int) -> list[int]:
@@ -219,7 +218,7 @@ class Delta:
         return self._outgoing
 
     def incoming(self, round: int) -> Mail:
-        self._wire.wait(self._announced[0])
+        self._wire.wait(self._announced)
         self._clock.lap("wire")
         mail = []
         for message, header in zip(self._receives.messages[round], self._headers, strict=True):

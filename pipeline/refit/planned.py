@@ -82,6 +82,6 @@ class PlannedRefit:
 
     def _connect(self) -> None:
         """NCCL wants all ranks of a group in its first batch, and not every rank has messages in the first round."""
-        if self._world.device.type == "cuda" and not self._connected:
-            dist.all_reduce(torch.zeros(1, device=self._world.device), group=self._world.spanning)
+        if self._world.carrier.type == "cuda" and not self._connected:
+            dist.all_reduce(torch.zeros(1, device=self._world.carrier), group=self._world.spanning)
         self._connected = True

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -78,8 +79,18 @@ def post(world: World, out: Tagged, into: Tagged) -> list[dist.Work]:
     return dist.batch_isend_irecv(operations) if operations else []
 
 
+@dataclass(frozen=True)
+class Posted:
+    """Messages on their way, and what they are received into, where that is not where they belong."""
+
+    works: list[dist.Work]
+    out: Mail  # in the carrier's memory, which must live until they are sent
+    landed: list[tuple[torch.Tensor, torch.Tensor]]  # (where it belongs, where it is received)
+
+
 class Wire:
-    """Posts, waits, and counts bytes, of one refit."""
+    """Posts, waits, and counts bytes, of one refit. What the group cannot carry from where it lies goes through the carrier's
+    memory: with ranks that share a GPU through page-locked host memory, which torch keeps for the next message."""
 
     def __init__(self, world: World):
         self.device = world.device
@@ -88,16 +99,37 @@ class Wire:
         self._to: Counter[int] = Counter()  # messages so far, by their other end
         self._from: Counter[int] = Counter()
 
-    def post(self, out: Mail, into: Mail) -> list[dist.Work]:
+    def post(self, out: Mail, into: Mail) -> Posted:
         self.sent += sum(tensor.numel() for _, tensor in out)
         self.received += sum(tensor.numel() for _, tensor in into)
-        return post(self._world, _tagged(out, self._to), _tagged(into, self._from))
+        carried = [(peer, self._carried(tensor)) for peer, tensor in out]
+        landing = [(peer, self._carried(tensor)) for peer, tensor in into]
+        for (_, at), (_, tensor) in zip(carried, out, strict=True):
+            if at is not tensor:
+                at.copy_(tensor, non_blocking=True)
+        if out and carried[0][1] is not out[0][1]:
+            self._settle()  # the copies are made before gloo reads them
+        works = post(self._world, _tagged(carried, self._to), _tagged(landing, self._from))
+        pairs = ((tensor, at) for (_, tensor), (_, at) in zip(into, landing, strict=True))
+        return Posted(works, carried, [(tensor, at) for tensor, at in pairs if at is not tensor])
 
-    def wait(self, works: list[dist.Work]) -> None:
+    def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory of the tensor's size from which the group carries: its own where that will do."""
+        if tensor.device == self._world.carrier:
+            return tensor
+        return torch.empty_like(tensor, device=self._world.carrier, pin_memory=self.device.type == "cuda")
+
+    def wait(self, posted: Posted) -> None:
         """Until they are done; on a GPU too, where `Work.wait` alone lets this thread run ahead of what it has posted."""
-        for work in works:
+        for work in posted.works:
             work.wait()
-        if works and self.device.type == "cuda":
+        for tensor, at in posted.landed:
+            tensor.copy_(at, non_blocking=True)
+        if posted.works:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
 
@@ -130,7 +162,7 @@ def run(world: World, wire: Wire, plan: RankPlan, encoding: Encoding, clock: Clo
     """All rounds of one rank."""
     relays = bool((plan.sends.source >= 0).any())
     phases = _phases(plan)
-    under_way: list[dist.Work] = []
+    under_way = Posted([], [], [])
 
     def wait(round: int) -> None:
         with world.phase(phases[round]):

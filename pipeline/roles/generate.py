@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from pipeline import generate
+import threading
+from collections.abc import Callable
+
+from pipeline import config, generate
 from pipeline.boxes import Region
 from pipeline.config import Recipe
 from pipeline.data.chat import load_tokenizer
+from pipeline.data.observations import Observations
 from pipeline.environments import registry as environments
-from pipeline.refit.base import Refit, Report
+from pipeline.generate.base import GenerateBackend, Part
+from pipeline.refit.base import Commit, Refit, Report
 from pipeline.refit.tables import RankPlan, Table, table
-from pipeline.remote import verb
-from pipeline.rollout.driver import rollout
-from pipeline.rollout.work import RolloutWork
-from pipeline.types import RolloutGroup
+from pipeline.remote import Later, verb
+from pipeline.rollout.driver import Driver
+from pipeline.rollout.hearing import Hearing
+from pipeline.rollout.judges import Judges
+from pipeline.rollout.lockstep import VERB, Lockstep
+from pipeline.rollout.work import Finished, RolloutWork, Unfinished
 from pipeline.world import World
 
 
 class GenerateRole:
-    """Holds the policy that samples, and the environments that judge."""
+    """Holds the policy that samples, and the environments that judge.
+
+    The first rank of an engine leads it: it alone has episodes, and answers for them. Its peers only follow the engine's moves.
+    """
 
     def __init__(self, recipe: Recipe, seed: int, world: World, refit: Refit):
         self._recipe = recipe
@@ -25,15 +35,36 @@ class GenerateRole:
         self._world = world
         self._refit = refit
         self._engine = world.realms.engine(world.rank)
-        self._leader = world.rank == self._engine[0]
+        self._lockstep = Lockstep(world.own if len(self._engine) > 1 else None)
+        self._leads = world.rank == self._engine[0]
+        self._driver: Driver | None = None  # where it leads
+        self._judges: Judges | None = None  # likewise
+        self._backend: GenerateBackend | None = None
+        self.news = threading.Event()
 
     @verb("setup")
     def setup(self) -> None:
         policy = self._recipe.policy
         with self._world.phase("load engine"):
             self._backend = generate.build(policy, len(self._engine), self._engine.index(self._world.rank), self._seed)
-            self._tokenizer = load_tokenizer(policy.tokenizer)
-            self._environments = environments.build(self._recipe.env) if self._leader else {}
+        if self._leads:
+            with self._world.phase("load environments"):
+                self._driver = self._lead(self._backend)
+
+    def _lead(self, backend: GenerateBackend) -> Driver:
+        recipe = self._recipe
+        policy = recipe.policy
+        tokenizer = load_tokenizer(policy.tokenizer)
+        observations = None
+        if config.section(recipe).max_rollout_turns > 1:
+            observations = Observations(tokenizer, policy.tokenizer, recipe.data.apply_chat_template)
+        judged_by = environments.build(recipe.env)
+        self._judges = Judges(judged_by, {name: env.timeout_s for name, env in recipe.env.items()}, self.news)
+        hearing = Hearing(judged_by, tokenizer, observations, policy.generation.vllm_cfg.max_model_len)
+        most = policy.generation.max_num_seqs
+        return Driver(backend, hearing, self._judges, self._lockstep, self._world, self.news, most)
+
+    # ---- weights ------------------------------------------------------------------------------------------------------------
 
     @verb("setup")
     def layout(self) -> Table:
@@ -54,16 +85,71 @@ class GenerateRole:
 
     @verb("refit")
     def receive(self) -> Report:
-        """Take all new weights; they are served only from `commit` on."""
+        """Take all new weights; they are served only from `commit` on. Episodes under way stand still until then."""
         with self._world.phase("receive"):
+            if self._driver:
+                self._driver.paused = True
             self._update = self._backend.update()
             return self._refit.receive(self._update)
 
     @verb("refit")
-    def commit(self, version: int) -> None:
+    def commit(self, commit: Commit) -> None:
         with self._world.phase("commit"):
-            self._update.commit(version)
+            self._update.commit(commit.version, commit.recompute_kv_cache)
+            if self._driver:
+                self._driver.resume()
+
+    @verb("refit")
+    def sleep(self, keep_weights: bool) -> None:
+        """Give the GPU to the train rank that shares it."""
+        with self._world.phase("sleep"):
+            self._backend.sleep(keep_weights)
+
+    @verb("refit")
+    def wake(self, part: Part) -> None:
+        with self._world.phase(f"wake {part}"):
+            self._backend.wake(part)
+
+    # ---- episodes -----------------------------------------------------------------------------------------------------------
 
     @verb("rollout")
-    def rollout(self, work: RolloutWork) -> list[RolloutGroup]:
-        return rollout(work, self._backend, self._environments, self._tokenizer, self._world, self._leader)
+    def rollout(self, work: RolloutWork) -> Later[Finished]:
+        """Begin these groups; each is answered as soon as its episodes have ended."""
+        return self._driver.rollout(work) if self._driver else _nothing()
+
+    @verb("rollout")
+    def drain(self) -> Later[None]:
+        """Begin no more episodes until the next commit. Ends when none asks the engine any more."""
+        return self._driver.drain() if self._driver else _nothing()
+
+    @verb("rollout")
+    def snapshot(self) -> list[Unfinished]:
+        """Where each group stands that has not been answered."""
+        return self._driver.snapshot() if self._driver else []
+
+    @verb("rollout")
+    def cut(self, works: list[int]) -> None:
+        """End the open episodes of the works with these numbers where they are."""
+        if self._driver:
+            self._driver.cut(works)
+
+    # ---- between verbs ------------------------------------------------------------------------------------------------------
+
+    def work(self, verb_waits: Callable[[], bool]) -> None:
+        if self._leads:
+            if self._driver:
+                self._driver.work(verb_waits)
+            self._lockstep.announce(VERB)
+        else:
+            self._lockstep.follow(self._backend, self._world)
+
+    def close(self) -> None:
+        if self._judges:
+            self._judges.close()
+
+
+def _nothing() -> Later:
+    """The answer of a rank that does not lead."""
+    later: Later = Later()
+    later.end()
+    return later

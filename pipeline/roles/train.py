@@ -167,6 +167,20 @@ class TrainRole:
         with self._world.phase("score"):
             return self._scorer.score(work)
 
+    @verb("train")
+    def offload(self, keep_weights: bool) -> None:
+        """Give this rank's device to the generate rank that shares it. keep_weights: the policy's stay, for a refit."""
+        with self._world.phase("offload"):
+            for name, model in self._models.items():
+                model.offload(keep_weights=keep_weights and name == "policy")
+
+    @verb("train")
+    def reload(self) -> None:
+        """Take it back."""
+        with self._world.phase("reload"):
+            for model in self._models.values():
+                model.reload()
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._policy.shapes

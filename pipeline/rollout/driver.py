@@ -1,71 +1,241 @@
-"""The episode driver, on generate ranks: prompts in, groups of rewarded completions out.
+"""Many episodes on one engine, on the rank that leads it: prompts in, groups of judged rollouts out.
 
-An engine is stepped until every completion has ended; each is judged, in a thread, while others are still being sampled. All
-ranks of an engine run this with the same arguments; only the first, the engine's leader, judges and replies.
+Between two steps of the engine the driver gives it what is to be drawn next and gives environments, in threads, what has been
+said. So the engine goes on while some environment thinks. Episodes begin in the order of the works, urgent ones first, the
+samples of a prompt one after another; at most `max_num_seqs` of them may still ask the engine, the others have not begun. A
+group is answered as soon as all its episodes have ended.
 
-Left out: several turns per episode, and running ahead of training.
+All that can begin of a work has begun before the first step after it came, and an episode's place is free as soon as it has
+said its last, whatever its judge does: so, where episodes have one turn, what shares a step does not depend on time.
+
+Leaves out: what the peers of an engine do (`lockstep`).
 """
 
 from __future__ import annotations
 
-import hashlib
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-from transformers import PreTrainedTokenizerBase
-
-from pipeline.environments.base import Environment
 from pipeline.generate.base import GenerateBackend
-from pipeline.rollout.work import RolloutWork
-from pipeline.types import Completion, Prompt, Request, Rollout, RolloutGroup, Turn
+from pipeline.remote import Later
+from pipeline.rollout.episode import Episode
+from pipeline.rollout.hearing import Heard, Hearing
+from pipeline.rollout.judges import Failure, Judges
+from pipeline.rollout.lockstep import STEP, WAIT, Lockstep, Move, make, waiting, working
+from pipeline.rollout.work import Finished, RolloutWork, Unfinished
+from pipeline.types import Completion, Rollout, RolloutGroup, Turn
 from pipeline.world import World
 
 
-def sampling_seed(seed: int, purpose: str, prompt: int, sample: int) -> int:
-    """A completion's own seed, in [0, 2**63). Who samples it, and beside what, does not enter."""
-    digest = hashlib.blake2b(f"{seed}/{purpose}/{prompt}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+@dataclass(slots=True)
+class _Open:
+    """A work some of whose groups have not ended."""
+
+    work: RolloutWork
+    later: Later[Finished]
+    ended: dict[int, dict[int, Rollout]]  # place -> sample -> rollout, of the groups that have not ended
+    episodes: dict[tuple[int, int], Episode] = field(default_factory=dict)  # (place, sample) -> that has not ended
 
 
-def rollout(
-    work: RolloutWork,
-    engine: GenerateBackend,
-    environments: dict[str, Environment],
-    tokenizer: PreTrainedTokenizerBase,
-    world: World,
-    leader: bool,
-) -> list[RolloutGroup]:
-    """Groups in the order of `work.prompts`, rollouts in sample order. Empty on ranks that do not lead."""
-    requests = {
-        f"{i}/{sample}": Request(
-            f"{i}/{sample}",
-            prompt.tokens,
-            sampling_seed(work.seed, work.purpose, prompt.index, sample),
-            work.sampling,
-        )
-        for i, prompt in enumerate(work.prompts)
-        for sample in range(work.samples)
-    }
-    judged: dict[str, Future[Rollout]] = {}
-    with ThreadPoolExecutor(1, thread_name_prefix="environment") as judge:
-        with world.phase("decode"):
-            engine.add(list(requests.values()))
-            while engine.pending:
-                for completion in engine.step():
-                    if leader:
-                        prompt = work.prompts[int(completion.id.split("/")[0])]
-                        environment = environments[prompt.environment]
-                        judged[completion.id] = judge.submit(_judge, environment, prompt, completion, tokenizer)
-        with world.phase("reward"):
-            rollouts = {request: future.result() for request, future in judged.items()}
-    if not leader:
-        return []
-    return [
-        RolloutGroup(prompt, tuple(rollouts[f"{i}/{sample}"] for sample in range(work.samples)))
-        for i, prompt in enumerate(work.prompts)
-    ]
+class Driver:
+    """`news` wakes it when it waits; the judges' and, if verbs come from elsewhere, theirs."""
 
+    def __init__(
+        self,
+        engine: GenerateBackend,
+        hearing: Hearing,
+        judges: Judges,
+        lockstep: Lockstep,
+        world: World,
+        news: threading.Event,
+        max_num_seqs: int,
+    ):
+        self._engine, self._hearing, self._judges, self._lockstep, self._world = engine, hearing, judges, lockstep, world
+        self._news, self._max_num_seqs = news, max_num_seqs
+        self._works: dict[int, _Open] = {}
+        self._urgent: deque[Episode] = deque()  # that have not begun
+        self._waiting: deque[Episode] = deque()  # likewise
+        self._under_way: set[Episode] = set()  # that may still ask the engine
+        self._next: deque[Episode] = deque()  # of these, those whose next turn is to be drawn
+        self._speaking: dict[str, Episode] = {}  # by the request in the engine
+        self._judged: set[Episode] = set()  # whose environment is asked
+        self._cutting: list[str] = []  # requests that are to end where they are
+        self._drains: list[Later[None]] = []
+        self._draining = False
+        self.paused = False  # the engine must not be used: new weights are on their way
 
-def _judge(environment: Environment, prompt: Prompt, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Rollout:
-    text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
-    outcome = environment.step(environment.reset(prompt), text)
-    return Rollout((Turn(completion),), outcome.reward, outcome.metrics)
+    # ---- verbs --------------------------------------------------------------------------------------------------------------
+
+    def rollout(self, work: RolloutWork) -> Later[Finished]:
+        """Raises ValueError if there is a work of that number already."""
+        if work.number in self._works:
+            raise ValueError(f"a work {work.number} is under way already")
+        later: Later[Finished] = Later()
+        of_work = _Open(work, later, {place: dict(work.finished.get(place, {})) for place in range(len(work.prompts))})
+        self._works[work.number] = of_work
+        queue = self._urgent if work.urgent else self._waiting
+        for place in range(len(work.prompts)):
+            for sample in range(work.samples):
+                if sample not in of_work.ended[place]:
+                    episode = of_work.episodes[place, sample] = Episode(work, place, sample)
+                    queue.append(episode)
+        for place in range(len(work.prompts)):
+            self._finish(of_work, place)
+        if not work.prompts:
+            self._close(of_work)
+        return later
+
+    def drain(self) -> Later[None]:
+        """Ends when no episode may ask the engine any more. None begins until `resume`."""
+        self._draining = True
+        self._drains.append(Later())
+        later = self._drains[-1]
+        self._end_drains()
+        return later
+
+    def resume(self) -> None:
+        """New weights are served."""
+        self._draining = self.paused = False
+
+    def snapshot(self) -> list[Unfinished]:
+        """Of each group that has not ended, in the order of the works."""
+        progress = self._engine.progress()
+        unfinished: dict[tuple[int, int], Unfinished] = {}
+        for number, of_work in self._works.items():
+            for (place, sample), episode in of_work.episodes.items():
+                group = unfinished.setdefault((number, place), Unfinished(number, place, dict(of_work.ended[place]), {}))
+                group.open[sample] = episode.drawn() + list(progress.get(episode.request_id, ()))
+        return list(unfinished.values())
+
+    def cut(self, numbers: list[int]) -> None:
+        """End the open episodes of these works where they are. A work that has been answered already is passed over."""
+        for number in numbers:
+            if number in self._works:
+                for episode in list(self._works[number].episodes.values()):
+                    self._cut(episode)
+        self._end_drains()
+
+    def _cut(self, episode: Episode) -> None:
+        speaking, judged = episode.request_id in self._speaking, episode in self._judged
+        if speaking and not episode.cut:
+            self._cutting.append(episode.request_id)
+        episode.cut = True
+        if speaking:
+            return
+        self._under_way.discard(episode)  # if it is judged, it ends with that
+        if not judged:
+            for queue in (self._urgent, self._waiting, self._next):
+                if episode in queue:
+                    queue.remove(episode)
+            self._end(episode, episode.cut_short())
+
+    # ---- between verbs ------------------------------------------------------------------------------------------------------
+
+    def work(self, verb_waits: Callable[[], bool]) -> None:
+        """Until a verb waits, or there is nothing to do before one comes."""
+        while not verb_waits():
+            if self._can_step:
+                with working(self._world):
+                    while self._can_step and not verb_waits():
+                        self._step()
+            elif self._judged:
+                self._lockstep.announce(WAIT)
+                with waiting(self._world):
+                    while self._judged and not self._can_step and not verb_waits():
+                        self._news.wait(self._judges.seconds_left())
+                        self._news.clear()  # before all that it may be about is looked at
+                        self._take_judged()
+            else:
+                return
+
+    @property
+    def _can_step(self) -> bool:
+        if self.paused:
+            return False
+        return bool(self._engine.pending or self._next or self._cutting or self._may_begin)
+
+    @property
+    def _may_begin(self) -> bool:
+        """Whether an episode can begin now."""
+        unbegun = self._urgent or self._waiting
+        return bool(unbegun) and not self._draining and len(self._under_way) < self._max_num_seqs
+
+    def _step(self) -> None:
+        self._take_judged()
+        adding = list(self._next)
+        self._next.clear()
+        while self._may_begin:
+            episode = (self._urgent or self._waiting).popleft()
+            self._under_way.add(episode)
+            adding.append(episode)
+        self._speaking |= {episode.request_id: episode for episode in adding}
+        move = Move(self._cutting, [episode.request() for episode in adding])
+        self._cutting = []
+        self._lockstep.announce(STEP, move)
+        for completion in make(move, self._engine):
+            self._hear(completion)
+        self._end_drains()
+
+    def _hear(self, completion: Completion) -> None:
+        """The policy has said something: the environment's turn."""
+        episode = self._speaking.pop(completion.id)
+        if episode.last_turn:
+            self._under_way.discard(episode)
+        if not len(completion.tokens):  # cut before it said a word
+            self._end(episode, episode.cut_short())
+            return
+        episode.said = completion
+        self._judged.add(episode)
+        self._judges.submit(episode.prompt.environment, episode, self._hearing.call(episode))
+
+    def _take_judged(self) -> None:
+        for episode, answer in self._judges.take():
+            self._judged.remove(episode)
+            if isinstance(answer, Failure):
+                self._end(episode, episode.failed(answer.why))
+            else:
+                self._go_on(episode, answer)
+        self._end_drains()
+
+    def _go_on(self, episode: Episode, heard: Heard) -> None:
+        """Each turn's reward counts; the last one's metrics."""
+        last, said = episode.last_turn, episode.said
+        episode.reward += heard.reward
+        episode.metrics = heard.metrics
+        episode.said = None
+        if heard.over or last or heard.observation is None:
+            cut = not heard.over and (episode.cut or not last)  # it would have gone on, but for the cut or for want of room
+            episode.turns.append(Turn(replace(said, finish="length") if cut else said))
+            self._end(episode, episode.rollout())
+        else:
+            episode.turns.append(Turn(said, heard.observation))
+            self._next.append(episode)
+
+    def _end(self, episode: Episode, rollout: Rollout) -> None:
+        of_work = self._works[episode.work.number]
+        self._under_way.discard(episode)
+        del of_work.episodes[episode.place, episode.sample]
+        of_work.ended[episode.place][episode.sample] = rollout
+        self._finish(of_work, episode.place)
+
+    def _finish(self, of_work: _Open, place: int) -> None:
+        """Answer the group if all its episodes have ended, and with it the work."""
+        work, ended = of_work.work, of_work.ended[place]
+        if len(ended) < work.samples:
+            return
+        of_work.later.put(Finished(place, RolloutGroup(work.prompts[place], tuple(ended[i] for i in range(work.samples)))))
+        del of_work.ended[place]
+        if not of_work.ended:
+            self._close(of_work)
+
+    def _close(self, of_work: _Open) -> None:
+        of_work.later.end()
+        del self._works[of_work.work.number]
+
+    def _end_drains(self) -> None:
+        if not self._under_way:
+            for later in self._drains:
+                later.end()
+            self._drains = []

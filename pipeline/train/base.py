@@ -50,6 +50,14 @@ class TrainBackend(Protocol):
         Raises FloatingPointError if the gradient is not finite; the weights are then unchanged.
         """
 
+    def offload(self, keep_weights: bool = False) -> None:
+        """Give the device's memory back: what is in it waits on the host, to the last bit, but for gradients: each step
+        makes its own. Until `reload` only `shapes`, `layout` and, with keep_weights, `local` may be asked for. Called again
+        without keep_weights, the weights go as well."""
+
+    def reload(self) -> None:
+        """Bring everything back that is away."""
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the policy in full, in a fixed order, in the precision it is served in. Collective: all ranks must
         exhaust it. The tensor is only good until the next one is asked for, and only rank 0 of the realm gets a real one

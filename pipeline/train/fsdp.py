@@ -31,6 +31,7 @@ from pipeline.train import lora, state
 from pipeline.train.attention import Packing, check_batch
 from pipeline.train.base import Loss, Use
 from pipeline.train.model import build
+from pipeline.train.offload import Offload
 from pipeline.train.optimizer import Schedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
 from pipeline.train.shards import Entry, Shards, collect, gathered, local, local_box, read_shards
@@ -74,6 +75,7 @@ class FSDPBackend:
         if use.reference and not self._model.adapters:
             self._reference = [local(p).to("cpu", copy=True) for p in self._parameters.values()]
         self._merged: lora.Merged | None = None  # weights with adapters, from when they are first asked for
+        self._offload = Offload(self.device)
         if use.trained:
             self._optimizer, self._schedule = self._new_optimizer()
             lora_cfg, random_seed = policy.dtensor_cfg.lora_cfg, seed if policy.random_init else None
@@ -160,6 +162,22 @@ class FSDPBackend:
         finally:
             for tensor, policy in zip(ours, kept, strict=True):
                 tensor.copy_(policy)
+
+    # ---- turns on the device --------------------------------------------------------------------------------------------
+
+    def offload(self, keep_weights: bool = False) -> None:
+        self._reshard()
+        weights = [local(parameter) for parameter in self._parameters.values()]
+        weights += self._merged.tensors.values() if self._merged else ()
+        if self._use.trained:
+            self._optimizer.zero_grad(set_to_none=True)
+            states = [value for state in self._optimizer.state.values() for value in state.values()]
+            self._offload.out([local(value) for value in states if torch.is_tensor(value)], keep=weights)
+        if not keep_weights:
+            self._offload.out(weights)
+
+    def reload(self) -> None:
+        self._offload.back()
 
     # ---- gradients ------------------------------------------------------------------------------------------------------
 

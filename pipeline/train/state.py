@@ -76,7 +76,7 @@ def load_optimizer(
                 value = torch.empty_like(parameter)
                 load_entries(f"optimizer.{kind}", value, pieces[parameter], reader)
             else:
-                value = reader.read(f"optimizer.{kind}.{first}", whole(()))
+                value = reader.read(f"optimizer.{kind}.{first}", whole(())).clone()  # not the file's memory: that stays
             state[number][kind] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

@@ -87,7 +87,7 @@ class Clock:
         self._last = (0.0, 0.0)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, verb: str | None = None) -> Iterator[None]:
         begun = _now()
         yield
         self._spend(name, begun, _now())

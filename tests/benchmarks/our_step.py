@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,10 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.data.packing import pack
 from pipeline.environments.base import Environment, Outcome
 from pipeline.generate.base import GenerateBackend
-from pipeline.rollout.driver import rollout
+from pipeline.rollout.driver import Driver
+from pipeline.rollout.hearing import Hearing
+from pipeline.rollout.judges import Judges
+from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.work import RolloutWork
 from pipeline.train.base import Use
 from pipeline.train.fsdp import FSDPBackend
@@ -46,15 +50,15 @@ class EvenWords(Environment):
 class Dealt:
     """A generation backend whose requests end after the lengths that the case has dealt out."""
 
-    def __init__(self, engine: GenerateBackend, lengths: list[int]):
+    def __init__(self, engine: GenerateBackend):
         self._engine = engine
-        self._lengths = lengths
+        self.lengths: list[int] = []  # of the next step's requests
 
     def add(self, requests: list[Request]) -> None:
         self._engine.add(
             [
                 dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, max_new_tokens=length))
-                for request, length in zip(requests, self._lengths, strict=True)
+                for request, length in zip(requests, self.lengths, strict=True)
             ]
         )
 
@@ -70,10 +74,11 @@ class OurStep:
     def __init__(self, case: Case, folder: Path, backend: str, packed_tokens: int):
         self.case, self.clock, self._steps = case, Clock(), 0
         policy = self._policy = _policy(case, folder, backend, packed_tokens)
-        self._tokenizer = load_tokenizer(policy.tokenizer)
         self._grpo = GRPO(GRPOConfig(use_leave_one_out_baseline=False), LossConfig(), updates_per_step=1)
         self._train = FSDPBackend(policy, dist.group.WORLD, 0, Use())
         self._engine = generate.build(policy, engine_ranks=1, rank_in_engine=0, seed=0)
+        self._dealt = Dealt(self._engine)
+        self._driver = _driver(self._dealt, policy, self.clock)
         self._refit()
 
     def step(self) -> list[int]:
@@ -84,16 +89,19 @@ class OurStep:
 
     def rollout(self) -> list[RolloutGroup]:
         prompts = self.case.prompts_of(self._steps)
+        first = self._steps * len(prompts)
         work = RolloutWork(
-            [Prompt(i, tokens.astype(np.int32), "even", {}) for i, tokens in enumerate(prompts)],
+            self._steps,
+            [Prompt(first + i, tokens.astype(np.int32), "even", {}) for i, tokens in enumerate(prompts)],
             self.case.generations,
-            f"train/{self._steps}",
+            "train",
             seed=0,
             sampling=Sampling(max_new_tokens=self.case.max_length),
         )
-        engine = Dealt(self._engine, self.case.lengths().tolist())
-        # A rollout asks nothing of the world but to note its phases.
-        return rollout(work, engine, {"even": EvenWords()}, self._tokenizer, self.clock, leader=True)
+        self._dealt.lengths = self.case.lengths().tolist()
+        answered = self._driver.rollout(work)
+        self._driver.work(lambda: False)
+        return [finished.group for finished in sorted(answered.unsent, key=lambda finished: finished.place)]
 
     def learn(self, groups: list[RolloutGroup]) -> None:
         with self.clock.phase("credit and pack"):
@@ -110,6 +118,14 @@ class OurStep:
         update = self._engine.update()
         update.load(self._train.weights())
         update.commit(self._steps)
+
+
+def _driver(engine: Dealt, policy: PolicyConfig, clock: Clock) -> Driver:
+    """A driver asks nothing of the world but to note its phases, for which a clock does."""
+    environments, news, generation = {"even": EvenWords()}, threading.Event(), policy.generation
+    hearing = Hearing(environments, load_tokenizer(policy.tokenizer), None, generation.vllm_cfg.max_model_len)
+    judges = Judges(environments, {"even": 60.0}, news)
+    return Driver(engine, hearing, judges, Lockstep(None), clock, news, generation.max_num_seqs)
 
 
 def _policy(case: Case, folder: Path, backend: str, packed_tokens: int) -> PolicyConfig:

@@ -9,7 +9,7 @@ from tests.benchmarks.cases import Case, padded_microbatches, padded_tokens
 from tests.benchmarks.contender import Times
 from tests.benchmarks.floor import Floor
 
-GENERATE = ("decode", "reward", "generate")  # phases that make rollouts; refit stands alone; the others train
+GENERATE = ("decode", "environment", "generate")  # phases that make rollouts; refit stands alone; the others train
 REFIT = "refit"
 CPU, WALL = 0, 1
 

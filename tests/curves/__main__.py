@@ -46,27 +46,31 @@ def recipes() -> list[str]:
 
 
 def run(recipe: str, backend: str, seed: int, executor: str, folder: Path, overrides: list[str]) -> Curve:
-    """Raises RuntimeError with the end of what it printed if the run fails."""
+    """Raises RuntimeError if the run fails."""
     loaded = config.load(recipe)
     run_dir = folder / f"{recipe}-{backend}-{executor}-{seed}"
-    if done_step(run_dir) is None:
-        arguments = [
-            f"recipe={recipe}",
-            f"run_dir={run_dir}",
-            f"cluster.executor={executor}",
-            f"{loaded.algorithm}.seed={seed}",
-            f"{loaded.algorithm}.val_at_start=true",
-            f"policy.{backend}_cfg.enabled=true",
-            *(ON_SLURM if executor == "slurm" else []),
-            *overrides,
-        ]
-        command = [sys.executable, str(ROOT / "launch/submit.py"), *arguments]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-        if result.returncode:
-            raise RuntimeError(f"{' '.join(command)}: status {result.returncode}\n{(result.stdout + result.stderr)[-3000:]}")
+    arguments = [
+        f"recipe={recipe}",
+        f"cluster.executor={executor}",
+        f"{loaded.algorithm}.seed={seed}",
+        f"{loaded.algorithm}.val_at_start=true",
+        f"policy.{backend}_cfg.enabled=true",
+        *(ON_SLURM if executor == "slurm" else []),
+        *overrides,
+    ]
+    submit(run_dir, arguments)
     lines = read(run_dir / "metrics.jsonl")
     metric = next(name for name in METRICS if name in lines[-1])
     return Curve(recipe, backend, seed, [(line["step"], line[metric]) for line in lines if metric in line], metric)
+
+
+def submit(run_dir: Path, arguments: list[str]) -> None:
+    """Run to the end what is not complete. Raises RuntimeError with the end of what it printed if it fails."""
+    if done_step(run_dir) is None:
+        command = [sys.executable, str(ROOT / "launch/submit.py"), *arguments, f"run_dir={run_dir}"]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+        if result.returncode:
+            raise RuntimeError(f"{' '.join(command)}: status {result.returncode}\n{(result.stdout + result.stderr)[-3000:]}")
 
 
 def row(curves: list[Curve]) -> str:

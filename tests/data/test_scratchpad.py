@@ -45,6 +45,19 @@ def test_mistakes_are_in_the_demonstration_and_not_in_the_answer():
     assert right / 4000 == pytest.approx(0.75**2, abs=0.03)
 
 
+def test_a_long_tail():
+    """Of the share, and several times as long; without one the sums are as they always were."""
+    skewed = addition("train", 4000, seed=0, digits=1, long_share=0.1, long_digits=[6, 7])
+    lengths = [len(record["output"]) for record in skewed]
+    assert sum(length > 30 for length in lengths) / 4000 == pytest.approx(0.1, abs=0.015)
+    assert all(length < 10 or length > 30 for length in lengths)
+    assert all(eval(record["input"].rstrip("=")) == int(record["answer"]) for record in skewed)
+    assert addition("train", 50, seed=0, digits=2, long_digits=9) == addition("train", 50, seed=0, digits=2)
+    for wrong in ({"long_share": 1.0, "long_digits": 3}, {"long_share": 0.5}, {"long_share": 0.5, "long_digits": [0]}):
+        with pytest.raises(ValueError, match=r"long_share|long_digits"):
+            addition("train", 5, seed=0, **wrong)
+
+
 def wrong_columns(demonstration: str) -> int:
     columns, result = demonstration.split(";")
     totals = [(sum(map(int, left.split("+"))), total) for left, total in (column.split("=") for column in columns.split(","))]

@@ -121,7 +121,7 @@ def test_a_finished_run_does_nothing_more(local):
 
 
 def test_seeds_do_not_depend_on_the_engine():
-    from pipeline.rollout.driver import sampling_seed
+    from pipeline.rollout.episode import sampling_seed
 
     seeds = {
         sampling_seed(42, f"train/{step}", prompt, sample) for step in range(5) for prompt in range(20) for sample in range(8)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -58,19 +59,20 @@ def test_an_expected_answer_without_content_is_an_error(math: Math):
 
 def test_an_answer_that_never_ends_is_killed_and_the_next_is_judged():
     environment = Math(timeout_s=1.0)
-    first = environment._worker.process
+    first = environment._processes[0].process
     assert step(environment, "1", NEVER_ENDS) == (0.0, {"accuracy": 0.0, "timeout": 1.0, "crash": 0.0})
     assert first.returncode == -signal.SIGKILL
     assert not Path(f"/proc/{first.pid}").exists()
     environment._timeout_s = 30.0
     assert step(environment, "7", "\\boxed{7}")[0] == 1.0
+    (second,) = environment._processes
     environment.close()
-    assert not environment._worker.alive
+    assert second.process.returncode == -signal.SIGKILL
 
 
 def test_a_worker_that_dies_of_an_answer_costs_that_answer_alone():
     environment = Math(timeout_s=60.0)
-    worker = environment._worker.process
+    worker = environment._processes[0].process
     killer = threading.Timer(0.5, worker.kill)
     killer.start()
     assert step(environment, "1", NEVER_ENDS) == (0.0, {"accuracy": 0.0, "timeout": 0.0, "crash": 1.0})
@@ -78,8 +80,31 @@ def test_a_worker_that_dies_of_an_answer_costs_that_answer_alone():
     environment.close()
 
 
+def test_several_threads_share_workers_of_which_one_hangs_and_one_dies():
+    """Workers that are started in a step outlive the thread of that step."""
+    environment = Math(timeout_s=3.0, workers=2)
+    first = [worker.process for worker in environment._processes]
+    hung = threading.Thread(target=lambda: outcomes.append(step(environment, "1", NEVER_ENDS)))
+    outcomes: list[tuple[float, dict[str, float]]] = []
+    hung.start()
+    while environment._idle.qsize() > 1:
+        time.sleep(0.01)
+    with ThreadPoolExecutor(4) as threads:
+        rewards = list(threads.map(lambda n: step(environment, str(n), "7")[0], range(20)))
+    assert rewards == [float(n == 7) for n in range(20)]  # each thread has its own question's answer
+    assert not outcomes  # while the other worker is still at it
+    hung.join()
+    assert outcomes[0][1]["timeout"] == 1.0
+    time.sleep(0.2)
+    assert [step(environment, "7", "7")[0] for _ in range(4)] == [1.0] * 4  # the new worker's thread has ended long since
+    assert [process.poll() is None for process in first].count(True) == 1
+    assert all(worker.process.poll() is None for worker in environment._processes)
+    environment.close()
+    assert all(worker.process.poll() is not None for worker in environment._processes)
+
+
 def test_the_worker_imports_no_torch(math: Math):
-    mapped = Path(f"/proc/{math._worker.process.pid}/maps").read_text()
+    mapped = Path(f"/proc/{math._processes[0].process.pid}/maps").read_text()
     assert "libpython" in mapped or "python" in mapped
     assert "torch" not in mapped and "vllm" not in mapped
 
@@ -87,11 +112,11 @@ def test_the_worker_imports_no_torch(math: Math):
 @pytest.mark.parametrize("busy", [False, True])
 def test_the_worker_dies_with_its_parent(busy: bool):
     """Whether it waits for a question (its pipe ends) or is in the midst of an answer (the kernel's signal)."""
-    ask = f"math._worker.process.stdin.write(json.dumps({{'expected': '1', 'text': {NEVER_ENDS!r}}}).encode() + b'\\n');"
+    ask = f"worker.stdin.write(json.dumps({{'expected': '1', 'text': {NEVER_ENDS!r}}}).encode() + b'\\n');"
     program = (
-        "import json, os, time; from pipeline.environments.math import Math; math = Math();"
-        f"{ask + 'math._worker.process.stdin.flush(); time.sleep(1);' if busy else ''}"
-        "print(math._worker.process.pid, flush=True); time.sleep(600)"
+        "import json, os, time; from pipeline.environments.math import Math; worker = Math()._processes[0].process;"
+        f"{ask + 'worker.stdin.flush(); time.sleep(1);' if busy else ''}"
+        "print(worker.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
     worker = int(parent.stdout.readline())

@@ -19,6 +19,45 @@ class LengthReward(Environment):
         return Outcome(self.scale * len(text))
 
 
+class NoStep(Environment):
+    def reset(self, prompt: Prompt) -> Prompt:
+        return prompt
+
+
+class Nothing:
+    """No environment at all."""
+
+
+class Alien:
+    """An environment that derives from nothing of ours."""
+
+    def reset(self, prompt: Prompt) -> Prompt:
+        return prompt
+
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        return Outcome(1.0)
+
+    def close(self) -> None: ...
+
+
+def test_how_many_at_once():
+    configs = {
+        "own": EnvironmentConfig(kind="exact_match"),
+        "said": EnvironmentConfig(kind="exact_match", workers=3),
+        "alien": EnvironmentConfig(kind=f"{__name__}.Alien"),
+        "math": EnvironmentConfig(kind="math", workers=2),
+    }
+    environments = build(configs)
+    assert {name: environment.workers for name, environment in environments.items()} == {
+        "own": 1,
+        "said": 3,
+        "alien": 1,
+        "math": 2,
+    }
+    assert len(environments["math"]._processes) == 2
+    environments["math"].close()
+
+
 def test_the_kinds_and_a_users_class():
     environments = build(
         {
@@ -38,7 +77,10 @@ def test_the_kinds_and_a_users_class():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (EnvironmentConfig(kind="maths"), r"env\.a \(kind maths\): no such kind; there are: exact_match, math"),
+        (
+            EnvironmentConfig(kind="maths"),
+            r"env\.a \(kind maths\): no such kind; there are: calculator, code, code_interpreter",
+        ),
         (EnvironmentConfig(kind="no.such.Class"), "no such class: No module named 'no'"),
         (EnvironmentConfig(kind="pipeline.environments.math.Algebra"), "no such class: .*Algebra"),
         (EnvironmentConfig(kind="exact_match", kwargs={"patern": "x"}), r"env\.a .*patern"),
@@ -46,6 +88,13 @@ def test_the_kinds_and_a_users_class():
             EnvironmentConfig(kind="math", kwargs={"math_verify_impl": "dapo"}),
             "'dapo' is not one of: hf_math_verify, dapo_math_v",
         ),
+        (EnvironmentConfig(kind=f"{__name__}.NoStep"), r"NoStep\): .*abstract.*step"),
+        (EnvironmentConfig(kind=f"{__name__}.Nothing"), "the class has no reset and no step and no close; an environment has"),
+        (
+            EnvironmentConfig(kind="tools", kwargs={"judge": "b", "tools": ["calculator"]}),
+            "judge: there is no env.b; one of: a",
+        ),
+        (EnvironmentConfig(kind="multiple_choice", kwargs={"choices": 1}), "choices: 1 is not a number of letters"),
         (EnvironmentConfig(kind="math", timeout_s=0.0), "timeout_s: 0.0 must be above 0"),
     ],
 )

@@ -1,10 +1,11 @@
-"""One of three ranks: a bystander, and the two of an engine. Run by test_vllm.
+"""An engine of two ranks in a world of three, each a process; the third is a bystander.
 
 python -m tests.generate.engine_rank RANK RENDEZVOUS OLD_FOLDER NEW_FOLDER OUTPUT VLLM_CFG
 """
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,9 +13,26 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.generate.tiny import drain, policy, refit, requests
+from tests.generate.in_flight import CASES, drive
+from tests.generate.tiny import Checkpoint, drain, policy, refit, requests
 
+ROOT = Path(__file__).parent.parent.parent
 BYSTANDER, ENGINE = 0, (1, 2)
+
+
+def run(folder: Path, old: Checkpoint, new: Checkpoint, settings: dict) -> list[dict]:
+    """What each rank of the engine replies."""
+    ranks = []
+    for rank in range(3):
+        files = [str(folder / "rendezvous"), str(old.folder), str(new.folder), str(folder / f"{rank}.json")]
+        command = [sys.executable, "-m", "tests.generate.engine_rank", str(rank), *files, json.dumps(settings)]
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}))
+    try:
+        assert [rank.wait(timeout=240) for rank in ranks] == [0, 0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in ENGINE]
 
 
 def main(rank: int, rendezvous: str, old: str, new: str, output: str, settings: str) -> None:
@@ -35,7 +53,8 @@ def main(rank: int, rendezvous: str, old: str, new: str, output: str, settings: 
         refit(engine, weights[1], 1)
         results += [drawn(engine, temperature) for temperature in (0.0, 1.0)]
         received = sum(region.box.numel for unit in engine.layout() for region in unit.regions)
-        reply = {"results": results, "received": received, "in_flight": in_flight(engine, weights[0])}
+        reply = {"results": results, "received": received, "cut": cut(engine)}
+        reply["in_flight"] = [drive(engine, CASES["vllm"], weights, recompute).packed() for recompute in (True, False)]
         shared_memory = os.environ["VLLM_DIST_IDENT"]
         engine.close()
         Path(output).write_text(json.dumps(reply | {"pid": os.getpid(), "shared_memory": shared_memory}))
@@ -50,14 +69,15 @@ def drawn(engine, temperature: float) -> dict[str, list[int]]:
     return {id: completion.tokens.tolist() for id, completion in done.items()}
 
 
-def in_flight(engine, weights) -> dict[str, tuple]:
-    """Tokens, log-probs and spans of requests under which the weights become these, version 2."""
-    engine.add(requests(4, 2, max_new_tokens=12))
-    done = [completion for _ in range(6) for completion in engine.step()]
-    refit(engine, weights, 2)
+def cut(engine) -> dict[str, tuple[str, list[int]]]:
+    """Finish and tokens of requests of which every second is cut after five steps."""
+    asked = requests(4, 2)
+    engine.add(asked)
+    done = [completion for _ in range(5) for completion in engine.step()]
+    done += engine.cut([request.id for request in asked[::2] if request.id in engine.progress()])
     while engine.pending:
         done += engine.step()
-    return {c.id: (c.tokens.tolist(), c.logprobs.tolist(), [(s.version, s.tokens) for s in c.spans]) for c in done}
+    return {completion.id: (completion.finish, completion.tokens.tolist()) for completion in done}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.generate.test_vllm_update import expected_logprobs
+from tests.generate.in_flight import claimed_logprobs
 from tests.generate.tiny import drain, refit, requests
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -63,7 +63,7 @@ def test_draws_follow_the_truncated_distribution(engine, checkpoint):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_weights_change_between_two_steps(temperature, engine, checkpoint):
-    models = {version: checkpoint("llama", version).model for version in (0, 1)}
+    models = [checkpoint("llama", version) for version in (0, 1)]
     refit(engine, checkpoint("llama", 0).weights(), 0)
     asked = {r.id: r for r in requests(4, 2, temperature=temperature)}
     engine.add(list(asked.values()))
@@ -72,6 +72,6 @@ def test_weights_change_between_two_steps(temperature, engine, checkpoint):
     while engine.pending:
         done += engine.step()
     for completion in done:
-        expected = expected_logprobs(models, asked[completion.id], completion, True, temperature)
+        expected = claimed_logprobs(models, asked[completion.id], completion)
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
     assert {0, 1} <= {span.version for completion in done for span in completion.spans}

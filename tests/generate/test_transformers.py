@@ -70,12 +70,3 @@ def test_models_that_it_cannot_serve_are_refused(checkpoint):
         build(policy(checkpoint("qwen3_moe", 0).folder, "transformers"), 1, 0, 0)
     with pytest.raises(ValueError, match="whole model on each rank"):
         build(policy(checkpoint("llama", 0).folder, "transformers"), 2, 0, 0)
-
-
-def test_weights_do_not_change_under_a_running_request(new_engine):
-    engine = new_engine("transformers", "llama")
-    engine.add([single(np.arange(2, 9))])
-    with pytest.raises(RuntimeError, match="1 requests run"):
-        engine.update()
-    while engine.pending:
-        assert all(span.version == 0 for completion in engine.step() for span in completion.spans)

@@ -25,6 +25,7 @@ from transformers import (
 
 from pipeline.boxes import whole
 from pipeline.config import GenerationConfig, PolicyConfig, TokenizerConfig, VLLMConfig
+from pipeline.config.schema import ColocatedConfig
 from pipeline.generate.base import GenerateBackend, Unit, WeightUpdate
 from pipeline.types import Completion, Request, Sampling
 
@@ -97,6 +98,7 @@ def policy(
     precision: str = "float32",
     vllm_kwargs: dict[str, Any] | None = None,
     vllm_cfg_precision: str = "auto",
+    colocated: bool = False,
     **vllm_cfg,
 ) -> PolicyConfig:
     settings = {"max_model_len": MAX_MODEL_LEN, "enforce_eager": True, "precision": vllm_cfg_precision} | vllm_cfg
@@ -105,7 +107,11 @@ def policy(
         tokenizer=TokenizerConfig(name=str(folder)),
         precision=precision,
         generation=GenerationConfig(
-            backend=backend, max_num_seqs=max_num_seqs, vllm_cfg=VLLMConfig(**settings), vllm_kwargs=vllm_kwargs or {}
+            backend=backend,
+            max_num_seqs=max_num_seqs,
+            vllm_cfg=VLLMConfig(**settings),
+            vllm_kwargs=vllm_kwargs or {},
+            colocated=ColocatedConfig(enabled=colocated),
         ),
     )
 

@@ -135,6 +135,21 @@ def test_data_set_that_is_nowhere(tmp_path):
     assert "data.train.dataset_name: 'some/data'" in message and "hf download --repo-type dataset some/data" in message
 
 
+def test_several_data_sets_are_each_looked_into(tmp_path):
+    """One whose file is not there, one whose lines lack the input, one that nobody has."""
+    several = {
+        "here": {"data_path": "data.jsonl", "env_name": "math"},
+        "gone": {"data_path": "no.jsonl", "env_name": "math"},
+        "odd": {"data_path": "data.jsonl", "env_name": "math", "input_key": "question"},
+    }
+    validated = {"nowhere": {"dataset_name": "some/data", "env_name": "math"}}
+    write_recipe(tmp_path, data={"apply_chat_template": False, "train": None, "datasets": several, "validations": validated})
+    message = refuse(tmp_path, count=3)
+    assert "data.datasets.gone.data_path" in message
+    assert "data.datasets.odd.data_path: data.jsonl:1: no key 'question'" in message
+    assert "data.validations.nowhere.dataset_name: 'some/data'" in message
+
+
 def test_folder_of_another_recipe(tmp_path):
     write_recipe(tmp_path, grpo={"num_prompts_per_step": 2, "num_generations_per_prompt": 2, "seed": 1})
     from pipeline import config

@@ -219,7 +219,7 @@ BROKEN = {
         {},
         [
             "policy.tokenizer: null, but it must be a mapping of keys",
-            "env.math.kind: 'poetry' is not one of: exact_match, math, reward_model",
+            "env.math.kind: 'poetry' is neither a kind nor the dotted path of a class; there are: calculator, code",
             "env.judge.model_name: kind reward_model needs one",
             "cluster.train.nodes: -1 is too small; at least 1",
             "cluster.generate.gpus_per_node: 2000 is too large; at most 1024",

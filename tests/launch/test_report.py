@@ -156,6 +156,37 @@ def test_several_runs_lie_over_each_other(run, tmp_path):
     assert "grpo.seed" in page.texts["code"]
 
 
+def test_an_async_run_tells_how_old_its_tokens_were(tmp_path):
+    run = past_runs.folder(tmp_path / "async")
+    line = {"time": 1.0, "async/age_mean": 0.5, "async/age_max": 2.0, "async/groups_live": 8.0}
+    ages = [{"async/tokens_age_0": 30.0, "async/tokens_age_1": 10.0}, {"async/tokens_age_0": 10.0, "async/tokens_age_10": 10.0}]
+    text = "".join(json.dumps(line | {"step": step} | of) + "\n" for step, of in enumerate(ages, 1))
+    (run / "metrics.jsonl").write_text(text)
+    page = Page(written(run, f"out={tmp_path / 'r.html'}"))
+    assert page.headings() == ["Overview", "Staleness", "Recipe"]
+    charts = page.charts()
+    layers = {layer["name"]: layer["y"] for layer in charts["share of tokens by age"]["series"]}
+    assert layers == {"age 0": [0.75, 0.5], "age 1": [0.25, 0], "age 10": [0, 0.5]}
+    assert {series["name"]: series["y"] for series in charts["age"]["series"]} == {"mean": [0.5, 0.5], "max": [2, 2]}
+    assert "groups live" in charts
+
+
+def test_several_turns_are_told_one_by_one_and_many_without_the_middle_ones(tmp_path):
+    run = past_runs.folder(tmp_path / "turns")
+    record = {"prompt": "p", "completion": "ab", "completion_tokens": [1, 2], "reward": 1.0, "finish": "stop"}
+    turns = [{"said": f"say {i} {HOSTILE}", "told": f"told {i}" if i < 39 else ""} for i in range(40)]
+    records = [record, record | {"turns": turns[:2]}, record | {"turns": turns, "failure": "it hung", "dataset": "tools"}]
+    (run / "rollouts").mkdir()
+    (run / "rollouts/step_000001.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    (samples,) = Page(written(run, f"out={tmp_path / 'r.html'}")).data("samples-data")
+    single, few, many = samples["files"][0]["samples"]
+    assert single["completion"] == "ab" and "turns" not in single
+    assert [told for _, told in few["turns"]] == ["told 0", "told 1"] and "completion" not in few
+    assert len(many["turns"]) == 21 and many["turns"][10][0] == "… 20 turns are left out here …"
+    assert many["turns"][9][1] == "told 9" and many["turns"][-1][0].startswith("say 39 ")
+    assert dict(many["facts"]) == {"finish": "stop", "tokens": 2, "turns": 40, "dataset": "tools", "failure": "it hung"}
+
+
 def test_labels_tell_folders_of_one_name_apart():
     assert report.labels([Path("/a/x"), Path("/b/x"), Path("/b/y")]) == ["a/x", "b/x", "b/y"]
     assert report.labels([Path("/a/x"), Path("/a/y")]) == ["x", "y"]

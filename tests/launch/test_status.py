@@ -16,6 +16,7 @@ from launch.past_run import PastRun
 from launch.slurm import HetSlurmExecutor
 from pipeline.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig, ClusterConfig, ComponentConfig
+from pipeline.metrics import read
 from tests.launch import past_runs, tasks
 from tests.launch.past_runs import Texts
 from tests.launch.waiting import reports, wait_until, wait_until_ended
@@ -161,9 +162,15 @@ def test_what_is_named_and_failed_gives_1_in_a_list_too(run, tmp_path, capsys):
     assert asked(capsys, tmp_path / "runs")[0] == 0
 
 
+def test_idle_shares_are_means_of_the_last_steps(run, capsys):
+    told = [line | {"idle/train": 0.1 * line["step"], "idle/generate": 0.25} for line in read(run / "metrics.jsonl")]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+    assert "idle        train 35%, generate 25%\n" in asked(capsys, run)[1]  # the mean of 10%, 20% ... 60%
+
+
 def test_of_a_long_run_only_the_end_is_read(run, capsys):
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[5])
-    spoiled = ["x" * 400] * 19_000  # would raise, if it were read
+    spoiled = ["x" * len(json.dumps(line))] * 19_000  # would raise, if it were read
     lines = [json.dumps(line | {"step": step, "time": 1e9 + step}) for step in range(19_001, 20_001)]
     (run / "metrics.jsonl").write_text("\n".join([*spoiled, *lines]) + "\n")
     told = json.loads(asked(capsys, run, "json=true")[1])

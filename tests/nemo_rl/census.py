@@ -25,18 +25,8 @@ def dtensor(tree: Tree, key: str, default: Any = None) -> Any:
     return get(tree, f"policy.dtensor_cfg.{key}", default) if get(tree, "policy.dtensor_cfg.enabled") else default
 
 
-def datasets(tree: Tree) -> list[Any]:
-    train = get(tree, "data.train")
-    return train if isinstance(train, list) else [train]
-
-
 QUESTIONS: dict[str, Callable[[Tree], Any]] = {
-    "async": lambda t: (
-        get(t, "grpo.async_grpo.enabled")
-        or get(t, "ppo.async_ppo.enabled")
-        or get(t, "ppo.async_grpo.enabled")
-        or "async_rl" in t
-    ),
+    "async": lambda t: get(t, "ppo.async_ppo.enabled") or get(t, "ppo.async_grpo.enabled") or "async_rl" in t,
     "generation backend": lambda t: get(t, "policy.generation.backend", "vllm") != "vllm",
     "FP8 training": lambda t: megatron(t, "fp8_cfg.enabled"),
     "drafting": lambda t: get(t, "policy.generation.vllm_kwargs.speculative_config.method", "ngram") != "ngram",
@@ -53,9 +43,8 @@ QUESTIONS: dict[str, Callable[[Tree], Any]] = {
     "FSDP2 context parallelism": lambda t: dtensor(t, "context_parallel_size", 1) > 1,
     "FSDP2 expert parallelism": lambda t: dtensor(t, "expert_parallel_size", 1) > 1,
     "another optimizer": lambda t: dtensor(t, "enabled") and get(t, "policy.optimizer.name") != "torch.optim.AdamW",
-    "several turns": lambda t: any(get(t, f"{name}.max_rollout_turns", 1) > 1 for name in ("grpo", "ppo", "distillation")),
     "NeMo Gym": lambda t: get(t, "env.should_use_nemo_gym") or get(t, "data.default.env_name") == "nemo_gym",
-    "several data sets": lambda t: len(datasets(t)) > 1 or get(t, "data.use_multiple_dataloader"),
+    "custom data loader": lambda t: get(t, "data.use_multiple_dataloader"),
     "several rewards": lambda t: get(t, "grpo.adv_estimator.name") == "gdpo",
     "several teachers": lambda t: get(t, "teachers") or get(t, "on_policy_distillation"),
     "positive NLL": lambda t: get(t, "loss_fn.positive_example_nll_weight"),
@@ -64,7 +53,6 @@ QUESTIONS: dict[str, Callable[[Tree], Any]] = {
         > get(t, "policy.generation.vllm_cfg.tensor_parallel_size", 1)
     ),
     "stop strings": lambda t: get(t, "policy.generation.stop_strings"),
-    "pass@k": lambda t: get(t, "grpo.val_num_generations_per_prompt", 1) > 1,
 }
 
 

@@ -29,14 +29,54 @@ def test_a_data_set_that_holds_nothing_out() -> None:
     assert data.train.split_validation_size == 0 and (data.validation.dataset_name, data.validation.repeat) == ("AIME2024", 16)
 
 
-def test_one_set_to_validate_on() -> None:
-    assert "data.train.split_validation_size: 0.05 asks for several data sets" in problem(
-        "grpo", "data.validation={dataset_name: AIME2024}"
+def test_what_is_held_out_is_validated_on_beside_another_data_set() -> None:
+    loaded = inspect("grpo", "data.validation={dataset_name: AIME2024}")
+    assert (loaded.recipe.data.train.split_validation_size, loaded.recipe.data.validation.dataset_name) == (0.05, "AIME2024")
+    assert any(note.startswith("data.validation: of each data set as many records") for note in loaded.notes)
+
+
+def test_a_list_of_one() -> None:
+    data = read("grpo", "data.train=[{dataset_name: OpenMathInstruct-2, split_validation_size: 9}]").data
+    assert data.train.seed == 42 and data.datasets == {}
+
+
+SEVERAL = (
+    "data.train=[{dataset_name: OpenMathInstruct-2, seed: 3, split_validation_size: 0.1}, {dataset_name: DeepScaler}]",
+    "data.validation=[{dataset_name: AIME2024, repeat: 16}, {dataset_name: OpenMathInstruct-2, env_name: math}]",
+)
+
+
+def test_several_data_sets() -> None:
+    """Each with the defaults, and under a name of its own; theirs are laid end to end, so none has a weight."""
+    data = read("grpo", *SEVERAL).data
+    assert data.train is None and data.validation is None
+    assert [(name, one.dataset_name, one.env_name, one.weight) for name, one in data.datasets.items()] == [
+        ("OpenMathInstruct-2", "OpenMathInstruct-2", "math", None),
+        ("DeepScaler", "DeepScaler", "math", None),
+    ]
+    held_out = data.datasets["OpenMathInstruct-2"]
+    assert (held_out.split_validation_size, held_out.seed) == (0.1, 3)
+    assert {one.prompt_file for one in data.datasets.values()} == {str(RECIPES / "examples/prompts/boxed.txt")}
+    assert [(name, one.repeat) for name, one in data.validations.items()] == [("AIME2024", 16), ("OpenMathInstruct-2_2", 1)]
+
+
+def test_several_files() -> None:
+    files = (
+        "{dataset_name: ResponseDataset, data_path: /a/train.jsonl}",
+        "{dataset_name: ResponseDataset, data_path: /b/train.jsonl}",
     )
-    assert read("grpo", "data.train=[{dataset_name: OpenMathInstruct-2, split_validation_size: 9}]").data.train.seed == 42
-    assert "DeepScaler, gsm8k asks for several data sets" in "".join(
-        inspect("grpo", "data.train=[{dataset_name: DeepScaler}, {dataset_name: gsm8k}]").problems
-    )
+    data = read("grpo", f"data.train=[{', '.join(files)}]", "grpo.val_period=0").data
+    assert {name: one.data_path for name, one in data.datasets.items()} == {
+        "train": "/a/train.jsonl",
+        "train_2": "/b/train.jsonl",
+    }
+
+
+def test_what_is_wrong_in_a_list_is_told_with_its_place() -> None:
+    _, translation = with_keys("grpo", "data.train=[{dataset_name: gsm8k}, {dataset_name: gsm8k, colour: red}]")
+    assert any(each.startswith("data.train[1].colour: is not a key") for each in translation.problems)
+    _, translation = with_keys("grpo", "data.train=[{dataset_name: gsm8k}, {dataset_name: NoSuchSet}]")
+    assert any(each.startswith("data.train[1]: NoSuchSet asks for this data set") for each in translation.problems)
 
 
 def test_files_by_keys() -> None:

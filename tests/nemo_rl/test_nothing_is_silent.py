@@ -74,7 +74,7 @@ def test_an_unknown_key_is_told_with_the_nearest() -> None:
 
 
 ASKING = {
-    "async": ("grpo", "grpo.async_grpo.enabled=true"),
+    "async": ("ppo", "ppo.async_ppo.enabled=true"),
     "generation backend": ("grpo", "policy.generation.backend=sglang"),
     "FP8 training": ("grpo_megatron", "policy.megatron_cfg.fp8_cfg.enabled=true"),
     "MXFP8 generation": ("grpo", "policy.generation.vllm_cfg.precision=fp8", "policy.generation.vllm_cfg.is_mx=true"),
@@ -89,15 +89,13 @@ ASKING = {
     "FSDP2 context parallelism": ("grpo", "policy.dtensor_cfg.context_parallel_size=2"),
     "FSDP2 expert parallelism": ("grpo", "policy.dtensor_cfg.expert_parallel_size=8"),
     "another optimizer": ("grpo", "policy.optimizer.name=transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"),
-    "several turns": ("grpo", "grpo.max_rollout_turns=5"),
     "NeMo Gym": ("grpo", "env.should_use_nemo_gym=true"),
-    "several data sets": ("grpo", "data.train=[{dataset_name: gsm8k}, {dataset_name: DeepScaler}]"),
+    "custom data loader": ("grpo", "data.use_multiple_dataloader=true"),
     "several rewards": ("grpo", "grpo.adv_estimator.name=gdpo"),
     "several teachers": ("grpo", "on_policy_distillation={teachers: []}"),
     "positive NLL": ("grpo", "loss_fn.positive_example_nll_weight=0.1"),
     "engine data parallelism": ("grpo", "policy.generation.vllm_cfg.expert_parallel_size=8"),
     "stop strings": ("grpo", "policy.generation.stop_strings=[stop]"),
-    "pass@k": ("grpo", "grpo.val_num_generations_per_prompt=4"),
 }
 
 

@@ -14,11 +14,12 @@ def size(component: ComponentConfig) -> tuple[int, int]:
     return component.nodes, component.gpus_per_node
 
 
-def test_shared_gpus_are_doubled_and_that_is_told_first() -> None:
+def test_shared_gpus_stay_shared() -> None:
     loaded = inspect("grpo")
+    assert loaded.recipe.policy.generation.colocated.enabled
     assert size(loaded.recipe.cluster.train) == size(loaded.recipe.cluster.generate) == (2, 8)
-    assert loaded.notes[0].startswith(f"{COLOCATED}.enabled=true") and "cluster.generate.nodes" in loaded.notes[0]
-    assert size(read("grpo", "cluster.generate.nodes=1").cluster.generate) == (1, 8)
+    assert not any(COLOCATED in note for note in loaded.notes)
+    assert read("grpo", "cluster.train.nodes=4").cluster.generate.nodes == 4
 
 
 def test_nodes_are_divided() -> None:
@@ -54,6 +55,8 @@ def test_a_reward_model_has_gpus_of_its_own() -> None:
     )
     _, translation = with_keys("grpo", judge, "data.default.env_name=reward_model", "cluster.num_nodes=3")
     assert not translation.problems
+    assert not translation.layer["policy"]["generation"]["colocated"]["enabled"]
+    assert translation.changed[0].startswith(f"{COLOCATED}.enabled=true") and "cluster.generate.nodes" in translation.changed[0]
     sizes = {name: (given["nodes"], given["gpus_per_node"]) for name, given in translation.layer["cluster"].items()}
     assert sizes == {"train": (2, 8), "generate": (2, 8), "reward": (1, 8)}
     assert translation.layer["env"]["reward_model"]["served_by"] == "reward"

@@ -184,8 +184,24 @@ def test_verifiers() -> None:
     assert read("grpo", "env.math.math_verify_impl=dapo_math_verify").env["math"].kwargs == {
         "math_verify_impl": "dapo_math_verify"
     }
+    _, translation = with_keys("grpo", "env.math.verifier_type=model")
+    assert translation.problems[0].startswith("env.math.verifier_type: model asks for this verifier")
     _, translation = with_keys("grpo", "env.math.verifier_type=english_multichoice")
-    assert translation.problems[0].startswith("env.math.verifier_type: english_multichoice asks for this verifier")
+    assert translation.problems == []
+    assert translation.layer["env"]["math"] == {"kind": "multiple_choice", "kwargs": {"verifier_type": "english_multichoice"}}
+    assert any(note.startswith("env.math.verifier_type: of several letters the last") for note in translation.changed)
+
+
+def test_the_sliding_puzzle_brings_its_boards() -> None:
+    game = "env.sliding_puzzle_game={cfg: {game_config: {size: 5, shuffle_moves: 10}, max_moves: 30}}"
+    _, translation = with_keys("grpo", game)
+    assert translation.problems == []
+    assert translation.layer["env"] == {"sliding_puzzle_game": {"kind": "sliding_puzzle", "kwargs": {"max_moves": 30}}}
+    train, validation = (translation.layer["data"][split] for split in ("train", "validation"))
+    assert (train["dataset_name"], train["env_name"]) == ("sliding_puzzle", "sliding_puzzle_game")
+    assert train["kwargs"]["game_config"] == validation["kwargs"]["game_config"] == {"size": 5, "shuffle_moves": 10}
+    assert (train["split"], validation["split"]) == ("train", "validation")
+    assert Path(train["prompt_file"]).read_text().count("{}") == 1
     assert "unused" not in read("grpo").env
 
 

@@ -184,9 +184,8 @@ def _rank(rank: int, chosen: list[Case], folder: Path, transport: str) -> None:
         dist.group.WORLD = groups[own] if own else spanning
         # Ranks that stood by made fewer groups; torch counts them to name the next.
         dist.distributed_c10d._world.group_count = 1000 * (number + 1)
-        world = SimpleNamespace(
-            rank=rank, device=torch.device("cpu"), spanning=spanning, refit=broadcasts[case.generate_ranks], phase=_phase
-        )
+        cpu, refit = torch.device("cpu"), broadcasts[case.generate_ranks]
+        world = SimpleNamespace(rank=rank, device=cpu, carrier=cpu, spanning=spanning, refit=refit, phase=_phase)
         if rank >= TRAIN_RANKS and built != (case.generate, case.model):
             if engine is not None:
                 engine.close()

@@ -76,7 +76,11 @@ class World:
     spanning: dist.ProcessGroup
     own: dist.ProcessGroup  # the realm
     refit: dist.ProcessGroup | None  # rank 0 and the generate ranks
+    carrier: torch.device | None = None  # None: the device
     phases: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.carrier = self.carrier or self.device
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:

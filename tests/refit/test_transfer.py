@@ -56,6 +56,20 @@ def test_what_arrives_is_what_was_sent(transport, tmp_path):
     ranks.run(transfers, tmp_path, transport)
 
 
+def carried(world: World, folder: Path, transport: str) -> None:
+    world.carrier = torch.device("cpu", 0)  # no tensor says that it is there, so each message has a copy at either end
+    copies = []
+    copied = transfer.Wire._carried
+    transfer.Wire._carried = lambda wire, tensor: copies.append(tensor) or copied(wire, tensor)
+    transfers(world, folder, transport)
+    assert copies and all(copied(transfer.Wire(world), tensor).data_ptr() != tensor.data_ptr() for tensor in copies)
+
+
+@pytest.mark.parametrize("transport", ["planned", pytest.param("delta", marks=pytest.mark.long)])
+def test_what_the_group_cannot_carry_goes_through_memory_that_it_can(transport, tmp_path):
+    ranks.run(carried, tmp_path, transport)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="four ranks need a GPU each")
 @pytest.mark.parametrize("transport", ["planned", "delta"])

@@ -14,6 +14,14 @@ from pipeline.config.nemo_rl.rules import Only, Switch, apply, ignored, same, un
 NAMES = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
 UNBOUNDED = 1_000_000  # where they say -1, or nothing
 
+ASYNC = (
+    "enabled",
+    "max_trajectory_age_steps",
+    "in_flight_weight_updates",
+    "recompute_kv_cache_after_weight_updates",
+    "max_generation_failures",
+)
+
 THEIR_DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": {"max_num_steps": 1_000_000, "max_num_epochs": 1, "val_period": 10, "max_val_samples": 256, "val_batch_size": 256},
     "ppo": {
@@ -38,14 +46,13 @@ THEIR_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "rm": {"max_num_steps": -1, "max_num_epochs": 1, "val_period": 16, "val_batches": -1, "val_global_batch_size": 32},
 }
+ASYNC_DEFAULTS = {"max_generation_failures": 0}
 LOSS_DEFAULTS = {"loss_fn.reference_policy_kl_penalty": 0.01, "value_loss_fn.cliprange": None}
 
 COMMON = (same("val_at_start", "val_at_end", "seed"),)
 
 SAMPLED = (
-    same("num_prompts_per_step", "num_generations_per_prompt"),
-    Only(("max_rollout_turns",), (1,), Feature.MULTI_TURN, "1"),
-    Only(("val_num_generations_per_prompt",), (1,), Feature.SEVERAL_VALIDATION_ANSWERS, "1; data.validation.repeat does it"),
+    same("num_prompts_per_step", "num_generations_per_prompt", "max_rollout_turns", "val_num_generations_per_prompt"),
     Only(("val_start_at",), (-1, 0), Feature.DELAYED_VALIDATION, "-1"),
     Only(("stop_at_validation_metric",), (None,), Feature.EARLY_STOP, "null"),
     ignored("stop_at_validation_threshold"),
@@ -65,7 +72,7 @@ REWARDED = (
 )
 
 GRPO = (
-    Switch("async_grpo", Feature.ASYNC, "false: a step generates with the weights that the last one left"),
+    same(*(f"async_grpo.{name}" for name in ASYNC)),
     same("normalize_rewards", "use_leave_one_out_baseline", "advantage_clip_low", "advantage_clip_high"),
     same(
         "adv_estimator.name",
@@ -179,6 +186,8 @@ def translate(ledger: Ledger, algorithm: str, validates: bool) -> None:
             ledger.put(f"{algorithm}.{name}", defaults[name], algorithm)
     if algorithm in ("grpo", "ppo"):
         _rewarded(ledger, algorithm)
+    if algorithm == "grpo":
+        _async(ledger)
     apply(ledger, under(algorithm, SECTIONS[algorithm] if samples else (*SECTIONS[algorithm], *OFFLINE_IGNORED)))
     apply(ledger, LOSSES.get(algorithm, ()))
 
@@ -216,6 +225,19 @@ def _validation(ledger: Ledger, algorithm: str, defaults: dict[str, Any], valida
         if defaults.get("val_at_start") and not ledger.has(f"{key}.val_at_start"):
             ledger.put(f"{key}.val_at_start", True, key)
     ledger.put(f"{key}.val_period", max(0, period or 0), f"{key}.val_period")
+
+
+def _async(ledger: Ledger) -> None:
+    """A section that is off, or null, says nothing. There what cannot be used is passed over, too."""
+    section, recompute = "grpo.async_grpo", "recompute_kv_cache_after_weight_updates"
+    if ledger.get(f"{section}.enabled") is not True:
+        ledger.take(section)
+        return
+    for name, value in ASYNC_DEFAULTS.items():
+        if not ledger.has(f"{section}.{name}"):
+            ledger.put(f"{section}.{name}", value, section)
+    if ledger.get(f"{section}.in_flight_weight_updates") is not True:
+        ledger.take(f"{section}.{recompute}")
 
 
 def _rewarded(ledger: Ledger, algorithm: str) -> None:

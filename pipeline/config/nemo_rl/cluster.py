@@ -1,6 +1,7 @@
 """Who gets which GPUs: `cluster`, `policy.generation.colocated`, and the reward model's `resources`.
 
-There, train and generate ranks share GPUs by default. Ours are disjoint: such a recipe gets as many GPUs again, and is told so.
+There, train and generate ranks share GPUs by default; so they do here. Beside a reward model with GPUs of its own ours are
+disjoint: such a recipe gets as many GPUs again, and is told so.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ def translate(ledger: Ledger, samples: bool, rewarded: str | None) -> None:
     if nodes_left < 1 or gpus_left < 1:
         ledger.problem(f"{rewarded}.resources", f"{reward_nodes} x {reward_gpus} leave nothing of {nodes} x {gpus} GPUs")
         return
-    if not samples:
+    asked = samples and ledger.get(f"{COLOCATED}.enabled", True) is not False
+    if asked and rewarded:
+        _double(ledger, nodes_left, gpus_left, rewarded)
+    elif asked or not samples:  # of what is shared, cluster.generate has what cluster.train has
         _component(ledger, "train", nodes, NODES, gpus, GPUS)
-    elif ledger.get(f"{COLOCATED}.enabled", True) is not False:
-        _share(ledger, nodes_left, gpus_left)
     else:
         _split(ledger, nodes_left, gpus_left)
     if samples:
-        ledger.put(f"{COLOCATED}.enabled", False, f"{COLOCATED}.enabled")
+        ledger.put(f"{COLOCATED}.enabled", asked and not rewarded, f"{COLOCATED}.enabled")
         for name in ("enabled", "resources.num_nodes", "resources.gpus_per_node"):
             ledger.take(f"{COLOCATED}.{name}")
         if ledger.get(f"{COLOCATED}.resources") is None:
@@ -70,13 +72,14 @@ def _reward(ledger: Ledger, rewarded: str | None) -> tuple[int, int]:
     return nodes, gpus
 
 
-def _share(ledger: Ledger, nodes: int, gpus: int) -> None:
+def _double(ledger: Ledger, nodes: int, gpus: int, rewarded: str) -> None:
     _component(ledger, "train", nodes, NODES, gpus, GPUS)
     _component(ledger, "generate", nodes, NODES, gpus, GPUS)
     ledger.changed.insert(
         0,
         f"{COLOCATED}.enabled=true: there the ranks that train and those that generate take turns on {nodes} x {gpus} GPUs;"
-        f" here each have {nodes} x {gpus} of their own, at the same time. Fewer: cluster.generate.nodes and .gpus_per_node",
+        f" here, beside {rewarded} with GPUs of its own, each have {nodes} x {gpus}, at the same time. Fewer:"
+        " cluster.generate.nodes and .gpus_per_node",
     )
 
 

@@ -1,10 +1,14 @@
 """`data`: how records become prompts and conversations, and what happens to those that are too long.
 
-`data.default` fills in what data.train and data.validation leave out; what a data set itself may say is in `datasets.py`.
+`data.default` fills in what data.train and data.validation leave out, each of which may be a list: several data sets are laid
+end to end there, and are mixed by their numbers of records here. What a data set itself may say is in `datasets.py`.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,8 @@ from pipeline.config.nemo_rl.rules import Only, apply, ignored, same
 
 DATA = (
     same("data.shuffle"),
-    Only(("data.use_multiple_dataloader",), (False, None), Feature.SEVERAL_DATASETS, "false"),
-    Only(("data.custom_dataloader",), (None,), Feature.SEVERAL_DATASETS, "leave it out"),
-    ignored("data.num_prompts_per_dataloader", "data.num_workers"),
+    Only(("data.use_multiple_dataloader",), (False, None), Feature.CUSTOM_DATALOADER, "false mixes them by their sizes"),
+    ignored("data.custom_dataloader", "data.num_prompts_per_dataloader", "data.num_workers"),
     # A few recipes have these beside data.train, where nothing of NeMo-RL reads them.
     ignored("data.dataset_name", "data.prompt_file", "data.add_system_prompt"),
 )
@@ -27,13 +30,22 @@ DATA = (
 def translate(ledger: Ledger, algorithm: str, path: Path) -> bool:
     """Whether there is something to validate on."""
     default = ledger.take("data.default") or {}
-    train = _one(ledger, "data.train")
-    validation = _one(ledger, "data.validation")
-    held_out = False
-    if train is not None:
-        held_out = Dataset(ledger, algorithm, "data.train", train, default, path).translate(validation is not None)
-    if validation is not None:
-        Dataset(ledger, algorithm, "data.validation", validation, default, path).translate(True)
+    train, validation = _given(ledger, "data.train"), _given(ledger, "data.validation")
+    if not train:
+        ledger.problem("data.train", "there is no data set to train on; data.train.dataset_name=..., or data_path=FILE.jsonl")
+    several = {"data.train": "data.datasets", "data.validation": "data.validations"}
+    names: set[str] = set()  # of all, since what one holds out is validated on under its name
+    held_out = 0
+    for key, those in (("data.train", train), ("data.validation", validation)):
+        for place, given in enumerate(those):
+            source, ours = key, key
+            if len(those) > 1:
+                source, ours = f"{key}[{place}]", f"{several[key]}.{_named({**default, **given}, names)}"
+            held_out += Dataset(ledger, algorithm, source, ours, given, default, path).translate()
+        if len(those) > 1:
+            ledger.put(key, None, key)
+    if held_out + len(validation) > 1:
+        ledger.change("data.validation", "of each data set as many records are validated on as there of all together")
     _lengths(ledger)
     if algorithm in PAIRED:
         ledger.put("data.bad_records", "drop", "data.train")
@@ -41,7 +53,7 @@ def translate(ledger: Ledger, algorithm: str, path: Path) -> bool:
     if algorithm == "sft":
         _turns(ledger)
     apply(ledger, DATA)
-    return held_out or validation is not None
+    return bool(held_out or validation)
 
 
 def environments(ledger: Ledger) -> list[str]:
@@ -56,21 +68,22 @@ def environments(ledger: Ledger) -> list[str]:
     return names
 
 
-def _one(ledger: Ledger, key: str) -> dict[str, Any] | None:
-    """The data set; of a list of one that one."""
+def _given(ledger: Ledger, key: str) -> list[dict[str, Any]]:
+    """The data sets: one by itself, those of a list, or none."""
     given = ledger.get(key)
-    if isinstance(given, list):
-        ledger.take(key)
-        if len(given) > 1:
-            names = ", ".join(str(one.get("dataset_name")) for one in given)
-            ledger.lacks(key, names, Feature.SEVERAL_DATASETS, "one of them")
-            return None
-        return given[0] if given else None
-    if given is None:
-        ledger.take(key)
-        if key == "data.train":
-            ledger.problem(key, "there is no data set to train on; data.train.dataset_name=..., or data_path=FILE.jsonl")
-    return given
+    if isinstance(given, Mapping) and given:
+        return [dict(given)]
+    ledger.take(key)
+    return given or []
+
+
+def _named(fields: Mapping[str, Any], names: set[str]) -> str:
+    """A name for one of several, which no other has; a part of metrics' names."""
+    where = Path(str(fields.get("data_path") or fields.get("dataset_name"))).stem
+    name = re.sub(r"[^A-Za-z0-9-]+", "_", where).strip("_-") or "data"
+    number = next(number for number in itertools.count(1) if (f"{name}_{number}" if number > 1 else name) not in names)
+    names.add(found := f"{name}_{number}" if number > 1 else name)
+    return found
 
 
 def _lengths(ledger: Ledger) -> None:

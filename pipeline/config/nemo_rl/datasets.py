@@ -1,4 +1,4 @@
-"""One data set, `data.train` or `data.validation`. Those with names of their own keep them (`pipeline/config/data.py`)."""
+"""One data set, of `data.train` or `data.validation`. Those with names of their own keep them (`pipeline/config/data.py`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ PROCESSORS = {  # what each algorithm's records go through; ours has one way for
 class Dataset:
     ledger: Ledger
     algorithm: str
-    key: str
+    key: str  # theirs; of one in a list `data.train[1]`
+    ours: str
     given: Mapping[str, Any]
     default: Mapping[str, Any]  # what it does not say itself
     path: Path  # of the recipe
@@ -51,8 +52,8 @@ class Dataset:
     def __post_init__(self) -> None:
         self.fields = {**self.default, **self.given}
 
-    def translate(self, validates: bool) -> bool:
-        """Whether it holds records out to validate on. validates: whether there is a data set for that."""
+    def translate(self) -> bool:
+        """Whether it holds records out to validate on."""
         name = self._take("dataset_name")
         if name not in NAMED_DATASETS and name not in READERS:
             known = ", ".join((*NAMED_DATASETS, *READERS))
@@ -62,7 +63,7 @@ class Dataset:
         self._where(name)
         self._prompt_files()
         self._processor()
-        held_out = self._held_out(name, validates)
+        held_out = self._held_out(name)
         for same in ("subset", "max_samples", "repeat", "env_name"):
             self._put(same, self._take(same), same)
         for unknown in self.fields:
@@ -75,12 +76,13 @@ class Dataset:
         return f"{self.key if name in self.given or name not in self.default else 'data.default'}.{name}"
 
     def _take(self, name: str) -> Any:
-        self.ledger.take(f"{self.key}.{name}")
+        if self.ledger.has(key := f"{self.key}.{name}"):
+            self.ledger.take(key)
         return self.fields.pop(name, None)
 
     def _put(self, ours: str, value: Any, theirs: str) -> None:
         if value is not None:
-            self.ledger.put(f"{self.key}.{ours}", value, self._source(theirs))
+            self.ledger.put(f"{self.ours}.{ours}", value, self._source(theirs))
 
     def _where(self, name: str) -> None:
         split = self._take("split")
@@ -116,24 +118,19 @@ class Dataset:
             wanted = f"{ours[0]}, which {self.algorithm} has" if ours else "leave it out"
             self.ledger.lacks(self._source("processor"), processor, Feature.PROCESSOR, wanted)
 
-    def _held_out(self, name: str, validates: bool) -> bool:
-        """Theirs validates on what is held out and on data.validation both; ours on one of them."""
+    def _held_out(self, name: str) -> bool:
         key, size, seed = "split_validation_size", self._take("split_validation_size"), self._take("seed")
         splits = name in SPLIT or name == "ResponseDataset"
         if splits or self.fields.get("max_samples") is not None:
             self._put("seed", seed, "seed")
         if not splits:
-            if size and not validates:
+            if size:
                 self.ledger.ignore(self._source(key), f"{name} holds nothing out; there too")
             return False
         size = SPLIT.get(name, 0.0) if size is None else size
-        if self.key != "data.train":
+        if not self.key.startswith("data.train"):
             if size:
                 self.ledger.change(self._source(key), "all records are validated on; there only those that are not held out")
-            return False
-        if size and validates:
-            instead = "0 validates on data.validation alone, and data.validation=null on what is held out"
-            self.ledger.lacks(self._source(key), size, Feature.SEVERAL_DATASETS, instead)
             return False
         self._put(key, size, key)
         return bool(size)

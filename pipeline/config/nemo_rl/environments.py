@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pipeline.config.data import MATH_VERIFIERS
+from pipeline.config.environments import MATH_VERIFIERS, MULTICHOICE_VERIFIERS
 from pipeline.config.nemo_rl.features import Feature
 from pipeline.config.nemo_rl.ledger import Ledger
 from pipeline.config.nemo_rl.rules import Changed, Only, Rule, apply, ignored, same, under
 
 MATH: tuple[Rule, ...] = (
-    Only(("verifier_type",), ("math", None), Feature.VERIFIER, "math"),
     Only(("stop_strings",), (None, []), Feature.STOP_STRINGS, "null"),
     ignored("num_workers"),
 )
@@ -24,10 +23,12 @@ REWARD_MODEL: tuple[Rule, ...] = (
 )
 KINDS = {"math": ("math", MATH), "math_default": ("math", MATH), "reward_model": ("reward_model", REWARD_MODEL)}
 
+PUZZLE = "sliding_puzzle_game"
+PUZZLE_PROMPT = "recipes/prompts/sliding_puzzle.txt"
+
 LACKING = {
     "math_multi_reward": Feature.SEVERAL_REWARDS,
     "nemo_gym": Feature.GYM,
-    "sliding_puzzle_game": Feature.MULTI_TURN,
     "vlm": Feature.MULTIMODAL,
 }
 
@@ -38,8 +39,13 @@ def translate(ledger: Ledger, names: list[str]) -> None:
         ledger.lacks("env.should_use_nemo_gym", True, Feature.GYM)
     for key in ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should_mask_flagged_samples"):
         ledger.take(f"env.{key}")
+    if isinstance(ledger.get(f"env.{PUZZLE}"), dict):
+        _puzzle(ledger)
+        names = [PUZZLE]
     for name in ledger.get("env") or {}:
-        if name in LACKING and (name in names or name == "sliding_puzzle_game"):
+        if name == PUZZLE:
+            continue
+        if name in LACKING and name in names:
             ledger.lacks(f"env.{name}", "a section", LACKING[name])
             ledger.take(f"env.{name}")
         elif name in names and name not in KINDS:
@@ -59,12 +65,50 @@ def _known(ledger: Ledger, name: str) -> None:
         ledger.problem(key, f"not given, but a data set's env_name is {name}")
         return
     kind, rules = KINDS[name]
+    if kind == "math":
+        kind = _verifier_type(ledger, key)
     ledger.put(f"{key}.kind", kind, key)
     if kind == "math":
         _verifier(ledger, f"{key}.math_verify_impl", f"{key}.kwargs.math_verify_impl")
     if kind == "reward_model":
         ledger.put(f"{key}.served_by", "reward", f"{key}.resources.num_nodes")
     apply(ledger, under(key, rules))
+
+
+def _puzzle(ledger: Ledger) -> None:
+    """Theirs draws its boards in a script of its own (run_grpo_sliding_puzzle.py), whatever `data` says of data sets."""
+    key = f"env.{PUZZLE}"
+    given = (ledger.take(key) or {}).get("cfg", {})
+    game = given.get("game_config", {})
+    ledger.put(f"{key}.kind", "sliding_puzzle", key)
+    if "max_moves" in given:
+        ledger.put(f"{key}.kwargs.max_moves", given["max_moves"], f"{key}.cfg.max_moves")
+    prompts = ledger.get("grpo.num_prompts_per_step", 1) * ledger.get("grpo.max_num_steps", 1)
+    for split, size in (("train", prompts), ("validation", ledger.get("grpo.max_val_samples") or 256)):
+        dataset = {
+            "dataset_name": "sliding_puzzle",
+            "split": split,
+            "env_name": PUZZLE,
+            "prompt_file": PUZZLE_PROMPT,
+            "kwargs": {"size": size, "game_config": dict(game)},
+        }
+        ledger.put(f"data.{split}", dataset, f"{key}.cfg.game_config")
+    ledger.change(f"{key}.cfg.game_config", "boards are data.train and data.validation, drawn by the data set sliding_puzzle")
+    ledger.change(key, "a turn ends with the model's end of turn; there with the stop string </action>")
+
+
+def _verifier_type(ledger: Ledger, key: str) -> str:
+    """Our kind for an environment of theirs of class math."""
+    verifier = ledger.take(f"{key}.verifier_type")
+    if verifier in MULTICHOICE_VERIFIERS:
+        ledger.put(f"{key}.kwargs.verifier_type", verifier, f"{key}.verifier_type")
+        ledger.take(f"{key}.math_verify_impl")  # says nothing there either
+        ledger.change(f"{key}.verifier_type", "of several letters the last said counts; there the first")
+        return "multiple_choice"
+    if verifier not in ("math", None):
+        choices = ", ".join(("math", *MULTICHOICE_VERIFIERS))
+        ledger.lacks(f"{key}.verifier_type", verifier, Feature.VERIFIER, f"one of: {choices}")
+    return "math"
 
 
 def _verifier(ledger: Ledger, theirs: str, ours: str) -> None:

@@ -8,14 +8,12 @@ from enum import StrEnum
 class Feature(StrEnum):
     # The algorithm
     ASYNC = "asynchronous training"
-    MULTI_TURN = "environments of several turns"
     GYM = "NeMo Gym"
     ENVIRONMENT = "this environment"
     VERIFIER = "this verifier of answers"
     SEVERAL_REWARDS = "several rewards of one answer"
     REWARD_PENALTIES = "penalties on single tokens of reasoning or tool calls"
     POSITIVE_NLL = "a likelihood term on right answers"
-    SEVERAL_VALIDATION_ANSWERS = "several answers to a validation prompt"
     EARLY_STOP = "an early stop by a validation metric"
     DELAYED_VALIDATION = "a first step of validation"
     ADVANTAGE = "this estimator of advantages"
@@ -53,7 +51,7 @@ class Feature(StrEnum):
     RAW_LOGPROBS = "log-probs before temperature"
     ENGINE_DATA_PARALLEL = "experts spread over several engines"
     # Data
-    SEVERAL_DATASETS = "several data sets at once"
+    CUSTOM_DATALOADER = "a data loader of one's own"
     DATASET = "this data set"
     PROCESSOR = "this data processor"
     MULTIMODAL = "images, sound or video"

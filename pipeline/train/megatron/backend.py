@@ -40,6 +40,7 @@ from pipeline.train.megatron.layout import Local, describe
 from pipeline.train.megatron.model import PolicyStage, build
 from pipeline.train.megatron.offload import HostWeights
 from pipeline.train.megatron.optimizer import Optimizer, Range
+from pipeline.train.offload import Offload
 from pipeline.train.outputs import broadcast_record, reduce_outputs
 from pipeline.train.shards import BoxReader, Entry, Shards, collect, read_shards
 from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult
@@ -82,6 +83,7 @@ class MegatronBackend:
         # After all that needs the weights on the device: they go to the host.
         offload = use.offload and not use.trained
         self._host = HostWeights([local.tensor for local in self._local.values()], self.device) if offload else None
+        self._offload = Offload(self.device)
 
     # ---- forward and step -----------------------------------------------------------------------------------------------
 
@@ -195,6 +197,20 @@ class MegatronBackend:
     def _empty_cache(self, level: int) -> None:
         if self.device.type == "cuda" and self._policy.megatron_cfg.empty_unused_memory_level >= level:
             torch.cuda.empty_cache()
+
+    # ---- turns on the device --------------------------------------------------------------------------------------------
+
+    def offload(self, keep_weights: bool = False) -> None:
+        weights = [local.tensor for local in self._local.values()]
+        if self._use.trained:
+            self._optimizer.zero_grad()
+            self._offload.drop(buffer.grad_data for buffer in [*self._model.buffers, *self._model.expert_parallel_buffers])
+            self._offload.out(self._optimizer.tensors(), keep=weights)
+        if not keep_weights:
+            self._offload.out(weights)
+
+    def reload(self) -> None:
+        self._offload.back()
 
     # ---- weights --------------------------------------------------------------------------------------------------------
 

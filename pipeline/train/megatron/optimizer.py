@@ -102,6 +102,11 @@ class Optimizer:
                 state = {k: v for k, v in part.optimizer.state.get(main, {}).items() if torch.is_tensor(v) and v.dim()}
                 yield Range(parameter, where.start, where.end, main.detach(), state)
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that it holds. Without a second precision its weights are views of the model's."""
+        for part in self.ranges():
+            yield from (part.main, *part.state.values())
+
     def restore(self, steps: int, state: dict[torch.nn.Parameter, dict[str, torch.Tensor]]) -> None:
         """As after `steps` steps that left `state`: for each parameter of `ranges()`, its state tensors."""
         self._schedule = self._new_schedule()

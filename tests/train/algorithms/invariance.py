@@ -158,7 +158,7 @@ def learn(case: str, setup: Setup, folder: Path) -> tuple[TrainRole, list[dict[s
     world = SimpleNamespace(own=dist.group.WORLD, rank=dist.get_rank(), phase=lambda name: contextlib.nullcontext())
     role = TrainRole(recipe, SEED, world, algorithm, refit=None)
     train = AllRanks(role, reverse=setup.batching == "reversed")
-    run = Run(recipe, folder, None, train, gathered(role.setup(), DataPlace), None, None, None)
+    run = Run(recipe, folder, None, train, gathered(role.setup(), DataPlace), None, None, None, None, None)
     for number in range(cases.STEPS if generates(recipe) else cases.STEPS * cases.UPDATES):
         run.learn(
             algorithm, cases.samples(recipe, algorithm, number), algorithm.trains(number) if generates(recipe) else ["policy"]

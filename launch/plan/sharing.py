@@ -1,0 +1,90 @@
+"""A GPU that a train and a generate rank share: what it holds in each turn, what waits on the host, and what moving takes.
+
+The turns are those of `pipeline/sharing.py`. What stays with a rank that is not on: CUDA's context, libraries and NCCL, CUDA
+graphs, and the refit's staging. Of Megatron-Core's weights the float32 ones are counted with those that a refit reads, though
+they leave before it. Left out: a reward model that the train ranks serve beside an awake engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from launch.plan import memory_train
+from launch.plan.cut import train_cut
+from launch.plan.memory_parts import GenerateMemory, TrainMemory
+from launch.plan.phase import Phase
+from pipeline.config import Recipe, hardware
+
+GIGA = 1e9
+PAGE_LOCKED = 0.8  # of PCIe's rate, which copies of page-locked host memory attain: an assumption, not a measurement
+GLOO_GB_PER_S = 2.0  # of a rank, over gloo within a node, from host memory to host memory: an assumption, not a measurement
+MOVED = ("weights", "optimizer", "other models")
+"""Parts of a train rank that go to the host and come back; gradients are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Bytes of one GPU."""
+
+    name: str
+    train: float
+    generate: float
+
+    @property
+    def total(self) -> float:
+        return self.train + self.generate
+
+
+def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple[Turn, ...]:
+    """In the order of a step."""
+    staging = memory_train.staging(recipe, train.shapes["policy"], train_cut(recipe.policy, recipe.cluster.train))
+    away = train.parts.get("runtime", 0.0) + staging
+    asleep = generate.parts.get("runtime", 0.0) + generate.parts.get("buffers", 0.0)
+    return (
+        Turn("rollout", away, generate.total),
+        Turn("training", train.total, asleep),
+        Turn("refit", away + train.parts.get("weights", 0.0), asleep + generate.parts.get("weights", 0.0)),
+    )
+
+
+def host(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> float:
+    """Bytes of host memory for the two ranks of a GPU, what they have there anyway included."""
+    return train.host + _moved(train) + _kept(recipe, generate)
+
+
+def _moved(train: TrainMemory) -> float:
+    return sum(train.parts.get(name, 0.0) for name in MOVED)
+
+
+def _kept(recipe: Recipe, generate: GenerateMemory) -> float:
+    """Of an engine that sleeps: only where a refit brings no more than what has changed."""
+    return generate.parts.get("weights", 0.0) if recipe.policy.generation.refit_transport == "delta" else 0.0
+
+
+def phases(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> Iterator[Phase]:
+    """What taking turns costs a step."""
+    rate = _rate(recipe)
+    kept = _kept(recipe, generate) / rate
+    sleep = {"engine's weights": kept} if kept else {}
+    yield Phase("train", "the trainer takes the GPUs", 0.0, {"trainer from the host": _moved(train) / rate, **sleep})
+    yield Phase("refit", "the engines take the GPUs", 0.0, {"trainer to the host": _moved(train) / rate, **sleep})
+
+
+def refit(recipe: Recipe, received: float) -> Phase:
+    """NCCL joins no two ranks on one GPU, so weights go through host memory. received: bytes of a generate rank."""
+    parts = {"gloo": received / (GLOO_GB_PER_S * GIGA), "to and from the host": 2 * received / _rate(recipe)}
+    return Phase("refit", "weights to the engines", 0.0, parts)
+
+
+def _rate(recipe: Recipe) -> float:
+    """Bytes a second, between a GPU and page-locked memory."""
+    return PAGE_LOCKED * GIGA * hardware.gpu(recipe.cluster.train.gpu).host_gb_per_s
+
+
+def assumed(recipe: Recipe) -> str:
+    gpu = hardware.gpu(recipe.cluster.train.gpu)
+    return (
+        f"ranks that share a GPU: page-locked copies reach {PAGE_LOCKED:.0%} of the host link's {gpu.host_gb_per_s:g} GB/s, a"
+        f" refit {GLOO_GB_PER_S:g} GB/s a rank through host memory; an engine sleeps and wakes in no time"
+    )

@@ -1,0 +1,322 @@
+"""What `env` says against itself: each kind's `kwargs`, names, types and ranges, before anything is loaded.
+
+A kind's keys are the fields of a dataclass here, and the arguments of its class in `pipeline/environments/`. Environments of a
+dotted path are checked when they are built: only there is their module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.config import typed
+from pipeline.config.layers import of
+from pipeline.config.schema import ENVIRONMENT_KINDS, EnvironmentConfig, Recipe
+from pipeline.sandbox.limits import Limits
+
+MATH_VERIFIERS = ("hf_math_verify", "dapo_math_verify")
+"""What math_verify_impl of an environment of kind math may be."""
+MULTICHOICE_VERIFIERS = ("english_multichoice", "multilingual_multichoice")
+"""What verifier_type of an environment of kind multiple_choice may be."""
+TOOLS = ("calculator", "python")
+"""Tools that an environment of kind tools may have by name; others by dotted path."""
+SANDBOXES = ("auto", "bubblewrap", "namespaces", "none")
+"""What sandbox of an environment that runs code may be: how the code is contained (pipeline/sandbox/ways.py)."""
+NO_JUDGES = ("calculator", "code_interpreter", "tools", "sliding_puzzle", "reward_model", "verifiers")
+"""Kinds that cannot judge the final answer of another environment."""
+
+
+@dataclass
+class NoArguments:
+    pass
+
+
+@dataclass
+class ExactMatchArguments:
+    pattern: str | None = None
+
+
+@dataclass
+class MathArguments:
+    math_verify_impl: str = MATH_VERIFIERS[0]
+
+
+@dataclass
+class MultipleChoiceArguments:
+    verifier_type: str = MULTICHOICE_VERIFIERS[0]
+    choices: int = 26
+
+
+@dataclass
+class CalculatorArguments:
+    judge: str = typed.MISSING
+    open: str = "<calculator>"
+    close: str = "</calculator>"
+    reply: str = "{}"
+    limit: int = 4096
+
+
+LIMITS = {limit.name: limit.default for limit in dataclasses.fields(Limits)}
+SandboxArguments = dataclasses.make_dataclass(
+    "SandboxArguments",
+    [
+        ("sandbox", str, SANDBOXES[0]),
+        ("readable", list[str], field(default_factory=list)),
+        *((name, type(default), default) for name, default in LIMITS.items()),
+    ],
+)
+
+
+@dataclass
+class CodeArguments(SandboxArguments):
+    reward: str = "all"
+
+
+@dataclass
+class CodeInterpreterArguments(SandboxArguments):
+    terminate_on_evaluation: bool = True
+    role: str = "user"
+
+
+@dataclass
+class ToolArguments:
+    kind: str | None = None  # null: the tool's name
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ToolsArguments:
+    judge: str = typed.MISSING
+    tools: Any = typed.MISSING  # names, or {name: {kind, kwargs}}
+    limit: int = 4096
+    max_calls: int = 8
+
+
+@dataclass
+class SlidingPuzzleArguments:
+    max_moves: int = 50
+    action_pattern: str = r"<action>\s*(.*?)\s*</action>"
+    tells: str = "words"
+    observation: str = "<environment>\n{}\n</environment>\n"
+    role: str = "user"
+
+
+@dataclass
+class LLMJudgeArguments:
+    url: str = typed.MISSING
+    model: str = typed.MISSING
+    prompt: str | None = None
+    score_pattern: str | None = None
+    scale: list[float] = field(default_factory=lambda: [0.0, 10.0])
+    tries: int = 4
+    api_key_env: str | None = None
+    request: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class VerifiersArguments:
+    taskset: str = typed.MISSING
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+ARGUMENTS: dict[str, type] = {
+    "calculator": CalculatorArguments,
+    "code": CodeArguments,
+    "code_interpreter": CodeInterpreterArguments,
+    "exact_match": ExactMatchArguments,
+    "llm_judge": LLMJudgeArguments,
+    "math": MathArguments,
+    "multiple_choice": MultipleChoiceArguments,
+    "reward_model": NoArguments,
+    "sliding_puzzle": SlidingPuzzleArguments,
+    "tools": ToolsArguments,
+    "verifiers": VerifiersArguments,
+}
+"""By kind."""
+
+TOOL_ARGUMENTS: dict[str, type] = {"calculator": NoArguments, "python": SandboxArguments}
+
+CHOICES = {
+    ("math", "math_verify_impl"): MATH_VERIFIERS,
+    ("multiple_choice", "verifier_type"): MULTICHOICE_VERIFIERS,
+    ("sliding_puzzle", "tells"): ("words", "board"),
+    ("code", "reward"): ("all", "share"),
+    ("code", "sandbox"): SANDBOXES,
+    ("code_interpreter", "sandbox"): SANDBOXES,
+    ("python", "sandbox"): SANDBOXES,
+}
+RANGES: dict[tuple[str, str], tuple[float, float]] = {
+    ("multiple_choice", "choices"): (2, 26),
+    ("calculator", "limit"): (1, 1 << 20),
+    ("tools", "limit"): (1, 1 << 20),
+    ("tools", "max_calls"): (1, 1000),
+    ("sliding_puzzle", "max_moves"): (1, 1 << 20),
+    ("llm_judge", "tries"): (1, 100),
+}
+PATTERNS = {("exact_match", "pattern"), ("sliding_puzzle", "action_pattern"), ("llm_judge", "score_pattern")}
+HAVE_PLACES = {("calculator", "reply"): "{}", ("sliding_puzzle", "observation"): "{}", ("llm_judge", "prompt"): "{response}"}
+
+
+def unusable_kinds(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(key, problem) of kinds that there are not."""
+    for name, environment in recipe.env.items():
+        if environment.kind not in ENVIRONMENT_KINDS:
+            for problem in _check_path(f"env.{name}.kind", environment.kind, ENVIRONMENT_KINDS):
+                yield f"env.{name}.kind", problem
+
+
+def check_environments(recipe: Recipe) -> Iterator[str]:
+    """What `env` says against itself, where all kinds are known, or a user's own."""
+    for name, environment in recipe.env.items():
+        yield from _check_numbers(f"env.{name}", environment)
+        if environment.kind in ARGUMENTS:
+            yield from _check_arguments(recipe, f"env.{name}", environment)
+
+
+def _check_numbers(key: str, environment: EnvironmentConfig) -> Iterator[str]:
+    if environment.timeout_s <= 0:
+        yield f"{key}.timeout_s: {environment.timeout_s:g} must be above 0"
+    if environment.workers is not None and environment.workers < 1:
+        yield f"{key}.workers: {environment.workers} is too small; at least 1, or null for the kind's own"
+
+
+def _check_path(key: str, kind: str, kinds: tuple[str, ...]) -> Iterator[str]:
+    parts = kind.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        near = difflib.get_close_matches(kind.lower(), kinds, 1, typed.SIMILAR)
+        meant = f"did you mean {near[0]}?" if near else f"there are: {', '.join(kinds)}"
+        yield f"{key}: '{kind}' is neither a kind nor the dotted path of a class; {meant}"
+
+
+def _check_arguments(recipe: Recipe, key: str, environment: EnvironmentConfig) -> Iterator[str]:
+    kind, given = environment.kind, environment.kwargs
+    arguments, problems = _read(ARGUMENTS[kind], f"{key}.kwargs", given)
+    if kind == "llm_judge" and any("key" in name and name != "api_key_env" for name in given):
+        yield f"{key}.kwargs: a key does not belong in a recipe; api_key_env names the environment variable that has it"
+    yield from problems
+    if arguments is None:
+        return
+    for name, value in vars(arguments).items():
+        yield from _check_value(f"{key}.kwargs.{name}", kind, name, value)
+    yield from _check_limits(f"{key}.kwargs", arguments)
+    if kind in ("calculator", "tools"):
+        yield from _check_judge(recipe, f"{key}.kwargs.judge", arguments.judge)
+    if kind == "tools":
+        yield from _check_tools(f"{key}.kwargs.tools", arguments.tools)
+    if kind == "calculator" and not (arguments.open and arguments.close):
+        yield f"{key}.kwargs: open and close must be texts of at least one character"
+    if kind == "llm_judge":
+        yield from _check_endpoint(f"{key}.kwargs", arguments)
+
+
+def _read(section: type, key: str, given: dict[str, Any]) -> tuple[Any, list[str]]:
+    """The arguments, None if they are no good; and what is wrong with them."""
+    known = sorted(typed.fields(section))
+    problems = []
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name.lower(), known, 1, typed.SIMILAR)
+            there = f"there are: {', '.join(known)}" if known else "there are none"
+            problems.append(f"{key}.{name}: is not a key; {f'did you mean {near[0]}?' if near else there}")
+    faults: dict[str, str] = {}
+    tree = typed.filled(section, of({name: value for name, value in given.items() if name in known}, None))
+    arguments = typed.built(section, tree, faults)
+    for name, fault in faults.items():
+        problems.append(f"{key}.{name}: must be given" if fault == typed.MISSING else f"{key}.{name}: {fault}")
+    return (None if problems else arguments), problems
+
+
+def _check_value(key: str, kind: str, name: str, value: Any) -> Iterator[str]:
+    if value is None:
+        return
+    where = (kind, name)
+    if where in CHOICES and value not in CHOICES[where]:
+        yield f"{key}: '{value}' is not one of: {', '.join(CHOICES[where])}"
+    if where in RANGES:
+        least, most = RANGES[where]
+        if not least <= value <= most:
+            yield f"{key}: {value} is out of range; from {least:g} to {most:g}"
+    if where in PATTERNS:
+        yield from _check_pattern(key, value)
+    if where in HAVE_PLACES and HAVE_PLACES[where] not in value:
+        yield f"{key}: has no {HAVE_PLACES[where]}"
+
+
+def _check_limits(key: str, arguments: Any) -> Iterator[str]:
+    """Of a sandbox, if there is one."""
+    if not isinstance(arguments, SandboxArguments):
+        return
+    try:
+        Limits(**{name: getattr(arguments, name) for name in LIMITS})
+    except ValueError as error:
+        yield f"{key}.{error}"
+    if relative := [path for path in arguments.readable if not path.startswith("/")]:
+        yield f"{key}.readable: '{relative[0]}' is not an absolute path"
+
+
+def _check_pattern(key: str, pattern: str) -> Iterator[str]:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        yield f"{key}: '{pattern}' is no regular expression: {error}"
+        return
+    if groups > 1:
+        yield f"{key}: '{pattern}' has {groups} groups; one at most, which says what counts"
+
+
+def _check_judge(recipe: Recipe, key: str, judge: str) -> Iterator[str]:
+    fit = [name for name, environment in recipe.env.items() if environment.kind not in NO_JUDGES]
+    if judge not in fit:
+        why = f"env.{judge} is of kind {recipe.env[judge].kind}" if judge in recipe.env else f"there is no env.{judge}"
+        yield f"{key}: '{judge}' cannot judge the final answer ({why}); one of: {', '.join(fit) or 'none yet'}"
+
+
+def tools_of(given: Any) -> dict[str, ToolArguments]:
+    """What `tools` of an environment of kind tools describes, by the name that the policy calls. Raises ValueError, saying why,
+    where it describes nothing."""
+    if isinstance(given, list) and all(isinstance(name, str) for name in given):
+        given = {name: {} for name in given}
+    if not isinstance(given, dict) or not given:
+        raise ValueError(f"a list of names ({', '.join(TOOLS)}), or a mapping {{name: {{kind, kwargs}}}} of at least one")
+    found = {}
+    for name, described in given.items():
+        arguments, problems = _read(ToolArguments, name, described if isinstance(described, dict) else {"kind": described})
+        if problems:
+            raise ValueError("; ".join(problems))
+        found[name] = dataclasses.replace(arguments, kind=arguments.kind or name)
+    return found
+
+
+def _check_tools(key: str, given: Any) -> Iterator[str]:
+    try:
+        tools = tools_of(given)
+    except ValueError as error:
+        yield f"{key}: {error}"
+        return
+    for name, tool in tools.items():
+        if tool.kind not in TOOLS:
+            yield from _check_path(f"{key}.{name}", tool.kind, TOOLS)
+            continue
+        arguments, problems = _read(TOOL_ARGUMENTS[tool.kind], f"{key}.{name}.kwargs", tool.kwargs)
+        yield from problems
+        for argument, value in vars(arguments).items() if arguments else ():
+            yield from _check_value(f"{key}.{name}.kwargs.{argument}", tool.kind, argument, value)
+        yield from _check_limits(f"{key}.{name}.kwargs", arguments)
+
+
+def _check_endpoint(key: str, judge: LLMJudgeArguments) -> Iterator[str]:
+    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", judge.url):
+        yield f"{key}.url: '{judge.url}' is no http(s) address; http://host:port/v1"
+    elif judge.url.rstrip("/").endswith("/chat/completions"):
+        yield f"{key}.url: '{judge.url}' says the route too; only {judge.url.rstrip('/').removesuffix('/chat/completions')}"
+    if len(judge.scale) != 2 or judge.scale[0] == judge.scale[1]:
+        yield f"{key}.scale: {judge.scale} is not two scores, that of reward 0 and that of reward 1"
+    if judge.api_key_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", judge.api_key_env):
+        yield f"{key}.api_key_env: no name of an environment variable; it names the one that has the key, and is not the key"
+    elif judge.api_key_env is not None and not os.environ.get(judge.api_key_env):
+        yield f"{key}.api_key_env: the environment variable {judge.api_key_env} is not set; export it, or null if none is asked"

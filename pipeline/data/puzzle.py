@@ -1,0 +1,124 @@
+"""The sliding puzzle: boards, moves, and boards to solve as a data set.
+
+    1 2
+    3 _
+
+Tiles 1 to n^2 - 1 lie on n x n fields, one of which is empty; solved, they are in order with the empty field last. A move
+slides a tile into the empty field, and is named by where the tile goes: `up`, `down`, `left`, `right`.
+
+NeMo-RL's game (`nemo_rl/environments/games/sliding_puzzle.py`) has the same rules, keys and way of shuffling.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Mapping, Sequence
+
+Board = tuple[tuple[int, ...], ...]
+"""Rows of tiles; 0 is the empty field."""
+
+FROM = {"up": (1, 0), "down": (-1, 0), "left": (0, 1), "right": (0, -1)}
+"""Where, seen from the empty field, the tile lies that a move slides: (rows, columns)."""
+GAME = {"size": 4, "shuffle_moves": 100}
+VALIDATION_SHARE = 16  # one board in so many is for validation
+DRAWS_PER_BOARD = 1000  # a game whose boards are all of one split would be drawn for for ever
+
+
+class Puzzles(Sequence):
+    """`size` boards as `{"input": "1 2\\n_ 3", "output": "1 2/0 3", "answer": "1 2/0 3"}`, drawn with replacement.
+
+    game_config: {size, shuffle_moves}, the largest of each: a board's own are drawn evenly from 2 to `size` and from 1 to
+    `shuffle_moves`, one more where that is even, so that no board begins solved. `input` is what the policy sees (a
+    `prompt_file` may explain the game around it), `answer` what the environment begins with. A board of 3 x 3 and more is of
+    "train" or of "validation", never of both; of 2 x 2 there are too few for that, and both splits have all.
+    Raises ValueError for another split, and for sizes that no game has.
+    """
+
+    def __init__(self, split: str, size: int, seed: int, game_config: Mapping[str, int] | None = None) -> None:
+        if split not in ("train", "validation"):
+            raise ValueError(f"sliding_puzzle: split '{split}' is not one of: train, validation")
+        game = {**GAME, **(game_config or {})}
+        if unknown := set(game) - set(GAME):
+            raise ValueError(f"sliding_puzzle: game_config has no {', '.join(sorted(unknown))}; it has: {', '.join(GAME)}")
+        if game["size"] < 2 or game["shuffle_moves"] < 1:
+            raise ValueError(f"sliding_puzzle: game_config {game}: size must be at least 2, shuffle_moves at least 1")
+        self._split, self._size, self._seed, self._game = split, size, seed, game
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        if not 0 <= index < self._size:
+            raise IndexError(index)
+        draw = random.Random(f"sliding puzzle {self._split} {self._seed} {index}")
+        board = _board(draw, self._game["size"], self._game["shuffle_moves"], self._split)
+        return {"input": shown(board), "output": written(board), "answer": written(board)}
+
+
+def solved(size: int) -> Board:
+    tiles = [*range(1, size * size), 0]
+    return tuple(tuple(tiles[row * size : (row + 1) * size]) for row in range(size))
+
+
+def is_solved(board: Board) -> bool:
+    return board == solved(len(board))
+
+
+def slid(board: Board, move: str) -> Board | None:
+    """The board after a move; None if there is no tile to slide so."""
+    row, column = _empty(board)
+    rows, columns = FROM[move]
+    return slid_from(board, row + rows, column + columns)
+
+
+def slid_from(board: Board, row: int, column: int) -> Board | None:
+    """The board once the tile at a place (from 0) has been slid into the empty field; None if it is not beside it."""
+    empty_row, empty_column = _empty(board)
+    inside = 0 <= row < len(board) and 0 <= column < len(board)
+    if not inside or abs(row - empty_row) + abs(column - empty_column) != 1:
+        return None
+    tiles = [list(line) for line in board]
+    tiles[empty_row][empty_column], tiles[row][column] = tiles[row][column], 0
+    return tuple(map(tuple, tiles))
+
+
+def shown(board: Board) -> str:
+    """As the policy sees it: a line for each row, `_` for the empty field."""
+    width = len(str(len(board) ** 2 - 1))
+    return "\n".join(" ".join((str(tile) if tile else "_").rjust(width) for tile in row) for row in board)
+
+
+def written(board: Board) -> str:
+    """On one line: `1 2/0 3`."""
+    return "/".join(" ".join(map(str, row)) for row in board)
+
+
+def read(text: str) -> Board:
+    """What `written` wrote. Raises ValueError for what is no board."""
+    try:
+        board = tuple(tuple(map(int, row.split())) for row in text.split("/"))
+    except ValueError:
+        raise ValueError(f"{text!r} is no board, as '1 2/0 3' is") from None
+    if (
+        len(board) < 2
+        or sorted(tile for row in board for tile in row) != list(range(len(board) ** 2))
+        or len(set(map(len, board))) > 1
+    ):
+        raise ValueError(f"{text!r} is no board, as '1 2/0 3' is")
+    return board
+
+
+def _empty(board: Board) -> tuple[int, int]:
+    return next((row, line.index(0)) for row, line in enumerate(board) if 0 in line)
+
+
+def _board(draw: random.Random, largest: int, most_moves: int, split: str) -> Board:
+    for _ in range(DRAWS_PER_BOARD):
+        size = draw.randint(2, largest)
+        board = solved(size)
+        for _ in range(draw.randint(1, most_moves) | 1):
+            board = draw.choice([after for move in FROM if (after := slid(board, move)) is not None])
+        if size == 2 or (split == "validation") == (zlib.crc32(written(board).encode()) % VALIDATION_SHARE == 0):
+            return board
+    raise ValueError(f"sliding_puzzle: game_config of size {largest} and {most_moves} moves has too few boards for '{split}'")

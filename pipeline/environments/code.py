@@ -1,0 +1,202 @@
+"""Programs in Python that the policy writes, judged by running them on the task's tests, in the sandbox.
+
+The answer is the text's last fenced block of code, or the whole text. Each case runs in a sandbox of its own; pieces of Python
+run in one. `CodeInterpreter` is NeMo-RL's CodeEnvironment: code in several turns, each answered with what it came to.
+
+Leaves out: other languages; judges for tasks with more than one right output.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.code_tests import Case, Tests, read, same_output, same_result
+from pipeline.environments.python_tool import Executed, PythonSession, PythonTool
+from pipeline.environments.tool import ToolError
+from pipeline.sandbox.limits import Limits, Ran
+from pipeline.sandbox.sandbox import Sandbox
+from pipeline.types import Prompt
+
+BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+OWN_SHARE = 0.75
+"""Of `timeout_s`, what tests may take together: the rest is for their starts, and a step that outlasts it costs the episode."""
+CALL = b"""import json, os, sys
+arguments = json.loads(sys.stdin.read())
+answer = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+names = {"__name__": "answer"}
+exec(compile(open("answer.py").read(), "answer.py", "exec"), names)
+function = names.get(sys.argv[1]) or getattr(names["Solution"](), sys.argv[1])
+answer.write(json.dumps(function(*arguments)))
+answer.close()
+"""
+"""Calls a function, of the module or of a class Solution."""
+PIECES = b"""import json, os, sys
+names = {"__name__": "answer"}
+exec(compile(open("answer.py").read(), "answer.py", "exec"), names)
+asked = json.loads(sys.stdin.read())
+for number, piece in enumerate(asked["pieces"]):
+    try:
+        exec(compile(piece, f"test {number}", "exec"), names)
+    except Exception as error:
+        print(f"test {number}: {error!r}", file=sys.stderr)
+    else:
+        os.write(1, f"\\n{asked['mark']} {number}\\n".encode())
+"""
+"""Tells which pieces have passed by a mark that the answer, which runs first, has not seen."""
+HARNESS = {"call.py": CALL, "pieces.py": PIECES}
+CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
+
+
+class Code(Environment):
+    """reward: "share", of the tests that passed; or "all", 1 if every one did, so that the first that does not is the last run.
+
+    sandbox, readable: as of `Sandbox`. The rest are fields of `Limits`, for each test. timeout_s: for one answer; tests for
+    which no time is left count as not passed. Metrics: `accuracy`, 1 if all passed; `passed`, the share; and of the tests that
+    ran the shares that ended by `timeouts`, `memory` and `crashes` (of any other kind).
+    """
+
+    workers = 4
+
+    def __init__(
+        self, timeout_s: float, reward: str = "all", sandbox: str = "auto", readable: Sequence[str] = (), **limits: float
+    ) -> None:
+        if reward not in ("all", "share"):
+            raise ValueError(f"reward: '{reward}' is not one of: all, share")
+        self._all, self._timeout_s = reward == "all", OWN_SHARE * timeout_s
+        self._sandbox = Sandbox(Limits(**limits), sandbox, tuple(readable))
+
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        """Raises ValueError if the task has no tests."""
+        try:
+            tests = read(prompt.task["answer"])
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.index}: {error}") from None
+        deadline = time.monotonic() + self._timeout_s
+        passed, ends = (self._cases if tests.cases else self._pieces)(code_in(text), tests, deadline)
+        share = passed / len(tests)
+        right, ran = float(passed == len(tests)), max(1, ends.total())
+        metrics = {"accuracy": right, "passed": share}
+        metrics |= {name: ends[name] / ran for name in ("timeouts", "memory", "crashes")}
+        return Outcome(right if self._all else share, metrics)
+
+    def _cases(self, code: str, tests: Tests, deadline: float) -> tuple[int, Counter[str]]:
+        """How many passed, and how those that ran ended."""
+        passed, ends = 0, Counter()
+        for case in tests.cases:
+            if (left := deadline - time.monotonic()) <= 0:
+                ends["timeouts"] += 1
+                break
+            argv = ["call.py", case.function] if case.function else ["answer.py"]
+            ran = self._run(argv, code, case.input, left)
+            right = _passes(ran, case)
+            ends[_end(ran)] += 1
+            passed += right
+            if self._all and not right:
+                break
+        return passed, ends
+
+    def _pieces(self, code: str, tests: Tests, deadline: float) -> tuple[int, Counter[str]]:
+        mark = secrets.token_hex(16)
+        asked = json.dumps({"pieces": tests.pieces, "mark": mark})
+        ran = self._run(["pieces.py"], code, asked, deadline - time.monotonic())
+        lines = set(ran.stdout.decode(errors="replace").splitlines())
+        return sum(f"{mark} {number}" in lines for number in range(len(tests))), Counter([_end(ran)])
+
+    def _run(self, argv: list[str], code: str, stdin: str, left: float) -> Ran:
+        files = {"answer.py": code.encode(errors="replace"), **HARNESS}
+        return self._sandbox.run(
+            [self._sandbox.python, *argv], files, stdin.encode(errors="replace"), min(self._sandbox.limits.wall_s, left)
+        )
+
+
+def code_in(text: str) -> str:
+    """The last fenced block, or all of it."""
+    blocks = BLOCK.findall(text)
+    return blocks[-1] if blocks else text
+
+
+def _passes(ran: Ran, case: Case) -> bool:
+    same = same_result if case.function else same_output
+    return ran.status == 0 and same(ran.stdout.decode(errors="replace"), case.output)
+
+
+def _end(ran: Ran) -> str:
+    """The metric that counts it."""
+    if ran.ended_by in ("wall time", "cpu time"):
+        return "timeouts"
+    if ran.ended_by == "memory" or (ran.status and ran.stderr.rstrip().rpartition(b"\n")[2].startswith(b"MemoryError")):
+        return "memory"
+    return "crashes" if ran.status else "ended"
+
+
+class CodeInterpreter(Environment):
+    """The last `<code>...</code>` of a turn is run; what it comes to is told as `<result>...</result>`, and names stay.
+
+    With terminate_on_evaluation the episode ends with the first code whose last line is an expression, as in NeMo-RL; and it
+    ends with a turn without code. Reward 1 if the value of the episode's last expression reads as `prompt.task["answer"]`, else
+    0 (NeMo-RL's is always 0). timeout_s: for one turn. Metrics: `accuracy`; `errors`, 1 if the last code raised. The rest: as
+    of PythonTool.
+    """
+
+    workers = 16
+
+    def __init__(
+        self,
+        timeout_s: float,
+        terminate_on_evaluation: bool = True,
+        role: str = "user",
+        sandbox: str = "auto",
+        readable: Sequence[str] = (),
+        **limits: float,
+    ) -> None:
+        self._terminates, self._role, self._timeout_s = terminate_on_evaluation, role, OWN_SHARE * timeout_s
+        self._tool = PythonTool(sandbox, readable, **limits)
+
+    def reset(self, prompt: Prompt) -> CodeEpisode:
+        return CodeEpisode(self._tool.open(), str(prompt.task["answer"]).strip())
+
+    def step(self, episode: CodeEpisode, text: str) -> Outcome:
+        codes = CODE.findall(text)
+        if not codes:
+            return self._over(episode)
+        executed = _execute(episode.session, codes[-1], self._timeout_s)
+        episode.failed = executed.error is not None
+        if executed.value is not None:
+            episode.value = executed.value
+            if self._terminates:
+                return self._over(episode)
+        told = executed.printed + (executed.error or (executed.value if executed.value not in (None, "None") else ""))
+        long = "\n" in codes[-1] or "\n" in told
+        content = f"\n\n<result>\n{told}\n</result>" if long else f"<result>{told}</result>"
+        return Outcome(0.0, episode.metrics(), {"role": self._role, "content": content})
+
+    def _over(self, episode: CodeEpisode) -> Outcome:
+        episode.session.close()
+        return Outcome(episode.metrics()["accuracy"], episode.metrics())
+
+
+@dataclass
+class CodeEpisode:
+    session: PythonSession
+    answer: str
+    value: str = ""  # of the last expression so far
+    failed: bool = False  # whether the last code raised
+
+    def metrics(self) -> dict[str, float]:
+        return {"accuracy": float(self.value.strip() == self.answer), "errors": float(self.failed)}
+
+
+def _execute(session: PythonSession, code: str, timeout_s: float) -> Executed:
+    """What breaks the interpreter is told, too."""
+    try:
+        return session.execute(code, timeout_s)
+    except (ToolError, TimeoutError) as error:
+        return Executed("", None, f"error: {error}")

@@ -1,0 +1,94 @@
+r"""Multiple choice: the letter that a text answers with, compared with the expected one.
+
+What counts as the answer, the first of these that the text has; of several, the last one said:
+    what is said after "Answer:" (Answer: B, **Answer:** (b)), or as a capital after "answer is" (the answer is $\boxed{B}$, the
+    correct answer is option B), in the language asked for
+    \boxed{B}
+    the whole text, if it is nothing but a letter: B, (B), B.
+Markdown and LaTeX around a letter do not matter. A letter outside `choices` is no answer.
+
+NeMo-RL's verifiers `english_multichoice` and `multilingual_multichoice` take the first letter said after "Answer:", not the
+last, and know neither of the other two.
+
+Leaves out: several right letters, answers that repeat the option's text.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+
+from pipeline.config import MULTICHOICE_VERIFIERS
+from pipeline.environments.base import Environment, Outcome
+from pipeline.types import Prompt
+
+ENGLISH = ("answer is", "answer")
+OTHERS = (
+    *("antwort ist", "antwort", "réponse est", "réponse", "respuesta es", "respuesta", "resposta é", "resposta"),
+    *("risposta è", "risposta", "jawabannya adalah", "jawabannya", "jawaban", "jibu", "ìdáhùn", "idahun"),
+    *("答案是", "答案", "正解は", "正解", "答えは", "答え", "回答", "解答", "정답은", "정답", "답변", "답"),
+    *("الإجابة هي", "الإجابة", "الجواب", "إجابة", "उत्तर", "উত্তর"),
+)
+"""German, French, Spanish, Portuguese, Italian, Indonesian, Swahili, Yoruba, Chinese, Japanese, Korean, Arabic, Hindi,
+Bengali: the languages of MMMLU."""
+SENTENCES = {word for word in (*ENGLISH, *OTHERS) if " " in word} | {"答案是", "正解は", "答えは", "정답은"}
+"""After which a letter may come with no colon between: "the answer is B"."""
+ALPHABETS = ("أبجد", "অবডঢ", "कखगघ", "কখগঘ")
+"""Letters of answers in Arabic, Bengali, Hindi and Bengali again: the first stands for A, and so on."""
+LETTERS = {letter: string.ascii_uppercase[i] for alphabet in ALPHABETS for i, letter in enumerate(alphabet)}
+
+WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{|[*_$`{}()\[\]【】《》「」]|\\\(|\\\)")
+BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\})?[^{}]*)\}")
+
+
+class MultipleChoice(Environment):
+    """Reward 1 if the text's letter is that of `prompt.task["answer"]`, else 0. Metrics: `accuracy`; `no_answer`, 1 if it has
+    none.
+
+    verifier_type: english_multichoice, or multilingual_multichoice, which reads "Answer:" and letters of other languages too.
+    choices: how many letters there are, from A on.
+    """
+
+    def __init__(self, verifier_type: str = "english_multichoice", choices: int = 26) -> None:
+        if verifier_type not in MULTICHOICE_VERIFIERS:
+            raise ValueError(f"verifier_type: '{verifier_type}' is not one of: {', '.join(MULTICHOICE_VERIFIERS)}")
+        if not 2 <= choices <= len(string.ascii_uppercase):
+            raise ValueError(f"choices: {choices} is not a number of letters; from 2 to {len(string.ascii_uppercase)}")
+        multilingual = verifier_type == "multilingual_multichoice"
+        words = (*ENGLISH, *OTHERS) if multilingual else ENGLISH
+        self._letters = string.ascii_uppercase[:choices]
+        self._foreign = {there: here for there, here in LETTERS.items() if here in self._letters} if multilingual else {}
+        one_of = f"[{self._letters}{self._letters.lower()}{''.join(self._foreign)}]"
+        # A word needs a colon or an "is" behind it, and the letter must not begin another word: "answer: Because".
+        said = "|".join(re.escape(word) + ("" if word in SENTENCES else r"(?=[ \t]*:)") for word in words)
+        self._said = re.compile(rf"(?:{said})[ \t]*(:?)\s*(?:option\s+|choice\s+)?({one_of})(?!\w)", re.IGNORECASE)
+        self._alone = re.compile(rf"\s*({one_of})\s*[.:)]?\s*", re.IGNORECASE)
+
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        """Raises ValueError if the expected answer is no letter."""
+        expected = self._letter_of(prompt.task["answer"])
+        if expected is None:
+            raise ValueError(
+                f"prompt {prompt.index}: the expected answer {prompt.task['answer']!r} is no letter of {self._letters}"
+            )
+        letter = self.answer(text)
+        right = float(letter == expected)
+        return Outcome(right, {"accuracy": right, "no_answer": float(letter is None)})
+
+    def answer(self, text: str) -> str | None:
+        """The letter that the text answers with, as a capital of ours."""
+        text = unicodedata.normalize("NFKC", text)  # Ａ is A
+        said = self._said.findall(WRAPPING.sub("", text))
+        if said := [letter for colon, letter in said if colon or not letter.islower()]:  # "the answer is a bit unclear"
+            return self._ours(said[-1])
+        if boxed := [letter for inside in BOXED.findall(text) if (letter := self._letter_of(inside))]:
+            return boxed[-1]
+        return self._letter_of(text)
+
+    def _letter_of(self, text: str) -> str | None:
+        found = self._alone.fullmatch(WRAPPING.sub("", text))
+        return self._ours(found[1]) if found else None
+
+    def _ours(self, letter: str) -> str:
+        return self._foreign.get(letter, letter.upper())

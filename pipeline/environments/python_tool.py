@@ -1,0 +1,102 @@
+"""Python as a tool: an interpreter in the sandbox that keeps its names from one call of an episode to the next."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pipeline.sandbox
+from pipeline.environments.tool import Tool, ToolError, ToolSession
+from pipeline.sandbox.guarded import Program
+from pipeline.sandbox.limits import Limits
+from pipeline.sandbox.sandbox import Sandbox
+
+INTERPRETER = (Path(pipeline.sandbox.__file__).parent / "interpreter.py").read_bytes()
+START_S = 30.0  # for the interpreter to be there, besides the time of its first call
+OUTPUT_BYTES = 1 << 16
+"""Of each call, unless the recipe says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """What came of a piece of code that ended by itself."""
+
+    printed: str
+    value: str | None  # the text of its last expression's value; None: it does not end in one
+    error: str | None  # what it raised, with its line
+
+
+class PythonTool(Tool):
+    """sandbox, readable: as of `Sandbox`. The rest are fields of `Limits`: `wall_s` is for each call, `cpu_s` for an episode.
+
+    Raises ValueError for values that are no limits, and SandboxError, saying what to do, where code cannot be contained.
+    """
+
+    parameters = {"code": str}  # noqa: RUF012
+
+    def __init__(self, sandbox: str = "auto", readable: Sequence[str] = (), **limits: float) -> None:
+        given = Limits(**{"output_bytes": OUTPUT_BYTES, **limits})
+        self._sandbox = Sandbox(given, sandbox, tuple(readable))
+
+    def open(self) -> PythonSession:
+        """Cheap: the interpreter starts with the first call."""
+        return PythonSession(self._sandbox)
+
+
+class PythonSession(ToolSession):
+    """An interpreter that has to be killed, for its time or its memory, is followed by a fresh one."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self._program: Program | None = None
+
+    def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
+        """What was printed, and the value of a last expression. Raises ToolError for what the code raised, or broke, and
+        TimeoutError."""
+        executed = self.execute(arguments["code"], timeout_s)
+        told = executed.printed
+        if executed.error is not None:
+            raise ToolError(told + "\n" * bool(told and not told.endswith("\n")) + executed.error)
+        return told + (executed.value if executed.value not in (None, "None") else "")
+
+    def execute(self, code: str, timeout_s: float) -> Executed:
+        """Raises ToolError if the interpreter does not live through it, and TimeoutError; both lose its names."""
+        limits = self._sandbox.limits
+        seconds, begun = min(limits.wall_s, timeout_s), time.monotonic()
+        deadline = begun + seconds
+        try:
+            if self._program is None:
+                deadline = begun + min(seconds + START_S, timeout_s)
+                argv = [self._sandbox.python, "interpreter.py", str(limits.output_bytes)]
+                self._program = self._sandbox.start(argv, {"interpreter.py": INTERPRETER})
+            return self._ask(self._program, code, deadline)
+        except TimeoutError:
+            self.close()
+            raise TimeoutError(f"the code did not end within {seconds:g} s; all names are gone") from None
+        except (EOFError, ValueError, KeyError, TypeError):  # it is gone, or what it says is no answer
+            program, self._program = self._program, None
+            ended_by = program.close()
+            why = f" ({ended_by})" if ended_by not in ("exit", "closed") else ""
+            raise ToolError(f"the interpreter ended{why}; all names are gone") from None
+
+    def close(self) -> None:
+        program, self._program = self._program, None
+        if program is not None:
+            program.close()
+
+    def _ask(self, program: Program, code: str, deadline: float) -> Executed:
+        question = json.dumps({"code": code}).encode()
+        program.send(struct.pack("<I", len(question)) + question, deadline)
+        (length,) = struct.unpack("<I", program.receive(4, deadline))
+        if length > 32 * self._sandbox.limits.output_bytes:  # each character may take 6 bytes, of each of three texts
+            raise ValueError("too long for an answer")
+        answer = json.loads(program.receive(length, deadline))
+        texts = [answer[name] for name in ("printed", "value", "error")]
+        if not isinstance(texts[0], str) or any(not isinstance(text, str | None) for text in texts):
+            raise TypeError("no texts")
+        return Executed(*texts)

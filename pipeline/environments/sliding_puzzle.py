@@ -1,0 +1,111 @@
+"""The sliding puzzle as a game of several turns; boards and moves are in `pipeline/data/puzzle.py`.
+
+The policy writes a move in each turn, `<action>up</action>`: up, down, left, right (or their first letters), `slide 1 2` (the
+tile in row 1, column 2), or `view`, which shows the board and is no move. Its last action in a turn counts.
+
+NeMo-RL's game has the same rules and commands. Left out: its drawing of the board with a frame and numbered rows.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pipeline.data import puzzle
+from pipeline.environments.base import Environment, Outcome
+from pipeline.types import Prompt
+
+INITIALS = {move[0]: move for move in puzzle.FROM}
+TELLS = ("words", "board")
+
+
+@dataclass
+class Game:
+    board: puzzle.Board
+    moves: int = 0
+
+
+class SlidingPuzzle(Environment):
+    """Reward 1 for the move that solves it. `prompt.task["answer"]` is the board at the start. Metrics: `accuracy`, 1 if it is
+    solved; `moves` tried, impossible ones among them; `invalid`, 1 if the last turn had no action in it.
+
+    max_moves: after so many the game is lost. action_pattern: what an action is, or its group if it has one. tells: what comes
+    of a move: `words` (as NeMo-RL: "Slid tile 5 up."), or the `board`. observation: what stands around that, with {} for it.
+    role: whose message it is.
+    """
+
+    workers = 4
+
+    def __init__(
+        self,
+        max_moves: int = 50,
+        action_pattern: str = r"<action>\s*(.*?)\s*</action>",
+        tells: str = "words",
+        observation: str = "<environment>\n{}\n</environment>\n",
+        role: str = "user",
+    ) -> None:
+        if tells not in TELLS:
+            raise ValueError(f"tells: '{tells}' is not one of: {', '.join(TELLS)}")
+        if max_moves < 1:
+            raise ValueError(f"max_moves: {max_moves} is too small; at least 1")
+        if "{}" not in observation:
+            raise ValueError(f"observation: {observation!r} has no {{}}, where what is told goes")
+        try:
+            self._action = re.compile(action_pattern, re.IGNORECASE | re.DOTALL)
+        except re.error as error:
+            raise ValueError(f"action_pattern '{action_pattern}': {error}") from None
+        if self._action.groups > 1:
+            raise ValueError(
+                f"action_pattern '{action_pattern}' has {self._action.groups} groups; one must say what the action is"
+            )
+        self._max_moves, self._tells, self._observation, self._role = max_moves, tells, observation, role
+
+    def reset(self, prompt: Prompt) -> Game:
+        """Raises ValueError if the task has no board."""
+        return Game(puzzle.read(prompt.task["answer"]))
+
+    def step(self, game: Game, text: str) -> Outcome:
+        actions = self._action.findall(text)
+        if not actions:
+            return self._told(game, f"{puzzle.shown(game.board)}\n\nNo action found, so no move made.", invalid=True)
+        action = actions[-1].strip().lower()
+        if action == "view":
+            return self._told(game, puzzle.shown(game.board))
+        game.moves += 1
+        after, words = _moved(game.board, INITIALS.get(action, action))
+        if after is not None:
+            game.board = after
+            if puzzle.is_solved(after):
+                return Outcome(1.0, _metrics(game, solved=True))
+        if game.moves >= self._max_moves:
+            return Outcome(0.0, _metrics(game))
+        return self._told(game, words)
+
+    def _told(self, game: Game, words: str, invalid: bool = False) -> Outcome:
+        told = words if self._tells == "words" else puzzle.shown(game.board)
+        return Outcome(
+            0.0, _metrics(game, invalid=invalid), {"role": self._role, "content": self._observation.replace("{}", told)}
+        )
+
+
+def _moved(board: puzzle.Board, action: str) -> tuple[puzzle.Board | None, str]:
+    """The board after an action, None if nothing moved; and what happened."""
+    if action in puzzle.FROM:
+        after = puzzle.slid(board, action)
+        return after, f"Slid tile {_tile(board, after)} {action}." if after else f"Cannot slide {action}."
+    if place := re.fullmatch(r"slide\s+(\d{1,3})\s+(\d{1,3})", action):
+        after = puzzle.slid_from(board, int(place[1]) - 1, int(place[2]) - 1)
+        words = (
+            f"Slid tile {_tile(board, after)} into the empty space." if after else "No tile there is beside the empty space."
+        )
+        return after, words
+    return None, f"Unknown action; one of: {', '.join(puzzle.FROM)}, slide row column, view."
+
+
+def _tile(before: puzzle.Board, after: puzzle.Board) -> int:
+    """That has moved."""
+    return next(max(old, new) for rows in zip(before, after, strict=True) for old, new in zip(*rows, strict=True) if old != new)
+
+
+def _metrics(game: Game, solved: bool = False, invalid: bool = False) -> dict[str, float]:
+    return {"accuracy": float(solved), "moves": float(game.moves), "invalid": float(invalid)}

@@ -1,0 +1,81 @@
+"""How calls of tools stand in a text, and how their results are told: Hermes' way, and a short one for a single tool.
+
+Leaves out: other models' ways (Llama's <|python_tag|>, Mistral's [TOOL_CALLS]).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+THOUGHT_ENDS = "</think>"  # what a model thinks before it calls nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call. error: why it cannot be carried out; then it has no name, and no arguments."""
+
+    name: str = ""
+    arguments: dict[str, Any] | None = None
+    error: str = ""
+
+
+class CallFormat(Protocol):
+    def calls(self, text: str) -> list[Call]:
+        """In the order of the text; none: the text is the policy's final answer."""
+
+    def message(self, results: list[str]) -> dict[str, str]:
+        """What the policy is told, {"role", "content"}: the results in the order of the calls."""
+
+
+class HermesCalls:
+    """`<tool_call>{"name": "calculator", "arguments": {"expression": "47*85"}}</tool_call>`, as Hermes and Qwen models write.
+
+    The results are one message of role "tool", a line or more for each; the model's chat template wraps it. How the policy
+    learns which tools there are is the prompt's matter: `tools` in policy.tokenizer.chat_template_kwargs, or a system prompt.
+    """
+
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+    def calls(self, text: str) -> list[Call]:
+        pieces = text.rpartition(THOUGHT_ENDS)[2].split(self.OPEN)[1:]
+        return [self._call(piece) for piece in pieces]
+
+    def message(self, results: list[str]) -> dict[str, str]:
+        return {"role": "tool", "content": "\n".join(results)}
+
+    def _call(self, piece: str) -> Call:
+        written, close, _ = piece.partition(self.CLOSE)
+        if not close:
+            return Call(error=f"a {self.OPEN} without {self.CLOSE}")
+        try:
+            call = json.loads(written)
+        except (ValueError, RecursionError) as error:
+            return Call(error=f"not JSON: {error}")
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return Call(error='a call is {"name": ..., "arguments": {...}}')
+        arguments = call.get("arguments", {})
+        if not isinstance(arguments, dict):
+            return Call(error="arguments are a JSON object")
+        return Call(call["name"], arguments)
+
+
+class MarkedCalls:
+    """`[47*85]`: the one argument of the one tool, between two marks. What follows the closing mark is not read: a turn should
+    end there (its token in policy.generation.stop_token_ids).
+
+    reply: what is told, with {} for the result.
+    """
+
+    def __init__(self, tool: str, parameter: str, open: str, close: str, reply: str) -> None:
+        self._tool, self._parameter, self._reply = tool, parameter, reply
+        self._pattern = re.compile(f"{re.escape(open)}(.*?){re.escape(close)}", re.DOTALL)
+
+    def calls(self, text: str) -> list[Call]:
+        found = self._pattern.search(text)
+        return [Call(self._tool, {self._parameter: found[1]})] if found else []
+
+    def message(self, results: list[str]) -> dict[str, str]:
+        return {"role": "tool", "content": self._reply.replace("{}", results[0])}

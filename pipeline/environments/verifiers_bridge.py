@@ -1,0 +1,232 @@
+"""Lets an outside policy step through what the `verifiers` package (0.4) runs as a whole.
+
+There, an agent's program asks for completions over HTTP and decides alone when it is done. Here it is a chat loop in this
+process (`PolicyHarness`, which the package allows in place of a program of its own), and the endpoint that it is given
+(`Bridge`) holds each request until the policy has spoken. All of it runs in one event loop, in a thread.
+
+Imported only where the package is installed. Leaves out: several agents, tasks that need a container, images.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import verifiers.v1 as vf
+from aiohttp import web
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.null.harness import NullHarness, NullHarnessConfig
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.interception import InterceptionServer
+from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+
+Message = dict[str, Any]
+START_S = 60.0
+
+
+@dataclass
+class Asked:
+    """The program wants a completion of this conversation."""
+
+    messages: list[Message]
+    answer: asyncio.Future[Message]  # of the bridge's loop
+
+
+@dataclass
+class Episode:
+    """What the environment holds of a run; when nobody holds it any more, the run is cancelled."""
+
+    name: str
+    asked: Asked | None = None  # what the policy is to answer next
+    news: queue.SimpleQueue[Asked | vf.Trace | BaseException] = field(default_factory=queue.SimpleQueue)
+
+
+class PolicyHarness(NullHarness):
+    """The package's plain chat loop with tools over MCP, in this process: its own would be installed with uv at every start."""
+
+    SUPPORTS_TOOL_INTERCEPTION = False
+
+    async def setup(self, runtime: vf.Runtime) -> None:
+        """Nothing to install."""
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> vf.ProgramResult:
+        servers = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
+        async with AsyncExitStack() as stack:
+            client = await stack.enter_async_context(httpx.AsyncClient(timeout=None))
+            tools, dispatch, connections = await connect_mcp(servers, stack)
+            messages = opening(data)
+            while True:
+                asked = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
+                reply = await client.post(
+                    f"{endpoint}/chat/completions", json=asked, headers={"Authorization": f"Bearer {secret}"}
+                )
+                if trace.stop_condition is not None:
+                    break  # the task has seen enough
+                reply.raise_for_status()
+                message = reply.json()["choices"][0]["message"]
+                messages = [*messages, message]
+                if not message.get("tool_calls"):
+                    break
+                for call in message["tool_calls"]:
+                    name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+                    known = name in dispatch
+                    told = (
+                        await call_mcp(connections, dispatch, name, arguments) if known else f"error: there is no tool {name!r}"
+                    )
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": told})
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+def opening(data: vf.TaskData) -> list[Message]:
+    """The conversation with which a task begins. Raises ValueError if the policy is not spoken to first."""
+    if data.prompt is None:
+        raise ValueError("the task has no prompt; the user who would open the conversation is left out here")
+    system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        return [*system, {"role": "user", "content": data.prompt}]
+    return [*system, *map(message_to_wire, data.prompt)]
+
+
+class Tasks:
+    """A taskset's tasks by number, each loaded once."""
+
+    def __init__(self, taskset: str, config: dict[str, Any]) -> None:
+        self.taskset = load_taskset(taskset_config_type(taskset).model_validate({**config, "id": taskset}))
+        self._rest, self._loaded, self._lock = iter(self.taskset), [], threading.Lock()
+
+    def __getitem__(self, number: int) -> vf.Task:
+        """Raises IndexError."""
+        with self._lock:
+            self._loaded += itertools.islice(self._rest, max(0, number + 1 - len(self._loaded)))
+            return self._loaded[number]
+
+
+class Bridge:
+    """The endpoint, and the runs that ask it."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
+        self._runs: dict[str, tuple[weakref.ref[Episode], asyncio.Task[None]]] = {}
+        self._held: dict[str, asyncio.Future[Message]] = {}  # what a run waits for
+        self._numbers = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True)
+        self._thread.start()
+        self._stack = AsyncExitStack()
+        self._wait(self._serve(), START_S)
+
+    def begin(self, number: int, timeout_s: float) -> Episode:
+        """Begin a task's run, up to where the policy is asked for the first time."""
+        episode = Episode(f"policy-{next(self._numbers)}")
+        self._wait(self._start(episode.name, weakref.ref(episode), self._tasks[number]), timeout_s)
+        weakref.finalize(episode, self._cancel, episode.name)
+        self._await_news(episode, time.monotonic() + timeout_s)
+        return episode
+
+    def answer(self, episode: Episode, message: Message, timeout_s: float) -> vf.Trace | Asked:
+        """What comes of the policy's turn: the run's end, or what it is asked next. Raises TimeoutError, and whatever ended the
+        run otherwise."""
+        deadline = time.monotonic() + timeout_s
+        self._loop.call_soon_threadsafe(episode.asked.answer.set_result, message)
+        return self._await_news(episode, deadline)
+
+    def close(self) -> None:
+        async def end() -> None:
+            for _, run in list(self._runs.values()):
+                run.cancel()
+            await asyncio.gather(*(run for _, run in list(self._runs.values())), return_exceptions=True)
+            await self._stack.aclose()
+
+        self._wait(end(), START_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _wait(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def _await_news(self, episode: Episode, deadline: float) -> vf.Trace | Asked:
+        try:
+            news = episode.news.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise TimeoutError("the task did not go on in time") from None
+        if isinstance(news, BaseException):
+            raise news
+        episode.asked = news if isinstance(news, Asked) else None
+        return news
+
+    async def _serve(self) -> None:
+        application = web.Application(client_max_size=1 << 30)
+        application.router.add_post("/v1/chat/completions", self._asked)
+        runner = web.AppRunner(application, shutdown_timeout=1.0)
+        await runner.setup()
+        self._stack.push_async_callback(runner.cleanup)
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        self._client = vf.EvalClientConfig(base_url=f"http://127.0.0.1:{port}/v1", api_key_var="HETSTEP_NO_KEY")
+        self._interception = await self._stack.enter_async_context(InterceptionServer(requires_tunnel=False))
+
+    async def _start(self, name: str, episode: weakref.ref[Episode], task: vf.Task) -> None:
+        self._runs[name] = episode, asyncio.create_task(self._run(name, episode, task))
+
+    async def _run(self, name: str, episode: weakref.ref[Episode], task: vf.Task) -> None:
+        harness = NullHarnessConfig(id="null")
+        config = vf.AgentConfig(model=name, client=self._client, runtime=vf.SubprocessConfig(), harness=harness)
+        agent = vf.Agent(config, interception=self._interception)
+        agent.harness = PolicyHarness(harness)
+        try:
+            news: vf.Trace | BaseException = await agent.run(task)
+        except Exception as error:
+            news = error
+        finally:
+            del self._runs[name]
+            if held := self._held.pop(name, None):
+                held.cancel()  # and with it the request
+        if (waiting := episode()) is not None:
+            waiting.news.put(news)
+
+    async def _asked(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        episode = self._runs[body["model"]][0]()
+        if episode is None:
+            raise web.HTTPGone
+        asked = Asked(body["messages"], self._loop.create_future())
+        self._held[body["model"]] = asked.answer
+        episode.news.put(asked)
+        del episode  # it may be forgotten while this waits
+        message = await asked.answer
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        return web.json_response(
+            {"id": body["model"], "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
+        )
+
+    def _cancel(self, name: str) -> None:
+        """When nobody asks about the episode any more. May be called from any thread."""
+
+        def cancel() -> None:
+            if name in self._runs:
+                self._runs[name][1].cancel()
+
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(cancel)

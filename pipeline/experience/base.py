@@ -1,0 +1,76 @@
+"""What the loop asks of the gathering of experience, and what is the same of all that is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pipeline.data.stream import PromptStream
+from pipeline.metrics import rollout_metrics
+from pipeline.types import Prompt, RolloutGroup
+
+Judge = Callable[[list[RolloutGroup]], list[RolloutGroup]]
+"""Gives groups the rewards that a model gives them."""
+
+Select = Callable[[list[RolloutGroup]], list[RolloutGroup]]
+"""Those that are worth training on."""
+
+
+class Experience(Protocol):
+    """A step is `send`, `collect`, then learning, `before_refit` and the refit."""
+
+    prompts_per_step: int
+
+    def room(self, step: int) -> int:
+        """How many prompts are to be sent at the beginning of a step."""
+
+    def enough(self, prompts: Sequence[Prompt]) -> bool:
+        """Whether a step can be full if these are sent for it. False only when the data have ended."""
+
+    def send(self, prompts: Sequence[Prompt], step: int) -> None:
+        """Have them sampled. step: how many there were, which is the version of the weights."""
+
+    def collect(self, prompts: PromptStream, select: Select, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
+        """prompts_per_step groups that were selected, and metrics of all that were sampled for them; fewer groups if the data
+        end. Where groups are not selected, others are sampled of further prompts.
+
+        Raises RuntimeError if as many prompts as the recipe allows do not fill the step.
+        """
+
+    def validate(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+        """Judged rollouts of each prompt, one group per prompt, in their order."""
+
+    def before_refit(self) -> None:
+        """Bring the engines to where their weights can be replaced."""
+
+    def record(self) -> bytes:
+        """What a checkpoint must keep: groups that are under way, or complete and not trained on. Empty if there are none."""
+
+    def resume(self, record: bytes, step: int) -> dict[str, float]:
+        """Go on with what `record` kept, after the first refit; metrics of it, which it also prints.
+
+        Raises ValueError if that cannot be done with this recipe.
+        """
+
+    @property
+    def pending(self) -> int:
+        """Groups that were sent and not trained on."""
+
+
+def sampled_metrics(sampled: list[RolloutGroup], selected: list[RolloutGroup], wanted: int, batches: float) -> dict[str, float]:
+    """Of all groups that a step sampled, and of those that it trains on. batches: how many prompts it took, in steps' worth."""
+    values = rollout_metrics("train", sampled)
+    if len(selected) < len(sampled):
+        values["train/dynamic_sampling_batches"] = float(batches)
+        values["train/dynamic_sampling_discarded"] = float(max(0, len(selected) - wanted))
+    if len(selected) >= wanted:
+        values["train/selected_reward"] = rollout_metrics("train", selected[:wanted])["train/reward"]
+    return values
+
+
+def refuse_to_go_on(key: str, taken: str, selected: int, wanted: int) -> None:
+    """key: the algorithm's section. Raises RuntimeError: dynamic sampling does not fill a step."""
+    raise RuntimeError(
+        f"{key}.dynamic_sampling_max_gen_batches: after {taken} only {selected} of {wanted} groups have rewards that vary: the"
+        f" data are too easy or too hard for this policy, or {key}.num_generations_per_prompt is too small"
+    )

@@ -1,0 +1,152 @@
+"""Groups to engines, and back: each group goes to the engine with the least outstanding work, and is taken in as it completes.
+
+A group is never split, so that its members are beside each other and share the prompt's keys and values. Between idle engines
+groups go round robin. What goes to one engine at one moment is one message, whose requests are all in the engine before it
+takes another step: a synchronous step is then the same to the last bit however messages travel.
+
+Left out: moving groups that have been sent, and pieces of work that are smaller than a group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.experience.failures import Failures
+from pipeline.remote import Future, Remote
+from pipeline.rollout.work import RolloutWork, Unfinished
+from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling
+
+
+@dataclass(frozen=True)
+class Order:
+    """How groups are to be drawn."""
+
+    purpose: str  # "train" or "val"
+    samples: int  # episodes of each prompt
+    sampling: Sampling
+    urgent: bool = False  # before what has not begun
+    apart: bool = False  # each group is a message of its own, so that it can be cut without the others
+
+
+@dataclass
+class Sent:
+    """One message, and what has not come back of it."""
+
+    engine: int
+    order: Order
+    prompts: list[Prompt]
+    future: Future
+    open: set[int] = field(default_factory=set)  # places in `prompts`
+
+
+class Dispatch:
+    def __init__(self, engines: Sequence[Remote], seed: int, max_turns: int, failures: Failures):
+        """engines: one for the ranks of each."""
+        self._engines = engines
+        self._seed = seed
+        self._max_turns = max_turns
+        self._failures = failures
+        self._numbers = 0
+        self._sent: dict[int, Sent] = {}  # by the work's number
+        self._came: dict[str, list[RolloutGroup]] = {}  # by purpose
+        self._waited_s = 0.0
+
+    @property
+    def outstanding(self) -> list[int]:
+        """Of each engine: the episodes of its groups that have not come back."""
+        episodes = [0] * len(self._engines)
+        for sent in self._sent.values():
+            episodes[sent.engine] += len(sent.open) * sent.order.samples
+        return episodes
+
+    def send(self, prompts: Sequence[Prompt], order: Order, finished: Mapping[int, dict[int, Rollout]] | None = None) -> None:
+        """finished: of groups that were begun earlier the rollouts by sample, by their prompt's index."""
+        episodes = self.outstanding
+        shares: list[list[Prompt]] = [[] for _ in self._engines]
+        for prompt in prompts:
+            engine = episodes.index(min(episodes))
+            shares[engine].append(prompt)
+            episodes[engine] += order.samples
+        for engine, share in enumerate(shares):
+            for message in [[prompt] for prompt in share] if order.apart else [share] * bool(share):
+                self._send(engine, message, order, finished or {})
+
+    def _send(self, engine: int, prompts: list[Prompt], order: Order, finished: Mapping[int, dict[int, Rollout]]) -> None:
+        number, self._numbers = self._numbers, self._numbers + 1
+        work = RolloutWork(
+            number,
+            prompts,
+            order.samples,
+            order.purpose,
+            self._seed,
+            order.sampling,
+            self._max_turns,
+            order.urgent,
+            {place: finished[prompt.index] for place, prompt in enumerate(prompts) if prompt.index in finished},
+        )
+        future = self._engines[engine].rollout(work)
+        self._sent[number] = Sent(engine, order, prompts, future, set(range(len(prompts))))
+
+    def receive(self, block: bool = True) -> None:
+        """Take in what has come; with `block` wait until something does. Raises RuntimeError if too many episodes failed."""
+        begun = time.perf_counter()
+        while self._engines[0].hear(block=block):  # of any engine
+            block = False
+        self._waited_s += time.perf_counter() - begun
+        for number, sent in list(self._sent.items()):
+            for _, parts in sent.future.take():
+                for part in parts:
+                    sent.open.remove(part.place)
+                    self._failures.see(part.group)
+                    self._came.setdefault(sent.order.purpose, []).append(part.group)
+            if not sent.open:
+                del self._sent[number]
+
+    def take(self, purpose: str) -> list[RolloutGroup]:
+        """The groups that were taken in since the last call, in the order in which they completed."""
+        return self._came.pop(purpose, [])
+
+    def take_waited_s(self) -> float:
+        """How long rank 0 has waited in `receive` since the last call."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
+
+    def wait_for(self, prompts: Sequence[Prompt], purpose: str) -> list[RolloutGroup]:
+        """Their groups, in their order. They are all that is under way with this purpose."""
+        came: list[RolloutGroup] = []
+        while len(came) < len(prompts):
+            self.receive()
+            came += self.take(purpose)
+        groups = {group.prompt.index: group for group in came}
+        return [groups[prompt.index] for prompt in prompts]
+
+    def drain(self) -> None:
+        """Wait until every episode that has begun has ended. No other begins before the next version is served."""
+        for draining in [engine.drain() for engine in self._engines]:
+            draining.result()
+        self.receive(block=False)
+
+    def cut(self, prompts: Sequence[Prompt]) -> None:
+        """End the open episodes of groups that were sent apart where they are."""
+        indexes = {prompt.index for prompt in prompts}
+        for number, engine in enumerate(self._engines):
+            works = [
+                key
+                for key, sent in self._sent.items()
+                if sent.engine == number and sent.order.apart and sent.prompts[0].index in indexes
+            ]
+            if works:
+                engine.cut(works).result()
+
+    def snapshot(self, purpose: str) -> dict[int, Unfinished]:
+        """Where the groups stand that have not come back, by their prompt's index. What completes meanwhile is taken in."""
+        replies = [reply for asked in [engine.snapshot() for engine in self._engines] for reply in asked.result()]
+        self.receive(block=False)
+        stands = {}
+        for unfinished in (one for reply in replies for one in reply):
+            sent = self._sent.get(unfinished.number)
+            if sent and sent.order.purpose == purpose and unfinished.place in sent.open:
+                stands[sent.prompts[unfinished.place].index] = unfinished
+        return stands

@@ -1,0 +1,33 @@
+"""Rank 0 calls verbs on a realm; every other rank serves them.
+
+    step = train.step()            # a Future; rank 0's own share runs at once, in place
+    replies = step.result()        # one reply per rank of the realm, in rank order
+
+A verb is a method of a role (`pipeline/roles/`) marked with @verb; it takes at most one argument. Arguments and replies are
+msgpack messages, typed by the method's annotations, with numpy arrays as raw bytes: never a pickle, because the ports of the
+process groups are open to everyone on the cluster. Small messages go through the queue that each rank has in rank 0's store; a
+body above `INLINE` bytes follows its message over the spanning group.
+
+A verb that outlasts its call returns a `Later`: rank 0 gets the answer in parts, and the rank serves other verbs meanwhile.
+
+There are no timeouts here: `overdue` tells the watchdog which calls are late and whose reply is missing.
+"""
+
+from pipeline.remote.calls import Future, Mailbox, Remote, RemoteError, stop
+from pipeline.remote.messages import decode, encode
+from pipeline.remote.serving import Working, serve
+from pipeline.remote.verbs import Later, verb
+
+__all__ = [
+    "Future",
+    "Later",
+    "Mailbox",
+    "Remote",
+    "RemoteError",
+    "Working",
+    "decode",
+    "encode",
+    "serve",
+    "stop",
+    "verb",
+]

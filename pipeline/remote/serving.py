@@ -1,0 +1,126 @@
+"""Every other rank's end: verbs come, one after another, and answers go."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from pipeline.remote.messages import INLINE, STOP, Envelope, decode, encode, follow, queue_of
+from pipeline.remote.verbs import run, signature
+from pipeline.world import NEVER, World
+
+
+@runtime_checkable
+class Working(Protocol):
+    """A role that goes on, between verbs, with what they began."""
+
+    news: threading.Event  # set here when a verb has come, and by the role itself when it need not wait any more
+
+    def work(self, verb_waits: Callable[[], bool]) -> None:
+        """Go on until the next verb is to be taken, which may not have come yet if there is nothing else to do."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class _Inbox:
+    """A rank's verbs. A thread fetches them, so that to look for one costs the store nothing."""
+
+    def __init__(self, world: World, news: threading.Event):
+        self._store = world.store.clone()
+        self._store.set_timeout(NEVER)
+        self._queue = queue_of(world.rank)
+        self._news = news
+        self._come: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        threading.Thread(target=self._fetch, name="inbox", daemon=True).start()
+
+    def _fetch(self) -> None:
+        verb = ""
+        while verb != STOP:
+            try:
+                message: bytes | Exception = self._store.queue_pop(self._queue)
+                verb = msgspec.msgpack.decode(message, type=Envelope).verb
+            except Exception as error:  # raised where the verb is awaited
+                message, verb = error, STOP
+            self._come.put(message)
+            self._news.set()
+
+    def waits(self) -> bool:
+        """Whether a verb has come."""
+        return not self._come.empty()
+
+    def take(self) -> Envelope:
+        message = self._come.get()
+        if isinstance(message, Exception):
+            raise message
+        return msgspec.msgpack.decode(message, type=Envelope)
+
+
+class _Outbox:
+    """A rank's answers."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._store = world.store.clone()
+        self._sends: list[tuple] = []  # (call, body under way, its work handle), alive until rank 0 has them
+
+    def settle(self, settled: int) -> None:
+        self._sends = [send for send in self._sends if send[0] >= settled]
+
+    def put(self, call: int, verb: str, reply: Any, more: bool = False, error: str = "") -> None:
+        body = encode(reply)
+        follows = len(body) if len(body) > INLINE else 0
+        account = self._world.timeline.account()
+        answer = Envelope(call, self._world.rank, verb, b"" if follows else body, 0, follows, error, more, account)
+        self._store.queue_push(queue_of(0), msgspec.msgpack.encode(answer))
+        if follows:  # not waited for: rank 0 may first want this rank inside a collective
+            tensor = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+            self._sends.append((call, tensor, dist.isend(tensor, 0, group=self._world.spanning)))
+
+    @contextmanager
+    def told(self, call: int = -1) -> Iterator[None]:
+        """An error is reported to rank 0, then raised."""
+        try:
+            yield
+        except Exception:
+            self.put(call, self._world.activity.verb, None, error=traceback.format_exc())
+            raise
+
+
+def serve(world: World, role: Any) -> None:
+    """Run verbs until rank 0 says stop. A verb that raises is reported to rank 0, then raised here."""
+    working = role if isinstance(role, Working) else None
+    inbox, outbox = _Inbox(world, working.news if working else threading.Event()), _Outbox(world)
+    while True:
+        with world.phase("", verb="idle"):
+            if working:
+                with outbox.told():
+                    working.work(inbox.waits)
+            envelope = inbox.take()
+        if envelope.verb == STOP:
+            break
+        outbox.settle(envelope.settled)
+        with outbox.told(envelope.call):
+            _serve(world, role, envelope, outbox)
+    if working:
+        working.close()
+
+
+def _serve(world: World, role: Any, envelope: Envelope, outbox: _Outbox) -> None:
+    call, name = envelope.call, envelope.verb
+    with world.phase("receive", verb=name):
+        argument, _, in_parts = signature(type(role), name)
+        message = decode(follow(world, envelope), argument)
+    reply = run(world, role, name, message)
+    if in_parts:
+        reply.send_by(lambda items, more: outbox.put(call, name, items, more))
+    else:
+        outbox.put(call, name, reply)

@@ -1,0 +1,79 @@
+"""One episode on its way: what the policy has said and been told, what it earned, and what it asks the engine next."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from pipeline.rollout.work import RolloutWork
+from pipeline.types import NOTHING_SAID, Completion, Prompt, Request, Rollout, Span, Turn
+
+
+def sampling_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0) -> int:
+    """A completion's own seed, in [0, 2**63). Who samples it, and beside what, does not enter."""
+    name = f"{seed}/{purpose}/{prompt}/{sample}" + (f"/{turn}" if turn else "")
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(eq=False, slots=True)
+class Episode:
+    work: RolloutWork
+    place: int  # of its group in the work
+    sample: int
+    state: Any = None  # the environment's, from `reset` on
+    turns: list[Turn] = field(default_factory=list)  # that are over; the environment has answered
+    said: Completion | None = None  # that the environment is judging
+    reward: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    cut: bool = False  # it is to end where it is
+
+    def __str__(self) -> str:
+        return f"{self.work.purpose} prompt {self.prompt.index}, sample {self.sample}, turn {len(self.turns)}"
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.work.prompts[self.place]
+
+    @property
+    def request_id(self) -> str:
+        """Of the turn that comes next, or is being drawn."""
+        return f"{self.work.number}/{self.place}/{self.sample}/{len(self.turns)}"
+
+    @property
+    def last_turn(self) -> bool:
+        """Whether the policy speaks no more after the turn that is being drawn or judged."""
+        return self.cut or len(self.turns) + 1 >= self.work.max_turns
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[L] int32: the prompt and all that followed, up to where the policy speaks next."""
+        parts = [part for turn in self.turns for part in (turn.completion.tokens, turn.observation)]
+        return np.concatenate([self.prompt.tokens, *parts]).astype(np.int32)
+
+    def request(self) -> Request:
+        """For the turn that comes next."""
+        seed = sampling_seed(self.work.seed, self.work.purpose, self.prompt.index, self.sample, len(self.turns))
+        return Request(self.request_id, self.tokens, seed, self.work.sampling)
+
+    def drawn(self) -> list[Span]:
+        """Of all turns but the one that is being drawn."""
+        completions = [turn.completion for turn in self.turns] + ([self.said] if self.said else [])
+        return [span for completion in completions for span in completion.spans]
+
+    def rollout(self) -> Rollout:
+        """Ended by its environment, or because it has no more turns."""
+        return Rollout(tuple(self.turns), self.reward, self.metrics)
+
+    def cut_short(self) -> Rollout:
+        """Ended where it is: nothing was said to what it was last told."""
+        if not self.turns:
+            return self.failed(NOTHING_SAID)
+        *before, last = self.turns
+        return Rollout((*before, Turn(replace(last.completion, finish="length"))), self.reward, self.metrics)
+
+    def failed(self, why: str) -> Rollout:
+        said = [Turn(self.said)] if self.said else []
+        return Rollout((*self.turns, *said), 0.0, failure=why)

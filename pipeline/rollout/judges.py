@@ -1,0 +1,211 @@
+"""The threads that environments run in, beside the engine: a bounded number for each, and a limit for each call.
+
+A call that raises, or outlasts its limit, costs its episode alone. Nothing can end a thread: one that hangs is given up, which
+means that its answer is not waited for any more, and another takes its place. An environment so many of whose calls hang at
+once that there is no end to it, ends the run.
+
+Leaves out: what a call uses up meanwhile (see pipeline/sandbox for code that a model wrote).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.environments.base import Environment
+
+GRACE_S = 2.0  # an environment that keeps its own time has so long to end what it started
+MOST_HANGING = 64  # calls of one environment
+CLOSE_S = 10.0
+TOLD_S = 30.0  # a line about failures of an environment at most so often, after the first few
+TOLD_AT_ONCE = 5
+
+Begin = Callable[[str], None]
+"""A call says which part of it begins, such as "reset" or "step"; the limit is for each part."""
+
+Call = Callable[[Begin], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a call came to that has no result."""
+
+    why: str
+
+
+class Judges:
+    """Environments by name. `submit`, `take` and `seconds_left` are for one thread, which `news` wakes when there is something
+    to take."""
+
+    def __init__(
+        self,
+        environments: dict[str, Environment],
+        limits_s: dict[str, float],  # of one `reset` or `step`
+        news: threading.Event,
+        grace_s: float = GRACE_S,
+    ):
+        self._environments = environments
+        self._pools = {
+            name: _Pool(name, environment.workers, limits_s[name], grace_s, news) for name, environment in environments.items()
+        }
+
+    def submit(self, environment: str, key: Hashable, call: Call) -> None:
+        self._pools[environment].submit(key, call)
+
+    def take(self) -> list[tuple[Hashable, Any]]:
+        """(key, result or Failure) of the calls that have ended or were given up since. Does not wait.
+
+        Raises RuntimeError if too many calls of one environment hang.
+        """
+        return [answer for pool in self._pools.values() for answer in pool.take()]
+
+    def seconds_left(self) -> float | None:
+        """Until a call that runs now is to be given up; None if there is none."""
+        ends = [end for pool in self._pools.values() if (end := pool.first_end()) is not None]
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def close(self) -> None:
+        """Close the environments, but do not wait long for one that does not end."""
+
+        def close() -> None:
+            for name, environment in self._environments.items():
+                try:
+                    environment.close()
+                except Exception as error:
+                    print(f"hetstep: env.{name}: close raised {_brief(error)}", flush=True)
+
+        thread = threading.Thread(target=close, name="close", daemon=True)
+        thread.start()
+        thread.join(CLOSE_S)
+
+
+class _Pool:
+    """The threads of one environment. They come as they are needed."""
+
+    def __init__(self, name: str, size: int, limit_s: float, grace_s: float, news: threading.Event):
+        self._name, self._size, self._limit_s, self._grace_s, self._news = name, size, limit_s, grace_s, news
+        self._calls: queue.SimpleQueue[tuple[Hashable, Call]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[Hashable, Any]] = queue.SimpleQueue()
+        self._workers: list[_Worker] = []
+        self._hanging: list[_Worker] = []  # given up
+        self._open = 0  # calls without an answer
+        self._log = _FailureLog(name)
+
+    def submit(self, key: Hashable, call: Call) -> None:
+        self._open += 1
+        self._calls.put((key, call))
+        self._fill()
+
+    def _fill(self) -> None:
+        while len(self._workers) < min(self._size, self._open):
+            self._workers.append(_Worker(self._name, self._calls, self._answers, self._news))
+
+    def first_end(self) -> float | None:
+        """When a call is to be given up, or to be looked at again, as it has not begun yet."""
+        if not self._open:
+            return None
+        begun = [running.begun for worker in self._workers if (running := worker.running)]
+        return min(begun, default=time.monotonic()) + self._limit_s + self._grace_s
+
+    def take(self) -> list[tuple[Hashable, Any]]:
+        late = time.monotonic() - self._limit_s - self._grace_s
+        for worker in list(self._workers):
+            running = worker.running
+            if running and running.begun < late and worker.give_up(running):
+                self._workers.remove(worker)
+                self._hanging.append(worker)
+                why = f"{running.part} took more than {self._limit_s:g} s (env.{self._name}.timeout_s)"
+                self._answers.put((running.key, Failure(why)))
+        answers = []
+        while not self._answers.empty():  # nobody else takes
+            answers.append(self._answers.get())
+        self._open -= len(answers)
+        self._check_hanging()
+        self._fill()
+        for key, result in answers:
+            if isinstance(result, Failure):
+                self._log.tell(key, result)
+        return answers
+
+    def _check_hanging(self) -> None:
+        self._hanging = [worker for worker in self._hanging if worker.is_alive()]
+        if len(self._hanging) > MOST_HANGING:
+            raise RuntimeError(
+                f"env.{self._name}: {len(self._hanging)} calls of it hang at once, each for more than {self._limit_s:g} s"
+                f" (env.{self._name}.timeout_s); a call that takes longer must end itself"
+            )
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    key: Hashable
+    part: str  # of the call
+    begun: float
+
+
+class _Worker(threading.Thread):
+    """Runs one call after another, until it is given up."""
+
+    def __init__(self, environment: str, calls: queue.SimpleQueue, answers: queue.SimpleQueue, news: threading.Event):
+        super().__init__(name=f"environment {environment}", daemon=True)
+        self.running: _Running | None = None
+        self._calls, self._answers, self._news = calls, answers, news
+        self._lock = threading.Lock()
+        self._given_up = False
+        self.start()
+
+    def run(self) -> None:
+        while not self._given_up:
+            key, call = self._calls.get()
+            try:
+                result = call(lambda part, key=key: self._begin(key, part))
+            except BaseException as error:  # SystemExit too: an environment's, it would end this thread without a word
+                result = Failure(f"{self.running.part if self.running else 'it'} raised {_brief(error)}")
+            with self._lock:
+                self.running = None
+                if not self._given_up:
+                    self._answers.put((key, result))
+            self._news.set()
+
+    def _begin(self, key: Hashable, part: str) -> None:
+        with self._lock:
+            if self._given_up:
+                raise RuntimeError("it was given up")  # nobody waits for what it would do
+            self.running = _Running(key, part, time.monotonic())
+
+    def give_up(self, running: _Running) -> bool:
+        """Do not wait any more for what runs; False if it has ended meanwhile."""
+        with self._lock:
+            self._given_up = self.running is running
+            return self._given_up
+
+
+class _FailureLog:
+    """One line for each failure; where they come in masses, one now and then."""
+
+    def __init__(self, environment: str):
+        self._environment = environment
+        self._lines = 0
+        self._untold = 0
+        self._last = 0.0
+
+    def tell(self, key: Hashable, failure: Failure) -> None:
+        now = time.monotonic()
+        if self._lines >= TOLD_AT_ONCE and now < self._last + TOLD_S:
+            self._untold += 1
+            return
+        others = f" (and {self._untold} others before that were not told)" if self._untold else ""
+        print(f"hetstep: env.{self._environment}: {key} failed: {failure.why}{others}", flush=True)
+        self._lines, self._untold, self._last = self._lines + 1, 0, now
+
+
+def _brief(error: BaseException) -> str:
+    """One line: what it is, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{where}"

@@ -1,0 +1,154 @@
+"""A rank's end of a guard: starts one for a program, and reads what came of it.
+
+Left out: which way to take (`ways.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+
+from pipeline.sandbox.limits import Limits, Ran, SandboxError
+from pipeline.sandbox.view import View
+
+ROOT = str(Path(__file__).parents[2])
+MAIN = f"import sys; sys.path.insert(0, {ROOT!r}); from pipeline.sandbox import guard; guard.main()"
+PATIENCE_S = 60.0
+"""For a guard to start and to end, on a node that is very busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a program is contained on this node."""
+
+    name: str  # bubblewrap, namespaces or none
+    proc: bool  # whether /proc is there: some containers do not allow it
+
+
+def run(way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, bytes], stdin: bytes) -> Ran:
+    """Raises SandboxError if the guard fails, not for what the program does."""
+    process = _start(())
+    try:
+        out, err = process.communicate(_asked(way, view, limits, argv, files, stdin, []), limits.wall_s + PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise SandboxError(f"sandbox: its guard said nothing for {limits.wall_s + PATIENCE_S:g} s, and was killed") from None
+    line, _, rest = out.partition(b"\n")
+    if process.returncode != 0 or not line:
+        said = err.decode(errors="replace").strip().splitlines()[-1:]
+        raise SandboxError(f"sandbox: its guard ended with status {process.returncode}; {''.join(said)}")
+    answer = json.loads(line)
+    if "error" in answer:
+        raise SandboxError(f"sandbox ({way.name}): {answer['error']}")
+    cut = answer["outputs"][0]
+    return Ran(answer["status"], rest[:cut], rest[cut:], answer["ended_by"], answer["seconds"])
+
+
+class Program:
+    """A program in the sandbox that is talked to through its stdin and stdout. It ends with `close`, or when nobody has it."""
+
+    def __init__(self, way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, bytes]) -> None:
+        its_stdin, self._to = os.pipe()
+        self._from, its_stdout = os.pipe()
+        try:
+            process = _start((its_stdin, its_stdout))
+        finally:
+            os.close(its_stdin)
+            os.close(its_stdout)
+        os.set_blocking(self._to, False)
+        self._end = weakref.finalize(self, _end, process, (self._to, self._from))
+        try:
+            process.stdin.write(_asked(way, view, limits, argv, files, b"", [its_stdin, its_stdout]))
+            process.stdin.flush()
+        except BrokenPipeError:
+            self.close()
+            raise SandboxError("sandbox: its guard died when it was started") from None
+
+    def send(self, content: bytes, deadline: float) -> None:
+        """Raises EOFError if the program is gone, TimeoutError if it has not taken this in by `deadline` (time.monotonic)."""
+        while content:
+            _wait(self._to, select.POLLOUT, deadline)
+            try:
+                content = content[os.write(self._to, content) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                raise EOFError("the program is gone") from None
+
+    def receive(self, size: int, deadline: float) -> bytes:
+        """Exactly `size` bytes. Raises as `send`."""
+        received = b""
+        while len(received) < size:
+            _wait(self._from, select.POLLIN, deadline)
+            chunk = os.read(self._from, size - len(received))
+            if not chunk:
+                raise EOFError("the program is gone")
+            received += chunk
+        return received
+
+    def close(self) -> str:
+        """Ends it, and waits until nothing of it is left. What ended it: as `Ran.ended_by`, or "closed"."""
+        return self._end() or "closed"
+
+
+def _wait(descriptor: int, event: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    if not poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
+        raise TimeoutError("it does not answer")
+
+
+def _end(process: subprocess.Popen, descriptors: tuple[int, ...]) -> str:
+    for descriptor in descriptors:
+        os.close(descriptor)
+    try:
+        out, _ = process.communicate(timeout=PATIENCE_S)  # closes its stdin first
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, _ = process.communicate()
+    with contextlib.suppress(ValueError):
+        answer = json.loads(out)
+        return answer.get("ended_by") or answer["error"]
+    return "signal 9"
+
+
+def _start(inherited: tuple[int, ...]) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", MAIN, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"},
+        pass_fds=inherited,
+        start_new_session=True,  # what a terminal or a batch system tells the ranks is not for it
+    )
+
+
+def _asked(
+    way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, bytes], stdin: bytes, talk: list[int]
+) -> bytes:
+    """The guard's one line, and what follows it."""
+    for name in files:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or path.as_posix() != name or name == ".":
+            raise ValueError(f"files: '{name}' is no plain path below the scratch folder")
+    asked = {
+        "argv": argv,
+        "files": {name: len(content) for name, content in files.items()},
+        "stdin": len(stdin),
+        "talk": talk,
+        "view": asdict(view),
+        "limits": asdict(limits),
+        "way": way.name,
+        "proc": way.proc,
+    }
+    return json.dumps(asked).encode() + b"\n" + b"".join(files.values()) + stdin

@@ -1,0 +1,99 @@
+"""Calls of Linux that Python's standard library does not have, and the bounds that a process inherits."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import signal
+
+from pipeline.sandbox.limits import Limits
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 36, 38, 47
+PR_CAP_AMBIENT_CLEAR_ALL = 4
+SECCOMP_MODE_FILTER = 2
+CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def call(name: str, *arguments: bytes | str | int | object) -> int:
+    """A function of libc. Texts are encoded as file names are. Raises OSError where it gives -1."""
+    raw = [os.fsencode(a) if isinstance(a, str) else ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
+    result = getattr(_libc, name)(*raw)
+    if result == -1:
+        number = ctypes.get_errno()
+        shown = ", ".join(str(a) for a in arguments if isinstance(a, str | int))
+        raise OSError(number, f"{name}({shown}): {os.strerror(number)}")
+    return result
+
+
+def prctl(option: int, *arguments: int | object) -> None:
+    call("prctl", option, *arguments, *[0] * (4 - len(arguments)))
+
+
+def die_with_parent() -> None:
+    """The kernel kills this process when its parent's thread ends. A change of user or capabilities undoes it."""
+    prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def pivot_root(new: str, old: str) -> None:
+    call("syscall", PIVOT_ROOT[platform.machine()], new, old)
+
+
+def bar_capabilities() -> None:
+    """No program that is executed from here on can gain one."""
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    for capability in range(64):
+        try:
+            prctl(PR_CAPBSET_DROP, capability)
+        except OSError:
+            break  # the kernel has no more
+
+
+def drop_capabilities() -> None:
+    """All that this process has."""
+    call("capset", (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)())
+
+
+def load_filter(instructions: bytes) -> None:
+    """`instructions`: of seccomp.filter_for. Holds for this process and all that it starts."""
+
+    class Program(ctypes.Structure):  # struct sock_fprog
+        _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(Program(len(instructions) // 8, instructions)))
+
+
+def counts_processes_by_namespace() -> bool:
+    """Whether RLIMIT_NPROC holds for a user namespace and not for all of a user's processes: since Linux 5.14."""
+    major, minor = platform.release().split(".")[:2]
+    return (int(major), int("".join(c for c in minor if c.isdigit()))) >= (5, 14)
+
+
+def bounds(limits: Limits, count_processes: bool) -> dict[int, tuple[int, int]]:
+    """Resource -> (soft, hard), see setrlimit(2)."""
+    seconds = int(-(-limits.cpu_s // 1))
+    found = {
+        resource.RLIMIT_CPU: (seconds, seconds + 1),  # SIGXCPU, then SIGKILL
+        resource.RLIMIT_DATA: (limits.memory_bytes,) * 2,  # private memory that can be written
+        resource.RLIMIT_AS: (limits.memory_bytes + (1 << 30),) * 2,  # with shared memory, and with what is only reserved
+        resource.RLIMIT_FSIZE: (limits.scratch_bytes,) * 2,
+        resource.RLIMIT_NOFILE: (limits.open_files,) * 2,
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_MEMLOCK: (1 << 16,) * 2,
+        resource.RLIMIT_MSGQUEUE: (0, 0),
+    }
+    if count_processes:
+        found[resource.RLIMIT_NPROC] = (2 * limits.processes,) * 2  # the watch comes first, and can say what it was
+    return {number: _within(number, pair) for number, pair in found.items()}
+
+
+def _within(number: int, pair: tuple[int, int]) -> tuple[int, int]:
+    """No more than this process itself may have."""
+    _, most = resource.getrlimit(number)
+    return pair if most == resource.RLIM_INFINITY else (min(pair[0], most), min(pair[1], most))

@@ -1,0 +1,70 @@
+"""The files that a program in the sandbox can see: Python, the system's libraries and programs, a scratch folder.
+
+All but the scratch folder is read-only, and all of it stays out of set-user-id's way. What is not named here is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from pipeline.sandbox.limits import SandboxError
+
+SCRATCH = "/tmp"
+USER = 65534  # the program's user and group, nobody's in most systems
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": SCRATCH,
+    "TMPDIR": SCRATCH,
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",  # the same program gives the same output
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
+"""All of the program's environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is shown of this machine."""
+
+    mounted: list[str]  # files and folders, each where it is here
+    links: list[tuple[str, str]]  # (where, to what)
+
+
+def python() -> str:
+    """The interpreter that runs here, without its virtual environment."""
+    return os.path.realpath(sys.executable)
+
+
+def view(readable: tuple[str, ...] = ()) -> View:
+    """`readable`: files and folders to be shown besides.
+
+    Raises SandboxError if one of them is not there, or has the home folder in it.
+    """
+    mounted: list[str] = []
+    links: list[tuple[str, str]] = []
+    for path in SYSTEM:
+        if os.path.islink(path) and os.path.isdir(path):
+            links.append((path, os.readlink(path)))
+        elif os.path.exists(path):
+            mounted.append(path)
+    for path in (os.path.realpath(sys.base_prefix), *readable):
+        if not os.path.isabs(path) or not os.path.exists(path):
+            raise SandboxError(f"sandbox: {path} is to be readable, and is no path of this machine from / on")
+        if not any(_is_in(path, other) for other in mounted):
+            mounted.append(path)
+    home = os.path.realpath(os.path.expanduser("~"))
+    for path in mounted:
+        if (home != "/" and _is_in(home, os.path.realpath(path))) or path == "/":
+            raise SandboxError(
+                f"sandbox: {path} would be readable, and the home folder {home} is in it; install Python in a folder of its own"
+            )
+    return View(mounted, links)
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")

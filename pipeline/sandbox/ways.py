@@ -1,0 +1,68 @@
+"""Which way of containing a program works on this node: found by running one in each.
+
+bubblewrap comes first, where it is installed: it has been reviewed by many, and some systems allow namespaces to nobody else.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+from pipeline.sandbox import guarded
+from pipeline.sandbox.guarded import Way
+from pipeline.sandbox.limits import Limits, SandboxError
+from pipeline.sandbox.view import View, python, view
+
+CONTAINED = ("bubblewrap", "namespaces")
+ASKED = ("auto", *CONTAINED, "none")
+"""What a recipe may ask for."""
+NEEDS = (
+    "install bubblewrap (0.8 or later) on the nodes or in the generate image; or let users make namespaces (sysctl"
+    " user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0;"
+    " in Docker, --security-opt seccomp=unconfined); or, to run what a model wrote with nothing around it, sandbox: none"
+)
+PROBE = b"""
+import os
+for path in ("/etc/shadow", "/etc/passwd", "/proc/sysrq-trigger-probe", "/probe"):
+    try:
+        open(path, "a")
+    except OSError:
+        continue
+    raise SystemExit(path + " can be written")
+open("probe", "w").write("x")
+if os.fork() == 0:
+    os._exit(0)
+os.wait()
+print(os.getpid())
+"""
+LIMITS = Limits(wall_s=30.0, cpu_s=10.0, memory_bytes=1 << 28)
+
+
+def choose(asked: str, readable: tuple[str, ...] = ()) -> tuple[Way, View]:
+    """Raises ValueError for what is not of ASKED, and SandboxError, with what to do, if it does not work here."""
+    if asked not in ASKED:
+        raise ValueError(f"sandbox: '{asked}' is not one of: {', '.join(ASKED)}")
+    if asked == "none":
+        line = "sandbox: none: programs that a model wrote run as this user, with nothing but limits around them"
+        print(f"WARNING: {line}", file=sys.stderr, flush=True)
+        return Way("none", True), View([], [])
+    return _first_that_works(asked, readable)
+
+
+@functools.cache
+def _first_that_works(asked: str, readable: tuple[str, ...]) -> tuple[Way, View]:
+    shown = view(readable)
+    reasons: list[str] = []
+    for way in [Way(name, proc) for proc in (True, False) for name in CONTAINED if asked in ("auto", name)]:
+        try:
+            ran = guarded.run(way, shown, LIMITS, [python(), "probe.py"], {"probe.py": PROBE}, b"")
+        except SandboxError as error:
+            reasons.append(str(error))
+            continue
+        if ran.status == 0 and ran.stdout.strip().isdigit() and int(ran.stdout) < 10:
+            return way, shown
+        said = (ran.stderr or ran.stdout).decode(errors="replace").strip().splitlines()[-1:]
+        reasons.append(f"{way.name}: {''.join(said) or ran.ended_by}")
+    raise SandboxError(
+        f"sandbox: no way to contain a program works on this node ({'; '.join(dict.fromkeys(reasons))}). {NEEDS}"
+    )

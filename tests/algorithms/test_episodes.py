@@ -1,0 +1,183 @@
+"""Episodes of several turns, of which only what the policy drew counts, and episodes that their environment failed.
+
+That every loss passes over holes in its mask, the other files show against their references; here it is done by hand, from
+rollouts on.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.algorithms.distillation import Distillation
+from pipeline.algorithms.gae import estimate_gae
+from pipeline.algorithms.gspo import sequence_log_ratios
+from pipeline.algorithms.ppo import PPO
+from pipeline.algorithms.reductions import masked_share, sequence_means
+from pipeline.algorithms.reinforce_plus_plus import minus_kl_to_come
+from pipeline.algorithms.samples import sample
+from pipeline.config import (
+    AdvantageConfig,
+    DistillationConfig,
+    GAEConfig,
+    LossConfig,
+    PolicyConfig,
+    PPOConfig,
+    RewardShapingConfig,
+    ValueLossConfig,
+)
+from pipeline.data.batches import share
+from pipeline.data.packing import pack
+from pipeline.types import Completion, DataPlace, GlobalCounts, PackedBatch, Prompt, Rollout, RolloutGroup, Span, Turn
+from tests.algorithms.groups import group_of
+from tests.algorithms.test_grpo import grpo
+
+PROMPT = Prompt(0, np.array([5, 6], np.int32), "math", {})
+
+
+def turn(said: list[int], told: list[int], logprobs: list[float], finish: str = "stop") -> Turn:
+    completion = Completion("0/0", np.array(said, np.int32), np.array(logprobs, np.float32), (Span(0, len(said)),), finish)
+    return Turn(completion, np.array(told, np.int32))
+
+
+EPISODE = Rollout((turn([7, 2], [9, 8, 9], [-0.1, -0.2]), turn([4], [], [-0.4])), reward=1.0)
+HOLES = [False, False, True, True, False, False, False, True]
+
+
+def packed(**fields: list[float]) -> PackedBatch:
+    """The episode, and before it one of a single turn: so that a sum that ran on would be seen."""
+    before = Rollout((turn([7], [], [-0.7]),), reward=5.0)
+    batch = pack([sample(PROMPT, before, 3.0, 5.0), sample(PROMPT, EPISODE, 2.0, 1.0)], "cpu")
+    return replace(batch, **{name: torch.tensor([0.0] * 3 + values) for name, values in fields.items()})
+
+
+def episodes(values: torch.Tensor) -> list[float]:
+    return values[3:].tolist()
+
+
+def test_a_sample_counts_what_was_drawn():
+    found = sample(PROMPT, EPISODE, 2.0, 1.0)
+    assert found.tokens.tolist() == [5, 6, 7, 2, 9, 8, 9, 4] and found.loss_mask.tolist() == HOLES
+    assert found.logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2, 0, 0, 0, -0.4])
+    assert found.advantages.tolist() == [0, 0, 2, 2, 0, 0, 0, 2]
+    batch = packed()
+    assert episodes(batch.loss_mask) == HOLES and batch.positions.tolist() == [0, 1, 2, *range(8)]
+    (update,), *_ = share([found, found], PolicyConfig(max_total_sequence_length=16), [DataPlace(0, 1)], 2)
+    assert update.counts == GlobalCounts(tokens=6, sequences=2)
+
+
+def test_gae_goes_from_a_turn_to_the_next_over_what_was_told():
+    """Values stand after each token: before the second turn's token that is the one after the observation's last."""
+    values = [0.0, 0.5, 0.6, 9.0, 9.0, 9.0, 0.8, 9.0]  # what any 9 enters is wrong
+    gamma, decay = 0.9, 0.9 * 0.8
+    advantages, returns = estimate_gae(packed(old_values=values), GAEConfig(gae_gamma=gamma, gae_lambda=0.8), LossConfig())
+    third = 1.0 - 0.8
+    second = gamma * 0.8 - 0.6 + decay * third
+    first = gamma * 0.6 - 0.5 + decay * second
+    assert episodes(advantages) == pytest.approx([0, 0, first, second, 0, 0, 0, third])
+    assert episodes(returns) == pytest.approx([0, 0, first + 0.5, second + 0.6, 0, 0, 0, 1.0])
+
+
+def test_an_adaptive_lambda_counts_the_policys_tokens():
+    values = [0.0, 0.5, 0.6, 9.0, 9.0, 9.0, 0.8, 9.0]
+    adaptive = estimate_gae(packed(old_values=values), GAEConfig(length_adaptive_alpha=1.0), LossConfig())
+    fixed = estimate_gae(packed(old_values=values), GAEConfig(gae_lambda_policy=1 - 1 / 3), LossConfig())
+    assert episodes(adaptive[0]) == pytest.approx(episodes(fixed[0]))
+
+
+def test_kl_to_come_is_of_the_policys_tokens():
+    config = LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.5, reference_policy_kl_type="k1")
+    batch = packed(old_logprobs=[9, 9, 1, 2, 9, 9, 9, 4], reference_logprobs=[-9, -9, 0, 0, -9, -9, -9, 0])
+    assert episodes(minus_kl_to_come(batch, config)) == pytest.approx([0, 0, 2 - 3.5, 2 - 3.0, 0, 0, 0, 2 - 2.0])
+
+
+def test_means_and_ratios_are_of_the_policys_tokens():
+    batch = packed()
+    values = torch.tensor([9.0, 9.0, 2.0, 9.0, 9.0, 1.0, 2.0, torch.inf, torch.nan, 9.0, 6.0])
+    assert sequence_means(values, batch).tolist() == [2.0, 3.0]
+    assert sequence_log_ratios(values, batch)[batch.loss_mask].tolist() == [2.0, 3.0, 3.0, 3.0]  # GSPO's: 3 tokens, not 6
+    assert masked_share(values, batch, GlobalCounts(4, 2)).item() == 11 / 4
+    assert masked_share(values, batch, GlobalCounts(4, 2), token_level=False).item() == 5 / 2
+
+
+def test_lengths_are_of_what_was_drawn():
+    """An episode that was told 40 tokens is no longer than one that was told none."""
+    told = Rollout((turn([7, 2], [9] * 40, [-0.1, -0.2]), turn([4], [], [-0.4])), reward=1.0)
+    alone = Rollout((turn([7, 2, 4], [], [-0.1, -0.2, -0.4]),), reward=1.0)
+    shaping = RewardShapingConfig(enabled=True, max_response_length=4, overlong_buffer_length=2)
+    samples = grpo(reward_shaping=shaping).credit([RolloutGroup(PROMPT, (told, alone))])
+    assert [one.reward for one in samples] == [0.5, 0.5]
+
+
+def test_overlong_is_an_episode_whose_last_turn_was_cut():
+    cut_before = Rollout((turn([7, 2], [9], [-0.1, -0.2], "length"), turn([4], [], [-0.4])), reward=1.0)
+    cut = Rollout((turn([7, 2], [9], [-0.1, -0.2]), turn([4], [], [-0.4], "length")), reward=0.0)
+    samples = grpo(overlong_filtering=True).credit([RolloutGroup(PROMPT, (cut_before, cut))])
+    assert [int(one.loss_mask.sum()) for one in samples] == [3, 0]
+
+
+# ---- episodes that nobody judged -------------------------------------------------------------------------------------------
+
+
+def failed(group: RolloutGroup, *numbers: int, reward: float = 0.0) -> RolloutGroup:
+    """The group with these of its episodes failed; what stands in their reward means nothing."""
+    rollouts = [
+        replace(rollout, failure="the tool hung", reward=reward) if i in numbers else rollout
+        for i, rollout in enumerate(group.rollouts)
+    ]
+    return replace(group, rollouts=tuple(rollouts))
+
+
+ESTIMATORS = {
+    "GRPO": AdvantageConfig(normalize_rewards=True, use_leave_one_out_baseline=False),
+    "leave one out": AdvantageConfig(normalize_rewards=True, use_leave_one_out_baseline=True),
+    "Dr. GRPO": AdvantageConfig(normalize_rewards=False, use_leave_one_out_baseline=False),
+    "REINFORCE++": AdvantageConfig(name="reinforce_plus_plus", minus_baseline=True),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("reward", [0.0, 1e6, float("nan")])
+def test_the_others_are_credited_as_if_it_had_not_been(name, reward):
+    algorithm = grpo(estimator=ESTIMATORS[name])
+    alone = algorithm.credit([group_of([1.0, 0.0, 0.25])])
+    found = algorithm.credit([failed(group_of([1.0, 9.0, 0.0, 9.0, 0.25]), 1, 3, reward=reward)])
+    assert len(found) == 5
+    for one, other in zip([found[0], found[2], found[4]], alone, strict=True):
+        assert one.advantages.tolist() == other.advantages.tolist() != [0, 0, 0, 0]
+    for one in (found[1], found[3]):
+        assert not one.loss_mask.any() and not one.advantages.any() and one.reward == 0.0 and not one.logprobs.any()
+
+
+def test_dynamic_sampling_looks_at_what_was_judged():
+    algorithm = grpo(use_dynamic_sampling=True)
+    groups = [group_of([1.0, 1.0, 0.0]), group_of([1.0, 0.0, 0.0]), group_of([1.0, 0.0]), group_of([1.0, 1.0])]
+    chosen = [failed(groups[0], 2), failed(groups[1], 2), failed(groups[2], 0, 1), failed(groups[3], 0)]
+    assert algorithm.select(chosen) == [chosen[1]]  # all right; one of two; nothing; one answer alone
+    assert algorithm.select(groups[:1]) == groups[:1]
+
+
+def algorithms() -> dict:
+    return {
+        "GRPO": grpo(),
+        "REINFORCE++": grpo(estimator=AdvantageConfig(name="reinforce_plus_plus", minus_baseline=False)),
+        "PPO": PPO(PPOConfig(), LossConfig(), ValueLossConfig(), 1),
+        "distillation": Distillation(DistillationConfig(), LossConfig()),
+    }
+
+
+@pytest.mark.parametrize("name", ["GRPO", "REINFORCE++", "PPO", "distillation"])
+@pytest.mark.filterwarnings("error")
+def test_a_group_that_failed_whole_contributes_nothing(name):
+    """It has its places among the samples, which updates are cut from, and counts for nothing there."""
+    algorithm = algorithms()[name]
+    good, bad = group_of([1.0, 0.0]), failed(group_of([1.0, 0.0]), 0, 1)
+    samples = algorithm.credit([good, bad])
+    assert [int(one.loss_mask.sum()) for one in samples] == [2, 2, 0, 0]
+    (update,), *_ = share(samples, PolicyConfig(max_total_sequence_length=16), [DataPlace(0, 1)], 4)
+    assert update.counts == GlobalCounts(tokens=4, sequences=2)
+    if name == "PPO":
+        batch = replace(pack(samples, "cpu"), old_values=torch.ones(sum(len(one.tokens) for one in samples)))
+        estimated = algorithm.estimate(batch)
+        assert not estimated.advantages[~batch.loss_mask].any() and not estimated.returns[~batch.loss_mask].any()

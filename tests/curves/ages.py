@@ -1,0 +1,144 @@
+"""What sampling ahead costs and brings: reward, staleness and time at each age, over seeds, beside the synchronous run.
+
+    python -m tests.curves.ages [recipe=tiny_async] [ages=0,1,2,4,8] [seeds=3] [folder=DIR] [key=value ...]
+
+For each seed one run without `grpo.async_grpo` and one for each age, submitted as a user would. Prints a Markdown table, means
+over seeds; draws ages.png in the folder: reward over steps, the ages of tokens, time per step and the idle share of each realm.
+Runs that are complete there are taken as they are. Times are of runs one after another on the same machine, without each run's
+first two steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from launch.command_line import split
+from pipeline import config
+from pipeline.metrics import NOT_REPRODUCIBLE, read
+from tests.curves.__main__ import submit
+
+SYNCHRONOUS = "sync"
+WARMUP = 2  # steps whose times are left out
+TIMES = ("time/step", "time/rollout", "time/train", "time/refit", "idle/train", "idle/generate")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Of one age, or without."""
+
+    name: str
+    lines: list[list[dict[str, Any]]]  # each seed's steps
+
+    def mean(self, key: str, after: int = 0) -> float:
+        """Over the steps beyond `after` and the seeds."""
+        return statistics.mean(line[key] for lines in self.lines for line in lines[after:] if line.get(key) is not None)
+
+    def curve(self, key: str) -> list[float]:
+        """Mean over seeds, by step."""
+        return [statistics.mean(line[key] for line in step) for step in zip(*self.lines, strict=True)]
+
+    def reproducible(self) -> list[list[dict[str, Any]]]:
+        """The metrics that two runs of the same recipe share, without those that only sampling ahead has."""
+        without = (*NOT_REPRODUCIBLE, "async/")
+        return [[{k: v for k, v in line.items() if not k.startswith(without)} for line in lines] for lines in self.lines]
+
+    def last(self, key: str, steps: int = 10) -> list[float]:
+        """Each seed's mean over its last steps."""
+        return [statistics.mean(line[key] for line in lines[-steps:]) for lines in self.lines]
+
+    def tokens(self) -> dict[int, float]:
+        """The share of tokens of each age; {0: 1} of a synchronous run."""
+        found: dict[int, float] = {}
+        for line in (line for lines in self.lines for line in lines):
+            for key in (key for key in line if key.startswith("async/tokens_age_")):
+                age = int(key.rpartition("_")[2])
+                found[age] = found.get(age, 0.0) + line[key]
+        drawn = sum(found.values())
+        return {age: n / drawn for age, n in sorted(found.items())} or {0: 1.0}
+
+
+def run(recipe: str, name: str, seed: int, folder: Path, overrides: list[str]) -> list[dict[str, Any]]:
+    section = "grpo.async_grpo"
+    ahead = [f"{section}.enabled=false"]
+    if name != SYNCHRONOUS:
+        ahead = [f"{section}.enabled=true", f"{section}.max_trajectory_age_steps={name}"]
+    run_dir = folder / f"{Path(recipe).stem}-{name}-{seed}"
+    submit(run_dir, [f"recipe={recipe}", "cluster.executor=local", f"grpo.seed={seed}", *ahead, *overrides])
+    return [line for line in read(run_dir / "metrics.jsonl") if line["step"] > 0]
+
+
+def row(runs: Runs, synchronous: Runs) -> str:
+    ends = " ".join(f"{value:.3f}" for value in runs.last("train/reward"))
+    ages = " ".join(f"{age}: {share:.0%}" for age, share in runs.tokens().items() if share)
+    times = [runs.mean(key, WARMUP) for key in TIMES]
+    faster = synchronous.mean("time/step", WARMUP) / times[0]
+    shown = " | ".join(f"{value:.2f}" for value in times)
+    return f"| {runs.name} | {statistics.mean(runs.last('train/reward')):.3f} ({ends}) | {ages} | {faster:.2f} | {shown} |"
+
+
+def draw(every: Sequence[Runs], path: Path) -> None:
+    figure, ((rewards, ages), (times, idle)) = plt.subplots(2, 2, figsize=(12, 8))
+    for runs in every:
+        curve = runs.curve("train/reward")
+        rewards.plot(range(1, len(curve) + 1), curve, label=runs.name, alpha=0.8)
+    rewards.set(title="reward", xlabel="step")
+    rewards.legend(fontsize=7)
+    names = [runs.name for runs in every]
+    oldest = max(age for runs in every for age in runs.tokens())
+    for age in range(oldest + 1):
+        below = [sum(share for other, share in runs.tokens().items() if other < age) for runs in every]
+        ages.bar(names, [runs.tokens().get(age, 0.0) for runs in every], bottom=below, label=f"{age}")
+    ages.set(title="ages of the tokens trained on, in steps", xlabel="max_trajectory_age_steps")
+    ages.legend(fontsize=7)
+    bottom = [0.0] * len(names)
+    for key in ("time/rollout", "time/train", "time/refit"):
+        values = [runs.mean(key, WARMUP) for runs in every]
+        times.bar(names, values, bottom=bottom, label=key.removeprefix("time/"))
+        bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    times.set(title="seconds of a step", xlabel="max_trajectory_age_steps")
+    times.legend(fontsize=7)
+    for realm, shift in (("train", -0.2), ("generate", 0.2)):
+        places = [i + shift for i in range(len(names))]
+        idle.bar(places, [runs.mean(f"idle/{realm}", WARMUP) for runs in every], width=0.4, label=realm)
+    idle.set(title="share of the time that a realm is idle", xlabel="max_trajectory_age_steps", xticks=range(len(names)))
+    idle.set_xticklabels(names)
+    idle.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(arguments: list[str]) -> int:
+    options, overrides = split(arguments, ("recipe", "ages", "seeds", "folder"))
+    recipe = options.get("recipe", "tiny_async")
+    config.load(recipe, overrides)  # an error in it comes before the first run
+    names = [SYNCHRONOUS, *options.get("ages", "0,1,2,4,8").split(",")]
+    seeds = range(1, int(options.get("seeds", 3)) + 1)
+    folder = Path(options.get("folder", ".bench/ages")).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    heads = ["age", "reward of the last 10 steps (seeds)", "tokens by age", "sync / step", *TIMES]
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
+    every: list[Runs] = []
+    for name in names:
+        every.append(Runs(name, [run(recipe, name, seed, folder, overrides) for seed in seeds]))
+        print(row(every[-1], every[0]), flush=True)
+    if names[1] == "0":
+        same = every[0].reproducible() == every[1].reproducible()
+        print(f"\nage 0 {'is' if same else 'IS NOT'} the synchronous run to the last bit of every metric")
+    draw(every, folder / "ages.png")
+    print(f"\n{folder / 'ages.png'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,185 @@
+"""Several data sets as one stream: how often each is drawn from, where a run goes on, what comes out of a recipe."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from pipeline.config import RECIPES, Recipe, RecipeError, load
+from pipeline.data import build_streams
+from pipeline.data.mixture import Mixture
+from pipeline.data.stream import ExampleStream, PromptStream
+from tests.data.test_stream import encoder
+
+TOKENIZER = AutoTokenizer.from_pretrained(RECIPES / "tiny")
+SIZES = {"few": 5, "many": 40, "most": 300}
+
+
+def mixture(weights: dict[str, float], epochs: int = 1000, seed: int = 5, kind: type = PromptStream) -> Mixture:
+    streams = {}
+    for name in weights:
+        records = [{"input": f"{i}+1=", "output": f"{name[0]}{name[2]}{i}"} for i in range(SIZES[name])]
+        options = {"dataset": name} if kind is PromptStream else {}
+        streams[name] = kind(records, encoder(), seed=seed, max_num_epochs=epochs, **options)
+    return Mixture(streams, weights, seed)
+
+
+def test_each_is_drawn_as_often_as_it_weighs():
+    weights = {"few": 1.0, "many": 3.0, "most": 6.0}
+    drawn = Counter(prompt.dataset for prompt in mixture(weights).take(3000))
+    for name, weight in weights.items():
+        share = weight / 10
+        assert abs(drawn[name] / 3000 - share) < 3.5 * (share * (1 - share) / 3000) ** 0.5, drawn
+    assert [p.dataset for p in mixture(weights, seed=6).take(20)] != [p.dataset for p in mixture(weights).take(20)]
+
+
+def test_engines_that_are_served_in_turn_get_of_all_data_sets():
+    prompts = mixture({"few": 1.0, "many": 1.0}).take(400)
+    assert all(60 < Counter(prompt.dataset for prompt in prompts[engine::2])["few"] < 140 for engine in (0, 1))
+
+
+def test_each_goes_through_its_own_epochs_and_the_index_is_unique():
+    """Weighed by numbers of records, one epoch is every record once. Weighed alike, the small one ends its two long before."""
+    once = mixture({name: float(size) for name, size in SIZES.items()}, epochs=1)
+    prompts = once.take(10_000)
+    assert [prompt.index for prompt in prompts] == list(range(345)) and once.take(1) == []
+    assert len({(prompt.dataset, prompt.task["answer"]) for prompt in prompts}) == 345
+    order = [prompt.dataset for prompt in mixture({"few": 1.0, "most": 1.0}, epochs=2).take(10_000)]
+    assert Counter(order) == {"few": 10, "most": 600} and max(i for i, name in enumerate(order) if name == "few") < 60
+
+
+def test_what_is_left_shares_the_weight_of_what_has_ended():
+    """Alike, as they weigh: what would have gone to the small one does not go to the one behind it."""
+    names = [prompt.dataset for prompt in mixture({"few": 2.0, "many": 1.0, "most": 1.0}, epochs=3).take(130)]
+    after = names[max(i for i, name in enumerate(names) if name == "few") + 1 :]
+    assert names.count("few") == 15 and len(after) > 80 and 0.35 < after.count("many") / len(after) < 0.65
+
+
+@pytest.mark.parametrize("before", [0, 1, 7, 90, 344])
+def test_goes_on_at_the_very_record(before):
+    weights = {"few": 1.0, "many": 2.0, "most": 2.0}
+    whole = [(p.index, p.dataset, p.task["answer"]) for p in mixture(weights, epochs=1).take(10_000)]
+    first = mixture(weights, epochs=1)
+    taken = first.take(before)
+    second = mixture(weights, epochs=1)
+    second.take(11)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    while more := second.take(7):
+        taken += more
+    assert [(p.index, p.dataset, p.task["answer"]) for p in taken] == whole and len(whole) == 345
+
+
+def test_a_state_of_other_data_sets_is_refused():
+    one, state = mixture({"few": 1.0}), mixture({"few": 1.0, "many": 2.0}).state_dict()
+    for other, what in (
+        (mixture({"few": 1.0, "many": 3.0}), "had weights"),
+        (mixture({"few": 1.0, "most": 2.0}), "had weights"),
+        (mixture({"few": 1.0, "many": 2.0}, seed=6), "had seed"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            other.load_state_dict(state)
+    stream = one._streams["few"]
+    with pytest.raises(ValueError, match="the checkpoint has the data sets few, many, this run has one"):
+        stream.load_state_dict(state)
+    with pytest.raises(ValueError, match="the checkpoint has one data set, this run has few, many"):
+        mixture({"few": 1.0, "many": 2.0}).load_state_dict(stream.state_dict())
+
+
+def test_examples_are_mixed_too():
+    taken = mixture({"few": 1.0, "many": 1.0}, kind=ExampleStream).take(60)
+    names = [TOKENIZER.decode(example.tokens[example.loss_mask])[:2] for example in taken]
+    assert set(names) == {"fw", "mn"} and all(example.loss_mask.any() for example in taken)
+
+
+# ---- of a recipe -------------------------------------------------------------------------------------------------------------
+
+SEVERAL = """
+defaults: tiny_grpo
+grpo: {max_val_samples: 6}
+data:
+  train: null
+  validation: null
+  datasets:
+    short: {dataset_name: scratchpad_addition, env_name: addition, weight: 3, kwargs: {size: 20, digits: 1}}
+    long:
+      dataset_name: scratchpad_addition
+      env_name: carefully
+      weight: 1
+      split_validation_size: 4
+      kwargs: {size: 20, digits: 3}
+  validations:
+    two: {dataset_name: scratchpad_addition, split: validation, env_name: addition, kwargs: {size: 9, digits: 2}}
+    four: {dataset_name: scratchpad_addition, split: validation, env_name: carefully, kwargs: {size: 3, digits: 4}}
+env:
+  addition: {kind: exact_match, kwargs: {pattern: ';(\\d+)$'}}
+  carefully: {kind: exact_match}
+"""
+
+
+def several(folder: Path, *overrides: str) -> Recipe:
+    path = folder / "several.yaml"
+    path.write_text(SEVERAL.replace("defaults: tiny_grpo", f"defaults: {RECIPES / 'tiny_grpo.yaml'}"))
+    return load(path, overrides)
+
+
+def test_a_recipe_of_several(tmp_path):
+    stream, validation = build_streams(several(tmp_path), TOKENIZER)
+    prompts = stream.take(200)
+    assert [prompt.index for prompt in prompts] == list(range(200))
+    assert {(prompt.dataset, prompt.environment) for prompt in prompts} == {("short", "addition"), ("long", "carefully")}
+    assert 120 < Counter(prompt.dataset for prompt in prompts)["short"] < 180
+    assert [(p.dataset, p.environment) for p in validation] == (
+        [("long", "carefully")] * 4 + [("two", "addition")] * 6 + [("four", "carefully")] * 3
+    )
+    assert [prompt.index for prompt in validation] == list(range(13))
+    held_out = {prompt.task["text"] for prompt in validation[:4]}
+    assert not held_out & {prompt.task["text"] for prompt in prompts if prompt.dataset == "long"}
+
+
+def test_weights_that_are_not_given_are_the_numbers_of_records(tmp_path):
+    sizes = ("data.datasets.short.kwargs.size=60", "data.datasets.short.weight=null", "data.datasets.long.weight=null")
+    stream, _ = build_streams(several(tmp_path, *sizes), TOKENIZER)
+    assert stream.state_dict()["weights"] == {"short": 60.0, "long": 16.0}
+
+
+def test_one_to_train_and_one_to_validate_on_have_no_names(tmp_path):
+    recipe = load(RECIPES / "tiny_grpo.yaml", ["data.train.kwargs.size=20", "data.validation.kwargs.size=4"])
+    stream, validation = build_streams(recipe, TOKENIZER)
+    assert {prompt.dataset for prompt in [*stream.take(5), *validation]} == {""} and isinstance(stream, PromptStream)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("data.train.dataset_name=gsm8k", "data.train.env_name=addition"), "data.train: data.datasets is there in its place"),
+        (("data.validation.dataset_name=gsm8k",), "data.validation: data.validations is there in its place"),
+        (("data.datasets.long.weight=null",), "data.datasets.long.weight: not given, but others are"),
+        (("data.datasets.long.weight=0",), "data.datasets.long.weight: 0 must be above 0"),
+        (
+            ("data.datasets.long.env_name=none",),
+            "data.datasets.long.env_name: 'none', but there is no env.none; one of: addition, carefully",
+        ),
+        (("data.validations.two.env_name=null",), "data.validations.two.env_name: 'None', but there is no env.None"),
+        (("data.validations.two.weight=2",), "data.validations.two.weight: only what is in data.datasets is mixed"),
+        (("data.validations.two.split_validation_size=2",), "data.validations.two.split_validation_size: nothing is held out"),
+        (
+            ("data.validations.long={dataset_name: gsm8k, env_name: addition}",),
+            "data.validations.long: what a training data set",
+        ),
+        (
+            ("data.datasets.a@b={dataset_name: gsm8k, env_name: addition, weight: 1}",),
+            "data.datasets.a@b: the name becomes a part",
+        ),
+    ],
+)
+def test_what_data_sets_say_against_each_other(tmp_path, overrides, says):
+    with pytest.raises(RecipeError) as error:
+        several(tmp_path, *overrides)
+    assert says in str(error.value)
+
+
+def test_there_must_be_something_to_train_on():
+    with pytest.raises(RecipeError, match=r"data\.train: null, so that there is nothing to train on"):
+        load(RECIPES / "tiny_grpo.yaml", ["data.train=null"])

@@ -1,0 +1,158 @@
+"""What the policy is told between two turns, against the whole conversation's rendering, on the templates that models use."""
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from pipeline.config import RECIPES, TokenizerConfig
+from pipeline.data.chat import load_tokenizer
+from pipeline.data.observations import CUT, Observations
+from tests.data.test_chat import CHATML, LLAMA3, MARKED
+
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+QWEN = (  # earlier answers lose what they thought; tools answer within a user's turn; no thinking: an empty thought is given
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n"
+    "{% endif %}{{ m.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
+SILENT = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+ENDLESS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+BEGINNINGS = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|end|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|end|>{% endif %}"
+)
+SAID, TOLD = "let me add, 17 + 4", {"role": "user", "content": " it is 21 \n"}
+
+
+def tokenizer(template: str | None) -> PreTrainedTokenizerBase:
+    loaded = load_tokenizer(TokenizerConfig(name=str(RECIPES / "tiny"), chat_template=template))
+    marks = ["<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>", "[INST]", "[/INST]"]
+    loaded.add_tokens(marks, special_tokens=True)
+    return loaded
+
+
+def observations(template: str | None, **options) -> Observations:
+    config = TokenizerConfig(chat_template_kwargs=options or None)
+    return Observations(tokenizer(template), config, chat=template is not None)
+
+
+@pytest.mark.parametrize(
+    "template, stop, options",
+    [
+        (CHATML, "<|im_end|>", {}),
+        (LLAMA3, "<|eot|>", {}),
+        (MARKED, "<|im_end|>", {}),
+        (MISTRAL, "</s>", {}),
+        (QWEN, "<|im_end|>", {"enable_thinking": False}),
+    ],
+)
+@pytest.mark.parametrize("ended", [True, False])
+def test_prompt_answer_and_observation_are_the_whole_conversation(template, stop, options, ended):
+    """Two rounds: what the engine would hold, token by token, is the template's rendering of all of it."""
+    loaded, told = tokenizer(template), observations(template, **options)
+    messages = [{"role": "user", "content": "17 + 4?"}]
+    held = loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
+    for _ in range(2):
+        said = loaded(SAID, add_special_tokens=False).input_ids
+        said = ([] if template != MISTRAL else loaded(" ", add_special_tokens=False).input_ids) + said
+        held += said + ([loaded.convert_tokens_to_ids(stop)] if ended else [])
+        observation = told.tokens(TOLD, ended)
+        assert observation.dtype == np.int32
+        held += observation.tolist()
+        messages += [{"role": "assistant", "content": SAID}, TOLD]
+    whole = loaded.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
+    if template == QWEN:  # only what it writes before the policy speaks is gone from earlier turns
+        thought = loaded("<think>\n\n</think>\n\n", add_special_tokens=False).input_ids
+        head = loaded.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
+        assert held[: len(head)] == head and held[len(head) :][: len(thought)] == thought
+        assert loaded.decode(held).replace("<think>\n\n</think>\n\n", "") == loaded.decode(whole[: -len(thought)])
+    else:
+        assert held == whole
+
+
+def test_a_tokens_boundaries_are_the_whole_conversations():
+    """A tokenizer that joins characters, and puts a space before a text's first word: only a tokenised whole says how."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    joined = Tokenizer(models.BPE(unk_token="<unk>"))
+    joined.pre_tokenizer, joined.decoder = pre_tokenizers.Metaspace(prepend_scheme="first"), decoders.Metaspace()
+    text = ["user assistant what is it told Understood 17 + 4 ? let me add , it is 21"] * 3
+    joined.train_from_iterator(text, trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"]))
+    loaded = PreTrainedTokenizerFast(tokenizer_object=joined, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    loaded.chat_template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    told = Observations(loaded, TokenizerConfig(), chat=True).tokens(TOLD | {"content": "it is 21"}, ended=True).tolist()
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": SAID},
+        {"role": "user", "content": "it is 21"},
+    ]
+    whole = loaded.apply_chat_template(messages, return_dict=False)
+    assert whole[-len(told) :] == told and whole[-len(told) - 1] == loaded.eos_token_id
+    assert told != loaded("it is 21</s>", add_special_tokens=False).input_ids  # alone, it would begin with a space
+
+
+def test_roles():
+    tool = {"role": "tool", "content": "21"}
+    loaded = tokenizer(QWEN)
+    assert loaded.decode(observations(QWEN).tokens(tool, ended=True)) == (
+        "\n<|im_start|>user\n<tool_response>\n21\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert loaded.decode(observations(CHATML).tokens(tool, True)) == "\n<|im_start|>tool\n21<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("template", [MISTRAL, SILENT])
+def test_a_template_without_tools_tells_them_as_the_user(template, capsys):
+    told = observations(template)
+    as_tool, as_user = (told.tokens({"role": role, "content": "21"}, ended=False).tolist() for role in ("tool", "user"))
+    assert as_tool == as_user and as_tool
+    assert told.tokens({"role": "tool", "content": "21"}, ended=False).tolist() == as_user
+    assert capsys.readouterr().out.count("no role tool") == 1
+    with pytest.raises(
+        ValueError, match=r"chat_template: an environment's judge after an assistant's turn: .*(alternate|nothing)"
+    ):
+        told.tokens({"role": "judge", "content": "21"}, ended=True)
+
+
+def test_a_template_of_single_turns_is_refused_when_it_is_loaded():
+    with pytest.raises(ValueError, match="an environment's user after an assistant's turn: one turn only"):
+        observations("{% if messages|length > 2 %}{{ raise_exception('one turn only') }}{% endif %}" + CHATML)
+    with pytest.raises(ValueError, match="nothing of what the assistant has said"):
+        observations("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [(ENDLESS, "\nuser:  it is 21 \n\nassistant: "), (BEGINNINGS, "<|start|>user<|end|> it is 21 \n<|start|>assistant<|end|>")],
+)
+def test_a_template_without_an_end_of_turn_writes_all_that_it_writes(template, text):
+    told = observations(template)
+    assert [tokenizer(None).decode(told.tokens(TOLD, ended)) for ended in (True, False)] == [text] * 2
+
+
+def test_without_a_template_it_is_the_text():
+    loaded, told = AutoTokenizer.from_pretrained(RECIPES / "tiny"), observations(None)
+    for ended in (True, False):
+        assert (
+            told.tokens({"role": "tool", "content": "21;"}, ended).tolist() == loaded("21;", add_special_tokens=False).input_ids
+        )
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_a_long_one_is_cut_to_its_room(template):
+    told, message = observations(template), {"role": "user", "content": "0123456789" * 1000}
+    frame = len(told.tokens({"role": "user", "content": ""}, ended=False))
+    room = frame + len(CUT) + 4  # the tiny tokenizer has one token for each character
+    cut = told.within(message, False, room)
+    assert tokenizer(template).decode(cut).count("0123" + CUT) == 1 and len(cut) == room
+    assert told.within(message, False, frame + len(CUT)) is None
+    short = {"role": "user", "content": "0123"}
+    assert told.within(short, False, frame + 4).tolist() == told.tokens(short, False).tolist()

@@ -1,0 +1,203 @@
+"""Against a real HTTP server on this machine, which replies as a test tells it to."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.config import EnvironmentConfig
+from pipeline.environments import llm_judge
+from pipeline.environments.llm_judge import LLMJudge, Unjudged
+from pipeline.environments.registry import build
+from pipeline.types import Prompt
+
+PROMPT = Prompt(0, np.zeros(1, np.int32), "judge", {"answer": "4", "messages": [{"role": "user", "content": "2+2?"}]})
+
+
+@dataclass
+class Endpoint:
+    """replies: one for each request, the last for all that follow: a status and a body, or what handles the request."""
+
+    url: str = ""
+    replies: list[Any] = field(default_factory=list)
+    requests: list[tuple[dict[str, str], dict[str, Any]]] = field(default_factory=list)  # headers, body
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def says(text: str | None) -> tuple[int, bytes]:
+    return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    endpoint = Endpoint()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with endpoint.lock:
+                endpoint.requests.append(({**self.headers, "path": self.path}, body))
+                reply = endpoint.replies.pop(0) if len(endpoint.replies) > 1 else endpoint.replies[0]
+            if callable(reply):
+                reply = reply(self)
+            if reply is not None:
+                status, body, *headers = reply
+                self.send_response(status)
+                for name, value in headers:
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    endpoint.url = f"http://127.0.0.1:{server.server_port}/v1"
+    yield endpoint
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def judge(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLMJudge]]:
+    monkeypatch.setattr(llm_judge, "FIRST_PAUSE_S", 0.02)
+    built = []
+
+    def make(timeout_s: float = 10.0, **kwargs: Any) -> LLMJudge:
+        config = EnvironmentConfig(kind="llm_judge", timeout_s=timeout_s, kwargs={"url": endpoint.url, "model": "m", **kwargs})
+        built.append(build({"judge": config})["judge"])
+        return built[-1]
+
+    yield make
+    for one in built:
+        one.close()
+
+
+def test_a_score_becomes_a_reward(endpoint: Endpoint, judge: Callable[..., LLMJudge], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_KEY", "sesame")
+    endpoint.replies = [says("Not Score: 3 but\nScore: 7.5")]
+    outcome = judge(api_key_env="JUDGE_KEY", request={"temperature": 0}).step(PROMPT, 'so "4" {answer}')
+    assert (outcome.reward, outcome.metrics, outcome.observation) == (0.75, {"score": 7.5, "tries": 1.0}, None)
+    headers, body = endpoint.requests[0]
+    assert (headers["path"], headers["Authorization"]) == ("/v1/chat/completions", "Bearer sesame")
+    (message,) = body.pop("messages")
+    assert body == {"model": "m", "temperature": 0}
+    for part in ("Question: 2+2?", "Reference: 4", 'Response: so "4" {answer}', '"Score: N"'):
+        assert part in message["content"]
+
+
+def test_another_prompt_and_another_way_to_say_a_score(endpoint: Endpoint, judge: Callable[..., LLMJudge]):
+    endpoint.replies = [says('{"verdict": "no"}'), says("[[-1]]")]
+    environment = judge(prompt='Be {"strict": true}: {response}', score_pattern=r"\[\[(-?\d)\]\]", scale=[-1, 1])
+    assert environment.step(PROMPT, "4").metrics == {"score": -1.0, "tries": 2.0}
+    assert endpoint.requests[0][1]["messages"] == [{"role": "user", "content": 'Be {"strict": true}: 4'}]
+    assert "Authorization" not in endpoint.requests[0][0]
+
+
+@pytest.mark.parametrize(
+    "passing",
+    [
+        (429, b"slow down", ("Retry-After", "0.01")),
+        (503, b"starting"),
+        says("I would rather not"),
+        says(None),
+        says("Score: 11"),
+        lambda handler: handler.connection.close(),
+    ],
+    ids=["429", "503", "no score", "no content", "out of scale", "connection lost"],
+)
+def test_what_may_pass_is_tried_again(endpoint: Endpoint, judge: Callable[..., LLMJudge], passing: Any):
+    endpoint.replies = [passing, passing, says("Score: 10")]
+    assert judge().step(PROMPT, "4").metrics == {"score": 10.0, "tries": 3.0}
+
+
+def test_tries_end(endpoint: Endpoint, judge: Callable[..., LLMJudge]):
+    endpoint.replies = [(500, b"broken")]
+    with pytest.raises(Unjudged, match=r"no score after 3 tries; the last: status 500: 'broken'"):
+        judge(tries=3).step(PROMPT, "4")
+    assert len(endpoint.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((401, b"who are you"), "status 401: 'who are you'"),
+        ((404, b""), "status 404"),
+        ((200, b"<html>"), "not a chat completion: '<html>'"),
+        ((200, b'{"choices": []}'), "not a chat completion"),
+        ((200, b"x" * (2 << 20)), "a reply of more than 1048576 bytes"),
+    ],
+)
+def test_what_will_not_pass_ends_at_once(endpoint: Endpoint, judge: Callable[..., LLMJudge], reply: Any, message: str):
+    endpoint.replies = [reply]
+    with pytest.raises(Unjudged, match=message):
+        judge().step(PROMPT, "4")
+    assert len(endpoint.requests) == 1
+
+
+def _silent(handler: BaseHTTPRequestHandler) -> None:
+    time.sleep(3)
+
+
+def _dripping(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    try:
+        for _ in range(60):
+            handler.wfile.write(b" ")
+            time.sleep(0.05)
+    except OSError:
+        pass  # nobody listens any more
+
+
+@pytest.mark.parametrize(
+    "reply", [_silent, _dripping, (429, b"", ("Retry-After", "60"))], ids=["silent", "dripping", "asks for a minute"]
+)
+def test_all_of_it_ends_in_time(endpoint: Endpoint, judge: Callable[..., LLMJudge], reply: Any):
+    endpoint.replies = [reply]
+    start = time.monotonic()
+    with pytest.raises(Unjudged, match="no score after 1 tries"):
+        judge(timeout_s=0.5).step(PROMPT, "4")
+    assert time.monotonic() - start < 2.5
+
+
+def test_requests_at_once(endpoint: Endpoint, judge: Callable[..., LLMJudge]):
+    together = threading.Barrier(8)
+
+    def reply(handler: BaseHTTPRequestHandler) -> tuple[int, bytes]:
+        together.wait(10)
+        return says("Score: 5")
+
+    endpoint.replies = [reply]
+    environment = judge()
+    assert environment.workers >= 8
+    rewards: list[float] = []
+    threads = [threading.Thread(target=lambda: rewards.append(environment.step(PROMPT, "4").reward)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert rewards == [0.5] * 8
+
+
+def test_the_key_is_in_the_environment_or_it_is_said(judge: Callable[..., LLMJudge], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(
+        ValueError, match=r"env\.judge \(kind llm_judge\): api_key_env: the environment variable NO_SUCH_KEY is not set"
+    ):
+        judge(api_key_env="NO_SUCH_KEY")
+
+
+def test_nobody_listens(judge: Callable[..., LLMJudge]):
+    with pytest.raises(Unjudged, match="no score after 2 tries; the last: ConnectError"):
+        judge(url="http://127.0.0.1:9/v1", tries=2).step(PROMPT, "4")

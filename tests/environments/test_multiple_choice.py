@@ -1,0 +1,49 @@
+import numpy as np
+import pytest
+
+from pipeline.environments.multiple_choice import MultipleChoice
+from pipeline.types import Prompt
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("Answer: B", "B"),
+        ("**Answer:** (B)", "B"),
+        ("Answer:\nb", "B"),
+        ("The answer is $\\boxed{B}$.", "B"),
+        ("the correct answer is option B", "B"),
+        ("Answer: A? No, wait.\nAnswer: B", "B"),  # the last counts
+        ("answer: Because of B", None),
+        ("The answer is a bit unclear", None),
+        ("so \\boxed{\\text{B}}", "B"),
+        ("\\boxed{A}, I mean \\boxed{B}", "B"),
+        ("\\boxed{A}\nAnswer: B", "B"),
+        (" (b). ", "B"),
+        ("\uff22", "B"),
+        ("A or B", None),
+        ("Answer: E", None),  # there are four
+        ("", None),
+    ],
+)
+def test_which_letter_a_text_answers_with(text: str, letter: str | None):
+    assert MultipleChoice(choices=4).answer(text) == letter
+
+
+@pytest.mark.parametrize(
+    "text", ["答案是 B", "答案\uff1aB", "Antwort: (B)", "La réponse est B", "الإجابة: ب", "উত্তর: খ", "Answer: B"]
+)
+def test_other_languages(text: str):
+    assert MultipleChoice("multilingual_multichoice").answer(text) == "B"
+    assert MultipleChoice("english_multichoice").answer(text) == ("B" if text == "Answer: B" else None)
+
+
+def test_reward_and_metrics():
+    environment = MultipleChoice(choices=5)
+    prompt = Prompt(7, np.zeros(1, np.int32), "quiz", {"answer": "(C)"})
+    for text, right, silent in [("Answer: C", 1.0, 0.0), ("Answer: D", 0.0, 0.0), ("I do not know", 0.0, 1.0)]:
+        outcome = environment.step(environment.reset(prompt), text)
+        assert (outcome.reward, outcome.metrics) == (right, {"accuracy": right, "no_answer": silent})
+        assert outcome.observation is None
+    with pytest.raises(ValueError, match="prompt 7: the expected answer 'F' is no letter of ABCDE"):
+        environment.step(Prompt(7, np.zeros(1, np.int32), "quiz", {"answer": "F"}), "Answer: C")

@@ -1,0 +1,196 @@
+"""Tool calls, and tools that hang, raise, and return a megabyte."""
+
+import json
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.config import EnvironmentConfig
+from pipeline.environments.registry import build
+from pipeline.environments.tool import ToolError
+from pipeline.environments.tools import MAX_LEFT_BEHIND, Tools
+from pipeline.types import Prompt
+
+PROMPT = Prompt(0, np.zeros(1, np.int32), "tools", {"answer": "3995"})
+
+
+class Troublesome:
+    """A user's tool."""
+
+    parameters = {"way": str}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+        self.opened = self.closed = 0
+
+    def open(self) -> "Troublesome":
+        self.opened += 1
+        return self
+
+    def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
+        match arguments["way"]:
+            case "hang":
+                self.release.wait()
+            case "give up":
+                raise TimeoutError("a second was not enough")
+            case "raise":
+                raise OSError("disk on fire")
+            case "complain":
+                raise ToolError("not so")
+            case "much":
+                return "x" * 1_000_000
+        return "fine"
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def environment(timeout_s: float = 10.0, **kwargs: Any) -> Tools:
+    configs = {
+        "tools": EnvironmentConfig(
+            kind="tools",
+            timeout_s=timeout_s,
+            kwargs={
+                "judge": "answers",
+                "tools": {"calculator": {}, "trouble": {"kind": f"{__name__}.Troublesome"}},
+                **kwargs,
+            },
+        ),
+        "answers": EnvironmentConfig(kind="exact_match"),
+    }
+    return build(configs)["tools"]
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def told(environment: Tools, text: str) -> tuple[str, dict[str, float]]:
+    outcome = environment.step(environment.reset(PROMPT), text)
+    assert outcome.reward == 0.0 and outcome.observation["role"] == "tool"
+    return outcome.observation["content"], outcome.metrics
+
+
+def test_an_episode():
+    tools = environment()
+    episode = tools.reset(PROMPT)
+    first = tools.step(episode, f"<think>maybe <tool_call> helps</think> {call('calculator', expression='47*85')}")
+    assert first.observation == {"role": "tool", "content": "3995"}
+    assert (first.reward, first.metrics) == (0.0, {"accuracy": 0.0, "calls": 1.0, "call_errors": 0.0})
+    second = tools.step(episode, call("calculator", expression="1/0") + call("calculator", expression="2+2"))
+    assert second.observation == {"role": "tool", "content": "error: division by zero\n4"}
+    last = tools.step(episode, " 3995 ")
+    assert (last.reward, last.observation) == (1.0, None)
+    assert last.metrics == {"accuracy": 1.0, "calls": 3.0, "call_errors": 1.0}
+    assert tools.step(tools.reset(PROMPT), "<think><tool_call></think>3994").metrics["accuracy"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<tool_call>{", "error: a <tool_call> without </tool_call>"),
+        ("<tool_call>{</tool_call>", "error: not JSON: .*"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "error: not JSON: .*"),
+        ("<tool_call>[]</tool_call>", 'error: a call is {"name": ..., "arguments": {...}}'),
+        ('<tool_call>{"name": "calculator", "arguments": 3}</tool_call>', "error: arguments are a JSON object"),
+        (call("search", q="x"), "error: there is no tool 'search'; there are: calculator, trouble"),
+        (call("calculator", code="x"), "error: the arguments are: expression; not: code"),
+        (call("calculator"), "error: the arguments are: expression; not: none"),
+        (call("calculator", expression=3), "error: argument expression is a text"),
+        (call("trouble", way="complain"), "error: not so"),
+        (call("trouble", way="give up"), "error: a second was not enough"),
+    ],
+)
+def test_what_the_policy_does_wrong_it_is_told(text: str, answer: str):
+    content, metrics = told(environment(), text)
+    assert content.startswith(answer.removesuffix(".*")) if answer.endswith(".*") else content == answer
+    assert metrics == {"accuracy": 0.0, "calls": 1.0, "call_errors": 1.0}
+
+
+def test_a_tool_that_hangs_is_left_behind_and_others_go_on():
+    tools = environment(timeout_s=0.3)
+    trouble = tools._tools["trouble"]
+    episode = tools.reset(PROMPT)
+    start = time.monotonic()
+    outcome = tools.step(episode, call("trouble", way="hang") + call("calculator", expression="1+1"))
+    assert time.monotonic() - start < 5
+    late = "error: the tool did not answer within 0.3 s"
+    assert outcome.observation["content"] == f"{late}\n{late}"  # the turn's time was over
+    assert tools.step(episode, call("trouble", way="well")).observation["content"] == "fine"
+    assert trouble.opened == 2  # not the session that still hangs
+    assert tools.step(episode, "3995").reward == 1.0
+    assert trouble.closed == 1
+    trouble.release.set()
+
+
+def test_tools_that_hang_for_ever_end_as_an_error(monkeypatch: pytest.MonkeyPatch):
+    assert MAX_LEFT_BEHIND < 1000
+    monkeypatch.setattr("pipeline.environments.tools.MAX_LEFT_BEHIND", 2)
+    tools = environment(timeout_s=0.05)
+    for _ in range(2):
+        told(tools, call("trouble", way="hang"))
+    with pytest.raises(RuntimeError, match="3 calls of tools have not ended, the last of tool trouble"):
+        told(tools, call("trouble", way="hang"))
+    tools._tools["trouble"].release.set()
+    for thread in tools._left_behind:
+        thread.join()
+    assert told(tools, call("trouble", way="hang"))[0] == "fine"
+
+
+def test_a_tool_that_raises_costs_the_episode():
+    with pytest.raises(OSError, match="disk on fire"):
+        told(environment(), call("trouble", way="raise"))
+
+
+def test_a_megabyte_is_cut_with_a_mark():
+    content, _ = told(environment(limit=100), call("trouble", way="much"))
+    assert content == "x" * 100 + "\n... (999900 characters cut)"
+    content, _ = told(environment(limit=100), call("y" * 1000))
+    assert content.startswith("error: there is no tool") and len(content) < 140
+
+
+def test_calls_without_end():
+    content, metrics = told(environment(max_calls=2), call("calculator", expression="1+1") * 1000)
+    assert content == "2\n2\nerror: more than 2 calls in one turn"
+    assert metrics["calls"] == 1000
+
+
+def test_the_short_way_of_a_small_model():
+    configs = {
+        "product": EnvironmentConfig(kind="calculator", kwargs={"judge": "answers", "open": "[", "close": "]", "reply": "{};"}),
+        "answers": EnvironmentConfig(kind="exact_match"),
+    }
+    calculator = build(configs)["product"]
+    episode = calculator.reset(PROMPT)
+    assert calculator.step(episode, "[47*85]").observation == {"role": "tool", "content": "3995;"}
+    assert calculator.step(episode, "3995").reward == 1.0
+    assert calculator.step(calculator.reset(PROMPT), "[47*]").observation["content"].startswith("error: '47*' is not")
+    assert calculator.step(calculator.reset(PROMPT), "47*85]").reward == 0.0  # no call, and the wrong answer
+
+
+def test_a_judge_is_asked_no_more_often_at_once_than_it_can():
+    class OneAtATime:
+        workers = 1
+        inside = worst = 0
+
+        def reset(self, prompt: Prompt) -> Prompt:
+            return prompt
+
+        def step(self, prompt: Prompt, text: str):
+            self.inside += 1
+            self.worst = max(self.worst, self.inside)
+            time.sleep(0.02)
+            self.inside -= 1
+            return build({"a": EnvironmentConfig(kind="exact_match")})["a"].step(prompt, text)
+
+    judge = OneAtATime()
+    tools = Tools({}, environment()._format, judge, 10.0)
+    threads = [threading.Thread(target=tools.step, args=(tools.reset(PROMPT), "3995")) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert judge.worst == 1

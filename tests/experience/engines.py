@@ -1,0 +1,117 @@
+"""Groups, and engines that answer as `Remote` does, when a test says so."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from pipeline.rollout.work import Finished, RolloutWork, Unfinished
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
+
+
+def prompts(first: int, count: int) -> list[Prompt]:
+    return [Prompt(i, np.array([1, 2], np.int32), "addition", {}) for i in range(first, first + count)]
+
+
+def rollout(reward: float = 0.0, tokens: int = 1, version: int = 0, failure: str = "") -> Rollout:
+    drawn = np.full(tokens, 3, np.int32)
+    completion = Completion("", drawn, np.full(tokens, -0.5, np.float32), (Span(version, tokens),), "stop")
+    return Rollout((Turn(completion),), reward, failure=failure)
+
+
+def group(prompt: Prompt, samples: int = 2, tokens: int = 1, version: int = 0) -> RolloutGroup:
+    """Rewards vary if the prompt's index is even."""
+    varied = prompt.index % 2 == 0
+    return RolloutGroup(prompt, tuple(rollout(float(varied and i % 2 == 0), tokens, version) for i in range(samples)))
+
+
+class Answer:
+    """A Future."""
+
+    def __init__(self, reply=None):
+        self.reply = [reply]
+        self.fresh = []
+
+    def take(self):
+        fresh, self.fresh = self.fresh, []
+        return fresh
+
+    def result(self):
+        return self.reply
+
+
+class Stream:
+    def __init__(self, size: int):
+        self._left = prompts(0, size)
+
+    def take(self, n: int) -> list[Prompt]:
+        taken, self._left = self._left[:n], self._left[n:]
+        return taken
+
+
+class Fleet:
+    """Engines that finish groups in the order that `pick` chooses: it is given the indexes of all open groups' prompts."""
+
+    def __init__(self, engines: int, pick=min):
+        self.engines = [Engine(self) for _ in range(engines)]
+        self.pick = pick
+        self.version = 0
+        self.works: list[RolloutWork] = []
+        self.open: dict[int, tuple[RolloutWork, int, Answer]] = {}  # by prompt index; of one purpose at a time
+        self.queue: deque = deque()
+        self.drained = 0
+        self.cut: list[int] = []
+
+    def add(self, work: RolloutWork) -> Answer:
+        answer = Answer()
+        self.works.append(work)
+        for place, prompt in enumerate(work.prompts):
+            assert prompt.index not in self.open
+            self.open[prompt.index] = (work, place, answer)
+        return answer
+
+    def finish(self, index: int) -> None:
+        work, place, answer = self.open.pop(index)
+        prompt = work.prompts[place]
+        done = group(prompt, work.samples, tokens=1 + index % 5, version=self.version)
+        kept = work.finished.get(place, {})
+        rollouts = tuple(kept.get(i, one) for i, one in enumerate(done.rollouts))
+        answer.fresh.append((1, [Finished(place, RolloutGroup(prompt, rollouts))]))
+
+    def hear(self, block: bool) -> bool:
+        if block and not self.open:
+            raise AssertionError("rank 0 waits for nothing")
+        if block:
+            self.finish(self.pick(self.open))
+        return block
+
+
+class Engine:
+    def __init__(self, fleet: Fleet):
+        self.fleet = fleet
+        self.works: list[RolloutWork] = []
+
+    def rollout(self, work: RolloutWork) -> Answer:
+        self.works.append(work)
+        return self.fleet.add(work)
+
+    def hear(self, block: bool) -> bool:
+        return self.fleet.hear(block)
+
+    def drain(self) -> Answer:
+        self.fleet.drained += 1
+        return Answer()
+
+    def cut(self, works: list[int]) -> Answer:
+        self.fleet.cut += works
+        return Answer()
+
+    def snapshot(self) -> Answer:
+        stands = [
+            Unfinished(work.number, place, {0: rollout(version=self.fleet.version)}, {1: [Span(self.fleet.version, 7)]})
+            for work in self.works
+            for place, prompt in enumerate(work.prompts)
+            if self.fleet.open.get(prompt.index, (None,))[0] is work
+        ]
+        return Answer(stands)

@@ -1,0 +1,189 @@
+"""Sampling that runs ahead: whole runs of the loop's calls against engines that finish in any order."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from pipeline.config import AsyncConfig, GenerationConfig, GRPOConfig
+from pipeline.experience import build, record
+from pipeline.experience.staleness import staleness
+from pipeline.types import RolloutGroup
+from tests.experience.engines import Fleet, Stream, group, prompts, rollout
+
+
+def experience(pick=min, engines=2, steps=6, changes=None, **ahead):
+    section = GRPOConfig(
+        num_prompts_per_step=4,
+        num_generations_per_prompt=2,
+        max_num_steps=steps,
+        async_grpo=AsyncConfig(**{"enabled": True, "max_trajectory_age_steps": 2, **ahead}),
+        **(changes or {}),
+    )
+    fleet = Fleet(engines, pick)
+    return build("grpo", section, GenerationConfig(val_temperature=0.0), fleet.engines, None), fleet
+
+
+def run(of, fleet, stream, first=0, last=6, select=list):
+    """The loop's calls; (prompt, step) of what was trained on, and each step's metrics."""
+    trained, metrics = [], []
+    for step in range(first, last):
+        of.send(stream.take(of.room(step)), step)
+        groups, values = of.collect(stream, select, step)
+        trained += [(group.prompt.index, step) for group in groups]
+        metrics.append(values)
+        of.before_refit()
+        fleet.version = step + 1
+    return trained, metrics
+
+
+@pytest.mark.parametrize("stragglers", ["wait", "keep", "cut"])
+def test_a_run_trains_once_on_each_group_that_it_sampled(stragglers):
+    draw = random.Random(3)
+    of, fleet = experience(lambda open_: draw.choice(list(open_)), stragglers=stragglers, straggler_share=0.25)
+    stream = Stream(100)
+    trained, metrics = run(of, fleet, stream)
+    assert sorted(index for index, _ in trained) == list(range(24))
+    assert Counter(step for _, step in trained) == dict.fromkeys(range(6), 4)
+    assert of.pending == 0 and stream.take(1)[0].index == 24
+    assert max(values["async/age_max"] for values in metrics) <= 2
+    assert {"async/tokens_age_0", "async/tokens_age_1", "async/tokens_age_2"} <= set(metrics[0])
+    assert bool(fleet.cut) == (stragglers == "cut") and len(fleet.cut) == len(set(fleet.cut))
+
+
+def test_age_0_asks_the_engines_for_what_the_synchronous_run_asks():
+    asked = []
+    for enabled in (True, False):
+        of, fleet = experience(max_trajectory_age_steps=0, enabled=enabled)
+        trained, _ = run(of, fleet, Stream(100))
+        asked.append((trained, [engine.works for engine in fleet.engines]))
+    (ahead, works), (synchronous, expected) = asked
+    assert ahead == synchronous
+    shown = [
+        [[(w.number, [p.index for p in w.prompts], w.samples, w.purpose) for w in e] for e in those]
+        for those in (works, expected)
+    ]
+    assert shown[0] == shown[1]
+
+
+def test_engines_are_drained_before_a_refit_unless_it_may_come_in_flight():
+    for in_flight, drained in ((True, 0), (False, 5 * 2)):  # nothing is under way after the last step
+        of, fleet = experience(min, in_flight_weight_updates=in_flight)
+        run(of, fleet, Stream(100))
+        assert fleet.drained == drained
+
+
+def test_a_group_that_is_passed_over_is_replaced_by_one_of_the_newest_weights():
+    of, fleet = experience(changes={"use_dynamic_sampling": True})
+    stream = Stream(100)
+
+    def select(groups):
+        return [group for group in groups if group.prompt.index % 4]
+
+    trained, metrics = run(of, fleet, stream, select=select)
+    indexes = [index for index, _ in trained]
+    assert len(set(indexes)) == 24 and all(index % 4 for index in indexes)
+    assert Counter(step for _, step in trained) == dict.fromkeys(range(6), 4)
+    assert stream.take(1)[0].index == 32 and of.pending == 0  # 24, and one for each of the 8 that were passed over
+    assert metrics[0]["train/dynamic_sampling_batches"] > 1
+
+
+def test_a_bound_on_what_is_passed_over():
+    of, fleet = experience(changes={"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 2})
+    with pytest.raises(RuntimeError, match=r"dynamic_sampling_max_gen_batches: after 8 prompts only 0 of 4 groups"):
+        run(of, fleet, Stream(100), select=lambda groups: [])
+
+
+def test_the_data_end():
+    of, fleet = experience()
+    stream = Stream(10)
+    trained, _ = run(of, fleet, stream, last=2)
+    assert len(trained) == 8
+    assert not of.enough(stream.take(of.room(2))) and of.pending == 2
+
+
+def test_validation_goes_first_and_leaves_training_rollouts_alone():
+    of, fleet = experience(max)  # validation prompts are the last: they are finished first
+    of.send(prompts(0, of.room(0)), 0)
+    fleet.finish(3)
+    validated = of.validate(prompts(1000, 3))
+    assert [group.prompt.index for group in validated] == [1000, 1001, 1002]
+    assert of.pending == 12
+    groups, _ = of.collect(Stream(0), list, 0)
+    assert [group.prompt.index for group in groups] == [0, 1, 2, 3]
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_restart_keeps_what_was_finished_and_trains_once_on_each_group(capsys):
+    draw = random.Random(5)
+
+    def pick(open_):
+        return draw.choice(list(open_))
+
+    of, fleet = experience(pick, stragglers="keep")
+    stream = Stream(100)
+    before, _ = run(of, fleet, stream, last=3)
+    fleet.finish(max(fleet.open))
+    kept, position = of.record(), stream.take(1)[0].index
+    entries = record.read(kept)
+    complete = [entry.prompt.index for entry in entries if entry.group]
+    assert len(entries) == 4 and 1 <= len(complete) < 4
+
+    again, fresh = experience(pick, stragglers="keep")
+    fresh.version = 3
+    values = again.resume(kept, 3)
+    whole, half = len(complete), 4 - len(complete)
+    assert capsys.readouterr().out.endswith(
+        f"resumed: {2 * whole + half} finished rollouts kept, {half} redone (of which {7 * half} tokens had been drawn), 0 not"
+        " begun yet\n"
+    )
+    assert list(values.values()) == [2 * whole + half, half, 7 * half, 0]
+    rest = Stream(100)
+    rest.take(position)
+    after, metrics = run(again, fresh, rest, first=3)
+    indexes = [index for index, _ in before + after]
+    assert sorted(indexes) == list(range(24))
+    assert max(values["async/age_max"] for values in metrics) <= 2
+    assert not set(complete) & {prompt.index for work in fresh.works for prompt in work.prompts}  # not sampled again
+
+
+def test_a_checkpoint_between_steps_of_age_0_keeps_nothing():
+    of, fleet = experience(max_trajectory_age_steps=0)
+    run(of, fleet, Stream(100), last=2)
+    assert of.record() == b"" and of.resume(b"", 2) == {}
+
+
+def test_a_smaller_age_cannot_go_on_with_what_is_older():
+    of, fleet = experience()
+    run(of, fleet, Stream(100), last=3)
+    other, _ = experience(max_trajectory_age_steps=0)
+    with pytest.raises(
+        ValueError, match=r"max_trajectory_age_steps: the checkpoint of step 3 has 8 groups, begun up to 2 steps"
+    ):
+        other.resume(of.record(), 3)
+
+
+# ---- staleness ------------------------------------------------------------------------------------------------------------
+
+
+def test_ages_are_of_tokens():
+    """Of a rollout under a refit the tokens before it are older."""
+    first, second = rollout(tokens=3, version=5), rollout(tokens=1, version=7)
+    groups = [RolloutGroup(prompts(0, 1)[0], (first, second))]
+    assert staleness(groups, 7, 3) == {
+        "async/age_mean": 1.5,
+        "async/age_max": 2.0,
+        "async/tokens_age_0": 1.0,
+        "async/tokens_age_1": 0.0,
+        "async/tokens_age_2": 3.0,
+        "async/tokens_age_3": 0.0,
+    }
+    with pytest.raises(RuntimeError, match="prompt 0: tokens of version 5 came to step 9"):
+        staleness(groups, 9, 3)
+    assert staleness([group(prompts(0, 1)[0], version=7)], 7, 0) == {
+        "async/age_mean": 0.0,
+        "async/age_max": 0.0,
+        "async/tokens_age_0": 2.0,
+    }

@@ -1,0 +1,103 @@
+"""Groups go to the engine with the least work, and come back whole."""
+
+import pytest
+
+from pipeline.experience.dispatch import Dispatch, Order
+from pipeline.experience.failures import Failures
+from pipeline.types import NOTHING_SAID, RolloutGroup, Sampling
+from tests.experience.engines import Fleet, prompts, rollout
+
+TRAIN = Order("train", 2, Sampling())
+
+
+def dispatch(engines=3, pick=min):
+    fleet = Fleet(engines, pick)
+    return Dispatch(fleet.engines, 42, 5, Failures(10, "key")), fleet
+
+
+def given(engine):
+    return [[prompt.index for prompt in work.prompts] for work in engine.works]
+
+
+def test_idle_engines_get_groups_round_robin_in_one_message_each():
+    of, fleet = dispatch()
+    of.send(prompts(0, 7), TRAIN)
+    assert [given(engine) for engine in fleet.engines] == [[[0, 3, 6]], [[1, 4]], [[2, 5]]]
+    assert of.outstanding == [6, 4, 4]
+    assert (fleet.works[0].seed, fleet.works[0].max_turns, fleet.works[0].samples) == (42, 5, 2)
+    assert len({work.number for work in fleet.works}) == 3
+
+
+def test_the_engine_with_the_least_work_gets_the_next_group():
+    of, fleet = dispatch()
+    of.send(prompts(0, 6), TRAIN)
+    for index in (1, 4, 2):  # engine 1 is idle, engine 2 has one group
+        fleet.finish(index)
+    of.receive(block=False)
+    assert of.outstanding == [4, 0, 2]
+    of.send(prompts(6, 4), TRAIN)
+    assert [given(engine)[1:] for engine in fleet.engines] == [[[9]], [[6, 7]], [[8]]]
+
+
+def test_a_long_group_counts_for_all_its_episodes():
+    of, fleet = dispatch(2)
+    of.send(prompts(100, 1), Order("val", 8, Sampling()))
+    of.send(prompts(0, 5), TRAIN)
+    assert [given(engine)[-1:] for engine in fleet.engines] == [[[4]], [[0, 1, 2, 3]]]
+
+
+def test_groups_come_back_once_and_by_purpose():
+    of, fleet = dispatch()
+    of.send(prompts(0, 3), TRAIN)
+    of.send(prompts(10, 2), Order("val", 1, Sampling(), urgent=True))
+    fleet.finish(2)
+    assert [group.prompt.index for group in of.wait_for(prompts(10, 2), "val")] == [10, 11]
+    assert {group.prompt.index for group in of.take("train")} >= {2}
+    assert of.take("val") == []
+    while fleet.open:
+        of.receive()
+    assert of.outstanding == [0, 0, 0]
+
+
+def test_what_was_finished_before_goes_with_the_group():
+    of, fleet = dispatch(2)
+    kept = rollout(reward=0.75)
+    of.send(prompts(0, 3), TRAIN, {2: {1: kept}})
+    assert [work.finished for work in fleet.works] == [{1: {1: kept}}, {}]
+    group = of.wait_for(prompts(0, 3), "train")[2]
+    assert group.rollouts[1] is kept
+
+
+def test_a_cut_names_only_the_works_of_these_groups():
+    of, fleet = dispatch(2)
+    of.send(prompts(0, 4), Order("train", 2, Sampling(), apart=True))
+    assert [given(engine) for engine in fleet.engines] == [[[0], [2]], [[1], [3]]]
+    of.cut(prompts(2, 1))
+    assert fleet.cut == [next(work.number for work in fleet.works if work.prompts[0].index == 2)]
+
+
+def test_a_snapshot_leaves_out_what_has_come_back():
+    of, fleet = dispatch(2)
+    of.send(prompts(0, 4), TRAIN)
+    of.send(prompts(50, 1), Order("val", 2, Sampling()))
+    fleet.finish(1)
+    stands = of.snapshot("train")
+    assert sorted(stands) == [0, 2, 3] and stands[3].place == 1
+    assert [group.prompt.index for group in of.take("train")] == [1]
+
+
+def test_a_row_of_failures_ends_the_run_and_one_judged_episode_breaks_it(capsys):
+    failures = Failures(2, "some.max_generation_failures")
+    prompt = prompts(5, 1)[0]
+    bad, good, cut = rollout(failure="TimeoutError: 10 s"), rollout(), rollout(failure=NOTHING_SAID)
+    for rollouts in ((bad, bad, good), (bad, cut), (bad, good), (cut, cut, cut, cut)):
+        failures.see(RolloutGroup(prompt, rollouts))
+    out = capsys.readouterr().out
+    assert "env.addition, prompt 5: 2 of 3 episodes failed, and are not learned from; episode 0: TimeoutError: 10 s" in out
+    assert out.count("hetstep:") == 3
+    failures.see(RolloutGroup(prompt, (good, bad, bad)))
+    with pytest.raises(
+        RuntimeError,
+        match=r"max_generation_failures: 3 episodes failed one after another, and 2 may; the last in env\.addition, prompt 5",
+    ):
+        failures.see(RolloutGroup(prompt, (bad,)))

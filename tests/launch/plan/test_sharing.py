@@ -1,0 +1,64 @@
+"""The plan of train and generate ranks that share GPUs."""
+
+import pytest
+
+from launch import backend, plan_refit
+from launch.plan import memory_train, plan, report, sharing, split
+from launch.plan.cut import train_cut
+from pipeline import config
+from pipeline.config import hardware
+
+SHARED = ("policy.generation.colocated.enabled=true",)
+GIGA = 1e9
+
+
+def made(*overrides: str, name: str = "llama8b_grpo"):
+    return plan(*backend.choose(config.load(name, ["run_dir=runs/none", *overrides])))
+
+
+def test_turns_are_what_each_rank_holds_in_them():
+    found = made(*SHARED)
+    rollout, training, refit = found.turns
+    train, generate, recipe = found.train, found.generate, found.recipe
+    staging = memory_train.staging(recipe, found.shapes["policy"], train_cut(recipe.policy, recipe.cluster.train))
+    stays = train.parts["runtime"] + staging
+    asleep = generate.parts["runtime"] + generate.parts["buffers"]
+    assert rollout.total == pytest.approx(stays + generate.total)
+    assert training.total == pytest.approx(train.total + asleep)
+    assert refit.total == pytest.approx(stays + train.parts["weights"] + asleep + generate.parts["weights"])
+    moved = train.parts["weights"] + train.parts["optimizer"]
+    assert found.host == pytest.approx(train.host + moved)
+    assert made(*SHARED, "policy.generation.refit_transport=delta").host == pytest.approx(
+        found.host + generate.parts["weights"]
+    )
+    assert not made().turns and made().host == made().train.host
+
+
+def test_a_step_pays_for_the_moves_and_for_half_the_gpus():
+    found, apart = made(*SHARED), made()
+    assert (found.gpus, apart.gpus) == (8, 16)
+    assert found.seconds["rollout"] == pytest.approx(apart.seconds["rollout"])
+    rate = sharing.PAGE_LOCKED * GIGA * hardware.gpu("h100").host_gb_per_s
+    moved = found.train.parts["weights"] + found.train.parts["optimizer"]
+    assert found.seconds["train"] == pytest.approx(apart.seconds["train"] + moved / rate)
+    weights = found.generate.parts["weights"]
+    expected = moved / rate + 2 * weights / rate + weights / (sharing.GLOO_GB_PER_S * GIGA)
+    assert found.seconds["refit"] == pytest.approx(expected)
+    assert not split.movable(found.recipe) and found.split is None
+
+
+def test_all_that_travels_stays_on_its_node():
+    recipe, _ = backend.choose(config.load("llama8b_grpo", [*SHARED, "cluster.train.nodes=2", "cluster.generate.nodes=2"]))
+    names = plan_refit.node_names(recipe)
+    assert len(names) == 32 and len(set(names.values())) == 2
+    assert all(names[rank] == names[16 + rank] for rank in range(16))
+
+
+def test_what_does_not_fit_in_turn_is_told_with_what_helps():
+    full = made(*SHARED, "policy.generation.vllm_cfg.gpu_memory_utilization=0.99")
+    assert not full.fits
+    assert any("in the rollout" in text and "and has 80" in text for text in full.warnings())
+    text = " ".join(report.text(made(*SHARED)).split())
+    for part in ("the same GPUs in turn", "a GPU holds in rollout", "through host memory", "ranks that share a GPU:"):
+        assert part in text, part
+    assert "fits, by these estimates" in text

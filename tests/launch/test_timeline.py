@@ -1,0 +1,281 @@
+"""Timelines of all ranks as one trace and as a picture."""
+
+import gzip
+import json
+import sys
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+
+from launch import report, timeline
+from launch.past_run import NoRun, PastRun
+from launch.timelines import picture, reading
+from pipeline.timeline import CATEGORIES
+from tests.launch import past_runs, timelines
+from tests.launch.timelines import BEGAN, record
+
+NEEDED = {"X": {"name", "pid", "tid", "ts", "dur"}, "M": {"name", "pid", "args"}, "C": {"name", "pid", "ts", "args"}}
+NEEDED |= {"s": {"name", "cat", "id", "pid", "tid", "ts"}, "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"}}
+"""What the trace event format asks of each kind of event."""
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """Two train ranks and two engines of two ranks, three steps."""
+    made = past_runs.folder(tmp_path / "run")
+    timelines.cluster(past_runs.attempt(made, "1", BEGAN), train=2, generate=4, steps=3, engine_ranks=2, per_node=2)
+    lines = [
+        {"step": step, "time": BEGAN + 10 * step + 1, "idle/train": 0.1 * step, "idle/generate": 0.5} for step in (1, 2, 3)
+    ]
+    (made / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return made
+
+
+def traced(run: Path, *arguments: str) -> list[dict]:
+    """The events, of which each has what its kind needs, and which nest as the format wants it."""
+    assert timeline.main([f"run={run}", *arguments]) == 0
+    whole = json.loads((run / "timeline.json").read_text())
+    assert set(whole) == {"displayTimeUnit", "traceEvents", "otherData"}
+    events = whole["traceEvents"]
+    for event in events:
+        assert set(event) >= NEEDED[event["ph"]] | {"ph"}, event
+        assert all(isinstance(event[key], int | float) and event[key] >= 0 for key in ("ts", "dur") if key in event)
+    for slices in by_thread(events).values():
+        open_until: list[float] = []
+        for event in sorted(slices, key=lambda event: (event["ts"], -event["dur"])):
+            while open_until and open_until[-1] <= event["ts"] + 0.05:
+                open_until.pop()
+            end = event["ts"] + event["dur"]
+            assert not open_until or end <= open_until[-1] + 0.05, event
+            open_until.append(end)
+    return events
+
+
+def by_thread(events: list[dict]) -> dict[tuple[int, int], list[dict]]:
+    found: dict[tuple[int, int], list[dict]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            found.setdefault((event["pid"], event["tid"]), []).append(event)
+    return found
+
+
+def names(events: list[dict], what: str) -> dict[tuple[int, int], str]:
+    return {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == what}
+
+
+# ---- the trace --------------------------------------------------------------------------------------------------------------
+
+
+def test_engines_and_nodes_are_processes_and_ranks_are_threads(run, capsys):
+    events = traced(run)
+    processes, threads = names(events, "process_name"), names(events, "thread_name")
+    ranks = {name: processes[pid, 0] for (pid, _), name in threads.items()}
+    assert ranks == {
+        "steps": "run",
+        "rank 0": "train: node0",
+        "rank 1": "train: node0",
+        **dict.fromkeys(("rank 2", "rank 3"), "generate: engine 0 on node1"),
+        **dict.fromkeys(("rank 4", "rank 5"), "generate: engine 1 on node2"),
+    }
+    slices = by_thread(events)
+    assert set(slices) == set(threads)
+    assert [event["name"] for event in slices[0, 0]] == ["step 1", "step 2", "step 3"]
+    first = next(place for place, name in threads.items() if name == "rank 0")
+    told = Counter(event["name"] for event in slices[first])
+    assert (told["step"], told["step of the policy"], told["send"]) == (3, 3, 3)
+    assert told["wait"] == 4  # for rollouts, and at a step's end: but for the last one that goes on into the next step's
+    counters = [event["args"] for event in events if event["ph"] == "C"]
+    assert [shares["train"] for shares in counters] == pytest.approx([0.1, 0.2, 0.3])
+    out = capsys.readouterr().out
+    assert "events of 6 ranks" in out and "idle: generate" in out and "± 0.1 ms" in out
+
+
+def test_arrows_lead_from_rank_0_to_the_first_rank_of_each_engine(run):
+    events = traced(run)
+    threads = names(events, "thread_name")
+    ends = {event["id"]: threads[event["pid"], event["tid"]] for event in events if event["ph"] == "f"}
+    begins = {event["id"]: threads[event["pid"], event["tid"]] for event in events if event["ph"] == "s"}
+    assert set(begins) == set(ends)
+    assert Counter(begins[id] + " to " + ends[id] for id in ends) == {"rank 0 to rank 2": 3, "rank 0 to rank 4": 3}
+    for event in events:
+        if event["ph"] in "sf":  # it is bound to the slice around it
+            around = [
+                s["name"] for s in by_thread(events)[event["pid"], event["tid"]] if 0 <= event["ts"] - s["ts"] <= s["dur"]
+            ]
+            assert ("send" if event["ph"] == "s" else "receive") in around
+
+
+def test_the_clocks_of_other_nodes_are_corrected(tmp_path, capsys):
+    run = past_runs.folder(tmp_path / "run")
+    attempt = past_runs.attempt(run, "1", BEGAN)
+    record(attempt, 0, "train", [(0.0, 2.0, "step", ""), (2.0, 3.0, "send", "")], node="a")
+    events = [(0.0, 2.0, "rollout", "decode"), (2.0, 3.0, "receive", "")]
+    record(attempt, 1, "generate", events, engine=0, node="b", began=BEGAN + 7.5)
+    clocks = {"a": {"clock_skew_s": 0.0, "clock_error_s": 0.0}, "b": {"clock_skew_s": 7.5, "clock_error_s": 0.003}}
+    (attempt / "nodes.json").write_text(json.dumps({"nodes": clocks}))
+    at = {event["name"]: event["ts"] for event in traced(run) if event["ph"] == "X"}
+    assert at["send"] == at["receive"] == 2e6
+    assert "corrected, to ± 3 ms when the attempt began" in capsys.readouterr().out
+    clocks["b"] = {"clock_skew_s": None, "clock_error_s": None}
+    (attempt / "nodes.json").write_text(json.dumps({"nodes": clocks}))
+    at = {event["name"]: event["ts"] for event in traced(run) if event["ph"] == "X"}
+    assert at["receive"] - at["send"] == 7.5e6
+    assert "how far they are apart was not measured" in capsys.readouterr().out
+
+
+def test_all_attempts_come_one_after_another_and_a_killed_one_is_whole(run):
+    second = past_runs.attempt(run, "2", BEGAN + 100)
+    record(second, 0, "train", [(0.0, 1.0, "setup", "load"), (1.0, 2.0, "step", "")], began=BEGAN + 100)
+    path = second / "timeline/rank00000.jsonl"
+    path.write_text(path.read_text() + '[2.0,2.5,"st')  # the kill came while the line was written
+    latest = [event for event in traced(run) if event["ph"] == "X"]
+    assert {event["name"] for event in latest} == {"setup", "load", "step"}
+    both = [event for event in traced(run, "attempts=all", "step=2") if event["ph"] == "X"]
+    assert sum(event["name"] == "receive" for event in both) == 2 * 4 * 3
+    assert max(event["ts"] for event in both) == pytest.approx(101e6)
+
+
+def test_a_trace_of_some_steps_has_only_those(run):
+    events = traced(run, "steps=2-3")
+    assert [event["name"] for event in events if event["ph"] == "X" and event["pid"] == 0] == ["step 2", "step 3"]
+    assert sum(event["name"] == "receive" for event in events if event["ph"] == "X") == 2 * 4 * 2
+    times = [event["ts"] for event in events if event["ph"] == "X"]
+    assert min(times) == pytest.approx(11e6) and max(times) < 31e6
+
+
+def test_a_compressed_trace_is_the_same(run, tmp_path):
+    events = traced(run)
+    assert timeline.main([str(run), "gz=true", f"out={tmp_path / 'small.json.gz'}"]) == 0
+    with gzip.open(tmp_path / "small.json.gz") as file:
+        assert json.load(file)["traceEvents"] == events
+    assert (tmp_path / "small_step_3.png").exists()
+
+
+def test_a_window_of_a_long_file_is_found_without_reading_all_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "BLOCK", 256)
+    attempt = past_runs.attempt(past_runs.folder(tmp_path / "run"), "1", BEGAN)
+    events: list = [(0.0, 0.5, "setup", "")]
+    for i in range(1, 2000):
+        events.append((i - 0.5, i + 0.5, ("idle", "step")[i % 2], "x" * (i % 17)))
+        if i % 10 == 0:
+            events.append((i + 0.2, i // 10))  # within the span before, whose line comes later
+    record(attempt, 0, "train", events)
+    (rank,) = reading.ranks(PastRun.at(tmp_path / "run").attempts[0])
+    whole = list(rank.spans())
+    for begin, end in ((0.0, 3.0), (700.25, 700.75), (1234.5, 1300.1), (1990.0, 5000.0)):
+        found = list(rank.spans(BEGAN + begin, BEGAN + end))
+        parts = [each.part(BEGAN + begin, BEGAN + end) for each in whole]
+        assert [(each.begin, each.end, each.name) for each in found] == [(p.begin, p.end, p.name) for p in parts if p]
+    assert rank.steps()[57] == pytest.approx((BEGAN + 560.2, BEGAN + 570.2))
+
+
+def test_memory_does_not_grow_with_the_run(tmp_path):
+    peaks = []
+    for steps in (20, 200):
+        run = past_runs.folder(tmp_path / str(steps))
+        attempt = past_runs.attempt(run, "1", BEGAN)
+        row = [(0.1 * i, 0.1 * (i + 1), ("idle", "rollout")[i % 2], "decode") for i in range(10 * steps)]
+        record(attempt, 1, "generate", row, engine=0)
+        attempts = [reading.ranks(PastRun.at(run).attempts[0])]
+        tracemalloc.start()
+        timeline.write(tmp_path / f"{steps}.json", PastRun.at(run), attempts)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert (tmp_path / "200.json").stat().st_size > 8 * (tmp_path / "20.json").stat().st_size
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+# ---- the picture ------------------------------------------------------------------------------------------------------------
+
+
+def shares(path: Path) -> dict[str, float]:
+    """Category -> share of the picture's pixels with exactly its colour."""
+    pixels = np.round(255 * matplotlib.image.imread(path)[:, :, :3]).astype(int)
+    colours = {key: np.round(255 * np.array(to_rgb(picture.COLOURS[key]))).astype(int) for key in CATEGORIES}
+    return {key: float((pixels == colour).all(-1).mean()) for key, colour in colours.items()}
+
+
+@pytest.mark.parametrize(("train", "generate", "engine_ranks"), [(4, 4, 1), (256, 256, 4)])
+def test_the_picture_shows_what_the_ranks_did(tmp_path, train, generate, engine_ranks):
+    run = past_runs.folder(tmp_path / "run")
+    attempt = past_runs.attempt(run, "1", BEGAN)
+    timelines.cluster(attempt, train, generate, 2, engine_ranks)
+    step = reading.step_of(reading.ranks(PastRun.at(run).attempts[0]), 2, 1600)
+    picture.draw(step, "a title", tmp_path / "p.png")
+    found = shares(tmp_path / "p.png")
+    assert found["save"] == found["environment"] == 0  # nobody did that
+    seconds: Counter[str] = Counter()
+    for _, spans in step.rows:
+        for each in spans:
+            seconds.update(each.categories)
+    drawn = sum(found.values())
+    assert drawn > 0.4
+    for key in ("rollout", "forward", "step", "refit", "wait"):
+        assert found[key] / drawn == pytest.approx(seconds[key] / seconds.total(), abs=0.04), key
+    idle = [reading.idle_share(rows) for rows in step.realms().values()]
+    assert all(0.1 < share < 0.8 for share in idle)
+
+
+def test_without_matplotlib_the_trace_is_written_and_the_picture_refused(run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "launch.timelines.picture")
+    monkeypatch.delattr("launch.timelines.picture")
+    for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert timeline.main([str(run)]) == 1
+    assert "no picture: matplotlib" in capsys.readouterr().err
+    assert json.loads((run / "timeline.json").read_text())["traceEvents"]
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["step=9"], "step 9 is not in the timeline of attempt 1, which has steps 1 to 3"),
+        (["steps=2-9"], "step 9 is not in the timeline of attempt 1, which has steps 1 to 3"),
+        (["steps=3-2"], "steps: '3-2' is not like 10-12"),
+        (["steps=1-2", "attempts=all"], "steps= and attempts= cannot both be given"),
+        (["step=last"], "step: 'last' is no step's number"),
+        (["attempts=2"], "attempts: '2' is neither all nor latest"),
+        (["setp=2"], "'setp=2' on the command line is none of run=, step="),
+        (["step=1", "step=2"], "step= is given twice"),
+    ],
+)
+def test_bad_command_lines(run, capsys, arguments, said):
+    assert timeline.main([f"run={run}", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_without_a_timeline_is_told_why(tmp_path, capsys):
+    off = past_runs.folder(tmp_path / "off", "tiny_grpo", "logger.timeline_enabled=false")
+    past_runs.attempt(off, "1", BEGAN)
+    assert timeline.main([str(off)]) == 2
+    assert "logger.timeline_enabled is false" in capsys.readouterr().err
+    spoiled = past_runs.folder(tmp_path / "spoiled")
+    folder = past_runs.attempt(spoiled, "1", BEGAN) / "timeline"
+    folder.mkdir()
+    (folder / "rank00000.jsonl").write_text('{"rank": 0}\n')
+    with pytest.raises(NoRun, match="is not a rank's timeline"):
+        reading.ranks(PastRun.at(spoiled).attempts[0])
+
+
+# ---- the report's page ------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_draws_the_last_step_and_the_idle_shares(run, tmp_path):
+    assert report.main([f"run={run}", f"out={tmp_path / 'r.html'}"]) == 0
+    text = (tmp_path / "r.html").read_text()
+    (drawn,) = [part.split("</svg>")[0] for part in text.split("<svg ")[1:]]
+    rows = drawn.split('text-anchor="end"')[1:]
+    assert len(rows) == 6
+    assert [row.count('class="is-refit"') for row in rows] == [1] * 6
+    assert "engine 1, rank 5" in drawn and "2 ranks, idle " in drawn
+    assert "step of the policy: " in drawn
+    assert "idle share, train" in text and ">Timeline</h2>" in text

@@ -1,0 +1,141 @@
+"""An engine with a tiny model, a driver on it, and environments made for the tests."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.config import TokenizerConfig
+from pipeline.data.chat import load_tokenizer
+from pipeline.data.observations import Observations
+from pipeline.environments.base import Environment, Outcome
+from pipeline.generate.transformers import TransformersBackend
+from pipeline.rollout.driver import Driver
+from pipeline.rollout.hearing import Hearing
+from pipeline.rollout.judges import Judges
+from pipeline.rollout.lockstep import Lockstep
+from pipeline.rollout.work import RolloutWork
+from pipeline.types import Prompt, Rollout, Sampling
+from tests.generate.tiny import MAX_MODEL_LEN, VOCAB, Checkpoint, load, policy
+
+
+class Noted:
+    """A backend that notes what it is asked. Before each step it calls `before_step` with the number of those before."""
+
+    def __init__(self, engine: TransformersBackend):
+        self._engine = engine
+        self.calls: list[tuple[str, object]] = []
+        self.steps = 0
+        self.before_step: Callable[[int], None] = lambda steps: None
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def add(self, requests):
+        self.calls.append(("add", [request.id for request in requests]))
+        self._engine.add(requests)
+
+    def cut(self, ids):
+        self.calls.append(("cut", list(ids)))
+        return self._engine.cut(ids)
+
+    def step(self):
+        self.before_step(self.steps)
+        self.calls.append(("step", self.pending))
+        self.steps += 1
+        return self._engine.step()
+
+    @property
+    def added(self) -> list[list[str]]:
+        return [ids for name, ids in self.calls if name == "add"]
+
+
+class NoWorld:
+    """A driver asks nothing of the world but to note its phases."""
+
+    def __init__(self):
+        self.phases: list[str] = []
+
+    @contextmanager
+    def phase(self, phase: str, verb: str | None = None):
+        self.phases.append(phase)
+        yield
+
+
+@functools.cache
+def _engine(folder: Path) -> TransformersBackend:
+    return TransformersBackend(policy(folder, "transformers"))
+
+
+class Bench:
+    """One engine of one rank, and its driver."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        environments: dict[str, Environment],
+        max_num_seqs: int = 32,
+        limit_s: float = 60.0,
+    ):
+        engine = _engine(checkpoint.folder)
+        load(engine, checkpoint.weights().items(), version=7)
+        engine.cut(list(engine.progress()))  # what a test has left
+        self.engine = Noted(engine)
+        self.world = NoWorld()
+        self.news = threading.Event()
+        tokenizer = load_tokenizer(TokenizerConfig(name=str(checkpoint.folder)))
+        observations = Observations(tokenizer, TokenizerConfig(name=str(checkpoint.folder)), chat=False)
+        self.judges = Judges(environments, dict.fromkeys(environments, limit_s), self.news, grace_s=0.0)
+        hearing = Hearing(environments, tokenizer, observations, MAX_MODEL_LEN)
+        self.driver = Driver(self.engine, hearing, self.judges, Lockstep(None), self.world, self.news, max_num_seqs)
+
+    def work(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Until a verb waits, or all is done."""
+        self.driver.work(until)
+
+    def after(self, steps: int) -> None:
+        """Until the engine has made so many steps in all."""
+        self.work(lambda: self.engine.steps >= steps)
+
+
+def prompts(count: int, environment: str = "told", first: int = 0) -> list[Prompt]:
+    random = np.random.default_rng(5)
+    lengths = range(3, 3 + count)
+    return [
+        Prompt(first + i, random.integers(2, VOCAB, length).astype(np.int32), environment, {"answer": str(i)})
+        for i, length in enumerate(lengths)
+    ]
+
+
+def work(number: int, prompts: list[Prompt], samples: int = 2, max_new_tokens: int = 6, stop=(), **rest) -> RolloutWork:
+    return RolloutWork(
+        number, prompts, samples, "train", 42, Sampling(max_new_tokens=max_new_tokens, stop_token_ids=stop), **rest
+    )
+
+
+def by_place(parts) -> dict[int, tuple[Rollout, ...]]:
+    """What has been answered."""
+    return {part.place: part.group.rollouts for part in parts}
+
+
+class Told(Environment):
+    """Answers every turn with a word, and pays 1 for each but the last of `turns`, which ends the episode."""
+
+    workers = 3
+
+    def __init__(self, turns: int):
+        self.turns = turns
+
+    def reset(self, prompt):
+        return {"turn": 0}
+
+    def step(self, episode, text):
+        episode["turn"] += 1
+        if episode["turn"] == self.turns:
+            return Outcome(0.0, {"turns": episode["turn"]})
+        return Outcome(1.0, {"turns": episode["turn"]}, {"role": "user", "content": f"w{20 + episode['turn']}"})

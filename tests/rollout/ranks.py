@@ -1,0 +1,165 @@
+"""Runs one of three ranks: rank 0, and the two of an engine. `python -m tests.rollout.ranks RUN_DIR SCENARIO MODEL`.
+
+The engine's ranks have a whole model each, and an engine that is stepped differently on its ranks would draw differently.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from pipeline.config import TimeoutsConfig, TokenizerConfig
+from pipeline.data.chat import load_tokenizer
+from pipeline.data.observations import Observations
+from pipeline.generate.transformers import TransformersBackend
+from pipeline.refit.base import Commit, Report
+from pipeline.remote import Mailbox, Remote, serve, stop, verb
+from pipeline.roles.generate import GenerateRole
+from pipeline.rollout.driver import Driver
+from pipeline.rollout.hearing import Hearing
+from pipeline.rollout.judges import Judges
+from pipeline.watchdog import Watchdog
+from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
+from tests.generate.tiny import MAX_MODEL_LEN, policy
+from tests.rollout.engine import Noted, Told, by_place, prompts, work
+
+REALMS = Realms(train=(0,), generate=(1, 2), engines=((1, 2),))
+TIMEOUTS = TimeoutsConfig(join=100, silence=20, rollout=3)
+
+
+class FromDisk:
+    """A refit."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def receive(self, update) -> Report:
+        update.load(load_file(self.folder / "model.safetensors").items())
+        return Report()
+
+
+class Gated(Told):
+    """Of the first prompt the first answer is given when a file is there."""
+
+    def __init__(self, gate: Path):
+        super().__init__(turns=2)
+        self.gate = gate
+
+    def reset(self, prompt):
+        return {"turn": 0, "gated": prompt.index == 0}
+
+    def step(self, episode, text):
+        while episode["gated"] and not self.gate.exists():
+            time.sleep(0.01)
+        return super().step(episode, text)
+
+
+class Role(GenerateRole):
+    def __init__(self, world: World, folder: Path, scenario: str):
+        self._world, self._folder, self._scenario = world, folder, scenario
+        super().__init__(None, 42, world, FromDisk(folder))
+
+    @verb("setup")
+    def setup(self) -> None:
+        self._backend = Noted(TransformersBackend(policy(self._folder, "transformers")))
+        if self._leads:
+            config = TokenizerConfig(name=str(self._folder))
+            tokenizer = load_tokenizer(config)
+            told = {"told": Gated(self._world.place.folder / "gate")}
+            self._judges = Judges(told, {"told": 60.0}, self.news)
+            hearing = Hearing(told, tokenizer, Observations(tokenizer, config, chat=False), MAX_MODEL_LEN)
+            self._driver = Driver(self._backend, hearing, self._judges, self._lockstep, self._world, self.news, 3)
+            if self._scenario != "check":
+                self._backend.before_step = self._fail
+
+    def _fail(self, steps: int) -> None:
+        if steps == 3:
+            if self._scenario == "hang":
+                threading.Event().wait(600)
+            raise ValueError("the engine is on fire")
+
+    @verb("setup")
+    def calls(self) -> list[str]:
+        return [str(call) for call in self._backend.calls]
+
+
+def check(generate: Remote, gate: Path) -> None:
+    generate.receive().result()
+    generate.commit(Commit(1)).result()
+    future = generate.rollout(work(0, prompts(3), samples=2, max_turns=2))
+    came = []
+    while len(came) < 2:
+        generate.hear(block=True)
+        came += future.take()
+    assert [rank for rank, _ in came] == [1, 1] and not future.done  # the leader's
+    assert sorted(finished.place for _, part in came for finished in part) == [1, 2]
+    stands, of_peer = generate.snapshot().result()
+    assert of_peer == [] and [(stand.number, stand.place) for stand in stands] == [(0, 0)]
+    assert {sample: len(spans) for sample, spans in stands[0].open.items()} == {0: 1, 1: 1}
+
+    generate.receive().result()  # in flight: between the two turns of group 0
+    generate.commit(Commit(2, recompute_kv_cache=True)).result()
+    gate.touch()
+    ours, peers = future.result()
+    assert peers == [] and future.done
+    for place, rollouts in by_place(ours).items():
+        for rollout in rollouts:
+            assert not rollout.failure and len(rollout.turns) == 2
+            assert [span.version for span in rollout.spans] == ([1, 2] if place == 0 else [1, 1])
+
+    told = by_place(ours)
+    rest = generate.rollout(work(2, prompts(1), samples=2, max_turns=2, finished={0: {1: told[0][1]}}))
+    first, second = by_place(rest.result()[0])[0]
+    assert second.tokens.tolist() == told[0][1].tokens.tolist() and second.spans == told[0][1].spans
+    assert {span.version for span in first.spans} == {2}
+
+    drained = generate.drain()
+    waits = generate.rollout(work(1, prompts(2, first=1), samples=2, max_turns=2, max_new_tokens=20))
+    assert drained.result() == [[], []]
+    assert not waits.done and all(not stand.open[0] for stand in generate.snapshot().result()[0])
+    generate.receive().result()
+    generate.commit(Commit(3)).result()
+    generate.cut([1]).result()
+    ours, _ = waits.result()
+    assert len(ours) == 2
+
+    calls = generate.calls().result()
+    assert calls[0] == calls[1] and len(calls[0]) > 20
+    assert any(call.startswith("('cut'") for call in calls[0])
+    print("checked", flush=True)
+
+
+def main(run_dir: Path, scenario: str, model: Path) -> None:
+    place = Place.from_environment(run_dir)
+    store = open_store(place, TIMEOUTS.join)
+    world = World(place, REALMS, store)
+    mailbox = Mailbox(world) if world.rank == 0 else None
+    watchdog = Watchdog(world, TIMEOUTS, *([mailbox.overdue] if mailbox else []))
+    try:
+        watchdog.start()
+        wait_for_all(world, TIMEOUTS.join)
+        join(world)
+        if mailbox:
+            generate = Remote(mailbox, world, REALMS.generate, Role, TIMEOUTS)
+            generate.setup().result()
+            check(generate, place.folder / "gate")
+            stop(world)
+        else:
+            serve(world, Role(world, model, scenario))
+    except Exception as error:
+        watchdog.fail(error)
+        traceback.print_exc()
+        os._exit(1)
+    watchdog.stop()
+    leave(world, TIMEOUTS.silence)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,267 @@
+"""Many episodes on one engine: what they are made of, in which order they go, and what ends them."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from pipeline.environments.base import Environment, Outcome
+from pipeline.rollout.episode import sampling_seed
+from pipeline.types import NOTHING_SAID, Span
+from tests.generate.tiny import MAX_MODEL_LEN, VOCAB, load
+from tests.rollout.engine import Bench, Told, by_place, prompts, work
+
+
+ANY = tuple(range(VOCAB))  # as stop tokens: every turn is one word, and ends with "stop"
+
+
+class Once(Environment):
+    """Pays the number of words. Waits for `go` first."""
+
+    workers = 2
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.go.set()
+
+    def step(self, prompt, text):
+        assert self.go.wait(60)
+        return Outcome(float(len(text.split())))
+
+
+def test_several_turns_are_one_sequence(checkpoint):
+    """Who said what, and log-probs that one pass of the model over the whole gives."""
+    bench = Bench(checkpoint, {"told": Told(3)})
+    later = bench.driver.rollout(work(0, prompts(3), samples=2, max_turns=5))
+    bench.work()
+    assert later.ended and len(later.unsent) == 3
+    for part in later.unsent:
+        assert part.group.prompt.index == part.place
+        for rollout in part.group.rollouts:
+            told = [turn.observation.tolist() for turn in rollout.turns]
+            assert told == [[21], [22], []]
+            assert (rollout.reward, rollout.metrics, rollout.failure) == (2.0, {"turns": 3.0}, "")
+            assert rollout.tokens[~rollout.drawn].tolist() == [21, 22]
+            expected = checkpoint.logprobs(part.group.prompt.tokens, rollout.tokens, temperature=1.0)
+            np.testing.assert_allclose(rollout.logprobs[rollout.drawn], expected[rollout.drawn], atol=1e-4)
+            assert sum(span.tokens for span in rollout.spans) == rollout.drawn.sum()
+    first, second = later.unsent[0].group.rollouts
+    assert first.tokens.tolist() != second.tokens.tolist()
+
+
+def test_a_turns_seed_is_its_own():
+    seeds = {
+        sampling_seed(42, "train", prompt, sample, turn) for prompt in range(9) for sample in range(9) for turn in range(9)
+    }
+    assert len(seeds) == 9**3
+    assert sampling_seed(42, "train", 1, 2) == sampling_seed(42, "train", 1, 2, turn=0)
+
+
+def test_an_episode_ends_where_its_turns_or_its_room_end(checkpoint):
+    bench = Bench(checkpoint, {"told": Told(100)})
+    few = bench.driver.rollout(work(0, prompts(1), samples=1, max_turns=2))
+    long = bench.driver.rollout(work(1, prompts(1), samples=1, max_turns=100, stop=ANY))
+    bench.work()
+    ((rollout,),) = by_place(few.unsent).values()
+    assert len(rollout.turns) == 2 and len(rollout.turns[-1].observation) == 0 and rollout.reward == 2.0
+    ((rollout,),) = by_place(long.unsent).values()
+    assert rollout.finish == "length" and len(rollout.turns) > 2 and len(rollout.turns[-1].observation) == 0
+    assert MAX_MODEL_LEN - 2 <= len(prompts(1)[0].tokens) + len(rollout.tokens) <= MAX_MODEL_LEN
+
+
+def test_a_slow_tool_does_not_stall_other_episodes(checkpoint):
+    """Group 0's is answered only when all other groups have come."""
+
+    class Slow(Told):
+        go = threading.Event()
+
+        def reset(self, prompt):
+            return {"turn": 0, "slow": prompt.index == 0}
+
+        def step(self, episode, text):
+            assert not episode["slow"] or self.go.wait(60)
+            return super().step(episode, text)
+
+    bench = Bench(checkpoint, {"told": Slow(3)})
+    later = bench.driver.rollout(work(0, prompts(4), samples=2, max_turns=3))
+
+    def look() -> bool:
+        if len(later.unsent) == 3:
+            Slow.go.set()
+        return False
+
+    bench.work(look)
+    assert [part.place for part in later.unsent][-1] == 0
+    assert not any(rollout.failure for rollouts in by_place(later.unsent).values() for rollout in rollouts)
+    assert "environment" in bench.world.phases  # the engine had nothing to do in the end, and waited
+
+
+def test_what_can_begin_has_begun_before_the_first_step_and_judges_hold_no_place(checkpoint):
+    """So the batch does not depend on time, where episodes have one turn."""
+    once = Once()
+    once.go.clear()
+    bench = Bench(checkpoint, {"told": once}, max_num_seqs=3)
+    later = bench.driver.rollout(work(0, prompts(4), samples=2))
+    bench.work(lambda: len([id for ids in bench.engine.added for id in ids]) == 8)  # no judge has answered
+    assert bench.engine.calls[0] == ("add", ["0/0/0/0", "0/0/1/0", "0/1/0/0"])
+    assert [id for ids in bench.engine.added for id in ids] == [f"0/{i}/{k}/0" for i in range(4) for k in range(2)]
+    assert max(pending for name, pending in bench.engine.calls if name == "step") == 3
+    once.go.set()
+    bench.work()
+    assert later.ended and len(later.unsent) == 4
+
+
+def test_no_more_episodes_than_places_however_many_turns(checkpoint):
+    bench = Bench(checkpoint, {"told": Told(3)}, max_num_seqs=3)
+    begun, most = set(), []
+
+    def look(steps):
+        open_ = {f"{p}/{s}" for p, s in bench.driver._works[0].episodes} if 0 in bench.driver._works else set()
+        begun.update(id.split("/", 1)[1].rsplit("/", 1)[0] for ids in bench.engine.added for id in ids)
+        most.append(len(open_ & begun))
+
+    bench.engine.before_step = look
+    later = bench.driver.rollout(work(0, prompts(4), samples=2, max_turns=3))
+    bench.work()
+    assert later.ended and max(most) <= 3 + Told.workers  # those that have said their last are only being judged
+    assert max(pending for name, pending in bench.engine.calls if name == "step") <= 3
+
+
+def test_urgent_work_goes_before_what_has_not_begun(checkpoint):
+    bench = Bench(checkpoint, {"told": Once()}, max_num_seqs=2)
+    bench.driver.rollout(work(0, prompts(3), samples=2))
+    bench.after(steps=1)
+    bench.driver.rollout(work(1, prompts(1, first=50), samples=2, urgent=True))
+    bench.driver.rollout(work(2, prompts(1, first=60), samples=1))
+    bench.work()
+    order = [id.split("/")[0] for ids in bench.engine.added for id in ids]
+    assert order == ["0", "0", "1", "1", "0", "0", "0", "0", "2"]
+
+
+def test_of_a_work_with_finished_rollouts_only_the_rest_is_sampled(checkpoint):
+    bench = Bench(checkpoint, {"told": Once()})
+    whole = bench.driver.rollout(work(0, prompts(2), samples=3))
+    bench.work()
+    groups = by_place(whole.unsent)
+    finished = {0: {1: groups[0][1]}, 1: dict(enumerate(groups[1]))}
+    rest = bench.driver.rollout(work(1, prompts(2), samples=3, finished=finished))
+    assert [part.place for part in rest.unsent] == [1] and not rest.ended  # nothing is left to do of it
+    bench.work()
+    assert bench.engine.added[1:] == [["1/0/0/0", "1/0/2/0"]]
+    for place, rollouts in by_place(rest.unsent).items():
+        assert [r.tokens.tolist() for r in rollouts] == [r.tokens.tolist() for r in groups[place]]
+    assert rest.ended
+    empty = bench.driver.rollout(work(2, []))
+    assert empty.ended and not empty.unsent
+
+
+def test_a_snapshot_tells_what_is_finished_and_what_has_been_drawn(checkpoint):
+    bench = Bench(checkpoint, {"told": Told(2)}, max_num_seqs=3)
+    later = bench.driver.rollout(work(4, prompts(3), samples=2, max_turns=2))
+    bench.after(steps=9)
+    progress = bench.engine.progress()
+    stands = bench.driver.snapshot()
+    answered = {part.place for part in later.unsent}
+    assert {unfinished.place for unfinished in stands} == {0, 1, 2} - answered
+    seen = 0
+    for unfinished in stands:
+        assert unfinished.number == 4 and sorted([*unfinished.finished, *unfinished.open]) == [0, 1]
+        for sample, spans in unfinished.open.items():
+            running = [id for id in progress if id.startswith(f"4/{unfinished.place}/{sample}/")]
+            if running:
+                seen += 1
+                tail = list(progress[running[0]])
+                assert spans[len(spans) - len(tail) :] == tail
+                assert len(spans) == int(running[0][-1]) + bool(tail)  # one of each earlier turn
+            assert all(span.version == 7 for span in spans)
+    assert seen and {0, 1, 2} - answered
+    assert stands[-1].open[1] == []  # the last one has not begun
+    bench.work()
+    assert later.ended and bench.driver.snapshot() == []
+
+
+def test_a_cut_ends_open_episodes_where_they_are_and_they_are_judged(checkpoint):
+    bench = Bench(checkpoint, {"told": Once()}, max_num_seqs=3)
+    cut = bench.driver.rollout(work(0, prompts(2), samples=2, max_new_tokens=20))
+    other = bench.driver.rollout(work(1, prompts(1), samples=1, max_new_tokens=20))
+    bench.after(steps=4)
+    running = bench.engine.progress()
+    bench.driver.cut([0, 99])
+    bench.work()
+    rollouts = [rollout for place in range(2) for rollout in by_place(cut.unsent)[place]]
+    assert rollouts[-1].failure == NOTHING_SAID and rollouts[-1].turns == ()
+    still = [rollout for i, rollout in enumerate(rollouts) if f"0/{i // 2}/{i % 2}/0" in running]
+    assert still and all(r.finish == "length" and r.drawn_tokens == 4 and not r.failure for r in still)
+    assert all(rollout.reward == len(rollout.tokens) for rollout in still)  # judged all the same
+    ((whole,),) = by_place(other.unsent).values()
+    assert whole.drawn_tokens > 4 and not whole.failure
+    (ids,) = [ids for name, ids in bench.engine.calls if name == "cut"]
+    assert all(id.startswith("0/") for id in ids)
+
+
+def test_a_cut_between_two_turns_ends_with_what_was_said(checkpoint):
+    """One that its environment is asked about, and one that has been answered but not added yet."""
+    told = Told(9)
+    bench = Bench(checkpoint, {"told": told})
+    later = bench.driver.rollout(work(0, prompts(1), samples=1, max_turns=9, max_new_tokens=2))
+    bench.work(lambda: bool(bench.driver._next))
+    (episode,) = bench.driver._next
+    said = [turn.completion.tokens.tolist() for turn in episode.turns]
+    bench.driver.cut([0])
+    ((rollout,),) = by_place(later.unsent).values()
+    assert [turn.completion.tokens.tolist() for turn in rollout.turns] == said
+    assert rollout.finish == "length" and len(rollout.turns[-1].observation) == 0 and rollout.reward == 1.0
+
+    later = bench.driver.rollout(work(1, prompts(1), samples=1, max_turns=9, stop=ANY))
+    bench.work(lambda: bool(bench.driver._judged))
+    bench.driver.cut([1])
+    bench.work()
+    ((rollout,),) = by_place(later.unsent).values()
+    assert len(rollout.turns) == 1 and rollout.finish == "length" and rollout.reward == 1.0 and not rollout.failure
+
+
+def test_a_drain_lets_what_has_begun_end_and_begins_nothing_until_new_weights(checkpoint):
+    bench = Bench(checkpoint, {"told": Told(2)}, max_num_seqs=3)
+    later = bench.driver.rollout(work(0, prompts(4), samples=2, max_turns=2))
+    bench.after(steps=2)
+    drain = bench.driver.drain()
+    assert not drain.ended
+    bench.work()
+    assert drain.ended and bench.engine.pending == 0 and not later.ended
+    begun = {id.rsplit("/", 1)[0] for ids in bench.engine.added for id in ids}
+    assert begun == {"0/0/0", "0/0/1", "0/1/0"}
+    assert bench.driver.drain().ended  # nothing is under way
+    bench.driver.paused = True
+    load(bench.engine, checkpoint.weights().items(), version=8)
+    bench.work()
+    assert bench.engine.pending == 0  # paused
+    bench.driver.resume()
+    bench.work()
+    assert later.ended
+    rollouts = by_place(later.unsent)
+    versions = [{span.version for span in rollout.spans} for place in range(4) for rollout in rollouts[place]]
+    assert versions == [{7}] * 3 + [{8}] * 5
+
+
+def test_new_weights_between_two_steps_make_spans_of_two_versions(checkpoint):
+    bench = Bench(checkpoint, {"told": Told(3)})
+    later = bench.driver.rollout(work(0, prompts(2), samples=1, max_turns=3, max_new_tokens=12))
+    bench.after(steps=3)
+    bench.driver.paused = True
+    update = bench.engine.update()
+    bench.work()  # leaves the engine alone
+    assert bench.engine.steps == 3
+    update.load(checkpoint.weights().items())
+    update.commit(8)
+    bench.driver.resume()
+    bench.work()
+    for (rollout,) in by_place(later.unsent).values():
+        assert rollout.spans[:2] == (Span(7, 3), Span(8, rollout.spans[1].tokens))
+        assert all(span.version == 8 for span in rollout.spans[1:])
+
+
+def test_a_number_is_used_once(checkpoint):
+    bench = Bench(checkpoint, {"told": Once()})
+    bench.driver.rollout(work(0, prompts(1)))
+    with pytest.raises(ValueError, match="a work 0 is under way already"):
+        bench.driver.rollout(work(0, prompts(1)))

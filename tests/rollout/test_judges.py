@@ -1,0 +1,151 @@
+"""Environments that hang, raise, or return nonsense: they cost their episodes, and no others."""
+
+import re
+import sys
+import threading
+
+import pytest
+
+from pipeline.environments.base import Environment, Outcome
+from pipeline.rollout import judges
+from tests.rollout.engine import Bench, by_place, prompts, work
+
+NEVER = threading.Event()
+
+
+class Naughty(Environment):
+    def reset(self, prompt):
+        if prompt.index == 0:
+            raise OSError("no board\nfor you")
+        if prompt.index == 1:
+            NEVER.wait()
+        return prompt
+
+    def step(self, prompt, text):
+        match prompt.index:
+            case 2:
+                NEVER.wait()
+            case 3:
+                return {}["answer"]
+            case 4:
+                sys.exit(0)
+            case 5:
+                return 1.0
+            case 6:
+                return Outcome(float("nan"))
+            case 7:
+                return Outcome(1.0, {"accuracy": "high"})
+        return Outcome(1.0)
+
+
+EXPECTED = [
+    r"reset raised OSError: no board for you at .*test_judges\.py:\d+",
+    r"reset took more than 0\.3 s \(env\.naughty\.timeout_s\)",
+    r"step took more than 0\.3 s \(env\.naughty\.timeout_s\)",
+    r"step raised KeyError: 'answer' at .*test_judges\.py:\d+",
+    r"step raised SystemExit: 0 at .*test_judges\.py:\d+",
+    r"its answer raised TypeError: step returned a float, not an Outcome at .*",
+    r"its answer raised ValueError: step returned the reward nan at .*",
+    r"its answer raised ValueError: could not convert string to float: 'high' at .*",
+]
+
+
+def test_each_failure_costs_its_episode_and_says_why(checkpoint, capsys):
+    """With one thread for all of them: who hangs is replaced."""
+    bench = Bench(checkpoint, {"naughty": Naughty()}, limit_s=0.3)
+    later = bench.driver.rollout(work(0, prompts(10, "naughty"), samples=1))
+    bench.work()
+    rollouts = [by_place(later.unsent)[place][0] for place in range(10)]
+    assert [rollout.failure for rollout in rollouts[8:]] == ["", ""]
+    assert [rollout.reward for rollout in rollouts] == [0.0] * 8 + [1.0] * 2
+    for rollout, expected in zip(rollouts, EXPECTED, strict=False):
+        assert re.fullmatch(expected, rollout.failure), rollout.failure
+        assert len(rollout.turns) == 1 and rollout.drawn_tokens > 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hetstep: env.naughty: ")]
+    assert len(lines) == judges.TOLD_AT_ONCE
+    assert any(re.search(r"train prompt 3, sample 0, turn 0 failed: step raised KeyError", line) for line in lines)
+
+
+def test_calls_that_all_hang_end_the_run(checkpoint, monkeypatch):
+    monkeypatch.setattr(judges, "MOST_HANGING", 2)
+    bench = Bench(checkpoint, {"naughty": Naughty()}, limit_s=0.05)
+    only_hang = [prompts(3, "naughty")[2]] * 4
+    bench.driver.rollout(work(0, only_hang, samples=1))
+    with pytest.raises(RuntimeError, match=r"env\.naughty: 3 calls of it hang at once, each for more than 0\.05 s"):
+        bench.work()
+
+
+def test_a_call_that_ends_after_it_was_given_up_changes_nothing():
+    news, go, answers = threading.Event(), threading.Event(), []
+    pool = judges.Judges({"late": Naughty()}, {"late": 0.05}, news, grace_s=0.0)
+
+    def late(begin):
+        begin("step")
+        go.wait(60)
+        return "late"
+
+    pool.submit("late", "first", late)
+    while not answers:
+        news.wait(pool.seconds_left())
+        answers += pool.take()
+    assert [key for key, _ in answers] == ["first"]
+    pool.submit("late", "second", lambda begin: "at once")
+    go.set()
+    while len(answers) < 2:
+        news.wait(pool.seconds_left())
+        news.clear()
+        answers += pool.take()
+    assert answers[1] == ("second", "at once")
+    for thread in threading.enumerate():
+        if thread.name == "environment late":
+            thread.join(0.2)  # the one that was given up ends; its successor waits for more
+    assert [thread.name for thread in threading.enumerate()].count("environment late") == 1
+    assert pool.take() == []
+    assert pool.seconds_left() is None
+
+
+def test_workers_calls_run_at_the_same_time_and_no_more():
+    news, both, running = threading.Event(), threading.Barrier(2), []
+
+    class Two(Naughty):
+        workers = 2
+
+    pool = judges.Judges({"two": Two()}, {"two": 60.0}, news)
+
+    def meet(begin):
+        running.append(1)
+        begin("step")
+        both.wait(60)  # raises unless two are here
+        return len(running)
+
+    for key in range(4):
+        pool.submit("two", key, meet)
+    answers = []
+    while len(answers) < 4:
+        news.wait(pool.seconds_left())
+        news.clear()
+        answers += pool.take()
+    assert sorted(key for key, _ in answers) == [0, 1, 2, 3]
+    assert not any(isinstance(result, judges.Failure) for _, result in answers)
+    assert len([thread for thread in threading.enumerate() if thread.name == "environment two"]) == 2
+
+
+def test_environments_are_closed_and_one_that_hangs_is_not_waited_for(capsys, monkeypatch):
+    closed = []
+
+    class Closing(Naughty):
+        def __init__(self, way):
+            self.way = way
+
+        def close(self):
+            if self.way == "raise":
+                raise OSError("still in use")
+            if self.way == "hang":
+                NEVER.wait()
+            closed.append(self.way)
+
+    environments = {way: Closing(way) for way in ("raise", "fine", "hang", "after")}
+    monkeypatch.setattr(judges, "CLOSE_S", 0.2)
+    judges.Judges(environments, dict.fromkeys(environments, 1.0), threading.Event()).close()
+    assert closed == ["fine"]
+    assert "env.raise: close raised OSError: still in use" in capsys.readouterr().out

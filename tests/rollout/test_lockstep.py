@@ -1,0 +1,70 @@
+"""Two ranks of one engine beside rank 0: real processes, the real store, gloo."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.world.secret import write_secret
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(tmp_path, checkpoint):
+    """(exit statuses, what rank 0 said, failure.json)"""
+    processes = []
+
+    def begin(scenario: str):
+        write_secret(tmp_path)
+        for rank in range(3):
+            env = os.environ | {
+                "HETSTEP_RANK": str(rank),
+                "HETSTEP_WORLD_SIZE": "3",
+                "HETSTEP_LOCAL_RANK": str(rank),
+                "HETSTEP_NODE": "here",
+                "HETSTEP_MASTER_ADDR": "127.0.0.1",
+                "HETSTEP_ATTEMPT": "1",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
+                "OMP_NUM_THREADS": "1",
+            }
+            command = [sys.executable, "-m", "tests.rollout.ranks", str(tmp_path), scenario, str(checkpoint.folder)]
+            with open(tmp_path / f"{rank}.log", "w") as log:
+                processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
+        statuses = [process.wait(150) for process in processes]
+        failures = list(tmp_path.glob("attempts/*/failure.json"))
+        return statuses, "\n".join((tmp_path / f"{rank}.log").read_text() for rank in range(3)), failures
+
+    yield begin
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def test_the_ranks_of_an_engine_make_the_same_moves_and_verbs_come_between_them(run):
+    """Answers in parts, a snapshot, new weights in flight, a drain and a cut: see tests/rollout/ranks.py."""
+    statuses, said, failures = run("check")
+    assert statuses == [0, 0, 0] and "checked" in said and not failures, said[-4000:]
+
+
+@pytest.mark.long
+def test_an_engine_that_hangs_is_named_though_its_answer_comes_in_parts(run):
+    statuses, said, (failure,) = run("hang")
+    failure = json.loads(failure.read_text())
+    assert statuses[0] == 124, said[-4000:]
+    assert (failure["rank"], failure["verb"], failure["phase"]) == (1, "rollout", "decode")
+    assert "verb 'rollout' has not ended after 3 s: rank 1 (generate)" in failure["message"]
+    assert "rank 2" not in failure["message"]  # it only follows
+
+
+@pytest.mark.long
+def test_an_engine_that_raises_between_verbs_ends_the_run_with_its_traceback(run):
+    statuses, said, (failure,) = run("raise")
+    failure = json.loads(failure.read_text())
+    assert statuses[1] == 1 and 0 not in statuses, said[-4000:]
+    assert (failure["rank"], failure["verb"]) == (1, "rollout")
+    assert failure["message"] == "rank 1 (generate): ValueError: the engine is on fire"

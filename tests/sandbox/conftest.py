@@ -1,0 +1,44 @@
+"""The hosts on which every hostile program runs: the default one, and, at length, each way here and as another user."""
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+
+from pipeline.sandbox import ways
+from pipeline.sandbox.limits import SandboxError
+from tests.sandbox.hosts import Host, can_be_another
+
+
+@functools.cache
+def works(way: str) -> str:
+    """Why it does not, else nothing."""
+    try:
+        ways.choose(way)
+    except SandboxError as error:
+        return str(error)
+    return ""
+
+
+HOSTS = [
+    "auto",
+    *(
+        pytest.param(host, marks=pytest.mark.long)
+        for host in (*ways.CONTAINED, *(f"{way} as another" for way in ways.CONTAINED))
+    ),
+]
+
+
+@pytest.fixture(params=HOSTS, scope="session")
+def host(request: pytest.FixtureRequest) -> Iterator[Host]:
+    way, _, another = request.param.partition(" ")
+    if another and not can_be_another():
+        pytest.skip("not root, or no Python here that another user may run")
+    if not another and works(way):
+        pytest.skip(f"{way} does not work here for this user")
+    made = Host(way, bool(another))
+    if another and not made.works():
+        made.close()
+        pytest.skip(f"{way} does not work here for another user")
+    yield made
+    made.close()

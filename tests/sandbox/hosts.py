@@ -1,0 +1,175 @@
+"""Who runs hostile programs: this process, or another user. And what they would find if nothing held them."""
+
+import base64
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from pipeline.sandbox.limits import Limits, Ran
+from pipeline.sandbox.sandbox import Sandbox
+
+LIMITS = Limits(
+    wall_s=2.0,
+    cpu_s=1.0,
+    memory_bytes=128 << 20,
+    processes=12,
+    output_bytes=1 << 16,
+    scratch_bytes=4 << 20,
+    scratch_files=100,
+    open_files=32,
+)
+LATE_S = 6.0  # how long after its wall time a program's end may be told, on a machine that is very busy
+PRELUDE = """
+import ctypes, errno, json, os, signal, sys, time
+told = json.loads(sys.stdin.read())
+libc = ctypes.CDLL(None, use_errno=True)
+def escaped(*how):
+    print("ESCAPED", *how, flush=True)
+def refused(work, *arguments):
+    try:
+        result = work(*arguments)
+    except OSError:
+        return
+    escaped(work, arguments, result)
+"""
+PYTHON_OF_ALL = "/usr/bin/python3"  # an interpreter that every user may read
+ANOTHER = 54321  # a user without a name
+DRIVER = """
+import base64, json, sys
+sys.path.insert(0, {root!r})
+from dataclasses import asdict
+from pipeline.sandbox.limits import Limits
+from pipeline.sandbox.sandbox import Sandbox
+asked = json.load(sys.stdin)
+sandbox = Sandbox(Limits(**asked["limits"]), {way!r})
+ran = sandbox.run([sandbox.python, *asked["argv"]], {{"program.py": asked["program"].encode()}}, asked["stdin"].encode())
+print(json.dumps(asdict(ran), default=lambda raw: base64.b64encode(raw).decode()))
+"""
+
+
+@dataclass
+class Host:
+    """Runs programs, each after PRELUDE, and looks whether the machine is as it was."""
+
+    way: str
+    another_user: bool = False
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="canary-")))
+
+    def __post_init__(self) -> None:
+        self.folder.chmod(0o755)
+        (self.folder / "secret").write_text("the canary sings")
+        self.package = self.folder / "package"
+        shutil.copytree(Path(__file__).parents[2] / "pipeline/sandbox", self.package / "pipeline/sandbox")
+        (self.package / "pipeline/__init__.py").touch()
+        self.listeners = [socket.socket(socket.AF_INET), *(socket.socket(socket.AF_UNIX) for _ in range(2))]
+        self.abstract = f"canary-{uuid.uuid4().hex}"
+        for listener, address in zip(
+            self.listeners, [("127.0.0.1", 0), f"\0{self.abstract}", f"{self.folder}/socket"], strict=True
+        ):
+            listener.bind(address)
+            listener.listen()
+        (self.folder / "socket").chmod(0o777)
+
+    def told(self) -> dict:
+        return {
+            "folder": str(self.folder),
+            "home": os.path.expanduser("~"),
+            "pid": os.getpid(),
+            "port": self.listeners[0].getsockname()[1],
+            "abstract": self.abstract,
+        }
+
+    def run(self, program: str, **limits: float) -> Ran:
+        """Asserts that nothing of it is left, nothing was written, and the answer came within the wall time."""
+        mark = uuid.uuid4().hex
+        asked = Limits(**{**asdict(LIMITS), **limits})
+        before = _contents(self.folder)
+        ran = (self._as_another if self.another_user else self._here)(PRELUDE + program, mark, asked)
+        assert ran.seconds < asked.wall_s + LATE_S
+        assert not _alive(mark)
+        assert _contents(self.folder) == before
+        assert not [name for name in os.listdir("/tmp") if mark in name]
+        assert len(ran.stdout) + len(ran.stderr) <= asked.output_bytes
+        return ran
+
+    def held(self, program: str, **limits: float) -> Ran:
+        """Runs it, and asserts that it got nowhere and said so."""
+        ran = self.run(program + "\nprint('held')", **limits)
+        assert b"ESCAPED" not in ran.stdout, ran
+        assert (ran.status, ran.ended_by) == (0, "exit") and ran.stdout.endswith(b"held\n"), ran
+        return ran
+
+    def works(self) -> bool:
+        """Whether programs can be contained at all, in this way by this user."""
+        try:
+            self.run("pass")
+        except AssertionError as error:
+            if "no way to contain a program works" in str(error):
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        for listener in self.listeners:
+            listener.close()
+        shutil.rmtree(self.folder)
+
+    def _here(self, program: str, mark: str, limits: Limits) -> Ran:
+        sandbox = Sandbox(limits, self.way)
+        argv = [sandbox.python, "program.py", mark]
+        return sandbox.run(argv, {"program.py": program.encode()}, json.dumps(self.told()).encode())
+
+    def _as_another(self, program: str, mark: str, limits: Limits) -> Ran:
+        asked = {
+            "limits": asdict(limits),
+            "argv": ["program.py", mark],
+            "program": program,
+            "stdin": json.dumps(self.told()),
+        }
+        driver = DRIVER.format(root=str(self.package), way=self.way)
+        done = subprocess.run(
+            [PYTHON_OF_ALL, "-c", driver],
+            input=json.dumps(asked).encode(),
+            capture_output=True,
+            user=ANOTHER,
+            group=ANOTHER,
+            extra_groups=[],
+            cwd="/",
+            env={"PATH": os.defpath, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        told = json.loads(done.stdout)
+        return Ran(**{**told, **{name: base64.b64decode(told[name]) for name in ("stdout", "stderr")}})
+
+
+def can_be_another() -> bool:
+    """Whether this process may act as another user, and that user has a Python that is new enough."""
+    if os.geteuid() != 0 or not os.path.exists(PYTHON_OF_ALL):
+        return False
+    newest = subprocess.run(
+        [PYTHON_OF_ALL, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"], user=ANOTHER, group=ANOTHER
+    )
+    return newest.returncode == 0
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def _alive(mark: str) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "cmdline").read_bytes():
+                found.append((process / "status").read_text())
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+    return found

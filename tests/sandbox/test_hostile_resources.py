@@ -1,0 +1,219 @@
+"""Programs that take all they can get. Each test is one program; `Host.run` asserts that nothing of it is left."""
+
+from tests.sandbox.hosts import LIMITS, Host
+
+
+def test_fork_bomb(host: Host):
+    ran = host.run("""
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+""")
+    assert (ran.status, ran.ended_by) == (-9, "processes")
+
+
+def test_bomb_of_threads(host: Host):
+    ran = host.run("""
+import threading
+while True:
+    try:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+    except RuntimeError:
+        pass
+""")
+    assert ran.ended_by == "processes"
+
+
+def test_memory_of_one_process(host: Host):
+    ran = host.run("""
+hoard = []
+while True:
+    hoard.append(bytearray(b"x") * (4 << 20))
+""")
+    assert ran.ended_by == "memory" or (ran.status == 1 and b"MemoryError" in ran.stderr)
+
+
+def test_memory_of_many_processes(host: Host):
+    ran = host.run(
+        """
+for _ in range(6):
+    if os.fork() == 0:
+        hoard = bytearray(b"x") * (40 << 20)
+        time.sleep(60)
+time.sleep(60)
+""",
+        wall_s=20.0,
+        cpu_s=20.0,
+    )
+    assert (ran.status, ran.ended_by) == (-9, "memory")
+
+
+def test_memory_that_is_shared(host: Host):
+    ran = host.run(
+        """
+import mmap
+hoard = mmap.mmap(-1, 512 << 20)
+while True:
+    hoard.write(b"x" * (1 << 20))
+""",
+        wall_s=20.0,
+        cpu_s=20.0,
+    )
+    assert ran.ended_by == "memory"
+
+
+def test_memory_that_no_process_shows(host: Host):
+    host.held("""
+refused(os.memfd_create, "hoard")
+for number in {"x86_64": (29, 68, 240, 447), "aarch64": (194, 186, 180, 447)}[os.uname().machine]:  # shmget, msgget, mq_open
+    if libc.syscall(number, 0, 1 << 20, 0o1600, 0) != -1:
+        escaped("call", number)
+refused(open, "/dev/shm/hoard", "w")
+refused(open, "/dev/mqueue/hoard", "w")
+""")
+
+
+def test_allocation_like_a_zip_bomb(host: Host):
+    ran = host.run(
+        """
+import zlib
+packer = zlib.compressobj(1)
+packed = b"".join(packer.compress(bytes(1 << 20)) for _ in range(200)) + packer.flush()
+zlib.decompress(packed * 1)
+""",
+        wall_s=20.0,
+        cpu_s=20.0,
+    )
+    assert ran.ended_by == "memory" or (ran.status == 1 and b"MemoryError" in ran.stderr)
+
+
+def test_disk_fill(host: Host):
+    ran = host.held("""
+written = 0
+for name in range(50):
+    try:
+        with open(str(name), "wb") as file:
+            while True:
+                written += file.write(b"x" * (1 << 16))
+    except OSError as error:
+        pass
+print(written)
+""")
+    assert int(ran.stdout.split()[0]) <= LIMITS.scratch_bytes + 50 * 2 * 8192
+
+
+def test_sparse_huge_file(host: Host):
+    host.held("""
+file = open("sparse", "wb")
+refused(os.truncate, "sparse", 1 << 40)
+refused(os.pwrite, file.fileno(), b"x", 1 << 40)
+refused(os.posix_fallocate, file.fileno(), 0, 1 << 30)
+""")
+
+
+def test_inode_flood(host: Host):
+    ran = host.run(
+        """
+for name in range(1_000_000):
+    os.mkdir(str(name))
+""",
+        wall_s=20.0,
+        cpu_s=20.0,
+    )
+    assert ran.ended_by == "memory" or (ran.status == 1 and b"No space left" in ran.stderr)
+
+
+def test_huge_output(host: Host):
+    ran = host.run("""
+while True:
+    os.write(1, b"x" * (1 << 16))
+""")
+    assert (ran.ended_by, len(ran.stdout)) == ("output", LIMITS.output_bytes)
+
+
+def test_huge_error_output(host: Host):
+    ran = host.run("""
+print("first", flush=True)
+while True:
+    os.write(2, b"x" * (1 << 16))
+""")
+    assert (ran.ended_by, ran.stdout, len(ran.stderr)) == ("output", b"first\n", LIMITS.output_bytes - 6)
+
+
+def test_output_of_one_that_has_ended(host: Host):
+    ran = host.run("os.write(1, b'x' * 40000); os.write(2, b'y' * 40000)")
+    assert (ran.ended_by, len(ran.stdout), len(ran.stderr)) == ("output", 40000, LIMITS.output_bytes - 40000)
+
+
+def test_sleep_for_ever(host: Host):
+    ran = host.run("while True: time.sleep(60)", wall_s=0.5)
+    assert (ran.status, ran.ended_by) == (-9, "wall time") and ran.seconds >= 0.5
+
+
+def test_stops_itself(host: Host):
+    assert host.run("os.kill(os.getpid(), signal.SIGSTOP)", wall_s=0.5).ended_by == "wall time"
+
+
+def test_ignores_every_signal(host: Host):
+    ran = host.run(
+        """
+for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(number, signal.SIG_IGN)
+os.kill(os.getpid(), signal.SIGTERM)
+print("still here", flush=True)
+while True: time.sleep(60)
+""",
+        wall_s=1.0,
+    )
+    assert ran.ended_by == "wall time"
+
+
+def test_busy_loop(host: Host):
+    ran = host.run("while True: pass", wall_s=60.0, cpu_s=0.3)
+    assert ran.ended_by == "cpu time"
+
+
+def test_busy_processes_that_ignore_the_kernels_limit(host: Host):
+    ran = host.run(
+        """
+signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+for _ in range(3):
+    os.fork()
+while True: pass
+""",
+        wall_s=60.0,
+        cpu_s=0.5,
+    )
+    assert (ran.status, ran.ended_by) == (-9, "cpu time")
+
+
+def test_exhausts_open_files(host: Host):
+    ran = host.held("""
+hoard = []
+try:
+    while True:
+        hoard.append(os.pipe())
+except OSError as error:
+    print(error.errno == errno.EMFILE, 2 * len(hoard))
+""")
+    assert ran.stdout.split()[0] == b"True" and int(ran.stdout.split()[1]) <= LIMITS.open_files
+
+
+def test_deep_recursion(host: Host):
+    ran = host.run("""
+sys.setrecursionlimit(1 << 30)
+def deeper(value):
+    return [deeper(value), repr(value)]
+class Deep:
+    def __repr__(self):
+        return repr(self)
+repr(Deep())
+""")
+    assert ran.status != 0
+
+
+def test_ends_by_a_signal(host: Host):
+    ran = host.run("os.kill(os.getpid(), signal.SIGSEGV)")
+    assert (ran.status, ran.ended_by) == (-11, "signal 11")

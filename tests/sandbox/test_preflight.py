@@ -1,0 +1,35 @@
+"""What is said at submission."""
+
+import pytest
+
+from launch.preflight.sandbox import problems
+from pipeline import config
+from pipeline.sandbox import ways
+from tests.sandbox.conftest import works
+
+
+def told(*overrides: str, executor: str = "local") -> tuple[list[str], list[str]]:
+    recipe = config.inspect("tiny_grpo", ["env.c.kind=code", *overrides]).recipe
+    notes: list[str] = []
+    return list(problems(recipe, executor, notes)), notes
+
+
+def test_what_this_machine_can_is_tried(monkeypatch: pytest.MonkeyPatch):
+    if reason := works("auto"):
+        pytest.skip(reason)
+    assert told() == ([], [])
+    monkeypatch.setattr(ways, "PROBE", b"raise SystemExit('nothing is allowed')")
+    ways._first_that_works.cache_clear()
+    (problem,) = told()[0]
+    ways._first_that_works.cache_clear()
+    assert problem.startswith("env.c.kwargs: sandbox: no way to contain") and "install bubblewrap" in problem
+
+
+def test_other_nodes_are_only_mentioned():
+    found, (note,) = told(executor="slurm")
+    assert not found and note.startswith("env.c.kwargs: whether programs can be contained shows on the generate nodes")
+
+
+def test_uncontained_is_mentioned():
+    found, (note,) = told("env.c.kwargs.sandbox=none")
+    assert not found and "env.c.kwargs.sandbox: none, so what the policy writes runs with this user's rights" in note

@@ -1,0 +1,197 @@
+"""What the sandbox does for those who use it, and that nothing is left when somebody dies."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pipeline.sandbox import guarded, processes, view, ways
+from pipeline.sandbox.guarded import Way
+from pipeline.sandbox.limits import Limits, SandboxError
+from pipeline.sandbox.sandbox import Sandbox
+from tests.sandbox.conftest import works
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    if reason := works("auto"):
+        pytest.skip(reason)
+    return Sandbox(Limits(wall_s=20.0, memory_bytes=128 << 20, processes=4))
+
+
+def test_files_arguments_stdin_and_both_outputs(sandbox: Sandbox):
+    program = (
+        b"import sys; print(open('a/b.txt').read(), sys.argv[1], sys.stdin.read()); print('e', file=sys.stderr); sys.exit(3)"
+    )
+    ran = sandbox.run([sandbox.python, "main.py", "x y"], {"main.py": program, "a/b.txt": b"held"}, b"in")
+    assert (ran.status, ran.stdout, ran.stderr, ran.ended_by) == (3, b"held x y in\n", b"e\n", "exit")
+
+
+def test_a_program_that_is_not_there(sandbox: Sandbox):
+    assert sandbox.run(["/usr/bin/there-is-no-such-program"]).status != 0
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", ".", "", "a//b"])
+def test_files_outside_the_scratch_folder(sandbox: Sandbox, name: str):
+    with pytest.raises(ValueError, match="no plain path below"):
+        sandbox.run([sandbox.python], {name: b""})
+
+
+def test_many_threads_at_once(sandbox: Sandbox):
+    with ThreadPoolExecutor(6) as pool:
+        argvs = [[sandbox.python, "-c", f"print({n}); open('n', 'x')"] for n in range(12)]
+        assert [ran.stdout for ran in pool.map(sandbox.run, argvs)] == [f"{n}\n".encode() for n in range(12)]
+
+
+def test_a_program_that_is_talked_to(sandbox: Sandbox):
+    program = sandbox.start([sandbox.python, "-u", "-c", "while True: print(input()[::-1])"])
+    deadline = time.monotonic() + 60
+    for text in (b"one\n", b"two\n"):
+        program.send(text, deadline)
+        assert program.receive(4, deadline) == text[2::-1] + b"\n"
+    with pytest.raises(TimeoutError):
+        program.receive(1, time.monotonic() + 0.05)
+    assert program.close() == "closed"
+    assert program.close() == "closed"
+
+
+def test_a_program_that_is_talked_to_and_takes_too_much(sandbox: Sandbox):
+    program = sandbox.start([sandbox.python, "-c", "import os, time\nfor _ in range(3): os.fork()\ntime.sleep(60)"])
+    with pytest.raises(EOFError):
+        program.receive(1, time.monotonic() + 60)
+    assert program.close() == "processes"
+
+
+KILLED = """
+import sys, time
+from pipeline.sandbox.limits import Limits
+from pipeline.sandbox.sandbox import Sandbox
+sandbox = Sandbox(Limits(wall_s=300.0))
+argv = [sandbox.python, "-c", "import os, time; os.fork(); time.sleep(300)"]
+if sys.argv[1] == "talk":
+    program = sandbox.start(argv)
+    time.sleep(300)
+sandbox.run(argv)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "killed"),
+    [
+        ("run", "rank"),
+        ("talk", "guard"),
+        *(pytest.param(*pair, marks=pytest.mark.long) for pair in [("run", "guard"), ("talk", "rank")]),
+    ],
+)
+def test_nothing_outlives_the_rank_or_the_guard(sandbox: Sandbox, kind: str, killed: str):
+    rank = subprocess.Popen([sys.executable, "-c", KILLED, kind], cwd=ROOT, stderr=subprocess.DEVNULL)
+    try:
+        # the guard, in the sandbox process 1, the program, and its child
+        tree = _until(lambda: found if len(found := processes.below(rank.pid)) >= 4 and _sleeping(found) == 2 else None)
+        guard = processes.children(rank.pid)[0]
+        os.kill(rank.pid if killed == "rank" else guard, signal.SIGKILL)
+        _until(lambda: not [pid for pid in tree if _runs(pid)] or None)
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def _sleeping(pids: list[int]) -> int:
+    return sum(b"os.fork(); time.sleep" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids if _runs(pid))
+
+
+def _until(found):
+    for _ in range(600):
+        if (result := found()) is not None:
+            return result
+        time.sleep(0.05)
+    raise AssertionError("it did not come to that")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_guard_that_fails_is_an_error(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(guarded, "MAIN", "raise SystemExit('no guard today')")
+    with pytest.raises(SandboxError, match="status 1; no guard today"):
+        sandbox.run([sandbox.python])
+
+
+def test_where_nothing_works_the_reasons_and_what_to_do_are_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ways, "PROBE", b"raise SystemExit('this kernel allows nothing')")
+    ways._first_that_works.cache_clear()
+    with pytest.raises(
+        SandboxError, match=r"no way .* namespaces: this kernel allows nothing.*install bubblewrap.*sandbox: none"
+    ):
+        Sandbox(Limits())
+    ways._first_that_works.cache_clear()
+
+
+def test_where_there_is_no_bubblewrap(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    ways._first_that_works.cache_clear()
+    with pytest.raises(SandboxError, match="no bwrap in PATH"):
+        Sandbox(Limits(), "bubblewrap")
+    ways._first_that_works.cache_clear()
+
+
+def test_without_proc(sandbox: Sandbox):
+    """As in containers that forbid a new /proc."""
+    way, shown = Way(sandbox._way.name, False), view.view()
+    ran = guarded.run(way, shown, Limits(), [sandbox.python, "-c", "import os; print(os.path.exists('/proc/self'))"], {}, b"")
+    assert (ran.status, ran.stdout) == (0, b"False\n")
+
+
+def test_none_is_told_and_still_limits(capfd: pytest.CaptureFixture):
+    free = Sandbox(Limits(wall_s=0.3), "none")
+    assert "WARNING: sandbox: none" in capfd.readouterr().err
+    ran = free.run([free.python, "-c", "import os, time; print(os.getcwd(), flush=True); os.fork(); time.sleep(60)"])
+    assert ran.ended_by == "wall time"
+    assert not os.path.exists(ran.stdout.decode().strip())
+
+
+def test_another_way():
+    with pytest.raises(ValueError, match="'chroot' is not one of: auto, bubblewrap, namespaces, none"):
+        Sandbox(Limits(), "chroot")
+
+
+@pytest.mark.parametrize("wrong", [{"wall_s": 0}, {"memory_bytes": 1.5}, {"processes": True}, {"cpu_s": float("inf")}])
+def test_limits_that_are_none(wrong: dict):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Limits(**wrong)
+
+
+def test_what_is_readable(tmp_path: Path):
+    (tmp_path / "held").write_text("yes")
+    open_to_all = Path("/usr/share")
+    assert str(open_to_all) not in view.view((str(open_to_all),)).mounted  # it is there already
+    with pytest.raises(SandboxError, match="no path of this machine"):
+        view.view(("nowhere",))
+    with pytest.raises(SandboxError, match="the home folder"):
+        view.view((os.path.dirname(os.path.expanduser("~")) or "/",))
+    tmp_path.chmod(0o755)
+    sandbox = Sandbox(Limits(), readable=(str(tmp_path),))
+    program = f"print(open({str(tmp_path / 'held')!r}).read()); open({str(tmp_path / 'new')!r}, 'w')"
+    ran = sandbox.run([sandbox.python, "-c", program])
+    assert ran.stdout == b"yes\n" and b"Read-only file system" in ran.stderr
+
+
+def test_a_guard_imports_little():
+    asked = "import sys; sys.path.insert(0, sys.argv[1]); import pipeline.sandbox.guard; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import json; {asked}", str(ROOT)], capture_output=True, check=True
+    )
+    loaded = json.loads(done.stdout)
+    assert not {"torch", "numpy", "omegaconf", "subprocess", "pipeline.config"} & set(loaded)

@@ -1,0 +1,106 @@
+"""Who has the GPUs when: in which order ranks that share them are told to come and to go, and what a GPU holds at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from pipeline.sharing import Sharing
+
+# Of a GPU: what each can have there. The engine's cache is as large as all of the trainer.
+TRAINER, ENGINE = {"weights": 1, "rest": 3}, {"weights": 1, "cache": 4}
+
+
+@dataclass
+class GPU:
+    """Stands for the verbs of both ranks, and for the refit."""
+
+    trainer: set[str] = field(default_factory=lambda: {"weights", "rest"})
+    engine: set[str] = field(default_factory=set)
+    has: int | None = None  # the version that the engine's weights are of
+    told: list[str] = field(default_factory=list)
+    most: int = 0
+    incremental: bool = False
+
+    def _tell(self, what: str) -> GPU:
+        self.told.append(what)
+        self.most = max(self.most, sum(TRAINER[part] for part in self.trainer) + sum(ENGINE[part] for part in self.engine))
+        return self
+
+    def result(self) -> list[None]:
+        return [None]
+
+    def offload(self, keep_weights: bool) -> GPU:
+        self.trainer -= {"rest"} if keep_weights else {"rest", "weights"}
+        return self._tell("offload")
+
+    def reload(self) -> GPU:
+        self.trainer = {"weights", "rest"}
+        return self._tell("reload")
+
+    def sleep(self, keep_weights: bool) -> GPU:
+        assert self.engine == {"weights", "cache"}
+        self.engine, self.has = set(), self.has if keep_weights else None
+        return self._tell("sleep")
+
+    def wake(self, part: str) -> GPU:
+        assert part not in self.engine and (part == "weights" or "weights" in self.engine)
+        self.engine.add(part)
+        return self._tell("wake")
+
+    def __call__(self, version: int) -> dict[str, float]:
+        assert "weights" in self.trainer and self.engine == {"weights"}
+        assert self.has is not None or version == 0 or not self.incremental
+        self.has = version
+        self._tell("refit")
+        return {"refit/bytes_sent": 8.0}
+
+
+def test_a_gpu_never_holds_both():
+    gpu = GPU()
+    sharing = Sharing(True, gpu, gpu, gpu)
+    for version in range(3):
+        cost = sharing.refit(version)
+        assert cost["refit/bytes_sent"] == 8 and cost["time/sharing"] >= 0
+        with sharing.generating():
+            assert (gpu.trainer, gpu.engine, gpu.has) == (set(), {"weights", "cache"}, version)
+        with sharing.training():
+            assert (gpu.trainer, gpu.engine) == ({"weights", "rest"}, set())
+    assert gpu.most == 5  # the engine alone; both would be 9
+    assert gpu.told == ["offload", "wake", "refit", "offload", "wake", "sleep", "reload"] * 3
+
+
+def test_nothing_moves_that_need_not():
+    gpu = GPU()
+    sharing = Sharing(True, gpu, gpu, gpu)
+    with sharing.training():
+        assert not gpu.told  # so it began
+    sharing.refit(0)
+    so_far = len(gpu.told)
+    for _ in range(2):
+        with sharing.generating():
+            pass
+    assert len(gpu.told) == so_far
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_engines_that_slept_have_the_same_weights_again(incremental):
+    """A checkpoint was saved between two rollouts."""
+    gpu = GPU(incremental=incremental)
+    sharing = Sharing(True, gpu, gpu, gpu)
+    sharing.refit(0)
+    with sharing.training():
+        assert gpu.has == (0 if incremental else None)
+    with sharing.generating():
+        assert gpu.has == 0 and gpu.engine == {"weights", "cache"}
+    sharing.refit(1)  # from there, too
+    assert gpu.has == 1 and gpu.most == 5
+
+
+def test_with_gpus_of_their_own_nobody_is_told_anything():
+    gpu = GPU(engine={"weights"})
+    sharing = Sharing(False, gpu, gpu, gpu)
+    with sharing.generating(), sharing.training():
+        pass
+    assert sharing.refit(7) == {"refit/bytes_sent": 8.0} and gpu.told == ["refit"]

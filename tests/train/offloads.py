@@ -1,0 +1,43 @@
+"""What holds of `offload` and `reload` of any train backend: nothing is left on the device, and training goes on to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from pipeline.train.base import Loss, TrainBackend
+from pipeline.types import PackedBatch
+from tests.train import cases
+
+
+def check(
+    new: Callable[[], TrainBackend],
+    batches: list[PackedBatch],
+    states: Callable[[TrainBackend], list[torch.Tensor]],
+    loss: Loss = cases.loss,
+) -> None:
+    """new: a backend, the same each time. states(backend): what the optimizer holds besides the weights, of which none may be
+    there while only weights are kept."""
+    stayed, left = new(), new()
+    for trained in (stayed, left):
+        trained.step(batches, loss)
+    names, _ = (sorted({region.tensor for region in trained.layout()}) for trained in (left, stayed))
+    for keep_weights in (False, True, True):
+        read = {name: left.local(name).clone() for name in names}
+        held = states(left)
+        assert held and all(tensor.untyped_storage().nbytes() for tensor in held)
+        if keep_weights:
+            left.offload(keep_weights=True)
+            assert all(torch.equal(left.local(name), tensor) for name, tensor in read.items())
+            assert not any(tensor.untyped_storage().nbytes() for tensor in held)
+        left.offload()
+        assert not any(tensor.untyped_storage().nbytes() for tensor in [*held, *map(left.local, names)])
+        left.offload()  # nothing is left to move
+        left.reload()
+        assert all(torch.equal(left.local(name), tensor) for name, tensor in read.items())
+        assert left.step(batches, loss).metrics == stayed.step(batches, loss).metrics
+        forward = [trained.forward(batches)[0].logprobs for trained in (left, stayed)]
+        assert torch.equal(*forward)
+    for name in names:
+        assert torch.equal(left.local(name), stayed.local(name)), name

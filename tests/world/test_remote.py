@@ -1,0 +1,208 @@
+"""Answers in parts, and roles that work between verbs: rank 0 and one other as threads, over the real store."""
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch.distributed as dist
+
+from pipeline.remote import Later, Mailbox, Remote, RemoteError, serve, stop, verb
+from pipeline.store.client import RunStore
+from pipeline.store.server import start
+from pipeline.world import Place, Realms, World
+
+REALMS = Realms(train=(0,), generate=(1,), engines=((1,),))
+
+
+@dataclass
+class Timeouts:
+    short: float = 0.3
+    long: float = 60.0
+
+
+class Counter:
+    """Counts between verbs, as far as it was told, one part for each number; it notes what it did."""
+
+    def __init__(self):
+        self.news = threading.Event()
+        self.done: list[str] = []
+        self.open: list[tuple[Later[int], int]] = []
+        self.go = threading.Semaphore(0)  # one for each number
+        self.closed = False
+
+    @verb("long")
+    def count(self, end: int) -> Later[int]:
+        later: Later[int] = Later()
+        later.put(0)
+        self.open.append((later, end))
+        self.number = 0
+        return later
+
+    @verb("short")
+    def nothing(self) -> Later[int]:
+        return Later()
+
+    @verb("long")
+    def at_once(self) -> Later[str]:
+        later: Later[str] = Later()
+        later.put("a")
+        later.put("b")
+        later.end()
+        return later
+
+    @verb("long")
+    def ask(self, text: str) -> str:
+        self.done.append(text)
+        return text.upper()
+
+    @verb("short")
+    def slow(self) -> None:
+        time.sleep(0.6)
+
+    def work(self, verb_waits):
+        while self.open and not verb_waits():
+            if not self.go.acquire(timeout=0.01):
+                continue
+            later, end = self.open[0]
+            self.number += 1
+            if self.number > 100:
+                raise ValueError("it cannot count so far")
+            self.done.append(str(self.number))
+            later.put(self.number)
+            if self.number == end:
+                later.end()
+                self.open.pop(0)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def job(tmp_path):
+    """(Remote, the other rank's role, Mailbox, what it raised)"""
+    key, raised = os.urandom(32), []
+    process, address = start("127.0.0.1", key)
+    worlds = [World(Place(rank, 2, rank, "here", "127.0.0.1", tmp_path), REALMS, RunStore(address, key, 60)) for rank in (0, 1)]
+    role, mailbox = Counter(), Mailbox(worlds[0])
+
+    def other():
+        try:
+            serve(worlds[1], role)
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    yield Remote(mailbox, worlds[0], (1,), Counter, Timeouts()), role, mailbox, raised
+    stop(worlds[0])
+    thread.join(60)
+    assert not thread.is_alive()
+    assert raised or role.closed
+    process.stdin.close()
+    process.wait(10)
+    process.stdout.close()
+
+
+def test_parts_come_as_they_are_put_and_other_verbs_between_them(job):
+    remote, role, _, _ = job
+    count = remote.count(3)
+    assert remote.hear(block=True)
+    assert count.take() == [(1, [0])] and count.take() == [] and not count.done
+    role.go.release()
+    remote.hear(block=True)
+    assert count.take() == [(1, [1])]
+    assert remote.ask("between").result() == ["BETWEEN"]
+    role.go.release(2)
+    assert count.result() == [[0, 1, 2, 3]]
+    assert [number for _, part in count.take() for number in part] == [2, 3]
+    assert count.done and role.done == ["1", "between", "2", "3"]
+    assert not remote.hear(block=False)
+
+
+def test_what_was_put_before_a_reply_comes_before_it(job):
+    remote, role, _, _ = job
+    count = remote.count(2)
+    role.go.release()
+    while "1" not in role.done:
+        time.sleep(0.01)
+    asked = remote.ask("now")
+    while not asked.done:
+        remote.hear(block=True)
+    assert [number for _, part in count.take() for number in part] == [0, 1]
+    role.go.release()
+    count.result()
+
+
+def test_an_answer_may_be_whole_at_once_and_a_future_is_forgotten_when_it_is(job):
+    remote, _, mailbox, _ = job
+    futures = [remote.at_once(), remote.ask("x")]
+    assert [future.result() for future in futures] == [[["a", "b"]], ["X"]]
+    assert not mailbox._futures
+    assert futures[1].take() == [(1, "X")]
+
+
+def test_an_error_between_verbs_is_told_to_rank_0(job):
+    remote, role, _, raised = job
+    role.go.release(101)
+    with pytest.raises(RemoteError, match=r"(?s)failed on rank 1 .*ValueError: it cannot count so far"):
+        remote.count(1000).result()
+    role.open.clear()
+    while not raised:
+        time.sleep(0.01)
+    assert isinstance(raised[0], ValueError)
+
+
+def test_an_answer_in_parts_is_overdue_only_while_rank_0_waits_for_anything(job):
+    """Its parts may lie in the queue while rank 0 does something else."""
+    remote, _, mailbox, _ = job
+    nothing = remote.nothing()
+    time.sleep(2 * Timeouts.short)
+    assert mailbox.overdue() is None
+
+    def wait():
+        with pytest.raises(RemoteError):
+            nothing.result()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    deadline = time.monotonic() + 30
+    while not (late := mailbox.overdue()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert (late.verb, late.timeout_s, late.missing) == ("nothing", Timeouts.short, [1])
+    mailbox._store.clone().queue_push("queue/0", _error())
+    waiting.join(30)
+
+
+def test_a_plain_call_is_overdue_whatever_rank_0_does(job):
+    remote, _, mailbox, _ = job
+    slow = remote.slow()
+    time.sleep(1.5 * Timeouts.short)
+    assert mailbox.overdue().verb == "slow"
+    slow.result()
+    assert mailbox.overdue() is None
+
+
+def test_a_rank_without_a_store_ends(tmp_path):
+    """The thread that fetches verbs passes on what it met."""
+    key = os.urandom(32)
+    process, address = start("127.0.0.1", key)
+    world = World(Place(1, 2, 1, "here", "127.0.0.1", tmp_path), REALMS, RunStore(address, key, 60))
+    timer = threading.Timer(0.3, process.kill)
+    timer.start()
+    with pytest.raises(dist.DistError, match="is gone"):
+        serve(world, object())
+    process.wait(10)
+    process.stdin.close()
+    process.stdout.close()
+
+
+def _error() -> bytes:
+    """To end a wait."""
+    import msgspec
+
+    from pipeline.remote.messages import Envelope
+
+    return msgspec.msgpack.encode(Envelope(-1, 1, "nothing", b"", error="enough"))
