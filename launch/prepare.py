@@ -16,7 +16,7 @@ from launch.job import components
 from launch.model_shape import NotDescribed
 from launch.plan import Plan, plan
 from launch.preflight import allocation as allocated
-from launch.preflight import files, libraries, slurm, storage
+from launch.preflight import files, libraries, sandbox, slurm, storage
 from pipeline import config
 from pipeline.config import Loaded, Recipe, RecipeError, collected, refuse
 
@@ -95,6 +95,7 @@ def file_problems(recipe: Recipe, pending: list[Path], dry: bool, notes: list[st
     yield from storage.problems(recipe, pending, notes)
     notes += libraries.unchecked(recipe)
     yield from _executor_problems(recipe, dry, notes)
+    yield from sandbox.problems(recipe, choose_executor(recipe), notes)
     with collected(found := []):
         run_folder.check(recipe)
     yield from found

@@ -1,7 +1,7 @@
 """Who has the GPUs when, where the train and the generate ranks of a node share them.
 
     training      the trainer is on the GPU; the engine sleeps
-    refit         the policy's weights stay, all else of the trainer is on the host; the engine's weights are awake, its cache not
+    refit         the policy's weights stay, the rest of the trainer is on the host; the engine's weights are awake, no cache
     generating    the trainer is on the host; the engine is awake
 
 What has to leave leaves before what has to come comes, so the most that a GPU ever holds is the largest of these three. Moving

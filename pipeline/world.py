@@ -4,7 +4,7 @@
 world is torch's default group, then makes the rank's own realm the default, because Megatron, FSDP and vLLM all take the
 default group for their own. Nobody else creates a cross-realm group.
 
-A `World` also carries the mail between ranks (`pipeline/store`, which lets in only who knows the run's secret; `remote.py`
+A `World` also carries the mail between ranks (`pipeline/store`, which lets in only who knows the run's secret; `remote`
 speaks through it) and the rank's activity: which verb it runs and in which phase. `watchdog.py` turns those into errors that
 name the missing rank.
 
@@ -120,7 +120,7 @@ class World:
         self.activity_changed = threading.Event()  # so that the watchdog tells it at once
         self.timeline = Timeline(_about(place, realms), {name: getattr(realms, name) for name in REALMS})
         self.device = _device(place)
-        # Where tensors are that travel over `spanning` and `refit`: NCCL refuses two ranks on a GPU, and gloo wants host memory.
+        # Where tensors are that travel over `spanning` and `refit`: NCCL refuses two ranks on a GPU; gloo wants host memory.
         self.carrier = torch.device("cpu") if realms.colocated else self.device
         self.spanning: dist.ProcessGroup | None = None  # all ranks; what travels over it from one to another
         self.own: dist.ProcessGroup | None = None  # the train realm, the reward realm, or this generate rank's engine

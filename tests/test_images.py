@@ -16,8 +16,9 @@ from tests.test_imports import imports
 ROOT = Path(__file__).parent.parent
 CONTAINERS = ROOT / "containers"
 KINDS = ("train", "generate")
-BASE = {"torch", "numpy", "triton", "setuptools"}  # what both base images bring, and must keep
+BASE = {"torch", "numpy", "triton", "setuptools", "jinja2"}  # what both base images bring, and must keep
 ONLY_TRAIN = {"megatron", "transformer_engine", "peft", "accelerate"}
+WITH_VLLM = {"vllm", "httpx", "aiohttp"}  # the generate image's base has them; no train rank imports them
 FOR_PEOPLE = {"matplotlib"}  # of reports, which no rank writes
 
 
@@ -60,7 +61,7 @@ def test_the_sets_have_what_the_pipeline_imports():
     packages = {name: {*map(canonicalize_name, of)} for name, of in metadata.packages_distributions().items() if name in found}
     packages.pop("pipeline", None)  # installed, as it may be
     assert {"torch", "transformers", "vllm", "megatron", "omegaconf"} <= packages.keys()
-    for kind, elsewhere in (("train", {"vllm"}), ("generate", {"vllm", *ONLY_TRAIN})):
+    for kind, elsewhere in (("train", WITH_VLLM), ("generate", WITH_VLLM | ONLY_TRAIN)):
         needed = packages.keys() - elsewhere - FOR_PEOPLE
         assert {name for name in needed if not packages[name] & (SETS[kind].keys() | BASE)} == set(), kind
 

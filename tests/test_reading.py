@@ -164,7 +164,7 @@ def test_a_whole_section_may_be_referred_to(write):
         ("${.seed}", "in a circle"),
         ("${div:1,0}", "cannot be computed: "),
         ("${add:1,x}", "cannot be computed: "),
-        ("${sub:1,2}", "has no such resolver; there are: add, div, max, mul"),
+        ("${sub:1,2}", "has no such resolver; there are: add, div, if, max, mul"),
         ("${add:1", "is not an interpolation"),
         ("${name}", "'a', but it must be a whole number"),
     ],

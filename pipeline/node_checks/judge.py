@@ -17,7 +17,7 @@ from pipeline.world import Realms
 Problems = dict[str, list[str]]
 
 FOREIGN_GB = 3.0
-"""A GPU that is ours alone holds the CUDA context and cuBLAS's workspace of one process, under 1 GB, or of the two that share it."""
+"""A GPU that is ours alone holds CUDA context and cuBLAS workspace of one process, or of two that share it: under 1 GB each."""
 MEMORY_SHARE = 0.9
 """Of what a GPU is sold with, what CUDA shows at least: ECC and the driver keep a few percent of some."""
 LEAST_FREE_GB = 0.016

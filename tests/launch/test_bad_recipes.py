@@ -63,7 +63,7 @@ def told(message: str) -> list[str]:
         ("data.train.system_prompt_file=tiny.yaml", ["data.train.system_prompt_file", "data.apply_chat_template is false"]),
         ("data.apply_chat_template=true", ["data.apply_chat_template", "no chat template", "policy.tokenizer.chat_template"]),
         ("data.train.prompt_file=tiny.yaml", ["data.train.prompt_file", "must have one {} where the input goes"]),
-        ("env.math.kind=poetry", ["env.math.kind", "poetry", "exact_match, math"]),
+        ("env.math.kind=poetry", ["env.math.kind", "poetry", "exact_match, llm_judge, math"]),
         ("policy.model_name=./nowhere", ["policy.model_name", "no folder ./nowhere"]),
         ("policy.model_name=some/model", ["policy.model_name", "'some/model'", "hf download some/model"]),
         ("policy.model_name=hf_or_not", ["policy.model_name", "hf_or_not"]),

@@ -223,4 +223,4 @@ def test_problems(keys: tuple[str, ...], key: str) -> None:
 def test_a_recipe_of_theirs_plans() -> None:
     recipe, choice = backend.choose(read("grpo"))
     planned = plan(recipe, choice)
-    assert choice.backend == "dtensor" and planned.gpus == 32
+    assert choice.backend == "dtensor" and planned.gpus == 16

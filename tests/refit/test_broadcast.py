@@ -38,7 +38,7 @@ class Receiver:
 def rank_main(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
-    world = SimpleNamespace(rank=rank, device=torch.device("cpu"), refit=dist.group.WORLD)
+    world = SimpleNamespace(rank=rank, carrier=torch.device("cpu"), refit=dist.group.WORLD)
     for bucket_bytes in (1, 1000, 1 << 20):
         refit = BroadcastRefit(world, bucket_bytes)
         if rank == 0:

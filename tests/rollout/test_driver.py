@@ -11,7 +11,6 @@ from pipeline.types import NOTHING_SAID, Span
 from tests.generate.tiny import MAX_MODEL_LEN, VOCAB, load
 from tests.rollout.engine import Bench, Told, by_place, prompts, work
 
-
 ANY = tuple(range(VOCAB))  # as stop tokens: every turn is one word, and ends with "stop"
 
 
