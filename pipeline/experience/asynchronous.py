@@ -84,10 +84,12 @@ class Asynchronous:
 
     def _state(self) -> dict[str, float]:
         """Of the buffer when the step begins to learn."""
-        live = self._buffer.live
+        live, answered = self._buffer.live, self._dispatch.take_answered()
         return {
             "async/groups_live": float(len(live)),
             "async/groups_complete": float(sum(one.group is not None for one in live)),
+            "async/groups_per_engine_min": float(min(answered)),  # that came since the last step
+            "async/groups_per_engine_max": float(max(answered)),
             "time/wait": self._dispatch.take_waited_s(),
         }
 
@@ -108,9 +110,8 @@ class Asynchronous:
 
         def entry(prompt: Prompt, begun: int, group: RolloutGroup | None, stand: Unfinished | None) -> record.Entry:
             finished = dict(enumerate(group.rollouts)) if group else stand.finished
-            spans = {} if group else stand.open
-            drawn = {sample: sum(span.tokens for span in spans.get(sample, ())) for sample in samples if sample not in finished}
-            return record.Entry(prompt, begun, finished, drawn)
+            drawn = {} if group else stand.open
+            return record.Entry(prompt, begun, finished, {i: drawn.get(i, []) for i in samples if i not in finished})
 
         return record.write(
             [entry(live.prompt, live.begun, live.group, stands.get(live.prompt.index)) for live in self._buffer.live]

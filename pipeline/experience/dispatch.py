@@ -52,6 +52,7 @@ class Dispatch:
         self._sent: dict[int, Sent] = {}  # by the work's number
         self._came: dict[str, list[RolloutGroup]] = {}  # by purpose
         self._waited_s = 0.0
+        self._answered = [0] * len(engines)  # groups
 
     @property
     def outstanding(self) -> list[int]:
@@ -99,6 +100,7 @@ class Dispatch:
             for _, parts in sent.future.take():
                 for part in parts:
                     sent.open.remove(part.place)
+                    self._answered[sent.engine] += 1
                     self._failures.see(part.group)
                     self._came.setdefault(sent.order.purpose, []).append(part.group)
             if not sent.open:
@@ -107,6 +109,11 @@ class Dispatch:
     def take(self, purpose: str) -> list[RolloutGroup]:
         """The groups that were taken in since the last call, in the order in which they completed."""
         return self._came.pop(purpose, [])
+
+    def take_answered(self) -> list[int]:
+        """Of each engine: the groups that came back since the last call."""
+        answered, self._answered = self._answered, [0] * len(self._engines)
+        return answered
 
     def take_waited_s(self) -> float:
         """How long rank 0 has waited in `receive` since the last call."""

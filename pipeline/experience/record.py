@@ -1,7 +1,7 @@
 """What a checkpoint keeps of sampling that runs ahead, as bytes: `buffer.msgpack` in its folder.
 
-Of each group that was begun and not trained on: the prompt, the version that began it, the rollouts that have ended, and how
-many tokens had been drawn of the others. Those are drawn anew after a restart: an engine's keys and values are not saved.
+Of each group that was begun and not trained on: the prompt, the version that began it, the rollouts that have ended, and what
+had been drawn of the others by which versions. Those are drawn anew after a restart: an engine's keys and values are not saved.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.remote import decode, encode
-from pipeline.types import Prompt, Rollout, RolloutGroup
+from pipeline.types import Prompt, Rollout, RolloutGroup, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,12 @@ class Entry:
     prompt: Prompt
     begun: int  # the version of the weights
     rollouts: dict[int, Rollout]  # by sample: those that have ended
-    drawn: dict[int, int]  # by sample: how many tokens had been drawn of the others
+    open: dict[int, list[Span]]  # by sample: what had been drawn of the others; empty if they had not begun
 
     @property
     def group(self) -> RolloutGroup | None:
         """The whole group, if all its episodes have ended."""
-        if self.drawn:
+        if self.open:
             return None
         return RolloutGroup(self.prompt, tuple(rollout for _, rollout in sorted(self.rollouts.items())))
 
@@ -39,7 +39,7 @@ def read(record: bytes) -> list[Entry]:
 
 def account(entries: Sequence[Entry]) -> dict[str, float]:
     """What a restart keeps and what it does again, as metrics."""
-    open_ = [tokens for entry in entries for tokens in entry.drawn.values()]
+    open_ = [sum(span.tokens for span in spans) for entry in entries for spans in entry.open.values()]
     redone = [tokens for tokens in open_ if tokens]
     return {
         "async/resumed_rollouts_kept": float(sum(len(entry.rollouts) for entry in entries)),

@@ -1,0 +1,95 @@
+"""An engine that is slow, that stops for a while, that is killed: what becomes of a run that samples ahead, in numbers.
+
+`pytest -s -m long tests/end_to_end/test_slow_engine.py` prints them.
+"""
+
+import json
+import os
+import signal
+import statistics
+import threading
+import time
+
+import pytest
+
+from pipeline.metrics import read
+from tests.end_to_end.runs import LOCAL, Fault, Run, launch, pids_of, submit
+from tests.end_to_end.test_async import IN_FLIGHT, trained_on
+from tests.launch.waiting import wait_until
+
+STEPS = 12
+SHAPE = (*LOCAL, *IN_FLIGHT, f"grpo.max_num_steps={STEPS}", "grpo.async_grpo.stragglers=keep", "checkpointing.save_period=3")
+LONG = ("policy.generation.max_num_seqs=4", "policy.generation.max_new_tokens=30")
+ENGINE = 3  # its rank; rank 2 is the other engine
+
+pytestmark = pytest.mark.long
+
+
+def whole(run: Run) -> list[dict]:
+    """Its steps, of which each group was trained on once, in time."""
+    assert run.status == 0, run.output
+    assert trained_on(run.folder) == {(prompt, sample): 1 for prompt in range(4 * STEPS) for sample in range(4)}
+    lines = read(run.folder / "metrics.jsonl")
+    assert max(line["async/age_max"] for line in lines) <= 2
+    return lines
+
+
+def beside(folder, disturb, fault: Fault) -> Run:
+    """A run, while `disturb(pid)` does something to the engine; the fault tells when that begins."""
+    process = launch(folder, *SHAPE, *LONG, fault=fault)
+    try:
+        wait_until((pids_of(folder) / "done").exists, "the fault", 120)
+        disturb(process, int((pids_of(folder) / str(ENGINE)).read_text()))
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    return Run(folder, process.returncode, output, 0.0)
+
+
+def test_a_slow_engine_is_given_less_to_do(tmp_path):
+    """It may run one fifth of the time."""
+
+    def slow(process, pid):
+        def disturb():
+            while process.poll() is None:
+                for number, seconds in ((signal.SIGSTOP, 0.4), (signal.SIGCONT, 0.1)):
+                    try:
+                        os.kill(pid, number)
+                    except ProcessLookupError:
+                        return
+                    time.sleep(seconds)
+
+        threading.Thread(target=disturb, daemon=True).start()
+
+    lines = whole(beside(tmp_path / "run", slow, Fault("step", ENGINE, count=3, signal=signal.SIGCONT)))
+    fewest, most = (sum(line[f"async/groups_per_engine_{end}"] for line in lines[3:]) for end in ("min", "max"))
+    print(f"\nslow: {fewest:g} groups by the engine that had fewer in each step, {most:g} by the other")
+    assert fewest < 0.7 * most
+
+
+def test_an_engine_that_stops_for_a_while_only_costs_that_while(tmp_path):
+    pause = 8.0
+
+    def stop(process, pid):
+        time.sleep(pause)
+        os.kill(pid, signal.SIGCONT)
+
+    lines = whole(beside(tmp_path / "run", stop, Fault("step", ENGINE, count=9, signal=signal.SIGSTOP)))
+    seconds = [line["time/step"] for line in lines]
+    print(f"\nstopped for {pause} s: steps took {[round(s, 2) for s in seconds]} s")
+    assert sum(s > pause / 2 for s in seconds) == 1, "it costs one step its time, for a refit reaches all engines"
+    assert max(seconds) < pause + 10 * statistics.median(seconds)
+
+
+def test_a_killed_engine_ends_the_attempt_and_the_next_one_keeps_what_was_finished(tmp_path):
+    fault = Fault("step", ENGINE, count=11)
+    run = submit(tmp_path / "run", *SHAPE, *LONG, "cluster.requeue.max_restarts=1", fault=fault)
+    lines = whole(run)
+    verdicts = run.verdicts()
+    assert len(verdicts) == 2 and verdicts[0].startswith("requeue: crashed with status 137, after checkpoint 3"), verdicts
+    first = min(run.folder.glob("attempts/*/failure.json"), key=lambda path: path.stat().st_mtime)
+    failure = json.loads(first.read_text())
+    assert failure["rank"] == ENGINE
+    resumed = next(line for line in lines if line["step"] == 4)
+    print(f"\nkilled: {failure['message']}; {verdicts[0]}")
+    print({key: value for key, value in resumed.items() if key.startswith("async/")})
