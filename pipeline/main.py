@@ -89,7 +89,7 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
     train = Remote(mailbox, world, realms.train, TrainRole, timeouts, role)
     generate = Remote(mailbox, world, realms.generate, GenerateRole, timeouts)
     reward = Remote(mailbox, world, realms.reward, RewardRole, timeouts)
-    shared = config.generates(recipe) and recipe.policy.generation.colocated.enabled
+    shared = realms.colocated
     others_up = [generate.setup(), reward.setup()]
     if shared:  # vLLM measures free memory as it starts, so nothing else may come or go
         others_up[0].result()

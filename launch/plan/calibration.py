@@ -16,7 +16,7 @@ from typing import Any
 from launch.plan.lengths import sequences
 from launch.plan.phase import CLOCKS, Phase
 from pipeline import config
-from pipeline.config import Recipe, RecipeError, generates
+from pipeline.config import Recipe, RecipeError, generates, runs_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,10 @@ def find(recipe: Recipe, before: Path | None) -> Measured | None:
 
 
 def ratios(measured: Measured, predicted: Mapping[str, float]) -> dict[str, float]:
-    """Measured over predicted, by clock. predicted: seconds of the measured run's own recipe."""
-    return {clock: measured.clocks[clock] / seconds for clock, seconds in predicted.items() if clock in measured.clocks}
+    """Measured over predicted, by clock. predicted: seconds of the measured run's own recipe. Where sampling ran ahead of
+    training the rollout's clock has only what was waited for, so it says nothing."""
+    told = measured.clocks.keys() - ({"rollout"} if runs_ahead(measured.recipe) else set())
+    return {clock: measured.clocks[clock] / seconds for clock, seconds in predicted.items() if clock in told}
 
 
 def scaled(phases: Sequence[Phase], ratios: Mapping[str, float]) -> list[Phase]:

@@ -16,11 +16,11 @@ from launch.plan import calibration, generate_time, lengths, memory, sharing, sp
 from launch.plan.calibration import Measured
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
-from launch.plan.phase import Phase, seconds_by_clock
+from launch.plan.phase import Phase, seconds_by_clock, step_seconds
 from launch.plan.split import Split
 from launch.preflight.space import saved_bytes
 from pipeline import config
-from pipeline.config import Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
+from pipeline.config import Recipe, RecipeError, generates, hardware, ranks, runs_ahead, section, uses_megatron
 from pipeline.config.schema import PlanConfig
 
 GIGA = 1e9
@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def step(self) -> float:
-        return sum(self.seconds.values())
+        return step_seconds(self.seconds, runs_ahead(self.recipe))
 
     @property
     def steps(self) -> int:
@@ -343,7 +343,8 @@ def _other_step(plan: Plan, recipe: Recipe) -> float | None:
     if not replace(plan, recipe=recipe, train=train, generate=generate).fits:
         return None
     phases = step_phases(recipe, plan.shapes, plan.lengths, generate, None)
-    return sum(seconds_by_clock(calibration.scaled(phases, plan.ratios)).values()) + plan.seconds.get("refit", 0.0)
+    seconds = seconds_by_clock(calibration.scaled(phases, plan.ratios))
+    return step_seconds(seconds, runs_ahead(recipe)) + plan.seconds.get("refit", 0.0)
 
 
 def _cut_keys(recipe: Recipe) -> str:

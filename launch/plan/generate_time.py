@@ -8,8 +8,8 @@ An engine decodes as many sequences at once as `max_num_seqs` allows and its KV 
 place of each that ends; then the last ones end, one after the other, and the rollout with the longest. Lengths spread as
 `launch/plan/lengths.py` says; what waits is as long as what began, which is exact where lengths are exponential or equal.
 
-Left out: preemption, speculative decoding, launching kernels one by one (enforce_eager), environments that run on the CPU, the
-second and later batches of dynamic sampling, which nobody knows before.
+Left out: several turns (an episode is priced as one answer), preemption, speculative decoding, launching kernels one by one
+(enforce_eager), environments that run on the CPU, the second and later batches of dynamic sampling, which nobody knows before.
 """
 
 from __future__ import annotations

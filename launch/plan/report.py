@@ -12,7 +12,7 @@ from launch.units import plural as _plural
 from launch.units import seconds as _seconds
 from launch.units import size as _size
 from pipeline import config
-from pipeline.config import ComponentConfig, Recipe, generates, hardware, ranks, section, uses_megatron
+from pipeline.config import ComponentConfig, Recipe, generates, hardware, ranks, runs_ahead, section, uses_megatron
 
 WIDTH = 128
 LABEL = 14
@@ -152,7 +152,8 @@ def _times(plan: Plan) -> Iterator[str]:
             if phase.clock == clock:
                 work = f"{phase.flops:.2e}" if phase.flops else ""
                 yield f"  {phase.name:34s}{work:>10s}{_seconds(phase.seconds):>10s}   {_most(phase.parts)}"
-    yield f"{'all':36s}{sum(phase.flops for phase in plan.phases):10.2e}{_seconds(plan.step):>10s}"
+    at_once = "   rollout and training at once" if runs_ahead(plan.recipe) else ""
+    yield f"{'all':36s}{sum(phase.flops for phase in plan.phases):10.2e}{_seconds(plan.step):>10s}{at_once}"
 
 
 def _most(parts: Mapping[str, float]) -> str:

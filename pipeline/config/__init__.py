@@ -85,6 +85,7 @@ from pipeline.config.schema import (
     engine_ranks,
     expert_tensor_parallel_size,
     generates,
+    runs_ahead,
     section,
     uses_megatron,
 )
@@ -180,6 +181,7 @@ __all__ = [
     "refuse",
     "reward_environment",
     "reward_model",
+    "runs_ahead",
     "section",
     "serves_rewards",
     "shown",

@@ -91,6 +91,7 @@ class AsyncConfig:
     # cut: on the oldest, of which the last straggler_share of the answers are cut where they are
     stragglers: str = "wait"
     straggler_share: float = 0.05
+    # Also while it is off, and as it is here for other algorithms:
     max_generation_failures: int = 10  # episodes that their environment failed, one after another, before the run ends
 
 

@@ -1,11 +1,11 @@
-"""What `grpo.async_grpo` says against itself and the rest of a recipe. While it is off nothing of it is looked at."""
+"""What `grpo.async_grpo` says against itself and the rest of a recipe. Contradictions are looked for only while it is on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from pipeline.config.layout import colocated
-from pipeline.config.schema import Recipe
+from pipeline.config.schema import Recipe, runs_ahead
 
 KEY = "grpo.async_grpo"
 
@@ -29,7 +29,7 @@ def check_async(recipe: Recipe) -> Iterator[str]:
 def _findings(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     """(whether it is so, the key, what is wrong and what would be right)"""
     grpo, config = recipe.grpo, recipe.grpo.async_grpo
-    ahead = config.max_trajectory_age_steps > 0
+    ahead = runs_ahead(recipe)
     yield (
         ahead and not recipe.loss_fn.use_importance_sampling_correction,
         "loss_fn.use_importance_sampling_correction",

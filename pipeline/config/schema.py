@@ -309,6 +309,12 @@ def generates(recipe: Recipe) -> bool:
     return recipe.algorithm in ONLINE
 
 
+def runs_ahead(recipe: Recipe) -> bool:
+    """Whether engines sample while the train ranks learn."""
+    ahead = recipe.grpo.async_grpo
+    return recipe.algorithm == "grpo" and ahead.enabled and ahead.max_trajectory_age_steps > 0
+
+
 def section(recipe: Recipe) -> OnlineConfig | OfflineConfig:
     """The algorithm's own."""
     return getattr(recipe, recipe.algorithm)

@@ -90,7 +90,7 @@ class Asynchronous:
             "async/groups_complete": float(sum(one.group is not None for one in live)),
             "async/groups_per_engine_min": float(min(answered)),  # that came since the last step
             "async/groups_per_engine_max": float(max(answered)),
-            "time/wait": self._dispatch.take_waited_s(),
+            "time/wait": self._dispatch.take_waited_s(),  # within time/rollout and time/validation
         }
 
     def validate(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:

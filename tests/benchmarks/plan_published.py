@@ -9,6 +9,7 @@ batches and lengths are the published ones; what was not published is said on th
 
 Those runs are colocated: the same GPUs train and generate in turn. Our step, too, is a rollout, then training, then a refit, so
 they are priced as two components of as many GPUs each; the refit is then ours, between disjoint ranks, and not theirs in place.
+The plan can price a colocated run (launch/plan/sharing.py); these lines do not ask it to, since it is nowhere measured yet.
 
 Sources: NeMo-RL's post "Reinforcement Learning with NVIDIA NeMo-RL: Megatron-Core Support for Optimized Training Throughput"
 (v0.3, with phases and mean lengths of answers), and its performance summaries of v0.4 and v0.6 (whole steps and mean lengths of

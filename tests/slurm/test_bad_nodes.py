@@ -28,7 +28,7 @@ case "$fault" in
         cp -r "$attempt" "{folder}/stale.$HETSTEP_ATTEMPT"
         over="{folder}/stale.$HETSTEP_ATTEMPT" under=$attempt ;;
     "other code")
-        over={folder}/rollout.py under={root}/pipeline/rollout.py ;;
+        over={folder}/rollout.py under={root}/pipeline/rollout/driver.py ;;
     clock)
         export PYTHONPATH="{folder}/wrong_clock:$PYTHONPATH" ;;
 esac
@@ -47,7 +47,7 @@ def broken(tmp_path):
     folder = tmp_path / "faults"
     (folder / "wrong_clock").mkdir(parents=True)
     (folder / "wrong_clock/sitecustomize.py").write_text(WRONG_CLOCK)
-    (folder / "rollout.py").write_text((ROOT / "pipeline/rollout.py").read_text() + "# an older version\n")
+    (folder / "rollout.py").write_text((ROOT / "pipeline/rollout/driver.py").read_text() + "# an older version\n")
     wrapper = folder / "python"
     wrapper.write_text(WRAPPER.format(folder=folder, root=ROOT, python=sys.executable))
     wrapper.chmod(0o755)

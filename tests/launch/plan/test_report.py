@@ -53,6 +53,14 @@ def test_the_table_of_a_run():
     assert found.submissions == -(-found.total // (240 * 60)) and f"takes {found.submissions} submissions" in told
 
 
+def test_sampling_ahead_of_training_hides_the_shorter_of_the_two():
+    ahead = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
+    plan, hidden = planned("llama8b_grpo"), planned("llama8b_grpo", *ahead)
+    assert plan.seconds == hidden.seconds and min(plan.seconds.values()) > 0
+    assert plan.step - hidden.step == pytest.approx(min(plan.seconds["rollout"], plan.seconds["train"]))
+    assert "rollout and training at once" in text("llama8b_grpo", *ahead)
+
+
 def test_an_offline_algorithm_has_no_generate_part():
     found = planned("llama8b_sft")
     told = report.text(found)
