@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
         print(f"clocks: {reading.precision(drawn)}")
         for realm, rows in step.realms().items():
             print(f"idle: {realm} {reading.idle_share(rows):.1%} of {step.title}")
-        return _draw(run, step, request.picture(step.title.replace(" ", "_") if "step " in step.title[:5] else "start"))
+        return _draw(run, step, request.picture("start" if step.number is None else f"step_{step.number}"))
     except NoRun as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -142,10 +142,14 @@ def precision(of: list[Rank]) -> str:
 class Step:
     """What ranks did between two times."""
 
-    title: str
+    number: int | None  # None: from the start, as no step has ended yet
     begin: float
     end: float
     rows: list[tuple[Rank, list[Span]]]
+
+    @property
+    def title(self) -> str:
+        return "from the start; no step has ended yet" if self.number is None else f"step {self.number}"
 
     def categories(self) -> list[str]:
         """Those that took more than a thousandth of the time, in the order of CATEGORIES."""
@@ -168,12 +172,12 @@ def step_of(of: list[Rank], number: int | None, pixels: int) -> Step:
     steps = of[0].steps() if of[0].rank == 0 else {}
     if number is None and not steps:
         begin, end = of[0].began, max((each.end for each in of[0].spans()), default=of[0].began + 1e-3)
-        return Step("from the start; no step has ended yet", begin, end, rows(of, begin, end, pixels))
+        return Step(None, begin, end, rows(of, begin, end, pixels))
     number = max(steps) if number is None else number
     if number not in steps:
         raise _unknown(of, number, steps)
     begin, end = steps[number]
-    return Step(f"step {number}", begin, end, rows(of, begin, end, pixels))
+    return Step(number, begin, end, rows(of, begin, end, pixels))
 
 
 def window(of: list[Rank], first: int, last: int) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from pipeline.metrics import read
@@ -118,14 +117,3 @@ def test_a_finished_run_does_nothing_more(local):
     again = submit(local.folder, *VLLM, *LOCAL, *EXPORTED)
     assert again.status == 0, again.output
     assert local.metrics() == before
-
-
-def test_seeds_do_not_depend_on_the_engine():
-    from pipeline.rollout.episode import sampling_seed
-
-    seeds = {
-        sampling_seed(42, f"train/{step}", prompt, sample) for step in range(5) for prompt in range(20) for sample in range(8)
-    }
-    assert len(seeds) == 5 * 20 * 8
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert np.std([seed / 2**63 for seed in seeds]) == pytest.approx(12**-0.5, rel=0.1)

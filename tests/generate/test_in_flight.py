@@ -10,7 +10,7 @@ from pipeline.types import Span
 from tests.generate.in_flight import CASES, Seen, claimed_difference, drive, kept_difference, kept_logprobs, small
 from tests.generate.tiny import refit, requests, single
 
-DEFAULT = ("transformers", "vllm", "vllm, all of these")
+DEFAULT = ("transformers", "vllm, all of these")
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,8 @@ def test_a_turns_seed_is_its_own():
     seeds = {
         sampling_seed(42, "train", prompt, sample, turn) for prompt in range(9) for sample in range(9) for turn in range(9)
     }
-    assert len(seeds) == 9**3
+    assert len(seeds) == 9**3 and all(0 <= seed < 2**63 for seed in seeds)
+    assert np.std([seed / 2**63 for seed in seeds]) == pytest.approx(12**-0.5, rel=0.1)
     assert sampling_seed(42, "train", 1, 2) == sampling_seed(42, "train", 1, 2, turn=0)
 
 
