@@ -50,11 +50,11 @@ class Run:
     deadline: Deadline
     timeline: Timeline
     record: Callable[[], bytes] = bytes  # what a checkpoint keeps of rollouts
-    kept: bytes = b""  # what the one that was restored has of them
     left: str | None = None  # why the run was left before its end, with everything saved
     _unsaved: Callable[[], None] | None = None  # saves the last step, if it is not yet
     _unsettled: Callable[[], None] | None = None  # commits a save that may still be under way
     _save_s: float | None = None  # what the last checkpoint took, until it is logged
+    _kept: bytes = b""  # what the checkpoint that was restored has of rollouts
 
     def restore(self, stream: Stream) -> tuple[int, Metrics]:
         """Go on from the last complete checkpoint, if there is one: the step, and the metrics cut back to it."""
@@ -64,10 +64,15 @@ class Run:
             return 0, Metrics(self.folder, self.recipe.logger, None, self.checkpoints.patience)
         with self.sharing.training():
             self.train.restore(str(latest.folder)).result()
-        self.kept = latest.rollouts()
+        self._kept = latest.rollouts()
         stream.load_state_dict(latest.state["stream"])
         print(f"resumed from {latest.folder}", flush=True)
         return latest.step, Metrics(self.folder, self.recipe.logger, latest.step, self.checkpoints.patience)
+
+    def take_kept(self) -> bytes:
+        """What `record` had given for the checkpoint that was restored."""
+        kept, self._kept = self._kept, b""
+        return kept
 
     def learn(self, algorithm: Objective, samples: list[Sample], models: Sequence[str]) -> dict[str, float]:
         """One step of `models` on its samples; the metrics. The policy's are called `train/...`."""
@@ -129,6 +134,12 @@ class Run:
         print(f"leaving: {why}", flush=True)
         return True
 
+    def finish(self) -> None:
+        """No step follows. The last one is saved, if it is not yet: data may end while a step is filled."""
+        if self._unsaved and self.recipe.checkpointing.enabled:
+            self._unsaved()
+        self.settle(wait=True)
+
     def save(self, step: int, position: dict[str, Any], values: dict[str, float]) -> None:
         """With checkpointing.async_save, `settle` makes it a checkpoint."""
         self.settle(wait=True)
@@ -183,7 +194,7 @@ def run_online(
         return validation_metrics(groups)
 
     refit()
-    resumed = experience.resume(run.kept, step)
+    resumed = experience.resume(run.take_kept(), step)
     metrics.take_clocks()  # that refit belongs to no step
     run.timeline.step_ended(step)
     if section.val_at_start and step == 0 and validation:
@@ -211,7 +222,7 @@ def run_online(
         values |= run.timeline.step_ended(step) | resumed
         resumed = {}
         run.end_step(metrics, step, last, position, values, groups)
-    run.settle(wait=True)
+    run.finish()
     metrics.close()
     if experience.pending and not run.left:
         print(f"the run ends; {experience.pending} groups that no step will train on are dropped", flush=True)
@@ -251,7 +262,7 @@ def run_offline(
         clocks = metrics.take_clocks()
         values |= clocks | {"throughput/tokens_per_s": tokens / clocks["time/step"]} | run.timeline.step_ended(step)
         run.end_step(metrics, step, last, position, values)
-    run.settle(wait=True)
+    run.finish()
     metrics.close()
     return step
 

@@ -187,17 +187,21 @@ def validation_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
 
 
 def _with_pass_at_k(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
+    """A reward model's scores say nothing of right and wrong: its prompts are left out of pass@k."""
+    values = rollout_metrics(prefix, groups)
+    groups = [group for group in groups if not any("reward_model_score" in rollout.metrics for rollout in group.rollouts)]
+    if not groups:
+        return values
     most = max(len(group.rollouts) for group in groups)
     counted = [[is_right(rollout) for rollout in group.rollouts if not rollout.failure] for group in groups]
-    values = rollout_metrics(prefix, groups)
     for k in [*(2**i for i in range(most.bit_length()) if 2**i < most), most]:
         values[f"{prefix}/pass@{k}"] = _mean([pass_at_k(len(right), sum(right), k) for right in counted if len(right) >= k])
     return values
 
 
 def is_right(rollout: Rollout) -> bool:
-    """Whether an answer counts as right: by its environment's metric `accuracy`, which is then 1; else by a reward above 0."""
-    return rollout.metrics["accuracy"] >= 1 if "accuracy" in rollout.metrics else rollout.reward > 0
+    """Whether an answer counts as right: its environment's metric `accuracy` is 1, or, if it has none, its reward."""
+    return rollout.metrics.get("accuracy", rollout.reward) >= 1
 
 
 def pass_at_k(answers: int, right: int, k: int) -> float:

@@ -176,7 +176,8 @@ def test_answers_that_nobody_judged_are_not_drawn_from():
 @pytest.mark.parametrize(
     ("reward", "metrics", "right"),
     [
-        (0.5, {}, True),
+        (1.0, {}, True),
+        (0.1, {}, False),  # a judge's lowest mark but one
         (0.0, {}, False),
         (0.5, {"accuracy": 0.0}, False),
         (0.0, {"accuracy": 1.0}, True),

@@ -80,6 +80,16 @@ def test_not_twice(tmp_path):
     assert len(steps.ranks.folders) == 1
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_the_end_saves_the_last_step_if_it_is_not_saved_yet(tmp_path, last):
+    """Data may end while the step after it is filled: then nobody knew that it would be the last."""
+    steps = Steps(tmp_path)
+    for step in (1, 2):
+        steps.end(step, last=last and step == 2)
+    steps.run.finish()
+    assert steps.checkpoints.latest().step == 2 and len(steps.ranks.folders) == 1
+
+
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
     steps = Steps(tmp_path)
     steps.signals.append("SIGTERM")

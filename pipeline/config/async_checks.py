@@ -61,6 +61,11 @@ def _findings(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         " here",
     )
     yield (
+        config.stragglers == "cut" and not ahead,
+        f"{KEY}.stragglers",
+        f"cut, but {KEY}.max_trajectory_age_steps=0 is the synchronous algorithm, which cuts nothing; wait, or an age above 0",
+    )
+    yield (
         config.stragglers == "cut" and config.straggler_share * grpo.num_prompts_per_step < 1,
         f"{KEY}.straggler_share",
         f"{config.straggler_share} of grpo.num_prompts_per_step={grpo.num_prompts_per_step} is less than one group, so that"

@@ -9,7 +9,9 @@ and before them what ends a turn (<|im_end|>, </s>), if the policy did not draw 
 conversation in which a stand-in says what the policy said: its own tokens are never tokenised anew, and a template that leaves
 out earlier reasoning changes nothing about them. Without a chat template they are the text's tokens.
 
-Where the template has no role `tool`, it is told as `user`, and the log says so once.
+Where the template has no role `tool`, it is told as `user`, and the log says so once. The tokenizer's marks that are in the
+content, which a tool may have from anywhere, are spelled out (`pipeline/data/marks.py`): it cannot end its turn and take
+another's.
 
 Leaves out: tool calls as structures (to the template, what the policy says is text), pictures.
 """
@@ -24,6 +26,7 @@ import numpy as np
 
 from pipeline.config import TokenizerConfig
 from pipeline.data.chat import Message
+from pipeline.data.marks import Marks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,26 +41,32 @@ class Observations:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig, chat: bool) -> None:
         """chat: whether prompts are rendered with the chat template (data.apply_chat_template)."""
         self._tokenizer, self._chat = tokenizer, chat
+        self._marks = Marks(tokenizer, str(tokenizer.chat_template) if chat else "")
         self._template_kwargs = config.chat_template_kwargs or {}
         self._roles: dict[str, str] = {}  # what is said as what
         if chat:
             self._role("user")
-        self._end_of_turn = self._ends_turn() if chat else ""
+        self._end_of_turn = self._mark_after_turn() if chat else ""
+
+    def ends_turn(self, token: int) -> bool:
+        """Whether this is the token that the chat template writes at the end of the policy's turn."""
+        return bool(self._end_of_turn) and token == self._tokenizer.convert_tokens_to_ids(self._end_of_turn.strip())
 
     def tokens(self, message: Message, ended: bool) -> np.ndarray:
         """`[O]` int32: all that follows the policy's turn until it speaks again.
 
-        message: {"role", "content"}; without a chat template the role does not matter. ended: whether the policy's tokens end
-        with a stop token. Raises ValueError for a role that the template cannot render there.
+        message: {"role", "content"}; without a chat template the role does not matter. ended: whether the policy's last token
+        `ends_turn`. Raises ValueError for a role that the template cannot render there.
         """
+        content = self._marks.apart(message["content"])
         if not self._chat:
-            return np.asarray(self._tokenize(message["content"]), np.int32)
-        text, begin = self._conversation({**message, "role": self._role(message["role"])})
+            return np.asarray(self._marks.tokens(content), np.int32)
+        text, begin = self._conversation({**message, "role": self._role(message["role"]), "content": content})
         if ended:
             begin += len(self._end_of_turn)
-        before, whole = self._tokenize(text[:begin]), self._tokenize(text)
+        before, whole = self._marks.tokens(text[:begin]), self._marks.tokens(text)
         if whole[: len(before)] != before:  # a token of the template's reaches over the end of the turn, which has no mark
-            before, whole = [], self._tokenize(text[begin:])
+            before, whole = [], self._marks.tokens(text[begin:])
         return np.asarray(whole[len(before) :], np.int32)
 
     def within(self, message: Message, ended: bool, room: int) -> np.ndarray | None:
@@ -66,7 +75,7 @@ class Observations:
         whole = self.tokens(message, ended)
         if len(whole) <= room:
             return whole
-        content = self._tokenize(message["content"])
+        content = self._marks.tokens(self._marks.apart(message["content"]))
         keep = len(content) - (len(whole) - room)
         while keep > 0:
             told = self.tokens({**message, "content": self._tokenizer.decode(content[:keep]) + CUT}, ended)
@@ -107,7 +116,7 @@ class Observations:
             raise ValueError("it renders nothing of what the assistant has said")
         return text, begin + len(STAND_IN)
 
-    def _ends_turn(self) -> str:
+    def _mark_after_turn(self) -> str:
         """The special token that the template writes after what the assistant says, whether or not more follows; "" if none."""
         tails = [text[begin:] for text, begin in (self._conversation(), self._conversation({"role": "user", "content": "?"}))]
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
@@ -115,6 +124,3 @@ class Observations:
         mark = re.compile(rf"\s*(?:{longest_first})" if special else r"(?!)")
         found = [match.group() if (match := mark.match(tail)) else "" for tail in tails]
         return found[0] if found[0] == found[1] else ""
-
-    def _tokenize(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False).input_ids

@@ -54,7 +54,9 @@ def evaluate(expression: str) -> str:
 
 def _value(node: ast.expr, text: str) -> Fraction:
     match node:
-        case ast.Constant(int() | float()) if not isinstance(node.value, bool):
+        case ast.Constant(int(number)) if not isinstance(number, bool):
+            return _bounded(Fraction(number))
+        case ast.Constant(float()):
             return _bounded(_number(ast.get_source_segment(text, node)))
         case ast.BinOp(left, op, right) if type(op) in BINARY:
             return _bounded(BINARY[type(op)](_value(left, text), _value(right, text)))
@@ -67,8 +69,11 @@ def _value(node: ast.expr, text: str) -> Fraction:
 
 def _number(written: str) -> Fraction:
     """Of the text, not of the float that Python makes of it."""
-    number = decimal.Decimal(written)  # of some hundred digits at most, as the text is
-    if abs(number.adjusted()) > MAX_BITS:  # 1e999999 is short to write
+    try:
+        number = decimal.Decimal(written)  # of some hundred digits at most, as the text is
+    except decimal.InvalidOperation:  # an exponent that even this has not
+        number = None
+    if number is None or abs(number.adjusted()) > MAX_BITS:  # 1e999999 is short to write
         raise ValueError(f"{written} is out of range")
     return Fraction(number)
 

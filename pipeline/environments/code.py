@@ -53,6 +53,7 @@ for number, piece in enumerate(asked["pieces"]):
 """Tells which pieces have passed by a mark that the answer, which runs first, has not seen."""
 HARNESS = {"call.py": CALL, "pieces.py": PIECES}
 CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
+CODE_ENDS = "</code>"
 
 
 class Code(Environment):
@@ -164,7 +165,7 @@ class CodeInterpreter(Environment):
         return CodeEpisode(self._tool.open(), str(prompt.task["answer"]).strip())
 
     def step(self, episode: CodeEpisode, text: str) -> Outcome:
-        codes = CODE.findall(text)
+        codes = CODE.findall(text[: text.rfind(CODE_ENDS) + len(CODE_ENDS)] if CODE_ENDS in text else "")
         if not codes:
             return self._over(episode)
         executed = _execute(episode.session, codes[-1], self._timeout_s)

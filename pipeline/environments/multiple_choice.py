@@ -39,7 +39,7 @@ ALPHABETS = ("أبجد", "অবডঢ", "कखगघ", "কখগঘ")
 LETTERS = {letter: string.ascii_uppercase[i] for alphabet in ALPHABETS for i, letter in enumerate(alphabet)}
 
 WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{|[*_$`{}()\[\]【】《》「」]|\\\(|\\\)")
-BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\})?[^{}]*)\}")
+BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)?)\}")
 
 
 class MultipleChoice(Environment):
@@ -62,8 +62,8 @@ class MultipleChoice(Environment):
         one_of = f"[{self._letters}{self._letters.lower()}{''.join(self._foreign)}]"
         # A word needs a colon or an "is" behind it, and the letter must not begin another word: "answer: Because".
         said = "|".join(re.escape(word) + ("" if word in SENTENCES else r"(?=[ \t]*:)") for word in words)
-        self._said = re.compile(rf"(?:{said})[ \t]*(:?)\s*(?:option\s+|choice\s+)?({one_of})(?!\w)", re.IGNORECASE)
-        self._alone = re.compile(rf"\s*({one_of})\s*[.:)]?\s*", re.IGNORECASE)
+        self._said = re.compile(rf"(?:{said})(?:[ \t]*(:)\s*|\s*)(?:option\s+|choice\s+)?({one_of})(?!\w)", re.IGNORECASE)
+        self._alone = re.compile(rf"\s*({one_of})\s*(?:[.:)]\s*)?", re.IGNORECASE)
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
         """Raises ValueError if the expected answer is no letter."""

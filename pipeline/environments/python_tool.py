@@ -78,7 +78,7 @@ class PythonSession(ToolSession):
         except TimeoutError:
             self.close()
             raise TimeoutError(f"the code did not end within {seconds:g} s; all names are gone") from None
-        except (EOFError, ValueError, KeyError, TypeError):  # it is gone, or what it says is no answer
+        except (EOFError, ValueError, KeyError, TypeError, RecursionError):  # it is gone, or what it says is no answer
             program, self._program = self._program, None
             ended_by = program.close()
             why = f" ({ended_by})" if ended_by not in ("exit", "closed") else ""

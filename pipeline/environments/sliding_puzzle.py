@@ -39,7 +39,7 @@ class SlidingPuzzle(Environment):
     def __init__(
         self,
         max_moves: int = 50,
-        action_pattern: str = r"<action>\s*(.*?)\s*</action>",
+        action_pattern: str = r"<action>([^<]*)</action>",
         tells: str = "words",
         observation: str = "<environment>\n{}\n</environment>\n",
         role: str = "user",

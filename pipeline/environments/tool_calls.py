@@ -6,7 +6,6 @@ Leaves out: other models' ways (Llama's <|python_tag|>, Mistral's [TOOL_CALLS]).
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,6 +51,7 @@ class HermesCalls:
             return Call(error=f"a {self.OPEN} without {self.CLOSE}")
         try:
             call = json.loads(written)
+            json.dumps(call, ensure_ascii=False).encode()  # half a surrogate pair ("\\ud800") is no text
         except (ValueError, RecursionError) as error:
             return Call(error=f"not JSON: {error}")
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -71,11 +71,11 @@ class MarkedCalls:
 
     def __init__(self, tool: str, parameter: str, open: str, close: str, reply: str) -> None:
         self._tool, self._parameter, self._reply = tool, parameter, reply
-        self._pattern = re.compile(f"{re.escape(open)}(.*?){re.escape(close)}", re.DOTALL)
+        self._open, self._close = open, close
 
     def calls(self, text: str) -> list[Call]:
-        found = self._pattern.search(text)
-        return [Call(self._tool, {self._parameter: found[1]})] if found else []
+        written, close, _ = text.partition(self._open)[2].partition(self._close)
+        return [Call(self._tool, {self._parameter: written})] if close else []
 
     def message(self, results: list[str]) -> dict[str, str]:
         return {"role": "tool", "content": self._reply.replace("{}", results[0])}

@@ -63,13 +63,13 @@ class Asynchronous:
         return selected, values | staleness(selected, step, self._buffer.max_age) | self._state()
 
     def _next(self, step: int, wanted: int) -> list[RolloutGroup]:
-        """Groups for the step. None if the data have ended."""
+        """Groups for the step; none if the data have ended."""
         self._take_in(block=False)
         while (groups := self._buffer.take(step, wanted)) is None:
             if late := [prompt for prompt in self._buffer.stragglers(wanted) if prompt.index not in self._cut]:
                 self._dispatch.cut(late)
                 self._cut |= {prompt.index for prompt in late}
-            self._take_in(block=True)
+            self._take_in(block=not late)  # to wait for the cut was to take in messages, perhaps the last there will be
         self._cut -= {group.prompt.index for group in groups}
         return groups
 
@@ -122,6 +122,11 @@ class Asynchronous:
         if not entries:
             return {}
         for entry in entries:
+            if (had := len(entry.rollouts) + len(entry.open)) != self._train.samples:
+                raise ValueError(
+                    f"grpo.num_generations_per_prompt: {self._train.samples}, but the checkpoint of step {step} has groups of"
+                    f" {had} that were sampled ahead; {had}, as when it was written"
+                )
             self._buffer.begin([entry.prompt], entry.begun)
             if entry.group:
                 self._buffer.complete(entry.group)

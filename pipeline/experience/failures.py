@@ -1,6 +1,7 @@
 """Episodes that their environment failed: told, and the end of the run if nothing else comes.
 
-Those that were cut before they said anything are not among them.
+A group all of whose episodes failed counts, so that one bad prompt ends no run. Those that were cut before they said anything
+are not among them.
 """
 
 from __future__ import annotations
@@ -10,27 +11,28 @@ from pipeline.types import NOTHING_SAID, RolloutGroup
 
 class Failures:
     def __init__(self, most: int, key: str):
-        """most: how many may come one after another. key: what in the recipe says so."""
+        """most: how many groups may fail whole, one after another. key: what in the recipe says so."""
         self._most = most
         self._key = key
         self._row = 0
 
     def see(self, group: RolloutGroup) -> None:
-        """Raises RuntimeError if more than `most` episodes have failed since one was judged."""
-        judged = [(sample, rollout) for sample, rollout in enumerate(group.rollouts) if rollout.failure != NOTHING_SAID]
-        failed = [(sample, rollout.failure) for sample, rollout in judged if rollout.failure]
-        if failed:
-            where = f"env.{group.prompt.environment}, prompt {group.prompt.index}"
-            sample, why = failed[0]
-            print(
-                f"hetstep: {where}: {len(failed)} of {len(group.rollouts)} episodes failed, and are not learned from;"
-                f" episode {sample}: {why}",
-                flush=True,
+        """Raises RuntimeError if more than `most` groups have failed whole since an episode was judged."""
+        begun = [(sample, rollout) for sample, rollout in enumerate(group.rollouts) if rollout.failure != NOTHING_SAID]
+        failed = [(sample, rollout.failure) for sample, rollout in begun if rollout.failure]
+        if not failed:
+            self._row = 0 if begun else self._row
+            return
+        where = f"env.{group.prompt.environment}, prompt {group.prompt.index}"
+        sample, why = failed[0]
+        print(
+            f"hetstep: {where}: {len(failed)} of {len(group.rollouts)} episodes failed, and are not learned from;"
+            f" episode {sample}: {why}",
+            flush=True,
+        )
+        self._row = self._row + 1 if len(failed) == len(begun) else 0
+        if self._row > self._most:
+            raise RuntimeError(
+                f"{self._key}: all episodes of {self._row} groups failed, one after another, and {self._most} may; the last in"
+                f" {where}: {why}"
             )
-        for _, rollout in judged:
-            self._row = self._row + 1 if rollout.failure else 0
-            if self._row > self._most:
-                raise RuntimeError(
-                    f"{self._key}: {self._row} episodes failed one after another, and {self._most} may; the last in {where}:"
-                    f" {rollout.failure}"
-                )

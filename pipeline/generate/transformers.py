@@ -197,6 +197,7 @@ class TransformersBackend:
                 row.prefilled_by = version
         if recompute_kv_cache:
             self._prefill([place for place, row in enumerate(self._rows) if row.length])
+            self._draws = None  # the prefill has named rows in an order of its own
         self._version = version
         self._state.commit()
 

@@ -42,6 +42,12 @@ class Future:
         return [rank for rank in self._ranks if rank not in self._ended]
 
     @property
+    def suspects(self) -> list[int]:
+        """Whom a late answer may be waiting for: of one in parts all ranks, as those that follow an engine's leader end their
+        own at once, and may be what it waits for."""
+        return list(self._ranks) if self.in_parts else self.missing
+
+    @property
     def done(self) -> bool:
         return not self.missing
 
@@ -60,14 +66,17 @@ class Future:
             self._ended.add(rank)
 
     def take(self) -> list[tuple[int, Any]]:
-        """(rank, its reply or a part of it) of all that came since this was called before. Does not wait."""
+        """(rank, its reply or a part of it) of all that came since this was called before. Does not wait. Parts that were taken
+        are not in the result."""
         fresh, self._fresh = self._fresh, []
+        if self.in_parts:
+            self._replies |= {rank: [] for rank, _ in fresh}
         return fresh
 
     def result(self) -> list[Any]:
         """Wait for every rank; all that each has answered. Raises RemoteError if the verb raised on one."""
         while self.missing:
-            self._mailbox.receive(f"wait for {self.verb}")
+            self._mailbox.receive(f"wait for {self.verb}", self)
         return [self._replies[rank] for rank in self._ranks]
 
 
@@ -79,6 +88,7 @@ class Mailbox:
         self._next = 0
         self._futures: dict[int, Future] = {}
         self._lock = threading.Lock()  # the watchdog reads the futures from its thread
+        self._awaited: Future | None = None  # by rank 0; None: any
         self._waiting_since: float | None = None  # rank 0, for a message
         self._store = world.store.clone()
         self._store.set_timeout(NEVER)
@@ -99,8 +109,13 @@ class Mailbox:
             work = dist.isend(tensor, rank, group=self._world.spanning)
             self._futures[call].sends.append((tensor, work))
 
-    def receive(self, phase: str) -> None:
-        """Take one message from the queue, waiting for it."""
+    def receive(self, phase: str, awaited: Future | None = None) -> None:
+        """Take one message from the queue, waiting for it. awaited: the future it is wanted for, if it is for one.
+
+        Raises RuntimeError where no call is open, so that none would ever come."""
+        if not self._futures:
+            raise RuntimeError(f"{phase}: no call is open that could be answered")
+        self._awaited = awaited
         with self._world.phase(phase, verb="idle"):
             self._waiting_since = time.monotonic()
             message = self._store.queue_pop(queue_of(0))
@@ -134,17 +149,18 @@ class Mailbox:
                 del self._futures[call]
 
     def overdue(self) -> Overdue | None:
-        """A call past its deadline. One that is answered in parts may take as long as it wants, and its parts may lie in the
-        queue while rank 0 is busy: it is late when rank 0 has waited so long for any message at all."""
-        now, waiting_since = time.monotonic(), self._waiting_since
+        """Calls past their deadline. One that is answered in parts may take as long as it wants, and its parts may lie in the
+        queue while rank 0 is busy: it is late when rank 0 has waited so long for it, or for any message at all."""
+        now, since, awaited = time.monotonic(), self._waiting_since, self._awaited
         with self._lock:
-            for future in self._futures.values():
-                late = now > future.deadline
-                if future.in_parts:
-                    late = waiting_since is not None and now > max(waiting_since + future.timeout_s, future.deadline)
-                if late and future.missing:
-                    return Overdue(future.verb, future.timeout_s, future.missing)
-        return None
+            open_ = [future for future in self._futures.values() if future.missing]
+        late = [future for future in open_ if not future.in_parts and now > future.deadline][:1]
+        if not late and since is not None:
+            waited_for = [future for future in open_ if future.in_parts and awaited in (None, future)]
+            late = [future for future in waited_for if now > max(since + future.timeout_s, future.deadline)]
+        if not late:
+            return None
+        return Overdue(late[0].verb, late[0].timeout_s, sorted({rank for future in late for rank in future.suspects}))
 
 
 class Remote:

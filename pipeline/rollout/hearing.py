@@ -64,7 +64,8 @@ class Hearing:
         if not heard.over and not episode.last_turn:
             room = self._max_length - len(episode.tokens) - len(said.tokens) - 1
             with self._tokenizing:
-                observation = self._observations.within(outcome.observation, said.finish == "stop", room)
+                ended = self._observations.ends_turn(int(said.tokens[-1]))
+                observation = self._observations.within(outcome.observation, ended, room)
         episode.state = state
         return Heard(heard.reward, heard.metrics, heard.over, observation)
 

@@ -104,7 +104,12 @@ class Engine:
         return Answer()
 
     def cut(self, works: list[int]) -> Answer:
+        """What was cut has come back by the time that this is answered."""
         self.fleet.cut += works
+        for work in self.works:
+            for prompt in work.prompts if work.number in works else ():
+                if prompt.index in self.fleet.open:
+                    self.fleet.finish(prompt.index)
         return Answer()
 
     def snapshot(self) -> Answer:

@@ -14,11 +14,9 @@ from tests.experience.engines import Fleet, Stream, group, prompts, rollout
 
 def experience(pick=min, engines=2, steps=6, changes=None, **ahead):
     section = GRPOConfig(
-        num_prompts_per_step=4,
-        num_generations_per_prompt=2,
         max_num_steps=steps,
         async_grpo=AsyncConfig(**{"enabled": True, "max_trajectory_age_steps": 2, **ahead}),
-        **(changes or {}),
+        **{"num_prompts_per_step": 4, "num_generations_per_prompt": 2, **(changes or {})},
     )
     fleet = Fleet(engines, pick)
     return build("grpo", section, GenerationConfig(val_temperature=0.0), fleet.engines, None), fleet
@@ -162,6 +160,14 @@ def test_a_smaller_age_cannot_go_on_with_what_is_older():
     with pytest.raises(
         ValueError, match=r"max_trajectory_age_steps: the checkpoint of step 3 has 8 groups, begun up to 2 steps"
     ):
+        other.resume(of.record(), 3)
+
+
+def test_groups_of_another_size_are_refused():
+    of, fleet = experience()
+    run(of, fleet, Stream(100), last=3)
+    other, _ = experience(changes={"num_generations_per_prompt": 3})
+    with pytest.raises(ValueError, match=r"num_generations_per_prompt: 3, but the checkpoint of step 3 has groups of 2"):
         other.resume(of.record(), 3)
 
 

@@ -86,18 +86,15 @@ def test_a_snapshot_leaves_out_what_has_come_back():
     assert [group.prompt.index for group in of.take("train")] == [1]
 
 
-def test_a_row_of_failures_ends_the_run_and_one_judged_episode_breaks_it(capsys):
+def test_a_row_of_groups_that_failed_whole_ends_the_run_and_one_judged_episode_breaks_it(capsys):
     failures = Failures(2, "some.max_generation_failures")
     prompt = prompts(5, 1)[0]
     bad, good, cut = rollout(failure="TimeoutError: 10 s"), rollout(), rollout(failure=NOTHING_SAID)
-    for rollouts in ((bad, bad, good), (bad, cut), (bad, good), (cut, cut, cut, cut)):
+    for rollouts in ((bad, bad, bad), (bad, cut), (bad, bad, good), (cut, cut, cut), (bad, bad), (good,), (bad,), (bad,)):
         failures.see(RolloutGroup(prompt, rollouts))
     out = capsys.readouterr().out
     assert "env.addition, prompt 5: 2 of 3 episodes failed, and are not learned from; episode 0: TimeoutError: 10 s" in out
-    assert out.count("hetstep:") == 3
-    failures.see(RolloutGroup(prompt, (good, bad, bad)))
-    with pytest.raises(
-        RuntimeError,
-        match=r"max_generation_failures: 3 episodes failed one after another, and 2 may; the last in env\.addition, prompt 5",
-    ):
-        failures.see(RolloutGroup(prompt, (bad,)))
+    assert out.count("hetstep:") == 6
+    failures.see(RolloutGroup(prompt, (cut, cut)))
+    with pytest.raises(RuntimeError, match=r"generation_failures: all episodes of 3 groups failed, .* and 2 may; .* prompt 5"):
+        failures.see(RolloutGroup(prompt, (bad, cut)))

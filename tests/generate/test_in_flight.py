@@ -87,6 +87,24 @@ def test_a_prompt_that_older_weights_read_is_not_copied(new_engine, checkpoint):
     assert found["running"].spans == (Span(0, 1), Span(1, len(found["running"].tokens) - 1))
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_same_weights_change_nothing_whatever_the_order_of_lengths(order, new_engine, checkpoint):
+    """No request comes or ends beside the change, which is to leave all rows where they were."""
+    engine, asked = new_engine("transformers", "llama"), requests(3, 1)[::order]
+    engine._eos = ()
+    engine.add(asked)
+    for _ in range(5):
+        assert engine.step() == []
+    refit(engine, checkpoint("llama", 0).weights(), 1)
+    done = []
+    while engine.pending:
+        done += engine.step()
+    for request, completion in zip(asked, sorted(done, key=lambda c: int(c.id.split("/")[0]) * order), strict=True):
+        expected = checkpoint("llama", 0).logprobs(request.tokens, completion.tokens, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+    engine.close()
+
+
 @pytest.mark.parametrize("backend", ["transformers", "vllm"])
 def test_progress_and_cuts_over_a_change(backend, new_engine, checkpoint):
     engine = new_engine(backend, "llama", max_num_seqs=4)

@@ -46,6 +46,8 @@ def translate(ledger: Ledger, algorithm: str, path: Path) -> bool:
             ledger.put(key, None, key)
     if held_out + len(validation) > 1:
         ledger.change("data.validation", "of each data set as many records are validated on as there of all together")
+    if len(train) > 1 and ledger.get("data.shuffle") is False:
+        ledger.change("data.shuffle=false", "the data sets are mixed, each in its order; there one comes after another")
     _lengths(ledger)
     if algorithm in PAIRED:
         ledger.put("data.bad_records", "drop", "data.train")

@@ -95,6 +95,7 @@ def _puzzle(ledger: Ledger) -> None:
         ledger.put(f"data.{split}", dataset, f"{key}.cfg.game_config")
     ledger.change(f"{key}.cfg.game_config", "boards are data.train and data.validation, drawn by the data set sliding_puzzle")
     ledger.change(key, "a turn ends with the model's end of turn; there with the stop string </action>")
+    ledger.change(key, "what the game tells is a turn of the chat template; there it stands bare behind what the model said")
 
 
 def _verifier_type(ledger: Ledger, key: str) -> str:
