@@ -155,7 +155,7 @@ def _with_variables(component: ComponentConfig, variables: dict[str, str]) -> Co
 def hosts(components: dict[str, ComponentConfig]) -> dict[str, ComponentConfig]:
     """What is asked of Slurm: the components that have nodes of their own, each with what it and its guests need.
 
-    They compute in turn, so the CPUs of one are enough.
+    They compute in turn, so on a node the CPUs of the one that needs more are enough.
     """
     found: dict[str, ComponentConfig] = {}
     for name, component in components.items():
@@ -164,9 +164,8 @@ def hosts(components: dict[str, ComponentConfig]) -> dict[str, ComponentConfig]:
             continue
         host_name, host = found.popitem()
         both = (host, component)
-        found[host_name] = replace(
-            host,
-            ranks_per_node=max(map(ranks_per_node, both)),
-            cpus_per_task=max(each.cpus_per_task or 0 for each in both) or None,
-        )
+        most = max(map(ranks_per_node, both))
+        asked = any(each.cpus_per_task for each in both)
+        cpus = max(ranks_per_node(each) * (each.cpus_per_task or 1) for each in both)
+        found[host_name] = replace(host, ranks_per_node=most, cpus_per_task=-(-cpus // most) if asked else None)
     return found

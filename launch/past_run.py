@@ -127,7 +127,10 @@ class PastRun:
 
     @property
     def gpus(self) -> int:
-        return sum(each.get("nodes", 1) * each.get("gpus_per_node", 0) for each in self.components.values())
+        guests = {"generate"} if self.of("policy.generation.colocated.enabled") else set()  # on the GPUs of train
+        return sum(
+            each.get("nodes", 1) * each.get("gpus_per_node", 0) for name, each in self.components.items() if name not in guests
+        )
 
     # ---- how long -----------------------------------------------------------------------------------------------------------
 

@@ -114,7 +114,8 @@ def _sections(told: Sequence[Told], of: Sequence[RunState]) -> Iterator[Section]
     drawn = timelines([each.run for each in told], names)
     yield Section("Timeline", [*drawn, *_grid(idle)], "Of the last step that ended; launch/timeline.py draws any.")
     yield Section("Staleness", _grid(ages), "Age: steps between its weights and the step.")
-    yield Section("Refit", _grid(refit), "efficiency: the busiest rank's rate, of what cluster.network allows it.")
+    compared = "the busiest rank's rate, of what cluster.network allows it; ranks that share GPUs use gloo, not that network"
+    yield Section("Refit", _grid(refit), f"efficiency: {compared}.")
     yield Section("Lengths and rewards", _grid([*lengths, *spread]), "Bands: of the rollouts of a step.")
     if sampled.files:
         yield Section("Samples", [rollouts.samples(sampled)], f"{'; '.join(sampled.notes)}.")

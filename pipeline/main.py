@@ -42,6 +42,8 @@ def main(run_dir: Path) -> None:
         raise
     if recipe.logger.timeline_enabled:
         world.timeline.write(place.folder)
+    else:
+        world.timeline.keep_none()
     mailbox = Mailbox(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
     try:

@@ -13,8 +13,10 @@ which it begins; each other line is one of
     [begin, end, verb, phase, count, {category: seconds}]        so many spans merged; named as most of their time
     {"step": 12, "at": 345.6}                                    rank 0: when a step ended
 
-Times are a monotonic clock's with one offset, that of the wall clock at the beginning: they never jump. Each second the file's
-end is written anew, with what is under way, so a rank that is killed loses a second at most.
+Times are a monotonic clock's with one offset, that of the wall clock at the beginning: they never jump. Within a second of a
+change the file's end is written anew, with what is under way; if that only lasts longer, every world size / 64 seconds, which
+spares a file system that thousands of ranks share. So a rank that is killed loses what it began in the last second, and does
+not say how much longer than that it was at what it did.
 
 A file is bounded by merging. What interrupts a span for less than the resolution is merged with it; an engine's 50 steps a
 second with glances at its mail between them are one span. The resolution is 10 ms and doubles with every 4 MB, so that a file
@@ -32,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import threading
 import time
@@ -43,6 +46,8 @@ from pathlib import Path
 from typing import Any
 
 FLUSH_S = 1.0
+QUIET_RANKS_PER_S = 64
+"""Of a run whose ranks all have nothing new, so many write each second that they still do what they did."""
 RESOLUTION_S = 0.01
 DOUBLING_BYTES = 4 << 20
 MOST_UNWRITTEN = 10_000
@@ -96,6 +101,7 @@ class Timeline:
         self._before: dict[int, Account] = {}  # at the last step's end
         self._ended: deque[Event] = deque(maxlen=100_000)  # a thread that hangs must not cost the memory
         self._writer: Writer | None = None
+        self._quiet = max(FLUSH_S, sum(map(len, self._realms.values())) / QUIET_RANKS_PER_S)
 
     def enter(self, verb: str, phase: str) -> None:
         """From now on the rank does this."""
@@ -138,8 +144,12 @@ class Timeline:
     def write(self, folder: Path) -> None:
         """Write from now on, what was before included."""
         path = folder / "timeline" / f"rank{self._rank:05d}.jsonl"
-        self._writer = Writer(path, self._about, self.take)
+        self._writer = Writer(path, self._about, self.take, self._quiet)
         self._writer.start()
+
+    def keep_none(self) -> None:
+        """There will be no file. Idle shares need nothing of what has ended."""
+        self._ended = deque(maxlen=0)
 
     def close(self) -> None:
         """All is in the file when this returns, if the disk takes it."""
@@ -278,12 +288,22 @@ class Merger:
 class Writer:
     """The thread that keeps a timeline's file. A disk that does not take it costs the file alone; it is told once."""
 
-    def __init__(self, path: Path, about: dict[str, Any], take: Callable[[], tuple[list[Event], Event]]):
+    def __init__(
+        self,
+        path: Path,
+        about: dict[str, Any],
+        take: Callable[[], tuple[list[Event], Event]],
+        quiet: float = FLUSH_S,
+    ):
+        """quiet: seconds after which it is written again that the same is still under way."""
         self._path = path
         self._take = take  # what ended, and what is under way
+        self._quiet = quiet
+        self._told = -math.inf  # until when the file has what is under way
         self._merger = Merger()
         self._lines = [about]  # that will not change any more, and are not written yet
         self._at = 0  # where in the file they go
+        self._end = 0  # of the file, at most
         self._file: int | None = None
         self._failing = False
         self._lost = 0
@@ -300,10 +320,13 @@ class Writer:
     def _run(self) -> None:
         while not self._stopped.wait(FLUSH_S):
             self.flush()
+        self._quiet = 0.0
         self.flush()
 
     def flush(self) -> None:
         ended, under_way = self._take()
+        if not ended and not self._lines and under_way[1] < self._told + self._quiet:
+            return
         for event in ended:
             if len(event) == 2:
                 self._lines.append({"step": event[1], "at": round(event[0], 6)})
@@ -323,17 +346,22 @@ class Writer:
             self._failing = False
         self._at += len(settled)
         self._lines = []
+        self._told = under_way[1]
         self._merger.resolution = RESOLUTION_S * 2 ** (self._at // DOUBLING_BYTES)
 
     def _put(self, data: bytes) -> None:
         if self._file is None:
             self._path.parent.mkdir(exist_ok=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
+            self._end = os.fstat(self._file).st_size
         at, rest = self._at, memoryview(data)
+        self._end = max(self._end, at + len(rest))
         while rest:
             count = os.pwrite(self._file, rest, at)
             at, rest = at + count, rest[count:]
-        os.ftruncate(self._file, at)  # what was under way may have been longer
+        if at < self._end:  # what was under way took more room
+            os.ftruncate(self._file, at)
+            self._end = at
 
     def _give_up(self, error: OSError) -> None:
         if not self._failing:

@@ -188,6 +188,15 @@ def test_what_counts_as_right(reward, metrics, right):
     assert is_right(Rollout((told([1], []),), reward, metrics)) is right
 
 
+def test_a_reward_models_scores_are_no_answers_that_are_right():
+    scored, told_right = group(3.0, -2.0), group(1.0, 0.0)
+    rollouts = tuple(replace(rollout, metrics={"reward_model_score": rollout.reward}) for rollout in scored.rollouts)
+    scored = replace(scored, rollouts=rollouts)
+    assert not [key for key in validation_metrics([scored]) if "pass@" in key]
+    values = validation_metrics([scored, told_right])
+    assert (values["val/pass@1"], values["val/pass@2"], values["val/reward"]) == (0.5, 1.0, 0.5)
+
+
 def test_the_record_of_an_episode(tmp_path):
     metrics = Metrics(tmp_path, LoggerConfig(), after_step=None)
     episode = Rollout((told([1, 2], [9, 9]), told([4], [])), 0.0, failure="it hung")

@@ -13,7 +13,7 @@ from pipeline import config
 from pipeline.config import layers, resolving
 from pipeline.config.reading import RECIPES
 
-COUNT = 1000
+COUNT = 400
 OURS = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 WORDS = ("seed", "lr", "enabled", "name", "nodes", "model_name", "precision", "", "a b", "ключ", "_override_", "defaults")
 VALUES = (

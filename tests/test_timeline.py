@@ -200,6 +200,66 @@ def test_what_is_under_way_is_replaced_when_it_has_ended(tmp_path):
     assert [line[0] for line in lines[1:]] == [0.0, 5.0, 7.5]
 
 
+class Disk:
+    """Counts what the file system is asked for."""
+
+    def __init__(self, monkeypatch):
+        self.asked = {"pwrite": 0, "ftruncate": 0}
+        for name in self.asked:
+            monkeypatch.setattr(os, name, self.counted(name, getattr(os, name)))
+
+    def counted(self, name, call):
+        def counting(*arguments):
+            self.asked[name] += 1
+            return call(*arguments)
+
+        return counting
+
+
+def test_a_rank_with_nothing_new_leaves_the_file_system_alone(clock, tmp_path, monkeypatch):
+    disk = Disk(monkeypatch)
+    ranks = Timeline(ABOUT, {"train": tuple(range(512))})
+    writer = Writer(tmp_path / "timeline/r", ABOUT, ranks.take, ranks._quiet)
+    for _ in range(33):
+        writer.flush()
+        clock.now += 1
+    assert disk.asked == {"pwrite": 1 + 32 // 8, "ftruncate": 0}
+    for verb in ("step", "idle"):
+        ranks.enter(verb, "")
+        writer.flush()
+        clock.now += 1
+    assert disk.asked["pwrite"] == 7
+    lines = [json.loads(line) for line in (tmp_path / "timeline/r").read_text().splitlines()]
+    assert [line[2] for line in lines[1:]] == ["join", "step", "idle"]
+
+
+def test_the_file_is_cut_only_where_it_was_longer(tmp_path, monkeypatch):
+    disk = Disk(monkeypatch)
+    long, short = (1.0, 2.0, "setup", "load a model with a long name"), (1.0, 3.0, "step", "")
+    takes = iter([([(0.0, 1.0, "join", "")], long), ([(1.0, 1.5, *long[2:])], (1.5, 2.5, *long[2:])), ([], short)])
+    writer = Writer(tmp_path / "timeline/r", ABOUT, lambda: next(takes), quiet=0.0)
+    cuts = []
+    for _ in range(3):
+        writer.flush()
+        cuts.append(disk.asked["ftruncate"])
+        lines = [json.loads(line) for line in (tmp_path / "timeline/r").read_text().splitlines()]
+    assert lines[0] == ABOUT and lines[-1] == [*short]
+    assert cuts == [0, 0, 1]
+
+
+def test_where_no_file_is_wanted_nothing_is_kept_for_it(clock):
+    rank = Timeline(ABOUT, {"train": (0,)})
+    rank.enter("step", "")
+    rank.keep_none()
+    for step in range(3):
+        rank.enter("idle", "")
+        clock.now += 1
+        rank.enter("step", "")
+        clock.now += 1
+        shares = rank.step_ended(step)
+    assert rank.take()[0] == [] and shares == {"idle/train": 0.5}
+
+
 RANK = """
 import sys, time
 from pathlib import Path

@@ -212,8 +212,7 @@ def plan(recipe: Recipe, choice: backend.Choice, before: Path | None = None, pen
     refit, unknown = _refit(recipe, described["policy"])
     phases, validation, ratios = [], 0.0, {}
     if priced(recipe) and (generate is None or generate.tokens > 0):
-        moved = _refit_seconds(recipe, refit)
-        phases = step_phases(recipe, found, spread, generate, moved)
+        phases = step_phases(recipe, found, spread, generate, _refit_phase(recipe, generate, refit))
         validation = validation_seconds(recipe, found, spread, generate)
         ratios = _ratios(earlier, pending) if earlier else {}
         phases = calibration.scaled(phases, ratios)
@@ -269,9 +268,9 @@ def step_phases(
     shapes: Mapping[str, ModelShape],
     lengths: Lengths,
     generate: GenerateMemory | None,
-    refit: float | None,
+    refit: Phase | None,
 ) -> list[Phase]:
-    """Of a step, in their order, not calibrated. refit: its seconds, if they are known."""
+    """Of a step, in their order, not calibrated. refit: None if it is not known."""
     train = train_time.phases(recipe, shapes, lengths, hardware.gpu(recipe.cluster.train.gpu))
     if generate is None:
         return train
@@ -283,9 +282,8 @@ def step_phases(
     found += [score] if score else []
     found += train
     if config.colocated(recipe):
-        moving = sharing.phases(recipe, memory.train(recipe, dict(shapes)), generate)
-        return [*found, *moving, sharing.refit(recipe, generate.parts["weights"])]
-    return found + ([Phase("refit", "weights to the engines", 0.0, {"transfer": refit})] if refit is not None else [])
+        found += sharing.phases(recipe, memory.train(recipe, dict(shapes)), generate)
+    return found + ([refit] if refit else [])
 
 
 def validation_seconds(
@@ -314,9 +312,13 @@ def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[plan_refit.Predict
         return None, str(error)
 
 
-def _refit_seconds(recipe: Recipe, refit: plan_refit.Prediction | None) -> float | None:
-    if refit is None:
-        return None
+def _refit_phase(recipe: Recipe, generate: GenerateMemory | None, refit: plan_refit.Prediction | None) -> Phase | None:
+    if config.colocated(recipe):
+        return sharing.refit(recipe, generate.parts["weights"], refit)
+    return Phase("refit", "weights to the engines", 0.0, {"transfer": _refit_seconds(recipe, refit)}) if refit else None
+
+
+def _refit_seconds(recipe: Recipe, refit: plan_refit.Prediction) -> float:
     from pipeline.refit import simulate  # brings numpy, which a plan without a refit does not need
 
     if recipe.policy.generation.refit_transport == "broadcast":
@@ -333,7 +335,8 @@ def _ratios(measured: Measured, pending: Sequence[Path]) -> dict[str, float]:
     found = _shapes(models)
     spread = lengths.assumed(replace(recipe, plan=PlanConfig()), measured.prompt, measured.answer, measured.where)
     generate = memory.generate(recipe, found["policy"]) if generates(recipe) else None
-    phases = step_phases(recipe, found, spread, generate, _refit_seconds(recipe, _refit(recipe, models["policy"])[0]))
+    refit = _refit_phase(recipe, generate, _refit(recipe, models["policy"])[0])
+    phases = step_phases(recipe, found, spread, generate, refit)
     return calibration.ratios(measured, seconds_by_clock(phases))
 
 

@@ -1,8 +1,9 @@
 """A GPU that a train and a generate rank share: what it holds in each turn, what waits on the host, and what moving takes.
 
 The turns are those of `pipeline/sharing.py`. What stays with a rank that is not on: CUDA's context, libraries and NCCL, CUDA
-graphs, and the refit's staging. Of Megatron-Core's weights the float32 ones are counted with those that a refit reads, though
-they leave before it. Left out: a reward model that the train ranks serve beside an awake engine.
+graphs, and the refit's staging. A reward model that the train ranks serve computes beside the awake engine; its weights wait on
+the host anyway, so they are not moved. Of Megatron-Core's weights the float32 ones are counted with those that a refit reads,
+though they leave before it.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.plan import memory_train
+from launch.plan import memory_load, memory_train
 from launch.plan.cut import train_cut
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
 from launch.plan.phase import Phase
-from pipeline.config import Recipe, hardware
+from launch.plan_refit import Prediction
+from pipeline.config import Recipe, engine_ranks, hardware, ranks, ranks_per_node
 
 GIGA = 1e9
 PAGE_LOCKED = 0.8  # of PCIe's rate, which copies of page-locked host memory attain: an assumption, not a measurement
 GLOO_GB_PER_S = 2.0  # of a rank, over gloo within a node, from host memory to host memory: an assumption, not a measurement
+TCP_GB_PER_S = 2.5  # of a node, into it from others, which gloo reaches by TCP: 20 Gbit/s, an assumption, not a measurement
 MOVED = ("weights", "optimizer", "other models")
 """Parts of a train rank that go to the host and come back; gradients are dropped."""
 
@@ -42,10 +45,17 @@ def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple
     away = train.parts.get("runtime", 0.0) + staging
     asleep = generate.parts.get("runtime", 0.0) + generate.parts.get("buffers", 0.0)
     return (
-        Turn("rollout", away, generate.total),
+        Turn("rollout", away + _scoring(recipe, train), generate.total),
         Turn("training", train.total, asleep),
         Turn("refit", away + train.parts.get("weights", 0.0), asleep + generate.parts.get("weights", 0.0)),
     )
+
+
+def _scoring(recipe: Recipe, train: TrainMemory) -> float:
+    """Of a reward model that the train ranks serve, while it computes."""
+    judges = [each for each in memory_load.models(recipe, dict(train.shapes)) if each.values and not each.trained]
+    cut = train_cut(recipe.policy, recipe.cluster.train)
+    return memory_train.peak(judges, cut, True, memory_load.load(recipe, cut.data)).total if judges else 0.0
 
 
 def host(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> float:
@@ -71,10 +81,28 @@ def phases(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> Iter
     yield Phase("refit", "the engines take the GPUs", 0.0, {"trainer to the host": _moved(train) / rate, **sleep})
 
 
-def refit(recipe: Recipe, received: float) -> Phase:
-    """NCCL joins no two ranks on one GPU, so weights go through host memory. received: bytes of a generate rank."""
-    parts = {"gloo": received / (GLOO_GB_PER_S * GIGA), "to and from the host": 2 * received / _rate(recipe)}
+def refit(recipe: Recipe, received: float, planned: Prediction | None) -> Phase:
+    """NCCL joins no two ranks on one GPU, so weights go through host memory. received: bytes of a generate rank. planned: None
+    where the layouts are not known."""
+    across = _across(recipe, received, planned)
+    near = received - across / ranks_per_node(recipe.cluster.generate)
+    parts = {"gloo": near / (GLOO_GB_PER_S * GIGA), "to and from the host": 2 * received / _rate(recipe)}
+    if across:
+        parts["gloo between nodes"] = across / (TCP_GB_PER_S * GIGA)
     return Phase("refit", "weights to the engines", 0.0, parts)
+
+
+def _across(recipe: Recipe, received: float, planned: Prediction | None) -> float:
+    """Bytes into the busiest node. Without a plan each node is taken to hold an equal part of the model, as with FSDP2, and to
+    be given the rest once."""
+    generate = recipe.cluster.generate
+    if generate.nodes == 1:
+        return 0.0
+    if planned is None or recipe.policy.generation.refit_transport == "broadcast":
+        engine = min(engine_ranks(recipe.policy.generation.vllm_cfg), ranks_per_node(generate))
+        return received * engine * (generate.nodes - 1) / generate.nodes
+    into = planned.timeline.loads.nic_in.sum(0)[ranks(recipe.cluster.train) :]
+    return float(into.reshape(generate.nodes, -1).sum(1).max())
 
 
 def _rate(recipe: Recipe) -> float:
@@ -84,7 +112,12 @@ def _rate(recipe: Recipe) -> float:
 
 def assumed(recipe: Recipe) -> str:
     gpu = hardware.gpu(recipe.cluster.train.gpu)
+    between = (
+        f" and {TCP_GB_PER_S:g} GB/s into a node over TCP, on the interface of its host name or of GLOO_SOCKET_IFNAME"
+        if recipe.cluster.train.nodes > 1
+        else ""
+    )
     return (
         f"ranks that share a GPU: page-locked copies reach {PAGE_LOCKED:.0%} of the host link's {gpu.host_gb_per_s:g} GB/s, a"
-        f" refit {GLOO_GB_PER_S:g} GB/s a rank through host memory; an engine sleeps and wakes in no time"
+        f" refit {GLOO_GB_PER_S:g} GB/s a rank through host memory{between}; an engine sleeps and wakes in no time"
     )

@@ -13,7 +13,7 @@ from pipeline.config.data import check_data, validates
 from pipeline.config.environments import check_environments, unusable_kinds
 from pipeline.config.errors import refuse
 from pipeline.config.layout import check_divides, check_layout, colocated, named_backend
-from pipeline.config.models import check_reward_model, reward_environment, serves_rewards
+from pipeline.config.models import check_reward_model, reward_environment, reward_model, serves_rewards
 from pipeline.config.schema import PRECISIONS, PolicyConfig, Recipe, generates, section
 
 CHOICES = {
@@ -186,6 +186,11 @@ def _check_colocated(recipe: Recipe) -> Iterator[str]:
         yield (
             f"{key}: true is one allocation of train and generate ranks, in which a reward model has no ranks of its own;"
             f" env.{reward_environment(recipe)}.served_by=train, or {key}=false"
+        )
+    elif (judge := reward_model(recipe)) and not judge.cpu_offload:
+        yield (
+            f"env.{reward_environment(recipe)}.cpu_offload: false keeps the reward model on GPUs that the engines fill while"
+            f" they sample ({key}=true); true, or {key}=false"
         )
 
 

@@ -310,7 +310,9 @@ def _check_tools(key: str, given: Any) -> Iterator[str]:
 
 
 def _check_endpoint(key: str, judge: LLMJudgeArguments) -> Iterator[str]:
-    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", judge.url):
+    if "@" in judge.url:  # which is not repeated here
+        yield f"{key}.url: has a user or a password in it; a key goes where api_key_env says"
+    elif not re.fullmatch(r"https?://[^/\s]+(/\S*)?", judge.url):
         yield f"{key}.url: '{judge.url}' is no http(s) address; http://host:port/v1"
     elif judge.url.rstrip("/").endswith("/chat/completions"):
         yield f"{key}.url: '{judge.url}' says the route too; only {judge.url.rstrip('/').removesuffix('/chat/completions')}"

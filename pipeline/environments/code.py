@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.environments.base import Environment, Outcome
-from pipeline.environments.code_tests import Case, Tests, read, same_output, same_result
+from pipeline.environments.code_tests import Case, Equation, Tests, read, same_output, same_result, same_value
 from pipeline.environments.python_tool import Executed, PythonSession, PythonTool
 from pipeline.environments.tool import ToolError
 from pipeline.sandbox.limits import Limits, Ran
@@ -39,21 +39,48 @@ answer.close()
 """
 """Calls a function, of the module or of a class Solution."""
 PIECES = b"""import json, os, sys
+tests = os.fdopen(os.dup(0))
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 names = {"__name__": "answer"}
 exec(compile(open("answer.py").read(), "answer.py", "exec"), names)
-asked = json.loads(sys.stdin.read())
-for number, piece in enumerate(asked["pieces"]):
+asked = json.loads(tests.read())
+
+def told(value):
+    if value is None or isinstance(value, (str, bool, float)):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) < 1 << 63 else {"int": hex(value)}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": list(value)}
+    if isinstance(value, dict):
+        return {"dict": [[told(key), told(one)] for key, one in value.items()]}
+    for kind, types in {"list": list, "tuple": tuple, "set": (set, frozenset)}.items():
+        if isinstance(value, types):
+            return {kind: [told(one) for one in value]}
+    if hasattr(value, "__index__"):
+        return told(value.__index__())
+    if value != float(value):
+        raise ValueError("a value that JSON cannot tell")
+    return float(value)
+
+for number, (piece, equation) in enumerate(asked["pieces"]):
     try:
-        exec(compile(piece, f"test {number}", "exec"), names)
+        code = compile(piece, f"test {number}", "eval" if equation else "exec")
+        value = json.dumps(told(eval(code, names)))
     except Exception as error:
         print(f"test {number}: {error!r}", file=sys.stderr)
     else:
-        os.write(1, f"\\n{asked['mark']} {number}\\n".encode())
+        os.write(1, f"\\n{asked['mark']} {number} {value}\\n".encode())
 """
-"""Tells which pieces have passed by a mark that the answer, which runs first, has not seen."""
+"""Tells what the equations' expressions come to, for `same_value` to judge, and which other pieces did not raise.
+
+The mark keeps this apart from what the answer prints. It is not on the answer's stdin, but in its process: an answer that looks
+for it finds it, and has passed the pieces that are no equations.
+"""
 HARNESS = {"call.py": CALL, "pieces.py": PIECES}
 CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
-CODE_ENDS = "</code>"
 
 
 class Code(Environment):
@@ -106,10 +133,19 @@ class Code(Environment):
 
     def _pieces(self, code: str, tests: Tests, deadline: float) -> tuple[int, Counter[str]]:
         mark = secrets.token_hex(16)
-        asked = json.dumps({"pieces": tests.pieces, "mark": mark})
+        pieces = [(piece.expression, True) if isinstance(piece, Equation) else (piece, False) for piece in tests.pieces]
+        asked = json.dumps({"pieces": pieces, "mark": mark})
         ran = self._run(["pieces.py"], code, asked, deadline - time.monotonic())
-        lines = set(ran.stdout.decode(errors="replace").splitlines())
-        return sum(f"{mark} {number}" in lines for number in range(len(tests))), Counter([_end(ran)])
+        told = {}
+        for line in ran.stdout.decode(errors="replace").splitlines():
+            marked, _, rest = line.partition(" ")
+            if marked == mark:
+                number, _, told[number] = rest.partition(" ")
+        passed = [
+            str(number) in told and (not isinstance(piece, Equation) or same_value(told[str(number)], piece.value))
+            for number, piece in enumerate(tests.pieces)
+        ]
+        return sum(passed), Counter([_end(ran)])
 
     def _run(self, argv: list[str], code: str, stdin: str, left: float) -> Ran:
         files = {"answer.py": code.encode(errors="replace"), **HARNESS}
@@ -165,7 +201,7 @@ class CodeInterpreter(Environment):
         return CodeEpisode(self._tool.open(), str(prompt.task["answer"]).strip())
 
     def step(self, episode: CodeEpisode, text: str) -> Outcome:
-        codes = CODE.findall(text[: text.rfind(CODE_ENDS) + len(CODE_ENDS)] if CODE_ENDS in text else "")
+        codes = CODE.findall(text[: text.rfind("</code>") + len("</code>")])  # no search beyond, which would be for each <code>
         if not codes:
             return self._over(episode)
         executed = _execute(episode.session, codes[-1], self._timeout_s)

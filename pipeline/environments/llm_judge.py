@@ -51,7 +51,7 @@ class LLMJudge(Environment):
     0 and 1; what is not between them is no score. timeout_s: for one answer, all tries and pauses together. tries: at most so
     many. workers: requests at once. api_key_env: the environment variable that has the key; none: no key is sent. request: more
     of the request's body, e.g. {temperature: 0}.
-    Raises ValueError for a pattern or a prompt that cannot be used, or if the environment variable is not set.
+    Raises ValueError for a pattern, a prompt or a key that cannot be used; it never says what the key is.
     """
 
     def __init__(
@@ -78,9 +78,7 @@ class LLMJudge(Environment):
             raise ValueError("prompt: has no {response}, where what the policy said goes")
         headers = {}
         if api_key_env is not None:
-            if not (key := os.environ.get(api_key_env)):
-                raise ValueError(f"api_key_env: the environment variable {api_key_env} is not set")
-            headers["Authorization"] = f"Bearer {key}"
+            headers["Authorization"] = f"Bearer {_key(api_key_env)}"
         self._client = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=workers))
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
@@ -161,6 +159,18 @@ def _retry_after(response: httpx.Response) -> float | None:
         return max(0.0, float(response.headers["Retry-After"]))
     except (KeyError, ValueError):  # a date, which nobody sends
         return None
+
+
+def _key(variable: str) -> str:
+    """What a header can hold: httpx repeats one that it cannot send in its error, and errors are logged."""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ValueError(f"api_key_env: the environment variable {variable} is not set")
+    if not all("!" <= character <= "~" for character in key):
+        raise ValueError(
+            f"api_key_env: what the environment variable {variable} holds is no key: not all of it is printable ASCII"
+        )
+    return key
 
 
 def _pattern(text: str) -> re.Pattern[str]:

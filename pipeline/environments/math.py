@@ -38,32 +38,38 @@ class Math(Environment):
         if timeout_s <= 0:
             raise ValueError(f"timeout_s: {timeout_s} must be above 0")
         self.workers, self._timeout_s = workers, timeout_s
-        # The kernel ends a worker with the thread that started it; so one thread starts all, and lives until `close`.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="math")
+        # The kernel ends a worker with the thread that started it; so these threads start all, and live until `close`.
+        self._starters = ThreadPoolExecutor(workers, thread_name_prefix="math")
         self._processes: list[_Worker] = []
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        try:
-            for _ in range(workers):
-                self._start()
-            for worker in self._processes:
-                worker.wait_until_ready()
-        except RuntimeError:
-            self.close()
-            raise
+        self._idle: queue.SimpleQueue[_Worker | Exception] = queue.SimpleQueue()  # in a worker's place, why there is none
+        for _ in range(workers):
+            self._starters.submit(self._start)
+        started = [self._idle.get() for _ in range(workers)]
+        for worker in started:
+            if isinstance(worker, Exception):
+                self.close()
+                raise worker
+            self._idle.put(worker)
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
-        """Raises ValueError if math-verify can read nothing in the expected answer, RuntimeError if no worker can be asked."""
+        """Raises ValueError if math-verify can read nothing in the expected answer, RuntimeError if no worker can be asked.
+
+        A worker that did not answer is replaced; the next step may wait for the new one to be ready, outside of its limit.
+        """
+        question = {"expected": prompt.task["answer"], "text": text}
         try:
             worker = self._idle.get(timeout=START_TIMEOUT_S)
         except queue.Empty:
             raise RuntimeError(f"no math worker was free within {START_TIMEOUT_S:g} s") from None
+        if isinstance(worker, Exception):
+            self._starters.submit(self._start)
+            raise RuntimeError(str(worker)) from worker
         try:
-            worker.wait_until_ready()
-            reply = worker.ask({"expected": prompt.task["answer"], "text": text}, self._timeout_s)
+            reply = worker.ask(question, self._timeout_s)
         except (TimeoutError, EOFError) as error:
             self._replace(worker)
             return Outcome(0.0, _metrics(timeout=isinstance(error, TimeoutError), crash=isinstance(error, EOFError)))
-        except RuntimeError:  # it did not start
+        except BaseException:  # it may be in the midst of the answer
             self._replace(worker)
             raise
         self._idle.put(worker)
@@ -72,19 +78,35 @@ class Math(Environment):
         return Outcome(float(reply["right"]), _metrics(accuracy=reply["right"]))
 
     def close(self) -> None:
-        self._starter.shutdown(wait=True)
-        for worker in self._processes:
-            worker.kill()
+        for worker in tuple(self._processes):
+            worker.process.kill()  # also those that are not ready: nobody waits for them any more
+        self._starters.shutdown(wait=True, cancel_futures=True)
+        for worker in tuple(self._processes):
+            self._end(worker)
 
     def _start(self) -> None:
-        worker = self._starter.submit(_Worker).result()
+        """Ends when the worker is ready: only then can it be asked."""
+        try:
+            worker = _Worker()
+        except OSError as error:
+            self._idle.put(error)
+            return
         self._processes.append(worker)
-        self._idle.put(worker)
+        try:
+            worker.wait_until_ready()
+        except Exception as error:
+            self._end(worker)
+            self._idle.put(error)
+        else:
+            self._idle.put(worker)
 
     def _replace(self, worker: _Worker) -> None:
+        self._end(worker)
+        self._starters.submit(self._start)
+
+    def _end(self, worker: _Worker) -> None:
         worker.kill()
         self._processes.remove(worker)
-        self._start()
 
 
 def _metrics(accuracy: bool = False, timeout: bool = False, crash: bool = False) -> dict[str, float]:
@@ -103,18 +125,14 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": path},
         )
         self._received = b""
-        self._ready = False
 
     def wait_until_ready(self) -> None:
         """Returns once it has imported what it needs. Raises RuntimeError if it does not get there."""
-        if self._ready:
-            return
         try:
             self._receive(START_TIMEOUT_S)
         except (TimeoutError, EOFError) as error:
             self.kill()
             raise RuntimeError(f"the math worker did not start: {error!r}, exit status {self.process.returncode}") from error
-        self._ready = True
 
     def ask(self, question: dict[str, str], timeout_s: float) -> dict[str, object]:
         """One question, one reply. Raises TimeoutError, or EOFError if the worker dies."""
@@ -136,9 +154,10 @@ class _Worker:
 
     def _receive(self, timeout_s: float) -> dict[str, object]:
         deadline = time.monotonic() + timeout_s
+        poll = select.poll()  # select knows no descriptor above 1023
+        poll.register(self.process.stdout, select.POLLIN)
         while b"\n" not in self._received:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"no reply within {timeout_s} s")
             chunk = os.read(self.process.stdout.fileno(), 1 << 16)
             if not chunk:

@@ -41,6 +41,8 @@ LETTERS = {letter: string.ascii_uppercase[i] for alphabet in ALPHABETS for i, le
 WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{|[*_$`{}()\[\]【】《》「」]|\\\(|\\\)")
 BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)?)\}")
 
+NORMALIZED_AT_ONCE = 1024  # characters: of n combining marks in a row it sorts each into its place, in steps of n * n
+
 
 class MultipleChoice(Environment):
     """Reward 1 if the text's letter is that of `prompt.task["answer"]`, else 0. Metrics: `accuracy`; `no_answer`, 1 if it has
@@ -78,7 +80,8 @@ class MultipleChoice(Environment):
 
     def answer(self, text: str) -> str | None:
         """The letter that the text answers with, as a capital of ours."""
-        text = unicodedata.normalize("NFKC", text)  # Ａ is A
+        pieces = range(0, len(text), NORMALIZED_AT_ONCE)
+        text = "".join(unicodedata.normalize("NFKC", text[i : i + NORMALIZED_AT_ONCE]) for i in pieces)  # Ａ is A
         said = self._said.findall(WRAPPING.sub("", text))
         if said := [letter for colon, letter in said if colon or not letter.islower()]:  # "the answer is a bit unclear"
             return self._ours(said[-1])

@@ -51,7 +51,7 @@ class HermesCalls:
             return Call(error=f"a {self.OPEN} without {self.CLOSE}")
         try:
             call = json.loads(written)
-            json.dumps(call, ensure_ascii=False).encode()  # half a surrogate pair ("\\ud800") is no text
+            json.dumps(call, ensure_ascii=False).encode()  # half a surrogate pair ("\ud800") is no text
         except (ValueError, RecursionError) as error:
             return Call(error=f"not JSON: {error}")
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):

@@ -21,7 +21,7 @@ from pipeline.environments.tool_calls import Call, CallFormat
 from pipeline.types import Prompt
 
 OWN_SHARE = 0.9  # of the time left, for a tool that ends itself in time to do so before its thread is left behind
-MAX_LEFT_BEHIND = 64  # threads of calls that have not ended, on one engine
+MAX_LEFT_BEHIND = 64  # threads of calls that have not ended, on one engine; no call begins beside so many
 TYPES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 
 
@@ -56,6 +56,7 @@ class Tools(Environment):
         self._timeout_s, self._limit, self._max_calls = timeout_s, limit, max_calls
         self._judging = threading.BoundedSemaphore(judge.workers)
         self._left_behind: list[threading.Thread] = []
+        self._counting = threading.Lock()
 
     def reset(self, prompt: Prompt) -> ToolEpisode:
         with self._judging:
@@ -95,6 +96,7 @@ class Tools(Environment):
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(self._too_slow())
+        self._check_left_behind()
         if call.name not in episode.sessions:
             episode.sessions[call.name] = tool.open()
         answer: Future[str] = Future()
@@ -106,14 +108,17 @@ class Tools(Environment):
         except TimeoutError as error:
             if not answer.done():
                 del episode.sessions[call.name]  # which may be in the midst of the call still; the next one gets another
-                self._leave_behind(thread)
+                with self._counting:
+                    self._left_behind.append(thread)
             raise TimeoutError(str(error) or self._too_slow()) from None
 
-    def _leave_behind(self, thread: threading.Thread) -> None:
+    def _check_left_behind(self) -> None:
         """Nothing can end a thread. Raises RuntimeError if there are too many, rather than fill the node with them."""
-        self._left_behind = [*(one for one in self._left_behind if one.is_alive()), thread]
-        if len(self._left_behind) > MAX_LEFT_BEHIND:
-            raise RuntimeError(f"{len(self._left_behind)} calls of tools have not ended, the last of {thread.name}")
+        with self._counting:
+            self._left_behind = [one for one in self._left_behind if one.is_alive()]
+            if len(self._left_behind) >= MAX_LEFT_BEHIND:
+                last = self._left_behind[-1].name
+                raise RuntimeError(f"{len(self._left_behind)} calls of tools have not ended, the last of {last}")
 
     def _too_slow(self) -> str:
         return f"the tool did not answer within {self._timeout_s:g} s"

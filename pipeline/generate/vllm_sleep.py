@@ -46,9 +46,8 @@ class Sleep:
         if not current_platform.is_cuda():
             return
         self._engine.wake_up(tags=[{"weights": "weights", "cache": "kv_cache"}[part]])
-        with torch.no_grad():
-            for tensor, copy in self._saved:
-                tensor.copy_(copy)
+        for tensor, copy in self._saved:
+            tensor.data.copy_(copy)  # .data: what was made in inference mode may not be written to outside of it
         self._saved = []
 
 

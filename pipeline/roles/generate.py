@@ -20,6 +20,7 @@ from pipeline.rollout.hearing import Hearing
 from pipeline.rollout.judges import Judges
 from pipeline.rollout.lockstep import VERB, Lockstep
 from pipeline.rollout.work import Finished, RolloutWork, Unfinished
+from pipeline.sandbox import kernel
 from pipeline.world import World
 
 
@@ -47,6 +48,8 @@ class GenerateRole:
         policy = self._recipe.policy
         with self._world.phase("load engine"):
             self._backend = generate.build(policy, len(self._engine), self._engine.index(self._world.rank), self._seed)
+            if self._world.realms.colocated and policy.generation.refit_transport != "broadcast":
+                self._backend.layout()  # vLLM finds it by running loaders, which need the weights' memory; soon they sleep
         if self._leads:
             with self._world.phase("load environments"):
                 self._driver = self._lead(self._backend)
@@ -58,6 +61,7 @@ class GenerateRole:
         observations = None
         if config.section(recipe).max_rollout_turns > 1:
             observations = Observations(tokenizer, policy.tokenizer, recipe.data.apply_chat_template)
+        kernel.raise_open_files()  # an open session of an interpreter has four
         judged_by = environments.build(recipe.env)
         self._judges = Judges(judged_by, {name: env.timeout_s for name, env in recipe.env.items()}, self.news)
         hearing = Hearing(judged_by, tokenizer, observations, policy.generation.vllm_cfg.max_model_len)

@@ -85,7 +85,7 @@ class TrainRole:
 
     @verb("train")
     def load(self, updates: list[Update]) -> None:
-        """Take a step's samples; they stay until the next `load`."""
+        """Take a step's samples; they stay until the next `load` or `offload`."""
         with self._world.phase("pack"):
             self._updates = updates
             self._batches = [_pack(update.samples, update.train, self._policy.device) for update in updates]
@@ -171,6 +171,7 @@ class TrainRole:
     def offload(self, keep_weights: bool) -> None:
         """Give this rank's device to the generate rank that shares it. keep_weights: the policy's stay, for a refit."""
         with self._world.phase("offload"):
+            self._updates, self._batches = [], []  # of the step that has ended
             for name, model in self._models.items():
                 model.offload(keep_weights=keep_weights and name == "policy")
 

@@ -7,6 +7,8 @@ program's output on stdout. It is the reaper of all that its descendants leave b
 When the rank dies it ends everything; when it dies itself, the kernel does.
 
 A program that is talked to has the rank's pipes for stdin and stdout, and no wall time; the end of the guard's stdin ends it.
+Hundreds of them may wait for what a policy says next. One that uses nothing is looked at ever less often, until a byte on the
+guard's stdin says that it is asked something.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pipeline.sandbox.namespaces import Inside, Job
 from pipeline.sandbox.view import SCRATCH, View
 
 TICK_S = 0.02  # between two looks at what it uses
+IDLE_TICK_S = 0.5  # at most, for a program that is talked to, while it uses nothing
 CHUNK = 1 << 16
 
 
@@ -104,7 +107,8 @@ class _Watch:
         self._poll = select.poll()
         for descriptor in (*outputs, inside.reports, *([self._control] if talked_to else [])):
             self._poll.register(descriptor, select.POLLIN)
-        self._cpu_s = 0.0
+        self._used = processes.Usage(0, 0, 0.0)
+        self._tick_s = TICK_S
 
     def until_it_ends(self) -> tuple[int, str]:
         """Its status and what ended it; -SIGKILL if it has to be ended."""
@@ -123,6 +127,8 @@ class _Watch:
                         return -signal.SIGKILL, "closed"
                     if descriptor == self._inside.reports and self._inside.status(self._told) is None:
                         raise SandboxError("it ended without a word of how its program did")
+                elif descriptor == self._control:
+                    look, self._tick_s = time.monotonic(), TICK_S / 2  # it uses nothing yet, which is to make TICK_S of it
             if (status := self._inside.status(self._told)) is not None:
                 return status, self._judge(status)
             if sum(map(len, self._outputs.values())) > self._limits.output_bytes:
@@ -130,12 +136,12 @@ class _Watch:
             if (now := time.monotonic()) >= look:
                 if cause := self._exceeded(now - begun):
                     return -signal.SIGKILL, cause
-                look = now + TICK_S
+                look = now + self._tick_s
 
     def _judge(self, status: int) -> str:
         if status >= 0:
             return "exit"
-        beyond = status == -signal.SIGKILL and self._cpu_s > self._limits.cpu_s - 2 * TICK_S
+        beyond = status == -signal.SIGKILL and self._used.cpu_s > self._limits.cpu_s - 2 * TICK_S
         return "cpu time" if status == -signal.SIGXCPU or beyond else f"signal {-status}"
 
     def _exceeded(self, seconds: float) -> str | None:
@@ -145,7 +151,8 @@ class _Watch:
         if self._control is None and seconds > limits.wall_s:
             return "wall time"
         used = processes.usage(pid)
-        self._cpu_s = used.cpu_s
+        idle = self._control is not None and used == self._used
+        self._used, self._tick_s = used, min(2 * self._tick_s, IDLE_TICK_S) if idle else TICK_S
         if used.processes > limits.processes:
             return "processes"
         if used.memory_bytes > limits.memory_bytes:

@@ -6,11 +6,14 @@ Left out: which way to take (`ways.py`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import queue
 import select
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from dataclasses import asdict, dataclass
@@ -54,7 +57,11 @@ def run(way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, 
 
 
 class Program:
-    """A program in the sandbox that is talked to through its stdin and stdout. It ends with `close`, or when nobody has it."""
+    """A program in the sandbox that is talked to through its stdin and stdout.
+
+    It ends with `close`; or when nobody has it, which may be in any thread, so that this does not wait for its end. The end of
+    this process ends it too: its guard sees that.
+    """
 
     def __init__(self, way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, bytes]) -> None:
         its_stdin, self._to = os.pipe()
@@ -65,7 +72,9 @@ class Program:
             os.close(its_stdin)
             os.close(its_stdout)
         os.set_blocking(self._to, False)
-        self._end = weakref.finalize(self, _end, process, (self._to, self._from))
+        self._process = process
+        self._forgotten = weakref.finalize(self, _end_behind, _endings(), process, (self._to, self._from))
+        self._forgotten.atexit = False
         try:
             process.stdin.write(_asked(way, view, limits, argv, files, b"", [its_stdin, its_stdout]))
             process.stdin.flush()
@@ -75,6 +84,10 @@ class Program:
 
     def send(self, content: bytes, deadline: float) -> None:
         """Raises EOFError if the program is gone, TimeoutError if it has not taken this in by `deadline` (time.monotonic)."""
+        try:
+            os.write(self._process.stdin.fileno(), b"\n")  # the guard is to look at it
+        except BrokenPipeError:
+            raise EOFError("the program is gone") from None
         while content:
             _wait(self._to, select.POLLOUT, deadline)
             try:
@@ -97,7 +110,10 @@ class Program:
 
     def close(self) -> str:
         """Ends it, and waits until nothing of it is left. What ended it: as `Ran.ended_by`, or "closed"."""
-        return self._end() or "closed"
+        if self._forgotten.detach() is None:
+            return "closed"
+        _tell_end(self._process, (self._to, self._from))
+        return _end(self._process)
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
@@ -107,11 +123,36 @@ def _wait(descriptor: int, event: int, deadline: float) -> None:
         raise TimeoutError("it does not answer")
 
 
-def _end(process: subprocess.Popen, descriptors: tuple[int, ...]) -> str:
+@functools.cache
+def _endings() -> queue.SimpleQueue[subprocess.Popen]:
+    """Guards that were told to end. Its thread waits for them, and does nothing else."""
+    endings: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
+
+    def work() -> None:
+        while True:
+            _end(endings.get())
+
+    threading.Thread(target=work, name="sandbox endings", daemon=True).start()
+    return endings
+
+
+def _end_behind(endings: queue.SimpleQueue, process: subprocess.Popen, descriptors: tuple[int, ...]) -> None:
+    """Takes no lock: the collector may call this in the midst of anything."""
+    _tell_end(process, descriptors)
+    endings.put(process)
+
+
+def _tell_end(process: subprocess.Popen, descriptors: tuple[int, ...]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    process.stdin = None  # else `communicate` writes to it
+
+
+def _end(process: subprocess.Popen) -> str:
     try:
-        out, _ = process.communicate(timeout=PATIENCE_S)  # closes its stdin first
+        out, _ = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         out, _ = process.communicate()
@@ -126,7 +167,7 @@ def _start(inherited: tuple[int, ...]) -> subprocess.Popen:
         [sys.executable, "-I", "-S", "-c", MAIN, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if inherited else subprocess.PIPE,  # nobody reads it of one that is talked to
         env={"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"},
         pass_fds=inherited,
         start_new_session=True,  # what a terminal or a batch system tells the ranks is not for it

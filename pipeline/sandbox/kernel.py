@@ -69,6 +69,12 @@ def load_filter(instructions: bytes) -> None:
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(Program(len(instructions) // 8, instructions)))
 
 
+def raise_open_files() -> None:
+    """As many for this process as it may have: the soft limit, often 1024, is one for programs that call select(2)."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def counts_processes_by_namespace() -> bool:
     """Whether RLIMIT_NPROC holds for a user namespace and not for all of a user's processes: since Linux 5.14."""
     major, minor = platform.release().split(".")[:2]

@@ -14,7 +14,8 @@ class SandboxError(RuntimeError):
 class Limits:
     """Of all processes of one program together, unless it says otherwise. Raises ValueError for what is not above 0.
 
-    The kernel holds to the hard bounds; the guard looks every 20 ms and ends a program beyond the others.
+    The kernel holds to the hard bounds; the guard looks every 20 ms and ends a program beyond the others. At one that is talked
+    to and uses nothing it looks less often, down to every half second, until it is asked something or seen at work.
     """
 
     wall_s: float = 10.0  # of a program that is talked to (`Sandbox.start`), for whoever talks to it to keep

@@ -1,5 +1,8 @@
 """The files that a program in the sandbox can see: Python, the system's libraries and programs, a scratch folder.
 
+Of Python's folder only the programs and libraries: conda keeps its settings, which may have passwords in them, and the
+environments of others beside these.
+
 All but the scratch folder is read-only, and all of it stays out of set-user-id's way. What is not named here is not there.
 """
 
@@ -25,6 +28,9 @@ ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
 """All of the program's environment."""
+OF_PYTHON = ("bin", "lib", "lib64")
+SECRET = ("HF_HOME", "HF_TOKEN_PATH", "HETSTEP_RUN_DIR")
+"""Environment variables that say where a token is, and the run's own files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,7 @@ def python() -> str:
 def view(readable: tuple[str, ...] = ()) -> View:
     """`readable`: files and folders to be shown besides.
 
-    Raises SandboxError if one of them is not there, or has the home folder in it.
+    Raises SandboxError if one of them is not there; or if the home folder, or what SECRET names, is in anything that is shown.
     """
     mounted: list[str] = []
     links: list[tuple[str, str]] = []
@@ -52,17 +58,18 @@ def view(readable: tuple[str, ...] = ()) -> View:
             links.append((path, os.readlink(path)))
         elif os.path.exists(path):
             mounted.append(path)
-    for path in (os.path.realpath(sys.base_prefix), *readable):
+    python_at = (f"{os.path.realpath(sys.base_prefix)}/{name}" for name in OF_PYTHON)
+    for path in (*filter(os.path.isdir, python_at), *readable):
         if not os.path.isabs(path) or not os.path.exists(path):
             raise SandboxError(f"sandbox: {path} is to be readable, and is no path of this machine from / on")
         if not any(_is_in(path, other) for other in mounted):
             mounted.append(path)
-    home = os.path.realpath(os.path.expanduser("~"))
-    for path in mounted:
-        if (home != "/" and _is_in(home, os.path.realpath(path))) or path == "/":
-            raise SandboxError(
-                f"sandbox: {path} would be readable, and the home folder {home} is in it; install Python in a folder of its own"
-            )
+    secrets = {"the home folder": "~", **{name: os.environ[name] for name in SECRET if os.environ.get(name)}}
+    for name, secret in secrets.items():
+        place = os.path.realpath(os.path.expanduser(secret))
+        for path in mounted:
+            if _is_in(place, os.path.realpath(path)):
+                raise SandboxError(f"sandbox: {path} would be readable, and {name}, {place}, is in it; move either elsewhere")
     return View(mounted, links)
 
 

@@ -16,7 +16,6 @@ import ctypes
 import ipaddress
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pipeline.sandbox import kernel
 from pipeline.store import proof
 from pipeline.store.table import ANY, EMPTY, TIMED_OUT, Missing, Pop, Reply, Request, Set, Table, Will
 
@@ -241,8 +241,7 @@ def _live_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a rank has three connections
+    kernel.raise_open_files()  # a rank has three connections
 
 
 async def _serve(key: bytes, listener: socket.socket) -> None:

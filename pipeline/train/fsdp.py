@@ -174,7 +174,7 @@ class FSDPBackend:
             states = [value for state in self._optimizer.state.values() for value in state.values()]
             self._offload.out([local(value) for value in states if torch.is_tensor(value)], keep=weights)
         if not keep_weights:
-            self._offload.out(weights)
+            self._offload.out(weights, frozen=not self._use.trained)
 
     def reload(self) -> None:
         self._offload.back()

@@ -86,7 +86,7 @@ def assert_equal(lines, expected, tolerance=1e-4):
 
 
 # The others in little, and with them all their combinations: tests/train/megatron.
-QUICK = ("tp2", "cp2", "ep2")
+QUICK = ("tp2", "cp2")
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.long) for n in LAYOUTS])
@@ -133,6 +133,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, models, conversions, tp2
     assert rerun.metrics() == tp2.metrics()
 
 
+@pytest.mark.long
 def test_resumes_at_another_layout(tmp_path, models, conversions, tp2):
     keys = (*LOCAL, *of(models / "dense"), *SAVED)
     shutil.copytree(tp2.folder, tmp_path / "run", symlinks=True)

@@ -45,6 +45,7 @@ def test_train_ranks_serve_it(on_train_ranks):
     assert len({rollout["reward"] for rollout in rollouts}) == len(rollouts)
 
 
+@pytest.mark.long
 def test_ranks_of_its_own_serve_it_and_may_be_killed(keys, on_train_ranks, tmp_path):
     victim = FIRST_OF_REWARD + 1
     fault = Fault("score", victim, actor=victim, count=2)

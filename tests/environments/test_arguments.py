@@ -72,6 +72,10 @@ def told(*overrides: str) -> list[str]:
             "env.x.kwargs.tools.python.kwargs.memory_bytes: -1 must be above 0",
         ),
         (["kind=llm_judge", "kwargs.model=m"], "env.x.kwargs.url: must be given"),
+        (
+            ["kind=llm_judge", "kwargs.model=m", "kwargs.url=https://u:p@j/v1"],
+            "env.x.kwargs.url: has a user or a password in it",
+        ),
         (["kind=llm_judge", "kwargs.model=m", "kwargs.url=judge"], "env.x.kwargs.url: 'judge' is no http(s) address"),
         (
             ["kind=llm_judge", "kwargs.model=m", "kwargs.url=http://j/v1/chat/completions"],

@@ -1,6 +1,7 @@
 """Against a real HTTP server on this machine, which replies as a test tells it to."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -196,6 +197,25 @@ def test_the_key_is_in_the_environment_or_it_is_said(judge: Callable[..., LLMJud
         ValueError, match=r"env\.judge \(kind llm_judge\): api_key_env: the environment variable NO_SUCH_KEY is not set"
     ):
         judge(api_key_env="NO_SUCH_KEY")
+
+
+@pytest.mark.parametrize("key", ["sk-no\nsuch", "sk-nö", "sk no", "sk-\x00"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_repeated(
+    key: str, judge: Callable[..., LLMJudge], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(llm_judge.os, "environ", {**os.environ, "JUDGE_KEY": key})
+    with pytest.raises(ValueError, match="JUDGE_KEY holds is no key") as error:
+        judge(api_key_env="JUDGE_KEY")
+    assert "sk" not in str(error.value)
+
+
+def test_a_key_from_a_file_may_end_with_a_new_line(
+    endpoint: Endpoint, judge: Callable[..., LLMJudge], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JUDGE_KEY", "sesame\n")
+    endpoint.replies = [says("Score: 10")]
+    assert judge(api_key_env="JUDGE_KEY").step(PROMPT, "4").reward == 1.0
+    assert endpoint.requests[0][0]["Authorization"] == "Bearer sesame"
 
 
 def test_nobody_listens(judge: Callable[..., LLMJudge]):

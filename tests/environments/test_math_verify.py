@@ -1,6 +1,9 @@
 """The worker is real: real math-verify, real processes, an expression that sympy does not finish."""
 
+import contextlib
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.environments.math import Math
+from pipeline.environments.math import Math, _Worker
 from pipeline.types import Prompt
 
 NEVER_ENDS = "\\boxed{\\sum_{k=1}^{10^9} \\sin(k)^k}"
@@ -101,6 +104,54 @@ def test_several_threads_share_workers_of_which_one_hangs_and_one_dies():
     assert all(worker.process.poll() is None for worker in environment._processes)
     environment.close()
     assert all(worker.process.poll() is not None for worker in environment._processes)
+
+
+def test_any_other_error_of_a_step_costs_its_answer_alone(monkeypatch: pytest.MonkeyPatch):
+    """Twice: neither step waits for a worker that was lost."""
+    environment = Math(timeout_s=30.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.environments.math._Worker.ask", lambda *_: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                step(environment, "7", "7")
+    assert step(environment, "7", "7")[0] == 1.0
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        environment._processes[0].process.kill()
+        assert step(environment, "7", "7")[1]["crash"] == 1.0
+        with pytest.raises(RuntimeError, match=r"did not start.*exit status 1"):
+            step(environment, "7", "7")
+    with contextlib.suppress(RuntimeError):  # of one that was started before
+        step(environment, "7", "7")
+    assert step(environment, "7", "7")[0] == 1.0
+    environment.close()
+
+
+def test_a_worker_is_asked_only_when_it_is_ready(monkeypatch: pytest.MonkeyPatch):
+    """Else its imports count as the time of an answer."""
+    environment = Math(timeout_s=30.0)
+    ready, wait = threading.Event(), _Worker.wait_until_ready
+    monkeypatch.setattr(_Worker, "wait_until_ready", lambda worker: ready.wait(60) and wait(worker))
+    environment._processes[0].process.kill()
+    assert step(environment, "7", "7")[1]["crash"] == 1.0
+    assert environment._idle.empty()
+    ready.set()
+    assert step(environment, "7", "7")[0] == 1.0
+    environment.close()
+
+
+def test_descriptors_beyond_what_select_knows(math: Math):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    (worker,) = math._processes
+    pipe = worker.process.stdout
+    try:
+        worker.process.stdout = os.fdopen(fcntl.fcntl(pipe, fcntl.F_DUPFD_CLOEXEC, 1500), "rb")
+        assert step(math, "7", "7")[0] == 1.0
+        worker.process.stdout.close()
+    finally:
+        worker.process.stdout = pipe
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_worker_imports_no_torch(math: Math):

@@ -132,9 +132,12 @@ def test_tools_that_hang_for_ever_end_as_an_error(monkeypatch: pytest.MonkeyPatc
     tools = environment(timeout_s=0.05)
     for _ in range(2):
         told(tools, call("trouble", way="hang"))
-    with pytest.raises(RuntimeError, match="3 calls of tools have not ended, the last of tool trouble"):
-        told(tools, call("trouble", way="hang"))
-    tools._tools["trouble"].release.set()
+    trouble = tools._tools["trouble"]
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="2 calls of tools have not ended, the last of tool trouble"):
+            told(tools, call("trouble", way="hang"))
+    assert trouble.opened == 2 and len([one for one in threading.enumerate() if one.name == "tool trouble"]) == 2
+    trouble.release.set()
     for thread in tools._left_behind:
         thread.join()
     assert told(tools, call("trouble", way="hang"))[0] == "fine"

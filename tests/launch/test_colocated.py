@@ -57,6 +57,16 @@ def test_a_reward_model_has_no_ranks_of_its_own(load, tmp_path):
         load(SHARE, judge)
 
 
+def test_a_reward_model_makes_room_for_the_engine(load, tmp_path):
+    judge = f"env={{judge: {{kind: reward_model, model_name: {tmp_path}/model, cpu_offload: false}}, math: {{kind: math}}}}"
+    load(judge)
+    with pytest.raises(
+        RecipeError, match=r"env\.judge\.cpu_offload: false .* true, or policy\.generation\.colocated\.enabled="
+    ):
+        load(SHARE, judge)
+    load(SHARE, judge, "env.judge.cpu_offload=true")
+
+
 def test_it_says_nothing_of_a_run_that_does_not_sample(load):
     assert list(components(load(SHARE, "algorithm=sft"))) == ["train"]
     assert not config.colocated(load(SHARE, "algorithm=sft"))
@@ -86,7 +96,7 @@ def test_one_allocation_and_two_steps_that_overlap(load, tmp_path):
     assert dict(header) == {
         "nodes": "2",
         "ntasks-per-node": "2",
-        "cpus-per-task": "4",
+        "cpus-per-task": "3",
         "gpus-per-node": "2",
         "partition": "gpus",
     }
@@ -102,11 +112,24 @@ def test_one_allocation_and_two_steps_that_overlap(load, tmp_path):
 def test_what_is_asked_of_slurm_is_asked_once(load):
     recipe = load(SHARE, *TWO_NODES)
     (request,) = requests(recipe)
-    assert (request.key, request.nodes, request.ranks_per_node, request.cpus, request.gpus) == ("cluster.train", 2, 2, 8, 2)
+    assert (request.key, request.nodes, request.ranks_per_node, request.cpus, request.gpus) == ("cluster.train", 2, 2, 6, 2)
     assert allocated.command(recipe).count("--nodes") == 1
     assert list(hosts(components(load()))) == ["train", "generate"]
     bare = hosts(components(load(SHARE)))["train"]
     assert bare == dataclasses.replace(load(SHARE).cluster.train, ranks_per_node=1) and bare.cpus_per_task is None
+
+
+@pytest.mark.parametrize(
+    ("train", "generate", "expected"),  # (ranks of a node, CPUs of a rank)
+    [((8, 4), (1, 32), (8, 4)), ((8, 3), (1, 32), (8, 4)), ((1, 32), (8, 5), (8, 5)), ((3, None), (2, 2), (3, 2))],
+)
+def test_the_cpus_of_a_node_are_those_of_the_larger_need(train, generate, expected):
+    parts = {
+        name: kind(ranks_per_node=count, cpus_per_task=cpus)
+        for name, kind, (count, cpus) in (("train", config.ComponentConfig, train), ("generate", Guest, generate))
+    }
+    host = hosts(parts)["train"]
+    assert (host.ranks_per_node, host.cpus_per_task) == expected
 
 
 def test_inside_an_allocation(load, monkeypatch):

@@ -187,6 +187,14 @@ def test_several_turns_are_told_one_by_one_and_many_without_the_middle_ones(tmp_
     assert dict(many["facts"]) == {"finish": "stop", "tokens": 2, "turns": 40, "dataset": "tools", "failure": "it hung"}
 
 
+@pytest.mark.parametrize(("shared", "gpus"), [(True, 16), (False, 24)])
+def test_gpus_that_ranks_share_are_counted_once(shared, gpus, tmp_path):
+    asked = ["cluster.train.nodes=2", "cluster.train.gpus_per_node=8", f"policy.generation.colocated.enabled={shared}"]
+    asked += [] if shared else ["cluster.generate.gpus_per_node=8"]
+    batch = ["policy.train_global_batch_size=16", "grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4"]
+    assert PastRun.at(past_runs.folder(tmp_path / "run", "tiny_grpo", *asked, *batch)).gpus == gpus
+
+
 def test_labels_tell_folders_of_one_name_apart():
     assert report.labels([Path("/a/x"), Path("/b/x"), Path("/b/y")]) == ["a/x", "b/x", "b/y"]
     assert report.labels([Path("/a/x"), Path("/a/y")]) == ["x", "y"]

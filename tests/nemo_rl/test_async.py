@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.nemo_rl.test_translation import problem, read
+from tests.nemo_rl.test_translation import inspect, problem, read
 
 ON = (
     "grpo.async_grpo.enabled=true",
@@ -41,6 +41,12 @@ def test_what_they_do_not_say_is_their_default() -> None:
 def test_a_section_that_is_off_says_nothing(off: tuple[str, ...]) -> None:
     ours = read("grpo", *off).grpo.async_grpo
     assert not ours.enabled and (ours.max_trajectory_age_steps, ours.max_generation_failures) == (1, 10)
+
+
+@pytest.mark.parametrize("section", [ON, ()])
+def test_failures_are_counted_otherwise(section: tuple[str, ...]) -> None:
+    notes = inspect("grpo", *section).notes
+    assert any(note.startswith("grpo.async_grpo.max_generation_failures: counts groups") for note in notes) is bool(section)
 
 
 def test_a_key_of_it_that_we_do_not_know_is_told() -> None:

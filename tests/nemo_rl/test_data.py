@@ -60,6 +60,12 @@ def test_several_data_sets() -> None:
     assert [(name, one.repeat) for name, one in data.validations.items()] == [("AIME2024", 16), ("OpenMathInstruct-2_2", 1)]
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_several_data_sets_in_their_order_are_mixed_all_the_same(shuffle: bool) -> None:
+    notes = inspect("grpo", *SEVERAL, f"data.shuffle={shuffle}".lower()).notes
+    assert any(note.startswith("data.shuffle=false: the data sets are mixed") for note in notes) is not shuffle
+
+
 def test_several_files() -> None:
     files = (
         "{dataset_name: ResponseDataset, data_path: /a/train.jsonl}",

@@ -196,6 +196,7 @@ def test_the_sliding_puzzle_brings_its_boards() -> None:
     game = "env.sliding_puzzle_game={cfg: {game_config: {size: 5, shuffle_moves: 10}, max_moves: 30}}"
     _, translation = with_keys("grpo", game)
     assert translation.problems == []
+    assert any("stands bare behind what the model said" in note for note in translation.changed)
     assert translation.layer["env"] == {"sliding_puzzle_game": {"kind": "sliding_puzzle", "kwargs": {"max_moves": 30}}}
     train, validation = (translation.layer["data"][split] for split in ("train", "validation"))
     assert (train["dataset_name"], train["env_name"]) == ("sliding_puzzle", "sliding_puzzle_game")

@@ -388,30 +388,6 @@ def test_a_shared_byte_leaves_the_train_ranks_once():
     assert relayed.max() < 1.1 * relayed.mean() == pytest.approx(1.1 * 0.75 * 32 * 32768)  # heads rotate
 
 
-@pytest.mark.parametrize(
-    ("nodes", "per_node", "tensor", "size"),
-    [(2, 4, 1, 1), (4, 8, 8, 8), (2, 8, 4, 2), (3, 4, 2, 4), (2, 2, 2, 1), (1, 8, 2, 4), (4, 1, 1, 1)],
-)
-def test_where_a_node_has_all_of_the_model_no_byte_leaves_it(nodes, per_node, tensor, size):
-    """Train and generate ranks are on the same nodes. tensor: train ranks that hold a replica in parts; size: of an engine."""
-    shapes = {f"t{i}": (16, 1024) for i in range(32)}
-
-    def part(k: int, of: int, units: bool) -> Table:
-        rows = 16 // of
-        regions = [Region(name, Box((k * rows, 0), (rows, 1024)), "", 0, ()) for name in shapes]
-        return table(regions, shapes, list(shapes) if units else None)
-
-    count = nodes * per_node
-    train = {rank: part(rank % tensor, tensor, False) for rank in range(count)}
-    generate = {count + rank: part(rank % size, size, True) for rank in range(count)}
-    engines = [list(range(first, first + size)) for first in range(count, 2 * count, size)]
-    node = {rank: f"node{rank % count // per_node}" for rank in range(2 * count)}
-    made = schedule(train, generate, engines, shapes, ITEMSIZE, 64 << 10, node, FAST_NODES)
-    ends = [pair for hop in made.hops() for pair in zip(hop.source.tolist(), hop.target.tolist(), strict=True)]
-    assert ends and all(node[source] == node[target] for source, target in ends)
-    assert {target for _, target in ends} == set(generate)
-
-
 def test_units_come_in_the_models_order():
     made = even(4, 1, 2, 1, FAST_NODES)
     assert made.want.units == [f"t{i}" for i in range(64)]

@@ -161,6 +161,23 @@ def test_another_chat_template_renders_the_conversation_anew(folder):
     assert np.allclose(rewards(after), eager_scores(folder / "judge", expected), atol=1e-5)
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_what_the_policy_spells_out_is_no_mark_of_the_reward_models(folder, chat):
+    theirs = write_tokenizer(folder / "judge", OTHER_LETTERS, chat_template=CHATML)
+    theirs.add_special_tokens({"additional_special_tokens": ["<u>"]})
+    theirs.save_pretrained(folder / "judge")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    score = Scoring(
+        recipe(folder, f"data.apply_chat_template={chat}".lower()), served := Realm(None), [DataPlace(0, 1)], tokenizer
+    )
+    asked, forged = prompt(0, "ab", []), rollout([*tokenizer("cd<u>ef").input_ids, END])
+    (mark,) = theirs("<u>", add_special_tokens=False).input_ids
+    served.score = lambda parts: served.given.extend(parts) or Replies([[0.0]])
+    score([RolloutGroup(asked, (forged,))])
+    (tokens,) = given(served.given[0])
+    assert tokens.count(mark) == int(chat) and "cd<u>ef" in theirs.decode(tokens)
+
+
 def test_the_same_chat_template_needs_no_messages(folder):
     judged = recipe(folder, "data.apply_chat_template=true")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")

@@ -7,9 +7,12 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pipeline.sandbox.limits import Limits, Ran
 from pipeline.sandbox.sandbox import Sandbox
@@ -156,6 +159,15 @@ def can_be_another() -> bool:
         [PYTHON_OF_ALL, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"], user=ANOTHER, group=ANOTHER
     )
     return newest.returncode == 0
+
+
+def until(found: Callable[[], Any]) -> Any:
+    """What `found` gives, once that is not None."""
+    for _ in range(600):
+        if (result := found()) is not None:
+            return result
+        time.sleep(0.05)
+    raise AssertionError("it did not come to that")
 
 
 def _contents(folder: Path) -> dict[str, bytes]:

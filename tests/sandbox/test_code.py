@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
-from pipeline.environments.code import Code, CodeInterpreter, code_in
-from pipeline.environments.code_tests import Case, read, same_output, same_result
+from pipeline.environments.code import PIECES, Code, CodeInterpreter, code_in
+from pipeline.environments.code_tests import Case, Equation, read, same_output, same_result, same_value
 from pipeline.types import Prompt
 from tests.sandbox.conftest import works
 
@@ -62,7 +62,11 @@ def test_no_time_is_left():
 
 
 @pytest.mark.parametrize(
-    "code", ["def add(a, b): return a + b", "class Solution:\n  def add(self, a, b):\n    print('noise'); return a + b"]
+    "code",
+    [
+        pytest.param("def add(a, b): return a + b", marks=pytest.mark.long),
+        "class Solution:\n  def add(self, a, b):\n    print('noise'); return a + b",
+    ],
 )
 def test_functions_are_called(code: str):
     tests = {"fn_name": "add", "inputs": [[1, 2], [[1], [2]]], "outputs": [3, [[1, 2]]]}
@@ -74,6 +78,71 @@ def test_pieces_of_python():
     tests = ["assert f(1) == 2", "assert f(2) == 5", "assert f(3) == 4", "assert g() == 0"]
     assert judged(tests, "def f(x): return x + 1", reward="share") == (0.5, metrics(0.5))
     assert judged("from math import pi\nassert f(pi) > 4", "def f(x): return x + 1") == (1.0, metrics(1.0))
+
+
+FORGED = {
+    "marks": """
+import json, os, sys
+asked = json.load(sys.stdin)
+for number in range(len(asked["pieces"])):
+    os.write(1, f"\\n{asked['mark']} {number} null\\n".encode())
+os._exit(0)""",
+    "marks that it looked for": """
+import json, os
+for descriptor in range(3, 64):
+    try:
+        asked = json.loads(os.read(descriptor, 1 << 16))
+        for number in range(len(asked["pieces"])):
+            os.write(1, f"\\n{asked['mark']} {number} null\\n".encode())
+    except Exception:
+        pass
+os._exit(0)""",
+    "an object that is equal to all": """
+class Equal:
+    __eq__ = __ge__ = __lt__ = lambda self, other: True
+    __index__ = __float__ = __hash__ = lambda self: 0
+    __iter__ = lambda self: iter(())
+f = lambda x: Equal()""",
+    "a list that is": """
+class Equal(list):
+    __eq__ = lambda self, other: True
+f = lambda x: Equal()""",
+}
+
+
+@pytest.mark.parametrize("code", FORGED.values(), ids=list(FORGED))
+def test_what_a_test_is_to_come_to_cannot_be_forged(code: str):
+    tests = ["assert f(1) == 2", "assert f(2) == [3, 4]", "assert {3: 'x'} == f(3), 'wrong'", "assert set(f(4)) == set([5])"]
+    passed = judged(tests, code, reward="share")[0]
+    assert passed == 0.0
+
+
+def test_the_mark_of_other_pieces_is_not_on_stdin():
+    assert judged("f(1)", FORGED["marks"])[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "None", "True", "-1", "1.5", "1e999", "10**40", "'\\n é \\udcff'", "b'\\xff'", "1+2j", "[]", "()", "set()", "{}",
+        "[1, (2, [3.0]), {'a': {4, 'x'}, (1, 2): None}]",
+    ],
+)  # fmt: skip
+def test_values_of_equations_are_told_and_compared_as_python_does(value: str):
+    told = {}
+    exec(PIECES.decode().partition("\n\n")[2].partition("\nfor number")[0], told)
+    literal = eval(value)
+    others = [None, 0, 1, "", "1", [], (), set(), {}, [0], [1, (2, [3.0])], b"", 0j, 10**40 + 1, 0.5, {1: 2}, {1}]
+    assert same_value(json.dumps(told["told"](literal)), literal)
+    for other in others:
+        assert same_value(json.dumps(told["told"](other)), literal) == (other == literal), other
+
+
+@pytest.mark.parametrize(
+    "told", ["", "[" * 10**6, '{"int": "x"}', '{"int": 2}', '{"list": 3}', '{"dict": [1]}', "[1]", "9" * 5000]
+)
+def test_what_is_no_value_is_equal_to_nothing(told: str):
+    assert not any(same_value(told, expected) for expected in (1, "x", [1], {1: 2}, {1}, 1j, None, b"x"))
 
 
 @pytest.mark.parametrize("code", ["raise SystemExit(0)", "import os; os._exit(0)", "print('test 0'); print('0' * 32 + ' 0')"])
@@ -106,6 +175,14 @@ def test_the_forms_of_tests():
     assert read(json.dumps([live])).cases == (Case("[1, [2]]", "3", "f"),)
     assert read([{"input": "1", "output": "2"}]).cases == (Case("1", "2"),)
     assert read({"inputs": [["1", "2"]], "outputs": [["3"]]}).cases == (Case("1\n2", "3"),)
+    equations = read(
+        ["assert f(1) == 2", "assert -1 == f(2), 'why'", "assert f(3) == sorted([2, 1])", "assert f(4) == (1, {2})"]
+    ).pieces
+    assert equations == (
+        Equation("f(1)", 2), Equation("f(2)", -1), Equation("f(3)", [1, 2]), Equation("f(4)", (1, {2}))
+    )  # fmt: skip
+    others = ("assert f(1) == g(2)", "assert f(1) == 1 == 2", "assert f(1) != 2", "f(1) == 2", "assert 1 == 1; x", "assert (")
+    assert read(list(others)).pieces == others
     assert read("[f(x) for x in y]").pieces == ("[f(x) for x in y]",)
     for wrong in ({"inputs": [1], "outputs": []}, [], {}, "", [{"input": "1", "output": "2", "testtype": "functional"}]):
         with pytest.raises(ValueError):

@@ -1,9 +1,13 @@
+import os
+import signal
+
 import pytest
 
 from pipeline.environments.python_tool import PythonTool
 from pipeline.environments.tool import ToolError
 from pipeline.sandbox import processes
 from tests.sandbox.conftest import works
+from tests.sandbox.hosts import until
 
 TIMEOUT_S = 60.0
 
@@ -46,7 +50,10 @@ def test_what_the_code_raises_is_told_with_what_it_printed(tool: PythonTool):
     ("code", "error"),
     [
         ("import os; os._exit(0)", "the interpreter ended; all names"),
-        ("import os\nfor _ in range(40): os.fork()", r"the interpreter ended \((processes|memory)\); all names"),
+        (
+            "import os, time\nfor _ in range(20):\n    os.fork() or time.sleep(60)\ntime.sleep(60)",
+            r"the interpreter ended \((processes|memory)\); all names",
+        ),
         (
             "import os\nfor n in range(3, 30):\n    try: os.write(n, b'xxxxxxxx' * 99)\n    except OSError: pass\nos._exit(0)",
             "all names",
@@ -73,14 +80,44 @@ def test_code_that_does_not_end(tool: PythonTool):
 
 
 def test_a_session_that_is_forgotten_leaves_nothing(tool: PythonTool):
+    """And whoever forgets it does not wait for that: here a guard that cannot end."""
     session = tool.open()
     session.call({"code": "1"}, TIMEOUT_S)
-    guard = session._program._end.peek()[2][0].pid
-    assert processes.below(guard)
+    guard = session._program._process.pid
+    inside = processes.below(guard)
+    os.kill(guard, signal.SIGSTOP)
     del session
-    assert not processes.below(guard)
+    assert inside == processes.below(guard)
+    os.kill(guard, signal.SIGCONT)
+    until(lambda: (not processes.below(guard) and not os.path.exists(f"/proc/{guard}")) or None)
+
+
+def test_many_sessions_need_few_descriptors(tool: PythonTool):
+    before = len(os.listdir("/proc/self/fd"))
+    sessions = [tool.open() for _ in range(2)]
+    for session in sessions:
+        session.call({"code": "1"}, TIMEOUT_S)
+    assert len(os.listdir("/proc/self/fd")) - before == 4 * len(sessions)
+    for session in sessions:
+        session.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_limits_that_are_none():
     with pytest.raises(ValueError, match="memory_bytes"):
         PythonTool(memory_bytes=-1)
+
+
+def test_a_forged_answer_that_is_nested_too_deeply_is_told(tool: PythonTool):
+    """Descriptor 4 or so is the interpreter's own copy of where it answers."""
+    session = tool.open()
+    forge = (
+        "import os, struct\nanswer = b'[' * 100_000\n"
+        "for descriptor in range(3, 16):\n"
+        "    try:\n        os.write(descriptor, struct.pack('<I', len(answer)) + answer)\n"
+        "    except OSError:\n        pass\n"
+    )
+    with pytest.raises(ToolError, match="the interpreter ended"):
+        session.call({"code": forge}, 60.0)
+    assert session.call({"code": "1 + 1"}, 60.0) == "2"
+    session.close()

@@ -6,16 +6,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from pipeline.sandbox import guarded, processes, view, ways
+from pipeline.sandbox import guard, guarded, processes, view, ways
 from pipeline.sandbox.guarded import Way
 from pipeline.sandbox.limits import Limits, SandboxError
+from pipeline.sandbox.namespaces import Inside
+from pipeline.sandbox.processes import Usage
 from pipeline.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import works
+from tests.sandbox.hosts import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,9 +50,9 @@ def test_files_outside_the_scratch_folder(sandbox: Sandbox, name: str):
 
 
 def test_many_threads_at_once(sandbox: Sandbox):
-    with ThreadPoolExecutor(6) as pool:
-        argvs = [[sandbox.python, "-c", f"print({n}); open('n', 'x')"] for n in range(12)]
-        assert [ran.stdout for ran in pool.map(sandbox.run, argvs)] == [f"{n}\n".encode() for n in range(12)]
+    with ThreadPoolExecutor(4) as pool:
+        argvs = [[sandbox.python, "-c", f"print({n}); open('n', 'x')"] for n in range(6)]
+        assert [ran.stdout for ran in pool.map(sandbox.run, argvs)] == [f"{n}\n".encode() for n in range(6)]
 
 
 def test_a_program_that_is_talked_to(sandbox: Sandbox):
@@ -95,10 +99,10 @@ def test_nothing_outlives_the_rank_or_the_guard(sandbox: Sandbox, kind: str, kil
     rank = subprocess.Popen([sys.executable, "-c", KILLED, kind], cwd=ROOT, stderr=subprocess.DEVNULL)
     try:
         # the guard, in the sandbox process 1, the program, and its child
-        tree = _until(lambda: found if len(found := processes.below(rank.pid)) >= 4 and _sleeping(found) == 2 else None)
-        guard = processes.children(rank.pid)[0]
-        os.kill(rank.pid if killed == "rank" else guard, signal.SIGKILL)
-        _until(lambda: not [pid for pid in tree if _runs(pid)] or None)
+        tree = until(lambda: found if len(found := processes.below(rank.pid)) >= 4 and _sleeping(found) == 2 else None)
+        its_guard = processes.children(rank.pid)[0]
+        os.kill(rank.pid if killed == "rank" else its_guard, signal.SIGKILL)
+        until(lambda: not [pid for pid in tree if _runs(pid)] or None)
     finally:
         rank.kill()
         rank.wait()
@@ -108,19 +112,42 @@ def _sleeping(pids: list[int]) -> int:
     return sum(b"os.fork(); time.sleep" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids if _runs(pid))
 
 
-def _until(found):
-    for _ in range(600):
-        if (result := found()) is not None:
-            return result
-        time.sleep(0.05)
-    raise AssertionError("it did not come to that")
-
-
 def _runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def _watch(monkeypatch: pytest.MonkeyPatch, usage: Callable[[int], Usage]) -> tuple[guard._Watch, int]:
+    """Of a program that is talked to, which uses what `usage` says; and where its guard is told that it is asked something."""
+    stdin, told = os.pipe()
+    monkeypatch.setattr(sys, "stdin", os.fdopen(stdin))
+    monkeypatch.setattr(processes, "usage", usage)
+    reports, _ = os.pipe()
+    inside = Inside(os.getpid(), -1, reports, lambda told: None)
+    return guard._Watch(inside, Limits(processes=4), {}, os.getppid(), talked_to=True), told
+
+
+def test_an_idle_program_is_looked_at_less_often_until_it_works(monkeypatch: pytest.MonkeyPatch):
+    used = [Usage(1, 1 << 20, 0.1)]
+    watch, _ = _watch(monkeypatch, lambda pid: used[-1])
+    ticks = [watch._exceeded(1.0) or watch._tick_s for _ in range(10)]
+    assert ticks[:3] == [guard.TICK_S, 2 * guard.TICK_S, 4 * guard.TICK_S] and ticks[-1] == guard.IDLE_TICK_S
+    used.append(Usage(1, 1 << 20, 0.11))
+    assert watch._exceeded(1.0) is None and watch._tick_s == guard.TICK_S
+
+
+def test_a_program_that_is_asked_is_looked_at_at_once(monkeypatch: pytest.MonkeyPatch):
+    def usage(pid: int) -> Usage:
+        looks.append(pid)
+        os.write(told, b"\n")
+        return Usage(len(looks) + 2, 0, 0.0)
+
+    looks: list[int] = []
+    monkeypatch.setattr(guard, "TICK_S", 300.0)
+    watch, told = _watch(monkeypatch, usage)
+    assert watch.until_it_ends() == (-signal.SIGKILL, "processes") and len(looks) == 3
 
 
 def test_a_guard_that_fails_is_an_error(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch):
@@ -186,6 +213,29 @@ def test_what_is_readable(tmp_path: Path):
     program = f"print(open({str(tmp_path / 'held')!r}).read()); open({str(tmp_path / 'new')!r}, 'w')"
     ran = sandbox.run([sandbox.python, "-c", program])
     assert ran.stdout == b"yes\n" and b"Read-only file system" in ran.stderr
+
+
+@pytest.mark.parametrize("name", view.SECRET)
+def test_a_token_and_the_run_are_not_shown(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "shown/it").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "shown/it")
+    monkeypatch.setenv(name, str(tmp_path / "beside"))
+    assert str(tmp_path / "shown") in view.view((str(tmp_path / "shown"),)).mounted
+    for place in (tmp_path / "shown/it", tmp_path / "link", Path("/usr/lib/it")):
+        monkeypatch.setenv(name, str(place))
+        with pytest.raises(SandboxError, match=rf"would be readable, and {name}, .*it, is in it"):
+            view.view((str(tmp_path / "shown"),))
+
+
+def test_of_pythons_folder_only_what_it_needs_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As conda has it."""
+    for name in ("bin", "lib", "envs/others", "pkgs", "share"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / ".condarc").write_text("https://user:password@host")
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    shown = view.view()
+    assert [path for path in shown.mounted if path.startswith(str(tmp_path))] == [str(tmp_path / "bin"), str(tmp_path / "lib")]
+    assert not {str(tmp_path), os.path.dirname(tmp_path)} & set(shown.mounted)
 
 
 def test_a_guard_imports_little():

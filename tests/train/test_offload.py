@@ -1,5 +1,7 @@
 """The FSDP2 backend gives its memory back and takes it again: plain, sharded in two precisions, with adapters, on two ranks."""
 
+import ctypes
+import gc
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from pipeline.config import LoRAConfig
 from pipeline.train.base import Use
 from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.offload import Offload, host_memory
 from pipeline.train.shards import local
 from tests.train import cases, offloads, ranks
 from tests.train.ranks import Layout
@@ -67,3 +70,75 @@ def test_a_frozen_model(models):
     assert not any(parameter.untyped_storage().nbytes() for parameter in frozen._model.parameters())
     frozen.reload()
     assert torch.equal(frozen.forward(batches)[0].logprobs, before)
+
+
+@pytest.mark.usefixtures("realm")
+def test_a_frozen_model_is_copied_once(models):
+    frozen = ranks.backend(cases.policy(models / "qwen3"), use=Use(trained=False))
+    weights = {name: frozen.local(name).clone() for name in {region.tensor for region in frozen.layout()}}
+    for _ in range(2):
+        frozen.offload()
+        frozen.reload()
+        assert all(torch.equal(frozen.local(name), tensor) for name, tensor in weights.items())
+        for name in weights:
+            frozen.local(name).zero_()  # would be copied, if anything was
+
+
+def test_copies_follow_their_tensors():
+    """Their size, and their end; nobody is given what another one left at the same address."""
+    offload, tensor = Offload(torch.device("cpu")), torch.arange(10)
+    offload.out([tensor], frozen=True)
+    offload.back()
+    tensor.resize_(20).copy_(torch.arange(20))
+    offload.out([tensor], frozen=True)
+    assert [len(copy) for copy in offload._copies.values()] == [160]
+    offload.back()
+    assert tensor.tolist() == list(range(20))
+    for i in range(50):
+        tensor = torch.full((20,), i)
+        offload.out([tensor], frozen=True)
+        offload.back()
+        assert tensor.tolist() == [i] * 20 and len(offload._copies) == 1
+
+
+class CUDA:
+    """Stands for its runtime."""
+
+    def __init__(self):
+        self.locked: dict[int, int] = {}
+        self.first: list[int] = []  # byte, of memory when it was unlocked
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.first.append(ctypes.string_at(address, 1)[0])
+        del self.locked[address]
+
+
+def test_page_locked_memory_is_as_large_as_what_it_holds_and_is_given_back(monkeypatch):
+    cuda, checked = CUDA(), []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "check_error", checked.append)
+    held = [host_memory(size, True) for size in (1, 4097, (1 << 20) + 1)]
+    assert {memory.data_ptr(): memory.numel() for memory in held} == cuda.locked and checked == [0] * 3
+    assert all(address % 4096 == 0 for address in cuda.locked)
+    for memory in held:
+        memory.fill_(7)
+    del held, memory
+    gc.collect()
+    assert not cuda.locked and cuda.first == [7] * 3  # while it was still there
+    host_memory(10, False)
+    assert len(checked) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="locks memory for a GPU")
+def test_page_locked_memory_on_a_gpu():
+    offload, tensor = Offload(torch.device("cuda", 0)), torch.arange(100_001, device="cuda")
+    for _ in range(2):
+        offload.out([tensor])
+        assert tensor.untyped_storage().nbytes() == 0 and all(copy.is_pinned() for copy in offload._copies.values())
+        offload.back()
+        assert torch.equal(tensor.cpu(), torch.arange(100_001))

@@ -28,7 +28,9 @@ def test_one_rank(models):
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(2, 1), pytest.param(Layout(1, 2), marks=pytest.mark.long), Layout(2, 2)], ids=["dp2", "tp2", "dp2tp2"]
+    "layout",
+    [Layout(2, 1), pytest.param(Layout(1, 2), marks=pytest.mark.long), pytest.param(Layout(2, 2), marks=pytest.mark.long)],
+    ids=["dp2", "tp2", "dp2tp2"],
 )
 def test_several_ranks(layout, models, tmp_path):
     """Their checkpoint of a value model leaves as what transformers scores with as they did."""

@@ -236,6 +236,10 @@ def _async(ledger: Ledger) -> None:
     for name, value in ASYNC_DEFAULTS.items():
         if not ledger.has(f"{section}.{name}"):
             ledger.put(f"{section}.{name}", value, section)
+    ledger.change(
+        f"{section}.max_generation_failures",
+        "counts groups in a row all of whose episodes failed; there batches in a row in which anything failed",
+    )
     if ledger.get(f"{section}.in_flight_weight_updates") is not True:
         ledger.take(f"{section}.{recompute}")
 

@@ -207,7 +207,7 @@ class MegatronBackend:
             self._offload.drop(buffer.grad_data for buffer in [*self._model.buffers, *self._model.expert_parallel_buffers])
             self._offload.out(self._optimizer.tensors(), keep=weights)
         if not keep_weights:
-            self._offload.out(weights)
+            self._offload.out(weights, frozen=not self._use.trained)
 
     def reload(self) -> None:
         self._offload.back()

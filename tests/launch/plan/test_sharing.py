@@ -54,6 +54,34 @@ def test_all_that_travels_stays_on_its_node():
     assert all(names[rank] == names[16 + rank] for rank in range(16))
 
 
+@pytest.mark.parametrize("trainer", ["dtensor_cfg", "megatron_cfg"])
+def test_between_nodes_it_goes_over_tcp(trainer):
+    """Each of 16 ranks of FSDP2 has a sixteenth; with Megatron-Core each rank has it all."""
+    nodes = ("cluster.train.nodes=2", "cluster.generate.nodes=2")
+    found = made(*SHARED, *nodes, "policy.dtensor_cfg.enabled=false", f"policy.{trainer}.enabled=true")
+    parts = {phase.name: phase.parts for phase in found.phases}["weights to the engines"]
+    weights = found.generate.parts["weights"]
+    near = parts["gloo"] * sharing.GLOO_GB_PER_S * GIGA
+    far = parts.get("gloo between nodes", 0.0) * sharing.TCP_GB_PER_S * GIGA
+    assert near + far / 8 == pytest.approx(weights)
+    assert far == (pytest.approx(0.5 * weights, rel=0.01) if trainer == "dtensor_cfg" else 0.0)  # once to a node
+    unknown = sharing.refit(found.recipe, weights, None).parts  # taken to be as FSDP2
+    assert unknown["gloo between nodes"] == 0.5 * weights / (sharing.TCP_GB_PER_S * GIGA)
+    assert "GLOO_SOCKET_IFNAME" in sharing.assumed(found.recipe) and "GLOO" not in sharing.assumed(made(*SHARED).recipe)
+
+
+def test_a_reward_model_scores_beside_the_engine():
+    judge = "env={judge: {kind: reward_model, model_name: meta-llama/Llama-3.1-8B-Instruct}, math: {kind: math}}"
+    for trainer in ("dtensor_cfg", "megatron_cfg"):
+        keys = (*SHARED, "policy.dtensor_cfg.enabled=false", f"policy.{trainer}.enabled=true")
+        alone, found = made(*keys), made(*keys, judge)
+        rollouts = [plan.turns[0].train for plan in (alone, found)]
+        shape = found.shapes["env.judge"]
+        least = 2 * (shape.parameters if trainer == "megatron_cfg" else shape.largest_layer)  # whole, or gathered
+        assert least < rollouts[1] - rollouts[0] < least + 40 * GIGA
+        assert found.host - found.train.host == pytest.approx(alone.host - alone.train.host)  # it is there already
+
+
 def test_what_does_not_fit_in_turn_is_told_with_what_helps():
     full = made(*SHARED, "policy.generation.vllm_cfg.gpu_memory_utilization=0.99")
     assert not full.fits

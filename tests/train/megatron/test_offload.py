@@ -51,3 +51,7 @@ def test_a_frozen_model(on_the_host, models):
     assert not any(local.tensor.untyped_storage().nbytes() for local in frozen._local.values())
     frozen.reload()
     assert torch.equal(frozen.forward(batches)[0].logprobs, before)
+    next(iter(frozen._local.values())).tensor.zero_()
+    frozen.offload()  # has a copy of them, so it makes none
+    frozen.reload()
+    assert torch.equal(frozen.forward(batches)[0].logprobs, before)

@@ -1,0 +1,67 @@
+"""What train and generate ranks do because they share GPUs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from pipeline import algorithms, config, generate
+from pipeline.roles import GenerateRole, TrainRole
+from pipeline.world import Place, Realms, World
+
+REALMS = Realms((0,), (1, 2), ((1, 2),), colocated=True)
+
+
+class Engine:
+    """Stands for one whose layout can be told only while it has its weights, or after it was told."""
+
+    def __init__(self):
+        self._weights, self._layout = True, None
+
+    def layout(self) -> list:
+        if self._layout is None:
+            assert self._weights, "a loader reads memory that is not mapped"
+            self._layout = []
+        return self._layout
+
+    def sleep(self, keep_weights: bool) -> None:
+        self._weights = False
+
+
+def world(rank: int, path) -> World:
+    return World(Place(rank, 3, rank, "here", "here", path), REALMS, None)
+
+
+@pytest.mark.parametrize("transport", ["planned", "delta", "broadcast"])
+def test_an_engine_sleeps_only_after_it_has_its_layout(transport, tmp_path, monkeypatch):
+    """Its follower here, which leads no episodes."""
+    monkeypatch.setattr(generate, "build", lambda *_: Engine())
+    recipe = config.load("tiny_grpo", [f"run_dir={tmp_path}", f"policy.generation.refit_transport={transport}"])
+    monkeypatch.setattr("pipeline.roles.generate.Lockstep", lambda _: None)
+    role_world = world(2, tmp_path)
+    role_world.own = None
+    role = GenerateRole(recipe, 0, role_world, None)
+    role.setup()
+    role.sleep(False)
+    if transport == "broadcast":  # nobody asks for it, and not every model can tell it
+        assert role._backend._layout is None
+    else:
+        assert role._regions() == ([], [])
+
+
+def test_a_trainer_that_leaves_takes_the_steps_batches_along(tmp_path):
+    recipe = config.load("tiny_grpo", [f"run_dir={tmp_path}"])
+    role = TrainRole(recipe, 0, world(0, tmp_path), algorithms.build(recipe), None)
+
+    class Policy:
+        moved: ClassVar[list[bool]] = []
+
+        def offload(self, keep_weights: bool) -> None:
+            assert not role._batches and not role._updates
+            self.moved.append(keep_weights)
+
+    role._models["policy"] = Policy()
+    role._updates, role._batches = [object()], [[object()]]
+    role.offload(True)
+    assert Policy.moved == [True]
