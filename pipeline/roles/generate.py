@@ -16,8 +16,8 @@ from pipeline.refit.base import Commit, Refit, Report
 from pipeline.refit.tables import RankPlan, Table, table
 from pipeline.remote import Later, verb
 from pipeline.rollout.driver import Driver
+from pipeline.rollout.environment_pool import EnvironmentPool
 from pipeline.rollout.hearing import Hearing
-from pipeline.rollout.judges import Judges
 from pipeline.rollout.lockstep import VERB, Lockstep
 from pipeline.rollout.work import Finished, RolloutWork, Unfinished
 from pipeline.sandbox import kernel
@@ -39,7 +39,7 @@ class GenerateRole:
         self._lockstep = Lockstep(world.own if len(self._engine) > 1 else None)
         self._leads = world.rank == self._engine[0]
         self._driver: Driver | None = None  # where it leads
-        self._judges: Judges | None = None  # likewise
+        self._pool: EnvironmentPool | None = None  # likewise
         self._backend: GenerateBackend | None = None
         self.news = threading.Event()
 
@@ -63,10 +63,10 @@ class GenerateRole:
             observations = Observations(tokenizer, policy.tokenizer, recipe.data.apply_chat_template)
         kernel.raise_open_files()  # an open session of an interpreter has four
         judged_by = environments.build(recipe.env)
-        self._judges = Judges(judged_by, {name: env.timeout_s for name, env in recipe.env.items()}, self.news)
+        self._pool = EnvironmentPool(judged_by, {name: env.timeout_s for name, env in recipe.env.items()}, self.news)
         hearing = Hearing(judged_by, tokenizer, observations, policy.generation.vllm_cfg.max_model_len)
         most = policy.generation.max_num_seqs
-        return Driver(backend, hearing, self._judges, self._lockstep, self._world, self.news, most)
+        return Driver(backend, hearing, self._pool, self._lockstep, self._world, self.news, most)
 
     # ---- weights ------------------------------------------------------------------------------------------------------------
 
@@ -148,8 +148,8 @@ class GenerateRole:
             self._lockstep.follow(self._backend, self._world)
 
     def close(self) -> None:
-        if self._judges:
-            self._judges.close()
+        if self._pool:
+            self._pool.close()
 
 
 def _nothing() -> Later:

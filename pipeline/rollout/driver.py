@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.generate.base import GenerateBackend
 from pipeline.remote import Later
+from pipeline.rollout.environment_pool import EnvironmentPool, Failure
 from pipeline.rollout.episode import Episode
 from pipeline.rollout.hearing import Heard, Hearing
-from pipeline.rollout.judges import Failure, Judges
 from pipeline.rollout.lockstep import STEP, WAIT, Lockstep, Move, make, waiting, working
 from pipeline.rollout.work import Finished, RolloutWork, Unfinished
 from pipeline.types import Completion, Rollout, RolloutGroup, Turn
@@ -40,19 +40,19 @@ class _Open:
 
 
 class Driver:
-    """`news` wakes it when it waits; the judges' and, if verbs come from elsewhere, theirs."""
+    """`news` wakes it when it waits; the environments' and, if verbs come from elsewhere, theirs."""
 
     def __init__(
         self,
         engine: GenerateBackend,
         hearing: Hearing,
-        judges: Judges,
+        pool: EnvironmentPool,
         lockstep: Lockstep,
         world: World,
         news: threading.Event,
         max_num_seqs: int,
     ):
-        self._engine, self._hearing, self._judges, self._lockstep, self._world = engine, hearing, judges, lockstep, world
+        self._engine, self._hearing, self._pool, self._lockstep, self._world = engine, hearing, pool, lockstep, world
         self._news, self._max_num_seqs = news, max_num_seqs
         self._works: dict[int, _Open] = {}
         self._urgent: deque[Episode] = deque()  # that have not begun
@@ -144,7 +144,7 @@ class Driver:
                 self._lockstep.announce(WAIT)
                 with waiting(self._world):
                     while self._judged and not self._can_step and not verb_waits():
-                        self._news.wait(self._judges.seconds_left())
+                        self._news.wait(self._pool.seconds_left())
                         self._news.clear()  # before all that it may be about is looked at
                         self._take_judged()
             else:
@@ -188,10 +188,10 @@ class Driver:
             return
         episode.said = completion
         self._judged.add(episode)
-        self._judges.submit(episode.prompt.environment, episode, self._hearing.call(episode))
+        self._pool.submit(episode.prompt.environment, episode, self._hearing.call(episode))
 
     def _take_judged(self) -> None:
-        for episode, answer in self._judges.take():
+        for episode, answer in self._pool.take():
             self._judged.remove(episode)
             if isinstance(answer, Failure):
                 self._end(episode, episode.failed(answer.why))

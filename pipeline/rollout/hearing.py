@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.data.observations import Observations
 from pipeline.environments.base import Environment, Outcome
+from pipeline.rollout.environment_pool import Begin, Call
 from pipeline.rollout.episode import Episode
-from pipeline.rollout.judges import Begin, Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Hearing:
         self._tokenizing = threading.Lock()  # tokenizers are for one thread at a time
 
     def call(self, episode: Episode) -> Call:
-        """For `Judges.submit`. The episode is nobody else's until it has returned or failed; its result is a `Heard`."""
+        """For `EnvironmentPool.submit`; its result is a `Heard`. Until it has returned or failed the episode is nobody else's."""
         return lambda begin: self._hear(episode, begin)
 
     def _hear(self, episode: Episode, begin: Begin) -> Heard:

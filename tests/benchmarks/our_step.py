@@ -31,8 +31,8 @@ from pipeline.data.packing import pack
 from pipeline.environments.base import Environment, Outcome
 from pipeline.generate.base import GenerateBackend
 from pipeline.rollout.driver import Driver
+from pipeline.rollout.environment_pool import EnvironmentPool
 from pipeline.rollout.hearing import Hearing
-from pipeline.rollout.judges import Judges
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.work import RolloutWork
 from pipeline.train.base import Use
@@ -124,7 +124,7 @@ def _driver(engine: Dealt, policy: PolicyConfig, clock: Clock) -> Driver:
     """A driver asks nothing of the world but to note its phases, for which a clock does."""
     environments, news, generation = {"even": EvenWords()}, threading.Event(), policy.generation
     hearing = Hearing(environments, load_tokenizer(policy.tokenizer), None, generation.vllm_cfg.max_model_len)
-    judges = Judges(environments, {"even": 60.0}, news)
+    judges = EnvironmentPool(environments, {"even": 60.0}, news)
     return Driver(engine, hearing, judges, Lockstep(None), clock, news, generation.max_num_seqs)
 
 

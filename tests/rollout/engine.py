@@ -16,8 +16,8 @@ from pipeline.data.observations import Observations
 from pipeline.environments.base import Environment, Outcome
 from pipeline.generate.transformers import TransformersBackend
 from pipeline.rollout.driver import Driver
+from pipeline.rollout.environment_pool import EnvironmentPool
 from pipeline.rollout.hearing import Hearing
-from pipeline.rollout.judges import Judges
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.work import RolloutWork
 from pipeline.types import Prompt, Rollout, Sampling
@@ -90,9 +90,9 @@ class Bench:
         self.news = threading.Event()
         tokenizer = load_tokenizer(TokenizerConfig(name=str(checkpoint.folder)))
         observations = Observations(tokenizer, TokenizerConfig(name=str(checkpoint.folder)), chat=False)
-        self.judges = Judges(environments, dict.fromkeys(environments, limit_s), self.news, grace_s=0.0)
+        self.pool = EnvironmentPool(environments, dict.fromkeys(environments, limit_s), self.news, grace_s=0.0)
         hearing = Hearing(environments, tokenizer, observations, MAX_MODEL_LEN)
-        self.driver = Driver(self.engine, hearing, self.judges, Lockstep(None), self.world, self.news, max_num_seqs)
+        self.driver = Driver(self.engine, hearing, self.pool, Lockstep(None), self.world, self.news, max_num_seqs)
 
     def work(self, until: Callable[[], bool] = lambda: False) -> None:
         """Until a verb waits, or all is done."""

@@ -22,8 +22,8 @@ from pipeline.refit.base import Commit, Report
 from pipeline.remote import Mailbox, Remote, serve, stop, verb
 from pipeline.roles.generate import GenerateRole
 from pipeline.rollout.driver import Driver
+from pipeline.rollout.environment_pool import EnvironmentPool
 from pipeline.rollout.hearing import Hearing
-from pipeline.rollout.judges import Judges
 from pipeline.watchdog import Watchdog
 from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
 from tests.generate.tiny import MAX_MODEL_LEN, policy
@@ -72,9 +72,9 @@ class Role(GenerateRole):
             config = TokenizerConfig(name=str(self._folder))
             tokenizer = load_tokenizer(config)
             told = {"told": Gated(self._world.place.folder / "gate")}
-            self._judges = Judges(told, {"told": 60.0}, self.news)
+            self._pool = EnvironmentPool(told, {"told": 60.0}, self.news)
             hearing = Hearing(told, tokenizer, Observations(tokenizer, config, chat=False), MAX_MODEL_LEN)
-            self._driver = Driver(self._backend, hearing, self._judges, self._lockstep, self._world, self.news, 3)
+            self._driver = Driver(self._backend, hearing, self._pool, self._lockstep, self._world, self.news, 3)
             if self._scenario != "check":
                 self._backend.before_step = self._fail
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from pipeline.environments.base import Environment, Outcome
-from pipeline.rollout import judges
+from pipeline.rollout import environment_pool
 from tests.rollout.engine import Bench, by_place, prompts, work
 
 NEVER = threading.Event()
@@ -39,11 +39,11 @@ class Naughty(Environment):
 
 
 EXPECTED = [
-    r"reset raised OSError: no board for you at .*test_judges\.py:\d+",
+    r"reset raised OSError: no board for you at .*test_environment_pool\.py:\d+",
     r"reset took more than 0\.3 s \(env\.naughty\.timeout_s\)",
     r"step took more than 0\.3 s \(env\.naughty\.timeout_s\)",
-    r"step raised KeyError: 'answer' at .*test_judges\.py:\d+",
-    r"step raised SystemExit: 0 at .*test_judges\.py:\d+",
+    r"step raised KeyError: 'answer' at .*test_environment_pool\.py:\d+",
+    r"step raised SystemExit: 0 at .*test_environment_pool\.py:\d+",
     r"its answer raised TypeError: step returned a float, not an Outcome at .*",
     r"its answer raised ValueError: step returned the reward nan at .*",
     r"its answer raised ValueError: could not convert string to float: 'high' at .*",
@@ -62,12 +62,12 @@ def test_each_failure_costs_its_episode_and_says_why(checkpoint, capsys):
         assert re.fullmatch(expected, rollout.failure), rollout.failure
         assert len(rollout.turns) == 1 and rollout.drawn_tokens > 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hetstep: env.naughty: ")]
-    assert len(lines) == judges.TOLD_AT_ONCE
+    assert len(lines) == environment_pool.TOLD_AT_ONCE
     assert any(re.search(r"train prompt 3, sample 0, turn 0 failed: step raised KeyError", line) for line in lines)
 
 
 def test_calls_that_all_hang_end_the_run(checkpoint, monkeypatch):
-    monkeypatch.setattr(judges, "MOST_HANGING", 2)
+    monkeypatch.setattr(environment_pool, "MOST_HANGING", 2)
     bench = Bench(checkpoint, {"naughty": Naughty()}, limit_s=0.05)
     only_hang = [prompts(3, "naughty")[2]] * 4
     bench.driver.rollout(work(0, only_hang, samples=1))
@@ -77,7 +77,7 @@ def test_calls_that_all_hang_end_the_run(checkpoint, monkeypatch):
 
 def test_a_call_that_ends_after_it_was_given_up_changes_nothing():
     news, go, answers = threading.Event(), threading.Event(), []
-    pool = judges.Judges({"late": Naughty()}, {"late": 0.05}, news, grace_s=0.0)
+    pool = environment_pool.EnvironmentPool({"late": Naughty()}, {"late": 0.05}, news, grace_s=0.0)
 
     def late(begin):
         begin("step")
@@ -110,7 +110,7 @@ def test_workers_calls_run_at_the_same_time_and_no_more():
     class Two(Naughty):
         workers = 2
 
-    pool = judges.Judges({"two": Two()}, {"two": 60.0}, news)
+    pool = environment_pool.EnvironmentPool({"two": Two()}, {"two": 60.0}, news)
 
     def meet(begin):
         running.append(1)
@@ -126,7 +126,7 @@ def test_workers_calls_run_at_the_same_time_and_no_more():
         news.clear()
         answers += pool.take()
     assert sorted(key for key, _ in answers) == [0, 1, 2, 3]
-    assert not any(isinstance(result, judges.Failure) for _, result in answers)
+    assert not any(isinstance(result, environment_pool.Failure) for _, result in answers)
     assert len([thread for thread in threading.enumerate() if thread.name == "environment two"]) == 2
 
 
@@ -145,7 +145,7 @@ def test_environments_are_closed_and_one_that_hangs_is_not_waited_for(capsys, mo
             closed.append(self.way)
 
     environments = {way: Closing(way) for way in ("raise", "fine", "hang", "after")}
-    monkeypatch.setattr(judges, "CLOSE_S", 0.2)
-    judges.Judges(environments, dict.fromkeys(environments, 1.0), threading.Event()).close()
+    monkeypatch.setattr(environment_pool, "CLOSE_S", 0.2)
+    environment_pool.EnvironmentPool(environments, dict.fromkeys(environments, 1.0), threading.Event()).close()
     assert closed == ["fine"]
     assert "env.raise: close raised OSError: still in use" in capsys.readouterr().out

@@ -38,7 +38,7 @@ class Failure:
     why: str
 
 
-class Judges:
+class EnvironmentPool:
     """Environments by name. `submit`, `take` and `seconds_left` are for one thread, which `news` wakes when there is something
     to take."""
 
@@ -51,7 +51,8 @@ class Judges:
     ):
         self._environments = environments
         self._pools = {
-            name: _Pool(name, environment.workers, limits_s[name], grace_s, news) for name, environment in environments.items()
+            name: _Threads(name, environment.workers, limits_s[name], grace_s, news)
+            for name, environment in environments.items()
         }
 
     def submit(self, environment: str, key: Hashable, call: Call) -> None:
@@ -84,7 +85,7 @@ class Judges:
         thread.join(CLOSE_S)
 
 
-class _Pool:
+class _Threads:
     """The threads of one environment. They come as they are needed."""
 
     def __init__(self, name: str, size: int, limit_s: float, grace_s: float, news: threading.Event):
