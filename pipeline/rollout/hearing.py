@@ -44,7 +44,7 @@ class Hearing:
         self._tokenizing = threading.Lock()  # tokenizers are for one thread at a time
 
     def call(self, episode: Episode) -> Call:
-        """For `EnvironmentPool.submit`; its result is a `Heard`. Until it has returned or failed the episode is nobody else's."""
+        """For `EnvironmentPool.submit`; its result is a `Heard`. Until it has ended the episode is nobody else's."""
         return lambda begin: self._hear(episode, begin)
 
     def _hear(self, episode: Episode, begin: Begin) -> Heard:
