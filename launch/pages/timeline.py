@@ -60,15 +60,11 @@ def _svg(step: Step, shown: Shown, title: str) -> Html:
         parts.append(tag("text", head, x=0, y=y + HEAD - 9, class_="head"))
         y += HEAD
         for rank, spans in rows:
-            parts.append(tag("text", _name(rank), x=LEFT - 8, y=y + ROW - 4, text_anchor="end", class_="tick"))
+            parts.append(tag("text", rank.name, x=LEFT - 8, y=y + ROW - 4, text_anchor="end", class_="tick"))
             parts += _bars(step, spans, y, scale)
             y += ROW
     parts += _axis(step, y + 6, scale)
     return tag("svg", *parts, viewBox=f"0 0 {WIDTH} {y + 26}", role="img", aria_label=title)
-
-
-def _name(rank: Rank) -> str:
-    return f"rank {rank.rank}" if rank.engine is None else f"engine {rank.engine}, rank {rank.rank}"
 
 
 def _bars(step: Step, spans: list[Span], y: float, scale: float) -> Iterator[Html]:

@@ -7,7 +7,6 @@ only by what the model of time leaves out and the two do not share.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from launch.plan.lengths import sequences
 from launch.plan.phase import CLOCKS, Phase
 from pipeline import config
 from pipeline.config import Recipe, RecipeError, generates, runs_ahead
+from pipeline.metrics import read
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Measured:
 
 def measured(folder: Path) -> Measured | None:
     """Of a run folder; None if it has no complete step yet. Raises RecipeError if its recipe cannot be read."""
-    lines = [line for line in _lines(folder / "metrics.jsonl") if line.get("time/step")]
+    lines = [line for line in read(folder / "metrics.jsonl") if line.get("time/step")]
     if not lines or not (folder / "recipe.yaml").is_file():
         return None
     lines = lines[1:] or lines
@@ -53,11 +53,6 @@ def measured(folder: Path) -> Measured | None:
     return Measured(folder, recipe, len(lines), clocks, step, answer, prompt)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines; a last one that a kill cut short is left out."""
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.is_file() else []
-
-
 def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
     values = [line[key] for line in lines if line.get(key) is not None]
     return sum(values) / len(values) if values else None
@@ -66,7 +61,7 @@ def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 def _prompt(folder: Path) -> float | None:
     """Of the last step whose rollouts were written."""
     for path in sorted((folder / "rollouts").glob("step_*.jsonl"), reverse=True):
-        if lengths := [len(line["prompt_tokens"]) for line in _lines(path)]:
+        if lengths := [len(line["prompt_tokens"]) for line in read(path)]:
             return sum(lengths) / len(lengths)
     return None
 

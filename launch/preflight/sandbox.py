@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.config import EnvironmentConfig, Recipe, generates, tools_of
 from pipeline.sandbox import ways
-from pipeline.sandbox.limits import SandboxError
+from pipeline.sandbox.limits import CONTAINED, SandboxError
 
 RUNS_CODE = ("code", "code_interpreter")
 
@@ -21,7 +21,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[str]:
     if not generates(recipe):
         return
     asked = {key: kwargs for name, config in recipe.env.items() for key, kwargs in _asked(f"env.{name}", config)}
-    contained = {key: kwargs for key, kwargs in asked.items() if kwargs.get("sandbox", "auto") in ("auto", *ways.CONTAINED)}
+    contained = {key: kwargs for key, kwargs in asked.items() if kwargs.get("sandbox", "auto") in ("auto", *CONTAINED)}
     for key in sorted(set(asked) - set(contained)):
         if asked[key]["sandbox"] == "none":
             notes.append(f"{key}.sandbox: none, so what the policy writes runs with this user's rights: its files, its network")

@@ -70,12 +70,8 @@ def _bars(axes: Axes, rows: list[Row], step: Step, scale: float) -> None:
     for at, (_, spans) in enumerate(rows):
         boxes = [(scale * (each.begin - step.begin), scale * each.seconds) for each in spans]
         axes.broken_barh(boxes, (at - 0.42, 0.84), facecolors=[COLOURS[each.category] for each in spans], linewidth=0)
-    axes.set_yticks(range(len(rows)), [_name(rank) for rank, _ in rows])
+    axes.set_yticks(range(len(rows)), [rank.name for rank, _ in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
-
-
-def _name(rank: Rank) -> str:
-    return f"engine {rank.engine}, rank {rank.rank}" if rank.engine is not None else f"rank {rank.rank}"
 
 
 def _pixels(axes: Axes, rows: list[Row], step: Step, scale: float) -> None:

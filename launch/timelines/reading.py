@@ -36,6 +36,11 @@ class Rank:
     error_s: float | None  # how far off that may be, of other ranks'; None: it was not measured
 
     @property
+    def name(self) -> str:
+        """For people."""
+        return f"engine {self.engine}, rank {self.rank}" if self.engine is not None else f"rank {self.rank}"
+
+    @property
     def group(self) -> str:
         """Ranks that are shown together: those of an engine, else those of a realm on a node."""
         return f"engine {self.engine} on {self.node}" if self.engine is not None else self.node

@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.config import typed
 from pipeline.config.layers import of
 from pipeline.config.schema import ENVIRONMENT_KINDS, EnvironmentConfig, Recipe
-from pipeline.sandbox.limits import Limits
+from pipeline.sandbox.limits import ASKED, Limits
 
 MATH_VERIFIERS = ("hf_math_verify", "dapo_math_verify")
 """What math_verify_impl of an environment of kind math may be."""
@@ -25,8 +25,6 @@ MULTICHOICE_VERIFIERS = ("english_multichoice", "multilingual_multichoice")
 """What verifier_type of an environment of kind multiple_choice may be."""
 TOOLS = ("calculator", "python")
 """Tools that an environment of kind tools may have by name; others by dotted path."""
-SANDBOXES = ("auto", "bubblewrap", "namespaces", "none")
-"""What sandbox of an environment that runs code may be: how the code is contained (pipeline/sandbox/ways.py)."""
 NO_JUDGES = ("calculator", "code_interpreter", "tools", "sliding_puzzle", "reward_model", "verifiers")
 """Kinds that cannot judge the final answer of another environment."""
 
@@ -65,7 +63,7 @@ LIMITS = {limit.name: limit.default for limit in dataclasses.fields(Limits)}
 SandboxArguments = dataclasses.make_dataclass(
     "SandboxArguments",
     [
-        ("sandbox", str, SANDBOXES[0]),
+        ("sandbox", str, ASKED[0]),
         ("readable", list[str], field(default_factory=list)),
         *((name, type(default), default) for name, default in LIMITS.items()),
     ],
@@ -146,9 +144,9 @@ CHOICES = {
     ("multiple_choice", "verifier_type"): MULTICHOICE_VERIFIERS,
     ("sliding_puzzle", "tells"): ("words", "board"),
     ("code", "reward"): ("all", "share"),
-    ("code", "sandbox"): SANDBOXES,
-    ("code_interpreter", "sandbox"): SANDBOXES,
-    ("python", "sandbox"): SANDBOXES,
+    ("code", "sandbox"): ASKED,
+    ("code_interpreter", "sandbox"): ASKED,
+    ("python", "sandbox"): ASKED,
 }
 RANGES: dict[tuple[str, str], tuple[float, float]] = {
     ("multiple_choice", "choices"): (2, 26),

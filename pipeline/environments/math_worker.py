@@ -7,21 +7,20 @@ slow to load.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import logging
 import os
 import resource
-import signal
 import sys
 
+from pipeline.sandbox import kernel
+
 MEMORY_BYTES = 4 << 30  # of address space: an answer that needs more is wrong, not the end of the node
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(parent: int) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.die_with_parent()
     if os.getppid() != parent:  # it died before it could be said
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

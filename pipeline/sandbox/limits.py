@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+CONTAINED = ("bubblewrap", "namespaces")
+ASKED = ("auto", *CONTAINED, "none")
+"""What a recipe may ask for: how a program is contained, see ways.py."""
+
 
 class SandboxError(RuntimeError):
     """The sandbox itself failed, or there is none on this node. Never raised for what the program in it did."""

@@ -10,12 +10,9 @@ import sys
 
 from pipeline.sandbox import guarded
 from pipeline.sandbox.guarded import Way
-from pipeline.sandbox.limits import Limits, SandboxError
+from pipeline.sandbox.limits import ASKED, CONTAINED, Limits, SandboxError
 from pipeline.sandbox.view import View, python, view
 
-CONTAINED = ("bubblewrap", "namespaces")
-ASKED = ("auto", *CONTAINED, "none")
-"""What a recipe may ask for."""
 NEEDS = (
     "install bubblewrap (0.8 or later) on the nodes or in the generate image; or let users make namespaces (sysctl"
     " user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0;"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import ipaddress
 import json
 import os
@@ -33,7 +32,6 @@ ROOT = Path(__file__).parents[2]
 PROVE_S = 10.0
 UNPROVEN = 2048
 TOLD = 20  # refusals that are printed
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ANY).decode
@@ -238,7 +236,7 @@ def _live_with(parent: int) -> None:
     """End when rank 0 does, and not before: Slurm sends its signals to all processes, and rank 0 may then want to save."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.die_with_parent()
     if os.getppid() != parent:
         sys.exit(1)
     kernel.raise_open_files()  # a rank has three connections

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config import ENVIRONMENT_KINDS
 from pipeline.config import inspect as inspect_recipe
-from pipeline.config.environments import ARGUMENTS, CHOICES, RANGES, SANDBOXES, TOOL_ARGUMENTS, TOOLS
+from pipeline.config.environments import ARGUMENTS, CHOICES, RANGES, TOOL_ARGUMENTS, TOOLS
 from pipeline.environments.llm_judge import LLMJudge
 from pipeline.environments.multiple_choice import MultipleChoice
 from pipeline.environments.sliding_puzzle import SlidingPuzzle
@@ -151,4 +151,4 @@ def test_checks_are_of_keys_that_there_are():
 
 
 def test_a_sandbox_is_contained_in_the_ways_that_there_are():
-    assert SANDBOXES == ways.ASKED
+    assert CHOICES[("code", "sandbox")] == ways.ASKED

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.sandbox import ways
-from pipeline.sandbox.limits import SandboxError
+from pipeline.sandbox.limits import CONTAINED, SandboxError
 from tests.sandbox.hosts import Host, can_be_another
 
 
@@ -22,10 +22,7 @@ def works(way: str) -> str:
 
 HOSTS = [
     "auto",
-    *(
-        pytest.param(host, marks=pytest.mark.long)
-        for host in (*ways.CONTAINED, *(f"{way} as another" for way in ways.CONTAINED))
-    ),
+    *(pytest.param(host, marks=pytest.mark.long) for host in (*CONTAINED, *(f"{way} as another" for way in CONTAINED))),
 ]
 
 
