@@ -225,7 +225,7 @@ def run_online(
     run.finish()
     metrics.close()
     if experience.pending and not run.left:
-        print(f"the run ends; {experience.pending} groups that no step will train on are dropped", flush=True)
+        print(f"the run ends; no step has trained on {experience.pending} groups that were sampled ahead", flush=True)
     return step
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pipeline.config import GRPOConfig
 from pipeline.data.stream import PromptStream
 from pipeline.experience import record
-from pipeline.experience.base import Judge, Select, refuse_to_go_on, sampled_metrics
+from pipeline.experience.base import Experience, Judge, Select, refuse_to_go_on, sampled_metrics
 from pipeline.experience.buffer import Buffer
 from pipeline.experience.dispatch import Dispatch, Order
 from pipeline.experience.staleness import staleness
@@ -20,17 +20,12 @@ from pipeline.rollout.work import Unfinished
 from pipeline.types import Prompt, RolloutGroup
 
 
-class Asynchronous:
+class Asynchronous(Experience):
     def __init__(self, section: GRPOConfig, dispatch: Dispatch, judge: Judge | None, train: Order, validation: Order):
-        """judge: None if the environments on the generate ranks give all rewards."""
+        super().__init__(section.num_prompts_per_step, dispatch, judge, train, validation)
         self._section = section
         self._config = section.async_grpo
-        self._dispatch = dispatch
-        self._judge = judge or list
-        self._train, self._validation = train, validation
         self._buffer = Buffer(section.async_grpo, section.num_prompts_per_step)
-        self._cut: set[int] = set()  # prompts whose groups have been cut
-        self.prompts_per_step = section.num_prompts_per_step
 
     @property
     def pending(self) -> int:
@@ -52,6 +47,7 @@ class Asynchronous:
         wanted = self.prompts_per_step
         sampled: list[RolloutGroup] = []
         selected: list[RolloutGroup] = []
+        before = [live for live in self._buffer.live if live.begun < step]
         while len(selected) < wanted and (groups := self._next(step, wanted - len(selected))):
             groups = self._judge(groups)
             chosen = select(groups)
@@ -59,6 +55,8 @@ class Asynchronous:
             if passed_over := len(groups) - len(chosen):
                 self._bound(len(sampled), len(selected))
                 self.send(prompts.take(passed_over), step)
+        if len(selected) < wanted:  # the checkpoint that is written now is of before this step, which had these
+            self._buffer.put_back(before)
         values = sampled_metrics(sampled, selected, wanted, len(sampled) / wanted)
         return selected, values | staleness(selected, step, self._buffer.max_age) | self._state()
 
@@ -66,11 +64,9 @@ class Asynchronous:
         """Groups for the step; none if the data have ended."""
         self._take_in(block=False)
         while (groups := self._buffer.take(step, wanted)) is None:
-            if late := [prompt for prompt in self._buffer.stragglers(wanted) if prompt.index not in self._cut]:
+            if late := self._buffer.stragglers(wanted):
                 self._dispatch.cut(late)
-                self._cut |= {prompt.index for prompt in late}
             self._take_in(block=not late)  # to wait for the cut was to take in messages, perhaps the last there will be
-        self._cut -= {group.prompt.index for group in groups}
         return groups
 
     def _take_in(self, block: bool) -> None:
@@ -85,17 +81,15 @@ class Asynchronous:
     def _state(self) -> dict[str, float]:
         """Of the buffer when the step begins to learn."""
         live, answered = self._buffer.live, self._dispatch.take_answered()
+        fewest, most = min(answered), max(answered)
         return {
             "async/groups_live": float(len(live)),
             "async/groups_complete": float(sum(one.group is not None for one in live)),
-            "async/groups_per_engine_min": float(min(answered)),  # that came since the last step
-            "async/groups_per_engine_max": float(max(answered)),
+            "async/groups_per_engine_min": float(fewest),  # that came since the last step
+            "async/groups_per_engine_max": float(most),
+            "async/engine_with_fewest": float(answered.index(fewest)),
             "time/wait": self._dispatch.take_waited_s(),  # within time/rollout and time/validation
         }
-
-    def validate(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        self._dispatch.send(prompts, self._validation)
-        return self._judge(self._dispatch.wait_for(prompts, self._validation.purpose))
 
     def before_refit(self) -> None:
         if not self._config.in_flight_weight_updates and any(live.group is None for live in self._buffer.live):

@@ -8,8 +8,8 @@ take at least N(d) - P (d - s) of them for every d, and at most P (k + 1) groups
     wait  P (k + 1) groups live; a step takes the oldest, and waits for them.
     keep  P + P k // 2 live; a step takes the oldest that are complete, and waits only for those that it must take. A straggler
           is carried over to later steps: it is late, but is trained on like all others.
-    cut   as wait, but once at most `straggler_share` of the step's answers are in groups that are not complete, what has not
-          ended of these is cut where it is.
+    cut   as wait, but once at most `straggler_share` of the answers that the step lacks are in groups that are not complete,
+          what has not ended of these is cut where it is.
 
 Why short answers have no advantage: a step waits for groups, not for answers, and each group that was begun is trained on once,
 whenever it completes. `room` lets no more groups begin than the steps that are left will take, so that none are under way when
@@ -32,6 +32,7 @@ class Live:
     prompt: Prompt
     begun: int  # the version of the weights when it was sent; an engine may get to it later, never earlier
     group: RolloutGroup | None = None  # once all of its episodes have ended
+    cut: bool = False  # what had not ended of it was
 
 
 class Buffer:
@@ -89,11 +90,19 @@ class Buffer:
         return groups
 
     def stragglers(self, wanted: int) -> list[Prompt]:
-        """With `cut`, what is to be cut now so that the step can begin."""
-        if self._config.stragglers != "cut":
+        """With `cut`, what is to be cut now so that the step can begin; each group once. The few that replace what was passed
+        over have just begun: a share of them is less than one, so that they are not cut."""
+        late = [live for live in self._choice(wanted) if live.group is None]
+        if self._config.stragglers != "cut" or len(late) > self._config.straggler_share * wanted + 1e-9:
             return []
-        late = [live.prompt for live in self._choice(wanted) if live.group is None]
-        return late if len(late) <= self._config.straggler_share * self._size + 1e-9 else []
+        fresh = [live for live in late if not live.cut]
+        for live in fresh:
+            live.cut = True
+        return [live.prompt for live in fresh]
+
+    def put_back(self, live: Iterable[Live]) -> None:
+        """Groups that were taken, and not trained on; no others live. Oldest first."""
+        self._live = {one.prompt.index: one for one in live}
 
     def check(self, step: int) -> None:
         """Raises ValueError if no order of training keeps all deadlines, as after a restart with other settings."""

@@ -9,23 +9,20 @@ from collections.abc import Sequence
 
 from pipeline.config import OnlineConfig, RewardedConfig
 from pipeline.data.stream import PromptStream
-from pipeline.experience.base import Judge, Select, refuse_to_go_on, sampled_metrics
+from pipeline.experience.base import Experience, Judge, Select, refuse_to_go_on, sampled_metrics
 from pipeline.experience.dispatch import Dispatch, Order
 from pipeline.types import Prompt, RolloutGroup
 
 
-class Synchronous:
+class Synchronous(Experience):
     def __init__(
         self, name: str, section: OnlineConfig, dispatch: Dispatch, judge: Judge | None, train: Order, validation: Order
     ):
-        """name: of the section in the recipe. judge: None if the environments on the generate ranks give all rewards."""
+        """name: of the section in the recipe."""
+        super().__init__(section.num_prompts_per_step, dispatch, judge, train, validation)
         self._name = name
         self._section = section
-        self._dispatch = dispatch
-        self._judge = judge or list
-        self._train, self._validation = train, validation
         self._batch: list[Prompt] = []  # under way
-        self.prompts_per_step = section.num_prompts_per_step
 
     @property
     def prompts_per_batch(self) -> int:
@@ -62,10 +59,6 @@ class Synchronous:
         if batches >= most:
             taken = f"{batches} batches of {self.prompts_per_batch} prompts"
             refuse_to_go_on(self._name, taken, selected, self.prompts_per_step)
-
-    def validate(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        self._dispatch.send(prompts, self._validation)
-        return self._judge(self._dispatch.wait_for(prompts, self._validation.purpose))
 
     def before_refit(self) -> None:
         """Nothing is under way."""

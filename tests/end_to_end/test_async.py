@@ -98,8 +98,12 @@ def test_whoever_is_killed(tmp_path, victim, in_flight, stragglers):
 
 
 @pytest.mark.long
-def test_answers_are_cut_only_where_the_recipe_says_so(tmp_path):
-    cut = ("grpo.async_grpo.stragglers=cut", "grpo.async_grpo.straggler_share=0.5")
-    run = submit(tmp_path / "run", *LOCAL, *IN_FLIGHT, *SLOW, *cut)
+@pytest.mark.parametrize("stragglers", ["cut", "wait"])
+def test_answers_are_cut_only_where_the_recipe_says_so(tmp_path, stragglers):
+    ahead = (f"grpo.async_grpo.stragglers={stragglers}", "grpo.async_grpo.straggler_share=0.5")
+    run = submit(tmp_path / "run", *LOCAL, *IN_FLIGHT, *SLOW, *ahead)
     assert run.status == 0, run.output
     assert trained_on(run.folder) == {(prompt, sample): 1 for prompt in range(16) for sample in range(4)}
+    records = [record for path in run.folder.glob("rollouts/step_*.jsonl") for record in read(path)]
+    cut = [one for one in records if one["finish"] == "length" and len(one["completion_tokens"]) < 30]
+    assert bool(cut) == (stragglers == "cut")

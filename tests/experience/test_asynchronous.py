@@ -100,6 +100,29 @@ def test_the_data_end():
     assert not of.enough(stream.take(of.room(2))) and of.pending == 2
 
 
+def test_the_data_end_while_a_step_is_filled():
+    """Its groups are as they were before it, for a checkpoint that more data can follow."""
+    of, fleet = experience(changes={"use_dynamic_sampling": True})
+    stream = Stream(14)
+    run(of, fleet, stream, last=1)
+    of.send(stream.take(of.room(1)), 1)
+    before = {live.prompt.index: live.begun for live in of._buffer.live}
+    assert Counter(before.values()) == {0: 8, 1: 2}
+    groups, _ = of.collect(stream, lambda groups: [one for one in groups if one.prompt.index % 4 == 0], 1)
+    assert len(groups) == 3 and of.pending == 8
+    entries = record.read(of.record())
+    assert {entry.prompt.index: entry.begun for entry in entries} == {i: 0 for i, begun in before.items() if begun == 0}
+    assert all(entry.group for entry in entries)
+
+
+def test_what_fills_up_a_step_is_not_cut():
+    """The last of four is cut where it is; the one that is trained on instead of the first has its time."""
+    of, fleet = experience(changes={"use_dynamic_sampling": True}, stragglers="cut", straggler_share=0.25)
+    trained, _ = run(of, fleet, Stream(100), last=1, select=lambda groups: [one for one in groups if one.prompt.index])
+    assert [index for index, _ in trained] == [1, 2, 3, 4]
+    assert [fleet.works[number].prompts[0].index for number in fleet.cut] == [3]
+
+
 def test_validation_goes_first_and_leaves_training_rollouts_alone():
     of, fleet = experience(max)  # validation prompts are the last: they are finished first
     of.send(prompts(0, of.room(0)), 0)

@@ -187,7 +187,15 @@ def test_cut_ends_only_the_last_few_of_the_step():
     assert of.stragglers(4) == []  # 0 and 3: half of the answers
     of.complete(group(prompts(3, 1)[0]))
     assert [prompt.index for prompt in of.stragglers(4)] == [0]
+    assert of.stragglers(4) == []  # once
     assert buffer("wait").stragglers(4) == []
+
+
+def test_cut_leaves_alone_what_replaces_the_last_few_that_were_passed_over():
+    of = buffer("cut", age=1, size=4, share=0.25)
+    of.begin(prompts(0, 3), 0)
+    for wanted in (1, 2, 3):
+        assert of.stragglers(wanted) == []
 
 
 def test_no_more_begin_than_the_steps_that_are_left_take():
