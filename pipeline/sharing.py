@@ -31,7 +31,6 @@ class Sharing:
         self._shared = shared
         self._train, self._generate, self._refits = train, generate, refits
         self._turn = "training"
-        self._version: int | None = None  # that the engine last had
         self._moving = 0.0  # seconds, until a refit tells them
 
     @contextmanager
@@ -46,7 +45,8 @@ class Sharing:
     @contextmanager
     def generating(self) -> Iterator[None]:
         if self._shared and self._turn != "generating":
-            self.refit(self._version)
+            cost = self.refit(self._refits.version)
+            self._moving = cost["time/sharing"]  # which the next refit tells
         yield
 
     def refit(self, version: int) -> dict[str, float]:
@@ -63,7 +63,7 @@ class Sharing:
         with self._clock():
             self._train.offload(False).result()
             self._generate.wake("cache").result()
-        self._turn, self._version = "generating", version
+        self._turn = "generating"
         moving, self._moving = self._moving, 0.0
         return cost | {"time/sharing": moving}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ class GPU:
     trainer: set[str] = field(default_factory=lambda: {"weights", "rest"})
     engine: set[str] = field(default_factory=set)
     has: int | None = None  # the version that the engine's weights are of
+    version: int | None = None  # that was last refitted
     told: list[str] = field(default_factory=list)
     most: int = 0
     incremental: bool = False
@@ -52,7 +54,7 @@ class GPU:
     def __call__(self, version: int) -> dict[str, float]:
         assert "weights" in self.trainer and self.engine == {"weights"}
         assert self.has is not None or version == 0 or not self.incremental
-        self.has = version
+        self.has = self.version = version
         self._tell("refit")
         return {"refit/bytes_sent": 8.0}
 
@@ -96,6 +98,17 @@ def test_engines_that_slept_have_the_same_weights_again(incremental):
         assert gpu.has == 0 and gpu.engine == {"weights", "cache"}
     sharing.refit(1)  # from there, too
     assert gpu.has == 1 and gpu.most == 5
+
+
+def test_moves_around_a_checkpoint_are_told_with_the_next_refit(monkeypatch):
+    gpu = GPU()
+    monkeypatch.setattr("pipeline.sharing.time", SimpleNamespace(perf_counter=lambda: len(gpu.told)))  # a second for each
+    sharing = Sharing(True, gpu, gpu, gpu)
+    assert sharing.refit(0)["time/sharing"] == 4
+    with sharing.training(), sharing.generating():
+        pass
+    with sharing.training():
+        assert sharing.refit(1)["time/sharing"] == 2 + 4 + 2 + 4
 
 
 def test_with_gpus_of_their_own_nobody_is_told_anything():

@@ -43,7 +43,7 @@ class Refits:
         self._digest = recipe.policy.generation.refit_cfg.digest
         self.incremental = recipe.policy.generation.refit_transport == "delta"  # engines must keep what they have
         self._recompute = recipe.grpo.async_grpo.recompute_kv_cache_after_weight_updates
-        self._version: int | None = None  # that the generate ranks serve
+        self.version: int | None = None  # that the generate ranks serve
         self._plan = None
         if recipe.policy.generation.refit_transport != "broadcast":
             self._plan = self._agree(recipe, shapes)
@@ -79,10 +79,10 @@ class Refits:
             try:
                 compare(self._plan, self._names, sent, received, version)
             except RefitError as error:
-                kept = "no version is served" if self._version is None else f"version {self._version} stays"
+                kept = "no version is served" if self.version is None else f"version {self.version} stays"
                 raise RefitError(f"refit to version {version} failed, {kept}: {error}") from None
         self._generate.commit(Commit(version, self._recompute)).result()
-        self._version = version
+        self.version = version
         return self._measure(sent, received, time.perf_counter() - start)
 
     def _measure(self, sent: dict[int, Report], received: dict[int, Report], seconds: float) -> dict[str, float]:
