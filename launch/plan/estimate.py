@@ -24,7 +24,7 @@ from pipeline.config import Recipe, RecipeError, generates, hardware, ranks, run
 from pipeline.config.schema import PlanConfig
 
 GIGA = 1e9
-STATE = ("weights", "gradients", "optimizer")  # what no batch size or recomputation makes smaller
+STATE = ("weights", "merged weights", "gradients", "optimizer")  # what no batch size or recomputation makes smaller
 ROOM = 0.8  # of a GPU, for weights of an engine: what is left must hold a KV cache
 
 

@@ -83,12 +83,12 @@ class FSDP:
         if not self.model.trained:
             return {"weights": self.model.size * self.parameters}
         if self.adapted:
-            trained, merged = self.adapters, self.model.size * self.parameters
+            trained, whole = self.adapters, self.model.size * self.parameters
             return {
-                "weights": self.model.size * self.parameters + 4 * trained,
+                "weights": whole + 4 * trained,
+                "merged weights": whole,  # as if everything were adapted
                 "gradients": 4 * trained,
                 "optimizer": 8 * trained,
-                "buffers": merged,  # W + BA, for the refit
             }
         return {"weights": 4 * self.parameters, "gradients": 4 * self.parameters, "optimizer": 8 * self.parameters}
 

@@ -10,6 +10,7 @@ from launch.model_shape import ModelShape
 Parts = dict[str, float]  # bytes, by one of PARTS
 PARTS = (
     "weights",  # of the policy, with float32 main weights
+    "merged weights",  # W + BA, of a policy with adapters: what a refit reads
     "gradients",  # as they lie between microbatches
     "optimizer",  # Adam's two moments
     "activations",  # what layers keep for their backward pass, and what one of them works in

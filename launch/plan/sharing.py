@@ -22,7 +22,7 @@ GIGA = 1e9
 PAGE_LOCKED = 0.8  # of PCIe's rate, which copies of page-locked host memory attain: an assumption, not a measurement
 GLOO_GB_PER_S = 2.0  # of a rank, over gloo within a node, from host memory to host memory: an assumption, not a measurement
 TCP_GB_PER_S = 2.5  # of a node, into it from others, which gloo reaches by TCP: 20 Gbit/s, an assumption, not a measurement
-MOVED = ("weights", "optimizer", "other models")
+MOVED = ("weights", "merged weights", "optimizer", "other models")
 """Parts of a train rank that go to the host and come back; gradients are dropped."""
 
 
@@ -47,7 +47,7 @@ def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple
     return (
         Turn("rollout", away + _scoring(recipe, train), generate.total),
         Turn("training", train.total, asleep),
-        Turn("refit", away + train.parts.get("weights", 0.0), asleep + generate.parts.get("weights", 0.0)),
+        Turn("refit", away + _read(train), asleep + generate.parts.get("weights", 0.0)),
     )
 
 
@@ -61,6 +61,11 @@ def _scoring(recipe: Recipe, train: TrainMemory) -> float:
 def host(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> float:
     """Bytes of host memory for the two ranks of a GPU, what they have there anyway included."""
     return train.host + _moved(train) + _kept(recipe, generate)
+
+
+def _read(train: TrainMemory) -> float:
+    """By a refit: with adapters the merged weights, while those they were merged from are on the host."""
+    return train.parts.get("merged weights", train.parts.get("weights", 0.0))
 
 
 def _moved(train: TrainMemory) -> float:

@@ -92,7 +92,7 @@ class AsyncConfig:
     stragglers: str = "wait"
     straggler_share: float = 0.05
     # Also while it is off, and as it is here for other algorithms:
-    max_generation_failures: int = 10  # groups whose environment failed all episodes, one after another, before the run ends
+    max_generation_failures: int = 10  # groups in a row whose environment failed all episodes; one more ends the run
 
 
 @dataclass

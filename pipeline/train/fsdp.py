@@ -167,14 +167,19 @@ class FSDPBackend:
 
     def offload(self, keep_weights: bool = False) -> None:
         self._reshard()
-        weights = [local(parameter) for parameter in self._parameters.values()]
-        weights += self._merged.tensors.values() if self._merged else ()
+        read: list[torch.Tensor] = []
+        if keep_weights:  # what is merged, but not what it was merged from
+            self._merge()
+            read = [self.local(name) for name in self._model.layout]
+        changing = [local(parameter) for parameter in self._trained.values()]
+        changing += self._merged.tensors.values() if self._merged else ()
         if self._use.trained:
             self._optimizer.zero_grad(set_to_none=True)
             states = [value for state in self._optimizer.state.values() for value in state.values()]
-            self._offload.out([local(value) for value in states if torch.is_tensor(value)], keep=weights)
-        if not keep_weights:
-            self._offload.out(weights, frozen=not self._use.trained)
+            changing += [local(value) for value in states if torch.is_tensor(value)]
+        self._offload.out(changing, keep=read)
+        frozen = [local(parameter) for parameter in self._parameters.values() if not parameter.requires_grad]
+        self._offload.out(frozen, keep=read, frozen=True)
 
     def reload(self) -> None:
         self._offload.back()

@@ -73,6 +73,18 @@ def test_a_frozen_model(models):
 
 
 @pytest.mark.usefixtures("realm")
+def test_of_a_model_with_adapters_a_refit_keeps_only_what_is_merged(models):
+    trained = ranks.backend(cases.policy(models / "qwen3"), lora_cfg=LoRAConfig(True, dim=3))
+    trained.step([cases.pack([0, 1, 2])], cases.loss)
+    read = {name: trained.local(name).clone() for name in {region.tensor for region in trained.layout()}}
+    trained.offload(keep_weights=True)
+    assert all(torch.equal(trained.local(name), tensor) for name, tensor in read.items())
+    adapted = {adapter.weight for adapter in trained._model.adapters}
+    left = {name for name, parameter in trained._parameters.items() if parameter.untyped_storage().nbytes()}
+    assert adapted and left == read.keys() - adapted
+
+
+@pytest.mark.usefixtures("realm")
 def test_a_frozen_model_is_copied_once(models):
     frozen = ranks.backend(cases.policy(models / "qwen3"), use=Use(trained=False))
     weights = {name: frozen.local(name).clone() for name in {region.tensor for region in frozen.layout()}}

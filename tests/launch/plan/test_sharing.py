@@ -34,6 +34,16 @@ def test_turns_are_what_each_rank_holds_in_them():
     assert not made().turns and made().host == made().train.host
 
 
+def test_a_refit_reads_the_merged_weights_of_a_policy_with_adapters():
+    """What they were merged from waits on the host by then; later both do."""
+    found = made(*SHARED, "policy.dtensor_cfg.enabled=true", "policy.dtensor_cfg.lora_cfg.enabled=true")
+    parts, refit = found.train.parts, found.turns[2]
+    assert 0.9 * parts["weights"] < parts["merged weights"] < parts["weights"]
+    rest = refit.train - parts["runtime"] - parts["merged weights"]
+    assert 0 < rest < parts["buffers"]  # the refit's staging
+    assert found.host == pytest.approx(found.train.host + parts["weights"] + parts["merged weights"] + parts["optimizer"])
+
+
 def test_a_step_pays_for_the_moves_and_for_half_the_gpus():
     found, apart = made(*SHARED), made()
     assert (found.gpus, apart.gpus) == (8, 16)
