@@ -20,7 +20,6 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from launch.command_line import split
-from launch.run_folder import done_step
 from pipeline import config
 from pipeline.metrics import read
 
@@ -65,12 +64,12 @@ def run(recipe: str, backend: str, seed: int, executor: str, folder: Path, overr
 
 
 def submit(run_dir: Path, arguments: list[str]) -> None:
-    """Run to the end what is not complete. Raises RuntimeError with the end of what it printed if it fails."""
-    if done_step(run_dir) is None:
-        command = [sys.executable, str(ROOT / "launch/submit.py"), *arguments, f"run_dir={run_dir}"]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
-        if result.returncode:
-            raise RuntimeError(f"{' '.join(command)}: status {result.returncode}\n{(result.stdout + result.stderr)[-3000:]}")
+    """Run to the end what is not complete. Raises RuntimeError with the end of what it printed if it fails, or the folder holds
+    another recipe."""
+    command = [sys.executable, str(ROOT / "launch/submit.py"), *arguments, f"run_dir={run_dir}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)}: status {result.returncode}\n{(result.stdout + result.stderr)[-3000:]}")
 
 
 def row(curves: list[Curve]) -> str:
