@@ -64,13 +64,15 @@ class Program:
     """
 
     def __init__(self, way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, bytes]) -> None:
-        its_stdin, self._to = os.pipe()
-        self._from, its_stdout = os.pipe()
-        try:
+        with contextlib.ExitStack() as its, contextlib.ExitStack() as ours:
+            its_stdin, self._to = os.pipe()
+            its.callback(os.close, its_stdin)
+            ours.callback(os.close, self._to)
+            self._from, its_stdout = os.pipe()
+            its.callback(os.close, its_stdout)
+            ours.callback(os.close, self._from)
             process = _start((its_stdin, its_stdout))
-        finally:
-            os.close(its_stdin)
-            os.close(its_stdout)
+            ours.pop_all()  # kept, as the guard is there
         os.set_blocking(self._to, False)
         self._process = process
         self._forgotten = weakref.finalize(self, _end_behind, _endings(), process, (self._to, self._from))

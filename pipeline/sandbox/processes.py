@@ -28,7 +28,7 @@ def usage(root: int) -> Usage:
         status = _read(f"/proc/{pid}/status")
         if status is None:
             continue
-        values = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        values = dict(line.split(":", 1) for line in status.split("\n") if ":" in line)  # a name may have \r, \v or \f in it
         count += int(values.get("Threads", 1))
         memory += sum(int(values[name].split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap") if name in values) << 10
         ticks += sum(_ticks(pid))
@@ -61,6 +61,6 @@ def _ticks(pid: int) -> list[int]:
 
 def _read(path: str) -> str | None:
     try:
-        return Path(path).read_text(errors="replace")
+        return Path(path).read_bytes().decode(errors="replace")  # as text, \r would end a line
     except (FileNotFoundError, ProcessLookupError):
         return None

@@ -23,6 +23,17 @@ time.sleep(10)
     assert (ran.status, ran.ended_by) == (-9, "processes")
 
 
+def test_names_that_look_like_what_a_process_uses(host: Host):
+    """Of processes that have ended and nobody waits for: the kernel says nothing else of their memory."""
+    host.held("""
+for name in (b"x\\rVmSwap:y", b"x\\x0bVmSwap:y", b"x\\nVmSwap:y", b"x:VmSwap:y"):
+    if os.fork() == 0:
+        libc.prctl(15, name)  # PR_SET_NAME
+        os._exit(0)
+time.sleep(0.3)  # while the guard looks
+""")
+
+
 @pytest.mark.long
 def test_bomb_of_threads(host: Host):
     ran = host.run("""

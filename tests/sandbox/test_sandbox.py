@@ -1,5 +1,6 @@
 """What the sandbox does for those who use it, and that nothing is left when somebody dies."""
 
+import errno
 import json
 import os
 import signal
@@ -154,6 +155,22 @@ def test_a_guard_that_fails_is_an_error(sandbox: Sandbox, monkeypatch: pytest.Mo
     monkeypatch.setattr(guarded, "MAIN", "raise SystemExit('no guard today')")
     with pytest.raises(SandboxError, match="status 1; no guard today"):
         sandbox.run([sandbox.python])
+
+
+@pytest.mark.parametrize("broken", [(guarded, "_start"), (os, "pipe")], ids=["guard", "pipe"])
+def test_a_guard_that_cannot_be_started_leaves_nothing_open(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, broken: tuple):
+    pipes = iter([os.pipe])  # of two, the second fails
+
+    def fails(*arguments: object) -> tuple[int, int]:
+        if broken == (os, "pipe") and (pipe := next(pipes, None)):
+            return pipe()
+        raise OSError(errno.EMFILE, "too many")
+
+    before = sorted(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(*broken, fails)
+    with pytest.raises(OSError, match="too many"):
+        sandbox.start([sandbox.python])
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_where_nothing_works_the_reasons_and_what_to_do_are_said(monkeypatch: pytest.MonkeyPatch):
