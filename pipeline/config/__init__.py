@@ -48,7 +48,7 @@ from pipeline.config.data import (
     validates,
     validation_sets,
 )
-from pipeline.config.environments import MATH_VERIFIERS, MULTICHOICE_VERIFIERS, ToolArguments, tools_of
+from pipeline.config.environments import ToolArguments, arguments_of, arguments_of_tool, tools_of
 from pipeline.config.errors import RecipeError, collected, refuse
 from pipeline.config.layout import Backend, asked_backend, check_expert_layout, colocated, decided
 from pipeline.config.megatron import (
@@ -95,9 +95,7 @@ __all__ = [
     "DATASET_CARDS",
     "ENVIRONMENT_KINDS",
     "GENERATED_DATASETS",
-    "MATH_VERIFIERS",
     "MEGATRON_MODEL_TYPES",
-    "MULTICHOICE_VERIFIERS",
     "NAMED_DATASETS",
     "OFFLINE",
     "ONLINE",
@@ -153,6 +151,8 @@ __all__ = [
     "VLLMConfig",
     "ValueConfig",
     "ValueLossConfig",
+    "arguments_of",
+    "arguments_of_tool",
     "asked_backend",
     "check_data",
     "check_expert_layout",

@@ -1,7 +1,7 @@
-"""What `env` says against itself: each kind's `kwargs`, names, types and ranges, before anything is loaded.
+"""The `kwargs` of each kind of `env`: names, types, defaults and ranges, checked before anything is loaded.
 
-A kind's keys are the fields of a dataclass here, and the arguments of its class in `pipeline/environments/`. Environments of a
-dotted path are checked when they are built: only there is their module.
+A kind's keys are the fields of a dataclass here; what they mean stands at its class in `pipeline/environments/`. Those of a
+dotted path are checked when the environment is built: only there is its module.
 """
 
 from __future__ import annotations
@@ -27,6 +27,15 @@ TOOLS = ("calculator", "python")
 """Tools that an environment of kind tools may have by name; others by dotted path."""
 NO_JUDGES = ("calculator", "code_interpreter", "tools", "sliding_puzzle", "reward_model", "verifiers")
 """Kinds that cannot judge the final answer of another environment."""
+JUDGE_PROMPT = """Judge whether the response answers the question as the reference does.
+
+Question: {question}
+
+Reference: {answer}
+
+Response: {response}
+
+Reply with one line, "Score: N", where N is from 0 (wrong) to 10 (right)."""
 
 
 @dataclass
@@ -76,7 +85,12 @@ class CodeArguments(SandboxArguments):
 
 
 @dataclass
-class CodeInterpreterArguments(SandboxArguments):
+class PythonArguments(SandboxArguments):
+    output_bytes: int = 1 << 16  # of each call
+
+
+@dataclass
+class CodeInterpreterArguments(PythonArguments):
     terminate_on_evaluation: bool = True
     role: str = "user"
 
@@ -108,8 +122,8 @@ class SlidingPuzzleArguments:
 class LLMJudgeArguments:
     url: str = typed.MISSING
     model: str = typed.MISSING
-    prompt: str | None = None
-    score_pattern: str | None = None
+    prompt: str = JUDGE_PROMPT
+    score_pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
     scale: list[float] = field(default_factory=lambda: [0.0, 10.0])
     tries: int = 4
     api_key_env: str | None = None
@@ -137,16 +151,13 @@ ARGUMENTS: dict[str, type] = {
 }
 """By kind."""
 
-TOOL_ARGUMENTS: dict[str, type] = {"calculator": NoArguments, "python": SandboxArguments}
+TOOL_ARGUMENTS: dict[str, type] = {"calculator": NoArguments, "python": PythonArguments}
 
 CHOICES = {
     ("math", "math_verify_impl"): MATH_VERIFIERS,
     ("multiple_choice", "verifier_type"): MULTICHOICE_VERIFIERS,
     ("sliding_puzzle", "tells"): ("words", "board"),
     ("code", "reward"): ("all", "share"),
-    ("code", "sandbox"): ASKED,
-    ("code_interpreter", "sandbox"): ASKED,
-    ("python", "sandbox"): ASKED,
 }
 RANGES: dict[tuple[str, str], tuple[float, float]] = {
     ("multiple_choice", "choices"): (2, 26),
@@ -160,6 +171,24 @@ PATTERNS = {("exact_match", "pattern"), ("sliding_puzzle", "action_pattern"), ("
 HAVE_PLACES = {("calculator", "reply"): "{}", ("sliding_puzzle", "observation"): "{}", ("llm_judge", "prompt"): "{response}"}
 
 
+def arguments_of(environment: EnvironmentConfig) -> dict[str, Any]:
+    """All of a kind of ours, those that are not given too. Raises ValueError, saying what is wrong with them, or with the
+    environment's numbers."""
+    arguments, problems = _checked(ARGUMENTS, "kwargs", environment)
+    return _sound(arguments, [*_check_numbers("", environment), *problems])
+
+
+def arguments_of_tool(tool: ToolArguments) -> dict[str, Any]:
+    """Likewise, of one of TOOLS."""
+    return _sound(*_checked(TOOL_ARGUMENTS, "kwargs", tool))
+
+
+def _sound(arguments: Any, problems: list[str]) -> dict[str, Any]:
+    if problems:
+        raise ValueError("; ".join(problems))
+    return dict(vars(arguments))
+
+
 def unusable_kinds(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """(key, problem) of kinds that there are not."""
     for name, environment in recipe.env.items():
@@ -171,16 +200,16 @@ def unusable_kinds(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def check_environments(recipe: Recipe) -> Iterator[str]:
     """What `env` says against itself, where all kinds are known, or a user's own."""
     for name, environment in recipe.env.items():
-        yield from _check_numbers(f"env.{name}", environment)
+        yield from _check_numbers(f"env.{name}.", environment)
         if environment.kind in ARGUMENTS:
             yield from _check_arguments(recipe, f"env.{name}", environment)
 
 
-def _check_numbers(key: str, environment: EnvironmentConfig) -> Iterator[str]:
+def _check_numbers(prefix: str, environment: EnvironmentConfig) -> Iterator[str]:
     if environment.timeout_s <= 0:
-        yield f"{key}.timeout_s: {environment.timeout_s:g} must be above 0"
+        yield f"{prefix}timeout_s: {environment.timeout_s:g} must be above 0"
     if environment.workers is not None and environment.workers < 1:
-        yield f"{key}.workers: {environment.workers} is too small; at least 1, or null for the kind's own"
+        yield f"{prefix}workers: {environment.workers} is too small; at least 1, or null for the kind's own"
 
 
 def _check_path(key: str, kind: str, kinds: tuple[str, ...]) -> Iterator[str]:
@@ -192,24 +221,24 @@ def _check_path(key: str, kind: str, kinds: tuple[str, ...]) -> Iterator[str]:
 
 
 def _check_arguments(recipe: Recipe, key: str, environment: EnvironmentConfig) -> Iterator[str]:
-    kind, given = environment.kind, environment.kwargs
-    arguments, problems = _read(ARGUMENTS[kind], f"{key}.kwargs", given)
-    if kind == "llm_judge" and any("key" in name and name != "api_key_env" for name in given):
+    kind = environment.kind
+    arguments, problems = _checked(ARGUMENTS, f"{key}.kwargs", environment)
+    if kind == "llm_judge" and any("key" in name and name != "api_key_env" for name in environment.kwargs):
         yield f"{key}.kwargs: a key does not belong in a recipe; api_key_env names the environment variable that has it"
     yield from problems
     if arguments is None:
         return
-    for name, value in vars(arguments).items():
-        yield from _check_value(f"{key}.kwargs.{name}", kind, name, value)
-    yield from _check_limits(f"{key}.kwargs", arguments)
     if kind in ("calculator", "tools"):
         yield from _check_judge(recipe, f"{key}.kwargs.judge", arguments.judge)
+        yield from _check_workers(recipe, key, environment.workers, arguments.judge)
     if kind == "tools":
         yield from _check_tools(f"{key}.kwargs.tools", arguments.tools)
-    if kind == "calculator" and not (arguments.open and arguments.close):
-        yield f"{key}.kwargs: open and close must be texts of at least one character"
-    if kind == "llm_judge":
-        yield from _check_endpoint(f"{key}.kwargs", arguments)
+
+
+def _checked(sections: dict[str, type], key: str, given: EnvironmentConfig | ToolArguments) -> tuple[Any, list[str]]:
+    """As `_read`, its values checked too; the arguments are None only if they cannot be read."""
+    arguments, problems = _read(sections[given.kind], key, given.kwargs)
+    return arguments, problems or list(_check_values(key, given.kind, arguments))
 
 
 def _read(section: type, key: str, given: dict[str, Any]) -> tuple[Any, list[str]]:
@@ -229,6 +258,17 @@ def _read(section: type, key: str, given: dict[str, Any]) -> tuple[Any, list[str
     return (None if problems else arguments), problems
 
 
+def _check_values(key: str, kind: str, arguments: Any) -> Iterator[str]:
+    for name, value in vars(arguments).items():
+        yield from _check_value(f"{key}.{name}", kind, name, value)
+    if isinstance(arguments, SandboxArguments):
+        yield from _check_sandbox(key, arguments)
+    if isinstance(arguments, CalculatorArguments) and not (arguments.open and arguments.close):
+        yield f"{key}: open and close must be texts of at least one character"
+    if isinstance(arguments, LLMJudgeArguments):
+        yield from _check_endpoint(key, arguments)
+
+
 def _check_value(key: str, kind: str, name: str, value: Any) -> Iterator[str]:
     if value is None:
         return
@@ -245,10 +285,9 @@ def _check_value(key: str, kind: str, name: str, value: Any) -> Iterator[str]:
         yield f"{key}: has no {HAVE_PLACES[where]}"
 
 
-def _check_limits(key: str, arguments: Any) -> Iterator[str]:
-    """Of a sandbox, if there is one."""
-    if not isinstance(arguments, SandboxArguments):
-        return
+def _check_sandbox(key: str, arguments: SandboxArguments) -> Iterator[str]:
+    if arguments.sandbox not in ASKED:
+        yield f"{key}.sandbox: '{arguments.sandbox}' is not one of: {', '.join(ASKED)}"
     try:
         Limits(**{name: getattr(arguments, name) for name in LIMITS})
     except ValueError as error:
@@ -272,6 +311,12 @@ def _check_judge(recipe: Recipe, key: str, judge: str) -> Iterator[str]:
     if judge not in fit:
         why = f"env.{judge} is of kind {recipe.env[judge].kind}" if judge in recipe.env else f"there is no env.{judge}"
         yield f"{key}: '{judge}' cannot judge the final answer ({why}); one of: {', '.join(fit) or 'none yet'}"
+
+
+def _check_workers(recipe: Recipe, key: str, workers: int | None, judge: str) -> Iterator[str]:
+    most = recipe.env[judge].workers if judge in recipe.env else None
+    if workers is not None and most is not None and workers > most:
+        yield f"{key}.workers: {workers} are more than its judge has (env.{judge}.workers: {most})"
 
 
 def tools_of(given: Any) -> dict[str, ToolArguments]:
@@ -300,11 +345,7 @@ def _check_tools(key: str, given: Any) -> Iterator[str]:
         if tool.kind not in TOOLS:
             yield from _check_path(f"{key}.{name}", tool.kind, TOOLS)
             continue
-        arguments, problems = _read(TOOL_ARGUMENTS[tool.kind], f"{key}.{name}.kwargs", tool.kwargs)
-        yield from problems
-        for argument, value in vars(arguments).items() if arguments else ():
-            yield from _check_value(f"{key}.{name}.kwargs.{argument}", tool.kind, argument, value)
-        yield from _check_limits(f"{key}.{name}.kwargs", arguments)
+        yield from _checked(TOOL_ARGUMENTS, f"{key}.{name}.kwargs", tool)[1]
 
 
 def _check_endpoint(key: str, judge: LLMJudgeArguments) -> Iterator[str]:
@@ -318,5 +359,5 @@ def _check_endpoint(key: str, judge: LLMJudgeArguments) -> Iterator[str]:
         yield f"{key}.scale: {judge.scale} is not two scores, that of reward 0 and that of reward 1"
     if judge.api_key_env is not None and not re.fullmatch(r"[A-Za-z_]\w*", judge.api_key_env):
         yield f"{key}.api_key_env: no name of an environment variable; it names the one that has the key, and is not the key"
-    elif judge.api_key_env is not None and not os.environ.get(judge.api_key_env):
+    elif judge.api_key_env is not None and not os.environ.get(judge.api_key_env, "").strip():
         yield f"{key}.api_key_env: the environment variable {judge.api_key_env} is not set; export it, or null if none is asked"

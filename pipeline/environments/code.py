@@ -1,7 +1,8 @@
 """Programs in Python that the policy writes, judged by running them on the task's tests, in the sandbox.
 
 The answer is the text's last fenced block of code, or the whole text. Each case runs in a sandbox of its own; pieces of Python
-run in one. `CodeInterpreter` is NeMo-RL's CodeEnvironment: code in several turns, each answered with what it came to.
+run in one. An answer finds the names that HARNESS says, as data sets' own judges have them. `CodeInterpreter` is NeMo-RL's
+CodeEnvironment: code in several turns, each answered with what it came to.
 
 Leaves out: other languages; judges for tasks with more than one right output.
 """
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.environments.base import Environment, Outcome
-from pipeline.environments.code_tests import Case, Equation, Tests, read, same_output, same_result, same_value
+from pipeline.environments.code_tests import Case, Equation, Tests, read, same_literal, same_output, same_result, same_value
 from pipeline.environments.python_tool import Executed, PythonSession, PythonTool
 from pipeline.environments.tool import ToolError
 from pipeline.sandbox.limits import Limits, Ran
@@ -27,22 +28,50 @@ from pipeline.types import Prompt
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 OWN_SHARE = 0.75
 """Of `timeout_s`, what tests may take together: the rest is for their starts, and a step that outlasts it costs the episode."""
+HARNESS = b"""import builtins, sys, types
+
+MODULES = (
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "itertools", "functools",
+    "operator", "io", "sys", "json", "typing",
+)
+
+def load(name):
+    known = {}
+    for module in MODULES:
+        exec(f"from {module} import *", known)
+    for module in MODULES:
+        known[module] = sys.modules[module]
+    answer = sys.modules[name] = types.ModuleType(name)
+    answer.__builtins__ = {**known, **vars(builtins)}
+    answer.__file__ = "answer.py"
+    exec(compile(open("answer.py", "rb").read(), "answer.py", "exec"), vars(answer))
+    return vars(answer)
+
+if __name__ == "__main__":
+    load("__main__")
+"""
+"""Executes the answer, as a module that its tests may import.
+
+It finds all that LiveCodeBench's judge imports before it, but for `statistics`, which takes long: MODULES, and what `import *`
+gives of them in this order. Starter code (`nums: List[int]`) and many right answers (`inf`, `deque`) go without imports. They
+come below Python's builtins, so that `pow` is Python's, and what the answer itself defines can be told from them.
+"""
 CALL = b"""import json, os, sys
+import harness
 arguments = json.loads(sys.stdin.read())
 answer = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-names = {"__name__": "answer"}
-exec(compile(open("answer.py").read(), "answer.py", "exec"), names)
+names = harness.load("solution")
 function = names.get(sys.argv[1]) or getattr(names["Solution"](), sys.argv[1])
 answer.write(json.dumps(function(*arguments)))
 answer.close()
 """
 """Calls a function, of the module or of a class Solution."""
 PIECES = b"""import json, os, sys
+import harness
 tests = os.fdopen(os.dup(0))
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-names = {"__name__": "answer"}
-exec(compile(open("answer.py").read(), "answer.py", "exec"), names)
+names = harness.load("solution")
 asked = json.loads(tests.read())
 
 def told(value):
@@ -79,7 +108,7 @@ for number, (piece, equation) in enumerate(asked["pieces"]):
 The mark keeps this apart from what the answer prints. It is not on the answer's stdin, but in its process: an answer that looks
 for it finds it, and has passed the pieces that are no equations.
 """
-HARNESS = {"call.py": CALL, "pieces.py": PIECES}
+PROGRAMS = {"harness.py": HARNESS, "call.py": CALL, "pieces.py": PIECES}
 CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 
 
@@ -93,16 +122,12 @@ class Code(Environment):
 
     workers = 4
 
-    def __init__(
-        self, timeout_s: float, reward: str = "all", sandbox: str = "auto", readable: Sequence[str] = (), **limits: float
-    ) -> None:
-        if reward not in ("all", "share"):
-            raise ValueError(f"reward: '{reward}' is not one of: all, share")
+    def __init__(self, timeout_s: float, reward: str, sandbox: str, readable: Sequence[str], **limits: float) -> None:
         self._all, self._timeout_s = reward == "all", OWN_SHARE * timeout_s
         self._sandbox = Sandbox(Limits(**limits), sandbox, tuple(readable))
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
-        """Raises ValueError if the task has no tests."""
+        """Raises ValueError if the task has no tests, or one that tests nothing."""
         try:
             tests = read(prompt.task["answer"])
         except ValueError as error:
@@ -122,7 +147,7 @@ class Code(Environment):
             if (left := deadline - time.monotonic()) <= 0:
                 ends["timeouts"] += 1
                 break
-            argv = ["call.py", case.function] if case.function else ["answer.py"]
+            argv = ["call.py", case.function] if case.function else ["harness.py"]
             ran = self._run(argv, code, case.input, left)
             right = _passes(ran, case)
             ends[_end(ran)] += 1
@@ -148,7 +173,7 @@ class Code(Environment):
         return sum(passed), Counter([_end(ran)])
 
     def _run(self, argv: list[str], code: str, stdin: str, left: float) -> Ran:
-        files = {"answer.py": code.encode(errors="replace"), **HARNESS}
+        files = {"answer.py": code.encode(errors="replace"), **PROGRAMS}
         return self._sandbox.run(
             [self._sandbox.python, *argv], files, stdin.encode(errors="replace"), min(self._sandbox.limits.wall_s, left)
         )
@@ -179,8 +204,8 @@ class CodeInterpreter(Environment):
 
     With terminate_on_evaluation the episode ends with the first code whose last line is an expression, as in NeMo-RL; and it
     ends with a turn without code. Reward 1 if the value of the episode's last expression reads as `prompt.task["answer"]`, else
-    0 (NeMo-RL's is always 0). timeout_s: for one turn. Metrics: `accuracy`; `errors`, 1 if the last code raised. The rest: as
-    of PythonTool.
+    0 (NeMo-RL's is always 0): see `same_literal`. timeout_s: for one turn. Metrics: `accuracy`; `errors`, 1 if the last code
+    raised. The rest: as of PythonTool.
     """
 
     workers = 16
@@ -188,10 +213,10 @@ class CodeInterpreter(Environment):
     def __init__(
         self,
         timeout_s: float,
-        terminate_on_evaluation: bool = True,
-        role: str = "user",
-        sandbox: str = "auto",
-        readable: Sequence[str] = (),
+        terminate_on_evaluation: bool,
+        role: str,
+        sandbox: str,
+        readable: Sequence[str],
         **limits: float,
     ) -> None:
         self._terminates, self._role, self._timeout_s = terminate_on_evaluation, role, OWN_SHARE * timeout_s
@@ -217,7 +242,8 @@ class CodeInterpreter(Environment):
 
     def _over(self, episode: CodeEpisode) -> Outcome:
         episode.session.close()
-        return Outcome(episode.metrics()["accuracy"], episode.metrics())
+        metrics = episode.metrics()
+        return Outcome(metrics["accuracy"], metrics)
 
 
 @dataclass
@@ -228,7 +254,7 @@ class CodeEpisode:
     failed: bool = False  # whether the last code raised
 
     def metrics(self) -> dict[str, float]:
-        return {"accuracy": float(self.value.strip() == self.answer), "errors": float(self.failed)}
+        return {"accuracy": float(same_literal(self.value, self.answer)), "errors": float(self.failed)}
 
 
 def _execute(session: PythonSession, code: str, timeout_s: float) -> Executed:

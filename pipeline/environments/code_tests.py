@@ -3,11 +3,17 @@
     {"inputs": [...], "outputs": [...]}               stdin and stdout (TACO, APPS); with "fn_name", arguments and results
     [{"input": ..., "output": ..., "testtype": ...}]  LiveCodeBench's; "functional" ones are JSON, an argument a line
     ["assert f(1) == 2", ...]                         pieces of Python (MBPP, AceCode), each a test of its own
-    any other text                                    one piece of Python (KodCode, HumanEval)
+    {"test": ..., "entry_point": ...}                 HumanEval's columns: a piece of Python, then check(<entry_point>)
+    any other text                                    one piece of Python (KodCode)
 
 What an answer is to print or return stays outside the sandbox. So does the right side of `assert <expression> == <literal>`,
 which most pieces are: what the expression comes to is told, and compared here. Any other piece (`assert abs(f(1) - 2) < 1e-6`,
 `check` of HumanEval) judges in the answer's own process, where an answer that sets out to deceive it can.
+
+A piece may import the answer as `solution`. Its functions test_* that need no arguments are called, as pytest does. One that
+defines and calls nothing would be passed by every answer, and is an error.
+
+Leaves out: pytest's fixtures, parameters and classes; `unittest`; what tests import beyond the sandbox's Python.
 """
 
 from __future__ import annotations
@@ -21,6 +27,13 @@ BUILT = {"set": set, "frozenset": frozenset, "sorted": sorted, "list": list, "tu
 """Calls that a literal may be in."""
 KINDS = {"bytes": bytes, "complex": complex, "list": list, "tuple": tuple, "set": set | frozenset, "dict": dict}
 """What JSON has no word for -> the types of a literal."""
+DEFINITIONS = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom),
+    *(ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Pass),
+)
+"""Statements that test nothing."""
+LITERAL = 1 << 16
+"""Characters that are read as a literal at most: a policy writes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +65,17 @@ class Tests:
 
 
 def read(given: Any) -> Tests:
-    """`given`: a text, with JSON in it or Python, or what is in the JSON. Raises ValueError if there is no test in it."""
+    """`given`: a text, with JSON in it or Python, or what is in the JSON. Raises ValueError if there is no test in it, or a
+    piece that only defines some."""
     if isinstance(given, str) and given.lstrip()[:1] in ("{", "["):
         try:
             given = json.loads(given)
         except json.JSONDecodeError:
             pass  # it is Python
+    if isinstance(given, dict) and isinstance(given.get("test"), str) and isinstance(given.get("entry_point"), str):
+        if "def check(" not in given["test"]:
+            raise ValueError("'test' does not define check(candidate), which is to be called with 'entry_point'")
+        given = f"{given['test']}\n\ncheck({given['entry_point']})\n"
     if isinstance(given, str) and given.strip():
         return Tests(pieces=(_piece(given),))
     if isinstance(given, dict) and isinstance(given.get("inputs"), list) and isinstance(given.get("outputs"), list):
@@ -71,27 +89,59 @@ def read(given: Any) -> Tests:
     elif isinstance(given, list) and all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in given):
         found = Tests(tuple(_live(test) for test in given))
     else:
-        raise ValueError("no tests in a form that is known: inputs and outputs, a list of {input, output}, or pieces of Python")
+        raise ValueError(
+            "no tests in a form that is known: inputs and outputs, a list of {input, output}, test and"
+            " entry_point, or pieces of Python"
+        )
     if not len(found):
         raise ValueError("no tests")
     return found
 
 
 def _piece(code: str) -> str | Equation:
-    """An equation if it is an assertion of one. Raises nothing: what is no Python is a piece that nobody passes."""
+    """An equation if it is an assertion of one. What is no Python is a piece that nobody passes. Raises ValueError if it tests
+    nothing."""
     try:
-        (statement,) = ast.parse(code).body
-        test = statement.test if isinstance(statement, ast.Assert) else None
-        if not isinstance(test, ast.Compare) or [type(operator) for operator in test.ops] != [ast.Eq]:
-            return code
-        for expression, literal in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
-            try:
-                return Equation(ast.unparse(expression), _value(literal))
-            except (ValueError, TypeError):
-                continue  # it is no literal
+        body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        pass
-    return code
+        return code
+    functions = [one for one in body if isinstance(one, ast.FunctionDef) and one.name.startswith("test_")]
+    if calls := [f"{one.name}()\n" for one in functions if _needs_nothing(one.args)]:
+        return f"{code}\n\n{''.join(dict.fromkeys(calls))}"
+    if all(map(_only_defines, body)):
+        raise ValueError(f"a piece of Python, {code.strip()[:80]!r}, defines tests and calls none, so that all would pass it")
+    return (_equation(body[0]) if len(body) == 1 else None) or code
+
+
+def _needs_nothing(arguments: ast.arguments) -> bool:
+    return len(arguments.posonlyargs + arguments.args) == len(arguments.defaults) and None not in arguments.kw_defaults
+
+
+def _only_defines(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Expr(value=value):
+            return isinstance(value, ast.Constant)  # a docstring
+        case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+            return True  # it is no program here
+        case ast.If(body=body, orelse=other):
+            return all(map(_only_defines, [*body, *other]))
+        case ast.Try(body=body, orelse=other, finalbody=last, handlers=handlers):
+            caught = [one for handler in handlers for one in handler.body]
+            return all(map(_only_defines, [*body, *other, *last, *caught]))
+    return isinstance(statement, DEFINITIONS)
+
+
+def _equation(statement: ast.stmt) -> Equation | None:
+    """None if it is none."""
+    test = statement.test if isinstance(statement, ast.Assert) else None
+    if not isinstance(test, ast.Compare) or [type(operator) for operator in test.ops] != [ast.Eq]:
+        return None
+    for expression, literal in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
+        try:
+            return Equation(ast.unparse(expression), _value(literal))
+        except (ValueError, TypeError, RecursionError, MemoryError):
+            continue  # it is no literal
+    return None
 
 
 def _value(node: ast.expr) -> Any:
@@ -135,6 +185,23 @@ def same_result(printed: str, expected: str) -> bool:
         return False
     wanted = json.loads(expected)
     return result == wanted or (isinstance(wanted, list) and len(wanted) == 1 and result == wanted[0])
+
+
+def same_literal(shown: str, answer: str) -> bool:
+    """Whether a value is the answer: the same text, the same literal, or a string with that text. `shown`: as `pformat` has it,
+    which quotes texts, and breaks what is long into lines. True is not 1 here: code that ends in a comparison has no number."""
+    if shown.strip() == answer:
+        return True
+    if len(shown) > LITERAL:
+        return False
+    try:
+        value = ast.literal_eval(shown.strip())
+        if isinstance(value, str) and value == answer:
+            return True
+        expected = ast.literal_eval(answer)
+        return value == expected and isinstance(value, bool) == isinstance(expected, bool)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False
 
 
 def same_value(told: str, expected: Any) -> bool:

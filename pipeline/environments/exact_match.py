@@ -12,16 +12,11 @@ class ExactMatch(Environment):
     """Compares the stripped text, or what `pattern` finds in it, with `prompt.task["answer"]`.
 
     `pattern` is a regular expression; its last match counts, or that match's group if it has one (`;(\\d+)$`: the digits after
-    a last semicolon). A text that it does not match is wrong. Raises ValueError for a pattern that is none, or has two groups.
+    a last semicolon). A text that it does not match is wrong. None: the whole text counts.
     """
 
-    def __init__(self, pattern: str | None = None) -> None:
-        try:
-            self._pattern = re.compile(pattern) if pattern is not None else None
-        except re.error as error:
-            raise ValueError(f"pattern '{pattern}': {error}") from None
-        if self._pattern is not None and self._pattern.groups > 1:
-            raise ValueError(f"pattern '{pattern}' has {self._pattern.groups} groups; one must say what the answer is")
+    def __init__(self, pattern: str | None) -> None:
+        self._pattern = re.compile(pattern) if pattern is not None else None
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
         answer = text if self._pattern is None else self._extract(text)

@@ -26,17 +26,9 @@ if TYPE_CHECKING:
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 MAX_REPLY_BYTES = 1 << 20
+WORKERS = 16
 TOLD = 300  # characters of a reply that an error message repeats
 FIELDS = ("question", "answer", "response")
-PROMPT = """Judge whether the response answers the question as the reference does.
-
-Question: {question}
-
-Reference: {answer}
-
-Response: {response}
-
-Reply with one line, "Score: N", where N is from 0 (wrong) to 10 (right)."""
 
 
 class Unjudged(RuntimeError):
@@ -51,35 +43,33 @@ class LLMJudge(Environment):
     0 and 1; what is not between them is no score. timeout_s: for one answer, all tries and pauses together. tries: at most so
     many. workers: requests at once. api_key_env: the environment variable that has the key; none: no key is sent. request: more
     of the request's body, e.g. {temperature: 0}.
-    Raises ValueError for a pattern, a prompt or a key that cannot be used; it never says what the key is.
+    Raises ValueError for a key that cannot be used, and never says what it is.
     """
 
     def __init__(
         self,
         url: str,
         model: str,
+        prompt: str,
+        score_pattern: str,
+        scale: list[float],
+        tries: int,
+        api_key_env: str | None,
+        request: dict[str, Any],
         timeout_s: float,
-        prompt: str = PROMPT,
-        score_pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)",
-        scale: tuple[float, float] = (0.0, 10.0),
-        tries: int = 4,
-        workers: int = 16,
-        api_key_env: str | None = None,
-        request: dict[str, Any] | None = None,
+        workers: int | None,
     ) -> None:
         import httpx
 
-        self.workers = workers
+        self.workers = workers or WORKERS
         self._url, self._model, self._prompt = f"{url.rstrip('/')}/chat/completions", model, prompt
-        self._score = _pattern(score_pattern)
+        self._score = re.compile(score_pattern)
         self._low, self._high = scale
-        self._timeout_s, self._tries, self._request = timeout_s, tries, request or {}
-        if "{response}" not in prompt:
-            raise ValueError("prompt: has no {response}, where what the policy said goes")
+        self._timeout_s, self._tries, self._request = timeout_s, tries, request
         headers = {}
         if api_key_env is not None:
             headers["Authorization"] = f"Bearer {_key(api_key_env)}"
-        self._client = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=workers))
+        self._client = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=self.workers))
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
         """Raises Unjudged if no try gave a score."""
@@ -163,24 +153,12 @@ def _retry_after(response: httpx.Response) -> float | None:
 
 def _key(variable: str) -> str:
     """What a header can hold: httpx repeats one that it cannot send in its error, and errors are logged."""
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ValueError(f"api_key_env: the environment variable {variable} is not set")
+    key = os.environ[variable].strip()
     if not all("!" <= character <= "~" for character in key):
         raise ValueError(
             f"api_key_env: what the environment variable {variable} holds is no key: not all of it is printable ASCII"
         )
     return key
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        pattern = re.compile(text)
-    except re.error as error:
-        raise ValueError(f"score_pattern '{text}': {error}") from None
-    if pattern.groups > 1:
-        raise ValueError(f"score_pattern '{text}' has {pattern.groups} groups; one must say what the score is")
-    return pattern
 
 
 def _start(text: bytes) -> str:

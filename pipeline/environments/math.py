@@ -23,20 +23,20 @@ from pipeline.environments.base import Environment, Outcome
 from pipeline.types import Prompt
 
 START_TIMEOUT_S = 300.0  # importing sympy, on a cold network file system
+OWN_SHARE = 0.5
+"""Of `timeout_s`, what one answer may take: the rest is for a worker, in place of one that was killed, to be ready."""
 PACKAGE_ROOT = Path(__file__).parents[2]
 
 
 class Math(Environment):
     """Reward 1 if math-verify finds the text's answer equal to `prompt.task["answer"]`, else 0.
 
-    `timeout_s` is for one answer. Metrics: `accuracy`; `timeout`, 1 if it took longer; `crash`, 1 if the worker died of it. The
-    reward of the latter two is 0. workers: how many processes judge, each one answer at a time. Raises RuntimeError if one
-    does not start.
+    `timeout_s` is for one step, OWN_SHARE of it for the answer. Metrics: `accuracy`; `timeout`, 1 if it took longer; `crash`, 1
+    if the worker died of it. The reward of the latter two is 0. workers: how many processes judge, each one answer at a time.
+    Raises RuntimeError if one does not start.
     """
 
-    def __init__(self, timeout_s: float = 10.0, workers: int = 1) -> None:
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s: {timeout_s} must be above 0")
+    def __init__(self, timeout_s: float, workers: int) -> None:
         self.workers, self._timeout_s = workers, timeout_s
         # The kernel ends a worker with the thread that started it; so these threads start all, and live until `close`.
         self._starters = ThreadPoolExecutor(workers, thread_name_prefix="math")
@@ -54,18 +54,20 @@ class Math(Environment):
     def step(self, prompt: Prompt, text: str) -> Outcome:
         """Raises ValueError if math-verify can read nothing in the expected answer, RuntimeError if no worker can be asked.
 
-        A worker that did not answer is replaced; the next step may wait for the new one to be ready, outside of its limit.
+        A worker that did not answer is replaced. The next step may wait for the new one to be ready, and leaves it to the one
+        after that if this takes too long.
         """
         question = {"expected": prompt.task["answer"], "text": text}
+        wait_s = (1 - OWN_SHARE) * self._timeout_s
         try:
-            worker = self._idle.get(timeout=START_TIMEOUT_S)
+            worker = self._idle.get(timeout=wait_s)
         except queue.Empty:
-            raise RuntimeError(f"no math worker was free within {START_TIMEOUT_S:g} s") from None
+            raise RuntimeError(f"no math worker was ready within {wait_s:g} s") from None
         if isinstance(worker, Exception):
             self._starters.submit(self._start)
             raise RuntimeError(str(worker)) from worker
         try:
-            reply = worker.ask(question, self._timeout_s)
+            reply = worker.ask(question, OWN_SHARE * self._timeout_s)
         except (TimeoutError, EOFError) as error:
             self._replace(worker)
             return Outcome(0.0, _metrics(timeout=isinstance(error, TimeoutError), crash=isinstance(error, EOFError)))

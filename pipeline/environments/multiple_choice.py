@@ -1,14 +1,13 @@
 r"""Multiple choice: the letter that a text answers with, compared with the expected one.
 
-What counts as the answer, the first of these that the text has; of several, the last one said:
-    what is said after "Answer:" (Answer: B, **Answer:** (b)), or as a capital after "answer is" (the answer is $\boxed{B}$, the
-    correct answer is option B), in the language asked for
-    \boxed{B}
-    the whole text, if it is nothing but a letter: B, (B), B.
+What counts as the answer, in what follows the last </think>, if there is one; of several, the last one said:
+    what stands after "Answer:" (Answer: B, **Answer:** (b)), or as a capital after "answer is" (the answer is $\boxed{B}$, the
+    correct answer is option B), in the language asked for; or in a box, \boxed{B}
+and where there is none of these, all of it, if it is nothing but a letter: B, (B), B.
 Markdown and LaTeX around a letter do not matter. A letter outside `choices` is no answer.
 
 NeMo-RL's verifiers `english_multichoice` and `multilingual_multichoice` take the first letter said after "Answer:", not the
-last, and know neither of the other two.
+last, and know nothing of the rest.
 
 Leaves out: several right letters, answers that repeat the option's text.
 """
@@ -19,8 +18,8 @@ import re
 import string
 import unicodedata
 
-from pipeline.config import MULTICHOICE_VERIFIERS
 from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.tool_calls import THOUGHT_ENDS
 from pipeline.types import Prompt
 
 ENGLISH = ("answer is", "answer")
@@ -52,11 +51,7 @@ class MultipleChoice(Environment):
     choices: how many letters there are, from A on.
     """
 
-    def __init__(self, verifier_type: str = "english_multichoice", choices: int = 26) -> None:
-        if verifier_type not in MULTICHOICE_VERIFIERS:
-            raise ValueError(f"verifier_type: '{verifier_type}' is not one of: {', '.join(MULTICHOICE_VERIFIERS)}")
-        if not 2 <= choices <= len(string.ascii_uppercase):
-            raise ValueError(f"choices: {choices} is not a number of letters; from 2 to {len(string.ascii_uppercase)}")
+    def __init__(self, verifier_type: str, choices: int) -> None:
         multilingual = verifier_type == "multilingual_multichoice"
         words = (*ENGLISH, *OTHERS) if multilingual else ENGLISH
         self._letters = string.ascii_uppercase[:choices]
@@ -80,14 +75,18 @@ class MultipleChoice(Environment):
 
     def answer(self, text: str) -> str | None:
         """The letter that the text answers with, as a capital of ours."""
+        text = text.rpartition(THOUGHT_ENDS)[2]
         pieces = range(0, len(text), NORMALIZED_AT_ONCE)
         text = "".join(unicodedata.normalize("NFKC", text[i : i + NORMALIZED_AT_ONCE]) for i in pieces)  # Ａ is A
-        said = self._said.findall(WRAPPING.sub("", text))
+        said = self._said.findall(WRAPPING.sub("", BOXED.sub(self._unboxed, text)))
         if said := [letter for colon, letter in said if colon or not letter.islower()]:  # "the answer is a bit unclear"
             return self._ours(said[-1])
-        if boxed := [letter for inside in BOXED.findall(text) if (letter := self._letter_of(inside))]:
-            return boxed[-1]
         return self._letter_of(text)
+
+    def _unboxed(self, box: re.Match[str]) -> str:
+        """A letter in a box as one that is said, so that one search finds both, in the order of the text."""
+        letter = self._letter_of(box[1])
+        return f"\nAnswer: {letter}\n" if letter else box[0]
 
     def _letter_of(self, text: str) -> str | None:
         found = self._alone.fullmatch(WRAPPING.sub("", text))

@@ -18,8 +18,6 @@ from pipeline.sandbox.sandbox import Sandbox
 
 INTERPRETER = (Path(pipeline.sandbox.__file__).parent / "interpreter.py").read_bytes()
 START_S = 30.0  # for the interpreter to be there, besides the time of its first call
-OUTPUT_BYTES = 1 << 16
-"""Of each call, unless the recipe says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +30,16 @@ class Executed:
 
 
 class PythonTool(Tool):
-    """sandbox, readable: as of `Sandbox`. The rest are fields of `Limits`: `wall_s` is for each call, `cpu_s` for an episode.
+    """sandbox, readable: as of `Sandbox`. The rest are fields of `Limits`: `wall_s` and `output_bytes` of each call, `cpu_s` of
+    an episode.
 
     Raises ValueError for values that are no limits, and SandboxError, saying what to do, where code cannot be contained.
     """
 
     parameters = {"code": str}  # noqa: RUF012
 
-    def __init__(self, sandbox: str = "auto", readable: Sequence[str] = (), **limits: float) -> None:
-        given = Limits(**{"output_bytes": OUTPUT_BYTES, **limits})
-        self._sandbox = Sandbox(given, sandbox, tuple(readable))
+    def __init__(self, sandbox: str, readable: Sequence[str], **limits: float) -> None:
+        self._sandbox = Sandbox(Limits(**limits), sandbox, tuple(readable))
 
     def open(self) -> PythonSession:
         """Cheap: the interpreter starts with the first call."""

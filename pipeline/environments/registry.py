@@ -1,12 +1,16 @@
-"""From `env` in the recipe to environments. `kind` is one of KINDS, or the dotted path of a user's class."""
+"""From `env` in the recipe to environments. `kind` is one of KINDS, or the dotted path of a user's class.
+
+A kind's class is called with all its arguments: their defaults and ranges are the schema's (`pipeline/config/environments.py`).
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from pipeline.config import MATH_VERIFIERS, EnvironmentConfig, tools_of
+from pipeline.config import EnvironmentConfig, ToolArguments, arguments_of, arguments_of_tool, tools_of
 from pipeline.environments.base import Environment
 from pipeline.environments.calculator import Calculator
 from pipeline.environments.code import Code, CodeInterpreter
@@ -20,58 +24,47 @@ from pipeline.environments.reward_model import RewardModel
 from pipeline.environments.sliding_puzzle import SlidingPuzzle
 from pipeline.environments.tool import Tool
 from pipeline.environments.tool_calls import HermesCalls, MarkedCalls
-from pipeline.environments.tools import Tools
+from pipeline.environments.tools import WORKERS, Tools
 from pipeline.environments.verifiers import Verifiers
 from pipeline.sandbox.limits import SandboxError
 
 Configs = dict[str, EnvironmentConfig]
 
 
-def _math(config: EnvironmentConfig, math_verify_impl: str = "hf_math_verify") -> Environment:
+def _math(config: EnvironmentConfig, math_verify_impl: str) -> Environment:
     """hf_math_verify: whether math-verify finds the answers equal; dapo_math_verify: whether they are the same after Answer:"""
-    if math_verify_impl not in MATH_VERIFIERS:
-        raise ValueError(f"math_verify_impl: '{math_verify_impl}' is not one of: {', '.join(MATH_VERIFIERS)}")
     return DAPOMath() if math_verify_impl == "dapo_math_verify" else Math(config.timeout_s, config.workers or 1)
 
 
-def _llm_judge(config: EnvironmentConfig, **kwargs: Any) -> Environment:
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    return LLMJudge(timeout_s=config.timeout_s, **({"workers": config.workers} if config.workers else {}), **given)
-
-
 def _calculator(
-    config: EnvironmentConfig,
-    configs: Configs,
-    judge: str,
-    open: str = "<calculator>",
-    close: str = "</calculator>",
-    reply: str = "{}",
-    limit: int = 4096,
+    config: EnvironmentConfig, configs: Configs, judge: str, open: str, close: str, reply: str, limit: int
 ) -> Environment:
     calls = MarkedCalls("calculator", "expression", open, close, reply)
-    return Tools({"calculator": Calculator()}, calls, _judge(configs, judge), config.timeout_s, limit)
+    asked = _judge(config, configs, judge)
+    return Tools({"calculator": Calculator()}, calls, asked, config.timeout_s, limit, max_calls=1, workers=config.workers)
 
 
-def _tools(
-    config: EnvironmentConfig, configs: Configs, judge: str, tools: Any, limit: int = 4096, max_calls: int = 8
-) -> Environment:
-    found = {name: _tool(described.kind, described.kwargs) for name, described in tools_of(tools).items()}
-    return Tools(found, HermesCalls(), _judge(configs, judge), config.timeout_s, limit, max_calls)
+def _tools(config: EnvironmentConfig, configs: Configs, judge: str, tools: Any, limit: int, max_calls: int) -> Environment:
+    found = {name: build_tool(described) for name, described in tools_of(tools).items()}
+    asked = _judge(config, configs, judge)
+    return Tools(found, HermesCalls(), asked, config.timeout_s, limit, max_calls, config.workers)
 
 
-KINDS: dict[str, Callable[[EnvironmentConfig, Configs], Environment]] = {
-    "calculator": lambda config, configs: _calculator(config, configs, **config.kwargs),
-    "code": lambda config, configs: Code(config.timeout_s, **config.kwargs),
-    "code_interpreter": lambda config, configs: CodeInterpreter(config.timeout_s, **config.kwargs),
-    "exact_match": lambda config, configs: ExactMatch(**config.kwargs),
-    "llm_judge": lambda config, configs: _llm_judge(config, **config.kwargs),
-    "math": lambda config, configs: _math(config, **config.kwargs),
-    "multiple_choice": lambda config, configs: MultipleChoice(**config.kwargs),
-    "reward_model": lambda config, configs: RewardModel(**config.kwargs),
-    "sliding_puzzle": lambda config, configs: SlidingPuzzle(**config.kwargs),
-    "tools": lambda config, configs: _tools(config, configs, **config.kwargs),
-    "verifiers": lambda config, configs: Verifiers(timeout_s=config.timeout_s, **config.kwargs),
+KINDS: dict[str, Callable[[EnvironmentConfig, Configs, dict[str, Any]], Environment]] = {
+    "calculator": lambda config, configs, given: _calculator(config, configs, **given),
+    "code": lambda config, configs, given: Code(config.timeout_s, **given),
+    "code_interpreter": lambda config, configs, given: CodeInterpreter(config.timeout_s, **given),
+    "exact_match": lambda config, configs, given: ExactMatch(**given),
+    "llm_judge": lambda config, configs, given: LLMJudge(**given, timeout_s=config.timeout_s, workers=config.workers),
+    "math": lambda config, configs, given: _math(config, **given),
+    "multiple_choice": lambda config, configs, given: MultipleChoice(**given),
+    "reward_model": lambda config, configs, given: RewardModel(),
+    "sliding_puzzle": lambda config, configs, given: SlidingPuzzle(**given),
+    "tools": lambda config, configs, given: _tools(config, configs, **given),
+    "verifiers": lambda config, configs, given: Verifiers(**given, timeout_s=config.timeout_s),
 }
+
+TOOLS: dict[str, Callable[..., Tool]] = {"calculator": Calculator, "python": PythonTool}
 
 
 def build(configs: Configs) -> dict[str, Environment]:
@@ -92,26 +85,32 @@ def build(configs: Configs) -> dict[str, Environment]:
 
 
 def _build(config: EnvironmentConfig, configs: Configs) -> Environment:
-    environment = KINDS[config.kind](config, configs) if config.kind in KINDS else _of_class(config)
+    ours = KINDS.get(config.kind)
+    environment = ours(config, configs, arguments_of(config)) if ours else _of_class(config)
     environment.workers = config.workers or getattr(environment, "workers", 1)  # a class of the user's may say nothing
     return environment
 
 
-def _judge(configs: Configs, name: str) -> Environment:
-    """One of its own: what it starts (workers, connections) is shared with nobody, and ends with who asked for it."""
+def _judge(asking: EnvironmentConfig, configs: Configs, name: str) -> Environment:
+    """One of its own: what it starts (workers, connections) is shared with nobody, and ends with who asked for it.
+
+    Who asks waits for it within a step. So it has no more time than that, and, if nobody says how many, as many workers; but a
+    class of the user's knows itself how many it can have.
+    """
     if name not in configs:
         raise ValueError(f"judge: there is no env.{name}; one of: {', '.join(configs)}")
-    return _build(configs[name], configs)
+    asked = configs[name]
+    workers = asked.workers or (asking.workers or WORKERS if asked.kind in KINDS else None)
+    return _build(replace(asked, workers=workers, timeout_s=min(asked.timeout_s, asking.timeout_s)), configs)
 
 
-def _tool(kind: str, kwargs: dict[str, Any]) -> Tool:
-    if kind == "calculator":
-        return Calculator(**kwargs)
-    if kind == "python":
-        return PythonTool(**kwargs)
-    tool = _load(kind, "calculator, python")(**kwargs)
+def build_tool(described: ToolArguments) -> Tool:
+    """Raises ValueError, SandboxError: as `build`."""
+    if described.kind in TOOLS:
+        return TOOLS[described.kind](**arguments_of_tool(described))
+    tool = _load(described.kind, ", ".join(TOOLS))(**described.kwargs)
     if lacking := [name for name in ("open", "parameters") if not hasattr(tool, name)]:
-        raise ValueError(f"tool {kind} has no {' and no '.join(lacking)}; see pipeline/environments/tool.py")
+        raise ValueError(f"tool {described.kind} has no {' and no '.join(lacking)}; see pipeline/environments/tool.py")
     return tool
 
 

@@ -20,6 +20,7 @@ from pipeline.environments.tool import Tool, ToolError, ToolSession
 from pipeline.environments.tool_calls import Call, CallFormat
 from pipeline.types import Prompt
 
+WORKERS = 16
 OWN_SHARE = 0.9  # of the time left, for a tool that ends itself in time to do so before its thread is left behind
 MAX_LEFT_BEHIND = 64  # threads of calls that have not ended, on one engine; no call begins beside so many
 TYPES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
@@ -38,10 +39,9 @@ class Tools(Environment):
     before the final answer has reward 0 and `accuracy` 0.
 
     timeout_s: for all calls of one turn. limit: characters of one result; what is beyond is cut, with a mark. max_calls: of one
-    turn; further ones are answered with an error.
+    turn; further ones are answered with an error. workers: None: WORKERS, or as many as the judge has, if that is less. They
+    are never more, so that no final answer waits for the judge, which would be in its step's time. Raises ValueError for more.
     """
-
-    workers = 16
 
     def __init__(
         self,
@@ -49,26 +49,27 @@ class Tools(Environment):
         calls: CallFormat,
         judge: Environment,
         timeout_s: float,
-        limit: int = 4096,
-        max_calls: int = 8,
+        limit: int,
+        max_calls: int,
+        workers: int | None,
     ) -> None:
+        if workers is not None and workers > judge.workers:
+            raise ValueError(f"workers: {workers} are more than the judge has, which are {judge.workers}")
+        self.workers = workers or min(WORKERS, judge.workers)
         self._tools, self._format, self._judge = tools, calls, judge
         self._timeout_s, self._limit, self._max_calls = timeout_s, limit, max_calls
-        self._judging = threading.BoundedSemaphore(judge.workers)
         self._left_behind: list[threading.Thread] = []
         self._counting = threading.Lock()
 
     def reset(self, prompt: Prompt) -> ToolEpisode:
-        with self._judging:
-            return ToolEpisode(self._judge.reset(prompt))
+        return ToolEpisode(self._judge.reset(prompt))
 
     def step(self, episode: ToolEpisode, text: str) -> Outcome:
         calls = self._format.calls(text)
         if not calls:
             for session in episode.sessions.values():
                 session.close()
-            with self._judging:
-                outcome = self._judge.step(episode.judged, text)
+            outcome = self._judge.step(episode.judged, text)
             return Outcome(outcome.reward, {**outcome.metrics, **_metrics(episode)}, outcome.observation)
         deadline = time.monotonic() + self._timeout_s
         results = []

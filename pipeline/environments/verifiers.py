@@ -51,12 +51,12 @@ class Verifiers(Environment):
 
     workers = 16
 
-    def __init__(self, taskset: str, timeout_s: float, config: dict[str, Any] | None = None) -> None:
+    def __init__(self, taskset: str, config: dict[str, Any], timeout_s: float) -> None:
         _check_installed()
         from pipeline.environments.verifiers_bridge import Bridge, Tasks
 
         try:
-            found = Tasks(taskset, config or {})
+            found = Tasks(taskset, config)
         except (ModuleNotFoundError, AttributeError) as error:
             raise ValueError(f"taskset: {error}") from error
         self._bridge, self._timeout_s, self._calls = Bridge(found), timeout_s, HermesCalls()

@@ -191,10 +191,15 @@ def test_requests_at_once(endpoint: Endpoint, judge: Callable[..., LLMJudge]):
     assert rewards == [0.5] * 8
 
 
-def test_the_key_is_in_the_environment_or_it_is_said(judge: Callable[..., LLMJudge], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("blank", [None, "", " \n"])
+def test_the_key_is_in_the_environment_or_it_is_said(
+    blank: str | None, judge: Callable[..., LLMJudge], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    if blank is not None:
+        monkeypatch.setenv("NO_SUCH_KEY", blank)
     with pytest.raises(
-        ValueError, match=r"env\.judge \(kind llm_judge\): api_key_env: the environment variable NO_SUCH_KEY is not set"
+        ValueError, match=r"env\.judge \(kind llm_judge\): kwargs\.api_key_env: the environment variable NO_SUCH_KEY is not set"
     ):
         judge(api_key_env="NO_SUCH_KEY")
 

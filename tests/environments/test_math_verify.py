@@ -16,15 +16,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.environments.base import Outcome
 from pipeline.environments.math import Math, _Worker
 from pipeline.types import Prompt
+from tests.environments.pooled import outcomes
 
 NEVER_ENDS = "\\boxed{\\sum_{k=1}^{10^9} \\sin(k)^k}"
 
 
 @pytest.fixture(scope="module")
 def math() -> Iterator[Math]:
-    environment = Math(timeout_s=30.0)
+    environment = Math(timeout_s=30.0, workers=1)
     yield environment
     environment.close()
 
@@ -61,7 +63,7 @@ def test_an_expected_answer_without_content_is_an_error(math: Math):
 
 
 def test_an_answer_that_never_ends_is_killed_and_the_next_is_judged():
-    environment = Math(timeout_s=1.0)
+    environment = Math(timeout_s=1.0, workers=1)
     first = environment._processes[0].process
     assert step(environment, "1", NEVER_ENDS) == (0.0, {"accuracy": 0.0, "timeout": 1.0, "crash": 0.0})
     assert first.returncode == -signal.SIGKILL
@@ -74,7 +76,7 @@ def test_an_answer_that_never_ends_is_killed_and_the_next_is_judged():
 
 
 def test_a_worker_that_dies_of_an_answer_costs_that_answer_alone():
-    environment = Math(timeout_s=60.0)
+    environment = Math(timeout_s=60.0, workers=1)
     worker = environment._processes[0].process
     killer = threading.Timer(0.5, worker.kill)
     killer.start()
@@ -85,19 +87,19 @@ def test_a_worker_that_dies_of_an_answer_costs_that_answer_alone():
 
 def test_several_threads_share_workers_of_which_one_hangs_and_one_dies():
     """Workers that are started in a step outlive the thread of that step."""
-    environment = Math(timeout_s=3.0, workers=2)
+    environment = Math(timeout_s=6.0, workers=2)
     first = [worker.process for worker in environment._processes]
-    hung = threading.Thread(target=lambda: outcomes.append(step(environment, "1", NEVER_ENDS)))
-    outcomes: list[tuple[float, dict[str, float]]] = []
+    hung = threading.Thread(target=lambda: hung_outcomes.append(step(environment, "1", NEVER_ENDS)))
+    hung_outcomes: list[tuple[float, dict[str, float]]] = []
     hung.start()
     while environment._idle.qsize() > 1:
         time.sleep(0.01)
     with ThreadPoolExecutor(4) as threads:
         rewards = list(threads.map(lambda n: step(environment, str(n), "7")[0], range(20)))
     assert rewards == [float(n == 7) for n in range(20)]  # each thread has its own question's answer
-    assert not outcomes  # while the other worker is still at it
+    assert not hung_outcomes  # while the other worker is still at it
     hung.join()
-    assert outcomes[0][1]["timeout"] == 1.0
+    assert hung_outcomes[0][1]["timeout"] == 1.0
     time.sleep(0.2)
     assert [step(environment, "7", "7")[0] for _ in range(4)] == [1.0] * 4  # the new worker's thread has ended long since
     assert [process.poll() is None for process in first].count(True) == 1
@@ -108,7 +110,7 @@ def test_several_threads_share_workers_of_which_one_hangs_and_one_dies():
 
 def test_any_other_error_of_a_step_costs_its_answer_alone(monkeypatch: pytest.MonkeyPatch):
     """Twice: neither step waits for a worker that was lost."""
-    environment = Math(timeout_s=30.0)
+    environment = Math(timeout_s=30.0, workers=1)
     with monkeypatch.context() as patch:
         patch.setattr("pipeline.environments.math._Worker.ask", lambda *_: 1 / 0)
         for _ in range(2):
@@ -128,15 +130,30 @@ def test_any_other_error_of_a_step_costs_its_answer_alone(monkeypatch: pytest.Mo
 
 
 def test_a_worker_is_asked_only_when_it_is_ready(monkeypatch: pytest.MonkeyPatch):
-    """Else its imports count as the time of an answer."""
-    environment = Math(timeout_s=30.0)
+    """Else its imports count as the time of an answer. A step that cannot wait for it longer leaves it to the next one."""
+    environment = Math(timeout_s=30.0, workers=1)
     ready, wait = threading.Event(), _Worker.wait_until_ready
     monkeypatch.setattr(_Worker, "wait_until_ready", lambda worker: ready.wait(60) and wait(worker))
     environment._processes[0].process.kill()
     assert step(environment, "7", "7")[1]["crash"] == 1.0
-    assert environment._idle.empty()
+    environment._timeout_s = 0.1
+    with pytest.raises(RuntimeError, match=r"no math worker was ready within 0\.05 s"):
+        step(environment, "7", "7")
+    environment._timeout_s = 30.0
     ready.set()
     assert step(environment, "7", "7")[0] == 1.0
+    environment.close()
+
+
+def test_each_answer_that_never_ends_is_wrong_though_it_waits_for_a_new_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    worker = tmp_path / "worker"
+    worker.write_text("#!/bin/sh\nsleep 0.2\necho '{}'\nexec sleep 60\n")
+    worker.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(worker))
+    environment = Math(timeout_s=1.0, workers=1)
+    prompt = Prompt(3, np.zeros(1, np.int32), "math", {"answer": "1"})
+    wrong = Outcome(0.0, {"accuracy": 0.0, "timeout": 1.0, "crash": 0.0})
+    assert outcomes(environment, 1.0, prompt, [NEVER_ENDS] * 2) == [wrong] * 2
     environment.close()
 
 
@@ -165,7 +182,7 @@ def test_the_worker_dies_with_its_parent(busy: bool):
     """Whether it waits for a question (its pipe ends) or is in the midst of an answer (the kernel's signal)."""
     ask = f"worker.stdin.write(json.dumps({{'expected': '1', 'text': {NEVER_ENDS!r}}}).encode() + b'\\n');"
     program = (
-        "import json, os, time; from pipeline.environments.math import Math; worker = Math()._processes[0].process;"
+        "import json, os, time; from pipeline.environments.math import Math; worker = Math(10.0, 1)._processes[0].process;"
         f"{ask + 'worker.stdin.flush(); time.sleep(1);' if busy else ''}"
         "print(worker.pid, flush=True); time.sleep(600)"
     )
@@ -191,4 +208,4 @@ def _runs(pid: int) -> bool:
 def test_a_worker_that_cannot_start_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match=r"did not start.*exit status 1"):
-        Math()
+        Math(timeout_s=10.0, workers=1)

@@ -19,6 +19,10 @@ from pipeline.types import Prompt
         ("so \\boxed{\\text{B}}", "B"),
         ("\\boxed{A}, I mean \\boxed{B}", "B"),
         ("\\boxed{A}\nAnswer: B", "B"),
+        ("Maybe the answer is A. That fails. \\boxed{B}", "B"),
+        ("Answer: A? \\boxed{B}, or is the answer \\boxed{B + C}?", "B"),
+        ("<think>\\boxed{A}. Answer: A</think> B", "B"),
+        ("<think>Answer: A</think> wait </think> I do not know", None),
         (" (b). ", "B"),
         ("\uff22", "B"),
         ("A or B", None),
@@ -27,19 +31,19 @@ from pipeline.types import Prompt
     ],
 )
 def test_which_letter_a_text_answers_with(text: str, letter: str | None):
-    assert MultipleChoice(choices=4).answer(text) == letter
+    assert MultipleChoice("english_multichoice", 4).answer(text) == letter
 
 
 @pytest.mark.parametrize(
     "text", ["答案是 B", "答案\uff1aB", "Antwort: (B)", "La réponse est B", "الإجابة: ب", "উত্তর: খ", "Answer: B"]
 )
 def test_other_languages(text: str):
-    assert MultipleChoice("multilingual_multichoice").answer(text) == "B"
-    assert MultipleChoice("english_multichoice").answer(text) == ("B" if text == "Answer: B" else None)
+    assert MultipleChoice("multilingual_multichoice", 26).answer(text) == "B"
+    assert MultipleChoice("english_multichoice", 26).answer(text) == ("B" if text == "Answer: B" else None)
 
 
 def test_reward_and_metrics():
-    environment = MultipleChoice(choices=5)
+    environment = MultipleChoice("english_multichoice", 5)
     prompt = Prompt(7, np.zeros(1, np.int32), "quiz", {"answer": "(C)"})
     for text, right, silent in [("Answer: C", 1.0, 0.0), ("Answer: D", 0.0, 0.0), ("I do not know", 0.0, 1.0)]:
         outcome = environment.step(environment.reset(prompt), text)

@@ -94,8 +94,9 @@ def test_the_kinds_and_a_users_class():
             EnvironmentConfig(kind="tools", kwargs={"judge": "b", "tools": ["calculator"]}),
             "judge: there is no env.b; one of: a",
         ),
-        (EnvironmentConfig(kind="multiple_choice", kwargs={"choices": 1}), "choices: 1 is not a number of letters"),
-        (EnvironmentConfig(kind="math", timeout_s=0.0), "timeout_s: 0.0 must be above 0"),
+        (EnvironmentConfig(kind="multiple_choice", kwargs={"choices": 1}), "kwargs.choices: 1 is out of range; from 2 to 26"),
+        (EnvironmentConfig(kind="math", timeout_s=0.0), r"\(kind math\): timeout_s: 0 must be above 0"),
+        (EnvironmentConfig(kind="math", workers=0), "workers: 0 is too small; at least 1"),
     ],
 )
 def test_what_is_wrong_is_named(config: EnvironmentConfig, message: str):
@@ -108,5 +109,5 @@ def test_a_reward_model_judges_elsewhere():
     outcome = environment.step(Prompt(0, np.zeros(1, np.int32), "judge", {}), "whatever")
     assert (outcome.reward, outcome.metrics) == (0.0, {})
     environment.close()
-    with pytest.raises(ValueError, match=r"env\.judge \(kind reward_model\).*takes no arguments"):
+    with pytest.raises(ValueError, match=r"env\.judge \(kind reward_model\): kwargs.scale: is not a key; there are none"):
         build({"judge": EnvironmentConfig(kind="reward_model", kwargs={"scale": 2.0})})

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from pipeline.config import EnvironmentConfig
+from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.code import OWN_SHARE
 from pipeline.environments.registry import build
 from pipeline.environments.tool import ToolError
 from pipeline.environments.tools import MAX_LEFT_BEHIND, Tools
 from pipeline.types import Prompt
+from tests.environments.pooled import outcomes
 
 PROMPT = Prompt(0, np.zeros(1, np.int32), "tools", {"answer": "3995"})
 
@@ -174,26 +177,52 @@ def test_the_short_way_of_a_small_model():
     assert calculator.step(calculator.reset(PROMPT), "47*85]").reward == 0.0  # no call, and the wrong answer
 
 
-def test_a_judge_is_asked_no_more_often_at_once_than_it_can():
-    class OneAtATime:
-        workers = 1
-        inside = worst = 0
+class OneAtATime(Environment):
+    """A user's judge."""
 
-        def reset(self, prompt: Prompt) -> Prompt:
-            return prompt
+    inside = worst = 0
 
-        def step(self, prompt: Prompt, text: str):
-            self.inside += 1
-            self.worst = max(self.worst, self.inside)
-            time.sleep(0.02)
-            self.inside -= 1
-            return build({"a": EnvironmentConfig(kind="exact_match")})["a"].step(prompt, text)
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        self.inside += 1
+        self.worst = max(self.worst, self.inside)
+        time.sleep(0.1)
+        self.inside -= 1
+        return Outcome(1.0)
 
-    judge = OneAtATime()
-    tools = Tools({}, environment()._format, judge, 10.0)
-    threads = [threading.Thread(target=tools.step, args=(tools.reset(PROMPT), "3995")) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert judge.worst == 1
+
+def judged_by(judge: EnvironmentConfig, **asking: Any) -> Tools:
+    tools = EnvironmentConfig(kind="tools", kwargs={"judge": "judge", "tools": ["calculator"]}, **asking)
+    return build({"tools": tools, "judge": judge})["tools"]
+
+
+def test_to_wait_for_the_judge_costs_no_time():
+    tools = judged_by(EnvironmentConfig(kind=f"{__name__}.OneAtATime"), timeout_s=0.3)
+    metrics = {"calls": 0.0, "call_errors": 0.0}
+    assert outcomes(tools, 0.3, PROMPT, ["3995"] * 6) == [Outcome(1.0, metrics)] * 6
+    assert tools._judge.worst == 1
+
+
+@pytest.mark.parametrize(
+    ("asking", "judge", "found"),
+    [
+        (None, EnvironmentConfig(kind="exact_match"), (16, 16)),
+        (3, EnvironmentConfig(kind="exact_match"), (3, 3)),
+        (None, EnvironmentConfig(kind="exact_match", workers=2), (2, 2)),
+        (2, EnvironmentConfig(kind="exact_match", workers=4), (2, 4)),
+        (None, EnvironmentConfig(kind=f"{__name__}.OneAtATime"), (1, 1)),
+    ],
+)
+def test_a_judge_has_as_many_workers_as_who_asks_it(asking: int | None, judge: EnvironmentConfig, found: tuple[int, int]):
+    tools = judged_by(judge, workers=asking)
+    assert (tools.workers, tools._judge.workers) == found
+
+
+def test_a_judge_that_cannot_be_asked_so_often_at_once():
+    with pytest.raises(ValueError, match=r"env\.tools .*: workers: 2 are more than the judge has, which are 1"):
+        judged_by(EnvironmentConfig(kind=f"{__name__}.OneAtATime"), workers=2)
+
+
+def test_a_judge_has_no_more_time_than_who_asks_it():
+    code = EnvironmentConfig(kind="code", timeout_s=60.0, kwargs={"sandbox": "none"})
+    assert judged_by(code, timeout_s=3.0)._judge._timeout_s == OWN_SHARE * 3.0
+    assert judged_by(code, timeout_s=100.0)._judge._timeout_s == OWN_SHARE * 60.0

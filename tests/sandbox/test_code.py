@@ -1,10 +1,13 @@
 import json
+from pprint import pformat
 
 import numpy as np
 import pytest
 
-from pipeline.environments.code import PIECES, Code, CodeInterpreter, code_in
-from pipeline.environments.code_tests import Case, Equation, read, same_output, same_result, same_value
+from pipeline.config import EnvironmentConfig
+from pipeline.environments.code import PIECES, code_in
+from pipeline.environments.code_tests import LITERAL, Case, Equation, read, same_literal, same_output, same_result, same_value
+from pipeline.environments.registry import build
 from pipeline.types import Prompt
 from tests.sandbox.conftest import works
 
@@ -19,9 +22,13 @@ def _contained():
         pytest.skip(reason)
 
 
+def built(timeout_s: float, kind: str = "code", **kwargs):
+    return build({"code": EnvironmentConfig(kind=kind, timeout_s=timeout_s, kwargs={**LIMITS, **kwargs})})["code"]
+
+
 def judged(tests, text: str, **kwargs) -> tuple[float, dict[str, float]]:
     given = tests if isinstance(tests, str) else json.dumps(tests)
-    outcome = Code(120.0, **{**LIMITS, **kwargs}).step(Prompt(7, np.zeros(1, np.int32), "code", {"answer": given}), text)
+    outcome = built(120.0, **kwargs).step(Prompt(7, np.zeros(1, np.int32), "code", {"answer": given}), text)
     assert outcome.observation is None
     return outcome.reward, outcome.metrics
 
@@ -54,7 +61,7 @@ def test_how_answers_fail(code: str, end: dict[str, float]):
 
 @pytest.mark.long
 def test_no_time_is_left():
-    environment = Code(0.4, **LIMITS)
+    environment = built(0.4)
     outcome = environment.step(
         Prompt(0, np.zeros(1, np.int32), "code", {"answer": json.dumps(PAIRS)}), "import time; time.sleep(60)"
     )
@@ -78,6 +85,83 @@ def test_pieces_of_python():
     tests = ["assert f(1) == 2", "assert f(2) == 5", "assert f(3) == 4", "assert g() == 0"]
     assert judged(tests, "def f(x): return x + 1", reward="share") == (0.5, metrics(0.5))
     assert judged("from math import pi\nassert f(pi) > 4", "def f(x): return x + 1") == (1.0, metrics(1.0))
+
+
+CHECK = """
+METADATA = {"author": "x"}
+
+
+def check(candidate):
+    assert candidate(1) == 2
+    assert abs(candidate(2.0) - 3.0) < 1e-6
+"""
+TEST = """
+from solution import f
+
+def test_one():
+    assert f(1) == 2
+
+def test_two(more=1):
+    assert f(more) == 2
+
+def test_of_a_fixture(tmp_path):
+    assert False
+"""
+
+
+@pytest.mark.parametrize("tests", [{"test": CHECK, "entry_point": "f"}, TEST], ids=["HumanEval", "KodCode"])
+def test_tests_that_a_piece_defines_are_called(tests):
+    assert judged(tests, "def f(x): return x + 1") == (1.0, metrics(1.0))
+    assert judged(tests, "def f(x): return x + 2") == (0.0, metrics(0.0))
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        CHECK,
+        TEST.replace("test_", "Test_"),
+        "def test_it(tmp_path): assert f(1) == 2",
+        "async def test_it(): assert f(1) == 2",
+        "import unittest\nclass T(unittest.TestCase):\n  def test(self): assert 0\nif __name__ == '__main__': unittest.main()",
+        "try:\n  import numpy\nexcept ImportError:\n  numpy = None\nif numpy:\n  x = 1\nelse:\n  'nothing'",
+        "# no test",
+    ],
+)
+def test_a_piece_that_only_defines_is_an_error(piece: str):
+    for tests in (piece, ["assert f(1) == 2", piece]):
+        with pytest.raises(ValueError, match="defines tests and calls none"):
+            read(tests)
+
+
+@pytest.mark.parametrize(
+    "last", ["check(f)", "for x in (1,): check(f)", "with open('x'): y = 1", "if f(1) != 2: raise ValueError"]
+)
+def test_a_piece_that_does_something_is_a_test(last: str):
+    assert read(CHECK + last).pieces == (CHECK + last,)
+
+
+def test_a_check_that_is_not_there():
+    with pytest.raises(ValueError, match=r"does not define check\(candidate\)"):
+        read({"test": "assert f(1) == 2", "entry_point": "f"})
+
+
+STARTED = "class Solution:\n  def gcd(self, nums: List[int]) -> int: return min(inf, math.fsum(deque(nums)), pow(9, 9, 99))"
+
+
+def test_answers_find_the_names_that_judges_import():
+    called = {"fn_name": "gcd", "inputs": [[[1, 2]]], "outputs": [3]}
+    assert judged(called, STARTED) == (1.0, metrics(1.0))
+    assert judged(called, "pass") == (0.0, metrics(0.0, crashes=1.0))  # math's is not the answer's
+    assert judged(["assert Solution().gcd([1, 2]) == 3", "assert inf > 1"], STARTED) == (1.0, metrics(1.0))
+    reads = "from __future__ import annotations\nif __name__ == '__main__': print(Counter(stdin.readline().strip())['a'])"
+    assert judged({"inputs": ["banana"], "outputs": ["3"]}, reads) == (1.0, metrics(1.0))
+
+
+def test_an_answer_is_a_module():
+    """As a dataclass asks for it that has its annotations as texts."""
+    code = "from __future__ import annotations\nfrom dataclasses import *\n@dataclass\nclass A:\n  x: int = 1\nprint(A())"
+    assert judged({"inputs": [""], "outputs": ["A(x=1)"]}, code)[0] == 1.0
+    assert judged(["assert A().x == 1"], code)[0] == 1.0
 
 
 FORGED = {
@@ -158,7 +242,7 @@ for folder, _, names in os.walk("/tmp"):
         print(open(os.path.join(folder, name)).read())
 print(open("/proc/self/environ").read(), sys.argv, sys.stdin.read())
 """
-    environment = Code(60.0, **LIMITS)
+    environment = built(60.0)
     ran = environment._run(["answer.py"], program, "given", 30.0)
     assert ran.status == 0 and b"given" in ran.stdout and b"4711" not in ran.stdout
     assert judged({"inputs": ["given"], "outputs": ["4711"]}, program)[0] == 0.0
@@ -191,16 +275,43 @@ def test_the_forms_of_tests():
     assert same_result("3", "[3]") and same_result("[1]", "[1]") and not same_result("3 ", "4") and not same_result("x", "4")
 
 
+@pytest.mark.parametrize(
+    ("value", "answer", "same"),
+    [
+        (list(range(40)), str(list(range(40))), True),
+        (list(range(40)), str(list(range(41))), False),
+        ("abc", "abc", True),
+        ("abc", "'abc'", True),
+        ("a long text " * 20, "a long text " * 20, True),
+        ({"b": 1, "a": [2.0]}, '{"a": [2], "b": 1}', True),
+        (42, "42", True),
+        (None, "nothing", False),
+        (True, "1", False),
+        (object, "<class 'object'>", True),
+    ],
+)
+def test_a_value_is_the_answer_however_it_is_shown(value: object, answer: str, same: bool):
+    assert same_literal(pformat(value), answer) == same
+
+
+@pytest.mark.parametrize("shown", ["[" * 5000, "-" * 60_000 + "1", "{[]}", "1" * 5000, "'\ud800' ", "'\0'", "{**{}}", "(1"])
+def test_what_is_no_literal_is_not_the_answer(shown: str):
+    assert not same_literal(shown, "1")
+
+
+def test_a_literal_that_is_too_long_is_not_read():
+    assert same_literal(" " * (LITERAL - 4) + "[ 1]", "[1]")
+    assert not same_literal(" " * (LITERAL - 3) + "[ 1]", "[1]")
+
+
 def test_a_task_without_tests_is_an_error():
     with pytest.raises(ValueError, match="prompt 7: no tests"):
         judged("[]", DOUBLE)
-    with pytest.raises(ValueError, match="not one of: all, share"):
-        Code(1.0, reward="most")
 
 
-def episode(**kwargs):
-    environment = CodeInterpreter(60.0, **LIMITS, **kwargs)
-    begun = environment.reset(Prompt(0, np.zeros(1, np.int32), "code", {"answer": "42"}))
+def episode(answer: str = "42", **kwargs):
+    environment = built(60.0, "code_interpreter", **kwargs)
+    begun = environment.reset(Prompt(0, np.zeros(1, np.int32), "code", {"answer": answer}))
     return environment, begun
 
 
@@ -213,6 +324,11 @@ def test_code_in_several_turns():
     assert failed.metrics == {"accuracy": 0.0, "errors": 1.0}
     last = environment.step(begun, "<code>x * 7</code>")
     assert (last.reward, last.observation, last.metrics) == (1.0, None, {"accuracy": 1.0, "errors": 0.0})
+
+
+def test_a_long_value_is_the_answer():
+    environment, begun = episode(str(list(range(40))))
+    assert environment.step(begun, "<code>list(range(40))</code>").reward == 1.0
 
 
 @pytest.mark.long

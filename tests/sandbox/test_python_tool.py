@@ -3,7 +3,9 @@ import signal
 
 import pytest
 
+from pipeline.config import ToolArguments
 from pipeline.environments.python_tool import PythonTool
+from pipeline.environments.registry import build_tool
 from pipeline.environments.tool import ToolError
 from pipeline.sandbox import processes
 from tests.sandbox.conftest import works
@@ -16,7 +18,7 @@ TIMEOUT_S = 60.0
 def tool() -> PythonTool:
     if reason := works("auto"):
         pytest.skip(reason)
-    return PythonTool(wall_s=20.0, memory_bytes=128 << 20, output_bytes=1000)
+    return build_tool(ToolArguments("python", {"wall_s": 20.0, "memory_bytes": 128 << 20, "output_bytes": 1000}))
 
 
 def test_names_stay_and_sessions_are_apart(tool: PythonTool):
@@ -105,7 +107,7 @@ def test_many_sessions_need_few_descriptors(tool: PythonTool):
 
 def test_limits_that_are_none():
     with pytest.raises(ValueError, match="memory_bytes"):
-        PythonTool(memory_bytes=-1)
+        build_tool(ToolArguments("python", {"memory_bytes": -1}))
 
 
 def test_a_forged_answer_that_is_nested_too_deeply_is_told(tool: PythonTool):

@@ -1,0 +1,31 @@
+"""Steps of an environment as a run takes them: in the pool's threads, each within the limit."""
+
+import threading
+
+from pipeline.environments.base import Environment, Outcome
+from pipeline.rollout.environment_pool import Begin, Call, EnvironmentPool, Failure
+from pipeline.types import Prompt
+
+
+def outcomes(environment: Environment, limit_s: float, prompt: Prompt, texts: list[str]) -> list[Outcome | Failure]:
+    """Of an episode of one turn for each text, all of which are there at once."""
+    news = threading.Event()
+    pool = EnvironmentPool({"it": environment}, {"it": limit_s}, news, grace_s=0.0)
+    for number, text in enumerate(texts):
+        pool.submit("it", number, _call(environment, prompt, text))
+    answers: dict[int, Outcome | Failure] = {}
+    while len(answers) < len(texts):
+        news.wait(pool.seconds_left())
+        news.clear()
+        answers |= pool.take()
+    return [answers[number] for number in range(len(texts))]
+
+
+def _call(environment: Environment, prompt: Prompt, text: str) -> Call:
+    def call(begin: Begin) -> Outcome:
+        begin("reset")
+        episode = environment.reset(prompt)
+        begin("step")
+        return environment.step(episode, text)
+
+    return call
