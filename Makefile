@@ -52,4 +52,4 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs .bench
+	rm -rf $(VENV) .bench runs/demo
