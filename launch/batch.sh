@@ -11,10 +11,11 @@ STEP_PATIENCE_S=15 # for the other steps to end by themselves, when one has fail
 
 # ---- asking Slurm ----
 
-# The leading component's line of `scontrol show job`. Fails if slurmctld does not answer for long.
+# The leading component's line of `scontrol show job`, whatever the user wants times to look like. Fails if slurmctld does not
+# answer for long.
 ask_slurm() {
     local deadline=$((SECONDS + ANSWER_S))
-    until timeout 30 scontrol show job -o "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID "; do
+    until SLURM_TIME_FORMAT=standard timeout 30 scontrol show job -o "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID "; do
         ((SECONDS < deadline)) || return 1
         sleep 5
     done

@@ -77,16 +77,26 @@ class JobRecord:
     job_id: str
     host: str
     start_time: int | None = None  # not slurm: of the controller, in ticks after boot, because a process id is used again
+    cluster: str | None = None  # slurm: each cluster counts its jobs by itself; None: not known, as in older records
 
     @classmethod
     def of(cls, executor: str, job: RunJob) -> JobRecord:
-        return cls(executor, job.job_id, socket.gethostname(), job.start_time)
+        from launch.slurm import cluster_name
+
+        cluster = cluster_name() if executor == "slurm" else None
+        return cls(executor, job.job_id, socket.gethostname(), job.start_time, cluster)
 
     def attach(self, run_dir: Path) -> RunJob:
         """A handle on that job. Raises RecipeError where it cannot be asked from this machine."""
         if self.executor == "slurm":
-            from launch.slurm import HetSlurmJob
+            from launch.slurm import HetSlurmJob, cluster_name
 
+            here = cluster_name() if self.cluster else None
+            if here not in (None, self.cluster):
+                raise RecipeError(
+                    f"run_dir: {run_dir} was last written by Slurm job {self.job_id} of the cluster {self.cluster}, and this is"
+                    f" the cluster {here}; go on from there, or, if that job has ended, delete {run_dir}/job.json"
+                )
             return HetSlurmJob(run_dir / "submitit", self.job_id)
         from launch.allocation import AllocationJob
         from launch.local import HetLocalJob

@@ -56,6 +56,7 @@ MAY_DIFFER = (
     "logger.*",
     "checkpointing.*",
     "*.max_num_steps",
+    "*.max_num_epochs",
     "*.val_*",
     "*.max_val_samples",
     "env.*.served_by",
@@ -186,6 +187,11 @@ def locked(run_dir: Path) -> Iterator[None]:
             except BlockingIOError:
                 raise RecipeError(
                     f"run_dir: {run_dir} is just being submitted to by someone else; wait for that, or take another"
+                ) from None
+            except OSError as error:
+                raise RecipeError(
+                    f"run_dir: {run_dir} cannot be locked: {error.strerror}; mount its file system with locks (Lustre: -o"
+                    " flock), or give another run_dir=..."
                 ) from None
             refuse_live(run_dir)
             _make_secret(run_dir / ".secret")

@@ -106,7 +106,7 @@ def _by_folder(run: PastRun, silence: str, job: str) -> RunState:
 
 
 def _ask(run: PastRun, record: JobRecord) -> _Answer:
-    return _ask_slurm(run, record.job_id) if record.executor == "slurm" else _ask_local(run, record)
+    return _ask_slurm(run, record) if record.executor == "slurm" else _ask_local(run, record)
 
 
 def _ask_local(run: PastRun, record: JobRecord) -> _Answer:
@@ -122,7 +122,10 @@ def _ask_local(run: PastRun, record: JobRecord) -> _Answer:
     return _Answer(parts, ends_by, status.ended)
 
 
-def _ask_slurm(run: PastRun, job_id: str) -> _Answer:
+def _ask_slurm(run: PastRun, record: JobRecord) -> _Answer:
+    job_id = record.job_id
+    if record.cluster and (here := slurm.cluster_name(ASK_S)) not in (None, record.cluster):
+        return _Answer(silence=f"its job is on the cluster {record.cluster}, and this is {here}; ask there")
     try:
         answer = slurm.ask("scontrol", "show", "job", "-o", job_id, timeout_s=ASK_S)
     except FileNotFoundError:

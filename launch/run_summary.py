@@ -29,7 +29,7 @@ def line(run: PastRun, state: RunState) -> dict[str, Any]:
     metrics = run.metrics(RECENT)
     pace = _pace(run, metrics)
     step = int(metrics.steps[-1]) if metrics.steps else 0
-    left = (run.max_steps - step) * pace if pace and state.word == "running" else None
+    left = (run.max_steps - step) * pace if pace and run.max_steps is not None and state.word == "running" else None
     return {
         "folder": str(run.folder),
         "name": run.name,
@@ -120,7 +120,7 @@ def _checkpoint(run: PastRun) -> dict[str, Any]:
     folder = run.folder / "checkpoints"
     found = Checkpoints(run.folder, "", CheckpointingConfig()).all()
     partial = sorted(path.name.split(".")[1] for path in folder.glob(".step_*.partial"))
-    spoiled = {path.name for path in folder.glob("step_*")} - {each.folder.name for each in found}
+    spoiled = {path.name for path in folder.glob("step_*") if path.name[5:].isdecimal()} - {each.folder.name for each in found}
     told: dict[str, Any] = {"count": len(found), "partial": partial, "incomplete": sorted(spoiled)}
     if found:
         latest = found[-1]

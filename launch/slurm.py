@@ -8,6 +8,8 @@ Options, states and traps: https://slurm.schedmd.com/heterogeneous_jobs.html
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import subprocess
 import sys
@@ -38,12 +40,17 @@ TERMINAL = frozenset(
 )
 GONE = "GONE"  # not Slurm's: nobody knows the job any more
 
-# sbatch sets these from the leading component, and srun reads them as its own options: the other components would get the
-# leader's numbers. Every step says its own instead.
+# srun reads these as its own options. sbatch sets the first ones from the leading component: the others would get the leader's
+# numbers. From a shell inside a step (`srun --pty bash`) it hands on how that step is bound and laid out, and it hands on
+# --export=NONE, which would keep our own variables from the ranks. Every step says its own instead. Not SLURM_HINT: sbatch
+# reads that itself, and makes it the job's.
 INHERITED = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NNODES", "SLURM_CPUS_PER_TASK"),
     *("SLURM_TRES_PER_TASK", "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"),
     *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
+    *("SLURM_CPU_BIND", "SLURM_CPU_BIND_LIST", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_VERBOSE"),
+    *("SLURM_MEM_BIND", "SLURM_MEM_BIND_LIST", "SLURM_MEM_BIND_TYPE", "SLURM_MEM_BIND_VERBOSE"),
+    *("SLURM_GPU_BIND", "SLURM_DISTRIBUTION", "SLURM_EXPORT_ENV"),
 )
 
 ANSWER_S = 30.0
@@ -227,7 +234,19 @@ def _query(job_id: str) -> dict[str, str] | None:
 
 def ask(*command: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
     """timeout_s: ANSWER_S if None. Raises subprocess.TimeoutExpired: a slurmctld that hangs must not hang whoever asks."""
-    return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S if timeout_s is None else timeout_s)
+    timeout = ANSWER_S if timeout_s is None else timeout_s
+    environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # a user's own may be any
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+
+
+def cluster_name(timeout_s: float | None = None) -> str | None:
+    """Of the cluster that is asked here; None if Slurm does not answer, or there is none. timeout_s: as for `ask`."""
+    try:
+        answer = ask("scontrol", "show", "config", timeout_s=timeout_s)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", answer.stdout, re.MULTILINE)
+    return found[1] if found else None
 
 
 def parse(line: str) -> dict[str, str]:
@@ -267,7 +286,7 @@ def combine(parts: list[dict[str, str]]) -> dict[str, str]:
 
 
 class HetSlurmJob(slurm.SlurmJob):
-    start_time = None  # Slurm's ids are not used again
+    start_time = None  # a cluster's ids are not used again
 
     def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)):
         self.watcher = HetWatcher(delay_s=15)
@@ -303,6 +322,11 @@ class HetSlurmExecutor(slurm.SlurmExecutor):
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self.script
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        """sbatch hands on what a heterogeneous salloc around us has set, and a plain job would take that for its own."""
+        around = [name for name in os.environ if name == "SLURM_HET_SIZE" or "_HET_GROUP_" in name]
+        return ["env", *(f"--unset={name}" for name in around), *super()._make_submission_command(submission_file_path)]
 
     def _num_tasks(self) -> int:
         return sum(ranks(component) for component in self.components.values())

@@ -11,11 +11,12 @@
 #
 # The rules, in this order (the files are those of pipeline/attempt.py):
 #  1. done.json is there: done, however the ranks ended after they had written it.
-#  2. The ranks left on purpose (`requeue` is there, and no failure.json): requeue, if REQUEUE; but stop if neither this
+#  2. An attempt of another job has started since and taken the run over (`current`): stop, or the two would do so by turns.
+#  3. The ranks left on purpose (`requeue` is there, and no failure.json): requeue, if REQUEUE; but stop if neither this
 #     attempt nor the one before, which left on purpose too, completed a checkpoint: that would go on for ever.
-#  3. All else is a crash: requeue, if REQUEUE and the attempt completed a checkpoint (`progress`) or failed the check of its nodes
+#  4. All else is a crash: requeue, if REQUEUE and the attempt completed a checkpoint (`progress`) or failed the check of its nodes
 #     (`bad_nodes`, which the next start avoids), and fewer than MAX_RESTARTS crashes have been restarted before.
-#  4. A verdict that cannot be written is stop: without it nobody could count.
+#  5. A verdict that cannot be written is stop: without it nobody could count.
 #
 # Attempts of one job are JOB-0, JOB-1 ...; those of other submissions count for nothing, so a resubmission has a fresh budget.
 # Bash and coreutils alone: under Slurm it runs on a bare node, outside of any container.
@@ -68,10 +69,20 @@ goes_nowhere() {
     ! has "$own" progress && [[ -n $last ]] && left_on_purpose "$folder" && ! has "$folder" progress
 }
 
+# Prints the attempt of another job that may write into the run folder, if it started after this one. (One that started before
+# is named there until this attempt has claimed the folder.)
+superseded_by() {
+    local current
+    current=$(cat "$attempts/current" 2>/dev/null) || return
+    [[ ${current%-*} != "${attempt%-*}" && $(<"$attempts/$current/started") > $(<"$own/started") ]] && echo "$current"
+}
+
 judge() {
     local why restarted
     if has "$run_dir" done.json; then
         echo "done"
+    elif why=$(superseded_by); then
+        echo "stop: attempt $why, of another job, has taken the run over"
     elif left_on_purpose "$own"; then
         why=$(<"$own/requeue")
         if [[ $requeue != true ]]; then

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -159,9 +160,10 @@ def superfluous(checkpoints: list[Checkpoint], config: CheckpointingConfig) -> l
         return []
 
     def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
-        value = checkpoint.metric
-        sign = 1 if config.higher_is_better else -1
-        return value is not None, sign * (value or 0.0), checkpoint.step
+        value, sign = checkpoint.metric, 1 if config.higher_is_better else -1
+        if value is None or math.isnan(value):  # nothing was judged, or the loss diverged; NaN has no place in an order
+            return False, 0.0, checkpoint.step
+        return True, sign * value, checkpoint.step
 
     best = sorted(checkpoints, key=rank, reverse=True)[: config.keep_top_k]
     return [checkpoint for checkpoint in checkpoints if checkpoint not in best and checkpoint is not checkpoints[-1]]
@@ -190,8 +192,10 @@ def kept(run_dir: Path) -> str:
 
 
 def _complete(folder: Path) -> list[Checkpoint]:
-    folders = sorted(folder.glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_")))
-    return [checkpoint for folder in folders if (checkpoint := _read(folder))]
+    """Oldest first. What else lies there, such as a copy that somebody made of one (`step_000100_keep`), is none."""
+    folders = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    folders.sort(key=lambda path: int(path.name.removeprefix("step_")))
+    return [checkpoint for path in folders if (checkpoint := _read(path))]
 
 
 def _files(folder: Path) -> list[Path]:
@@ -213,8 +217,6 @@ def _name(step: int) -> str:
 
 def _read(folder: Path) -> Checkpoint | None:
     """The checkpoint in a folder, or None if it is not complete."""
-    if not re.fullmatch(r"step_\d+", folder.name):
-        return None
     try:
         record = json.loads((folder / COMPLETE).read_text())
         sizes = {name: (folder / name).stat().st_size for name in record["files"]}

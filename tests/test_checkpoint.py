@@ -1,6 +1,7 @@
 """Checkpoints: what is not complete is never chosen, whatever moment the writer was killed at."""
 
 import json
+import shutil
 
 import pytest
 
@@ -58,6 +59,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_can_be_written_again(checkpoint
     assert checkpoints.latest().step == 2
 
 
+@pytest.mark.parametrize("name", ["step_000001_keep", "step_best", "step_"])
+def test_what_somebody_put_beside_them_is_no_checkpoint(tmp_path, checkpoints, name):
+    shutil.copytree(save(checkpoints, 1).folder, tmp_path / "checkpoints" / name)
+    save(checkpoints, 2)
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [1, 2]
+    assert (tmp_path / "checkpoints" / name / COMPLETE).exists()
+
+
 def test_two_attempts_write_apart(tmp_path):
     old, new = (Checkpoints(tmp_path, name, CheckpointingConfig(keep_top_k=None)) for name in ("old", "new"))
     first, second = old.begin(3), new.begin(3)
@@ -82,6 +91,13 @@ def test_keeps_the_best_and_the_latest():
     assert kept([0.5, None, 0.4, None]) == [0, 2, 3]
     assert kept([-0.5, None, -0.4]) == [0, 2]
     assert kept([0.1, 0.2], top=0) == [1]
+
+
+def test_a_metric_that_is_nan_is_worse_than_any_other():
+    nan = float("nan")
+    assert kept([0.9, nan, 0.95, 0.5]) == [0, 2, 3]
+    assert kept([0.9, nan, 0.95, 0.5], higher_is_better=False) == [0, 3]
+    assert kept([nan, None, nan, 0.5], top=1) == [3]
 
 
 def test_commit_removes_what_is_superfluous(tmp_path):

@@ -146,6 +146,11 @@ class Folder:
                     if time.monotonic() > deadline:
                         raise RecipeError(f"{self.path} is just being submitted or judged by another process") from None
                     time.sleep(0.2)
+                except OSError as error:
+                    raise RecipeError(
+                        f"folder: {self.path} cannot be locked: {error.strerror}; mount its file system with locks (Lustre: -o"
+                        " flock), or give another folder"
+                    ) from None
             yield
 
     # ---- what was submitted -------------------------------------------------------------------------------------------------

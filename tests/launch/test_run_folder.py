@@ -1,11 +1,16 @@
 """Who may write into a run folder."""
 
+import errno
+import fcntl
+import os
 import threading
 
 import pytest
 
 from launch import run_folder
 from launch.job import JobRecord, components, write_record
+from launch.run_folder import locked
+from launch.sweeps.folder import Folder
 from pipeline import config
 from pipeline.config import RecipeError
 from tests.launch.model import write_recipe
@@ -28,6 +33,7 @@ def load(tmp_path):
         "checkpointing.save_period=7",
         "checkpointing.keep_top_k=null",
         "grpo.max_num_steps=99",
+        "grpo.max_num_epochs=2",
         "grpo.max_val_samples=2",
         "policy.generation.val_temperature=0.5",
         "policy.dtensor_cfg.tensor_parallel_size=2",
@@ -102,8 +108,40 @@ def test_a_local_job_of_another_host_cannot_be_asked(tmp_path):
 
 def test_a_slurm_job_cannot_be_asked_where_there_is_no_scontrol(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    write_record(tmp_path, JobRecord("slurm", "17", "login"))
+    write_record(tmp_path, JobRecord("slurm", "17", "login", cluster="a"))
     with pytest.raises(RecipeError, match=r"Slurm job 17.*no scontrol here"), run_folder.locked(tmp_path):
+        pass
+
+
+def test_a_slurm_job_of_another_cluster_cannot_be_asked(tmp_path, monkeypatch):
+    """Nor is it gone, because this one does not know its id."""
+    answers = {"scontrol": "[ $2 = config ] && echo ClusterName = b || { echo Invalid job id >&2; exit 1; }", "sacct": ":"}
+    for name, answer in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    write_record(run_dir, JobRecord("slurm", "17", "login", cluster="a"))
+    with pytest.raises(RecipeError, match=r"job 17 of the cluster a, and this is the cluster b.*job\.json"), locked(run_dir):
+        pass
+    for here in ("b", None):  # None: of an older version
+        write_record(run_dir, JobRecord("slurm", "17", "login", cluster=here))
+        with locked(run_dir):
+            pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+@pytest.mark.parametrize("hold", [locked, lambda path: Folder(path).locked()], ids=["run", "sweep"])
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, hold, number):
+    def flock(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with (
+        pytest.raises(RecipeError, match=rf"{tmp_path} cannot be locked: {os.strerror(number)}.*-o flock.*another"),
+        hold(tmp_path),
+    ):
         pass
 
 

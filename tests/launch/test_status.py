@@ -81,6 +81,18 @@ def test_all_that_is_to_be_known_of_a_run(run, capsys):
     assert "crashed with status 9" in text and "under way" in text
 
 
+def test_of_a_run_that_its_data_end_nobody_knows_how_long_it_takes(run, capsys):
+    path = run / "recipe.yaml"
+    assert path.read_text().count("max_num_steps: 100\n") == 1
+    path.write_text(path.read_text().replace("max_num_steps: 100\n", "max_num_steps: 1000000\n"))
+    told = json.loads(asked(capsys, run, "json=true")[1])
+    assert (told["step"], told["max_steps"], told["seconds_left"]) == (6, None, None)
+    _, text = asked(capsys, run)
+    assert "step        6; last written" in text and "100 s from step to step; its time" in text
+    _, text = asked(capsys, run.parent)
+    assert text.splitlines()[1].split()[:5] == ["running", "6", "100", "s", "1"]
+
+
 def test_a_run_that_starts_says_so(run, capsys):
     past_runs.attempt(run, "7-2", time.time())
     _, text = asked(capsys, run)
@@ -208,8 +220,13 @@ def test_a_job_that_cannot_be_asked_is_told_so(run, tmp_path, monkeypatch, capsy
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "unknown; there is no scontrol here" in asked(capsys, run)[1]
 
-    (tmp_path / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 30\n")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\n[ $2 = config ] && echo ClusterName = b || echo Invalid job id >&2\n")
     (tmp_path / "scontrol").chmod(0o755)
+    write_json(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "cluster": "a"})
+    assert "unknown; its job is on the cluster a, and this is b; ask there" in asked(capsys, run)[1]
+
+    write_json(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "start_time": None})
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 30\n")
     monkeypatch.setattr(run_state, "ASK_S", 0.2)
     assert "unknown; Slurm did not answer within 0.2 s" in asked(capsys, run)[1]
 

@@ -57,6 +57,21 @@ def test_not_if_the_recipe_says_so(tmp_path):
     assert judge(tmp_path, "17-0", 0, requeue=False) == (1, "stop: SIGUSR2; cluster.requeue.enabled is false")
 
 
+@pytest.mark.parametrize("why", ["", "SIGTERM"])
+def test_an_attempt_that_another_job_has_superseded_is_the_last_of_its_own(tmp_path, why):
+    left_by(tmp_path, "18-0", started="1000.5").claim()
+    mine = left_by(tmp_path, "17-0", progress=4, requeue=why, started="1000.25")
+    assert judge(tmp_path, "17-0", 1) == (1, "stop: attempt 18-0, of another job, has taken the run over")
+    mine.claim()
+    assert judge(tmp_path, "17-0", 1)[0] == REQUEUE
+
+
+def test_one_that_fails_before_it_claims_the_folder_is_not_superseded(tmp_path):
+    left_by(tmp_path, "17-3", started="1000.125").claim()
+    left_by(tmp_path, "18-0", bad_nodes="n3: 7 GPUs, not 8", started="1000.25")
+    assert judge(tmp_path, "18-0", 1)[0] == REQUEUE
+
+
 def test_leaving_does_not_count_as_a_crash(tmp_path):
     for restart in range(5):
         left_by(tmp_path, f"17-{restart}", progress=restart + 1, requeue="SIGTERM", verdict="requeue: SIGTERM")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,7 @@ def test_cancel_ends_both_components(cluster, tmp_path):
     job = executor(tmp_path).submit(tasks.report_and_wait, str(tmp_path))
     write_record(tmp_path, JobRecord.of("slurm", job))
     found = reports(tmp_path, 4)
+    assert read_record(tmp_path).cluster == "hetstep"
     again = read_record(tmp_path).attach(tmp_path)
     assert again.status(now=True).state == "RUNNING"
     again.cancel()
@@ -151,6 +153,27 @@ def test_a_dependent_job_waits_and_never_starts_if_the_first_fails(cluster, tmp_
 
     assert second.status().state == "CANCELLED"
     assert not (tmp_path / "second/attempts").exists()
+
+
+def test_what_the_submitting_shell_says_to_slurm_is_not_for_the_ranks(cluster, tmp_path, monkeypatch):
+    """As in a step, with --export=NONE, in a heterogeneous salloc, and of somebody who likes other times."""
+    around = "SLURM_CPU_BIND=mask_cpu:nonsense SLURM_MEM_BIND=nonsense SLURM_GPU_BIND=single:1 SLURM_DISTRIBUTION=cyclic"
+    around += " SLURM_EXPORT_ENV=NONE SLURM_HET_SIZE=2 SLURM_JOB_NODELIST_HET_GROUP_0=n99 SLURM_TIME_FORMAT=%s"
+    for variable in around.split():
+        monkeypatch.setenv(*variable.split("="))
+    components = {"train": ComponentConfig(nodes=2, gpus_per_node=2)}
+    job = HetSlurmExecutor(tmp_path, "plain", ClusterConfig(time_min=5), components).submit(
+        tasks.report_and_finish, str(tmp_path)
+    )
+    wait_until_ended(job)
+
+    assert job.status().state == "COMPLETED", (tmp_path / f"submitit/{job.job_id}_0_log.out").read_text()
+    found = reports(tmp_path, 4)
+    nodes = [each["HETSTEP_NODE"] for each in found]
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["0,1"] * 4
+    assert {each["HETSTEP_MASTER_ADDR"] for each in found} == {nodes[0]}
+    assert 0 < int(found[0]["HETSTEP_END_TIME"]) - time.time() <= 300
 
 
 def test_an_array_is_refused(cluster, tmp_path):

@@ -35,6 +35,14 @@ def test_a_state_that_is_not_known_is_not_an_end():
         assert state not in TERMINAL
 
 
+def test_times_are_asked_for_in_the_form_that_is_read(tmp_path, monkeypatch):
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho $SLURM_TIME_FORMAT\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    assert slurm.ask("scontrol", "show", "job").stdout == "standard\n"
+
+
 def test_a_slurmctld_that_hangs_leaves_the_state_open(tmp_path, monkeypatch):
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\nexec sleep 60\n")

@@ -25,7 +25,8 @@ def jobs(env: dict) -> list[dict[str, str]]:
 
 def of(folder: Path, env: dict) -> list[dict[str, str]]:
     """The jobs of one sweep, in the order of submission; the last is the check."""
-    return sorted((job for job in jobs(env) if job["StdOut"].startswith(str(folder))), key=lambda job: int(job["JobId"]))
+    found = [job for job in jobs(env) if job.get("StdOut", "").startswith(str(folder))]
+    return sorted(found, key=lambda job: int(job["JobId"]))
 
 
 def test_runs_wait_for_each_other_and_the_check_for_all(slurm_cluster, tmp_path):
