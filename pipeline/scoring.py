@@ -85,7 +85,9 @@ class Scoring:
     def _score(self, sequences: list[np.ndarray]) -> list[float]:
         if not sequences:
             return []
-        plan = _plan([len(tokens) for tokens in sequences], self._model, self._places[0].size)
+        packing = self._model.sequence_packing
+        bounds = (packing.logprob_mb_tokens, None) if packing.enabled else (None, self._model.logprob_batch_size)
+        plan = plan_microbatches([len(tokens) for tokens in sequences], self._places[0].size, *bounds)
         works = [ScoreWork([[sequences[i] for i in members] for members in microbatches]) for microbatches in plan]
         replies = self._serving.score(parts=[works[place.rank] for place in self._places]).result()
         scores = [math.nan] * len(sequences)
@@ -93,15 +95,6 @@ class Scoring:
             for i, score in zip(itertools.chain(*plan[place.rank]), reply, strict=True):
                 scores[i] = score
         return scores
-
-
-def _plan(lengths: list[int], model: PolicyConfig, data_ranks: int) -> list[list[list[int]]]:
-    """As `plan_microbatches`, but with fewer sequences than ranks too."""
-    packing = model.sequence_packing
-    bounds = (packing.logprob_mb_tokens, None) if packing.enabled else (None, model.logprob_batch_size)
-    busy = min(data_ranks, len(lengths))
-    plan = plan_microbatches(lengths, busy, *bounds)
-    return plan + [[[] for _ in plan[0]] for _ in range(data_ranks - busy)]  # all ranks run as many batches
 
 
 # ---- what the reward model reads ----------------------------------------------------------------------------------------

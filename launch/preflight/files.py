@@ -48,8 +48,10 @@ def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
     tokenizer = yield from _tokenizer(recipe, "policy", recipe.policy, pending)
     if (name := config.reward_environment(recipe)) and recipe.env[name].model_name:
         yield from _check_reward_tokenizer(recipe, f"env.{name}", config.judge(recipe), pending)
-    if recipe.algorithm == "distillation" and tokenizer:
-        yield from _check_teacher_tokenizer(recipe, tokenizer, pending)
+    if recipe.algorithm == "distillation":
+        if tokenizer:
+            yield from _check_teacher_tokenizer(recipe, tokenizer, pending)
+        yield from _check_teacher_rows(recipe, pending)
     for key, dataset in config.keyed_sets(recipe.data).items():
         yield from _check_dataset(recipe, key, dataset, tokenizer)
 
@@ -130,6 +132,20 @@ def _check_teacher_tokenizer(recipe: Recipe, ours: Path, pending: list[Path]) ->
         yield (
             f"teacher.model_name: {name} has another vocabulary than policy.tokenizer.name {recipe.policy.tokenizer.name}:"
             f" {what}; a teacher must be of the policy's kind"
+        )
+
+
+def _check_teacher_rows(recipe: Recipe, pending: list[Path]) -> Iterator[str]:
+    """Models of one tokenizer may differ in rows that stand for no token, and a teacher may find one of its own likely."""
+    sizes: dict[str, int | None] = {}
+    with collected([]):  # what is wrong with a model has been told of
+        for section, policy in config.models(recipe).items():
+            sizes[section] = (model_config(policy, pending, f"{section}.model_name") or {}).get("vocab_size")
+    ours, theirs = sizes.get("policy"), sizes.get("teacher")
+    if ours and theirs and theirs > ours:
+        yield (
+            f"teacher.model_name: {recipe.teacher.model_name} has {theirs} rows of vocabulary, and the policy {ours}, so it may"
+            " ask the policy for tokens that it does not have; a teacher with at most as many"
         )
 
 
@@ -303,7 +319,9 @@ def _check_lengths(where: str, prompts: list[tuple[int, str]], tokenizer: Path, 
     lengths = [(len(encoding.ids), number) for encoding, (number, _) in zip(encodings, prompts, strict=True)]
     length, number = max(lengths)
     if length > (limit := recipe.data.max_input_seq_length):
-        yield (
-            f"{where}:{number}: a prompt of {length} tokens, but data.max_input_seq_length is {limit}; shorten it, raise the"
-            " limit, or data.overlong_prompts=drop"
-        )
+        what = f", but data.max_input_seq_length is {limit}"
+    elif config.generates(recipe) and length >= (limit := recipe.policy.max_total_sequence_length):
+        what = f" leaves no room for an answer in policy.max_total_sequence_length {limit}"
+    else:
+        return
+    yield f"{where}:{number}: a prompt of {length} tokens{what}; shorten it, raise the limit, or data.overlong_prompts=drop"

@@ -54,6 +54,7 @@ OF_THE_RUN = {  # and those that follow from how this backend trains
     "fp16": "it is policy.precision",
     "variable_seq_lengths": "each microbatch has its own number of tokens",
     "calculate_per_token_loss": "losses are divided already",
+    "moe_z_loss_coeff": "the router's loss would be divided by another count than the policy's loss",
     "attention_dropout": "ratios to the policy that sampled would be noise",
     "hidden_dropout": "ratios to the policy that sampled would be noise",
 }

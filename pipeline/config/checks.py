@@ -28,6 +28,7 @@ CHOICES = {
 }
 
 COMPONENTS = ("train", "generate", "reward")
+LEARN_LOGPROBS = ("sft", "dpo")  # those that sample nothing; rm has no log-probs
 TIMEOUTS = tuple(f.name for f in fields(TimeoutsConfig))
 
 AT_LEAST = {
@@ -139,6 +140,11 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
         yield from _check_validation(recipe)
     if generates(recipe):
         yield from _check_sampling(recipe)
+    elif recipe.algorithm in LEARN_LOGPROBS and (temperature := recipe.policy.generation.temperature) != 1:
+        yield (
+            f"policy.generation.temperature: {temperature} divides the logits of every log-prob, and {recipe.algorithm} learns"
+            " the model's own, as nothing is sampled; 1, or leave it out"
+        )
     yield from check_data(recipe)
     yield from check_environments(recipe)
     yield from hardware.problems(recipe)
@@ -241,8 +247,8 @@ def _check_sampling(recipe: Recipe) -> Iterator[str]:
         yield f"policy.generation.top_p: {generation.top_p} is not a share of the probability; above 0 and at most 1"
     if generation.temperature <= 0:
         yield f"policy.generation.temperature: {generation.temperature} has no log-probs to train on; it must be above 0"
-    if generation.vllm_cfg.max_model_len < recipe.policy.max_total_sequence_length:
+    if (sampled := generation.vllm_cfg.max_model_len) != (trained := recipe.policy.max_total_sequence_length):
         yield (
-            f"policy.generation.vllm_cfg.max_model_len: {generation.vllm_cfg.max_model_len} is below"
-            f" policy.max_total_sequence_length {recipe.policy.max_total_sequence_length}"
+            f"policy.generation.vllm_cfg.max_model_len: {sampled} is {'below' if sampled < trained else 'above'}"
+            f" policy.max_total_sequence_length {trained}, and what is sampled is trained on, whole; leave it out"
         )

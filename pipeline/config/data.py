@@ -108,6 +108,11 @@ def check_data(recipe: Recipe) -> Iterator[str]:
             known = ", ".join(recipe.env) or "none"
             yield f"{key}.env_name: '{dataset.env_name}', but there is no env.{dataset.env_name}; one of: {known}"
     yield from _check_several(recipe.data)
+    if (tokens := recipe.data.max_input_seq_length) > (longest := recipe.policy.max_total_sequence_length):
+        yield (
+            f"data.max_input_seq_length: {tokens} is above policy.max_total_sequence_length {longest}, and a batch need have"
+            " no room for more; at most that"
+        )
 
 
 def _check_several(data: DataConfig) -> Iterator[str]:

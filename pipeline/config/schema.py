@@ -221,7 +221,8 @@ class DataConfig:
     datasets: dict[str, DatasetConfig] = field(default_factory=dict)  # in place of train: several by name, mixed by weight
     validations: dict[str, DatasetConfig] = field(default_factory=dict)  # in place of validation: several by name, each told of
     max_input_seq_length: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
-    overlong_prompts: str = "error"  # error, drop: what to do with a prompt longer than max_input_seq_length
+    # error, drop: what to do with a prompt longer than max_input_seq_length, or that leaves no room for an answer
+    overlong_prompts: str = "error"
     bad_records: str = (
         "error"  # error, drop: what to do with one that cannot be used (no answer, two answers that are the same)
     )

@@ -74,7 +74,12 @@ def _stream(
     elif recipe.algorithm in OFFLINE:
         kind = ExampleStream
     else:
-        kind = functools.partial(PromptStream, answered=_is_judged_by_its_answer(recipe, dataset), dataset=name)
+        kind = functools.partial(
+            PromptStream,
+            max_length=recipe.policy.max_total_sequence_length,
+            answered=_is_judged_by_its_answer(recipe, dataset),
+            dataset=name,
+        )
     encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, columns(dataset, paired))
     made = kind(records, encoder, seed=section(recipe).seed, shuffle=shuffle, max_num_epochs=epochs)
     if made.dropped_at_start:

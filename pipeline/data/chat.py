@@ -52,6 +52,7 @@ class Encoder:
         self, tokenizer: PreTrainedTokenizerBase, tokenizer_config: TokenizerConfig, data: DataConfig, dataset: DatasetConfig
     ) -> None:
         self.tokenizer, self.data, self.dataset = tokenizer, data, dataset
+        self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._template_kwargs = tokenizer_config.chat_template_kwargs or {}
         self._prompt_text = _read_prompt_file(dataset.prompt_file) if dataset.prompt_file else "{}"
         self._system = Path(dataset.system_prompt_file).read_text().strip() if dataset.system_prompt_file else None
@@ -145,15 +146,24 @@ class Encoder:
         return self.tokenizer.apply_chat_template(messages, **{"return_dict": False, **self._template_kwargs, **options})
 
     def _masked_by_marks(self, messages: list[Message], first: int) -> Encoded:
-        """By the template's own {% generation %}."""
+        """By the template's own {% generation %}, wherever it ends: before the token that ends the turn, or behind it."""
         rendered = self._render(messages, return_dict=True, return_assistant_tokens_mask=True)
-        tokens, mask = _int32(rendered["input_ids"]), np.asarray(rendered["assistant_masks"], dtype=bool)
+        tokens, mask = rendered["input_ids"], np.asarray(rendered["assistant_masks"], dtype=bool)
         if first:
             before = self._render(messages[:first], add_generation_prompt=True)
-            if tokens[: len(before)].tolist() != before:
+            if tokens[: len(before)] != before:
                 raise ValueError(_rendered_differently(first))
             mask[: len(before)] = False
-        return tokens, mask
+        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).tolist()
+        runs = list(zip(edges[::2], edges[1::2], strict=True))
+        behind = [tokens[end] if end < len(tokens) else None for _, end in runs]
+        for (begin, end), follows in zip(runs, behind, strict=True):
+            stop = self._end_of_turn(tokens[:end], begin)
+            mask[stop:end] = False
+            # What only earlier runs have behind them begins the next turn.
+            if tokens[stop - 1] not in self._special and follows in self._special and follows == behind[-1]:
+                mask[end] = True
+        return _int32(tokens), mask
 
     def _masked_by_prefixes(self, messages: list[Message], first: int) -> Encoded:
         """An assistant's turn is what rendering it adds to the conversation before it. Each rendering must begin with the one
@@ -173,9 +183,8 @@ class Encoder:
     def _end_of_turn(self, tokens: list[int], begin: int) -> int:
         """Where the loss on the turn that starts at `begin` stops: behind its last special token, if only white space follows
         (the newline after <|im_end|> is the template's: a sampler stops before it)."""
-        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         for end in range(len(tokens), begin, -1):
-            if tokens[end - 1] in special:
+            if tokens[end - 1] in self._special:
                 return end
             if self.tokenizer.decode(tokens[end - 1]).strip():
                 break

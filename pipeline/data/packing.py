@@ -20,19 +20,18 @@ _NOTHING = Sample(np.zeros(1, np.int32), np.zeros(1, bool), np.zeros(1, np.float
 def plan_microbatches(
     lengths: Sequence[int], data_ranks: int, max_tokens: int | None, max_sequences: int | None
 ) -> list[list[list[int]]]:
-    """Share sequences among data-parallel ranks and microbatches: `plan[rank][microbatch]` is a list of sample numbers.
-    (`pipeline.data.batches` has it plan over pairs, too.)
+    """Share one or more sequences among data-parallel ranks and microbatches: `plan[rank][microbatch]` is a list of sample
+    numbers. (`pipeline.data.batches` has it plan over pairs, too.)
 
     Every sample comes once; every rank has the same number of microbatches, because FSDP's ranks gather weights together; no
     microbatch is above `max_tokens` tokens or `max_sequences` sequences. There are as few microbatches as a longest-first
     assignment to the emptiest one finds room for; all are of similar size, for ranks wait for each other at each of them. In
     a microbatch the longest come first and equal lengths lie together. With fewer samples than microbatches must be, some are
-    empty (say 3 samples of which no two fit together, for 2 ranks); `pack` makes of those one token that counts for nothing.
+    empty (say 3 samples of which no two fit together, for 2 ranks), and with fewer samples than ranks some ranks have nothing
+    else; `pack` makes of an empty one a token that counts for nothing.
 
-    Raises ValueError if a sample is above `max_tokens`, or there are fewer samples than ranks.
+    Raises ValueError if a sample is above `max_tokens`.
     """
-    if len(lengths) < data_ranks:
-        raise ValueError(f"{len(lengths)} sequences cannot be shared among {data_ranks} data-parallel ranks")
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if max_tokens is not None and lengths[longest_first[0]] > max_tokens:
         raise ValueError(

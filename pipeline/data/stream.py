@@ -52,9 +52,10 @@ def encode_example(encoder: Encoder, position: int, record: Record) -> Sample:
 class Stream(Generic[Item]):
     """Takes items in order, and can be put back to where it was.
 
-    Raises ValueError, naming the record, if one cannot be encoded, or is longer than `data.max_input_seq_length`; where
-    `data.bad_records`, or `data.overlong_prompts`, is "drop" the stream passes over such records, and their positions with
-    them. The first CHECKED_AT_START records are encoded at once for this; `dropped_at_start` of them are passed over.
+    Raises ValueError, naming the record, if one cannot be encoded, or is longer than `data.max_input_seq_length`, or fills
+    `max_length`; where `data.bad_records`, or `data.overlong_prompts`, is "drop" the stream passes over such records, and their
+    positions with them. The first CHECKED_AT_START records are encoded at once for this; `dropped_at_start` of them are passed
+    over.
     """
 
     def __init__(
@@ -66,10 +67,12 @@ class Stream(Generic[Item]):
         seed: int,
         shuffle: bool,
         max_num_epochs: int,
+        max_length: int | None = None,
     ) -> None:
+        """max_length: of an item and what is to follow it; None where nothing is."""
         self._identity = {"records": len(records), "seed": seed, "shuffle": shuffle}
         self._order = _Order(len(records), seed, shuffle, max_num_epochs)
-        items = _Items(records, encoder, encode)
+        items = _Items(records, encoder, encode, max_length)
         # The loader draws a number when it starts; from a generator of its own, it leaves the run's random state alone.
         self._loader = StatefulDataLoader(
             items, batch_size=None, sampler=self._order, collate_fn=_as_it_is, generator=torch.Generator()
@@ -112,7 +115,10 @@ class Stream(Generic[Item]):
 
 
 class PromptStream(Stream[Prompt]):
-    """Prompts to sample from. answered: False if records need not have an expected answer. dataset: see `Prompt.dataset`."""
+    """Prompts to sample from, each with room for a token of an answer in max_length.
+
+    answered: False if records need not have an expected answer. dataset: see `Prompt.dataset`.
+    """
 
     def __init__(
         self,
@@ -120,13 +126,15 @@ class PromptStream(Stream[Prompt]):
         encoder: Encoder,
         *,
         seed: int,
+        max_length: int,
         shuffle: bool = True,
         max_num_epochs: int = 1,
         answered: bool = True,
         dataset: str = "",
     ) -> None:
         encode = functools.partial(encode_prompt, answered=answered, dataset=dataset)
-        super().__init__(records, encoder, encode, seed=seed, shuffle=shuffle, max_num_epochs=max_num_epochs)
+        options = {"seed": seed, "shuffle": shuffle, "max_num_epochs": max_num_epochs, "max_length": max_length}
+        super().__init__(records, encoder, encode, **options)
 
 
 class ExampleStream(Stream[Sample]):
@@ -179,8 +187,14 @@ class _Order(Sampler):
 class _Items(Dataset):
     """The item at (position, record number); None where the record is to be dropped, being too long or no good."""
 
-    def __init__(self, records: Sequence[Record], encoder: Encoder, encode: Callable[[Encoder, int, Record], Any]) -> None:
-        self._records, self._encoder, self._encode = records, encoder, encode
+    def __init__(
+        self,
+        records: Sequence[Record],
+        encoder: Encoder,
+        encode: Callable[[Encoder, int, Record], Any],
+        max_length: int | None,
+    ) -> None:
+        self._records, self._encoder, self._encode, self._max_length = records, encoder, encode, max_length
 
     def __getitem__(self, place: tuple[int, int]) -> Prompt | Sample | Pair | None:
         position, number = place
@@ -193,14 +207,15 @@ class _Items(Dataset):
                 return None
             raise ValueError(f"{where}: {error}; data.bad_records=drop passes over such records") from error
         tokens = max(len(one.tokens) for one in (item if isinstance(item, tuple) else (item,)))
-        if tokens <= data.max_input_seq_length:
+        if tokens > data.max_input_seq_length:
+            what = f"are more than data.max_input_seq_length {data.max_input_seq_length}"
+        elif self._max_length is not None and tokens >= self._max_length:  # no engine takes it: it has nothing to draw
+            what = f"leave no room for an answer in policy.max_total_sequence_length {self._max_length}"
+        else:
             return item
         if data.overlong_prompts == "drop":
             return None
-        raise ValueError(
-            f"{where}: {tokens} tokens are more than data.max_input_seq_length {data.max_input_seq_length};"
-            " data.overlong_prompts=drop passes over such records"
-        )
+        raise ValueError(f"{where}: {tokens} tokens {what}; data.overlong_prompts=drop passes over such records")
 
 
 def _as_it_is(item: Any) -> Any:

@@ -23,6 +23,19 @@ MARKED = (
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+MARKED_BEYOND = (  # ChatML, with its newline in the mark
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{{ '\n' }}{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{{ '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED_SHORT = MARKED_BEYOND.replace("<|im_end|>{{ '\n' }}{% endgeneration %}", "{% endgeneration %}<|im_end|>{{ '\n' }}")
+MARKED_ENDLESS = MARKED_BEYOND.replace("<|im_end|>{{ '\n' }}{% endgeneration %}", "{% endgeneration %}")
+MARKED_LLAMA3 = LLAMA3.replace(
+    "{{ m.content | trim }}<|eot|>",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}<|eot|>{% endgeneration %}"
+    "{% else %}{{ m.content | trim }}<|eot|>{% endif %}",
+)
 FORGETFUL = (  # as reasoning models' templates do: only the last answer keeps its <think>
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>{% endif %}"
     "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -98,6 +111,22 @@ def test_a_template_that_marks_what_is_generated():
     text, spans = learned(encoder(MARKED), {"messages": TURNS})
     assert text.endswith("assistant: dos<|im_end|>\n")
     assert spans == ["uno<|im_end|>", "dos<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("marked", "plain"),
+    [(MARKED_BEYOND, CHATML), (MARKED_SHORT, CHATML), (MARKED_LLAMA3, LLAMA3)],
+    ids=["the newline too", "the content only", "up to the next turn"],
+)
+def test_wherever_the_marks_end_what_is_learned_ends_with_the_turn(marked: str, plain: str):
+    for turns in (TURNS, TURNS[:4], TURNS[:3]):
+        assert learned(encoder(marked), {"messages": turns}) == learned(encoder(plain), {"messages": turns})
+
+
+def test_what_begins_the_next_turn_is_not_learned_as_the_end_of_one():
+    text, spans = learned(encoder(MARKED_ENDLESS), {"messages": TURNS})
+    assert "uno<|im_start|>" in text
+    assert spans == ["uno", "dos"]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_where_it_matters():

@@ -21,7 +21,7 @@ def mixture(weights: dict[str, float], epochs: int = 1000, seed: int = 5, kind: 
     streams = {}
     for name in weights:
         records = [{"input": f"{i}+1=", "output": f"{name[0]}{name[2]}{i}"} for i in range(SIZES[name])]
-        options = {"dataset": name} if kind is PromptStream else {}
+        options = {"dataset": name, "max_length": 100} if kind is PromptStream else {}
         streams[name] = kind(records, encoder(), seed=seed, max_num_epochs=epochs, **options)
     return Mixture(streams, weights, seed)
 
@@ -148,6 +148,17 @@ def test_one_to_train_and_one_to_validate_on_have_no_names(tmp_path):
     recipe = load(RECIPES / "tiny_grpo.yaml", ["data.train.kwargs.size=20", "data.validation.kwargs.size=4"])
     stream, validation = build_streams(recipe, TOKENIZER)
     assert {prompt.dataset for prompt in [*stream.take(5), *validation]} == {""} and isinstance(stream, PromptStream)
+
+
+def test_prompts_leave_room_for_an_answer():
+    """By default as many tokens may go in as there may be in all, and the engine must have one to draw."""
+    one_digit = ["data.train.kwargs={size: 20, digits: 1}", "data.validation.kwargs={size: 4, digits: 1}"]
+    full, roomy = (load(RECIPES / "tiny_grpo.yaml", [*one_digit, f"policy.max_total_sequence_length={n}"]) for n in (5, 6))
+    assert full.data.max_input_seq_length == full.policy.generation.vllm_cfg.max_model_len == 5
+    with pytest.raises(ValueError, match=r"5 tokens leave no room for an answer in policy.max_total_sequence_length 5"):
+        build_streams(full, TOKENIZER)
+    _, validation = build_streams(roomy, TOKENIZER)
+    assert [len(prompt.tokens) for prompt in validation] == [5] * 4
 
 
 @pytest.mark.parametrize(

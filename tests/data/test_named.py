@@ -52,7 +52,7 @@ def a_recipe(algorithm: str, validation: DatasetConfig | None = None, data: dict
         name="a",
         algorithm=algorithm,
         run_dir="a",
-        policy=PolicyConfig(model_name="a", tokenizer=tokenizer),
+        policy=PolicyConfig(model_name="a", tokenizer=tokenizer, max_total_sequence_length=2000),
         data=DataConfig(train=train, validation=validation, max_input_seq_length=2000, shuffle=False, **(data or {})),
         env={"math": EnvironmentConfig(kind="math")},
     )

@@ -13,7 +13,7 @@ def cases() -> list[tuple[list[int], int, int | None, int | None]]:
     found = []
     for _ in range(400):
         ranks = draw.randint(1, 6)
-        lengths = [draw.randint(1, draw.choice([3, 40, 500])) for _ in range(draw.randint(ranks, 80))]
+        lengths = [draw.randint(1, draw.choice([3, 40, 500])) for _ in range(draw.randint(1, draw.choice([5, 80])))]
         tokens = draw.choice([None, max(lengths), max(lengths) + draw.randint(0, 1000)])
         found.append((lengths, ranks, tokens, draw.choice([None, 1, 2, 7])))
     return found
@@ -57,11 +57,14 @@ def test_three_that_do_not_fit_together_on_two_ranks_leave_one_empty():
     assert sorted(len(members) for microbatches in plan for members in microbatches) == [0, 1, 1, 1]
 
 
+@pytest.mark.parametrize("bounds", [(None, None), (10, None), (None, 1)])
+def test_fewer_sequences_than_ranks_leave_some_without_any(bounds: tuple[int | None, int | None]):
+    assert plan_microbatches([3, 10], 4, *bounds) == [[[1]], [[0]], [[]], [[]]]
+
+
 def test_what_cannot_be_is_said():
     with pytest.raises(ValueError, match=r"sample 1 has 11 tokens, more than a microbatch may have \(10\)"):
         plan_microbatches([3, 11], 1, 10, None)
-    with pytest.raises(ValueError, match="2 sequences cannot be shared among 3"):
-        plan_microbatches([3, 11], 3, None, None)
 
 
 def sample(tokens: list[int], mask: list[int]) -> Sample:

@@ -10,7 +10,7 @@ from pipeline.config import RECIPES, DataConfig, DatasetConfig, TokenizerConfig
 from pipeline.data.chat import Encoder
 from pipeline.data.preferences import encode_pair
 from pipeline.data.stream import PairStream
-from tests.data.test_chat import CHATML, FORGETFUL, LLAMA3, MARKED, encoder
+from tests.data.test_chat import CHATML, FORGETFUL, LLAMA3, MARKED, MARKED_BEYOND, MARKED_SHORT, encoder
 
 PROMPT = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "uno"}, {"role": "user", "content": "two"}]
 DOS, TRES = ([{"role": "assistant", "content": text}] for text in ("dos", "tres"))
@@ -72,12 +72,22 @@ def test_last_turns_after_an_input():
     assert read(chat(), record) == [(before, "dos<|im_end|>"), (before, "tres<|im_end|>")]
 
 
-@pytest.mark.parametrize("template", [LLAMA3, MARKED, FORGETFUL], ids=["Llama 3", "generation marks", "rewrites earlier turns"])
-def test_other_templates(template: str):
+TEMPLATES = {
+    "Llama 3": (LLAMA3, "%s<|eot|>"),
+    "generation marks": (MARKED, "%s<|im_end|>"),
+    "marks that take in the newline": (MARKED_BEYOND, "%s<|im_end|>"),
+    "marks of the content only": (MARKED_SHORT, "%s<|im_end|>"),
+    "rewrites earlier turns": (FORGETFUL, "<think>%s<|im_end|>"),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_other_templates(name: str):
+    """Each answer ends in the token that sampling stops at: a reward model is read there."""
+    template, answer = TEMPLATES[name]
     (prompt, chosen), (same, rejected) = read(chat(template), {"chosen": PROMPT + DOS, "rejected": PROMPT + TRES})
     assert prompt == same and "uno" in prompt
-    assert chosen.removesuffix("<|eot|>").removesuffix("<|im_end|>").removeprefix("<think>") == "dos"
-    assert rejected.removesuffix("<|eot|>").removesuffix("<|im_end|>").removeprefix("<think>") == "tres"
+    assert (chosen, rejected) == (answer % "dos", answer % "tres")
 
 
 def test_the_system_prompt_comes_first(tmp_path):

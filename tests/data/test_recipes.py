@@ -41,7 +41,8 @@ def test_tiny_grpo(monkeypatch: pytest.MonkeyPatch):
     tokenizer = load_tokenizer(sft.policy.tokenizer)
     encoder = Encoder(tokenizer, grpo.policy.tokenizer, grpo.data, grpo.data.train)
     seed = grpo.grpo.seed
-    prompts = PromptStream(load_records(grpo.data.train, seed), encoder, seed=seed).take(grpo.grpo.num_prompts_per_step)
+    records, longest = load_records(grpo.data.train, seed), grpo.policy.max_total_sequence_length
+    prompts = PromptStream(records, encoder, seed=seed, max_length=longest).take(grpo.grpo.num_prompts_per_step)
     solutions = {record["input"]: record["output"] for record in addition("train", 20_000, seed, digits=[1, 2])}
     environment = build(grpo.env)["addition"]
     for prompt in prompts:

@@ -8,6 +8,8 @@ from transformers import AutoTokenizer
 from pipeline.config import RECIPES, DataConfig, DatasetConfig, TokenizerConfig
 from pipeline.data.chat import Encoder
 from pipeline.data.stream import ExampleStream, PromptStream
+from pipeline.generate.requests import new_token_limit
+from pipeline.types import Request, Sampling
 
 TOKENIZER = AutoTokenizer.from_pretrained(RECIPES / "tiny")
 RECORDS = [{"input": f"{i}+1=", "output": str(i + 1)} for i in range(7)]
@@ -18,8 +20,11 @@ def encoder(limit: int = 100, overlong: str = "error", bad: str = "error") -> En
     return Encoder(TOKENIZER, TokenizerConfig(), data, DatasetConfig(env_name="addition"))
 
 
-def prompts(seed: int = 5, epochs: int = 100, records: list = RECORDS, shuffle: bool = True, **options) -> PromptStream:
-    return PromptStream(records, encoder(**options), seed=seed, shuffle=shuffle, max_num_epochs=epochs)
+def prompts(
+    seed: int = 5, epochs: int = 100, records: list = RECORDS, shuffle: bool = True, max_length: int = 100, **options
+) -> PromptStream:
+    order = {"seed": seed, "shuffle": shuffle, "max_num_epochs": epochs}
+    return PromptStream(records, encoder(**options), max_length=max_length, **order)
 
 
 def answers(taken: list) -> list[str]:
@@ -107,6 +112,26 @@ def test_too_long_a_prompt():
         prompts(records=records, limit=2, overlong="drop")
 
 
+def test_a_prompt_that_fills_the_context():
+    """An engine refuses it, as it leaves nothing to draw, and that would end the run."""
+    records = [*RECORDS, {"input": "12+1=", "output": "13"}]
+    message = r"record 7 \(from 0\): 6 tokens leave no room for an answer in policy.max_total_sequence_length 6"
+    with pytest.raises(ValueError, match=message):
+        prompts(records=records, limit=6, max_length=6)
+    stream = prompts(records=records, limit=6, max_length=6, overlong="drop", epochs=1)
+    assert stream.dropped_at_start == 1
+    taken = stream.take(100)
+    assert sorted(answers(taken)) == [str(i) for i in range(1, 8)]
+    for prompt in taken:  # with the engine's own word
+        assert new_token_limit(Request("0", prompt.tokens, 0, Sampling(1.0, max_new_tokens=9)), 6) == 1
+    assert len(prompts(records=records, limit=6, max_length=7, epochs=1).take(100)) == 8
+
+
+def test_an_example_may_fill_the_context():
+    limited = encoder(limit=7)
+    assert len(ExampleStream(RECORDS, limited, seed=0).take(100)) == 7
+
+
 def test_a_bad_record_is_named():
     with pytest.raises(ValueError, match=r"record 7 \(from 0\): has no 'output'; it has: input, result"):
         prompts(records=[*RECORDS, {"input": "1", "result": "2"}])
@@ -121,7 +146,8 @@ def test_bad_records_may_be_passed_over():
 
 
 def test_a_prompt_without_an_answer_where_none_is_needed():
-    stream = PromptStream([{"input": "1+1="}, {"input": "2+1=", "output": 3}], encoder(), seed=0, shuffle=False, answered=False)
+    records = [{"input": "1+1="}, {"input": "2+1=", "output": 3}]
+    stream = PromptStream(records, encoder(), seed=0, max_length=100, shuffle=False, answered=False)
     assert [prompt.task for prompt in stream.take(2)] == [{"text": "1+1="}, {"text": "2+1=", "answer": "3"}]
 
 

@@ -57,6 +57,7 @@ def told(message: str) -> list[str]:
         ),
         ("policy.max_total_sequence_length=65", ["policy.max_total_sequence_length", "65", "at most 64"]),
         ("data.max_input_seq_length=3", ["data.jsonl:2", "a prompt of 4 tokens", "data.max_input_seq_length is 3", "=drop"]),
+        ("policy.max_total_sequence_length=4", ["data.jsonl:2", "4 tokens leaves no room for an answer", "sequence_length 4;"]),
         ("data.train.data_path=no.jsonl", ["data.train.data_path", "no.jsonl", "No such file"]),
         ("data.train.input_key=question", ["data.jsonl:1", "no key 'question'", "input, output", "and so in 1 more"]),
         ("data.train.prompt_file=no.txt", ["data.train.prompt_file", "no.txt", "No such file"]),

@@ -106,6 +106,10 @@ def test_overrides_of_a_configuration_are_those_that_transformers_takes(tmp_path
         (["policy.scheduler=7"], ["a schedule is {name, kwargs}"]),
         (["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.model_overrides={masked_softmax_fusion: true}"], []),
         (["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.model_overrides={bf16: true}"], ["it is policy.precision"]),
+        (
+            ["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.model_overrides={moe_z_loss_coeff: 1e-3}"],
+            ["model_overrides.moe_z_loss_coeff: cannot be given, for the router's loss would be divided by another count"],
+        ),
         (["policy.megatron_cfg.model_overrides={anything: true}", "policy.dtensor_cfg.enabled=true"], []),
     ],
 )

@@ -45,6 +45,18 @@ def test_tokens_that_it_does_not_know(recipe, tmp_path):
         config.refuse(files.problems(recipe))
 
 
+@pytest.mark.parametrize(("rows", "refused"), [(48, True), (40, False), (39, False)])
+def test_rows_that_stand_for_no_token(recipe, tmp_path, rows, refused):
+    """The same tokenizer, but a teacher that may ask for rows which the policy does not have."""
+    path = tmp_path / "teacher/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": rows}))
+    found = [problem for problem in files.problems(recipe) if "rows of vocabulary" in problem]
+    assert len(found) == refused
+    assert not refused or (
+        found[0].startswith("teacher.model_name: ") and "has 48 rows" in found[0] and "policy 40" in found[0]
+    )
+
+
 def test_a_teacher_that_is_not_there(recipe, tmp_path):
     (tmp_path / "teacher/config.json").unlink()
     with pytest.raises(RecipeError, match=r"teacher\.model_name"):

@@ -133,6 +133,8 @@ class MegatronBackend:
     def _check(self, batches: Sequence[PackedBatch]) -> None:
         for batch in batches:
             check_batch(batch, self._vocabulary)
+            if batch.teacher is not None and batch.teacher.tokens.max() >= self._vocabulary:
+                raise ValueError(f"a teacher's tokens do not fit a vocabulary of {self._vocabulary}")
 
     def _run(
         self,
