@@ -95,8 +95,8 @@ class Metrics:
 
 
 class Follower:
-    def __init__(self, run_dir: Path, job: RunJob, max_steps: int, metrics: Metrics, console: Console | None = None):
-        """`metrics`: what it has read already is not shown as lines again."""
+    def __init__(self, run_dir: Path, job: RunJob, max_steps: int | None, metrics: Metrics, console: Console | None = None):
+        """max_steps: None if nobody knows. `metrics`: what it has read already is not shown as lines again."""
         self.run_dir = run_dir
         self.job = job
         self.max_steps = max_steps
@@ -152,23 +152,28 @@ class Follower:
             self.said = waiting
         for line in lines:
             self.said = "steps"
-            self.console.print(Text("  ".join([f"step {line['step']}/{self.max_steps}", *self._values(line), *self._eta()])))
+            self.console.print(Text("  ".join([self._at(line["step"]), *self._values(line), *self._eta()])))
+
+    def _at(self, step: int) -> str:
+        return f"step {step}" if self.max_steps is None else f"step {step}/{self.max_steps}"
 
     def _values(self, line: dict[str, float]) -> list[str]:
         return [f"{key} {line[key]:.4g}" for key in SHOWN if line.get(key) is not None]
 
     def _eta(self) -> list[str]:
-        left = self.metrics.seconds_left(self.max_steps)
+        left = None if self.max_steps is None else self.metrics.seconds_left(self.max_steps)
         return [] if left is None else [f"left {timedelta(seconds=round(left))}"]
 
     def _view(self, status: JobStatus) -> Group | Text:
         if not self.metrics.step:
             return Text(self._waiting(status))
-        head = "  ".join([f"step {self.metrics.step}/{self.max_steps}", *self._eta(), f"{self.job.name()}: {status}"])
+        head = "  ".join([self._at(self.metrics.step), *self._eta(), f"{self.job.name()}: {status}"])
         table = Table.grid(padding=(0, 2))
         for key in SHOWN:
             if key in self.metrics.latest:
                 table.add_row(key, f"{self.metrics.latest[key]:.4g}")
+        if self.max_steps is None:
+            return Group(Text(head), table)
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=self.max_steps, completed=self.metrics.step, width=60))
         return Group(Text(head), bar, table)

@@ -20,7 +20,7 @@ import yaml
 
 from launch.attempts import PastAttempt, all_attempts
 from launch.units import plural
-from pipeline.config import ONLINE
+from pipeline.config import ONLINE, bound
 
 PARTS = ("rollout", "train", "refit")
 """Phases within time/step."""
@@ -82,8 +82,9 @@ class PastRun:
         return str(self.of("policy.model_name", "unknown"))
 
     @property
-    def max_steps(self) -> int:
-        return int(self.of(f"{self.algorithm}.max_num_steps", 0))
+    def max_steps(self) -> int | None:
+        """None: as many as its epochs of data have."""
+        return bound(int(self.of(f"{self.algorithm}.max_num_steps", 0)))
 
     def of(self, key: str, otherwise: Any = None) -> Any:
         """The recipe's value at a dotted key."""

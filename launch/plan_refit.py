@@ -10,7 +10,8 @@ each rank sends and receives, how that compares with the floor that the network 
 bounds it; writes a timeline as a PNG.
 A model that is yet to come out of a recipe listed under `needs` has the shape of the model which that recipe starts from.
 
-Ends with status 0, or 2 if something about the command line, the recipe or the model is wrong.
+Ends with status 0; with 1 if the picture could not be drawn (it needs matplotlib); with 2 if something about the command line,
+the recipe or the model is wrong.
 """
 
 from __future__ import annotations
@@ -76,13 +77,11 @@ def main(arguments: list[str]) -> int:
             recipe, choice = load(request, folder)
             predicted = predict(recipe)
         out = request.out or Path(f"{recipe.name}-refit.png")
-        draw(predicted, out)
         print(report(predicted, choice))
-        print(f"{'timeline':14s}{out}")
+        return draw(predicted, out)
     except (ValueError, OSError) as error:  # RecipeError is a ValueError
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def parse(arguments: list[str]) -> Request:
@@ -213,11 +212,17 @@ def node_names(recipe: Recipe) -> dict[int, str]:
     return dict(enumerate(names))
 
 
-def draw(predicted: Prediction, out: Path) -> None:
-    from pipeline.refit import timeline
-
+def draw(predicted: Prediction, out: Path) -> int:
+    """The status to end with."""
+    try:
+        from pipeline.refit import timeline
+    except ImportError as error:
+        print(f"error: no picture: {error.name} is not installed here (the job's environment has it)", file=sys.stderr)
+        return 1
     title = f"refit of {predicted.recipe.name}, {_seconds(predicted.seconds)} predicted"
     timeline.draw(predicted.timeline, ranks(predicted.recipe.cluster.train), title, out)
+    print(f"{'timeline':14s}{out}")
+    return 0
 
 
 # ---- what is printed ----------------------------------------------------------------------------------------------------
@@ -233,18 +238,18 @@ def _headline(predicted: Prediction, choice: backend.Choice) -> list[str]:
     cluster, policy, network = recipe.cluster, recipe.policy, recipe.cluster.network
     vllm, megatron, dtensor = policy.generation.vllm_cfg, policy.megatron_cfg, policy.dtensor_cfg
     engine = engine_ranks(vllm)
-    trains = _cuts(megatron if uses_megatron(policy) else dtensor)
+    trains = cut_sizes(megatron if uses_megatron(policy) else dtensor)
     return [
         f"{recipe.name}: {parameters:,} parameters, {_size(parameters * PRECISIONS[policy.precision])} in {policy.precision}",
         f"{'train':14s}{ranks(cluster.train)} ranks, {ranks_per_node(cluster.train)} a node, {trains}; {choice}",
-        f"{'generate':14s}{ranks(cluster.generate)} ranks, {ranks_per_node(cluster.generate)} a node, {_cuts(vllm)};"
+        f"{'generate':14s}{ranks(cluster.generate)} ranks, {ranks_per_node(cluster.generate)} a node, {cut_sizes(vllm)};"
         f" {_plural(ranks(cluster.generate) // engine, 'engine')} of {_plural(engine, 'rank')}",
         f"{'network':14s}{network.nic_gb_per_s:g} GB/s a NIC, {network.node_gb_per_s:g} GB/s within a node,"
         f" {network.latency_us:g} us a message, copies at {network.memory_gb_per_s:g} GB/s",
     ]
 
 
-def _cuts(section: object) -> str:
+def cut_sizes(section: object) -> str:
     """The sizes of a backend's section that are not 1, by their keys, without `_size`."""
     sizes = {key: value for key, value in vars(section).items() if key.endswith("_parallel_size") and (value or 1) > 1}
     return ", ".join(f"{key.removesuffix('_size')} {value}" for key, value in sizes.items()) or "no model parallelism"

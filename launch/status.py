@@ -179,7 +179,7 @@ def _row(told: dict[str, Any]) -> tuple[str, ...]:
     key = next(iter(told["metrics"]), None)
     return (
         told["state"],
-        f"{told['step']}/{told['max_steps']}",
+        str(told["step"]) if told["max_steps"] is None else f"{told['step']}/{told['max_steps']}",
         seconds(told["seconds_per_step"]) if told["seconds_per_step"] else "",
         duration(told["seconds_left"]),
         str(told["restarts"] or ""),
@@ -206,7 +206,8 @@ def whole(told: dict[str, Any]) -> Iterator[str]:
     for part in told["components"]:
         yield f"  {part['name']:{LABEL - 2}s}{'  '.join(filter(None, [part['state'], part['nodes'], part['reason']]))}"
     yield _said("runs", f"{told['model']} on {told['backend']}", told["layout"])
-    yield _said("step", f"{told['step']} of {told['max_steps']}", f"last written {since(told['last_written'])} ago")
+    of = "" if told["max_steps"] is None else f" of {told['max_steps']}"
+    yield _said("step", f"{told['step']}{of}", f"last written {since(told['last_written'])} ago")
     yield from _time(told)
     for key, values in told["metrics"].items():
         yield f"{key:{max(LABEL, 16)}s}{values[-1]:<10.4g} {sparkline(values)}  {_trend(values)}".rstrip()

@@ -36,8 +36,9 @@ from launch.job import JobRecord, RunJob, components, read_record, write_record
 from launch.plan import plan, report
 from launch.preflight import architecture
 from launch.prepare import Prepared, choose_executor, file_problems, in_order, prepare
+from launch.units import plural
 from pipeline import config, secrets
-from pipeline.config import Recipe, RecipeError, refuse
+from pipeline.config import Recipe, RecipeError, bound, refuse, section
 
 FLAGS = ("show", "plan", "dry_run", "detach")
 CANCEL_WAIT_S = 60
@@ -161,8 +162,8 @@ def dry_run(prepared: list[Prepared]) -> int:
 def submit(prepared: list[Prepared], detach: bool) -> int:
     main_recipe = prepared[-1].recipe
     run_dir = Path(main_recipe.run_dir).absolute()
-    if (step := run_folder.done_step(run_dir)) is not None and step >= max_steps(main_recipe):
-        print(f"{run_dir} is complete at step {step}; raise {main_recipe.algorithm}.max_num_steps to go on")
+    if complete := nothing_left(main_recipe, run_dir):
+        print(complete)
         return 0
     run_folder.refuse_live(run_dir)
     if detach:
@@ -174,6 +175,22 @@ def submit(prepared: list[Prepared], detach: bool) -> int:
         if status := attend(folder, job or start(each), max_steps(recipe), metrics):
             return status
     return 0
+
+
+def nothing_left(recipe: Recipe, run_dir: Path) -> str | None:
+    """What says that its run is complete and that this recipe, which may have other bounds, asks for no more of it."""
+    step, own, key = run_folder.done_step(run_dir), section(recipe), recipe.algorithm
+    if step is None:
+        return None
+    if step >= own.max_num_steps:
+        return f"{run_dir} is complete at step {step}; raise {key}.max_num_steps to go on"
+    before = run_folder.earlier(recipe)
+    if before is None or step >= section(before).max_num_steps or own.max_num_epochs > section(before).max_num_epochs:
+        return None
+    return (
+        f"{run_dir} is complete at step {step}: its data ended after {plural(section(before).max_num_epochs, 'epoch')}; raise"
+        f" {key}.max_num_epochs or take another run_dir to go on"
+    )
 
 
 def _submit_detached(prepared: list[Prepared]) -> int:
@@ -239,8 +256,9 @@ def _metrics_so_far(run_dir: Path) -> Metrics:
     return metrics
 
 
-def max_steps(recipe: Recipe) -> int:
-    return getattr(recipe, recipe.algorithm).max_num_steps
+def max_steps(recipe: Recipe) -> int | None:
+    """None: as many as its epochs of data have."""
+    return bound(section(recipe).max_num_steps)
 
 
 # ---- watching it --------------------------------------------------------------------------------------------------------
@@ -255,7 +273,7 @@ def _interrupt(_number: int, _frame: object) -> None:
         raise Terminated
 
 
-def attend(run_dir: Path, job: RunJob, steps: int, metrics: Metrics) -> int:
+def attend(run_dir: Path, job: RunJob, steps: int | None, metrics: Metrics) -> int:
     """Follow a job to its end. Ctrl-C asks, then cancels; without a terminal it cancels at once. The status to exit with."""
     follower = Follower(run_dir, job, steps, metrics)
     while True:

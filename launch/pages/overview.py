@@ -49,6 +49,7 @@ def _side_by_side(told: Sequence[Told], columns: list[dict[str, object]]) -> Htm
 def _facts(told: Told, state: RunState) -> dict[str, object]:
     """The same names for every run; empty where there is nothing to tell."""
     run, metrics = told.run, told.metrics
+    of = "" if run.max_steps is None else f" of {run.max_steps}"
     last = run.submissions[-1] if run.submissions else {}
     git, versions = last.get("git"), last.get("versions", {})
     busy = run.busy_s()
@@ -58,7 +59,7 @@ def _facts(told: Told, state: RunState) -> dict[str, object]:
         "model": run.model,
         "backend": run.backend,
         "layout": run.layout,
-        "steps": f"{metrics.steps[-1]:.0f} of {run.max_steps}" if metrics.steps else f"none yet of {run.max_steps}",
+        "steps": f"{metrics.steps[-1]:.0f}{of}" if metrics.steps else f"none yet{of}",
         **{key: _change(metrics, key) for key in OUTCOMES},
         "step": _median_step(metrics),
         "busy": duration(busy) if busy else "",

@@ -61,10 +61,11 @@ def engines(policy: PolicyConfig, component: ComponentConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What connects the ranks of a component. Ranks are numbered node by node; NVLink reaches `gpu.nvlink_gpus` of them."""
+    """What connects the ranks of a component, which are numbered node by node."""
 
     gpu: GPU
     nic_gb_per_s: float
+    island: int  # how many ranks share NVLink (`hardware.nvlink_gpus`)
 
     def ring(self, size: int, stride: int = 1) -> float:
         """Bytes a second that each rank of a group sends in a ring. A group's ranks of one node share their NICs, as NCCL's
@@ -76,7 +77,7 @@ class Links:
 
     def near(self, size: int, stride: int = 1) -> int:
         """How many of a group of `size` ranks, `stride` apart, share NVLink."""
-        return max(1, min(size, self.gpu.nvlink_gpus // stride))
+        return max(1, min(size, self.island // stride))
 
     def ring_seconds(self, size: int, count: float, stride: int = 1) -> float:
         """An all-gather or reduce-scatter of `count` bytes in all; an all-reduce is both."""

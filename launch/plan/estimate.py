@@ -20,7 +20,7 @@ from launch.plan.phase import Phase, seconds_by_clock, step_seconds
 from launch.plan.split import Split
 from launch.preflight.space import saved_bytes
 from pipeline import config
-from pipeline.config import Recipe, RecipeError, generates, hardware, ranks, runs_ahead, section, uses_megatron
+from pipeline.config import PAIRED, Recipe, RecipeError, generates, hardware, ranks, runs_ahead, section, uses_megatron
 from pipeline.config.schema import PlanConfig
 
 GIGA = 1e9
@@ -39,7 +39,7 @@ class Plan:
     refit: plan_refit.Prediction | None
     refit_unknown: str  # why there is none although the algorithm samples
     phases: Sequence[Phase]  # of a step, calibrated; none without GPUs, or without room for a KV cache
-    validation: float  # seconds of one, if the recipe has any
+    validation: float | None  # seconds of one, 0 if the recipe has none; None: its samples have no bound
     measured: Measured | None
     ratios: Mapping[str, float]  # measured / predicted, by clock; what has none is not calibrated
     split: Split | None  # a better one
@@ -54,22 +54,27 @@ class Plan:
         return step_seconds(self.seconds, runs_ahead(self.recipe))
 
     @property
-    def steps(self) -> int:
-        return section(self.recipe).max_num_steps
+    def steps(self) -> int | None:
+        """None: as many as its epochs of data have, which the plan does not read; then nothing of the whole run is known."""
+        return config.bound(section(self.recipe).max_num_steps)
 
     @property
-    def validations(self) -> int:
+    def validations(self) -> int | None:
         algorithm = section(self.recipe)
         if not config.validates(self.recipe):
             return 0
+        if self.steps is None:
+            return None
         periodic = self.steps // algorithm.val_period if algorithm.val_period > 0 else 0
         at_end = algorithm.val_at_end and not (algorithm.val_period > 0 and self.steps % algorithm.val_period == 0)
         return periodic + algorithm.val_at_start + at_end
 
     @property
-    def total(self) -> float:
-        """Seconds of the whole run, without its start, checkpoints and waiting in the queue."""
-        return self.steps * self.step + self.validations * self.validation + self.seconds.get("refit", 0.0)
+    def total(self) -> float | None:
+        """Seconds of the whole run, without its start, checkpoints, waiting in the queue, and validations without a bound."""
+        if self.steps is None:
+            return None
+        return self.steps * self.step + self.validations * (self.validation or 0.0) + self.seconds.get("refit", 0.0)
 
     @property
     def gpus(self) -> int:
@@ -89,13 +94,13 @@ class Plan:
         return sharing.host(self.recipe, self.train, self.generate) if self.turns else self.train.host
 
     @property
-    def gpu_hours(self) -> float:
-        return self.gpus * self.total / 3600
+    def gpu_hours(self) -> float | None:
+        return None if self.total is None else self.gpus * self.total / 3600
 
     @property
-    def submissions(self) -> int:
+    def submissions(self) -> int | None:
         """How often the run has to be submitted, if each may take cluster.time_min."""
-        return max(1, math.ceil(self.total / (60 * self.recipe.cluster.time_min)))
+        return None if self.total is None else max(1, math.ceil(self.total / (60 * self.recipe.cluster.time_min)))
 
     @property
     def checkpoint_bytes(self) -> float | None:
@@ -106,9 +111,11 @@ class Plan:
         return sum(saved_bytes(model, self.shapes[name].parameters) for name, model in trained.items())
 
     @property
-    def checkpoints(self) -> int:
+    def checkpoints(self) -> int | None:
         saving = self.recipe.checkpointing
-        return math.ceil(self.steps / saving.save_period) if saving.enabled else 0
+        if not saving.enabled:
+            return 0
+        return None if self.steps is None else math.ceil(self.steps / saving.save_period)
 
     # ---- whether it fits --------------------------------------------------------------------------------------------------
 
@@ -145,7 +152,7 @@ class Plan:
                 f"{_cut_keys(self.recipe)}: weights, gradients and optimizer state alone take {state / GIGA:.0f} GB on a train"
                 f" rank, and its GPU has {hardware.memory_gb(train):g} (cluster.train.gpu, gpu_memory_gb); more"
             )
-        weights = self.generate.parts.get("weights", 0.0) if self.generate else 0.0
+        weights = self.generate.parts.get("weights", 0.0) if self.generate and self.generate.exact else 0.0
         if _over(generate, weights):
             size = self.recipe.policy.generation.vllm_cfg.tensor_parallel_size
             has = hardware.memory_gb(generate)
@@ -216,7 +223,8 @@ def plan(recipe: Recipe, choice: backend.Choice, before: Path | None = None, pen
         validation = validation_seconds(recipe, found, spread, generate)
         ratios = _ratios(earlier, pending) if earlier else {}
         phases = calibration.scaled(phases, ratios)
-        validation *= ratios.get("rollout" if generates(recipe) else "train", 1.0)
+        if validation is not None:
+            validation *= ratios.get("rollout" if generates(recipe) else "train", 1.0)
     made = Plan(recipe, choice, found, spread, train, generate, refit, unknown, phases, validation, earlier, ratios, None)
     if not phases or not made.fits or not split.movable(recipe):
         return made
@@ -288,17 +296,22 @@ def step_phases(
 
 def validation_seconds(
     recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, generate: GenerateMemory | None
-) -> float:
-    """Of one validation, of max_val_samples of each data set, be they as many, and of as many answers to each."""
-    answers = section(recipe).val_num_generations_per_prompt if generate else 1
-    count = config.validates(recipe) * section(recipe).max_val_samples * answers
-    if not count:
+) -> float | None:
+    """Of one validation, of max_val_samples of each data set, be they as many, and of as many answers to each; of pairs two
+    sequences each, with the reference's pass over them. None if max_val_samples is no bound."""
+    algorithm = section(recipe)
+    if not config.validates(recipe) or not (algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end):
         return 0.0
+    samples = config.bound(algorithm.max_val_samples)
+    if samples is None:
+        return None
     if generate is None:
         gpu = hardware.gpu(recipe.cluster.train.gpu)
         job = train_time.job(recipe, recipe.policy, shapes["policy"], lengths, gpu, recipe.cluster.train)
-        return sum(train_time.forward_pass(job, count)[1].values())
-    gpu = hardware.gpu(recipe.cluster.generate.gpu)
+        count = samples * (2 if recipe.algorithm in PAIRED else 1)
+        passes = 1 + train_time.needs(recipe).reference
+        return passes * sum(train_time.forward_pass(job, count)[1].values())
+    gpu, count = hardware.gpu(recipe.cluster.generate.gpu), samples * algorithm.val_num_generations_per_prompt
     return generate_time.validation(recipe, shapes["policy"], lengths, gpu, generate.tokens, count)
 
 
@@ -314,7 +327,7 @@ def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[plan_refit.Predict
 
 def _refit_phase(recipe: Recipe, generate: GenerateMemory | None, refit: plan_refit.Prediction | None) -> Phase | None:
     if config.colocated(recipe):
-        return sharing.refit(recipe, generate.parts["weights"], refit)
+        return sharing.refit(recipe, generate.received, refit)
     return Phase("refit", "weights to the engines", 0.0, {"transfer": _refit_seconds(recipe, refit)}) if refit else None
 
 

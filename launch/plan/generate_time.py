@@ -22,7 +22,7 @@ from launch.plan import flops
 from launch.plan.cut import GIGA, Links, engines
 from launch.plan.lengths import Lengths
 from launch.plan.phase import Phase
-from pipeline.config import PRECISIONS, Recipe, engine_ranks, section
+from pipeline.config import PRECISIONS, Recipe, engine_ranks, hardware, section
 from pipeline.config.hardware import GPU
 
 POINTS = 200  # at which the last sequences are added up
@@ -81,7 +81,7 @@ class Engine:
         return found
 
     def _all_reduces(self, batch: float) -> float:
-        near = self.tensor <= self.gpu.nvlink_gpus
+        near = self.tensor <= self.links.island
         latency = self.gpu.assumed.all_reduce_us if near else self.gpu.assumed.all_reduce_us + 2 * self.latency_us
         moved = 2 * self.links.ring_seconds(self.tensor, batch * self.shape.hidden * self.itemsize)
         return 2 * self.shape.layers * (latency / 1e6 + moved)
@@ -105,7 +105,7 @@ def engine(recipe: Recipe, shape: ModelShape, gpu: GPU) -> Engine:
     vllm = generation.backend == "vllm"
     return Engine(
         shape,
-        Links(gpu, network.nic_gb_per_s),
+        Links(gpu, network.nic_gb_per_s, hardware.nvlink_gpus(recipe.cluster.generate)),
         PRECISIONS[recipe.policy.precision],
         engine_ranks(generation.vllm_cfg) if vllm else 1,
         generation.vllm_cfg.tensor_parallel_size if vllm else 1,

@@ -4,9 +4,10 @@ On a GPU vLLM 0.32 takes gpu_memory_utilization of the whole memory, profiles a 
 sampler of max_num_seqs rows, estimates its CUDA graphs (vllm/v1/worker/gpu_worker.py, determine_available_memory), and gives
 the rest to the KV cache. The refit's staging comes afterwards, outside of that share. On a CPU the cache has the size that
 `pipeline.generate.vllm` asks for. Keys and values that are fewer heads than tensor-parallel ranks are held by several; latents
-(MLA) are held by all.
+(MLA) are held by all. With vllm_cfg.precision fp8 vLLM quantizes layer by layer as it loads and refits, so that the linear
+layers are never all there in bfloat16 (vllm/model_executor/layers/quantization/online/fp8.py).
 
-Left out: quantized weights, speculative decoding, sliding windows, environments' own memory.
+Left out: other quantization, which vllm_kwargs may ask for, speculative decoding, sliding windows, environments' own memory.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ CPU_CACHE_BYTES = 4 << 30  # at most, unless one sequence needs more: pipeline/g
 VOCABULARY_PADDING = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py
 SAMPLER_COPIES = 6  # of float32 logits in the profiled sampler: sorted values, 64-bit indices, probabilities, sums, a mask
 GRAPHS = 1.0 * 2**30  # bytes for CUDA graphs unless enforce_eager: an assumption
+FP8_BYTES = 1 + 4 / 128**2  # of a weight, with a float32 scale for each block of 128 x 128
 CACHE_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}  # of a number, by vllm_kwargs.kv_cache_dtype
 
 
@@ -37,6 +39,7 @@ class Rank:
     tensor: int
     stages: int
     spreads_experts: bool
+    fp8: bool = False  # whether the linear layers are
 
     @property
     def layers(self) -> int:
@@ -62,8 +65,9 @@ class Rank:
         return -(-(-(-self.shape.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING) // self.tensor)
 
     @property
-    def parameters(self) -> float:
-        """Of the stage with the most layers, all of them mixtures if there are as many; norms and routers are whole."""
+    def linear(self) -> float:
+        """Parameters of attention, MLP and experts, of the stage with the most layers, all of them mixtures if there are as
+        many."""
         shape, tensor, layers = self.shape, self.tensor, self.layers
         attention = layers * (shape.attention_layer + (tensor - 1) * latent_projections(shape))
         if not self.latent and shape.kv_heads < tensor:
@@ -72,8 +76,19 @@ class Rank:
         mlp = (layers - sparse) * shape.mlp_layer
         if sparse:
             mlp += sparse * (3 * shape.hidden * shape.shared_width + shape.routed / shape.sparse_layers)
+        return (attention + mlp) / tensor
+
+    @property
+    def parameters(self) -> float:
+        """With embedding and head, cut, and norms and routers, which are whole."""
+        shape = self.shape
         ends = 1 if shape.tied or self.stages > 1 else 2  # the first stage has the embedding, the last one the head
-        return (attention + mlp) / tensor + layers / shape.layers * shape.other + ends * self.rows * shape.hidden
+        return self.linear + self.layers / shape.layers * shape.other + ends * self.rows * shape.hidden
+
+    @property
+    def weights(self) -> float:
+        """Bytes."""
+        return self.size * self.parameters - (self.size - FP8_BYTES) * self.linear * self.fp8
 
     def working(self, tokens: int, sequences: int) -> float:
         """Bytes of activations in the profiled pass: a layer's at once, or the sampler's."""
@@ -96,19 +111,22 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     if policy.generation.backend == "transformers":
         return _transformers(recipe, shape, size, cuda)
     vllm_cfg, given = policy.generation.vllm_cfg, policy.generation.vllm_kwargs
+    ignored = vllm_cfg.quantization_ignored_layer_kws
     rank = Rank(
         shape,
         size,
         vllm_cfg.tensor_parallel_size,
         vllm_cfg.pipeline_parallel_size,
         vllm_cfg.expert_parallel_size > 1,
+        fp8=vllm_cfg.precision == "fp8" and not ignored,
     )
     longest = given.get("max_model_len", vllm_cfg.max_model_len)
     sequences = given.get("max_num_seqs", policy.generation.max_num_seqs)
-    weights = size * rank.parameters
+    weights = rank.weights
     parts = {"weights": weights, "buffers": _staging(recipe, rank)}
     token_bytes = rank.cached * CACHE_BYTES.get(given.get("kv_cache_dtype", "auto"), size)
-    assumptions = []
+    less = "quantization_ignored_layer_kws" if ignored else "vllm_kwargs.quantization" if given.get("quantization") else ""
+    assumptions = [f"an engine's weights as if none were quantized: what {less} leaves is not counted"] if less else []
     if cuda:
         share = given.get("gpu_memory_utilization", vllm_cfg.gpu_memory_utilization)
         budget = share * memory_gb(component) * 1e9
@@ -127,7 +145,8 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     parts["KV cache"] = max(0.0, cache)
     blocks = math.floor(cache / (token_bytes * BLOCK[cuda])) - 1  # vLLM keeps one for itself
     fit = blocks // -(-longest // BLOCK[cuda])
-    return GenerateMemory(add(parts), blocks * BLOCK[cuda], max(0, fit), tuple(assumptions), shape)
+    tokens = blocks * BLOCK[cuda]
+    return GenerateMemory(add(parts), size * rank.parameters, not less, tokens, max(0, fit), tuple(assumptions), shape)
 
 
 def _batched_tokens(memory: float) -> int:
@@ -166,4 +185,4 @@ def _transformers(recipe: Recipe, shape: ModelShape, size: int, cuda: bool) -> G
     }
     if cuda:
         parts["runtime"] = RUNTIME
-    return GenerateMemory(add(parts), tokens, generation.max_num_seqs, (), shape)
+    return GenerateMemory(add(parts), parts["weights"], True, tokens, generation.max_num_seqs, (), shape)

@@ -44,6 +44,8 @@ class GenerateMemory:
     """Of the fullest generate rank."""
 
     parts: Parts
+    received: float  # bytes of weights that a refit brings, which are not quantized yet
+    exact: bool  # whether the weights take what is counted; else they may take less
     tokens: float  # that the KV cache of an engine holds; 0 or less: the weights leave no room
     sequences: float  # of max_model_len that fit at once; policy.generation.max_num_seqs is what may run
     assumptions: tuple[str, ...]

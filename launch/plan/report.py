@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from launch.plan import sharing, split
 from launch.plan.cut import engines
 from launch.plan.estimate import Plan, components, priced
+from launch.plan_refit import cut_sizes
 from launch.units import plural as _plural
 from launch.units import seconds as _seconds
 from launch.units import size as _size
@@ -54,14 +55,8 @@ def _cuts(plan: Plan, component: str) -> str:
     if component == "generate":
         held = policy.generation.vllm_cfg if policy.generation.backend == "vllm" else None
         made = engines(policy, plan.recipe.cluster.generate)
-        return f"{_plural(made, 'engine')}, {_sizes(held) if held else 'no parallelism'}"
-    return _sizes(policy.megatron_cfg if uses_megatron(policy) else policy.dtensor_cfg)
-
-
-def _sizes(section: object) -> str:
-    """A backend's sizes that are not 1, by their keys, without `_size`."""
-    sizes = {key: value for key, value in vars(section).items() if key.endswith("_parallel_size") and (value or 1) > 1}
-    return ", ".join(f"{key.removesuffix('_size')} {value}" for key, value in sizes.items()) or "no model parallelism"
+        return f"{_plural(made, 'engine')}, {cut_sizes(held) if held else 'no parallelism'}"
+    return cut_sizes(policy.megatron_cfg if uses_megatron(policy) else policy.dtensor_cfg)
 
 
 # ---- what is held and moved -----------------------------------------------------------------------------------------------
@@ -166,24 +161,40 @@ def _most(parts: Mapping[str, float]) -> str:
 def _run(plan: Plan) -> Iterator[str]:
     if plan.phases:
         limit = plan.recipe.cluster.time_min
-        checks = f" and {_plural(plan.validations, 'validation')} of {_seconds(plan.validation)}" if plan.validations else ""
-        yield _line(
-            "run",
-            f"{plan.steps:,} steps{checks} take {_hours(plan.total)}, {plan.gpu_hours:,.0f} GPU-hours on {plan.gpus} GPUs",
-        )
+        yield _line("run", "; ".join(_whole(plan)))
         if plan.submissions == 1:
             told = f"enough; {_hours(60 * limit - plan.total)} are left for what is not counted"
         else:
-            needed = f"{plan.submissions} submissions, or cluster.time_min={int(plan.total / 60) + 1}"
-            told = f"holds about {_plural(int(60 * limit / plan.step), 'step')}; the run takes {needed}"
+            told = f"holds about {_plural(int(60 * limit / plan.step), 'step')}"
+            if plan.submissions:
+                needed = f"{plan.submissions} submissions, or cluster.time_min={int(plan.total / 60) + 1}"
+                told += f"; the run takes {needed}"
         yield _line("time limit", f"cluster.time_min {limit}: {told}")
         yield from _split(plan)
-    if plan.checkpoints:
+    if plan.checkpoints != 0:
         size = (
             "adapters and their optimizer's state" if plan.checkpoint_bytes is None else f"{_size(plan.checkpoint_bytes)} each"
         )
-        every = f"about {plan.checkpoints}, every {plan.recipe.checkpointing.save_period} steps (checkpointing.save_period)"
-        yield _line("checkpoints", f"{size}, {every}; how long the file system takes is not known")
+        about = "" if plan.checkpoints is None else f"about {plan.checkpoints}, "
+        every = f"every {plan.recipe.checkpointing.save_period} steps (checkpointing.save_period)"
+        yield _line("checkpoints", f"{size}, {about}{every}; how long the file system takes is not known")
+
+
+def _whole(plan: Plan) -> Iterator[str]:
+    """What the run takes; of one that its data end, what a step and a validation take."""
+    algorithm, own = plan.recipe.algorithm, section(plan.recipe)
+    if plan.steps is None:
+        checks = f", {_seconds(plan.validation)} a validation" if plan.validation else ""
+        yield f"{_seconds(plan.step)} a step{checks} on {plan.gpus} GPUs"
+        epochs = _plural(own.max_num_epochs, "epoch")
+        yield f"it ends after {epochs} of its data, and {algorithm}.max_num_steps would tell the rest"
+    else:
+        checks = ""
+        if plan.validations and plan.validation:
+            checks = f" and {_plural(plan.validations, 'validation')} of {_seconds(plan.validation)}"
+        yield f"{plan.steps:,} steps{checks} take {_hours(plan.total)}, {plan.gpu_hours:,.0f} GPU-hours on {plan.gpus} GPUs"
+    if plan.validation is None and plan.validations != 0:
+        yield f"a validation goes through all of its data, and {algorithm}.max_val_samples would tell how long that takes"
 
 
 def _split(plan: Plan) -> Iterator[str]:
@@ -205,7 +216,8 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     recipe = plan.recipe
     yield _line("assumed", f"{plan.lengths.source}; the longest {plan.lengths.limit:,.0f}, between them exponential")
     if priced(recipe):
-        for name in {component.gpu: name for name, component in reversed(components(recipe).items())}.values():
+        kinds = {(on.gpu, hardware.nvlink_gpus(on)): name for name, on in reversed(components(recipe).items())}
+        for name in kinds.values():
             yield _line("", _hardware(plan, name))
         network = recipe.cluster.network
         yield _line("", f"network: {network.nic_gb_per_s:g} GB/s a NIC, {network.latency_us:g} us a message; full bisection")
@@ -225,13 +237,15 @@ def _assumptions(plan: Plan) -> Iterator[str]:
 
 
 def _hardware(plan: Plan, component: str) -> str:
-    gpu = hardware.gpu(getattr(plan.recipe.cluster, component).gpu)
+    on = getattr(plan.recipe.cluster, component)
+    gpu = hardware.gpu(on.gpu)
     assumed, sparse = gpu.assumed, plan.shapes["policy"].experts > 0
     share = assumed.mixture_training if sparse else assumed.dense_training
     return (
         f"{gpu.name}: {gpu.bf16_tflops:g} TFLOP/s in BF16 ({gpu.fp8_tflops:g} in FP8, {gpu.fp32_tflops:g} in FP32), of which"
         f" matrix products reach {share:.0%}; HBM {gpu.hbm_gb_per_s:g} GB/s, of which {assumed.bandwidth:.0%}; NVLink"
-        f" {gpu.nvlink_gb_per_s:g} GB/s among {gpu.nvlink_gpus}; {assumed.engine_step_ms:g} ms an engine's step beside that"
+        f" {gpu.nvlink_gb_per_s:g} GB/s among {hardware.nvlink_gpus(on)}; {assumed.engine_step_ms:g} ms an engine's step beside"
+        " that"
     )
 
 

@@ -26,7 +26,7 @@ from launch.plan.cut import GIGA, Cut, Links, train_cut
 from launch.plan.lengths import Lengths, sequences, updates
 from launch.plan.phase import Phase
 from pipeline import config
-from pipeline.config import PAIRED, PRECISIONS, ComponentConfig, PolicyConfig, Recipe, uses_megatron
+from pipeline.config import PAIRED, PRECISIONS, ComponentConfig, PolicyConfig, Recipe, hardware, uses_megatron
 from pipeline.config.hardware import GPU
 
 OPTIMIZER_BYTES = (
@@ -95,7 +95,7 @@ class Job:
 
 
 def job(recipe: Recipe, policy: PolicyConfig, shape: ModelShape, lengths: Lengths, gpu: GPU, component: ComponentConfig) -> Job:
-    links = Links(gpu, recipe.cluster.network.nic_gb_per_s)
+    links = Links(gpu, recipe.cluster.network.nic_gb_per_s, hardware.nvlink_gpus(component))
     return Job(shape, policy, train_cut(policy, component), links, lengths)
 
 
@@ -179,7 +179,7 @@ def _waited_for(job: Job, count: float, passes: int) -> dict[str, float]:
 def _stage_transfers(job: Job, count: float, directions: int) -> float:
     cut = job.cut
     tokens = count * job.lengths.sequence / cut.data / cut.context / (cut.tensor if cut.sequence else 1)
-    near = cut.ranks // cut.pipeline < job.gpu.nvlink_gpus
+    near = cut.ranks // cut.pipeline < job.links.island
     rate = job.gpu.nvlink_gb_per_s if near else job.links.nic_gb_per_s
     return directions * tokens * job.shape.hidden * job.itemsize / (GIGA * rate)
 

@@ -5,6 +5,7 @@ The policy, and with it a critic, a teacher or a reward model: all are cut as th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from pipeline.models.sizes import MODEL_TYPES
 
 MEGATRON = "policy.megatron_cfg"
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+KNOWN_TO_POSITIONS = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")  # by vLLM's rule
 MLA_ROPE_TYPES = ("default", "yarn")
 PLAIN = {
     "hidden_act": "silu",
@@ -80,6 +82,7 @@ def _of_model(recipe: Recipe, section: str, policy: PolicyConfig, model: dict[st
     yield from _check_attention(section, policy, model)
     if section == "policy" and generates(recipe) and model.get("num_attention_heads"):
         yield from _check_engine(policy.generation.vllm_cfg, model)
+        yield from _check_sampled_length(recipe, model)
 
 
 def _check_classifier(key: str, name: str, model: dict[str, Any]) -> Iterator[str]:
@@ -118,6 +121,24 @@ def _longest(model: dict[str, Any]) -> int:
     if "yarn" in (rope.get("rope_type"), rope.get("type")):
         stretched = int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", 0))
     return max(model.get("max_position_embeddings") or 0, stretched)
+
+
+def _check_sampled_length(recipe: Recipe, model: dict[str, Any]) -> Iterator[str]:
+    """As vLLM has it (vllm/config/model.py, _get_and_verify_max_len): of YaRN's factor it takes max_position_embeddings to know
+    already, others stretch that."""
+    generation = recipe.policy.generation
+    environment = {**os.environ, **recipe.cluster.generate.env_vars, **generation.vllm_cfg.env_vars}
+    allowed = environment.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "").strip().lower() in ("1", "true")
+    if generation.backend != "vllm" or allowed or recipe.policy.max_total_sequence_length > _longest(model):
+        return  # of the last, which sampled sequences follow, _check_attention tells
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    stretch = 1 if (rope.get("rope_type") or rope.get("type")) in KNOWN_TO_POSITIONS else rope.get("factor") or 1
+    limit = int(stretch * (model.get("model_max_length") or model.get("max_position_embeddings") or 0))
+    if limit and generation.vllm_cfg.max_model_len > limit:
+        yield (
+            f"policy.generation.vllm_cfg.max_model_len: {generation.vllm_cfg.max_model_len} is beyond what vLLM takes the"
+            f" model's positions to reach; at most {limit}, or policy.hf_config_overrides.max_position_embeddings"
+        )
 
 
 def _check_engine(vllm: VLLMConfig, model: dict[str, Any]) -> Iterator[str]:

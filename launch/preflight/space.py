@@ -32,6 +32,7 @@ STATES = {
     "Rprop": 2,
 }  # per weight; others: 2. With momentum SGD and RMSprop have one more
 ADAPTED = ("attention", "mlp", "shared", "routed")  # parts of a model that have linear layers for adapters
+LEAST = 2  # checkpoints at once: one that is kept, and one that is being written
 BYTES_PER_TOKEN = 13  # of a rollout's file: a token's number as JSON and its text
 
 
@@ -47,11 +48,18 @@ class Use:
 
 
 def problems(recipe: Recipe, pending: list[Path], notes: list[str]) -> Iterator[str]:
+    """What only says that there may be too little room, or that it cannot be told, goes to `notes`."""
     uses = [*_conversions(recipe, pending)]
     checkpoint = _checkpoint(recipe, pending, notes)
     run_dir = Path(recipe.run_dir).absolute()
     if checkpoint:
-        uses.append(_checkpoints(recipe, run_dir, checkpoint, recipe.checkpointing.keep_top_k))
+        keep = recipe.checkpointing.keep_top_k
+        uses.append(_checkpoints(recipe, run_dir, checkpoint, keep))
+        if keep is None and config.bound(config.section(recipe).max_num_steps) is None:
+            notes.append(
+                f"checkpointing.keep_top_k: null keeps every checkpoint, {size(checkpoint)} each, and how many there will be is"
+                f" not known, because {recipe.algorithm}.max_num_steps does not say; room was checked for {LEAST}"
+            )
     disks: dict[int, list[Use]] = {}
     for use in uses:
         disks.setdefault(_device(use.folder), []).append(use)
@@ -182,12 +190,12 @@ def _there(run_dir: Path) -> int:
 
 
 def _at_once(recipe: Recipe, keep: int | None) -> int:
-    checkpointing = recipe.checkpointing
-    saves = max(1, math.ceil(config.section(recipe).max_num_steps / checkpointing.save_period))
+    checkpointing, steps = recipe.checkpointing, config.bound(config.section(recipe).max_num_steps)
+    saves = None if steps is None else max(1, math.ceil(steps / checkpointing.save_period))
     if keep is None:
-        return saves
+        return saves or LEAST
     kept = keep + 1 if checkpointing.metric_name else max(keep, 1)  # the latest besides the best
-    return min(saves, kept + 1)
+    return min(saves or kept + 1, kept + 1)
 
 
 def _fewer(recipe: Recipe, uses: list[Use], checkpoint: float | None, free: int) -> str | None:
@@ -244,8 +252,10 @@ def _slug(name: str) -> str:
 
 
 def _note_rollouts(recipe: Recipe, run_dir: Path, other: float, notes: list[str]) -> None:
-    """They are as long as the policy makes them, so a bound is all that can be said."""
+    """They are as long as the policy makes them, so a bound is all that can be said; none where the steps have none."""
     online, logged = config.section(recipe), recipe.logger.num_rollouts_to_log
+    if config.bound(online.max_num_steps) is None:
+        return
     each = online.num_prompts_per_step * online.num_generations_per_prompt
     each = each if logged is None else min(each, logged)
     most = each * recipe.policy.max_total_sequence_length * BYTES_PER_TOKEN * online.max_num_steps

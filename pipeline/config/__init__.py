@@ -7,6 +7,7 @@ from pipeline.config.algorithms import (
     OFFLINE,
     ONLINE,
     PAIRED,
+    UNBOUNDED,
     AdvantageConfig,
     AsyncConfig,
     DistillationConfig,
@@ -23,6 +24,7 @@ from pipeline.config.algorithms import (
     RMConfig,
     SFTConfig,
     ValueLossConfig,
+    bound,
 )
 from pipeline.config.checks import problems, validate
 from pipeline.config.cluster import (
@@ -103,6 +105,7 @@ __all__ = [
     "PRECISIONS",
     "RECIPES",
     "SHARED",
+    "UNBOUNDED",
     "AdvantageConfig",
     "AsyncConfig",
     "Backend",
@@ -154,6 +157,7 @@ __all__ = [
     "arguments_of",
     "arguments_of_tool",
     "asked_backend",
+    "bound",
     "check_data",
     "check_expert_layout",
     "collected",

@@ -8,6 +8,12 @@ from typing import Optional  # OmegaConf reads these annotations at run time
 ONLINE = ("grpo", "ppo", "distillation")  # they sample, so that the job has a generate component
 OFFLINE = ("sft", "dpo", "rm")  # they learn from a data set
 PAIRED = ("dpo", "rm")  # of which an example is a chosen and a rejected answer
+UNBOUNDED = 1_000_000  # so many steps, epochs or samples bound nothing: what NeMo-RL's -1 becomes
+
+
+def bound(number: int) -> int | None:
+    """Of steps, epochs or samples; None if it bounds nothing."""
+    return number if number < UNBOUNDED else None
 
 
 # ---- what shapes a reward -----------------------------------------------------------------------------------------------
@@ -46,7 +52,7 @@ class OnlineConfig:
     num_generations_per_prompt: int = 16
     max_rollout_turns: int = 1  # of an episode
     max_num_steps: int = 1000
-    max_num_epochs: int = 1_000_000  # over each data set; the run ends at whichever comes first
+    max_num_epochs: int = UNBOUNDED  # over each data set; the run ends at whichever comes first
     val_period: int = 0  # in steps; 0: never
     val_at_start: bool = False
     val_at_end: bool = False
@@ -137,7 +143,7 @@ class DistillationConfig(OnlineConfig):
 @dataclass
 class OfflineConfig:
     max_num_steps: int = 60
-    max_num_epochs: int = 1_000_000
+    max_num_epochs: int = UNBOUNDED
     val_period: int = 0
     val_at_start: bool = False
     val_at_end: bool = False

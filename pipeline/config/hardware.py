@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 HARDWARE = Path(__file__).parents[2] / "recipes/hardware"
 DEFAULT = "h100"
+CROSSES = "nvlink_crosses_nodes"  # false where a description does not say
 COMPONENTS = ("train", "generate", "reward")
 
 
@@ -56,6 +57,7 @@ class GPU:
     nic_gb_per_s: float
     host_gb_per_s: float
     assumed: Assumed
+    nvlink_crosses_nodes: bool = False
 
 
 @functools.cache
@@ -74,7 +76,7 @@ def gpu(name: str, key: str = "cluster.train.gpu") -> GPU:
     problems = [*_wrong(described, GPU, key, path, ""), *_wrong(assumed, Assumed, key, path, "assumed.")]
     if problems:
         raise RecipeError(*problems)
-    numbers = {name: value if name == "nvlink_gpus" else float(value) for name, value in described.items()}
+    numbers = {name: value if name in ("nvlink_gpus", CROSSES) else float(value) for name, value in described.items()}
     return GPU(name=path.stem, **numbers, assumed=Assumed(**{name: float(value) for name, value in assumed.items()}))
 
 
@@ -84,12 +86,15 @@ def _find(name: str, key: str) -> Path:
 
 def _wrong(given: dict[Any, Any], kind: type, key: str, path: Path, prefix: str) -> Iterator[str]:
     wanted = {field.name: field.type for field in dataclasses.fields(kind) if field.name not in ("name", "assumed")}
-    if missing := [f"{prefix}{name}" for name in wanted if name not in given]:
+    if missing := [f"{prefix}{name}" for name in wanted if name not in given and name != CROSSES]:
         yield f"{key}: {path} lacks {', '.join(missing)}"
     if unknown := [f"{prefix}{name}" for name in given if name not in wanted]:
         yield f"{key}: {path} has unknown keys: {', '.join(unknown)}; there are: {', '.join(wanted)}"
     for name, value in given.items():
-        if name in wanted and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf")):
+        if name in wanted and name == CROSSES:
+            if not isinstance(value, bool):
+                yield f"{key}: {path}: {name} is {value!r}; true or false"
+        elif name in wanted and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf")):
             yield f"{key}: {path}: {prefix}{name} is {value!r}; a number above 0"
         elif wanted.get(name) == "int" and not isinstance(value, int):
             yield f"{key}: {path}: {prefix}{name} is {value!r}; a whole number"
@@ -109,6 +114,12 @@ def problems(recipe: Recipe) -> Iterator[str]:
 def memory_gb(component: ComponentConfig) -> float:
     """Of one GPU of a component, in units of 10^9 bytes."""
     return gpu(component.gpu).memory_gb if component.gpu_memory_gb is None else component.gpu_memory_gb
+
+
+def nvlink_gpus(component: ComponentConfig) -> int:
+    """How many of a component's ranks, counted node by node, reach each other by NVLink."""
+    described, own = gpu(component.gpu), component.ranks_per_node or component.gpus_per_node
+    return described.nvlink_gpus if described.nvlink_crosses_nodes else min(described.nvlink_gpus, own)
 
 
 def of_gpu(component: str, name: str) -> str:

@@ -292,6 +292,30 @@ def test_what_fits(load, described, overrides):
     check(backend.choose(load(described, f"{KEY}.enabled=true", *overrides))[0])
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+ALLOWS = "{VLLM_ALLOW_LONG_MAX_MODEL_LEN: '1'}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "told"),
+    [
+        ({"max_position_embeddings": 16}, [], True),
+        ({"max_position_embeddings": 32}, [], False),
+        ({"max_position_embeddings": 16}, ["policy.hf_config_overrides.max_position_embeddings=64"], False),
+        ({"max_position_embeddings": 16}, [f"policy.generation.vllm_cfg.env_vars={ALLOWS}"], False),
+        ({"max_position_embeddings": 16}, [f"cluster.generate.env_vars={ALLOWS}"], False),
+        ({"max_position_embeddings": 16}, ["policy.generation.backend=transformers"], False),
+        ({"max_position_embeddings": 16, "model_max_length": 64}, [], False),
+    ],
+)
+def test_vllm_takes_yarn_to_reach_no_further_than_the_config_says(load, monkeypatch, changes, overrides, told):
+    """The train backends stretch 16 positions to 64."""
+    monkeypatch.delenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", raising=False)
+    found = list(architecture.problems(load(model("llama", rope_scaling=YARN, **changes), *overrides)))
+    assert [text.split(":")[0] for text in found] == ["policy.generation.vllm_cfg.max_model_len"] * told
+    assert all("max_model_len: 32 is beyond" in text and "at most 16" in text for text in found)
+
+
 def test_the_families_are_those_that_are_described():
     from pipeline.models import FAMILIES
 

@@ -90,6 +90,20 @@ def test_the_live_view_shows_step_metrics_and_time_left(tmp_path):
     assert "train/reward  0.25" in text and "time/rollout" not in text
 
 
+def test_of_a_run_that_its_data_end_nobody_knows_how_far_it_is(tmp_path):
+    console = Console(record=True, width=120, file=open("/dev/null", "w"))  # noqa: SIM115 ends with it
+    (tmp_path / "metrics.jsonl").write_text(line(1, 1.0) + line(2, 10.0, **{"train/reward": 0.25}))
+    follower = Follower(tmp_path, Job(JobStatus("RUNNING")), None, Metrics(tmp_path), console)
+    follower._print_lines(JobStatus("RUNNING"), follower.metrics.new_lines())
+    console.print(follower._view(JobStatus("RUNNING")))
+    assert console.export_text().splitlines() == [
+        "step 1",
+        "step 2  train/reward 0.25",
+        "step 2  Slurm job 17: RUNNING",
+        "train/reward  0.25",
+    ]
+
+
 def write_logs(run_dir: Path, *texts: str) -> None:
     folder = run_dir / "attempts/17-0"
     folder.mkdir(parents=True)

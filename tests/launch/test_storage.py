@@ -353,6 +353,12 @@ def test_checkpoints_that_do_not_fit(folder, model, disk):
     assert problem.endswith("checkpointing.keep_top_k=1 would fit, or another run_dir")  # the latest is kept besides
     (problem,) = problems(llama(folder, run, "checkpointing.keep_top_k=null"))
     assert "100 checkpoints" in problem and "keep_top_k=2 would fit" in problem
+    epochs, notes = llama(folder, run, "checkpointing.keep_top_k=null", "grpo.max_num_steps=1000000"), []
+    assert list(storage.problems(epochs, [], notes)) == []
+    assert [n for n in notes if "keep_top_k" in n or "num_rollouts" in n] == [
+        f"checkpointing.keep_top_k: null keeps every checkpoint, {size(one)} each, and how many there will be is not known,"
+        " because grpo.max_num_steps does not say; room was checked for 2"
+    ]
     assert problems(llama(folder, run, "checkpointing.enabled=false")) == []
     assert problems(llama(folder, run, "grpo.max_num_steps=3")) == []  # three are all there will be
     assert problems(llama(folder, run, "policy.optimizer.name=torch.optim.SGD", "policy.optimizer.kwargs={lr: 1}")) == []

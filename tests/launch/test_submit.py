@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import prepare, submit
+from launch import prepare, run_folder, submit
 from launch.job import ROOT, read_record
 from pipeline import config
 from pipeline.config import reading
@@ -147,6 +147,21 @@ def test_a_run_from_submit_to_done(here, monkeypatch, capsys):
     assert "step 5/5" in out and "step 3/" not in out
     assert len(json.loads((here / "run/manifest.json").read_text())) == 2
     assert len(list((here / "run/attempts").iterdir())) == 2
+
+
+def test_a_run_that_its_data_ended_goes_on_with_more_epochs_alone(here, monkeypatch, capsys):
+    one_epoch = ("grpo.max_num_steps=1000000", "grpo.max_num_epochs=1")
+    (here / "run").mkdir()
+    run_folder.prepare(config.decided(config.load("tiny", list(one_epoch)), "dtensor"), here / "run", "")
+    (here / "run/done.json").write_text('{"step": 2}')
+    for arguments in (("grpo.max_num_steps=4", "grpo.max_num_epochs=1"), one_epoch):
+        assert run(monkeypatch, tasks.write_steps, "recipe=tiny", *arguments) == 0
+        out = capsys.readouterr().out
+        assert "is complete at step 2: its data ended after 1 epoch; raise grpo.max_num_epochs or take another run_dir" in out
+    assert (here / "run/done.json").exists() and not (here / "run/job.json").exists()
+
+    assert run(monkeypatch, tasks.write_steps, "recipe=tiny", "grpo.max_num_steps=4", "grpo.max_num_epochs=2") == 0
+    assert "done: step 4" in capsys.readouterr().out
 
 
 def test_a_failure_is_told_from_failure_json(here, monkeypatch, capsys):

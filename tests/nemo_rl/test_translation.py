@@ -11,6 +11,8 @@ from launch import backend
 from launch.plan import plan
 from pipeline import config
 from pipeline.config import Recipe, layers, nemo_rl, resolving, uses_megatron
+from pipeline.config.nemo_rl import megatron
+from pipeline.config.nemo_rl.ledger import Ledger
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -94,6 +96,19 @@ def test_a_decay_without_an_end_ends_with_the_run() -> None:
     scheduler = "policy.megatron_cfg.scheduler"
     recipe = read("grpo_megatron", f"{scheduler}.lr_decay_style=cosine", f"{scheduler}.lr_decay_iters=null")
     assert recipe.policy.megatron_cfg.scheduler.lr_decay_iters == 20
+
+
+def test_a_decay_with_epochs_has_no_end() -> None:
+    scheduler = "policy.megatron_cfg.scheduler"
+    cosine = (f"{scheduler}.lr_decay_style=cosine", f"{scheduler}.lr_decay_iters=null")
+    assert problem("grpo_megatron", *cosine, "grpo.max_num_steps=-1").startswith(
+        f"{scheduler}.lr_decay_iters: null, and grpo.max_num_steps does not say at which step the decay ends"
+    )
+    megatron_cfg = {"optimizer": {}, "scheduler": {"lr_decay_style": "cosine"}}
+    given = {"policy": {"model_name": "a/model", "megatron_cfg": megatron_cfg}, "sft": {}}
+    ledger = Ledger(given, {})
+    megatron.translate(ledger, "sft")  # which has no default of theirs, and 60 of ours
+    assert ledger.layer["policy"]["megatron_cfg"]["scheduler"]["lr_decay_iters"] == 60
 
 
 def test_fused_log_probs_are_chunks() -> None:

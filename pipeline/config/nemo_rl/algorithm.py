@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.config.algorithms import UNBOUNDED
 from pipeline.config.nemo_rl.features import Feature
 from pipeline.config.nemo_rl.ledger import Ledger
 from pipeline.config.nemo_rl.rules import Only, Switch, apply, ignored, same, under
 
 NAMES = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
-UNBOUNDED = 1_000_000  # where they say -1, or nothing
 
 ASYNC = (
     "enabled",
@@ -179,7 +179,7 @@ def translate(ledger: Ledger, algorithm: str, validates: bool) -> None:
     """validates: whether there is a data set to validate on."""
     defaults = THEIR_DEFAULTS[algorithm]
     samples = "val_batches" not in defaults
-    _steps(ledger, algorithm, defaults)
+    _bounds(ledger, algorithm, defaults)
     _validation(ledger, algorithm, defaults, validates)
     for name in ("ppo_epochs", "num_generations_per_prompt"):
         if name in defaults and not ledger.has(f"{algorithm}.{name}"):
@@ -192,12 +192,18 @@ def translate(ledger: Ledger, algorithm: str, validates: bool) -> None:
     apply(ledger, LOSSES.get(algorithm, ()))
 
 
-def _steps(ledger: Ledger, algorithm: str, defaults: dict[str, Any]) -> None:
+def _bounds(ledger: Ledger, algorithm: str, defaults: dict[str, Any]) -> None:
     for name in ("max_num_steps", "max_num_epochs"):
         key = f"{algorithm}.{name}"
         if ledger.has(key) or name in defaults:
-            value = ledger.take(key, defaults.get(name))
-            ledger.put(key, value if value is None or value > 0 else UNBOUNDED, key)
+            ledger.put(key, most(ledger, algorithm, name), key)
+            ledger.take(key)
+
+
+def most(ledger: Ledger, algorithm: str, name: str) -> int | None:
+    """Of max_num_steps or max_num_epochs, as translated; None: nothing is said, also not by their default."""
+    value = ledger.get(f"{algorithm}.{name}", THEIR_DEFAULTS[algorithm].get(name))
+    return value if value is None or value > 0 else UNBOUNDED
 
 
 def _validation(ledger: Ledger, algorithm: str, defaults: dict[str, Any], validates: bool) -> None:

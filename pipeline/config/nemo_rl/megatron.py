@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pipeline.config.algorithms import OFFLINE, OfflineConfig, OnlineConfig, bound
 from pipeline.config.nemo_rl import facts
+from pipeline.config.nemo_rl.algorithm import most
 from pipeline.config.nemo_rl.cluster import environment_variables
 from pipeline.config.nemo_rl.features import Feature
 from pipeline.config.nemo_rl.ledger import Ledger
@@ -192,8 +194,17 @@ def _schedule(ledger: Ledger, algorithm: str) -> None:
     if ledger.get(f"{scheduler}.lr_decay_style") == "constant":
         return
     if decay is None:
-        steps = f"{algorithm}.max_num_steps"
-        ledger.put(f"{scheduler}.lr_decay_iters", ledger.get(steps), steps)
-        ledger.change(f"{scheduler}.lr_decay_iters=null", f"the decay ends with {steps}, whatever the number of epochs")
+        _decay_with_the_run(ledger, algorithm, f"{scheduler}.lr_decay_iters")
     else:
         ledger.put(f"{scheduler}.lr_decay_iters", decay, f"{scheduler}.lr_decay_iters")
+
+
+def _decay_with_the_run(ledger: Ledger, algorithm: str, decay: str) -> None:
+    """Theirs takes the steps or what the epochs have, whichever are fewer; how long the data are is not known here."""
+    key = f"{algorithm}.max_num_steps"
+    steps = most(ledger, algorithm, "max_num_steps") or (OfflineConfig if algorithm in OFFLINE else OnlineConfig).max_num_steps
+    if bound(steps) is None:
+        ledger.problem(decay, f"null, and {key} does not say at which step the decay ends; give one of them")
+    else:
+        ledger.put(decay, steps, key)
+        ledger.change(f"{decay}=null", f"the decay ends with {key}={steps}, whatever the number of epochs")

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from pipeline import config
-from pipeline.config import RecipeError, hardware
+from pipeline.config import ComponentConfig, RecipeError, hardware
 from pipeline.config.hardware import HARDWARE, gpu
 from tests.launch.model import write_recipe
 
@@ -33,7 +33,12 @@ def test_every_description_is_complete(name):
 
 
 def test_the_rack_shares_nvlink():
+    def reached(name: str, ranks: int | None = None) -> int:
+        return hardware.nvlink_gpus(ComponentConfig(nodes=18, gpus_per_node=4, gpu=name, ranks_per_node=ranks))
+
     assert gpu("gb200").nvlink_gpus == 72 and gpu("b200").nvlink_gpus == 8
+    assert (reached("gb200"), reached("b200"), reached("b200", ranks=2)) == (72, 4, 2)
+    assert hardware.nvlink_gpus(ComponentConfig(gpus_per_node=16, gpu="h200")) == 8
 
 
 def test_memory_and_network_are_the_gpus(tmp_path, described):
@@ -65,6 +70,7 @@ def test_the_ranks_read_numbers(tmp_path, described):
         ({"memory": 80, "tflops": 3}, "unknown keys: memory, tflops; there are: memory_gb, bf16_tflops"),
         ({"memory_gb": "80GB"}, "memory_gb is '80GB'; a number above 0"),
         ({"hbm_gb_per_s": 0}, "hbm_gb_per_s is 0; a number above 0"),
+        ({"nvlink_crosses_nodes": 1}, "nvlink_crosses_nodes is 1; true or false"),
         ({"nvlink_gpus": 7.5}, "nvlink_gpus is 7.5; a whole number"),
         ({"assumed": None}, "no mapping 'assumed'"),
         ({"assumed": {"bandwidth": 60}}, "lacks assumed.dense_training"),

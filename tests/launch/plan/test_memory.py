@@ -153,6 +153,9 @@ def test_offloaded_weights_are_on_the_host():
 # ---- generation -----------------------------------------------------------------------------------------------------------
 
 
+VLLM = "policy.generation.vllm_cfg"
+
+
 def generated(*overrides: str, of: ModelShape = LLAMA) -> memory.GenerateMemory:
     return memory.generate(recipe(*overrides), of)
 
@@ -186,6 +189,37 @@ def test_projections_to_latents_are_whole_on_every_rank():
     whole, cut = (Rank(DEEPSEEK, 2, tensor, 1, True).parameters for tensor in (1, 8))
     replicated = DEEPSEEK.other + 61 * 7168 * (1536 + 512 + 64)
     assert 8 * cut - whole == pytest.approx(7 * replicated, rel=1e-9)
+
+
+def test_linear_layers_in_eight_bits_take_half_and_their_scales():
+    plain, small = generated(), generated(f"{VLLM}.precision=fp8")
+    linear = LLAMA.attention + LLAMA.mlp
+    assert plain.parts["weights"] - small.parts["weights"] == pytest.approx(linear * (1 - 4 / 128**2))
+    assert small.parts["buffers"] == plain.parts["buffers"] and small.received == plain.received == plain.parts["weights"]
+    assert small.parts["KV cache"] > plain.parts["KV cache"]
+
+
+def test_experts_in_eight_bits():
+    plain, small = (Rank(DEEPSEEK, 2, 16, 1, True, fp8) for fp8 in (False, True))
+    ends = 2 * DEEPSEEK.vocabulary * DEEPSEEK.hidden / 16
+    assert plain.parameters - plain.linear == pytest.approx(ends + DEEPSEEK.other)  # norms and routers are whole
+    assert plain.weights == 2 * plain.parameters
+    assert small.weights == pytest.approx(2 * (ends + DEEPSEEK.other) + (1 + 4 / 128**2) * plain.linear)
+
+
+@pytest.mark.parametrize(
+    ("keys", "exact"),
+    [
+        ((f"{VLLM}.precision=fp8",), True),
+        ((f"{VLLM}.precision=fp8", f"{VLLM}.quantization_ignored_layer_kws=[o_proj]"), False),
+        (("policy.generation.vllm_kwargs.quantization=fp8_per_channel",), False),
+    ],
+)
+def test_where_only_some_layers_are_in_eight_bits_the_weights_count_whole(keys, exact):
+    found = generated(*keys)
+    assert found.exact == exact
+    assert (found.parts["weights"] == generated().parts["weights"]) == (not exact)
+    assert any("as if none were quantized" in text for text in found.assumptions) == (not exact)
 
 
 def test_weights_that_leave_no_room_leave_no_tokens():

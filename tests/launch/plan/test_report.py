@@ -61,12 +61,47 @@ def test_sampling_ahead_of_training_hides_the_shorter_of_the_two():
     assert "rollout and training at once" in text("llama8b_grpo", *ahead)
 
 
+def test_an_engine_in_eight_bits_is_not_refused_for_what_it_would_take_in_sixteen():
+    vllm = "policy.generation.vllm_cfg"
+    small, fp8 = "cluster.generate.gpu_memory_gb=12", f"{vllm}.precision=fp8"
+    assert [text for text in planned("llama8b_grpo", small).problems() if "the weights alone take 16 GB" in text]
+    assert not list(planned("llama8b_grpo", small, fp8).problems())
+    some = planned("llama8b_grpo", small, fp8, f"{vllm}.quantization_ignored_layer_kws=[layers.0.]")
+    assert not list(some.problems()) and not some.fits and list(some.warnings())
+
+
 def test_an_offline_algorithm_has_no_generate_part():
     found = planned("llama8b_sft")
     told = report.text(found)
     assert found.generate is None and found.refit is None and list(found.seconds) == ["train"]
     assert "generate" not in told and "refit" not in told and found.gpus == 8
     assert found.validations > 0 and found.validation > 0  # on what data.train.split_validation_size holds out
+
+
+def test_of_a_run_that_its_data_end_a_step_is_told():
+    """As NeMo-RL's rm.yaml has it: -1 is 1,000,000 here."""
+    found = planned("llama8b_rm", "rm.max_num_steps=1000000", "rm.max_num_epochs=2")
+    told = " ".join(report.text(found).split())
+    assert (found.steps, found.total, found.gpu_hours, found.submissions) == (None, None, None, None)
+    assert "a step" in told and "a validation on" in told
+    assert "it ends after 2 epochs of its data, and rm.max_num_steps would tell the rest" in told
+    assert "GPU-hours" not in told and "submissions" not in told and "000,000" not in told and "None" not in told
+
+
+def test_a_validation_on_all_there_is_has_no_time():
+    found = planned("llama8b_rm", "rm.max_val_samples=1000000")
+    told = " ".join(report.text(found).split())
+    assert found.validation is None and found.validations > 0
+    assert found.total == pytest.approx(found.steps * found.step)
+    assert "a validation goes through all of its data, and rm.max_val_samples would tell how long that takes" in told
+    assert "validation goes" not in text("llama8b_rm", "rm.max_val_samples=1000000", "rm.val_period=0", "rm.val_at_end=false")
+
+
+def test_a_validation_on_pairs_is_two_passes_over_two_sequences_each():
+    held_out = ("data.train.split_validation_size=0.1", "dpo.val_period=10")
+    found = planned("llama8b_dpo", *held_out, "dpo.max_val_samples=${policy.train_global_batch_size}")
+    (reference,) = [phase for phase in found.phases if "reference" in phase.name]  # over as many pairs
+    assert found.validation == pytest.approx(2 * (reference.seconds - reference.parts["host copies"]))
 
 
 def test_without_gpus_there_are_no_times():

@@ -57,6 +57,12 @@ def test_a_step_pays_for_the_moves_and_for_half_the_gpus():
     assert not split.movable(found.recipe) and found.split is None
 
 
+def test_a_refit_brings_weights_that_are_not_quantized_yet():
+    found, plain = made(*SHARED, "policy.generation.vllm_cfg.precision=fp8"), made(*SHARED)
+    assert found.seconds["refit"] == pytest.approx(plain.seconds["refit"])
+    assert found.generate.parts["weights"] < 0.6 * plain.generate.parts["weights"]
+
+
 def test_all_that_travels_stays_on_its_node():
     recipe, _ = backend.choose(config.load("llama8b_grpo", [*SHARED, "cluster.train.nodes=2", "cluster.generate.nodes=2"]))
     names = plan_refit.node_names(recipe)

@@ -79,14 +79,42 @@ def test_tensor_parallelism_reduces_twice_a_layer():
 
 
 def test_links():
-    links = Links(H100, 50)
+    links = Links(H100, 50, 8)
     assert links.ring(8) == 450e9 and links.ring(16) == 400e9  # 8 NICs
     assert links.ring(4, stride=4) == 2 * 50e9  # two of them on a node
     assert links.ring(4, stride=8) == 50e9
     assert links.exchange_seconds(16, 16e9) == pytest.approx(8e9 / 50e9)  # half of it leaves the node
     assert links.exchange_seconds(8, 8e9) == pytest.approx(7e9 / 450e9)
-    assert Links(gpu("gb200"), 50).ring(64) == 900e9
+    assert Links(gpu("gb200"), 50, 72).ring(64) == 900e9
     assert Cut(64, tensor=4, pipeline=2, context=2).data == 4
+
+
+def test_nvlink_ends_at_the_node_unless_it_crosses_nodes():
+    """Eight ranks that talk, on nodes of 8, 4 and 1."""
+    whole = load(
+        *MEGATRON, f"{KEY}.tensor_model_parallel_size=8", f"{KEY}.sequence_parallel=true", f"{VLLM}.tensor_parallel_size=8"
+    )
+    halves = load(*MEGATRON, f"{KEY}.tensor_model_parallel_size=4", f"{KEY}.pipeline_model_parallel_size=2")
+    llama, spread = shape("meta-llama/Llama-3.1-8B-Instruct"), Lengths(0.0, 1000, 4096, "")
+
+    def talk(name: str, nodes: int) -> tuple[float, float, float]:
+        """Seconds of training's tensor parallelism, of its pipeline's transfers, and of decoding's tensor parallelism."""
+        on = replace(whole.cluster.train, nodes=nodes, gpus_per_node=8 // nodes, gpu=name)
+        tensor, pipeline = (
+            train_time.forward_pass(train_time.job(recipe, recipe.policy, llama, spread, gpu(name), on), 64)[1]
+            for recipe in (whole, halves)
+        )
+        recipe = replace(whole, cluster=replace(whole.cluster, generate=on))
+        decoding = generate_time.engine(recipe, llama, gpu(name)).parts(64, 1000)
+        return tensor["tensor parallelism"], pipeline["pipeline transfers"], decoding["tensor parallelism"]
+
+    near, nodes_of_4, nodes_of_1 = (talk("h100", nodes) for nodes in (1, 2, 8))
+    assert nodes_of_4[0] == pytest.approx(450 / 200 * near[0])  # 4 NICs
+    assert nodes_of_1[0] == pytest.approx(450 / 50 * near[0])
+    assert nodes_of_4[1] == pytest.approx(450 / 50 * near[1]) == nodes_of_1[1]  # a stage's 4 ranks fill a node
+    latency = 2 * llama.layers * 2 * whole.cluster.network.latency_us / 1e6
+    assert nodes_of_4[2] - near[2] > latency and nodes_of_1[2] > nodes_of_4[2]
+    assert talk("gb200", 1) == talk("gb200", 2) == talk("gb200", 8)
 
 
 def test_what_comes_before_the_updates_is_what_the_algorithms_say():
@@ -138,7 +166,7 @@ def test_faster_hardware_is_faster():
 
 
 def engine(name: str = "meta-llama/Llama-3.1-8B-Instruct", ranks: int = 1) -> Engine:
-    return Engine(shape(name), Links(H100, 50), 2, ranks, ranks, 20)
+    return Engine(shape(name), Links(H100, 50, 8), 2, ranks, ranks, 20)
 
 
 def test_a_step_of_an_engine_by_hand():
