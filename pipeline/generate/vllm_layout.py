@@ -27,6 +27,7 @@ from pipeline.boxes import Piece, region, whole
 from pipeline.generate.base import Unit
 from pipeline.generate.recorder import Recorder
 from pipeline.models.layout import Shape, contiguous_strides
+from pipeline.models.precision import served_dtype
 
 Geometry = tuple[Shape, Shape, torch.dtype]  # shape, strides, dtype
 
@@ -61,10 +62,12 @@ def raw_name(module: str, parameter: str) -> str:
 
 
 @torch.no_grad()
-def record(model: torch.nn.Module, shapes: Mapping[str, Shape], dtype: torch.dtype, complete: bool) -> dict[str, ModuleUnit]:
+def record(
+    model: torch.nn.Module, shapes: Mapping[str, Shape], precision: torch.dtype, complete: bool
+) -> dict[str, ModuleUnit]:
     """The units of a vLLM model on this rank, by name, in the model's order; the model is left as it was.
 
-    shapes: of every tensor on disk; dtype: theirs on the wire. complete: every parameter must be loaded (quantised models have
+    shapes: of every tensor on disk; precision: the policy's. complete: every parameter must be loaded (quantised models have
     some that are not). Raises ValueError if one is not, or was loaded in a way that this does not see.
     """
     modules = dict(model.named_modules())
@@ -76,7 +79,9 @@ def record(model: torch.nn.Module, shapes: Mapping[str, Shape], dtype: torch.dty
             for name, tensor in get_layer_tensors(layer).items()
         }
         before = {name for name, _ in model.named_parameters()}  # without those that processing made
-        sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        sources = {
+            name: torch.empty(shape, dtype=served_dtype(name, precision), device="meta") for name, shape in shapes.items()
+        }
         with Recorder(sources, raw) as recorder:
             loaded = model.load_weights(iter(sources.items()))
         check_loaded(loaded if complete else None, live & before, {name for name, _ in model.named_parameters()} - before)

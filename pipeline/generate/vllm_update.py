@@ -29,6 +29,7 @@ from vllm.platforms import current_platform
 from pipeline.generate.vllm_layout import ModuleUnit, put_back, raw_name, take_apart, unwrap_loaders
 from pipeline.generate.vllm_reload import pack_embeddings, pack_experts, reload
 from pipeline.generate.weights import checked
+from pipeline.models.precision import served_dtype
 
 
 class VLLMUpdate:
@@ -124,8 +125,11 @@ class VLLMUpdate:
         described = self._units()[unit]
         layer = self._modules[described.modules[0]]
         if described.opaque:
-            device, dtype = get_layerwise_info(layer).restore_device, self._config.model_config.dtype
-            return {r.tensor: torch.empty(r.box.size, dtype=dtype, device=device) for r in described.unit.regions}
+            device, precision = get_layerwise_info(layer).restore_device, self._config.model_config.dtype
+            return {
+                r.tensor: torch.empty(r.box.size, dtype=served_dtype(r.name, precision), device=device)
+                for r in described.unit.regions
+            }
         if not self.in_place(unit):
             self._materialize(unit, described.written)
         targets = {raw_name(unit, name): tensor.data for name, tensor in get_layer_tensors(layer).items()}

@@ -146,9 +146,9 @@ def cells(have: Held, want: Wanted, names: Sequence[str], engine: Sequence[int])
     return _pieces(other, one, offset, size, len(want.boxes))
 
 
-def cut(whole: Pieces, limit: int) -> Pieces:
-    """The same in pieces of at most `limit` entries. Cut along the first dimension, so that rows stay whole; along the next
-    only where one row is too much."""
+def cut(whole: Pieces, limit: np.ndarray) -> Pieces:
+    """The same in smaller pieces. limit: [n], entries in a piece of each. Cut along the first dimension, so that rows stay
+    whole; along the next only where one row is too much."""
     cell, offset, size = _split(whole.offset, whole.size, limit)
     return _pieces(whole.wanted[cell], whole.held[cell], offset, size, len(whole.start) - 1)
 
@@ -274,7 +274,7 @@ def _pairs(one: Boxes, other: Boxes) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([i for i, _ in found]), np.concatenate([j for _, j in found])
 
 
-def _split(offset: np.ndarray, size: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _split(offset: np.ndarray, size: np.ndarray, limit: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(which box each piece is of, its offset, its size)."""
     source = np.arange(len(offset))
     for dim in range(offset.shape[1]):
@@ -285,7 +285,7 @@ def _split(offset: np.ndarray, size: np.ndarray, limit: int) -> tuple[np.ndarray
         which, part = expand(np.zeros_like(parts), parts)
         whole = size[which, dim]
         start, stop = part * whole // parts[which], (part + 1) * whole // parts[which]
-        source, offset, size = source[which], offset[which], size[which]
+        source, offset, size, limit = source[which], offset[which], size[which], limit[which]
         offset[:, dim] += start
         size[:, dim] = stop - start
     return source, offset, size

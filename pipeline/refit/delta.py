@@ -137,7 +137,7 @@ class Bases:
     def __init__(self):
         self.refit = 0  # the number of the one under way
         self.base = 0  # the number of the one whose values are kept
-        self.sent: torch.Tensor | None = None  # one item behind the other, in the order of the sends
+        self.sent: torch.Tensor | None = None  # uint8: one item behind the other, in the order of the sends
         self.received: dict[int, torch.Tensor] = {}  # by item, where the engine does not write in place
 
     def begin(self) -> int:
@@ -154,7 +154,6 @@ class Delta:
     def __init__(self, wire: Wire, sends: Sends, receives: Receives, bases: Bases, clock: Clock):
         self._wire, self._sends, self._receives, self._bases, self._clock = wire, sends, receives, bases, clock
         self._base = bases.begin()
-        self._itemsize = sends.precision.itemsize
         self._outgoing: Mail = []
         self._codes: dict[int, int] = {}  # of what this rank receives
         self._bodies: dict[int, torch.Tensor] = {}
@@ -162,11 +161,11 @@ class Delta:
         self._announced: Posted  # headers under way
         if not sends.relays:
             self._starts = [0]
-            for numel in sends.numels:
-                self._starts.append(self._starts[-1] + padded(numel * self._itemsize) // self._itemsize)
+            for size in sends.sizes:
+                self._starts.append(self._starts[-1] + padded(size))
             if bases.sent is None:
-                bases.sent = torch.empty(self._starts[-1], dtype=sends.precision, device=self._wire.device)
-            self._scratch = torch.empty(max(sends.numels, default=0), dtype=sends.precision, device=self._wire.device)
+                bases.sent = torch.empty(self._starts[-1], dtype=torch.uint8, device=self._wire.device)
+            self._scratch = torch.empty(max(sends.sizes, default=0), dtype=torch.uint8, device=self._wire.device)
 
     def pack(self, round: int) -> None:
         out: Mail = []
@@ -188,17 +187,17 @@ class Delta:
         """The codes. What goes is one piece of the staging."""
         at, codes = message.starts[0], []
         for item in message.items:
-            view = self._sends.view(item)
-            if not self._sends.in_one_piece(view) or view.storage_offset() * self._itemsize % WORD:
-                view = self._scratch[: view.numel()].view(view.shape).copy_(view)
+            view, size, dtype = self._sends.view(item), self._sends.sizes[item], self._sends.dtypes[item]
+            if not self._sends.in_one_piece(item, view) or view.storage_offset() * dtype.itemsize % WORD:
+                view = self._scratch[:size].view(dtype).view(view.shape).copy_(view)
             self._clock.lap("pack")
             self._sends.hash(item, view)
             self._clock.lap("digest")
             new = view.view(-1)
-            kept = self._bases.sent[self._starts[item] : self._starts[item] + len(new)]
+            kept = self._bases.sent[self._starts[item] : self._starts[item] + size].view(dtype)
             codes.append(encode(new, kept if self._base else None, self._sends.staging(round)[at:]))
             kept.copy_(new)
-            at += encoded_bytes(codes[-1], len(new), self._itemsize)
+            at += encoded_bytes(codes[-1], len(new), dtype.itemsize)
         self._add(message, at, round)
         self._clock.lap("pack")
         return codes
@@ -232,7 +231,7 @@ class Delta:
             for item, code in zip(message.items, codes, strict=True):
                 if not base and code % _MODES != FULL:
                     raise RefitError(f"delta: rank {message.peer} sends changes without a base")
-                size = encoded_bytes(code, self._receives.numels[item], self._itemsize)
+                size = encoded_bytes(code, self._receives.numels[item], self._receives.dtypes[item].itemsize)
                 self._codes[item], self._bodies[item] = code, self._receives.staging(round)[at : at + size]
                 at += size
             if at > message.starts[-1]:
@@ -254,13 +253,13 @@ class Delta:
     def _write(self, item: int) -> torch.Tensor:
         """Where the item now lies, in its shape on disk."""
         receives, view = self._receives, self._receives.view(item)
-        places, values = decode(self._bodies.pop(item), self._codes[item], receives.numels[item], receives.precision)
+        places, values = decode(self._bodies.pop(item), self._codes[item], receives.numels[item], receives.dtypes[item])
         if receives.in_place(item):
             base = view
         elif item in self._bases.received:
             base = self._bases.received[item]
         else:
-            base = self._bases.received[item] = torch.empty(view.shape, dtype=receives.precision, device=self._wire.device)
+            base = self._bases.received[item] = torch.empty(view.shape, dtype=receives.dtypes[item], device=self._wire.device)
         if places is None:
             base.copy_(values.view(view.shape))
         else:

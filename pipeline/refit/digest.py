@@ -34,18 +34,18 @@ class RefitError(RuntimeError):
 class Digest:
     """The hashes of one rank's items, gathered during a refit. Only items with a key and a region of this rank are hashed."""
 
-    def __init__(self, items: Items, dims: Sequence[int], precision: torch.dtype, device: torch.device):
-        """dims: of each item's tensor on disk. precision: in which the values are hashed."""
+    def __init__(self, items: Items, dims: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device):
+        """dims: of each item's tensor on disk. dtypes: in which its values are hashed."""
         self.hashed = ((items.key >= 0) & (items.row >= 0)).tolist()
-        self._precision = precision
+        self._dtypes = dtypes
         self._keys, self._places = np.unique(items.key[self.hashed], return_inverse=True)
         weights = [row_weights(items.offset[i, : dims[i]], items.size[i, : dims[i]]) for i in np.flatnonzero(self.hashed)]
         rows = np.zeros(len(items), np.int64)
         rows[self.hashed] = [len(of_item) for of_item in weights]
         ends = np.cumsum(rows)
         self._last = torch.from_numpy(ends[self.hashed]).to(device)
-        lanes = WORD // precision.itemsize
-        self._lanes = [int(items.offset[i, d - 1]) % lanes if d > 1 else 0 for i, d in enumerate(dims)]
+        lanes = [WORD // dtype.itemsize for dtype in dtypes]
+        self._lanes = [int(items.offset[i, d - 1]) % lanes[i] if d > 1 else 0 for i, d in enumerate(dims)]
         joined = np.concatenate(weights) if weights else np.zeros(0, np.uint64)
         self._weights = torch.from_numpy(joined.view(np.int64)).to(device)
         self._sums = torch.zeros(len(joined), dtype=torch.int64, device=device)
@@ -56,7 +56,7 @@ class Digest:
 
     def add(self, item: int, values: torch.Tensor) -> None:
         """values: of the item, in its shape on disk."""
-        sum_rows(values.to(self._precision), self._lanes[item], self._sums_of[item])
+        sum_rows(values.to(self._dtypes[item]), self._lanes[item], self._sums_of[item])
 
     def result(self) -> tuple[np.ndarray, np.ndarray]:
         """(keys [k] int32, hashes [k] uint64)"""

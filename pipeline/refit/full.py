@@ -1,4 +1,4 @@
-"""Items in full: gathered in the wire's precision, and written where they belong."""
+"""Items in full: gathered in the wire's types, and written where they belong."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Full:
         self._receives = receives
         self._clock = clock
         self._packed: Mail = []
-        self._landed: dict[int, torch.Tensor] = {}  # by item: in the wire's precision
+        self._landed: dict[int, torch.Tensor] = {}  # by item: in the wire's type
         self._written: set[int] = set()  # of these, those that landed in the engine's own tensor
 
     def pack(self, round: int) -> None:
@@ -36,7 +36,7 @@ class Full:
         """[bytes] uint8"""
         sends = self._sends
         values = [self._values(item) for item in message.items[first:last]]
-        if last - first == 1 and sends.in_one_piece(values[0]):
+        if last - first == 1 and sends.in_one_piece(message.items[first], values[0]):
             part = values[0].view(-1).view(torch.uint8)
         else:
             for i, value in enumerate(values):
@@ -74,7 +74,7 @@ class Full:
         if not self._receives.in_place(item):
             return None
         view = self._receives.view(item)
-        return view if self._receives.in_one_piece(view) else None
+        return view if self._receives.in_one_piece(item, view) else None
 
     def apply(self, round: int) -> None:
         for message in self._receives.messages[round]:

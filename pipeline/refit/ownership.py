@@ -219,11 +219,10 @@ def _megatron_boxes(
     if name in _VOCABULARY:  # padded, then cut in equal parts
         yield sources[0][0], chunk(sources[0][1], 0, size, rank)
     elif isinstance(parameter.function, functools.partial) and parameter.function.func is decoder.query_groups:
-        (groups,) = parameter.function.args  # whose queries, key and value lie side by side
-        each = _divided(name, groups, size)
-        for group in range(rank * each, (rank + 1) * each):
-            for source, box in sources:
-                yield source, chunk(box, 0, groups, group)
+        (groups,) = parameter.function.args
+        if size % groups:  # else a rank has a part of one group
+            _divided(name, groups, size)
+        yield from _query_group_boxes(sources, groups, rank, _divided(name, sum(box.size[0] for _, box in sources), size))
     else:
         cut = size > 1 and parameter.split != "none" and not name.endswith(_WHOLE)
         dim = 1 if parameter.split == "columns" else 0
@@ -231,6 +230,20 @@ def _megatron_boxes(
             if cut:
                 _divided(name, box.size[dim], size)
             yield source, chunk(box, dim, size, rank) if cut else box
+
+
+def _query_group_boxes(sources: list[tuple[str, Box]], groups: int, rank: int, rows: int) -> Iterator[tuple[str, Box]]:
+    """Of the parameter in which each group's queries, key and value lie one under the other, every rank has so many rows."""
+    each = sum(box.size[0] for _, box in sources) // groups
+    low, high = rank * rows, (rank + 1) * rows
+    for group in range(low // each, -(-high // each)):
+        at = group * each
+        for source, box in sources:
+            part = chunk(box, 0, groups, group)
+            start, stop = max(low, at), min(high, at + part.size[0])
+            if start < stop:
+                yield source, Box((part.offset[0] + start - at, *part.offset[1:]), (stop - start, *part.size[1:]))
+            at += part.size[0]
 
 
 def _divided(name: str, count: int, size: int) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pipeline.config.cluster import NetworkConfig
+from pipeline.models.precision import served_bytes
 from pipeline.refit import balance, cells, rounds
 from pipeline.refit.schedule import Chunks, Schedule
 from pipeline.refit.tables import Table
@@ -43,7 +44,8 @@ def schedule(
     network: NetworkConfig,
 ) -> Schedule:
     """train, generate: each rank's table, by global rank. engines: the global ranks of each engine, in the engine's order.
-    shapes: of all tensors on disk, in the tables' order. itemsize: bytes of an entry on the wire. nodes: of every rank.
+    shapes: of all tensors on disk, in the tables' order. itemsize: bytes of an entry in the policy's precision. nodes: of
+    every rank.
 
     Raises ValueError, naming tensor and ranks, if train ranks do not hold what is wanted or hold boxes that overlap without
     being equal; if engines want different boxes; and, naming the recipe's key, if bucket_bytes is too small.
@@ -53,15 +55,16 @@ def schedule(
     whole = cells.cells(have, want, names, engines[0])
     ranks = np.array(sorted(train))
     sets = [np.searchsorted(ranks, members) for members in have.sets]
-    demand = _demand(have, want, whole) * itemsize
+    width = np.array([served_bytes(name, itemsize) for name in names])
+    demand = _demand(have, want, whole, width)
     shares, load = balance.shares(sets, demand, len(ranks))
     sent = load.max(initial=0.0)
-    received = np.bincount(want.receiver, want.boxes.numel[want.box]).max(initial=0) * itemsize
+    received = np.bincount(want.receiver, (want.boxes.numel * width[want.boxes.tensor])[want.box]).max(initial=0)
     groups = balance.groups(engines, nodes, network, sent, received)
     members = [len(group) for group in groups]
-    bucket, limit = _sizes(bucket_bytes, itemsize, sent * len(groups), received, max(members))
-    pieces = cells.cut(whole, limit // itemsize)
-    chunks = _chunks(have, want, pieces, limit, itemsize)
+    bucket, limit = _sizes(bucket_bytes, int(width.max()), sent * len(groups), received, max(members))
+    pieces = cells.cut(whole, limit // width[want.boxes.tensor[whole.wanted]])
+    chunks = _chunks(have, want, pieces, limit, width)
     source = _sources(chunks, sets, shares, len(groups))
     # Of each receiver's chunks, every member of a group is head for an equal part, early and late.
     turn = _turns(chunks.receiver)
@@ -73,7 +76,7 @@ def schedule(
         chunks=chunks,
         engines=np.array(engines, np.int32),
         groups=groups,
-        itemsize=itemsize,
+        width=width,
         bucket_bytes=bucket,
         floor=max(received, balance.floor(sets, demand, load) * len(groups)),
         source=ranks[source].astype(np.int32),
@@ -84,10 +87,11 @@ def schedule(
     return made
 
 
-def _demand(have: cells.Held, want: cells.Wanted, whole: cells.Pieces) -> np.ndarray:
-    """Entries that one engine must get from each holder set [sets] float64."""
+def _demand(have: cells.Held, want: cells.Wanted, whole: cells.Pieces, width: np.ndarray) -> np.ndarray:
+    """Bytes that one engine must get from each holder set [sets] float64."""
     asked = np.bincount(want.box, minlength=len(want.boxes))  # by how many rows of an engine
-    return np.bincount(have.holders[whole.held], whole.numel * asked[whole.wanted], len(have.sets))
+    size = whole.numel * width[want.boxes.tensor[whole.wanted]]
+    return np.bincount(have.holders[whole.held], size * asked[whole.wanted], len(have.sets))
 
 
 def _sizes(bucket_bytes: int, itemsize: int, sent: float, received: float, members: int) -> tuple[int, int]:
@@ -100,13 +104,13 @@ def _sizes(bucket_bytes: int, itemsize: int, sent: float, received: float, membe
     return bucket, limit
 
 
-def _chunks(have: cells.Held, want: cells.Wanted, pieces: cells.Pieces, limit: int, itemsize: int) -> Chunks:
+def _chunks(have: cells.Held, want: cells.Wanted, pieces: cells.Pieces, limit: int, width: np.ndarray) -> Chunks:
     """Of at most twice `limit` bytes, in the order of time. No piece is larger than `limit`."""
     row, piece = cells.expand(pieces.start[want.box], np.diff(pieces.start)[want.box])
     order = cells.lexicographic([want.unit[row], have.holders[pieces.held[piece]], want.receiver[row]])
     row, piece = row[order], piece[order]
     unit, receiver, holders = want.unit[row], want.receiver[row], have.holders[pieces.held[piece]]
-    size = pieces.numel[piece] * itemsize
+    size = pieces.numel[piece] * width[want.boxes.tensor[want.box[row]]]
 
     # Bundles: all of one unit, holder set and receiver. Each is cut into equal parts of at most `limit` bytes, between pieces.
     begins = cells.changes(unit, holders, receiver)

@@ -1,6 +1,6 @@
 """Refit by plan: every rank sends and receives exactly the bytes that the plan gives it, point to point.
 
-A train rank gathers its items in the wire's precision; a generate rank writes them where its engine wants them, and finishes
+A train rank gathers its items in the wire's types; a generate rank writes them where its engine wants them, and finishes
 a unit once all ranks of the engine have all of it. What stays from one refit to the next is computed once, in `prepare`.
 
 Left out: the plan (`pipeline/refit/plan.py`), and comparing what both ends hold, which rank 0 does with their reports
@@ -29,7 +29,7 @@ from pipeline.world import World
 
 class PlannedRefit:
     def __init__(self, world: World, config: RefitConfig, precision: torch.dtype, transport: str):
-        """precision: on the wire. transport: "planned", or "delta": only what changed since the last refit."""
+        """precision: the policy's. transport: "planned", or "delta": only what changed since the last refit."""
         self._world = world
         self._config = config
         self._precision = precision

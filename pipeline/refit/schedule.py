@@ -62,7 +62,7 @@ class Schedule:
     chunks: Chunks
     engines: np.ndarray  # [engines, ranks of each] int32 global ranks
     groups: list[list[int]]  # of engines, in the order of their ring
-    itemsize: int
+    width: np.ndarray  # [tensors] int64: bytes of an entry of each tensor on disk, on the wire
     bucket_bytes: int  # what a rank at most sends in a round, and at most receives
     floor: float  # bytes that some rank must send or receive, however it is planned for these groups
     source: np.ndarray  # [chunks, groups] int32
@@ -206,7 +206,7 @@ class Schedule:
             {rank: self.rank(rank) for rank in ranks},
             keys=len(self.want.boxes),
             key_tensor=self.want.boxes.tensor,
-            chunk_bytes=int(self.pieces.numel.max(initial=0)) * self.itemsize,
+            chunk_bytes=int((self.pieces.numel * self.width[self.want.boxes.tensor[self.pieces.wanted]]).max(initial=0)),
             bucket_bytes=self.bucket_bytes,
         )
 

@@ -2,7 +2,7 @@
 
 A message is all items of one round from one rank to another, in the order of the plan. It travels in parts: an item of
 `DIRECT` bytes or more is a part of its own, so that each end may leave out its staging where the item lies in one piece in the
-wire's precision; smaller ones that follow each other share a part. Items begin at multiples of `ALIGNMENT` bytes.
+wire's type; smaller ones that follow each other share a part. Items begin at multiples of `ALIGNMENT` bytes.
 
 All of this is computed once. Per item and refit there remain a view, a copy and a sum.
 """
@@ -18,6 +18,7 @@ import torch
 
 from pipeline.boxes import Region
 from pipeline.generate.base import WeightUpdate
+from pipeline.models.precision import served_dtype
 from pipeline.refit.digest import WORD, Digest, RefitError
 from pipeline.refit.tables import Items, RankPlan
 from pipeline.train.base import TrainBackend
@@ -41,22 +42,24 @@ class Side:
     def __init__(
         self,
         items: Items,
+        rows: Sequence[int],
         rounds: int,
         regions: Sequence[Region],
         precision: torch.dtype,
         device: torch.device,
         digest: bool,
     ):
-        """regions: of the rank's table, in its order."""
+        """rows: of each item, the region that says which tensor it is of. regions: of the rank's table, in its order."""
         self.items = items
-        self.precision = precision
         self.regions = [regions[row] if row >= 0 else None for row in items.row.tolist()]
+        self.dtypes = [served_dtype(regions[row].name, precision) for row in rows]
         dims = [len(held.box.size) if held else 0 for held in self.regions]
         self.shapes = [tuple(size[:d]) for size, d in zip(items.size.tolist(), dims, strict=True)]
         self.numels = items.size.prod(axis=1).tolist()
         self.strides, self._offsets = _places(items, regions, dims)
-        self.messages = _messages(items, [numel * precision.itemsize for numel in self.numels], rounds)
-        self.digest = Digest(items, dims, precision, device) if digest else None
+        self.sizes = [numel * dtype.itemsize for numel, dtype in zip(self.numels, self.dtypes, strict=True)]
+        self.messages = _messages(items, self.sizes, rounds)
+        self.digest = Digest(items, dims, self.dtypes, device) if digest else None
         self._device = device
         self._staging: list[torch.Tensor] = []
 
@@ -71,14 +74,13 @@ class Side:
         return self._staging[round % len(self._staging)]
 
     def staged(self, message: Message, place: int, round: int) -> torch.Tensor:
-        """The staging of an item, [numel] of the wire's precision."""
-        start = message.starts[place]
-        count = self.numels[message.items[place]]
-        return self.staging(round)[start : start + count * self.precision.itemsize].view(self.precision)
+        """The staging of an item, [numel] of the wire's type."""
+        start, item = message.starts[place], message.items[place]
+        return self.staging(round)[start : start + self.sizes[item]].view(self.dtypes[item])
 
     def part(self, message: Message, first: int, last: int, round: int) -> torch.Tensor:
         """The staging of a part, [bytes] uint8."""
-        end = message.starts[last - 1] + self.numels[message.items[last - 1]] * self.precision.itemsize
+        end = message.starts[last - 1] + self.sizes[message.items[last - 1]]
         return self.staging(round)[message.starts[first] : end]
 
     def _view(self, tensor: torch.Tensor, item: int) -> torch.Tensor:
@@ -89,19 +91,22 @@ class Side:
         if self.digest and self.digest.hashed[item]:
             self.digest.add(item, values)
 
-    def in_one_piece(self, view: torch.Tensor) -> bool:
+    def in_one_piece(self, item: int, view: torch.Tensor) -> bool:
         """Whether this memory is what is on the wire."""
-        return view.dtype == self.precision and view.is_contiguous()
+        return view.dtype == self.dtypes[item] and view.is_contiguous()
 
 
 class Sends(Side):
     """Train: parts of its own tensors. Generate: what it received in the round before (`Items.source`)."""
 
     def __init__(self, plan: RankPlan, *arguments, **settings):
-        super().__init__(plan.sends, plan.rounds, *arguments, **settings)
+        relayed = np.flatnonzero(plan.sends.source >= 0)
+        rows = plan.sends.row.copy()
+        rows[relayed] = plan.receives.row[plan.sends.source[relayed]]
+        super().__init__(plan.sends, rows.tolist(), plan.rounds, *arguments, **settings)
         self.sources = plan.sends.source.tolist()
         self.relays = any(source >= 0 for source in self.sources)
-        for item in np.flatnonzero(plan.sends.source >= 0).tolist():
+        for item in relayed.tolist():
             came, goes = plan.receives.round[self.sources[item]], plan.sends.round[item]
             if came != goes - 1:
                 raise ValueError(f"an item that comes in round {came} is to be passed on in round {goes}, not the next one")
@@ -121,7 +126,7 @@ class Receives(Side):
 
     def __init__(self, plan: RankPlan, units: Sequence[str], *arguments, **settings):
         """units: for each region."""
-        super().__init__(plan.receives, plan.rounds, *arguments, **settings)
+        super().__init__(plan.receives, plan.receives.row.tolist(), plan.rounds, *arguments, **settings)
         self._units = [units[row] for row in plan.receives.row.tolist()] if len(plan.receives) else []
         names = list(dict.fromkeys(units))
         self._finished: list[list[str]] = [[] for _ in range(plan.rounds)]
@@ -134,11 +139,11 @@ class Receives(Side):
         self._update = update
 
     def view(self, item: int) -> torch.Tensor:
-        """Where the item is to be written, in its shape on disk. Raises RefitError if that cannot hold the wire's precision."""
+        """Where the item is to be written, in its shape on disk. Raises RefitError if that cannot hold the wire's type."""
         target = self._update.target(self._units[item], self.regions[item].tensor)
-        if torch.promote_types(target.dtype, self.precision) != target.dtype:
+        if torch.promote_types(target.dtype, self.dtypes[item]) != target.dtype:
             raise RefitError(
-                f"{self.regions[item].name} comes as {self.precision} (policy.precision),"
+                f"{self.regions[item].name} comes as {self.dtypes[item]} (policy.precision),"
                 f" which the engine's {self.regions[item].tensor} in {target.dtype} cannot hold"
             )
         return self._view(target, item)

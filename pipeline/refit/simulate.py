@@ -251,7 +251,7 @@ class Demand:
 
 def demand(schedule: Schedule, node: np.ndarray) -> Demand:
     """node: [ranks], the node of each. An overlap of boxes that are not equal, which no layout so far has, counts twice."""
-    want, size = schedule.want, schedule.want.boxes.numel * schedule.itemsize
+    want, size = schedule.want, schedule.want.boxes.numel * schedule.width[schedule.want.boxes.tensor]
     owned = np.bincount(want.receiver, size[want.box], schedule.engines.shape[1])
     inside: dict[int, set[int]] = {}  # the ranks in the engine that a node has, of whichever engine
     for rank, (_, place) in schedule.place.items():
@@ -302,7 +302,7 @@ class Broadcast:
 
 def reference(schedule: Schedule, node: np.ndarray, total: int, bucket: int) -> Broadcast:
     """What the bucketed broadcast would move in the plan's stead. total: bytes of all tensors, in full."""
-    have, size = schedule.have, schedule.have.boxes.numel * schedule.itemsize
+    have, size = schedule.have, schedule.have.boxes.numel * schedule.width[schedule.have.boxes.tensor]
     beside = [rows.box for rank, rows in have.rows.items() if node[rank] == node[0]]
     own, near = int(size[np.unique(have.rows[0].box)].sum()), int(size[np.unique(np.concatenate(beside))].sum())
     return Broadcast(

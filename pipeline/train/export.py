@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig
 from transformers.utils import cached_file
 
 from pipeline.boxes import whole
@@ -23,6 +22,7 @@ from pipeline.config import PolicyConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.files import NONE, Patience, StorageError, errors_of_rust, retrying, sync, write_durably
 from pipeline.models.hugging_face import checkpoint_shapes, meta_model, model_config
+from pipeline.models.precision import served_dtype
 from pipeline.train import lora
 from pipeline.train.base import TrainBackend
 from pipeline.train.initial_weights import initial_weights
@@ -30,6 +30,7 @@ from pipeline.train.shards import read_shards, write_tensors
 from pipeline.types import Head
 
 SHARD_BYTES = 4 << 30
+_GENERATION = "generation_config.json"
 
 
 def export(
@@ -70,13 +71,12 @@ def export_checkpoint(
     if held != expected:
         odd = sorted(name for name in held.keys() | expected.keys() if held.get(name) != expected.get(name))
         raise ValueError(f"{checkpoint}: not of the recipe's policy.model_name; these differ: {odd[:4]} ({len(odd)})")
-    dtype = getattr(torch, policy.precision)
     if adapted:
         record = records[0]["lora"]
         base = initial_weights(policy, config, record["random_seed"] or 0, head)
 
     def weight(name: str) -> torch.Tensor:
-        box = whole(shapes[name])
+        box, dtype = whole(shapes[name]), served_dtype(name, getattr(torch, policy.precision))
         if name in stored:
             return reader.read(f"model.{name}", box).to(dtype)
         unmerged = base(name, box).to(dtype)
@@ -134,13 +134,16 @@ def _write_beside(policy: PolicyConfig, folder: Path, head: Head) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with errors_of_rust():
         config.save_pretrained(folder)
-        if head == "logprobs" and cached_file(
-            policy.model_name, "generation_config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
-        ):
-            GenerationConfig.from_pretrained(policy.model_name, local_files_only=True).save_pretrained(folder)
         load_tokenizer(policy.tokenizer).save_pretrained(folder)
+    if head == "logprobs" and (given := _generation_config(policy.model_name)):
+        shutil.copyfile(given, folder / _GENERATION)  # as it is: transformers refuses to save some that it loads
     for path in folder.iterdir():
         sync(path)
+
+
+def _generation_config(model_name: str) -> str | None:
+    """The model's own file, if it has one."""
+    return cached_file(model_name, _GENERATION, local_files_only=True, _raise_exceptions_for_missing_entries=False)
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:

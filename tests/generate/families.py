@@ -224,7 +224,9 @@ def save_config(family: str, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def rank_model(folder: Path, rank: int, tensor: int = 1, stages: int = 1, experts: bool = False) -> Iterator[torch.nn.Module]:
+def rank_model(
+    folder: Path, rank: int, tensor: int = 1, stages: int = 1, experts: bool = False, dtype: str = "float32"
+) -> Iterator[torch.nn.Module]:
     """vLLM's model of a checkpoint on rank `rank` of an engine of tensor * stages ranks, with its raw parameters.
 
     Takes the process's default group, so no engine may live in it.
@@ -243,7 +245,7 @@ def rank_model(folder: Path, rank: int, tensor: int = 1, stages: int = 1, expert
     arguments = EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=dtype,
         max_model_len=64,
         enforce_eager=True,
         tensor_parallel_size=tensor,

@@ -1,12 +1,14 @@
 """The recorded layout and what an update makes of it, right by value: against vLLM's own loaders on random tensors."""
 
+import dataclasses
 import functools
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from pipeline.boxes import whole
+from pipeline.boxes import Region, whole
+from pipeline.generate.base import Unit
 from pipeline.models.hugging_face import checkpoint_shapes
 from tests.generate.families import EXPERTS, FAMILIES, LONG, SHORT, UNSTAGED, rank_model, save_config
 from tests.generate.tiny import write
@@ -144,6 +146,27 @@ def test_an_update_leaves_what_a_first_load_leaves(family, saved):
     assert updated.keys() == loaded.keys()
     for name, tensor in loaded.items():
         assert torch.equal(updated[name], tensor), name
+
+
+def test_a_routers_bias_is_taken_in_float32(saved):
+    """Where it is written in place, and where a loader of vLLM's gets it in full."""
+    from pipeline.generate.vllm import VLLMUpdate, record
+
+    from vllm.config import get_current_vllm_config  # isort: skip
+
+    folder, shapes, tied = saved("deepseek_v3")
+    gate = "model.layers.1.mlp.gate"
+    bias = f"{gate}.e_score_correction_bias"
+    everything = Region(bias, whole(shapes[bias]), bias, offset=0, strides=(1,))
+    with rank_model(folder, 0, dtype="bfloat16") as model:
+        described = record(model, shapes, torch.bfloat16, complete=True)[gate]
+        assert not described.opaque and bias in {region.tensor for region in described.unit.regions}
+        opaque = dataclasses.replace(described, opaque=True, unit=Unit(gate, (everything,)))
+        for one in (described, opaque):
+            units = {gate: one}
+            update = VLLMUpdate(model, get_current_vllm_config(), shapes, tied, lambda u=units: u, lambda version, again: None)
+            assert update.target(gate, bias).dtype == torch.float32
+            update.give_up()
 
 
 def state(model):

@@ -28,6 +28,7 @@ from pipeline.refit.tables import Plan, table
 from pipeline.remote import decode, encode
 
 TRAIN, GENERATE = (0, 1), (2, 3)
+BIAS = "gate.e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,14 @@ AWKWARD = Model(
         "bias": (5,),
         "experts": (4, 6, 10),  # cut into columns of 5, which are no whole words
         "scale": (),
+        BIAS: (7,),
     },
     units={
         "embed": (("embed",),),
         "qkv": (("q", "k", "v"),),
         "mlp": (("gate", "up"),),
         "out": (("o",), ("down",)),
-        "rest": (("norm",), ("bias",), ("experts",), ("scale",)),
+        "rest": (("norm",), ("bias",), ("experts",), ("scale",), (BIAS,)),
     },
     cut={"embed": 0, "q": 0, "k": 0, "v": 0, "o": 1, "gate": 0, "up": 0, "down": 1, "experts": 2},
     behind=("mlp", "rest"),
@@ -126,11 +128,16 @@ def _process(rank: int, work, folder: Path, argument, cuda: bool, timeout_s: int
 # ---- stand-ins --------------------------------------------------------------------------------------------------------
 
 
+def kept(name: str, precision: torch.dtype) -> torch.dtype:
+    """Of a tensor on either end and on the wire."""
+    return torch.float32 if name == BIAS else precision
+
+
 def weights(model: Model, version: int, precision: torch.dtype) -> dict[str, torch.Tensor]:
     """In full. Each version changes 3% of the values of the one before it; every fourth all."""
     first = version - version % 4
     rng = torch.Generator().manual_seed(first)
-    full = {name: torch.randn(shape, generator=rng).to(precision) for name, shape in model.shapes.items()}
+    full = {name: torch.randn(shape, generator=rng).to(kept(name, precision)) for name, shape in model.shapes.items()}
     for later in range(first + 1, version + 1):
         rng = torch.Generator().manual_seed(later)
         for tensor in full.values():
@@ -156,7 +163,7 @@ class Train:
         self._tensors: dict[str, torch.Tensor] = {}
         for name, shape in model.shapes.items():
             box = part_of(shape, 0 if len(shape) > 1 else None, part, parts)
-            tensor = torch.zeros(box.size, dtype=precision, device=device)
+            tensor = torch.zeros(box.size, dtype=kept(name, precision), device=device)
             if name in model.column_major:
                 tensor = tensor.mT.contiguous().mT
             self._tensors[name] = tensor
@@ -189,7 +196,7 @@ class Generate:
                 if len(names) > 1:
                     size = [sum(cut.size[0] for cut in cuts.values()), size[1] + model.wider]
                 tensor = f"{unit}.{i}"
-                self.live[tensor] = torch.zeros(size, dtype=precision, device=device)
+                self.live[tensor] = torch.zeros(size, dtype=kept(names[0], precision), device=device)
                 row = 0
                 for name, cut in cuts.items():
                     target = Box((row, *[0] * (len(cut.size) - 1)) if cut.size else (), cut.size)
@@ -228,10 +235,9 @@ class Generate:
             expected = full[held.name][held.box.within(whole(full[held.name].shape))]
             assert torch.equal(self.view(held).cpu().to(expected.dtype), expected), held.name
 
-    @property
-    def owned(self) -> int:
-        """Entries."""
-        return sum(held.box.numel for held in self.regions)
+    def owned(self, precision: torch.dtype) -> int:
+        """Bytes, on the wire."""
+        return sum(held.box.numel * kept(held.name, precision).itemsize for held in self.regions)
 
 
 # ---- a run without its coordinator ------------------------------------------------------------------------------------

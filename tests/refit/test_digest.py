@@ -24,7 +24,7 @@ def digest_of(tensor: torch.Tensor, offset: tuple[int, ...] = (), precision: tor
     offsets[0, : len(offset)], sizes[0, : tensor.ndim] = offset, tensor.shape
     one = np.zeros(1, np.int32)
     items = Items(round=one, peer=one, row=one, offset=offsets, size=sizes, key=one, source=one - 1)
-    digest = Digest(items, [tensor.ndim], precision or tensor.dtype, tensor.device)
+    digest = Digest(items, [tensor.ndim], [precision or tensor.dtype], tensor.device)
     digest.add(0, tensor)
     keys, hashes = digest.result()
     assert keys.tolist() == [0]

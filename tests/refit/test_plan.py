@@ -411,3 +411,14 @@ def test_pipeline_stages_are_busy_at_once_on_either_side():
         out, into = made.traffic()
         busy = np.concatenate([out[:, :2], into[:, 2:]], 1) > 0
         assert busy[:-1].all() and made.rounds <= 10
+
+
+def test_what_stays_in_float32_counts_as_that():
+    name, box = "gate.e_score_correction_bias", Box((0,), (1000,))
+    shapes, regions = {name: box.size}, [Region(name, box, name, 0, (1,))]
+    train, generate = {0: table(regions, shapes)}, {1: table(regions, shapes, ["gate"])}
+    made = schedule(train, generate, [[1]], shapes, 2, 256, {0: "a", 1: "b"}, FAST_NICS)
+    out, into = made.traffic()
+    assert made.floor == out.sum() == into.sum() == 4000
+    sends = made.plan().ranks[0].sends
+    assert np.bincount(sends.round, 4 * sends.size.prod(1)).max() <= 256

@@ -2,6 +2,7 @@
 to the bit."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -55,6 +56,16 @@ def test_transformers_loads_what_was_exported(tmp_path, model, shard_bytes, file
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == AutoTokenizer.from_pretrained(TINY).eos_token_id
+
+
+@pytest.mark.parametrize("given", ['{"temperature": 0.6}', '{"top_p":0.95,  "pad_token_id": -1}\n'])
+def test_the_models_own_generation_config_goes_along_as_it_is(tmp_path, model, given):
+    """transformers loads these, and refuses to save them."""
+    shutil.copytree(TINY, tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text(given)
+    policy = PolicyConfig(model_name=str(tmp_path / "base"), tokenizer=TokenizerConfig(name=TINY), precision="float32")
+    export(Backend(model), policy, tmp_path / "hf", writes=True)
+    assert (tmp_path / "hf" / "generation_config.json").read_bytes() == given.encode()
 
 
 def test_a_rank_that_does_not_write_takes_part(tmp_path, model):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.boxes import Box, Piece, whole
+from pipeline.models.precision import served_dtype
 from pipeline.train.megatron.sharing import all_gather
 
 
@@ -66,10 +67,11 @@ class Gatherer:
                     f"weights: the ranks' boxes of {name} {list(shapes[name])} do not make up the whole: {chosen[:4]}"
                 )
 
-    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, precision: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full tensor) on rank 0; an empty one elsewhere. Collective: all ranks must exhaust it."""
         rank = self._group.rank()
         for name, shape in self._shapes.items():
+            dtype = served_dtype(name, precision)
             if rank == 0:
                 yield name, self._assemble(name, shape, dtype)
                 continue
