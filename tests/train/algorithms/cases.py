@@ -66,7 +66,8 @@ def recipe(case: str, model: Path, teacher: Path, layout: dict[str, Any]) -> Rec
     """layout: changes of a recipe, as nested dicts."""
     sections = CASES[case]
     update = PAIRS if sections["algorithm"] in PAIRED else PROMPTS * ANSWERS // UPDATES
-    recipe = changed(_defaults(model, teacher), {"policy": {"train_global_batch_size": update}})
+    policy = {"train_global_batch_size": update, "generation": {"temperature": 0.7}}  # of sft and dpo too, to see more of it
+    recipe = changed(_defaults(model, teacher), {"policy": policy})
     return changed(changed(recipe, sections), layout)
 
 
@@ -87,7 +88,7 @@ def _defaults(model: Path, teacher: Path) -> Recipe:
             "logprob_chunk_size": 16,
             "max_grad_norm": None,
             "optimizer": OPTIMIZER,
-            "generation": {"temperature": 0.7, "max_new_tokens": LONGEST},
+            "generation": {"max_new_tokens": LONGEST},
         },
         "value": {"max_grad_norm": None, "optimizer": OPTIMIZER},
         "teacher": {"model_name": str(teacher)},
