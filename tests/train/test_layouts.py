@@ -7,7 +7,7 @@ import pytest
 from tests.train import cases, ranks
 from tests.train.ranks import Layout
 
-LAYOUTS = [Layout(2, 1), Layout(1, 2), Layout(2, 2)]
+LAYOUTS = [Layout(2, 1), Layout(1, 2), pytest.param(Layout(2, 2), marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["dp2", "tp2", "dp2tp2"])
