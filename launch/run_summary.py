@@ -13,7 +13,7 @@ from launch.attempts import PastAttempt
 from launch.follow import first_failure, telling_log
 from launch.past_run import Metrics, PastRun, last_sign, phases
 from launch.run_state import RunState
-from pipeline.checkpoint import Checkpoints
+from pipeline.checkpoint import NAME, Checkpoints
 from pipeline.config import CheckpointingConfig, durations
 
 RECENT = 20
@@ -120,7 +120,7 @@ def _checkpoint(run: PastRun) -> dict[str, Any]:
     folder = run.folder / "checkpoints"
     found = Checkpoints(run.folder, "", CheckpointingConfig()).all()
     partial = sorted(path.name.split(".")[1] for path in folder.glob(".step_*.partial"))
-    spoiled = {path.name for path in folder.glob("step_*") if path.name[5:].isdecimal()} - {each.folder.name for each in found}
+    spoiled = {path.name for path in folder.glob("step_*") if NAME.fullmatch(path.name)} - {each.folder.name for each in found}
     told: dict[str, Any] = {"count": len(found), "partial": partial, "incomplete": sorted(spoiled)}
     if found:
         latest = found[-1]

@@ -239,14 +239,21 @@ def ask(*command: str, timeout_s: float | None = None) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
 
 
+_clusters: dict[tuple[str | None, str | None], str] = {}
+
+
 def cluster_name(timeout_s: float | None = None) -> str | None:
     """Of the cluster that is asked here; None if Slurm does not answer, or there is none. timeout_s: as for `ask`."""
-    try:
-        answer = ask("scontrol", "show", "config", timeout_s=timeout_s)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return None
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", answer.stdout, re.MULTILINE)
-    return found[1] if found else None
+    here = (os.environ.get("PATH"), os.environ.get("SLURM_CONF"))  # what decides which one it is
+    if here not in _clusters:  # asked once: whoever lists many runs wants to know it of each
+        try:
+            answer = ask("scontrol", "show", "config", timeout_s=timeout_s)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            return None
+        if (found := re.search(r"^ClusterName\s*=\s*(\S+)", answer.stdout, re.MULTILINE)) is None:
+            return None
+        _clusters[here] = found[1]
+    return _clusters[here]
 
 
 def parse(line: str) -> dict[str, str]:

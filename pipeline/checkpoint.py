@@ -34,6 +34,7 @@ from pipeline.files import Patience, append, retrying, sync, write_durably
 
 COMPLETE = "complete.json"
 ROLLOUTS = "buffer.msgpack"
+NAME = re.compile(r"step_\d+")  # of a checkpoint's folder
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def kept(run_dir: Path) -> str:
 
 def _complete(folder: Path) -> list[Checkpoint]:
     """Oldest first. What else lies there, such as a copy that somebody made of one (`step_000100_keep`), is none."""
-    folders = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    folders = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
     folders.sort(key=lambda path: int(path.name.removeprefix("step_")))
     return [checkpoint for path in folders if (checkpoint := _read(path))]
 
