@@ -6,7 +6,7 @@ LOCK := containers/requirements-cpu.lock
 READY := $(VENV)/ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-long test-slurm-matrix lint format bench slurm clean
+.PHONY: setup demo test test-full test-long test-slurm-matrix lint format bench slurm clean
 
 setup: $(READY) slurm
 
@@ -31,6 +31,10 @@ demo: $(READY)
 
 test: setup
 	$(BIN)/python -m pytest
+
+# What `make test` leaves out and takes minutes rather than hours.
+test-full: setup
+	$(BIN)/python -m pytest -m 'full and not gpu and not long'
 
 test-long: setup
 	$(BIN)/python -m pytest -m long
