@@ -1,14 +1,18 @@
 """Whatever is wrong with a recipe is said at once, by the real command: status 2, nothing created or submitted."""
 
+import contextlib
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from launch import submit
 from launch.job import ROOT
 from tests.launch.model import write_data, write_model, write_recipe
 
@@ -17,31 +21,56 @@ TENSOR_PARALLEL = "policy.generation.vllm_cfg.tensor_parallel_size"
 
 
 def refuse(folder: Path, *overrides: str, recipe: str | None = None, path: str | None = None, count: int = 1) -> str:
-    """Submit `folder`/tiny.yaml from `folder`; the message of its refusal, `count` problems. The folder must be as it was."""
-    bin_folder = folder / "bin"  # an sbatch that tells on whoever calls it
-    bin_folder.mkdir(exist_ok=True)
-    (bin_folder / "sbatch").write_text(f"#!/bin/sh\ntouch {folder}/submitted\n")
-    (bin_folder / "sbatch").chmod(0o755)
+    """Submit `folder`/tiny.yaml from `folder`; return the message of its refusal, which has `count` problems.
+
+    The folder must be as it was. Runs in this process; `test_the_real_command` does the same in one of its own.
+    """
+    environment = surroundings(folder, path)
     before = sorted(folder.rglob("*"))
-    environment = {**os.environ, "PATH": path or f"{bin_folder}:{os.environ['PATH']}", "HF_HOME": str(folder / "hf")}
-    command = [sys.executable, str(SUBMIT), f"recipe={recipe or folder / 'tiny.yaml'}", *overrides]
-    begin = time.monotonic()
-    answer = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
-    elapsed = time.monotonic() - begin
-    print(f"refused in {elapsed:.2f} s: {answer.stderr}")
-    assert elapsed < 10
-    assert answer.returncode == 2, answer.stdout + answer.stderr
-    assert answer.stdout == ""
-    assert answer.stderr.startswith("error: ") and "Traceback" not in answer.stderr
-    assert len(told(answer.stderr)) == count, answer.stderr
+    out, err = io.StringIO(), io.StringIO()
+    sigterm = signal.getsignal(signal.SIGTERM)
+    with contextlib.chdir(folder), mock.patch.dict(os.environ, environment):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = submit.main([f"recipe={recipe or folder / 'tiny.yaml'}", *overrides])
+            finally:
+                signal.signal(signal.SIGTERM, sigterm)
+    return refusal(folder, before, status, out.getvalue(), err.getvalue(), count)
+
+
+def surroundings(folder: Path, path: str | None = None) -> dict[str, str]:
+    """Return environment variables with an sbatch that leaves a file when it is called."""
+    bin_folder = folder / "bin"
+    bin_folder.mkdir(exist_ok=True)
+    (bin_folder / "sbatch").write_text(f"#!/bin/sh\ntouch '{folder}/submitted'\n")
+    (bin_folder / "sbatch").chmod(0o755)
+    return {"PATH": path or f"{bin_folder}:{os.environ['PATH']}", "HF_HOME": str(folder / "hf")}
+
+
+def refusal(folder: Path, before: list[Path], status: int, out: str, err: str, count: int) -> str:
+    """Return the message, after checking that it is a refusal of `count` problems and that `folder` is as `before`."""
+    assert status == 2, out + err
+    assert out == ""
+    assert err.startswith("error: ") and "Traceback" not in err
+    assert len(told(err)) == count, err
     assert sorted(folder.rglob("*")) == before
-    return answer.stderr
+    return err
 
 
 def told(message: str) -> list[str]:
     """The problems of an error: one behind `error: `, more as a list below it."""
     first, *rest = message.removeprefix("error: ").strip().splitlines()
     return [line.removeprefix("  - ") for line in rest] if rest else [first]
+
+
+def test_the_real_command(tmp_path):
+    write_recipe(tmp_path)
+    environment = {**os.environ, **surroundings(tmp_path)}
+    before = sorted(tmp_path.rglob("*"))
+    command = [sys.executable, str(SUBMIT), f"recipe={tmp_path / 'tiny.yaml'}", "grpo.max_num_step=5", "env.math.kind=poetry"]
+    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    message = refusal(tmp_path, before, answer.returncode, answer.stdout, answer.stderr, count=2)
+    assert "did you mean 'grpo.max_num_steps'" in message
 
 
 @pytest.mark.parametrize(
