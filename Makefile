@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := containers/requirements-cpu.lock
 READY := $(VENV)/ready
+WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup demo test test-full test-long test-slurm-matrix lint format bench slurm clean
@@ -29,12 +30,13 @@ demo: $(READY)
 	$(BIN)/python launch/submit.py recipe=tiny_grpo cluster.executor=local run_dir=runs/demo $(OVERRIDES)
 	$(BIN)/python launch/report.py runs/demo
 
+# Two workers; a file's tests stay together. Some tests start up to eight processes, so more workers need more cores.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 # What `make test` leaves out and takes minutes rather than hours.
 test-full: setup
-	$(BIN)/python -m pytest -m 'full and not gpu and not long'
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m 'full and not gpu and not long'
 
 test-long: setup
 	$(BIN)/python -m pytest -m long

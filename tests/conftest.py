@@ -19,6 +19,24 @@ def require_slurm() -> None:
         (pytest.fail if os.environ.get("HETSTEP_REQUIRE_SLURM") == "1" else pytest.skip)(message)
 
 
+# Folders whose files take longest. Their files come first, so that two workers end at about the same time.
+SLOW = ("end_to_end", "slurm", "train", "generate", "refit", "launch", "world", "storage", "sandbox")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with the slow folders, and let one worker have all tests of a file, whose fixtures they share."""
+    tests = Path(__file__).parent
+
+    def slowness(item: pytest.Item) -> int:
+        folder = item.path.relative_to(tests).parts[0]
+        return SLOW.index(folder) if folder in SLOW else len(SLOW)
+
+    items.sort(key=slowness)  # stable: within a folder the order stays
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(tests))))
+
+
 @pytest.fixture(scope="session")
 def slurm_cluster() -> Iterator[SlurmCluster]:
     """A real Slurm cluster of four nodes on this machine; its `env` is for subprocesses. Skips where Slurm is not installed."""

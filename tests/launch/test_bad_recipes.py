@@ -29,12 +29,13 @@ def refuse(folder: Path, *overrides: str, recipe: str | None = None, path: str |
     before = sorted(folder.rglob("*"))
     out, err = io.StringIO(), io.StringIO()
     sigterm = signal.getsignal(signal.SIGTERM)
-    with contextlib.chdir(folder), mock.patch.dict(os.environ, environment):
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                status = submit.main([f"recipe={recipe or folder / 'tiny.yaml'}", *overrides])
-            finally:
-                signal.signal(signal.SIGTERM, sigterm)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir(folder))
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        stack.callback(signal.signal, signal.SIGTERM, sigterm)
+        status = submit.main([f"recipe={recipe or folder / 'tiny.yaml'}", *overrides])
     return refusal(folder, before, status, out.getvalue(), err.getvalue(), count)
 
 
