@@ -45,6 +45,8 @@ TRACEBACK_LINES = 60
 LAST_WORDS = 10
 """Lines of the log of a rank that did not raise."""
 TAIL_BYTES = 256 << 10
+ENDED_WITH_ANOTHER = re.compile(r"exit code 12[34]\b")
+"""What srun says of the ranks that pipeline/watchdog.py ends because another one has failed."""
 SETTLE_S = 5.0
 """How long done.json may lag behind the job's end on a shared file system."""
 
@@ -226,7 +228,8 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus, told: set[tuple[str, 
         lines = [f"{job.name()} ended ({status}), but the run is not complete: there is no done.json"]
     if verdict.startswith("stop: ") and verdict[6:] not in status.reason:
         lines += [f"attempt {attempt.name}: {verdict[6:]}"]
-    lines += failed_step(run_dir / f"submitit/{job.job_id}_0_log.out", len(attempts))
+    said = attempt.failure if attempt else None
+    lines += failed_step(run_dir / f"submitit/{job.job_id}_0_log.out", len(attempts), said["realm"] if said else None)
     logs = attempt.logs if attempt else []
     if attempt and attempt.failure:
         if (attempt.name, "failure") not in told:
@@ -239,15 +242,22 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus, told: set[tuple[str, 
     return lines
 
 
-def failed_step(batch_log: Path, attempts: int) -> list[str]:
+def failed_step(batch_log: Path, attempts: int, realm: str | None = None) -> list[str]:
     """Under Slurm: the first task that failed, as srun tells of it, and its component, as the batch script does; of the last
-    of so many attempts. Each but that one has left its verdict in the log."""
+    of so many attempts. Each but that one has left its verdict in the log.
+
+    realm: of the rank that failed first, where failure.json says so. Then tasks that ended because of another one, and other
+    components, are left out: srun often tells of them first.
+    """
     if not batch_log.exists():
         return []
     lines = _tail(batch_log).splitlines()
     verdicts = [number for number, line in enumerate(lines) if line.startswith("requeue: ")]
     begin = verdicts[: attempts - 1][-1] if verdicts[: attempts - 1] else 0
     lines = [line for line in lines[begin:] if line.startswith((REPORT, "srun: error:"))]
+    if realm:
+        lines = [line for line in lines if not ENDED_WITH_ANOTHER.search(line)]
+        lines = [line for line in lines if not line.startswith(REPORT) or f"the {realm} component" in line]
     task = next((line for line in lines if " task" in line and not line.startswith(REPORT)), None)
     component = next((line for line in lines if line.startswith(REPORT)), None)
     return [line for line in (task, component) if line]

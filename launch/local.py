@@ -29,14 +29,17 @@ from typing import Any
 
 from submitit.local import local
 
+from launch import gpus
 from launch.job import ROOT, Guest, JobStatus, write_json
-from pipeline.config import ClusterConfig, ComponentConfig, RecipeError, RequeueConfig, ranks, ranks_per_node
+from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig, ranks, ranks_per_node
 from pipeline.files import write_durably
 
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL."""
 REQUEUE = 75
 """What launch/verdict.sh exits with when all ranks are to be started again."""
+WITH_ANOTHER = (123, 124)
+"""What a rank exits with because of another one: EXIT_WITH_ANOTHER and EXIT_STATUS of pipeline/watchdog.py."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
 VERDICT_S = 600.0
 """How long launch/verdict.sh may take, which only reads and writes files of the run folder."""
@@ -50,6 +53,8 @@ LIBC = ctypes.CDLL(None)
 def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, str]]:
     """What each rank's environment has besides the submitting one's, in rank order. Raises RecipeError if GPUs are too few."""
     world_size = sum(ranks(component) for component in components.values())
+    owners = [component for component in components.values() if not isinstance(component, Guest)]
+    devices = gpus.assigned(sum(component.nodes * component.gpus_per_node for component in owners))
     environments, first_gpu, next_gpu = [], 0, 0
     for name, component in components.items():
         if not isinstance(component, Guest):
@@ -66,23 +71,11 @@ def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, 
             }
             if component.gpus_per_node:
                 node_gpu = first_gpu + index // per_node * component.gpus_per_node
-                environment["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(node_gpu, component.gpus_per_node))
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[node_gpu : node_gpu + component.gpus_per_node])
             else:
                 environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
             environments.append({**environment, **component.env_vars})
     return environments
-
-
-def _devices(first: int, count: int) -> list[str]:
-    """`count` GPUs from the `first` one on, out of those that this process may see."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = [str(i) for i in range(first + count)] if visible is None else [d for d in visible.split(",") if d]
-    if len(devices) < first + count:
-        raise RecipeError(
-            f"cluster: the components need {first + count} GPUs or more on this machine, but CUDA_VISIBLE_DEVICES={visible}"
-            f" shows {len(devices)}; fewer nodes or gpus_per_node in cluster.train, cluster.generate and cluster.reward"
-        )
-    return devices[first : first + count]
 
 
 def rank_command(run_dir: Path) -> list[str]:
@@ -104,11 +97,12 @@ def commands(run_dir: Path, components: dict[str, ComponentConfig]) -> str:
 class Stop(Exception):
     """Why the controller ends the ranks."""
 
-    def __init__(self, state: str, reason: str = "", status: int = 0):
-        """status: what the attempt ended with, for the verdict."""
+    def __init__(self, state: str, reason: str = "", status: int = 0, echo: bool = False):
+        """status: what the attempt ended with, for the verdict. echo: whether a rank ended because of another one."""
         super().__init__(reason)
         self.state = state
         self.status = status
+        self.echo = echo
 
 
 class Controller:
@@ -144,6 +138,8 @@ class Controller:
             self.attempt = f"{self.job}-{restart}"
             end = self._one_attempt()
             status, verdict = self._ask(end.status)
+            if end.echo and "failed first" in verdict:
+                end = Stop(end.state, status=end.status)  # the verdict names the rank that failed first, this one another
             print(f"hetstep: {self.attempt}: {'; '.join(filter(None, (str(end), verdict)))}", flush=True)
             if status == 0:
                 return Stop("COMPLETED")
@@ -224,7 +220,8 @@ class Controller:
             name = signal.Signals(ended.si_status).name
             raise Stop("FAILED", f"{self._name(rank)} was ended by {name}", 128 + ended.si_status)  # as bash has it
         if ended.si_status != 0:
-            raise Stop("FAILED", f"{self._name(rank)} exited with status {ended.si_status}", ended.si_status)
+            echo = ended.si_status in WITH_ANOTHER
+            raise Stop("FAILED", f"{self._name(rank)} exited with status {ended.si_status}", ended.si_status, echo)
         os.waitpid(ended.si_pid, 0)
         del self.rank_of[ended.si_pid]
 

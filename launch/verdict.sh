@@ -77,8 +77,11 @@ superseded_by() {
     [[ ${current%-*} != "${attempt%-*}" && $(<"$attempts/$current/started") > $(<"$own/started") ]] && echo "$current"
 }
 
+# Prints `RANK (COMPONENT)` of failure.json, the rank that failed first. Nothing if there is no such file.
+failed_first() { sed -nE 's/^\{"rank": ([0-9]+), "realm": "(\w+)".*/rank \1 (\2)/p' "$own/failure.json" 2>/dev/null; }
+
 judge() {
-    local why restarted
+    local why restarted first
     if has "$run_dir" done.json; then
         echo "done"
     elif why=$(superseded_by); then
@@ -96,6 +99,11 @@ judge() {
         fi
     else
         why="crashed with status $status"
+        if first=$(failed_first) && [[ $first ]]; then
+            # 123 and 124 say that a rank ended because of another (pipeline/watchdog.py).
+            [[ $status == 12[34] ]] && why=crashed
+            why="$why: $first failed first"
+        fi
         [[ $status == 0 ]] && why="all ranks ended with status 0, but the run is not complete: there is no done.json"
         has "$own" bad_nodes && why="nodes failed their checks ($(paste -sd ';' "$own/bad_nodes"))"
         restarted=$(restarted_crashes)

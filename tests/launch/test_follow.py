@@ -222,6 +222,17 @@ def test_srun_s_words_are_those_of_the_last_attempt(tmp_path):
     assert failed_step(log, 2) == []
 
 
+def test_srun_s_words_are_left_out_where_they_are_of_a_rank_that_ended_with_another(tmp_path):
+    log = tmp_path / "batch.out"
+    echo = "srun: error: n1: task 0: Exited with exit code 123"
+    train = "hetstep: the train component failed; task 0 of its step is rank 0"
+    killed = "srun: error: n2: task 1: Out Of Memory"
+    generate = "hetstep: the generate component failed; task 0 of its step is rank 2"
+    log.write_text("\n".join([echo, train, killed, generate, ""]))
+    assert failed_step(log, 1, "generate") == [killed, generate]
+    assert failed_step(log, 1) == [echo, train]
+
+
 def test_without_a_traceback_the_batch_log_is_shown(tmp_path):
     write_logs(tmp_path, "all well\n", "all well\n")
     (tmp_path / "submitit").mkdir()

@@ -64,6 +64,7 @@ def test_two_components_form_one_world(tmp_path, monkeypatch):
     [
         (tasks.fail_on_rank_1, "rank 1 (train) exited with status 1; crashed with status 1"),
         (tasks.exit_with_7_on_rank_1, "rank 1 (train) exited with status 7; crashed with status 7"),
+        (tasks.fail_on_rank_2_after_its_echo, "crashed: rank 2 (generate) failed first"),
     ],
 )
 def test_a_failing_rank_ends_all(tmp_path, task, reason):
@@ -212,12 +213,35 @@ def test_a_process_id_that_is_used_again_is_not_the_job(tmp_path):
     job.cancel()  # must not reach this very process
 
 
-def test_each_component_and_node_has_its_own_gpus(monkeypatch):
+def has_gpus(monkeypatch, folder, count: int) -> None:
+    """Puts an nvidia-smi first on PATH that answers as a driver with so many GPUs does."""
+    script = folder / "nvidia-smi"
+    script.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: NVIDIA H200 (UUID: GPU-{i})'\n" for i in range(count)))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_each_component_and_node_has_its_own_gpus(monkeypatch, tmp_path):
+    has_gpus(monkeypatch, tmp_path, 8)
     components = {"train": ComponentConfig(nodes=2, gpus_per_node=2), "generate": ComponentConfig(gpus_per_node=1)}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [e["CUDA_VISIBLE_DEVICES"] for e in rank_environments(components)] == ["0,1", "0,1", "2,3", "2,3", "4"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7")
     assert [e["CUDA_VISIBLE_DEVICES"] for e in rank_environments(components)] == ["3,4", "3,4", "5,6", "5,6", "7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-    with pytest.raises(RecipeError, match="need 4 GPUs or more"):
+    with pytest.raises(RecipeError, match=r"ask for 5 GPUs .* shows 2: it has 8 by nvidia-smi"):
         rank_environments(components)
+
+
+@pytest.mark.parametrize(
+    ("there", "visible", "shown"), [(0, None, 0), (0, "0,1", 0), (2, "0,5,1", 1), (2, "-1", 0), (2, "", 0), (2, "GPU-1", 1)]
+)
+def test_gpus_that_are_not_there_are_refused(monkeypatch, tmp_path, there, visible, shown):
+    """Also those of CUDA_VISIBLE_DEVICES, which CUDA reads up to the first that is not there."""
+    has_gpus(monkeypatch, tmp_path, there)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(RecipeError, match=rf"expected at most {shown}\. Try a smaller gpus_per_node"):
+        rank_environments({"train": ComponentConfig(gpus_per_node=shown + 1)})
+    assert len(rank_environments({"train": ComponentConfig(gpus_per_node=shown, ranks_per_node=1)})) == 1

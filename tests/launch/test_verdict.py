@@ -9,6 +9,7 @@ import pytest
 from launch.attempts import PastAttempt
 from launch.job import ROOT
 from pipeline.attempt import Attempt
+from pipeline.watchdog import Failure
 
 DONE, REQUEUE = 0, 75
 
@@ -162,3 +163,12 @@ def test_what_cannot_be_written_cannot_be_counted(tmp_path):
     command = [ROOT / "launch/verdict.sh", tmp_path, "17-0", "1", "3", "true"]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stdout.startswith("stop: the verdict cannot be written")
+
+
+@pytest.mark.parametrize(("status", "crashed"), [(123, "crashed"), (124, "crashed"), (1, "crashed with status 1")])
+def test_the_rank_of_failure_json_is_named_instead_of_one_that_ended_with_it(tmp_path, status, crashed):
+    first = Failure(2, "generate", "node7", "rollout", "decode", 'ValueError: {"rank": 9, "realm": "train"}')
+    attempt = left_by(tmp_path, "17-0")
+    assert first.record(attempt.folder)
+    expected = f"stop: {crashed}: rank 2 (generate) failed first, without a new checkpoint since its start"
+    assert judge(tmp_path, "17-0", status) == (status, expected)

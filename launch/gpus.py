@@ -1,0 +1,66 @@
+"""The GPUs of this machine, counted without torch: the one place that the local executor asks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+from pipeline.config import RecipeError
+
+SMI_S = 20.0
+"""How long nvidia-smi may take: some seconds where no persistence daemon runs. A driver that is stuck never answers."""
+OTHER_DRIVERS = ("/dev/dxg", "/dev/kfd")
+"""Devices of WSL and of AMD: GPUs that nothing here can count."""
+
+
+def count() -> tuple[int | None, str]:
+    """(The number of GPUs, None where nobody can tell; who says so.)
+
+    Asks `nvidia-smi`, which knows of a container's limits. Where it is missing or fails, counts /dev/nvidia0, /dev/nvidia1 ...
+    """
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_S)
+        if answer.returncode == 0:
+            return sum(line.startswith("GPU ") for line in answer.stdout.splitlines()), "nvidia-smi"
+    except (OSError, subprocess.TimeoutExpired):
+        pass  # /dev tells it too
+    devices = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in Path("/dev").glob("nvidia*"))
+    if not devices and any(Path(path).exists() for path in OTHER_DRIVERS):
+        return None, ""
+    return devices, "/dev/nvidia*"
+
+
+def assigned(asked: int) -> list[str]:
+    """The first `asked` GPUs that a process of ours may use, as CUDA_VISIBLE_DEVICES names them. Raises RecipeError if this
+    machine has fewer.
+
+    As CUDA reads it, CUDA_VISIBLE_DEVICES ends where it names a GPU that is not there.
+    """
+    if not asked:
+        return []
+    there, source = count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        devices = [str(i) for i in range(asked if there is None else there)]
+        why = f"this machine has {there} by {source}"
+    else:
+        devices = _shown(visible, there)
+        why = f"this machine shows {len(devices)}: it has {there} by {source}, and CUDA_VISIBLE_DEVICES={visible}"
+    if len(devices) < asked:
+        raise RecipeError(
+            f"cluster: the components ask for {asked} GPUs (nodes x gpus_per_node), and {why}; with cluster.executor=local"
+            f" expected at most {len(devices)}. Try a smaller gpus_per_node in cluster.train, cluster.generate and"
+            " cluster.reward (0: on CPUs), or cluster.executor=slurm"
+        )
+    return devices[:asked]
+
+
+def _shown(visible: str, there: int | None) -> list[str]:
+    devices = []
+    for name in (part.strip() for part in visible.split(",")):
+        if not name or there == 0 or (re.fullmatch(r"-?\d+", name) and not 0 <= int(name) < (there or 1 << 16)):
+            break
+        devices.append(name)
+    return devices
