@@ -92,6 +92,11 @@ class BatchStepsJob(slurm.HetSlurmJob):
 
     process: subprocess.Popen
 
+    def hand_on_signals(self) -> None:
+        """Slurm signals this process, which is the batch script, and the steps' script tells the ranks. In the main thread."""
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, lambda number, _: self.process.send_signal(number))
+
     def status(self, now: bool = False) -> JobStatus:
         status = self.process.poll()
         if status is None:
@@ -142,4 +147,5 @@ class AllocationExecutor(local.LocalExecutor):
             return AllocationJob(self.folder, str(process.pid), tasks, process, start_time=start_time(process.pid))
         job = BatchStepsJob(self.folder, self.batch_job)
         job.process = process
+        job.hand_on_signals()
         return job

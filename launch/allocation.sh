@@ -1,5 +1,5 @@
 # The controller of a run inside an salloc; launch/allocation.py puts this text behind the functions of launch/slurm.py's scripts.
-# It starts the ranks, and again after a crash, if the verdict is so. SIGTERM ends it and them. In the end it leaves its state in
+# It starts the ranks, and again after a crash, if the verdict is so. SIGTERM ends it and them; SIGUSR2 asks them to save and leave. In the end it leaves its state in
 # submitit/<its process id>_end.json, as the local executor's controller does.
 
 step_name=hetstep-$SLURM_JOB_ID-$$
@@ -7,14 +7,8 @@ exec >>"$submitit/$$_0_log.out" 2>&1
 state=FAILED reason='the controller came to an early end'
 on_term='state=CANCELLED reason="by a signal"; exit 1'
 trap "$on_term" TERM INT
+trap 'tell_ranks SIGUSR2' USR2
 trap leave EXIT
-
-# The allocation may have other steps, so only those of this run, by their name.
-signal_steps() {
-    local own
-    own=$(timeout 30 squeue --noheader --steps --user="$(id -un)" --format="%i %j" | sed -n "s/ $step_name\$//p")
-    [[ $own ]] && timeout 30 scancel --signal=TERM $own
-}
 
 end_steps() {
     ((${#steps[@]})) && kill -TERM "${!steps[@]}" 2>/dev/null # srun kills its tasks then
@@ -23,7 +17,7 @@ end_steps() {
 }
 
 leave() {
-    trap '' TERM INT
+    trap '' TERM INT USR2
     trap - EXIT
     end_steps
     reason=${reason//[\"\\$'\n']/ }

@@ -3,8 +3,11 @@
 # and _ATTEMPT; `max_restarts` and `requeue` (true, false), as verdict.sh takes them. Set between begin_attempt and end_attempt:
 # `steps`, process id of an srun -> COMPONENT FIRST_RANK.
 #
-# Slurm signals all that a batch script has started, and the script itself, when it ends a job. SIGTERM must not end the script
-# before its steps, whose ranks save then: KillWait is for both.
+# A signal that asks the ranks to save and leave comes to this script alone (--signal=B:USR2@..., scancel --batch), which tells
+# rank 0 by a file: where pyxis mounts an image with squashfuse, a signal to a step ends squashfuse, and with it the root file
+# system of the step's ranks. So the script sends no signal to a step as long as its ranks have something to do.
+# When Slurm ends a job it signals everything: SIGTERM must not end the script before its steps, whose ranks save then if they
+# can: KillWait is for both.
 
 ANSWER_S=300      # how long slurmctld may be down before a decision is made without it
 STEP_PATIENCE_S=15 # for the other steps to end by themselves, when one has failed
@@ -55,20 +58,28 @@ begin_attempt() {
     hosts=$(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}") || exit 1
     export HETSTEP_MASTER_ADDR=${hosts%%$'\n'*}
     attempt=$HETSTEP_RUN_DIR/attempts/$HETSTEP_ATTEMPT
-    # Readers see it whole or not at all.
-    mkdir -p "$attempt" && date +%s.%N >"$attempt/.started" && mv "$attempt/.started" "$attempt/started" || exit 1
+    # Readers see `started` whole or not at all. `signals` is there before rank 0 is, and only grows: see tell_ranks.
+    mkdir -p "$attempt" && : >"$attempt/signals" && date +%s.%N >"$attempt/.started" &&
+        mv "$attempt/.started" "$attempt/started" || exit 1
+    export HETSTEP_SIGNALS=$attempt/signals
+}
+
+# SIGTERM or SIGUSR2, which rank 0 takes as if it had come to itself; see pipeline/signals.py. The file is appended to in place:
+# whoever opens it afterwards on another node sees that, over NFS too, which may hide a new file for a minute. Before there are
+# ranks it does nothing.
+tell_ranks() {
+    [[ ${attempt:-} ]] || return 0
+    echo "$1" >>"$attempt/signals" || echo "hetstep: the ranks cannot be told of $1" >&2
 }
 
 # This script may run on beside the next start of its job, if Slurm has given up its node. Job and steps have the same ids then,
 # so a signal that goes by id is sent only as long as the job is this one's; else Slurm has seen to it.
 
-# SIGTERM to the tasks of all steps.
-signal_steps() { [[ $(fate) == open ]] && timeout 30 scancel --signal=TERM "$SLURM_JOB_ID"; }
-
 # PID ...: of sruns. Told to end, they have their steps killed, by id.
 kill_steps() { [[ $(fate) == open ]] && kill -TERM "$@" || kill -KILL "$@"; }
 
-# Waits for all steps; returns the status of the first that failed. Then the others are told to end, and made to if they do not.
+# Waits for all steps; returns the status of the first that failed. Then the others are told to end, and have STEP_PATIENCE_S to
+# say what they know of it.
 wait_for_steps() {
     local status=0 ended pid running timer=
     while ((${#steps[@]})); do
@@ -84,7 +95,7 @@ wait_for_steps() {
                 echo "hetstep: the ${steps[$pid]% *} component failed; task 0 of its step is rank ${steps[$pid]#* }"
                 if ((!status)); then
                     status=$ended
-                    signal_steps
+                    tell_ranks SIGTERM
                     sleep $STEP_PATIENCE_S &
                     timer=$!
                     running+="$timer "

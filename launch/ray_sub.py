@@ -71,7 +71,9 @@ def main(arguments: list[str]) -> int:
     if "detach=true" in arguments:
         print("error: detach: the job ends when its batch script does; sbatch has detached it already", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGUSR2, lambda *_: None)  # for the ranks; ignored, it would be so for all that is started here
+    signal.signal(
+        signal.SIGUSR2, lambda *_: None
+    )  # before there are ranks to be told, see BatchStepsJob; not SIG_IGN, which they inherit
     overrides, lines = understood(os.environ, arguments)
     for line in lines:
         print(f"# {line}", flush=True)

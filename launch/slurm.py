@@ -56,11 +56,15 @@ INHERITED = (
 ANSWER_S = 30.0
 """How long Slurm may take to answer. Its own commands give up after a minute or more."""
 SIGNAL_LEAD_S = 60
-"""How long before the time limit SIGUSR2 comes; Slurm sends it up to a minute earlier. The ranks know the limit themselves:
-this is for one that was shortened meanwhile, and it names the signal for Slurm's preempt_send_user_signal."""
+"""How long before the time limit SIGUSR2 comes to the batch script, which tells the ranks; Slurm sends it up to a minute
+earlier. The ranks know the limit themselves: this is for one that was shortened meanwhile, and it names the signal for
+preemption where Slurm has PreemptParameters=send_user_signal. Each component asks for it, so that none gets SIGTERM then."""
 SIGNALLED_MIN = 10
 """Jobs of fewer minutes do without, or the signal would come before their first step."""
-JOB = ("trap : TERM USR2  # not '', which the steps would inherit", "start", "end_attempt", "finish_job")
+JOB = (
+    *("trap 'tell_ranks SIGTERM' TERM", "trap 'tell_ranks SIGUSR2' USR2"),  # steps do not inherit these, as they would ''
+    *("start", "end_attempt", "finish_job"),
+)
 """What a batch script does: functions of launch/batch.sh."""
 
 
@@ -80,11 +84,11 @@ def batch_script(
     for k, component in enumerate(hosts(components).values()):
         header += ["#SBATCH hetjob"] if k else []
         header += _directives(component, cluster.time_min, name)
+        header += _flags(("signal", f"B:USR2@{SIGNAL_LEAD_S}" if cluster.time_min >= SIGNALLED_MIN else None))
         if k == 0:  # these concern the one batch script
             header += _flags(
                 ("output", f"{run_dir}/submitit/%j_0_log.out"),
                 ("open-mode", "append"),
-                ("signal", f"USR2@{SIGNAL_LEAD_S}" if cluster.time_min >= SIGNALLED_MIN else None),
                 ("dependency", dependency(afterok=after, afterany=behind)),
                 ("kill-on-invalid-dep", "yes" if after else None),
             )
@@ -165,7 +169,7 @@ def _step(name: str, component: ComponentConfig, first_rank: int, place: str, ru
     """Lines of bash: a background srun, noted in `steps`. The task redirects its output: srun's %t is off by the component."""
     exports = {"HETSTEP_COMPONENT": name, **component.env_vars}
     task = [
-        "trap '' USR2",  # or the signal ends the task while Python has no handler yet
+        "trap '' USR2",  # somebody may signal the steps, and Python has no handler yet
         *containers.task_exports(component),
         "export " + " ".join(f"{key}={shlex.quote(value)}" for key, value in exports.items()),
         f"export HETSTEP_RANK=$(({first_rank} + SLURM_PROCID)) HETSTEP_LOCAL_RANK=$SLURM_LOCALID HETSTEP_NODE=$SLURMD_NODENAME",

@@ -269,7 +269,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def _interrupt(_number: int, _frame: object) -> None:
-    if allocation.batch_job() is None:  # there Slurm signals the ranks too, which save, and the steps' script waits for them
+    if allocation.batch_job() is None:  # there the steps' script gets it, once there is one
         raise Terminated
 
 

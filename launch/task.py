@@ -68,7 +68,10 @@ def run(folder: str) -> int:
 
 
 def main(folder: str) -> None:
-    signals.install(int(os.environ["HETSTEP_RANK"]))  # at once: importing the pipeline takes seconds
+    rank = int(os.environ["HETSTEP_RANK"])
+    signals.install(rank)  # at once: importing the pipeline takes seconds
+    if rank == 0 and (told := os.environ.get("HETSTEP_SIGNALS")):
+        signals.watch(Path(told))
     rank_log.guard()
     status = run(folder)
     sys.stdout.flush()

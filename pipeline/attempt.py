@@ -1,6 +1,7 @@
 """One start of all ranks: attempts/<name>/ in the run folder, and what rank 0 leaves there for whoever decides what comes next.
 
     started       unix seconds; by the launcher, before there are ranks
+    signals       a line for each signal that the launcher took for the ranks; only under Slurm, see pipeline/signals.py
     rank00000.log what each rank printed
     failure.json  by the first rank that failed: where and why
     progress      the step of the latest checkpoint that this attempt completed; absent: none yet

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -167,6 +168,42 @@ def test_a_signal_is_seen_while_the_main_thread_is_stuck(rank, sent, came):
             os.kill(process.pid, number)
         assert process.stdout.readline() == f"{came}\n"
         process.kill()
+
+
+WATCHING = """
+import sys, time
+from pathlib import Path
+from pipeline import signals
+signals.WATCH_S = 0.01
+signals.install(0)
+signals.watch(Path(sys.argv[1]))
+print("ready", flush=True)
+while len(came := signals.received()) < int(sys.argv[2]):
+    time.sleep(0.01)
+print(came, signals.terminating(), flush=True)
+"""
+
+
+def test_a_signal_that_the_launcher_took_is_read_from_its_file(tmp_path):
+    """Which grows; a line that is under way does not count yet, nor does what names no signal."""
+    told = tmp_path / "signals"
+    told.write_text("SIGKILL\nnonsense\n")
+    with subprocess.Popen([sys.executable, "-c", WATCHING, str(told), "2"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        for piece in ("SIGUSR2\n", "SIGT", "ERM\nSIGUSR2\n"):
+            with open(told, "a") as file:
+                file.write(piece)
+            time.sleep(0.05)
+        assert process.stdout.readline() == "['SIGUSR2', 'SIGTERM'] True\n"
+
+
+def test_a_launchers_file_that_is_away_is_looked_for_again(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", WATCHING, str(tmp_path / "signals"), "1"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        (tmp_path / "signals").write_text("SIGTERM\n")
+        assert process.stdout.readline() == "['SIGTERM'] True\n"
 
 
 FORKED = """

@@ -26,6 +26,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # of a variable
 FLAGS = re.compile(r"[a-z][a-z0-9=_-]*(\+[a-z][a-z0-9=_-]*)*")
 IN_REGISTRY = re.compile(r"([a-z]+://)?[A-Za-z0-9][\w.$:+@#/-]*")  # [USER@][REGISTRY#]IMAGE[:TAG][@DIGEST]
 GIVEN_BY_THE_JOB = ("HETSTEP_", "SLURM_")
+MOST_LINKS = 40  # on the way to a file: path_resolution(7)
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def problems(recipe: Recipe, pending: list[Path], conversions: Path) -> Iterator
         for need in needs:
             yield from _check_need(f"{key}.container_mounts", need, mounts)
         yield from _check_workdir(f"{key}.container_workdir", component.container_workdir, needs)
-        if component.python is None and not _of_every_system(sys.executable) and not _is_inside(Path(sys.executable), mounts):
+        if component.python is None and not _of_every_system(sys.executable) and unseen(Path(sys.executable), mounts):
             yield (
                 f"{key}.python: null takes {sys.executable}, which is not in the container; give the image's own, e.g. python3"
             )
@@ -149,7 +150,7 @@ def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[str]:
 
 
 def _check_need(key: str, need: Need, mounts: list[Mount]) -> Iterator[str]:
-    if _is_inside(need.path, mounts):
+    if (place := unseen(need.path, mounts)) is None:
         if need.written and (mount := _covering(need.path, mounts)) and mount.read_only:
             yield f"{key}: {need.what}, {need.path}, is written, but {mount.target} is mounted read-only; mount it without ro"
     elif set(":,") & set(str(need.path)):
@@ -158,9 +159,16 @@ def _check_need(key: str, need: Need, mounts: list[Mount]) -> Iterator[str]:
             " comma; mount a folder above it, or rename it"
         )
     else:
-        real = need.path.resolve()
-        also = f", and {real}:{real}, where it leads" if real != need.path else ""
-        yield f"{key}: {need.what}, {need.path}, is not mounted in the container; add {need.path}:{need.path}{also}"
+        real = Path(os.path.realpath(need.path))
+        if place == need.path:
+            also = f", and {real}:{real}, where it leads" if real != need.path else ""
+            yield f"{key}: {need.what}, {need.path}, is not mounted in the container; add {need.path}:{need.path}{also}"
+        else:
+            also = f", and {real}:{real}, where that leads" if real != place else ""
+            yield (
+                f"{key}: {need.what}, {need.path}, is a link, or in one, that leads to {place}, which is not mounted in the"
+                f" container; add {place}:{place}{also}"
+            )
 
 
 def _check_workdir(key: str, workdir: str | None, needs: list[Need]) -> Iterator[str]:
@@ -182,15 +190,31 @@ def _covering(path: Path, mounts: list[Mount]) -> Mount | None:
     return max(above, key=lambda mount: len(mount.target.parts), default=None)
 
 
-def _is_inside(path: Path, mounts: list[Mount], depth: int = 4) -> bool:
-    mount = _covering(path, mounts)
-    if mount is None or depth == 0:
-        return False
-    real, shown = path.resolve(), (mount.source / path.relative_to(mount.target)).resolve()
-    if shown != real:
-        return False
-    # A link that leads out of the mount is followed inside the container.
-    return real.is_relative_to(mount.source.resolve()) or _is_inside(real, mounts, depth - 1)
+def unseen(path: Path, mounts: list[Mount]) -> Path | None:
+    """The first place on the way to `path` at which the container differs from this machine; None if it shows the same file.
+
+    Each link on the way is followed as the kernel follows it inside, so that every link's target must be mounted too. A folder
+    above a mount's target is there: enroot makes it.
+    """
+    at, ahead, links = Path("/"), list(path.parts[1:]), 0
+    while ahead:
+        part = ahead.pop(0)
+        at = at.parent if part == ".." else at / part
+        mount = _covering(at, mounts)
+        if mount is None:
+            if any(mount.target.is_relative_to(at) for mount in mounts):
+                continue
+            return at.joinpath(*ahead)
+        if at != mount.target and os.path.islink(shown := mount.source / at.relative_to(mount.target)):
+            target, links = Path(os.readlink(shown)), links + 1
+            if links > MOST_LINKS:
+                return at
+            at, ahead = (Path("/") if target.is_absolute() else at.parent), [*target.parts, *ahead]
+            ahead = ahead[1:] if target.is_absolute() else ahead
+    if (mount := _covering(at, mounts)) is None:
+        return at
+    shown = mount.source / at.relative_to(mount.target)
+    return None if os.path.realpath(shown) == os.path.realpath(path) else at
 
 
 # ---- what the ranks open ------------------------------------------------------------------------------------------------

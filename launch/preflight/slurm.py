@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from launch.job import components
-from launch.preflight import slurm_accounts, slurm_nodes, slurm_request
-from launch.preflight.slurm_cluster import Accounting, Fields, SlurmCluster, Unanswered, ask, minutes
+from launch.preflight import slurm_accounts, slurm_nodes, slurm_request, squashfuse
+from launch.preflight.slurm_cluster import Accounting, Fields, SlurmCluster, Unanswered, ask, configuration, minutes
 from launch.preflight.slurm_request import Request
 from pipeline.config import Recipe
 
@@ -164,7 +164,7 @@ def _sizes(accounting: Accounting | None, request: Request, partition: Fields) -
 
 
 def container_problems(recipe: Recipe, notes: list[str]) -> Iterator[str]:
-    """That srun has pyxis's options, if they are used."""
+    """That srun has pyxis's options, if they are used. What cannot be saved in containers is noted."""
     used = [f"cluster.{name}.container_image" for name, each in components(recipe).items() if each.container_image]
     if not used:
         return
@@ -173,6 +173,8 @@ def container_problems(recipe: Recipe, notes: list[str]) -> Iterator[str]:
     except Unanswered as why:
         notes.append(f"whether srun takes a container image was not checked: {why}")
         return
+    with contextlib.suppress(Unanswered):  # which is noted where more is asked
+        notes += squashfuse.notes(used, configuration())
     if "--container-image" not in options:
         yield (
             f"{', '.join(used)}: srun here has no --container-image, which comes with the pyxis plugin"

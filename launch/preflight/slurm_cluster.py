@@ -50,6 +50,12 @@ def ask(*command: str) -> str:
     return answer.stdout
 
 
+def configuration() -> Fields:
+    """Slurm's, by key. Raises Unanswered."""
+    lines = ask("scontrol", "show", "config").splitlines()
+    return {key.strip(): value.strip() for key, equals, value in (line.partition("=") for line in lines) if equals}
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     name: str
@@ -75,8 +81,7 @@ class SlurmCluster:
     """Asked when it is made. Raises Unanswered if slurmctld does not answer."""
 
     def __init__(self) -> None:
-        lines = ask("scontrol", "show", "config").splitlines()
-        self.config = {key.strip(): value.strip() for key, equals, value in (line.partition("=") for line in lines) if equals}
+        self.config = configuration()
         # -a: those too that are hidden from this user, who may name them all the same
         self.partitions = {
             fields["PartitionName"]: fields for fields in _lines(ask("scontrol", "-a", "-o", "show", "partition"))

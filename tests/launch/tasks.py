@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 
-from pipeline import config
+from pipeline import config, signals
 from pipeline.attempt import Attempt
 
 
@@ -62,9 +62,13 @@ def exit_with_7_on_rank_1(run_dir: str) -> None:
 
 
 def _stay(seconds: float = 600) -> None:
-    """Until told to go; real ranks end themselves then, which takes a part of the pipeline."""
+    """Until told to go, by SIGTERM or the launcher's file; real ranks take a part of the pipeline to end themselves."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(seconds)
+    told, end = Path(os.environ.get("HETSTEP_SIGNALS", os.devnull)), time.monotonic() + seconds
+    while time.monotonic() < end:
+        if "SIGTERM" in told.read_text():
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(min(0.1, seconds))
 
 
 def _wait_for_reports(run_dir: str) -> None:
@@ -121,3 +125,32 @@ def play(run_dir: str) -> None:
         Path(run_dir, "done.json").write_text(json.dumps({"step": act["done"]}))
     _stay(act.get("wait", 0))
     raise SystemExit(act.get("exit", 0))
+
+
+def save_when_told(run_dir: str) -> None:
+    """Stay until a signal comes to rank 0 or is told to it; it then saves for two seconds, and all ranks leave."""
+    report(run_dir)
+    folder = Path(run_dir, "attempts", os.environ["HETSTEP_ATTEMPT"])
+    if os.environ["HETSTEP_RANK"] == "0":
+        while not (came := signals.received()):
+            time.sleep(0.05)
+        time.sleep(2)
+        attempt = Attempt(folder)
+        attempt.progressed(7)
+        attempt.ask_requeue(f"{' and '.join(came)} came")
+    while not (folder / "requeue").exists():
+        time.sleep(0.05)
+
+
+def tell_of_the_other_component(run_dir: str) -> None:
+    """A rank of generate ends without a word; rank 0 says so a second after it is told to end."""
+    report(run_dir)
+    _wait_for_reports(run_dir)
+    if os.environ["HETSTEP_COMPONENT"] == "generate":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not signals.terminating():
+        time.sleep(0.05)
+    time.sleep(1)
+    said = {"rank": 1, "realm": "generate", "message": "rank 1 died without a word"}
+    Path(run_dir, "attempts", os.environ["HETSTEP_ATTEMPT"], "failure.json").write_text(json.dumps(said))
+    raise SystemExit(124)

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from launch.job import ROOT
 from launch.preflight import storage
+from launch.preflight.containers import Mount, unseen
 from launch.preflight.space import conversions_folder
 from launch.preflight.storage import file_system
 from launch.preflight.weights import stored, trouble
@@ -276,6 +277,39 @@ def test_links_that_lead_out_of_a_mount(folder, contained):
     (folder / "model").symlink_to(folder / "near/model")
     (said,) = contained(container_mounts=recipe_of)
     assert f"and {folder / 'far/model'}:{folder / 'far/model'}, where it leads" in said
+
+
+def test_every_link_of_a_chain_must_be_mounted(folder, contained):
+    """model -> near/model -> middle/model -> far/model; what is not mounted is seen at every place."""
+    for name in ("far", "middle", "near", "run"):
+        (folder / name).mkdir()
+    (folder / "model").rename(folder / "far/model")
+    (folder / "middle/model").symlink_to("../far/model")
+    (folder / "near/model").symlink_to(folder / "middle/model")
+    (folder / "model").symlink_to(folder / "near/model")
+    mounts = [f"{ROOT}:{ROOT}", f"{folder}:{folder}"]
+    assert contained(container_mounts=mounts) == []
+    for name in ("near", "middle", "far"):
+        (said,) = contained(container_mounts=[*mounts, f"tmpfs:{folder / name}"])
+        assert f"leads to {folder / name / 'model'}, which is not mounted in the container; add {folder / name}" in said
+    (folder / "elsewhere").mkdir()
+    (said,) = contained(
+        container_mounts=[*mounts, f"{folder / 'elsewhere'}:{folder / 'middle'}"]
+    )  # another folder by that name
+    assert f"leads to {folder / 'middle/model'}, which is not mounted" in said
+
+
+def test_a_circle_of_links_and_a_link_to_a_folder_on_the_way(folder):
+    (folder / "real").mkdir()
+    (folder / "real/file").write_text("")
+    (folder / "first").symlink_to("second")
+    (folder / "second").symlink_to(folder / "real")
+    everything = [Mount(folder, folder, False)]
+    assert unseen(folder / "first/file", everything) is None
+    assert unseen(folder / "first/file", [*everything, Mount(Path("tmpfs"), folder / "real", False)]) == folder / "real/file"
+    (folder / "second").unlink()
+    (folder / "second").symlink_to("first")
+    assert unseen(folder / "first/file", everything) is not None
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,18 @@ def missing() -> list[str]:
 
 
 @contextmanager
-def cluster(folder: Path, nodes: int | list[str] = 4) -> Iterator[SlurmCluster]:
-    """Tasks in a container leave what they got in `folder`/tasks."""
+def cluster(folder: Path, nodes: int | list[str] = 4, squashfuse: bool = False, **cluster: str) -> Iterator[SlurmCluster]:
+    """Tasks in a container leave what they got in `folder`/tasks. squashfuse: a signal to a step ends its tasks.
+
+    cluster: `partitions` and `settings` of the cluster.
+    """
     plugin, records = folder / "pyxis_stub.so", folder / "tasks"
     records.mkdir()
     build = ["gcc", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(plugin), str(SOURCE)]
     subprocess.run(build, check=True)
-    (folder / "pyxis.conf").write_text(f"required {plugin} record={records}\n")
-    started = SlurmCluster(folder, nodes, settings=f"PlugStackConfig={folder}/pyxis.conf")
+    (folder / "pyxis.conf").write_text(f"required {plugin} record={records}{' use_squashfuse=1' if squashfuse else ''}\n")
+    settings = "\n".join([f"PlugStackConfig={folder}/pyxis.conf", cluster.pop("settings", "")])
+    started = SlurmCluster(folder, nodes, settings=settings, **cluster)
     started.start()
     try:
         yield started

@@ -2,10 +2,16 @@
  * A SPANK plugin that takes the options of pyxis (https://github.com/NVIDIA/pyxis, 0.24) and runs tasks without a container.
  *
  * It refuses what pyxis refuses: an option that it does not know, one that is given twice with two values, a mount of a wrong
- * form, an empty value, an image or a mount's source that is not there, a folder that tasks cannot start in. It is stricter in
+ * form, an empty value, an image or a mount's source that is not there, a folder that tasks cannot start in. As pyxis does, it
+ * leaves a mount's flags to whoever mounts. An image whose first bytes are not a squashfs file's ends the step's tasks with the
+ * words of pyxis and enroot. It is stricter in
  * what pyxis would let pass or only warn of: container options without an image, an image in a registry (there is none here),
  * a working folder that is not absolute, a variable in --container-env that is not set. What a task got is left in a
  * file of the folder that plugstack.conf names (record=FOLDER), <job>.<step>.<task>, a line `key=value` each.
+ *
+ * With use_squashfuse=1 in plugstack.conf each task has a child that stands for the processes of enroot: the stopped shell and
+ * squashfuse, on which the root file system hangs. SIGCONT, SIGTERM and SIGUSR2 end it, and the task gets SIGBUS, as it does at
+ * the next page that it reads from a root file system that is gone. Slurm signals such a child as it does the real ones.
  *
  * It leaves out the container itself: tasks see the node's own files.
  *
@@ -14,11 +20,13 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -39,6 +47,7 @@ static char *texts[TEXTS];
 static int flags[FLAGS] = {-1, -1, -1, -1, -1};
 static char *mounts, *env, *unshare_; /* as given; several are joined by commas */
 static const char *record; /* the folder */
+static bool use_squashfuse;
 
 /* ---- options ---- */
 
@@ -112,6 +121,8 @@ int slurm_spank_init(spank_t sp, int argc, char **argv)
 	for (int i = 0; i < argc; ++i)
 		if (strncmp(argv[i], "record=", 7) == 0)
 			record = strdup(argv[i] + 7);
+		else if (strcmp(argv[i], "use_squashfuse=1") == 0)
+			use_squashfuse = true;
 	if (spank_context() == S_CTX_SLURMD || spank_context() == S_CTX_JOB_SCRIPT)
 		return 0;
 	for (int i = 0; options[i].name != NULL; ++i)
@@ -136,9 +147,6 @@ static int check_mount(char *text)
 	}
 	if (strchr("./", *target) == NULL)
 		REFUSE("mount target must be a path: %s", target);
-	for (const char *c = text ? text : ""; *c; ++c)
-		if (*c == ' ' || *c == ':')
-			REFUSE("invalid mount flags: %s", text);
 	return 0;
 }
 
@@ -200,6 +208,53 @@ static int record_variable(char *variable)
 	return 0;
 }
 
+/* As pyxis and enroot tell of an image that cannot be unpacked or mounted; neither names it. */
+static int check_image(void)
+{
+	char start[4] = "";
+	FILE *file = fopen(texts[IMAGE], "r");
+
+	if (file != NULL) {
+		fread(start, 1, sizeof(start), file);
+		fclose(file);
+	}
+	if (memcmp(start, "hsqs", sizeof(start)) == 0)
+		return 0;
+	slurm_error("pyxis: container start failed with error code: 1");
+	slurm_error("pyxis: printing enroot log file:");
+	slurm_error("pyxis:     This doesn't look like a squashfs image.");
+	return -1;
+}
+
+static void root_is_gone(int number)
+{
+	kill(getppid(), SIGBUS);
+	_exit(0);
+}
+
+static int start_squashfuse(void)
+{
+	const int ends[] = {SIGCONT, SIGTERM, SIGUSR2};
+	sigset_t none;
+	pid_t parent = getpid(), child = fork();
+
+	if (child < 0)
+		REFUSE("no squashfuse: %s", strerror(errno));
+	if (child > 0)
+		return 0;
+	prctl(PR_SET_NAME, "squashfuse");
+	prctl(PR_SET_PDEATHSIG, SIGKILL);
+	if (getppid() != parent)
+		_exit(0);
+	for (int i = 0; i < 3; ++i)
+		signal(ends[i], root_is_gone);
+	sigemptyset(&none);
+	sigprocmask(SIG_SETMASK, &none, NULL);
+	close_range(0, ~0U, 0); /* srun waits until nobody can print for a task any more */
+	for (;;)
+		pause();
+}
+
 int slurm_spank_task_init(spank_t sp, int argc, char **argv)
 {
 	uint32_t job = 0, step = 0, rank = 0;
@@ -208,6 +263,10 @@ int slurm_spank_task_init(spank_t sp, int argc, char **argv)
 
 	if (texts[IMAGE] == NULL && texts[NAME] == NULL)
 		return 0;
+	if (texts[IMAGE] != NULL && check_image() != 0)
+		return -1;
+	if (use_squashfuse && start_squashfuse() != 0)
+		return -1;
 	if (texts[WORKDIR] != NULL && chdir(texts[WORKDIR]) != 0)
 		REFUSE("couldn't chdir to %s: %s", texts[WORKDIR], strerror(errno));
 	if (record == NULL)

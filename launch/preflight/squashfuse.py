@@ -1,0 +1,74 @@
+"""What a run in containers cannot save where pyxis mounts images with squashfuse and Slurm's signals reach it.
+
+With use_squashfuse=1 the root file system of a step's ranks depends on other processes of that step (enroot's
+src/runtime.sh). Where Slurm signals all processes of a step, and not only its tasks, SIGTERM ends these processes and the
+ranks. What asks a run to save and leave therefore comes to the batch script alone, see launch/batch.sh. Slurm itself still
+sends SIGTERM to the steps when it ends a job.
+https://github.com/NVIDIA/pyxis, https://slurm.schedmd.com/cgroup.conf.html (SignalChildrenProcesses)
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch.preflight.slurm_cluster import Fields
+
+TRUE = ("1", "y", "yes", "on", "true")
+DEPTH = 4  # of includes
+
+
+def notes(keys: list[str], config: Fields) -> Iterator[str]:
+    """keys: those that name images. config: Slurm's. Nothing where this machine does not say that pyxis uses squashfuse."""
+    said_in = _where_squashfuse_is_on(config.get("PlugStackConfig", "/etc/slurm/plugstack.conf"))
+    if said_in is None or not signals_reach_children(config):
+        return
+    lost = ["scancel", "scontrol requeue"]
+    remedy = ""
+    if config.get("PreemptMode", "OFF") != "OFF" and not sends_user_signal(config):
+        lost.append("preemption")
+        remedy = " Slurm's administrators can set PreemptParameters=send_user_signal, and preemption with a GraceTime saves."
+    yield (
+        f"{', '.join(keys)}: pyxis mounts images with squashfuse here ({said_in}), and SIGTERM to a step ends it, so"
+        f" {', '.join(lost[:-1])} and {lost[-1]} lose what came after the last checkpoint; checkpointing.save_period bounds"
+        f" that. The time limit saves, and so does `scancel --batch --signal=USR2 JOB`.{remedy}"
+    )
+
+
+def signals_reach_children(config: Fields) -> bool:
+    """Whether a signal to a step goes to more than its tasks: not with cgroups, unless cgroup.conf says so."""
+    if config.get("ProctrackType", "proctrack/cgroup") != "proctrack/cgroup":
+        return True
+    return config.get("SignalChildrenProcesses", "no").lower() in TRUE
+
+
+def sends_user_signal(config: Fields) -> bool:
+    """Whether preemption begins with the job's --signal. Before Slurm 23.02 this was a part of SlurmctldParameters."""
+    given = f"{config.get('PreemptParameters', '')},{config.get('SlurmctldParameters', '')}"
+    return "send_user_signal" in given.lower()
+
+
+def _where_squashfuse_is_on(plugstack: str) -> str | None:
+    """The file whose line of pyxis says so; None if none does, or none can be read here."""
+    for path, words in _lines(plugstack, DEPTH):
+        for word in words:
+            key, _, value = word.partition("=")
+            if key == "use_squashfuse" and value.lower() in TRUE and "pyxis" in words[1]:
+                return f"use_squashfuse={value} in {path}"
+    return None
+
+
+def _lines(pattern: str, depth: int) -> Iterator[tuple[str, list[str]]]:
+    """(file, words of a line) of a plugstack.conf and what it includes."""
+    for path in sorted(glob.glob(pattern)):
+        try:
+            text = Path(path).read_text(errors="replace")
+        except OSError:
+            continue
+        for line in text.splitlines():
+            words = line.split("#")[0].split()
+            if len(words) > 1 and words[0] == "include" and depth:
+                yield from _lines(str(Path(path).parent / words[1]), depth - 1)
+            elif len(words) > 2:
+                yield path, words

@@ -1,0 +1,195 @@
+"""What signals do to ranks whose root file system hangs on squashfuse, as with pyxis's use_squashfuse=1.
+
+squashfuse is a stand-in (pyxis_stub.c): a process of the step that ends on SIGCONT, SIGTERM and SIGUSR2 and takes its rank
+along. Slurm is real, and its process tracking is linuxproc, which signals all processes of a step.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.attempts import PastAttempt, all_attempts
+from launch.job import ROOT
+from launch.preflight import slurm as preflight
+from launch.preflight import squashfuse
+from launch.slurm import HetSlurmExecutor, HetSlurmJob
+from pipeline import config
+from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig
+from tests.launch import tasks
+from tests.launch.model import write_recipe
+from tests.launch.waiting import reports, wait_until_ended
+from tests.slurm import pyxis
+from tests.slurm.cluster import SlurmCluster, missing
+from tests.slurm.wrapper import sbatch, wait_for
+
+on_slurm = pytest.mark.slurm
+PARTITIONS = """\
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=high Nodes=ALL PriorityTier=9 PreemptMode=OFF"""
+SETTINGS = "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\nSlurmctldParameters=preempt_send_user_signal"
+
+
+@pytest.fixture(scope="module")
+def own_cluster(tmp_path_factory) -> Iterator[SlurmCluster]:
+    if lacking := [*missing(), *pyxis.missing()]:
+        (pytest.fail if os.environ.get("HETSTEP_REQUIRE_SLURM") == "1" else pytest.skip)(f"not here: {lacking}")
+    folder = tmp_path_factory.mktemp("squashfuse")
+    with pyxis.cluster(folder, 2, squashfuse=True, partitions=PARTITIONS, settings=SETTINGS) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(own_cluster, monkeypatch) -> SlurmCluster:
+    for key in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(key, own_cluster.env[key])
+    monkeypatch.setenv("HETSTEP_SETTLE_S", "1")
+    return own_cluster
+
+
+def submit(run_dir: Path, task) -> HetSlurmJob:
+    """Two components of one rank, each in a container, that are not requeued."""
+    image = str(pyxis.image(run_dir / "x.sqsh"))
+    components = {name: ComponentConfig(container_image=image) for name in ("train", "generate")}
+    cluster = ClusterConfig(time_min=30, requeue=RequeueConfig(enabled=False))
+    return HetSlurmExecutor(run_dir, "squashfuse", cluster, components).submit(task, str(run_dir))
+
+
+def slurm(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def left(run_dir: Path, why: str) -> None:
+    """All ranks have left with everything saved."""
+    (attempt,) = all_attempts(run_dir)
+    assert attempt.verdict == f"stop: {why}; cluster.requeue.enabled is false", log(attempt)
+    assert attempt.progress == 7
+
+
+def log(attempt: PastAttempt) -> str:
+    return "\n".join(path.read_text() for path in (attempt.folder.parents[1] / "submitit").glob("*_log.out"))
+
+
+@pytest.mark.full
+@on_slurm
+def test_a_signal_to_a_step_ends_its_ranks(cluster, tmp_path):
+    """The stand-in shows the fault: without this, what follows would show nothing."""
+    job = submit(tmp_path, tasks.save_when_told)
+    reports(tmp_path, 2)
+    slurm("scancel", "--signal=USR2", job.job_id)
+    wait_until_ended(job)
+    (attempt,) = all_attempts(tmp_path)
+    assert not attempt.progress and "Bus error" in log(attempt)
+
+
+@pytest.mark.full
+@on_slurm
+@pytest.mark.parametrize("number", ["USR2", "TERM"])
+def test_a_signal_to_the_batch_script_lets_them_save(cluster, tmp_path, number):
+    job = submit(tmp_path, tasks.save_when_told)
+    reports(tmp_path, 2)
+    slurm("scancel", "--batch", f"--signal={number}", job.job_id)
+    wait_until_ended(job)
+    left(tmp_path, f"SIG{number} came")
+
+
+@on_slurm
+def test_a_time_limit_that_comes_near_lets_them_save(cluster, tmp_path):
+    """It is shortened, so that the ranks do not know of it."""
+    job = submit(tmp_path, tasks.save_when_told)
+    reports(tmp_path, 2)
+    slurm("scontrol", "update", f"JobId={job.job_id}", "TimeLimit=1")
+    wait_until_ended(job)
+    left(tmp_path, "SIGUSR2 came")
+
+
+@pytest.mark.full
+@on_slurm
+def test_preemption_that_sends_the_user_signal_lets_them_save(cluster, tmp_path):
+    job = submit(tmp_path, tasks.save_when_told)
+    reports(tmp_path, 2)
+    slurm("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    wait_until_ended(job)
+    left(tmp_path, "SIGUSR2 came")
+
+
+@on_slurm
+def test_when_a_component_has_failed_the_other_can_tell(cluster, tmp_path):
+    job = submit(tmp_path, tasks.tell_of_the_other_component)
+    wait_until_ended(job)
+    (attempt,) = all_attempts(tmp_path)
+    assert attempt.failure and attempt.failure["message"] == "rank 1 died without a word", log(attempt)
+
+
+@pytest.mark.full
+@on_slurm
+def test_in_a_batch_job_of_ones_own(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    write_recipe(tmp_path, cluster={})
+    keys = {
+        "container_image": pyxis.image(tmp_path / "x.sqsh"),
+        "container_mounts": f"[{tmp_path},{ROOT}]",
+        "python": sys.executable,
+    }
+    contained = [f"cluster.{name}.{key}={value}" for name in ("train", "generate") for key, value in keys.items()]
+    job, out = sbatch(tmp_path, "-N2 --time=30", "save_when_told", "cluster.requeue.enabled=false", *contained)
+    reports(tmp_path / "run", 2)
+    slurm("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+    wait_for("is not complete", out, 120)
+    left(tmp_path / "run", "SIGUSR2 came")
+
+
+# ---- what is said at submission -----------------------------------------------------------------------------------------
+
+
+@on_slurm
+def test_what_cannot_be_saved_is_noted(cluster, tmp_path):
+    recipe = config.inspect(str(write_recipe(tmp_path, cluster={})), []).recipe
+    recipe.cluster.train.container_image = "/x.sqsh"
+    notes: list[str] = []
+    assert list(preflight.container_problems(recipe, notes)) == []
+    (note,) = notes
+    assert note.startswith("cluster.train.container_image: pyxis mounts images with squashfuse here (use_squashfuse=1 in /")
+    assert "scancel and scontrol requeue lose what came after the last checkpoint; checkpointing.save_period" in note
+    assert "preemption" not in note  # which sends SIGUSR2 here, to the batch script
+
+
+CGROUPS = {"ProctrackType": "proctrack/cgroup", "SignalChildrenProcesses": "no"}
+
+
+@pytest.mark.parametrize(
+    ("line", "slurm_says", "says"),
+    [
+        ("required /usr/lib/spank_pyxis.so use_squashfuse=1", {}, "scancel and scontrol requeue lose"),
+        ("include more/*.conf", {}, "use_squashfuse=yes in"),
+        ("required spank_pyxis.so use_squashfuse=1", {"PreemptMode": "REQUEUE"}, "scontrol requeue and preemption lose"),
+        (
+            "required spank_pyxis.so use_squashfuse=1",
+            {"PreemptMode": "REQUEUE", "PreemptParameters": "send_user_signal"},
+            "scancel and scontrol requeue lose",
+        ),
+        ("required spank_pyxis.so use_squashfuse=1", {**CGROUPS, "SignalChildrenProcesses": "yes"}, "lose"),
+        ("required spank_pyxis.so use_squashfuse=1", CGROUPS, None),  # there only tasks get signals
+        ("required spank_pyxis.so use_squashfuse=0", {}, None),
+        ("required spank_pyxis.so", {}, None),
+        ("# required spank_pyxis.so use_squashfuse=1", {}, None),
+        ("required another.so use_squashfuse=1", {}, None),
+        ("", {}, None),
+    ],
+)
+def test_where_signals_reach_squashfuse(tmp_path, line, slurm_says, says):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/pyxis.conf").write_text("optional /opt/pyxis/spank_pyxis.so runtime_path=/run use_squashfuse=yes\n")
+    (tmp_path / "plugstack.conf").write_text(f"# as an administrator writes it\n{line}\n")
+    defaults = {"ProctrackType": "proctrack/linuxproc", "PreemptMode": "OFF", "PlugStackConfig": f"{tmp_path}/plugstack.conf"}
+    found = list(squashfuse.notes(["cluster.train.container_image"], defaults | slurm_says))
+    assert [says in note for note in found] == ([True] if says else [])
+
+
+def test_nothing_is_said_of_a_plugstack_that_is_not_here(tmp_path):
+    there = {"ProctrackType": "proctrack/linuxproc", "PlugStackConfig": f"{tmp_path}/no/plugstack.conf"}
+    assert list(squashfuse.notes(["cluster.train.container_image"], there)) == []
