@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -53,6 +51,7 @@ from pipeline.refit.plan import schedule
 from pipeline.refit.planned import PlannedRefit
 from pipeline.refit.tables import table
 from pipeline.types import Request, Sampling
+from tests import fork_server
 from tests.generate.tiny import drain
 
 TRAIN_RANKS, GENERATE_RANKS = 4, 4
@@ -160,19 +159,13 @@ def write_models(folder: Path) -> None:
 
 def run(chosen: list[Case], folder: Path, transport: str = "planned") -> list[dict]:
     """What each case found, in their order. The models must be in `folder`."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    arguments = (chosen, folder, transport)
-    mp.start_processes(_rank, arguments, nprocs=TRAIN_RANKS + GENERATE_RANKS, start_method="forkserver")
+    fork_server.run(_rank, (chosen, folder, transport), TRAIN_RANKS + GENERATE_RANKS)
     return json.loads((folder / "found.json").read_text())
 
 
 def _rank(rank: int, chosen: list[Case], folder: Path, transport: str) -> None:
     torch.set_num_threads(1)
-    os.environ |= {
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HETSTEP_MEGATRON_CHECKPOINT_DIR": str(folder / "converted"),
-    }
+    os.environ["HETSTEP_MEGATRON_CHECKPOINT_DIR"] = str(folder / "converted")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=TRAIN_RANKS + GENERATE_RANKS)
     spanning = dist.group.WORLD
     realms = {ranks for case in chosen for ranks in (case.train_ranks, *case.engines)}

@@ -7,7 +7,6 @@ stand-ins that hold tensors and say where these lie; generate ranks are one engi
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from pipeline.refit.plan import schedule
 from pipeline.refit.planned import PlannedRefit
 from pipeline.refit.tables import Plan, table
 from pipeline.remote import decode, encode
+from tests import fork_server
 
 TRAIN, GENERATE = (0, 1), (2, 3)
 BIAS = "gate.e_score_correction_bias"
@@ -102,9 +102,10 @@ def run_to_the_end(work, folder: Path, argument) -> None:
 
 
 def _start(work, folder: Path, argument, cuda: bool, timeout_s: int = 60) -> mp.ProcessContext:
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
     arguments = (work, folder, argument, cuda, timeout_s)
-    return mp.start_processes(_process, arguments, nprocs=4, start_method="forkserver", join=False)
+    if cuda:
+        return mp.start_processes(_process, arguments, nprocs=4, start_method="spawn", join=False)
+    return fork_server.start(_process, arguments, 4)
 
 
 def _process(rank: int, work, folder: Path, argument, cuda: bool, timeout_s: int) -> None:

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from pipeline.refit.broadcast import BroadcastRefit
+from tests import fork_server
 
 SHAPES = ((), (1,), (3, 5), (7,), (64, 33), (2, 3, 4), (0,), (100,))
 
@@ -58,4 +58,4 @@ def test_what_arrives_is_what_was_sent():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(rank_main, (port,), nprocs=3)
+    fork_server.run(rank_main, (port,), 3)

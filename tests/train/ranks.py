@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import datetime
 import json
-import multiprocessing
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -22,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.config import DTensorConfig, PolicyConfig
 from pipeline.train.base import Loss, Use
 from pipeline.train.fsdp import FSDPBackend
+from tests import fork_server
 from tests.train import cases
 
 SCHEDULER = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 10}}
@@ -41,15 +39,11 @@ def run(work, layout: Layout, folder: Path) -> None:
     """`work(layout, folder)` on every train rank. Raises what any of them raised."""
     with_bystander = layout.ranks + 1
     store = folder / f"store-{work.__name__}-{layout.data}-{layout.tensor}"
-    # A fork server, so that torch and transformers are imported once for all of them.
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    arguments = (with_bystander, work, layout, folder, store)
-    mp.start_processes(_process, arguments, nprocs=with_bystander, start_method="forkserver")
+    fork_server.run(_process, (with_bystander, work, layout, folder, store), with_bystander)
 
 
 def _process(rank: int, size: int, work, layout: Layout, folder: Path, store: Path) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     timeout = datetime.timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     world = dist.group.WORLD

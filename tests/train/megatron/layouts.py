@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -29,7 +27,8 @@ from pipeline.train.base import TrainBackend, Use
 from pipeline.train.megatron.backend import MegatronBackend, _boxes
 from pipeline.train.megatron.shelf import VARIABLE
 from pipeline.types import Outputs
-from tests.models.cases import FAMILIES, configs, write_models
+from tests import fork_server
+from tests.models.cases import FAMILIES, write_models
 from tests.train import cases, ranks
 
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v3_plain")
@@ -96,13 +95,10 @@ LAYOUTS = (ONE, *OF_TWO_RANKS, *OF_FOUR_RANKS)
 
 def run(work: Callable[[Layout, Path], None], layout: Layout, folder: Path) -> None:
     """`work(layout, folder)` on every train rank of a larger world. Raises what any of them raised."""
-    # A fork server, so that torch, Megatron-Core and transformers' models are imported once for all of them.
-    modeling = {type(config).__module__.replace(".configuration_", ".modeling_") for config in configs().values()}
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *modeling])
     with tempfile.TemporaryDirectory() as meeting:
         size = layout.ranks + 1
         arguments = (size, functools.partial(_work, work), layout, folder, Path(meeting) / "store")
-        mp.start_processes(ranks._process, arguments, nprocs=size, start_method="forkserver")
+        fork_server.run(ranks._process, arguments, size)
 
 
 def _work(work: Callable[[Layout, Path], None], layout: Layout, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -26,10 +25,9 @@ from pipeline.models.layout import record
 from pipeline.train.megatron import conversion, shelf, streaming
 from pipeline.train.megatron.conversion import converted
 from pipeline.train.megatron.sharing import share
+from tests.fork_server import context
 from tests.models.cases import FAMILIES, write_models
 
-FORKS = multiprocessing.get_context("forkserver")  # torch and transformers are imported once for all processes
-FORKS.set_forkserver_preload([__name__])
 SLOW_S = 0.05  # for each tensor that is read: a slow file system
 
 
@@ -236,7 +234,7 @@ def run_job(rank: int, size: int, store: Path, checkpoint: Path, shared: Path, s
 
 def start_job(checkpoint: Path, shared: Path, ranks: int = 1, slow: bool = True) -> list:
     store = shared.parent / f"store-{time.time_ns()}"
-    processes = [FORKS.Process(target=run_job, args=(i, ranks, store, checkpoint, shared, slow)) for i in range(ranks)]
+    processes = [context().Process(target=run_job, args=(i, ranks, store, checkpoint, shared, slow)) for i in range(ranks)]
     for process in processes:
         process.start()
     return processes
@@ -316,7 +314,7 @@ def hold(shared: Path, fingerprint: str) -> None:
 def test_waiting_has_a_bound_and_names_the_other_job(families, shared, realm, capsys):
     made = convert(families / "llama", shared)
     fingerprint = json.loads((made.folder / COMPLETE).read_text())["fingerprint"]
-    other = FORKS.Process(target=hold, args=(shared, fingerprint))
+    other = context().Process(target=hold, args=(shared, fingerprint))
     other.start()
     try:
         until((shared / "held").exists)
@@ -347,7 +345,7 @@ def fail_on_one(rank: int, store: Path, told: Path) -> None:
 
 
 def test_if_one_rank_fails_all_do(tmp_path):
-    job = [FORKS.Process(target=fail_on_one, args=(rank, tmp_path / "store", tmp_path)) for rank in range(2)]
+    job = [context().Process(target=fail_on_one, args=(rank, tmp_path / "store", tmp_path)) for rank in range(2)]
     for process in job:
         process.start()
     assert finish(job) == [0, 0]
