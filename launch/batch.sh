@@ -89,12 +89,14 @@ wait_for_steps() {
             [[ $running == *" $pid "* ]] && continue
             wait "$pid"
             ended=$?
+            cat "$attempt/srun-${steps[$pid]% *}.out"
             # Where a node cannot make the container, srun ends with 0.
             ((ended)) || [[ -e $attempt/rank$(printf %05d "${steps[$pid]#* }").log ]] || ended=1
             if ((ended)); then
                 echo "hetstep: the ${steps[$pid]% *} component failed; task 0 of its step is rank ${steps[$pid]#* }"
                 if ((!status)); then
                     status=$ended
+                    echo "${steps[$pid]}" >"$attempt/failed_step"
                     tell_ranks SIGTERM
                     sleep $STEP_PATIENCE_S &
                     timer=$!

@@ -23,7 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.attempts import PastAttempt, all_attempts
-from launch.job import REPORT, JobStatus, RunJob
+from launch.job import JobStatus, RunJob
+from launch.last_words import container_trouble, failed_step, last_words, shown, tail
 
 SHOWN = (
     "train/reward",
@@ -44,9 +45,6 @@ LOG_LINES = 30
 TRACEBACK_LINES = 60
 LAST_WORDS = 10
 """Lines of the log of a rank that did not raise."""
-TAIL_BYTES = 256 << 10
-ENDED_WITH_ANOTHER = re.compile(r"exit code 12[34]\b")
-"""What srun says of the ranks that pipeline/watchdog.py ends because another one has failed."""
 SETTLE_S = 5.0
 """How long done.json may lag behind the job's end on a shared file system."""
 
@@ -210,16 +208,19 @@ def first_failure(attempt: PastAttempt) -> list[str]:
     log = attempt.folder / f"rank{said['rank']:05d}.log"
     if said.get("traceback"):
         lines += [f"  {line}" for line in said["traceback"].splitlines()[-TRACEBACK_LINES:]]
-    elif log.exists() and (words := _tail(log).splitlines()[-LAST_WORDS:]):
-        lines += [f"the end of {log}:", *(f"  {line}" for line in words)]
+    elif log.exists() and tail(log):
+        lines += shown(log, LAST_WORDS)
     if others := len(attempt.logs) - 1:
         lines += [f"{others} other rank{'s' if others > 1 else ''} ended with it; logs: {attempt.folder}"]
     return lines
 
 
 def failure(run_dir: Path, job: RunJob, status: JobStatus, told: set[tuple[str, str]] = frozenset()) -> list[str]:
-    """Why the run ended, in lines: what the launcher says, the latest attempt's failure.json or else the end of the log that
-    tells most, and how to go on. `told`: (attempt, "failure") of those that need not be shown again."""
+    """Why the run ended, in lines: what the launcher says, a container that did not start, the latest attempt's failure.json
+    or else the end of the log that tells most, and how to go on.
+
+    told: (attempt, "failure") of those that need not be shown again.
+    """
     attempts = own_attempts(run_dir, job)
     attempt = attempts[-1] if attempts else None
     verdict = (attempt.verdict or "") if attempt else ""
@@ -231,52 +232,14 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus, told: set[tuple[str, 
     said = attempt.failure if attempt else None
     lines += failed_step(run_dir / f"submitit/{job.job_id}_0_log.out", len(attempts), said["realm"] if said else None)
     logs = attempt.logs if attempt else []
+    trouble = container_trouble(run_dir, attempt) if attempt else []
+    lines += trouble
     if attempt and attempt.failure:
         if (attempt.name, "failure") not in told:
             lines += first_failure(attempt)
-    elif (not attempt or not attempt.left) and (log := telling_log(run_dir, logs)):
-        lines += [f"the end of {log}:", *(f"  {line}" for line in _tail(log).splitlines()[-LOG_LINES:])]
+    elif not trouble and (not attempt or not attempt.left):
+        lines += last_words(run_dir, attempt, LOG_LINES)
     lines += [f"logs: {logs[0].parent if logs else run_dir / 'submitit'}"]
     if step := max((each.progress for each in all_attempts(run_dir)), default=0):
         lines += [f"there is a checkpoint of step {step}: the same command goes on from it"]
     return lines
-
-
-def failed_step(batch_log: Path, attempts: int, realm: str | None = None) -> list[str]:
-    """Under Slurm: the first task that failed, as srun tells of it, and its component, as the batch script does; of the last
-    of so many attempts. Each but that one has left its verdict in the log.
-
-    realm: of the rank that failed first, where failure.json says so. Then tasks that ended because of another one, and other
-    components, are left out: srun often tells of them first.
-    """
-    if not batch_log.exists():
-        return []
-    lines = _tail(batch_log).splitlines()
-    verdicts = [number for number, line in enumerate(lines) if line.startswith("requeue: ")]
-    begin = verdicts[: attempts - 1][-1] if verdicts[: attempts - 1] else 0
-    lines = [line for line in lines[begin:] if line.startswith((REPORT, "srun: error:"))]
-    if realm:
-        lines = [line for line in lines if not ENDED_WITH_ANOTHER.search(line)]
-        lines = [line for line in lines if not line.startswith(REPORT) or f"the {realm} component" in line]
-    task = next((line for line in lines if " task" in line and not line.startswith(REPORT)), None)
-    component = next((line for line in lines if line.startswith(REPORT)), None)
-    return [line for line in (task, component) if line]
-
-
-def telling_log(run_dir: Path, logs: list[Path]) -> Path | None:
-    """The log of the rank that died first: with a traceback, and the earliest last word. Else the executor's own."""
-    by_last_word = sorted(logs, key=lambda path: path.stat().st_mtime)
-    for log in by_last_word:
-        if "Traceback (most recent call last)" in _tail(log):
-            return log
-    own = sorted((run_dir / "submitit").glob("*.log*"), key=lambda path: path.stat().st_mtime) + sorted(
-        (run_dir / "submitit").glob("*_log.out"), key=lambda path: path.stat().st_mtime
-    )
-    return next((log for log in reversed(own) if log.stat().st_size), None)
-
-
-def _tail(log: Path) -> str:
-    """The last TAIL_BYTES."""
-    with open(log, "rb") as file:
-        file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-        return file.read().decode(errors="replace")

@@ -5,12 +5,11 @@ A line's worth is cheap, so that hundreds of runs can be told: of metrics.jsonl 
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 from launch.attempts import PastAttempt
-from launch.follow import first_failure, telling_log
+from launch.follow import first_failure
+from launch.last_words import container_trouble, last_words
 from launch.past_run import Metrics, PastRun, last_sign, phases
 from launch.run_state import RunState
 from pipeline.checkpoint import NAME, Checkpoints
@@ -19,7 +18,6 @@ from pipeline.config import CheckpointingConfig, durations
 RECENT = 20
 """Steps that pace, trends and phase times are of."""
 TOLD = ("train/reward", "train/accuracy", "train/loss", "val/reward", "val/accuracy", "val/loss", "train/grad_norm")
-LOG_BYTES = 64 << 10
 LOG_LINES = 20
 """Of the log of a run that failed and left no failure.json."""
 
@@ -146,16 +144,6 @@ def _why(run: PastRun, state: RunState) -> list[str]:
     attempt = run.attempts[-1] if run.attempts else None
     if attempt and attempt.failure:
         return first_failure(attempt)
-    if (
-        state.word != "failed"
-        or (attempt and attempt.left)
-        or not (log := telling_log(run.folder, attempt.logs if attempt else []))
-    ):
+    if state.word != "failed" or (attempt and attempt.left):
         return []
-    return [f"the end of {log}:", *(f"  {each}" for each in _end(log))]
-
-
-def _end(log: Path) -> list[str]:
-    with open(log, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
-        return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+    return (container_trouble(run.folder, attempt) if attempt else []) or last_words(run.folder, attempt, LOG_LINES)

@@ -188,7 +188,7 @@ def _step(name: str, component: ComponentConfig, first_rank: int, place: str, ru
     ]
     scrub = " ".join(f"-u {variable}" for variable in INHERITED)
     srun = f"env {scrub} srun {place} --kill-on-bad-exit=1 {shlex.join(options)} bash -c {shlex.quote('; '.join(task))}"
-    return [f"{srun} &", f"steps[$!]={shlex.quote(f'{name} {first_rank}')}"]
+    return [f'{srun} >"$attempt/srun-{name}.out" 2>&1 &', f"steps[$!]={shlex.quote(f'{name} {first_rank}')}"]
 
 
 # ---- the job's state ----------------------------------------------------------------------------------------------------

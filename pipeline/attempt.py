@@ -1,13 +1,15 @@
 """One start of all ranks: attempts/<name>/ in the run folder, and what rank 0 leaves there for whoever decides what comes next.
 
-    started       unix seconds; by the launcher, before there are ranks
-    signals       a line for each signal that the launcher took for the ranks; only under Slurm, see pipeline/signals.py
-    rank00000.log what each rank printed
-    failure.json  by the first rank that failed: where and why
-    progress      the step of the latest checkpoint that this attempt completed; absent: none yet
-    requeue       why the ranks left on purpose, with everything saved; absent: they did not
-    bad_nodes     a line `NODE: why` for each node that failed the checks
-    verdict       by launch/verdict.sh, when all ranks have ended: `done`, `requeue: why` or `stop: why`
+    started         unix seconds; by the launcher, before there are ranks
+    signals         a line for each signal that the launcher took for the ranks; under Slurm alone, see pipeline/signals.py
+    rank00000.log   what each rank printed
+    srun-train.out  what srun said of each component's step; under Slurm alone
+    failed_step     `COMPONENT FIRST_RANK` of the first step that failed; under Slurm alone, by the batch script
+    failure.json    by the first rank that failed: where and why
+    progress        the step of the latest checkpoint that this attempt completed; absent: none yet
+    requeue         why the ranks left on purpose, with everything saved; absent: they did not
+    bad_nodes       a line `NODE: why` for each node that failed the checks
+    verdict         by launch/verdict.sh, when all ranks have ended: `done`, `requeue: why` or `stop: why`
 
 `attempts/current` names the attempt that may write into the run folder. A node that Slurm has given up may keep its ranks alive
 beside the rerun: before rank 0 writes it looks there, and ends itself if a later attempt has taken the run over.

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launch.follow import Follower, Metrics, failed_step, failure
+from launch.follow import Follower, Metrics, failure
 from launch.job import JobStatus
+from launch.last_words import failed_step
 
 
 class Job:

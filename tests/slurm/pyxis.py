@@ -37,9 +37,12 @@ def cluster(folder: Path, nodes: int | list[str] = 4, squashfuse: bool = False, 
         started.stop()
 
 
-def image(path: Path) -> Path:
-    """What passes for a squashfs file as far as its header goes: its kind, and its length in bytes 40 to 48."""
-    path.write_bytes(b"hsqs" + bytes(36) + (96).to_bytes(8, "little") + bytes(48))
+def image(path: Path, corrupt: bool = False) -> Path:
+    """What passes for a squashfs file as far as its header goes: its kind, and its length in bytes 40 to 48.
+
+    corrupt: the plugin cannot start it.
+    """
+    path.write_bytes(b"hsqs" + bytes([255 * corrupt]) * 4 + bytes(32) + (96).to_bytes(8, "little") + bytes(48))
     return path
 
 

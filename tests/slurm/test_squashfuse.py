@@ -85,9 +85,8 @@ def test_a_signal_to_a_step_ends_its_ranks(cluster, tmp_path):
     assert not attempt.progress and "Bus error" in log(attempt)
 
 
-@pytest.mark.full
 @on_slurm
-@pytest.mark.parametrize("number", ["USR2", "TERM"])
+@pytest.mark.parametrize("number", ["USR2", pytest.param("TERM", marks=pytest.mark.full)])
 def test_a_signal_to_the_batch_script_lets_them_save(cluster, tmp_path, number):
     job = submit(tmp_path, tasks.save_when_told)
     reports(tmp_path, 2)
@@ -96,6 +95,7 @@ def test_a_signal_to_the_batch_script_lets_them_save(cluster, tmp_path, number):
     left(tmp_path, f"SIG{number} came")
 
 
+@pytest.mark.full
 @on_slurm
 def test_a_time_limit_that_comes_near_lets_them_save(cluster, tmp_path):
     """It is shortened, so that the ranks do not know of it."""

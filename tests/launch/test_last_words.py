@@ -1,0 +1,76 @@
+"""Which words are shown of a run that failed under Slurm and left no failure.json; files as the batch script leaves them."""
+
+from pathlib import Path
+
+import pytest
+
+from launch.attempts import PastAttempt, latest
+from launch.last_words import container_trouble, last_words
+from tests.launch.model import write_recipe
+
+MISSING = "bash: line 1: exec: /no/python3: cannot execute: No such file or directory"
+INNOCENT = "slurmstepd-n1: error: pyxis: container exited too soon"
+
+
+@pytest.fixture
+def attempt(tmp_path) -> PastAttempt:
+    """Of two components of two ranks; generate has failed."""
+    folder = tmp_path / "attempts/17-0"
+    folder.mkdir(parents=True)
+    (folder / "started").write_text("1.0\n")
+    (folder / "failed_step").write_text("generate 2\n")
+    (tmp_path / "submitit").mkdir()
+    (tmp_path / "submitit/17_0_log.out").write_text(f"{INNOCENT}\nhetstep: the generate component failed\n")
+    (folder / "srun-train.out").write_text(f"{INNOCENT}\nsrun: error: n1: tasks 0-1: Exited with exit code 1\n")
+    write_recipe(tmp_path, "recipe", cluster={"generate": {"container_image": "/images/generate.sqsh"}})
+    return latest(tmp_path)
+
+
+def write(attempt: PastAttempt, **texts: str) -> None:
+    """srun: what it said of generate; rank2, rank3: their logs."""
+    for name, text in texts.items():
+        log = "srun-generate.out" if name == "srun" else f"rank{int(name[4:]):05d}.log"
+        (attempt.folder / log).write_text(text)
+
+
+def run_dir(attempt: PastAttempt) -> Path:
+    return attempt.folder.parents[1]
+
+
+@pytest.mark.parametrize("tasks", ["task 1", "tasks 1-3"])
+def test_the_log_of_the_task_that_failed_first(attempt, tasks):
+    write(attempt, srun=f"srun: error: n2: {tasks}: Exited with exit code 127\n", rank2="loading\n", rank3=f"{MISSING}\n")
+    assert last_words(run_dir(attempt), attempt, 30) == [f"the end of {attempt.folder}/rank00003.log:", f"  {MISSING}"]
+    assert container_trouble(run_dir(attempt), attempt) == []
+
+
+def test_a_rank_that_said_nothing_is_shown_by_what_srun_said(attempt):
+    write(attempt, srun="srun: error: n2: task 1: Killed\n", rank2="", rank3="")
+    assert last_words(run_dir(attempt), attempt, 30) == [
+        f"the end of {attempt.folder}/srun-generate.out:",
+        "  srun: error: n2: task 1: Killed",
+    ]
+
+
+def test_a_container_that_did_not_start_is_named_with_the_words_of_its_first_node(attempt):
+    words = [
+        "failed to create container filesystem for image: /tmp/x",
+        "printing enroot log file:",
+        "    FATAL ERROR: corrupted",
+    ]
+    of_nodes = [f"slurmstepd-{node}: error: pyxis: {each}" for each in words for node in ("n3", "n4")]
+    around = ["srun: job 17 queued", *of_nodes, "slurmstepd-n3: error: spank: task_init() failed with rc=-1"]
+    write(attempt, srun="\n".join([*around, "srun: error: n3: task 0: Exited with exit code 1", ""]))
+    head, *said = container_trouble(run_dir(attempt), attempt)
+    assert head == (
+        "the container of the generate component did not start (cluster.generate.container_image: /images/generate.sqsh);"
+        " pyxis says:"
+    )
+    assert said == [f"  {each}" for each in words]
+
+
+def test_a_batch_script_that_was_ended_leaves_its_log(attempt):
+    (attempt.folder / "failed_step").unlink()
+    write(attempt, srun="srun: error: n2: task 1: Killed\n")
+    assert last_words(run_dir(attempt), attempt, 30)[0] == f"the end of {run_dir(attempt)}/submitit/17_0_log.out:"
+    assert container_trouble(run_dir(attempt), attempt) == []
