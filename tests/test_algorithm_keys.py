@@ -138,6 +138,12 @@ REFUSED = [
         "in [0, 1]",
     ),
     *both(
+        "reward_shaping.stop_properly_penalty_coef",
+        "reward_shaping.enabled=true reward_shaping.stop_properly_penalty_coef=0"
+        " reward_scaling.enabled=true reward_scaling.target_min=-1",
+        "reward of a cut wrong answer larger",
+    ),
+    *both(
         "reward_shaping.overlong_buffer_length",
         "reward_shaping.enabled=true reward_shaping.overlong_buffer_length=64 reward_shaping.max_response_length=64",
         "max_response_length 64",

@@ -24,5 +24,5 @@ def varies(rewards: np.ndarray) -> bool:
 
 def soft_overlong_penalty(lengths: np.ndarray, longest: int, buffer: int, penalty: float) -> np.ndarray:
     """`[G]` lengths of answers -> `[G]` what is added to their rewards: 0 up to longest - buffer tokens, then falling in a line
-    to -penalty at `longest`, and no further."""
-    return -penalty * ((lengths - (longest - buffer)) / buffer).clip(0, 1)
+    through -penalty at `longest`. It falls on beyond, as in NeMo-RL and verl; eq. 13 stays at -1 there."""
+    return -penalty * ((lengths - (longest - buffer)) / buffer).clip(0)

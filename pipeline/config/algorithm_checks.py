@@ -134,6 +134,12 @@ def _of_rewarded(name: str, config: RewardedConfig) -> Iterator[Finding]:
         f"{coefficient} is a factor on the reward of answers that were cut; it must be in [0, 1]",
     )
     yield (
+        shaping.enabled and coefficient is not None and coefficient < 1 and scaling.enabled and scaling.target_min < 0,
+        f"{key}.stop_properly_penalty_coef",
+        f"{coefficient} makes the reward of a cut wrong answer larger than that of a wrong one, which"
+        f" {name}.reward_scaling.target_min {scaling.target_min:g} makes negative; target_min 0, or 1 here",
+    )
+    yield (
         shaping.enabled and coefficient is None and shaping.overlong_buffer_length >= shaping.max_response_length,
         f"{key}.overlong_buffer_length",
         f"{shaping.overlong_buffer_length} tokens before {key}.max_response_length {shaping.max_response_length} leave no"

@@ -36,9 +36,11 @@ class RewardShapingConfig:
 
     enabled: bool = False
     overlong_buffer_length: int = 128  # tokens before max_response_length over which the penalty grows
-    overlong_buffer_penalty: float = 1.0  # at max_response_length
+    overlong_buffer_penalty: float = 1.0  # at max_response_length; it grows on beyond, where answers may be longer
     max_response_length: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
-    stop_properly_penalty_coef: Optional[float] = None  # in [0, 1]; replaces the soft penalty
+    stop_properly_penalty_coef: Optional[float] = (
+        None  # in [0, 1]; replaces the soft penalty; null: cut answers are judged as they are
+    )
 
 
 # ---- algorithms that sample ---------------------------------------------------------------------------------------------
@@ -57,7 +59,7 @@ class OnlineConfig:
     val_at_start: bool = False
     val_at_end: bool = False
     val_num_generations_per_prompt: int = 1  # n: pass@k is told for k = 1, 2, 4 ... up to n
-    max_val_samples: int = 256  # of each data set
+    max_val_samples: int = 256  # of each data set the first; data.validation.max_samples draws them by its seed
     seed: int = 42
 
 
@@ -104,7 +106,7 @@ class AsyncConfig:
 @dataclass
 class GRPOConfig(RewardedConfig):
     normalize_rewards: bool = True  # divide advantages by the group's standard deviation; false: Dr. GRPO
-    use_leave_one_out_baseline: bool = True
+    use_leave_one_out_baseline: bool = True  # NeMo-RL's; with normalize_rewards a lone right answer counts least: README.md
     adv_estimator: AdvantageConfig = field(default_factory=AdvantageConfig)
     advantage_clip_low: Optional[float] = None
     advantage_clip_high: Optional[float] = None

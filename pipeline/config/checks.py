@@ -41,6 +41,8 @@ AT_LEAST = {
     "policy.sequence_packing.logprob_mb_tokens": 1,
     "policy.generation.max_new_tokens": 1,
     "policy.generation.top_k": 1,
+    "policy.generation.val_top_k": 1,
+    "policy.generation.val_temperature": 0,
     "policy.generation.vllm_cfg.max_model_len": 2,
     "policy.generation.vllm_cfg.gpu_memory_utilization": 0.01,
     "policy.generation.vllm_cfg.tensor_parallel_size": 1,
@@ -243,8 +245,9 @@ def _check_validation(recipe: Recipe) -> Iterator[str]:
 
 def _check_sampling(recipe: Recipe) -> Iterator[str]:
     generation = recipe.policy.generation
-    if not 0 < generation.top_p <= 1:
-        yield f"policy.generation.top_p: {generation.top_p} is not a share of the probability; above 0 and at most 1"
+    for name in ("top_p", "val_top_p"):
+        if not 0 < (share := getattr(generation, name)) <= 1:
+            yield f"policy.generation.{name}: {share} is not a share of the probability; above 0 and at most 1"
     if generation.temperature <= 0:
         yield f"policy.generation.temperature: {generation.temperature} has no log-probs to train on; it must be above 0"
     if (sampled := generation.vllm_cfg.max_model_len) != (trained := recipe.policy.max_total_sequence_length):

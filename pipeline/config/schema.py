@@ -102,12 +102,15 @@ class RefitConfig:
 @dataclass
 class GenerationConfig:
     backend: str = "vllm"  # vllm, transformers
-    max_new_tokens: int = 512
+    max_new_tokens: int = 512  # of an answer, or of a turn; the window bounds it besides
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: Optional[int] = None
+    # Of validation. NeMo-RL's names; there only NeMo Gym may have other values than training, here every recipe may.
     val_temperature: float = "${.temperature}"  # type: ignore[assignment]
-    stop_token_ids: Optional[list[int]] = None
+    val_top_p: float = "${.top_p}"  # type: ignore[assignment]
+    val_top_k: Optional[int] = "${.top_k}"  # type: ignore[assignment]
+    stop_token_ids: Optional[list[int]] = None  # end an answer besides the tokenizer's and the model's own end tokens
     max_num_seqs: int = 256  # completions that one engine decodes at once
     refit_transport: str = "planned"  # planned, delta: each rank receives its own shard; broadcast: all of it, from rank 0
     refit_cfg: RefitConfig = field(default_factory=RefitConfig)

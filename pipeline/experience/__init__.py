@@ -31,21 +31,27 @@ def build(
     ahead = section.async_grpo if grpo else AsyncConfig()
     failures = Failures(ahead.max_generation_failures, "grpo.async_grpo.max_generation_failures" if grpo else "env")
     dispatch = Dispatch(engines, section.seed, section.max_rollout_turns, failures)
-    validation = Order(
-        "val", section.val_num_generations_per_prompt, _sampling(generation, generation.val_temperature), urgent=True
-    )
+    validation = Order("val", section.val_num_generations_per_prompt, validation_sampling(generation), urgent=True)
     apart = ahead.enabled and ahead.stragglers == "cut"
-    train = Order("train", section.num_generations_per_prompt, _sampling(generation, generation.temperature), apart=apart)
+    train = Order("train", section.num_generations_per_prompt, training_sampling(generation), apart=apart)
     if ahead.enabled:
         return Asynchronous(section, dispatch, judge, train, validation)
     return Synchronous(name, section, dispatch, judge, train, validation)
 
 
-def _sampling(generation: GenerationConfig, temperature: float) -> Sampling:
+def training_sampling(generation: GenerationConfig) -> Sampling:
+    return _sampling(generation, generation.temperature, generation.top_p, generation.top_k)
+
+
+def validation_sampling(generation: GenerationConfig) -> Sampling:
+    return _sampling(generation, generation.val_temperature, generation.val_top_p, generation.val_top_k)
+
+
+def _sampling(generation: GenerationConfig, temperature: float, top_p: float, top_k: int | None) -> Sampling:
     return Sampling(
         temperature=temperature,
-        top_p=generation.top_p,
-        top_k=generation.top_k or 0,
+        top_p=top_p,
+        top_k=top_k or 0,
         max_new_tokens=generation.max_new_tokens,
         stop_token_ids=tuple(generation.stop_token_ids or ()),
     )

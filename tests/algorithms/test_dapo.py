@@ -25,7 +25,7 @@ OVERLONG = RewardShapingConfig(enabled=True, max_response_length=20, overlong_bu
 
 def largest_differences() -> dict[str, tuple[int, float, float | None]]:
     lengths = np.arange(1, 30)
-    expected = [0.0 if n <= 16 else (16 - n) / 4 if n <= 20 else -1.0 for n in lengths]  # eq. 13
+    expected = [0.0 if n <= 16 else (16 - n) / 4 for n in lengths]  # eq. 13, whose -1 beyond 20 the peers' codes do not have
     penalty = np.abs(soft_overlong_penalty(lengths, 20, 4, 1.0) - expected).max()
     return {"DAPO": largest_difference(CONFIG), "DAPO, soft overlong penalty": (len(lengths), penalty, None)}
 
@@ -87,7 +87,7 @@ def test_rewards_that_scaling_makes_equal_are_not_kept():
 
 def test_soft_overlong_penalty_by_hand():
     lengths = np.array([1, 16, 17, 18, 20, 25])
-    assert soft_overlong_penalty(lengths, 20, 4, 0.5).tolist() == [0, 0, -0.125, -0.25, -0.5, -0.5]
+    assert soft_overlong_penalty(lengths, 20, 4, 0.5).tolist() == [0, 0, -0.125, -0.25, -0.5, -1.125]
 
 
 def test_scaling_clamps_and_maps():

@@ -19,7 +19,7 @@ def experience(pick=min, engines=2, steps=6, changes=None, **ahead):
         **{"num_prompts_per_step": 4, "num_generations_per_prompt": 2, **(changes or {})},
     )
     fleet = Fleet(engines, pick)
-    return build("grpo", section, GenerationConfig(val_temperature=0.0), fleet.engines, None), fleet
+    return build("grpo", section, GenerationConfig(val_temperature=0.0, val_top_p=0.5, val_top_k=3), fleet.engines, None), fleet
 
 
 def run(of, fleet, stream, first=0, last=6, select=list):

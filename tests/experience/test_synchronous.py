@@ -4,7 +4,7 @@ bound."""
 import pytest
 
 from pipeline.config import DistillationConfig, GenerationConfig, GRPOConfig
-from pipeline.experience import build
+from pipeline.experience import build, training_sampling, validation_sampling
 from tests.experience.engines import Fleet, Stream, group, prompts
 
 
@@ -14,7 +14,7 @@ def varied(groups):
 
 def experience(section, judge=None, pick=min):
     fleet = Fleet(2, pick)
-    generation = GenerationConfig(val_temperature=0.0)
+    generation = GenerationConfig(val_temperature=0.0, val_top_p=0.5, val_top_k=3)
     return build("grpo", section, generation, fleet.engines, judge), fleet
 
 
@@ -91,3 +91,10 @@ def test_what_was_sampled_ahead_is_not_lost_by_going_on_without():
     assert of.resume(b"", 3) == {} and of.record() == b""
     with pytest.raises(ValueError, match=r"grpo\.async_grpo\.enabled: false, but the checkpoint of step 3 has rollouts"):
         of.resume(b"x", 3)
+
+
+def test_validation_samples_as_its_own_keys_say():
+    generation = GenerationConfig(top_k=7, top_p=0.9, val_temperature=0.6, val_top_p=0.7, val_top_k=None)
+    train, validation = training_sampling(generation), validation_sampling(generation)
+    assert (train.temperature, train.top_p, train.top_k) == (1.0, 0.9, 7)
+    assert (validation.temperature, validation.top_p, validation.top_k) == (0.6, 0.7, 0)

@@ -36,6 +36,8 @@ def load(tmp_path):
         "grpo.max_num_epochs=2",
         "grpo.max_val_samples=2",
         "policy.generation.val_temperature=0.5",
+        "policy.generation.val_top_p=0.9",
+        "policy.generation.val_top_k=20",
         "policy.dtensor_cfg.tensor_parallel_size=2",
         "policy.dtensor_cfg.activation_checkpointing=true",
         "policy.dtensor_cfg.cpu_offload=true",

@@ -148,7 +148,9 @@ def test_sampling() -> None:
     assert generation.top_k is None and generation.val_temperature == 1.0
     assert generation.vllm_kwargs == {"enable_chunked_prefill": True}
     assert read("grpo", "policy.generation.refit_transport=vllm_zmq_sparse").policy.generation.refit_transport == "delta"
-    assert problem("grpo", "policy.generation.val_top_p=0.9").startswith("policy.generation.val_top_p: 0.9 asks for")
+    own = inspect("grpo", "policy.generation.val_top_p=0.9", "policy.generation.val_top_k=20")
+    assert (own.recipe.policy.generation.val_top_p, own.recipe.policy.generation.val_top_k) == (0.9, 20)
+    assert any(note.startswith("policy.generation.val_top_p: validation samples with val_top_p=0.9") for note in own.notes)
 
 
 def test_eight_bits() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.config.algorithms import UNBOUNDED
+from pipeline.config.nemo_rl import rewards
 from pipeline.config.nemo_rl.features import Feature
 from pipeline.config.nemo_rl.ledger import Ledger
 from pipeline.config.nemo_rl.rules import Only, Switch, apply, ignored, same, under
@@ -43,6 +44,7 @@ THEIR_DEFAULTS: dict[str, dict[str, Any]] = {
         "val_at_start": True,
         "val_batches": 8,
         "val_global_batch_size": 8,
+        "sft_average_log_probs": False,
     },
     "rm": {"max_num_steps": -1, "max_num_epochs": 1, "val_period": 16, "val_batches": -1, "val_global_batch_size": 32},
 }
@@ -152,7 +154,7 @@ POLICY_LOSS = under(
         Only(("positive_example_nll_weight",), (0, None), Feature.POSITIVE_NLL, "0"),
     ),
 )
-VALUE_LOSS = under("value_loss_fn", (same("scale", "cliprange"),))
+VALUE_LOSS = under("value_loss_fn", (same("scale"),))
 DISTILLATION_LOSS = under("loss_fn", (same("kl_type", "mixed_kl_weight", "zero_outside_topk"),))
 REWARD_PENALTIES = under(
     "reward_penalties",
@@ -181,12 +183,14 @@ def translate(ledger: Ledger, algorithm: str, validates: bool) -> None:
     samples = "val_batches" not in defaults
     _bounds(ledger, algorithm, defaults)
     _validation(ledger, algorithm, defaults, validates)
-    for name in ("ppo_epochs", "num_generations_per_prompt"):
+    for name in ("ppo_epochs", "num_generations_per_prompt", "sft_average_log_probs"):
         if name in defaults and not ledger.has(f"{algorithm}.{name}"):
             ledger.put(f"{algorithm}.{name}", defaults[name], algorithm)
     if algorithm in ("grpo", "ppo"):
         _rewarded(ledger, algorithm)
+        rewards.differences(ledger, algorithm)
     if algorithm == "grpo":
+        rewards.advantages(ledger)
         _async(ledger)
     apply(ledger, under(algorithm, SECTIONS[algorithm] if samples else (*SECTIONS[algorithm], *OFFLINE_IGNORED)))
     apply(ledger, LOSSES.get(algorithm, ()))
@@ -251,6 +255,8 @@ def _async(ledger: Ledger) -> None:
 
 
 def _rewarded(ledger: Ledger, algorithm: str) -> None:
+    if algorithm == "ppo" and (bound := ledger.take("value_loss_fn.cliprange")) is not None:  # 0 there: no bound
+        ledger.put("value_loss_fn.cliprange", bound or None, "value_loss_fn.cliprange")
     for key, value in LOSS_DEFAULTS.items():
         if not ledger.has(key) and (algorithm == "ppo" or key.startswith("loss_fn")):
             ledger.put(key, value, algorithm)
@@ -270,5 +276,8 @@ def _rewarded(ledger: Ledger, algorithm: str) -> None:
         for name in ("ratio", "ratio_min"):
             ledger.take(f"loss_fn.truncated_importance_sampling_{name}")
     skip, penalty = f"{algorithm}.skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty"
-    if ledger.take(skip) is True and ledger.get(penalty, LOSS_DEFAULTS[penalty]):
-        ledger.problem(skip, f"true, but {penalty} needs the reference's log-probs; false, or 0 there")
+    if ledger.take(skip, algorithm == "ppo") is True and ledger.get(penalty, LOSS_DEFAULTS[penalty]):
+        ledger.problem(
+            skip,
+            f"true{'' if ledger.has(skip) else ' by default'}, but {penalty} needs the reference's log-probs; false, or 0",
+        )

@@ -47,7 +47,6 @@ class Feature(StrEnum):
     MIXED_GENERATION = "generation with some layers in 8 bits by their place"
     FP8_CACHE = "a KV cache in 8 bits"
     STOP_STRINGS = "stop strings"
-    VALIDATION_SAMPLING = "validation that samples otherwise than training"
     RAW_LOGPROBS = "log-probs before temperature"
     ENGINE_DATA_PARALLEL = "experts spread over several engines"
     # Data

@@ -28,7 +28,7 @@ OTHER_ENGINES = (
 
 GENERATION = (
     Only(("backend",), ("vllm",), Feature.BACKEND, "vllm"),
-    same("max_new_tokens", "temperature", "top_p", "val_temperature", "stop_token_ids"),
+    same("max_new_tokens", "stop_token_ids"),
     Only(("stop_strings", "bad_words"), (None, []), Feature.STOP_STRINGS, "stop_token_ids ends an answer by a token"),
     Only(("quant_cfg",), (None,), Feature.QUANTIZATION, "null generates in policy.precision"),
     ignored("real_quant*"),  # of that
@@ -61,9 +61,7 @@ VLLM = under(
 OF_FP8 = ("is_mx", "num_first_layers_in_bf16", "num_last_layers_in_bf16", "quantization_ignored_layer_kws")
 
 TAKEN = (
-    "top_k",
-    "val_top_p",
-    "val_top_k",
+    *(f"{stage}{name}" for stage in ("", "val_") for name in ("temperature", "top_p", "top_k")),
     "refit_transport",
     "colocated.*",
     "vllm_kwargs.*",
@@ -92,19 +90,32 @@ def translate(ledger: Ledger, samples: bool) -> None:
 
 
 def _sampling(ledger: Ledger) -> None:
-    """-1 is vLLM's word for no top_k. Validation samples as training does: there too, but for NeMo Gym."""
-    for name in ("top_k", "val_top_k"):
-        value = ledger.take(f"{KEY}.{name}")
-        if name == "top_k" and value not in (None, -1):
-            ledger.put(f"{KEY}.top_k", value, f"{KEY}.top_k")
-        train = ledger.get(f"{KEY}.top_k")
-        if name == "val_top_k" and ledger.has(f"{KEY}.val_top_k") and (value or -1) != (train or -1):
-            ledger.lacks(f"{KEY}.val_top_k", value, Feature.VALIDATION_SAMPLING, f"top_k, {train}")
-    for name in ("temperature", "top_p"):
-        train, validation = ledger.get(f"{KEY}.{name}"), ledger.get(f"{KEY}.val_{name}", ledger.get(f"{KEY}.{name}"))
+    """-1 is vLLM's word for no top_k. Theirs refuses validation of its own sampling but with NeMo Gym; ours has it."""
+    own = []
+    for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None)):
+        train = _unbounded(ledger.get(f"{KEY}.{name}", default))
+        validation = _unbounded(ledger.get(f"{KEY}.val_{name}", train))
+        if ledger.has(f"{KEY}.{name}"):
+            ledger.put(f"{KEY}.{name}", train, f"{KEY}.{name}")
         if validation != train:
-            ledger.lacks(f"{KEY}.val_{name}", validation, Feature.VALIDATION_SAMPLING, f"{name}, {train}")
-    ledger.take(f"{KEY}.val_top_p")
+            ledger.put(f"{KEY}.val_{name}", validation, f"{KEY}.val_{name}")
+            own.append(f"val_{name}={validation}")
+        ledger.take(f"{KEY}.{name}")
+        ledger.take(f"{KEY}.val_{name}")
+    if own:
+        ledger.change(
+            f"{KEY}.{own[0].partition('=')[0]}", f"validation samples with {', '.join(own)}; there only with NeMo Gym"
+        )
+    if ledger.get(f"{KEY}.stop_token_ids"):
+        ledger.change(
+            f"{KEY}.stop_token_ids",
+            "these, the tokenizer's end token and those of the model's generation_config.json end an answer; there the"
+            " tokenizer's does not, unless it is among the others",
+        )
+
+
+def _unbounded(value: object) -> object:
+    return None if value == -1 else value
 
 
 def _transport(ledger: Ledger) -> None:
