@@ -179,7 +179,6 @@ REFUSED = [
     ("distillation", ["distillation.topk_logits_k=0"], ["distillation.topk_logits_k", "at least 1"]),
     ("distillation", ["loss_fn.kl_type=jensen"], ["loss_fn.kl_type", "forward, reverse, mixed"]),
     ("distillation", ["loss_fn.mixed_kl_weight=1.5"], ["loss_fn.mixed_kl_weight", "in [0, 1]"]),
-    ("distillation", ["loss_fn.kl_type=forward", "loss_fn.zero_outside_topk=true"], ["loss_fn.zero_outside_topk", "forward"]),
     # ---- preferences
     ("dpo", ["dpo.preference_loss=hinge"], ["dpo.preference_loss", "sigmoid, ipo"]),
     ("dpo", ["dpo.reference_policy_kl_penalty=0"], ["dpo.reference_policy_kl_penalty", "above 0"]),

@@ -1,18 +1,25 @@
-"""On-policy distillation: the policy samples, and learns the teacher's distribution of every token of what it has sampled
+"""On-policy distillation: the policy samples, and learns the teacher's distribution of every token that it sampled
 (GKD, https://arxiv.org/abs/2306.13649 eq. 4 with lambda = 1).
 
-With p = teacher and q = policy, over the k tokens that the teacher finds most likely (distillation.topk_logits_k):
+p is the teacher's distribution and q the policy's. The sums are over the k tokens that the teacher finds most likely
+(distillation.topk_logits_k), and the loss is averaged over all sampled tokens of the step:
 
     forward   sum_v p_v (log p_v - log q_v)
     reverse   sum_v q_v (log q_v - log p_v)
     mixed     mixed_kl_weight * forward + (1 - mixed_kl_weight) * reverse
 
-averaged over all sampled tokens of the step. p and q are of the whole vocabulary, so what lies outside the k tokens is left out
-of the sums; the divergences are exact where k is the vocabulary. With zero_outside_topk the reverse one has the rest too: there
-the teacher is taken to have log p = -100, as in NeMo-RL, and the rest of the policy's own sum follows from its exact entropy.
+    zero_outside_topk=false   p and q are both renormalised over the k tokens. Each kind is then a divergence: it is 0, with
+                              gradient 0, where the policy agrees with the teacher. How much mass the k tokens have together
+                              does not enter the loss.
+    zero_outside_topk=true    p is renormalised and q is not, so the loss also moves the policy's mass into the k tokens. The
+                              reverse divergence includes the other tokens, for which log p = -100; the policy's part of that
+                              sum follows from its exact entropy.
 
-Rewards are not learnt from. Left out: the Jensen-Shannon divergence, temperatures, a share of data that the policy did not
-sample (lambda below 1), teachers with another vocabulary.
+NeMo-RL does the same (nemo_rl/algorithms/loss/loss_functions.py, DistillationLossFn; nemo_rl/distributed/model_utils.py,
+get_distillation_topk_logprobs_from_logits). Both distributions are at policy.generation.temperature, as the samples are.
+
+Rewards are not used. Left out: the Jensen-Shannon divergence, a share of data that the policy did not sample (lambda below 1),
+teachers with another vocabulary.
 """
 
 from __future__ import annotations
@@ -49,7 +56,9 @@ class Distillation:
         return ("policy",)
 
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
-        teacher, policy = batch.teacher.logprobs, outputs.top_k.logprobs  # [T, K] each, of the same tokens
+        of_teacher, of_policy = batch.teacher.logprobs, outputs.top_k.logprobs  # [T, K] each, of the same tokens
+        teacher = of_teacher.log_softmax(-1)
+        policy = of_policy if self._loss.zero_outside_topk else of_policy.log_softmax(-1)
         p, q = teacher.exp(), policy.exp()
         forward = (p * (teacher - policy)).sum(-1)
         reverse = (q * (policy - teacher)).sum(-1)
@@ -61,8 +70,9 @@ class Distillation:
         with torch.no_grad():
             metrics = {
                 "forward_kl": masked_share(forward, batch, counts),
-                "reverse_kl": masked_share(reverse, batch, counts),
-                "teacher_top_k_mass": masked_share(p.sum(-1), batch, counts),
-                "policy_top_k_mass": masked_share(q.sum(-1), batch, counts),
+                "teacher_top_k_mass": masked_share(of_teacher.exp().sum(-1), batch, counts),
+                "policy_top_k_mass": masked_share(of_policy.exp().sum(-1), batch, counts),
             }
+            if self._rest or not self._loss.zero_outside_topk:  # else its part outside the k tokens is not known
+                metrics["reverse_kl"] = masked_share(reverse, batch, counts)
         return LossOutput(loss, metrics)

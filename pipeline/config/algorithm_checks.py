@@ -283,11 +283,6 @@ def _of_distillation(recipe: Recipe, loss: LossConfig) -> Iterator[Finding]:
         "loss_fn.mixed_kl_weight",
         f"{loss.mixed_kl_weight} is the share of the forward divergence; it must be in [0, 1]",
     )
-    yield (
-        loss.zero_outside_topk and loss.kl_type == "forward",
-        "loss_fn.zero_outside_topk",
-        "it is about the reverse divergence, and loss_fn.kl_type is forward; reverse or mixed, or this false",
-    )
 
 
 def _of_dpo(config: DPOConfig) -> Iterator[Finding]:

@@ -206,9 +206,7 @@ class LossConfig:
     truncated_importance_sampling_ratio_min: Optional[float] = None  # its lower bound
     kl_type: str = "mixed"  # forward, reverse, mixed
     mixed_kl_weight: float = 0.5  # of the forward divergence
-    zero_outside_topk: bool = (
-        False  # of the reverse divergence: beyond its top k the teacher has no mass, else it is not looked at
-    )
+    zero_outside_topk: bool = False  # False: policy and teacher are renormalised over the top k; True: only the teacher is
 
 
 @dataclass

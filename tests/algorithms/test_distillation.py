@@ -1,4 +1,4 @@
-"""Distillation: by hand, against divergences of whole float64 distributions, and however sequences are cut."""
+"""Distillation: by hand, against its definition in float64, at the teacher, and however sequences are cut."""
 
 import math
 from dataclasses import replace
@@ -11,6 +11,7 @@ from pipeline.algorithms.base import Needs
 from pipeline.algorithms.distillation import LOG_INFINITESIMAL, Distillation
 from pipeline.config import DistillationConfig, LossConfig
 from pipeline.types import Completion, Outputs, Prompt, Rollout, RolloutGroup, Span, TopK, Turn
+from tests.algorithms import distillation
 from tests.algorithms.packed import Packed, gradient_error, in_pieces, random_packed
 
 LENGTHS, VOCABULARY = (6, 3, 8, 2), 11
@@ -18,6 +19,7 @@ CONFIGS = {
     "forward": LossConfig(kl_type="forward"),
     "reverse": LossConfig(kl_type="reverse"),
     "mixed": LossConfig(kl_type="mixed", mixed_kl_weight=0.3),
+    "forward, zero outside": LossConfig(kl_type="forward", zero_outside_topk=True),
     "reverse, zero outside": LossConfig(kl_type="reverse", zero_outside_topk=True),
     "mixed, zero outside": LossConfig(kl_type="mixed", mixed_kl_weight=0.3, zero_outside_topk=True),
 }
@@ -40,8 +42,8 @@ def told(logits: torch.Tensor, teacher: torch.Tensor, top_k: int) -> tuple[Outpu
 
 def loss_of(config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor, packed: Packed, top_k: int):
     outputs, best = told(logits, teacher, top_k)
-    distillation = Distillation(DistillationConfig(topk_logits_k=top_k), config)
-    return distillation.loss(outputs, replace(packed.batch, teacher=best), packed.counts)
+    algorithm = Distillation(DistillationConfig(topk_logits_k=top_k), config)
+    return algorithm.loss(outputs, replace(packed.batch, teacher=best), packed.counts)
 
 
 def reference_loss(
@@ -50,10 +52,11 @@ def reference_loss(
     """From the definitions, token by token over the whole vocabulary; `[T, V]` logits."""
     total = 0.0
     for student_row, teacher_row in zip(logits[mask], teacher[mask], strict=True):
-        q, p = student_row.exp() / student_row.exp().sum(), teacher_row.exp() / teacher_row.exp().sum()
-        inside = p >= p.sort(descending=True).values[top_k - 1]
-        forward = (p * (p / q).log())[inside].sum()
-        reverse = (q * (q / p).log())[inside].sum()
+        inside = teacher_row >= teacher_row.sort(descending=True).values[top_k - 1]
+        p = teacher_row[inside].exp() / teacher_row[inside].exp().sum()
+        q = student_row.exp() / (student_row if config.zero_outside_topk else student_row[inside]).exp().sum()
+        forward = (p * (p / q[inside]).log()).sum()
+        reverse = (q[inside] * (q[inside] / p).log()).sum()
         if config.zero_outside_topk:
             reverse = reverse + (q * (q.log() + 100.0))[~inside].sum()
         weight = {"forward": 1, "reverse": 0, "mixed": config.mixed_kl_weight}[config.kl_type]
@@ -97,37 +100,69 @@ def one_token(policy: list[float], teacher: list[float], entropy: float = 0.0) -
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (LossConfig(kl_type="forward"), 0.5 * math.log(2) + 0.25 * math.log(0.5)),
-        (LossConfig(kl_type="reverse"), 0.25 * math.log(0.5) + 0.5 * math.log(2)),
-        (LossConfig(kl_type="mixed", mixed_kl_weight=0.5), 0.25 * math.log(2)),
+        (LossConfig(kl_type="forward"), 2 / 3 * math.log(2) + 1 / 3 * math.log(0.5)),
+        (LossConfig(kl_type="reverse"), 1 / 3 * math.log(0.5) + 2 / 3 * math.log(2)),
+        (LossConfig(kl_type="mixed", mixed_kl_weight=0.5), 1 / 3 * math.log(2)),
+        (LossConfig(kl_type="forward", zero_outside_topk=True), 2 / 3 * math.log(8 / 3) + 1 / 3 * math.log(2 / 3)),
     ],
 )
 def test_one_token_by_hand(config: LossConfig, expected: float):
-    """Of the vocabulary's rest, 1/4 of the mass in both, nothing is known."""
+    """Renormalised, the teacher gives the two tokens 2/3 and 1/3, and the policy 1/3 and 2/3."""
     outputs, packed = one_token([0.25, 0.5], [0.5, 0.25])
     out = Distillation(DistillationConfig(topk_logits_k=2), config).loss(outputs, packed.batch, packed.counts)
     assert out.loss.item() == pytest.approx(expected, abs=1e-15)
     assert out.metrics["teacher_top_k_mass"].item() == out.metrics["policy_top_k_mass"].item() == 0.75
+    assert ("reverse_kl" in out.metrics) == (not config.zero_outside_topk)
 
 
 def test_what_lies_outside_the_top_k_by_hand():
     """The policy has 1/2 in the top token and 1/4 in each of two others; its entropy is 1.5 log 2."""
-    outputs, packed = one_token([0.5], [1.0], entropy=1.5 * math.log(2))
+    outputs, packed = one_token([0.5], [0.4], entropy=1.5 * math.log(2))
     config = LossConfig(kl_type="reverse", zero_outside_topk=True)
     out = Distillation(DistillationConfig(topk_logits_k=1), config).loss(outputs, packed.batch, packed.counts)
     assert LOG_INFINITESIMAL == -100
     assert out.loss.item() == pytest.approx(0.5 * math.log(0.5) + 2 * 0.25 * (math.log(0.25) + 100), abs=1e-12)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_a_policy_that_is_its_teacher(config: LossConfig):
-    """Over the whole vocabulary the divergence and its gradient are 0."""
+def check_minimum(config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor, packed: Packed, top_k: int) -> None:
+    """The loss and its gradient are 0, and a step in any direction of the top k does not make the loss smaller."""
+    loss = loss_of(config, logits, teacher, packed, top_k).loss
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert abs(loss.item()) < 1e-13
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-13)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        step = 0.1 * torch.randn(logits.shape, generator=draw, dtype=torch.float64)
+        assert loss_of(config, logits.detach() + step, teacher, packed, top_k).loss > 0
+
+
+@pytest.mark.parametrize("top_k", [2, 5, VOCABULARY])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "mixed"])
+def test_a_policy_that_is_its_teacher(kind: str, top_k: int):
     packed = random_packed(LENGTHS)
     logits, _ = logits_of(packed, 0)
-    loss = loss_of(config, logits, logits.detach().clone(), packed, VOCABULARY).loss
-    loss.backward()
-    assert abs(loss.item()) < 1e-13
-    torch.testing.assert_close(logits.grad, torch.zeros_like(logits), rtol=0, atol=1e-13)
+    check_minimum(LossConfig(kl_type=kind, mixed_kl_weight=0.3), logits, logits.detach().clone(), packed, top_k)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "mixed"])
+def test_a_policy_that_is_all_of_its_teacher(kind: str):
+    """Nothing is outside of the top k."""
+    packed = random_packed(LENGTHS)
+    logits, _ = logits_of(packed, 0)
+    config = LossConfig(kl_type=kind, mixed_kl_weight=0.3, zero_outside_topk=True)
+    check_minimum(config, logits, logits.detach().clone(), packed, VOCABULARY)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "mixed"])
+def test_the_mass_of_the_top_k_has_no_gradient(kind: str):
+    """However far the policy is from its teacher, logits outside the top k do not matter."""
+    packed = random_packed(LENGTHS)
+    logits, teacher = logits_of(packed, 0)
+    loss = loss_of(LossConfig(kl_type=kind, mixed_kl_weight=0.3), logits, teacher, packed, 4).loss
+    (gradient,) = torch.autograd.grad(loss, logits)
+    inside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, teacher.topk(4).indices, True)
+    assert gradient[~inside].abs().max() < 1e-15
+    assert gradient[packed.batch.loss_mask].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
@@ -140,13 +175,13 @@ def test_gradcheck(config: LossConfig):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_however_sequences_are_cut_and_ordered(config: LossConfig):
     packed = random_packed(LENGTHS, top_k=5)
-    distillation = Distillation(DistillationConfig(topk_logits_k=5), config)
+    algorithm = Distillation(DistillationConfig(topk_logits_k=5), config)
     shift = torch.linspace(-1, 0, 5, dtype=torch.float64)
 
     def share(piece: Packed):
         policy = piece.logprobs[:, None] + shift
         outputs = Outputs(entropy=piece.logprobs.square(), top_k=TopK(piece.batch.teacher.tokens, policy))
-        return distillation.loss(outputs, piece.batch, packed.counts)
+        return algorithm.loss(outputs, piece.batch, packed.counts)
 
     whole = in_pieces(packed, [range(4)], share)
     for cut in ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1], []]):
@@ -155,21 +190,35 @@ def test_however_sequences_are_cut_and_ordered(config: LossConfig):
             torch.testing.assert_close(pieces[name], value, rtol=0, atol=1e-12, msg=f"{name} in {cut}")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("kind", distillation.KINDS)
+def test_a_student_near_its_teacher_stays_there(kind: str, noise: float):
+    """`python -m tests.algorithms.distillation` prints the numbers."""
+    teacher = distillation.a_teacher()
+    student = distillation.near(teacher, noise)
+    before = distillation.distance(student, teacher)
+    distillation.distilled(distillation.KINDS[kind], student, teacher)
+    after = distillation.distance(student, teacher)
+    assert abs(after.mass - before.mass) < 0.01
+    assert after.kl < max(1e-4, before.kl / 2)
+
+
 # ---- samples ----------------------------------------------------------------------------------------------------------
 
 
 def test_samples_have_no_advantage():
     prompt = Prompt(0, np.array([5, 6], np.int32), "math", {})
     completion = Completion("0/0", np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), (Span(0, 2),), "stop")
-    distillation = Distillation(DistillationConfig(), LossConfig())
+    algorithm = Distillation(DistillationConfig(), LossConfig())
     groups = [RolloutGroup(prompt, (Rollout((Turn(completion),), 1.0),))]
-    assert distillation.select(groups) == groups
-    (sample,) = distillation.credit(groups)
+    assert algorithm.select(groups) == groups
+    (sample,) = algorithm.credit(groups)
     assert sample.tokens.tolist() == [5, 6, 7, 2]
     assert sample.loss_mask.tolist() == [False, False, True, True]
     assert sample.logprobs.tolist() == [0, 0, np.float32(-0.1), np.float32(-0.2)]
     assert sample.advantages.tolist() == [0] * 4 and sample.reward == 1.0
-    assert distillation.trains(0) == ("policy",)
+    assert algorithm.trains(0) == ("policy",)
 
 
 def test_needs():

@@ -83,7 +83,7 @@ def test_runs(name, models, tmp_path):
     if recipe.algorithm == "ppo":
         assert "train/loss" not in first and "train/loss" in last  # the critic learns alone at first
     if recipe.algorithm == "distillation":  # the teacher is the student as it was
-        assert abs(first["train/loss"]) < 1e-6 and abs(last["train/loss"]) > 1e-4
+        assert abs(first["train/loss"]) < 1e-6 and abs(last["train/loss"]) < 1e-4  # it stays there
     if recipe.algorithm == "grpo" and recipe.policy.train_global_batch_size == 128:  # one update a step: pi is pi_old
         assert first["train/ppo_kl"] == last["train/ppo_kl"] == 0
     if recipe.algorithm == "grpo" and not recipe.loss_fn.disable_ppo_ratio and recipe.policy.train_global_batch_size == 128:

@@ -54,6 +54,11 @@ CASES: dict[str, dict[str, Any]] = {
     "distillation": {
         "algorithm": "distillation",
         "distillation": {"topk_logits_k": 8},
+        "loss_fn": {"kl_type": "reverse"},
+    },
+    "distillation, zero outside": {
+        "algorithm": "distillation",
+        "distillation": {"topk_logits_k": 8},
         "loss_fn": {"zero_outside_topk": True},
     },
 }
