@@ -2,10 +2,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron.core import parallel_state
 
 from pipeline.train.megatron.shelf import VARIABLE
-from tests.train.megatron.layouts import write_families
+from tests.train.megatron.layouts import release, write_families
 
 
 @pytest.fixture(scope="session")
@@ -28,5 +27,4 @@ def realm(realm, models, monkeypatch):
     """A train realm of this process alone, on the CPU."""
     monkeypatch.setenv(VARIABLE, str(models / "converted"))
     yield
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    release()

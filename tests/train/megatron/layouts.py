@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -108,9 +110,25 @@ def _work(work: Callable[[Layout, Path], None], layout: Layout, folder: Path) ->
 
 def backend(policy: PolicyConfig, layout: Layout = ONE, use: Use = TRAINED, **changes) -> MegatronBackend:
     """changes: of `policy.megatron_cfg`. Megatron-Core's groups are made anew, so that one process can have several layouts."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    release()
     return another(policy, layout, use, **changes)
+
+
+def release() -> None:
+    """Destroy the process groups of this process's backends, which cannot be used any more.
+
+    Each gloo group has three threads, one of which polls a hundred times a second. A process that builds many backends would
+    end with more than a thousand of them, and they would take a processor of their own.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    for group in parallel_state._global_process_group_list:
+        if isinstance(group, dist.ProcessGroup):
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    for wrapper in [thing for thing in gc.get_objects() if type(thing) is DistributedDataParallel]:
+        vars(wrapper).clear()  # hooks that autograd holds refer to it, so that it would never be freed
 
 
 def another(policy: PolicyConfig, layout: Layout = ONE, use: Use = TRAINED, **changes) -> MegatronBackend:

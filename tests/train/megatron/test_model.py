@@ -110,7 +110,8 @@ def check_five_steps(layout: Layout, folder: Path, family: str) -> None:
     expected = five_steps(theirs, Layout(dp=layout.ranks))
     found = five_steps(layouts.backend(cases.policy(folder / family, **settings), layout), layout)
     for step, (a, b) in enumerate(zip(found, expected, strict=True)):
-        off = {name: (a[name], b[name]) for name in b if abs(a[name] - b[name]) > 1e-5 * max(abs(b[name]), 0.01)}
+        # The loss is a small difference of terms of order 1, so its rounding is theirs: on some processors 2.3e-7.
+        off = {name: (a[name], b[name]) for name in b if abs(a[name] - b[name]) > 1e-5 * max(abs(b[name]), 0.05)}
         assert a.keys() == b.keys() and not off, f"{family}, step {step}: {off}"
 
 
