@@ -92,6 +92,13 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
         yield from group["params"]
 
 
+def seed_torch(seed: int, data_rank: int) -> None:
+    """Seed torch's generators, of the CPU and of GPUs: noise of a model's own then differs between data-parallel ranks and is
+    the same on ranks that share their data, as tensor parallelism needs. Checkpoints keep where the generators are.
+    """
+    torch.manual_seed(int(np.random.SeedSequence([seed % (1 << 64), data_rank]).generate_state(1, np.uint64)[0]))
+
+
 def random_tensors(device: torch.device, rank: int) -> dict[str, torch.Tensor]:
     """torch's generators, each rank's under a name of its own."""
     states = {f"random.torch.{rank}": torch.get_rng_state()}
