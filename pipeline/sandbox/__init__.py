@@ -6,6 +6,7 @@
     guarded       a rank's end of a guard
     guard         the process between the rank and the program: starts it, watches it, ends it
     bubblewrap, namespaces    the two ways in which the guard starts it
+    linked        the libraries that the interpreter needs
     view          the files that the program can see
     seccomp       the system calls that it cannot make
     kernel        Linux's own calls, and the bounds that processes inherit

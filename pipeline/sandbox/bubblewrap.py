@@ -18,7 +18,7 @@ from pipeline.sandbox import kernel
 from pipeline.sandbox.limits import SandboxError
 from pipeline.sandbox.namespaces import Inside, Job
 from pipeline.sandbox.seccomp import filter_for
-from pipeline.sandbox.view import DEVICES, ENVIRONMENT, SCRATCH, USER
+from pipeline.sandbox.view import DEVICES, ENVIRONMENT, SCRATCH, USER, environment
 
 NAME = "bwrap"
 
@@ -66,6 +66,8 @@ def _command(job: Job) -> list[str]:
         arguments += ["--dev-bind", path, path]
     if job.proc:
         arguments += ["--proc", "/proc", "--remount-ro", "/proc"]
+    for name, value in environment(job.view).items():
+        arguments += ["--setenv", name, value]
     return [*arguments, "--remount-ro", "/", "--chdir", SCRATCH]
 
 

@@ -19,11 +19,13 @@ import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
-from pipeline.sandbox.limits import Limits, Ran, SandboxError
+from pipeline.sandbox.limits import GuardError, Limits, Ran, SandboxError
 from pipeline.sandbox.view import View
 
 ROOT = str(Path(__file__).parents[2])
 MAIN = f"import sys; sys.path.insert(0, {ROOT!r}); from pipeline.sandbox import guard; guard.main()"
+KEPT = ("PATH", "LD_LIBRARY_PATH")
+"""Of a rank's environment, for its guards: to find bubblewrap and the interpreter's libraries."""
 PATIENCE_S = 60.0
 """For a guard to start and to end, on a node that is very busy."""
 
@@ -48,7 +50,7 @@ def run(way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, 
     line, _, rest = out.partition(b"\n")
     if process.returncode != 0 or not line:
         said = err.decode(errors="replace").strip().splitlines()[-1:]
-        raise SandboxError(f"sandbox: its guard ended with status {process.returncode}; {''.join(said)}")
+        raise GuardError(f"sandbox: its guard, {sys.executable}, ended with status {process.returncode}; {''.join(said)}")
     answer = json.loads(line)
     if "error" in answer:
         raise SandboxError(f"sandbox ({way.name}): {answer['error']}")
@@ -170,7 +172,7 @@ def _start(inherited: tuple[int, ...]) -> subprocess.Popen:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL if inherited else subprocess.PIPE,  # nobody reads it of one that is talked to
-        env={"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"},
+        env={"PATH": os.defpath, "LANG": "C.UTF-8"} | {name: os.environ[name] for name in KEPT if name in os.environ},
         pass_fds=inherited,
         start_new_session=True,  # what a terminal or a batch system tells the ranks is not for it
     )

@@ -14,6 +14,10 @@ class SandboxError(RuntimeError):
     """The sandbox itself failed, or there is none on this node. Never raised for what the program in it did."""
 
 
+class GuardError(SandboxError):
+    """The guard did not run, or ended before its time; see guarded.py."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Of all processes of one program together, unless it says otherwise. Raises ValueError for what is not above 0.

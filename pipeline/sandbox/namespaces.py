@@ -26,7 +26,7 @@ from pathlib import Path
 from pipeline.sandbox import kernel, processes
 from pipeline.sandbox.limits import Limits, SandboxError
 from pipeline.sandbox.seccomp import filter_for
-from pipeline.sandbox.view import DEVICES, ENVIRONMENT, SCRATCH, USER, View
+from pipeline.sandbox.view import DEVICES, SCRATCH, USER, View, environment
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000  # CLONE_* of linux/sched.h
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -183,8 +183,8 @@ def _program(job: Job, contained: bool, folder: str) -> None:
         os.closerange(3, 1 << 16)
         for number, pair in kernel.bounds(job.limits, contained and kernel.counts_processes_by_namespace()).items():
             resource.setrlimit(number, pair)
-        environment = ENVIRONMENT if contained else {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
-        os.execve(job.argv[0], job.argv, environment)
+        own = environment(job.view) | ({} if contained else {"HOME": folder, "TMPDIR": folder})
+        os.execve(job.argv[0], job.argv, own)
     except BaseException as error:
         os.write(2, f"{job.argv[0]}: {error}\n".encode())
     finally:

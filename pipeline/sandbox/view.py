@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.sandbox.limits import SandboxError
@@ -27,7 +28,7 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # the same program gives the same output
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
-"""All of the program's environment."""
+"""What every program has; see `environment`."""
 OF_PYTHON = ("bin", "lib", "lib64")
 SECRET = ("HF_HOME", "HF_TOKEN_PATH", "HETSTEP_RUN_DIR")
 """Environment variables that say where a token is, and the run's own files."""
@@ -39,6 +40,12 @@ class View:
 
     mounted: list[str]  # files and folders, each where it is here
     links: list[tuple[str, str]]  # (where, to what)
+    libraries: list[str]  # the program's LD_LIBRARY_PATH, for the interpreter; see linked.py
+
+
+def environment(shown: View) -> dict[str, str]:
+    """All that a program has."""
+    return {**ENVIRONMENT, **({"LD_LIBRARY_PATH": ":".join(shown.libraries)} if shown.libraries else {})}
 
 
 def python() -> str:
@@ -46,8 +53,8 @@ def python() -> str:
     return os.path.realpath(sys.executable)
 
 
-def view(readable: tuple[str, ...] = ()) -> View:
-    """`readable`: files and folders to be shown besides.
+def view(readable: tuple[str, ...] = (), libraries: Sequence[str] = ()) -> View:
+    """readable: files and folders to be shown besides. libraries: folders that the interpreter needs, shown too.
 
     Raises SandboxError if one of them is not there; or if the home folder, or what SECRET names, is in anything that is shown.
     """
@@ -59,7 +66,7 @@ def view(readable: tuple[str, ...] = ()) -> View:
         elif os.path.exists(path):
             mounted.append(path)
     python_at = (f"{os.path.realpath(sys.base_prefix)}/{name}" for name in OF_PYTHON)
-    for path in (*filter(os.path.isdir, python_at), *readable):
+    for path in (*filter(os.path.isdir, python_at), *readable, *libraries):
         if not os.path.isabs(path) or not os.path.exists(path):
             raise SandboxError(f"sandbox: {path} is to be readable, and is no path of this machine from / on")
         if not any(_is_in(path, other) for other in mounted):
@@ -70,7 +77,7 @@ def view(readable: tuple[str, ...] = ()) -> View:
         for path in mounted:
             if _is_in(place, os.path.realpath(path)):
                 raise SandboxError(f"sandbox: {path} would be readable, and {name}, {place}, is in it; move either elsewhere")
-    return View(mounted, links)
+    return View(mounted, links, list(libraries))
 
 
 def _is_in(path: str, folder: str) -> bool:

@@ -10,13 +10,20 @@ import sys
 
 from pipeline.sandbox import guarded
 from pipeline.sandbox.guarded import Way
-from pipeline.sandbox.limits import ASKED, CONTAINED, Limits, SandboxError
+from pipeline.sandbox.limits import ASKED, CONTAINED, GuardError, Limits, SandboxError
+from pipeline.sandbox.linked import libraries
 from pipeline.sandbox.view import View, python, view
 
 NEEDS = (
     "install bubblewrap (0.8 or later) on the nodes or in the generate image; or let users make namespaces (sysctl"
     " user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0;"
     " in Docker, --security-opt seccomp=unconfined); or, to run what a model wrote with nothing around it, sandbox: none"
+)
+UNLINKED = "error while loading shared libraries"
+"""What ld.so(8) says of a program whose libraries it does not find."""
+LIBRARIES = (
+    "The interpreter does not find its libraries there: name their folder in LD_LIBRARY_PATH, in the image or in"
+    " cluster.generate.env_vars, or use an interpreter that finds them by itself"
 )
 PROBE = b"""
 import os
@@ -42,17 +49,19 @@ def choose(asked: str, readable: tuple[str, ...] = ()) -> tuple[Way, View]:
     if asked == "none":
         line = "sandbox: none: programs that a model wrote run as this user, with nothing but limits around them"
         print(f"WARNING: {line}", file=sys.stderr, flush=True)
-        return Way("none", True), View([], [])
+        return Way("none", True), View([], [], libraries(python()))
     return _first_that_works(asked, readable)
 
 
 @functools.cache
 def _first_that_works(asked: str, readable: tuple[str, ...]) -> tuple[Way, View]:
-    shown = view(readable)
+    shown = view(readable, libraries(python()))
     reasons: list[str] = []
     for way in [Way(name, proc) for proc in (True, False) for name in CONTAINED if asked in ("auto", name)]:
         try:
             ran = guarded.run(way, shown, LIMITS, [python(), "probe.py"], {"probe.py": PROBE}, b"")
+        except GuardError:  # no way of containing a program mends that
+            raise
         except SandboxError as error:
             reasons.append(str(error))
             continue
@@ -60,6 +69,7 @@ def _first_that_works(asked: str, readable: tuple[str, ...]) -> tuple[Way, View]
             return way, shown
         said = (ran.stderr or ran.stdout).decode(errors="replace").strip().splitlines()[-1:]
         reasons.append(f"{way.name}: {''.join(said) or ran.ended_by}")
+    needs = LIBRARIES if any(UNLINKED in reason for reason in reasons) else NEEDS
     raise SandboxError(
-        f"sandbox: no way to contain a program works on this node ({'; '.join(dict.fromkeys(reasons))}). {NEEDS}"
+        f"sandbox: no way to contain a program works on this node ({'; '.join(dict.fromkeys(reasons))}). {needs}"
     )

@@ -1,0 +1,91 @@
+"""An interpreter that finds a library by LD_LIBRARY_PATH alone, as in some images: a program that is linked with one and then
+becomes this Python."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.sandbox import linked, view, ways
+from pipeline.sandbox.limits import GuardError, Limits, SandboxError
+from pipeline.sandbox.sandbox import Sandbox
+from tests.sandbox.conftest import works
+
+PYTHON = view.python()
+LIBRARY = "int needed(void) { return 0; }"
+PROGRAM = '#include <unistd.h>\nint needed(void);\nint main(int c, char **v) {{ return needed() || execv(v[0] = "{}", v); }}'
+ENVIRONMENT = b"import json, os; print(json.dumps(dict(os.environ)))"
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """bin/python and lib/libneeded.so, where programs in the sandbox may see them: not in /tmp, which is theirs."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc here")
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="hetstep-linked-") as name:
+        made = Path(name)
+        made.chmod(0o755)
+        for part in ("bin", "lib", "other"):
+            (made / part).mkdir()
+        compiled = {"lib/libneeded.so": LIBRARY, "bin/python": PROGRAM.format(PYTHON)}
+        for to, source in compiled.items():
+            options = ["-shared", "-fPIC"] if to.endswith(".so") else []
+            command = ["gcc", "-x", "c", "-", "-o", str(made / to), *options]
+            linking = [] if options else ["-L", str(made / "lib"), "-lneeded"]
+            subprocess.run([*command, *linking], input=source.encode(), check=True)
+        yield made
+
+
+@pytest.fixture
+def interpreter(folder, monkeypatch) -> Iterator[str]:
+    """Takes the place of this process's own."""
+    monkeypatch.setattr(sys, "executable", str(folder / "bin/python"))
+    monkeypatch.setenv("SECRET_OF_THE_RANK", "hidden")
+    ways._first_that_works.cache_clear()
+    yield str(folder / "bin/python")
+    ways._first_that_works.cache_clear()
+
+
+@pytest.fixture(params=["auto", pytest.param("namespaces", marks=pytest.mark.long)])
+def way(request) -> str:
+    if reason := works(request.param):
+        pytest.skip(reason)
+    return request.param
+
+
+def test_it_runs_in_the_sandbox_and_takes_nothing_else_along(way, interpreter, folder, monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{folder / 'other'}:relative::{folder / 'lib'}/")
+    ran = Sandbox(Limits(), way, (str(folder / "bin"),)).run([interpreter, "main.py"], {"main.py": ENVIRONMENT})
+    assert ran.status == 0, ran.stderr
+    assert json.loads(ran.stdout) == view.ENVIRONMENT | {"LD_LIBRARY_PATH": str(folder / "lib")}
+
+
+def test_without_the_variable_the_guard_is_to_blame_and_no_way_of_containing(interpreter, monkeypatch):
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    with pytest.raises(GuardError) as caught:
+        ways.choose("auto")
+    assert f"its guard, {interpreter}, ended with status 127" in str(caught.value)
+    assert "libneeded.so: cannot open shared object file" in str(caught.value) and "bubblewrap" not in str(caught.value)
+
+
+def test_a_library_that_is_not_shown_is_named(way, interpreter, folder, monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(folder / "lib"))
+    monkeypatch.setattr(ways, "libraries", lambda _: [])
+    with pytest.raises(SandboxError, match="The interpreter does not find its libraries there: name their folder"):
+        ways.choose(way, (str(folder / "bin"),))
+
+
+def test_only_folders_of_the_interpreter_s_libraries_count(folder, monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{folder / 'other'}:{folder / 'lib'}")
+    assert linked.libraries(str(folder / "bin/python")) == [str(folder / "lib")]
+    assert linked.libraries("/usr/bin/env") == []
+    monkeypatch.setenv("LD_LIBRARY_PATH", "")
+    assert linked.libraries(str(folder / "bin/python")) == []
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(folder / "lib"))
+    with pytest.raises(SandboxError, match="cannot be listed"):
+        linked.libraries(str(folder / "nothing"))
