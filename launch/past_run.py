@@ -83,8 +83,8 @@ class PastRun:
 
     @property
     def max_steps(self) -> int | None:
-        """None: as many as its epochs of data have."""
-        return bound(int(self.of(f"{self.algorithm}.max_num_steps", 0)))
+        """None: as many as its epochs of data have, or none at all."""
+        return bound(int(self.of(f"{self.algorithm}.max_num_steps", 0))) or None
 
     def of(self, key: str, otherwise: Any = None) -> Any:
         """The recipe's value at a dotted key."""

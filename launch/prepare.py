@@ -91,7 +91,7 @@ def in_order(name: str, overrides: list[str]) -> list[Loaded]:
 def file_problems(recipe: Recipe, pending: list[Path], dry: bool, notes: list[str]) -> Iterator[str]:
     """What files, folders and Slurm say against a recipe. `pending`: run folders of needed recipes that have not run yet.
     `notes` takes in what could not be checked, and what only delays the start."""
-    yield from files.problems(recipe, pending)
+    yield from files.problems(recipe, pending, notes)
     yield from storage.problems(recipe, pending, notes)
     notes += libraries.unchecked(recipe)
     yield from _executor_problems(recipe, dry, notes)

@@ -38,7 +38,7 @@ from launch.preflight import architecture
 from launch.prepare import Prepared, choose_executor, file_problems, in_order, prepare
 from launch.units import plural
 from pipeline import config, secrets
-from pipeline.config import Recipe, RecipeError, bound, refuse, section
+from pipeline.config import Recipe, RecipeError, bound, evaluates_alone, refuse, section
 
 FLAGS = ("show", "plan", "dry_run", "detach")
 CANCEL_WAIT_S = 60
@@ -180,7 +180,7 @@ def submit(prepared: list[Prepared], detach: bool) -> int:
 def nothing_left(recipe: Recipe, run_dir: Path) -> str | None:
     """What says that its run is complete and that this recipe, which may have other bounds, asks for no more of it."""
     step, own, key = run_folder.done_step(run_dir), section(recipe), recipe.algorithm
-    if step is None:
+    if step is None or evaluates_alone(recipe):
         return None
     if step >= own.max_num_steps:
         return f"{run_dir} is complete at step {step}; raise {key}.max_num_steps to go on"
@@ -257,8 +257,8 @@ def _metrics_so_far(run_dir: Path) -> Metrics:
 
 
 def max_steps(recipe: Recipe) -> int | None:
-    """None: as many as its epochs of data have."""
-    return bound(section(recipe).max_num_steps)
+    """None: as many as its epochs of data have, or none at all."""
+    return bound(section(recipe).max_num_steps) or None
 
 
 # ---- watching it --------------------------------------------------------------------------------------------------------

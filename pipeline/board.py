@@ -34,6 +34,10 @@ class Board:
         """The last step that it shows; -1: none."""
         return self._shown
 
+    def show_from(self, step: int) -> None:
+        """Take further values of this step, which may be shown already."""
+        self._shown = min(self._shown, step - 1)
+
     def show(self, lines: list[dict[str, Any]]) -> None:
         """The lines of metrics.jsonl after step `shown`, by step. Raises OSError, and may be given them again then."""
         if self._path is None:

@@ -16,7 +16,7 @@ from pipeline.algorithms.base import Objective, OnlineAlgorithm
 from pipeline.algorithms.standardize import standard
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints
-from pipeline.config import Recipe
+from pipeline.config import Recipe, evaluates_alone
 from pipeline.data.batches import share
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import ExampleStream, PairStream, PromptStream, Stream
@@ -134,6 +134,14 @@ class Run:
         print(f"leaving: {why}", flush=True)
         return True
 
+    def evaluate_alone(self, metrics: Metrics, step: int, validate: Callable[[], dict[str, float]]) -> int:
+        """Validate once, log it with the step whose weights these are, and return the step. Nothing is learned or saved."""
+        metrics.take_clocks()  # a refit before it belongs to no step
+        metrics.log_again(step, validate() | metrics.take_clocks())
+        self.timeline.step_ended(step)
+        metrics.close()
+        return step
+
     def finish(self) -> None:
         """No step follows. The last one is saved, if it is not yet: data may end while a step is filled."""
         if self._unsaved and self.recipe.checkpointing.enabled:
@@ -194,6 +202,8 @@ def run_online(
         return validation_metrics(groups)
 
     refit()
+    if evaluates_alone(run.recipe):  # what a checkpoint keeps of rollouts stays there
+        return run.evaluate_alone(metrics, step, validate)
     resumed = experience.resume(run.take_kept(), step)
     metrics.take_clocks()  # that refit belongs to no step
     run.timeline.step_ended(step)
@@ -244,6 +254,8 @@ def run_offline(
             shares = run.of_data_ranks(train.evaluate(parts=parts).result())
         return {f"val/{name}": sum(share[name] for share in shares) for name in shares[0]}
 
+    if evaluates_alone(recipe):
+        return run.evaluate_alone(metrics, step, validate)
     run.timeline.step_ended(step)
     if section.val_at_start and step == 0 and validation:
         metrics.log(0, validate() | metrics.take_clocks())

@@ -78,14 +78,27 @@ class Metrics:
 
         Raises StorageError if it cannot be written. The disk costs some 4 ms, where the page cache alone would cost 0.02.
         """
-        clean = {key: value if value == value and abs(value) != float("inf") else None for key, value in values.items()}
-        line = {"step": step, "time": time.time(), **clean}
+        line = {"step": step, "time": time.time(), **_finite(values)}
         text = (json.dumps(line) + "\n").encode()
         self._size = self._retrying(lambda: append(self._path, self._size, text))
         if self._board is not None:
             self._unshown.append(line)
             self._show(step)
-        print(f"step {step}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()), flush=True)
+        _print(step, values)
+
+    def log_again(self, step: int, values: dict[str, float]) -> None:
+        """Values of a step that may have been logged before: they join its line and replace what it has under their keys."""
+        new = {"step": step, "time": time.time(), **_finite(values)}
+        lines = {line["step"]: line for line in read(self._path)}
+        lines[step] = lines.get(step, {}) | new
+        text = "".join(json.dumps(line) + "\n" for line in lines.values())
+        self._retrying(lambda: write_durably(self._path, text))
+        self._size = len(text.encode())
+        if self._board is not None:
+            self._board.show_from(step)
+            self._unshown.append(new)
+            self._show(step)
+        _print(step, values)
 
     def _show(self, step: int) -> None:
         """What TensorBoard does not show yet. What it cannot take now is tried again at the next step."""
@@ -131,6 +144,15 @@ class Metrics:
         for what, steps in self._missing.items():
             if steps:
                 print(f"hetstep: {what} of steps {_spans(steps)} could not be written to the end", flush=True)
+
+
+def _finite(values: dict[str, float]) -> dict[str, float | None]:
+    """NaN and infinity become None, which JSON has."""
+    return {key: value if math.isfinite(value) else None for key, value in values.items()}
+
+
+def _print(step: int, values: dict[str, float]) -> None:
+    print(f"step {step}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()), flush=True)
 
 
 def _spans(steps: list[int]) -> str:

@@ -9,8 +9,8 @@ the job.
 
 from __future__ import annotations
 
+import codecs
 import importlib.util
-import json
 import os
 import re
 import string
@@ -18,8 +18,10 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from launch.model_files import hf_home, hub_cache, inside, model_config, model_folder, read_json
-from launch.preflight import architecture, libraries, records
+from launch.preflight import architecture, libraries, prompt_tokens, records
 from pipeline import config
 from pipeline.config import (
     DATASET_CARDS,
@@ -35,14 +37,18 @@ from pipeline.config import (
 )
 
 SCAN_BYTES = 32 << 20  # of each data file
-LONGEST = 256  # prompts whose tokens are counted: those with the most characters
+LONGEST = 256  # prompts whose tokens are counted: those with the most characters, and the first so many
 OWN_TOKENS = 0.01  # share of a vocabulary that may be a model's own: markers of turns and the like
 TOLD = 5  # kinds of bad lines of a data file
+SHOWN_LINES = 5  # numbers of lines with the same fault, besides the first
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
-    """What is wrong with the files. pending: run folders of needed recipes that have not run yet; they are not looked into."""
+def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None = None) -> Iterator[str]:
+    """What is wrong with the files. pending: run folders of needed recipes that have not run yet; they are not looked into.
+    notes: how data files are read is added to these."""
+    notes = [] if notes is None else notes
+    notes += prompt_tokens.notes(recipe)
     yield from architecture.problems(recipe, pending)
     yield from libraries.problems(recipe)
     tokenizer = yield from _tokenizer(recipe, "policy", recipe.policy, pending)
@@ -53,7 +59,7 @@ def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
             yield from _check_teacher_tokenizer(recipe, tokenizer, pending)
         yield from _check_teacher_rows(recipe, pending)
     for key, dataset in config.keyed_sets(recipe.data).items():
-        yield from _check_dataset(recipe, key, dataset, tokenizer)
+        yield from _check_dataset(recipe, key, dataset, tokenizer, notes)
 
 
 def _tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[Path]) -> Generator[str, None, Path | None]:
@@ -152,7 +158,7 @@ def _check_teacher_rows(recipe: Recipe, pending: list[Path]) -> Iterator[str]:
 # ---- data ---------------------------------------------------------------------------------------------------------------
 
 
-def _check_dataset(recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: Path | None) -> Iterator[str]:
+def _check_dataset(recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: Path | None, notes: list[str]) -> Iterator[str]:
     texts: list[str] = []
     template, system = "{}", ""
     with collected(texts):
@@ -169,47 +175,76 @@ def _check_dataset(recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: 
         return
     if dataset.dataset_name is not None:
         yield f"{key}: both dataset_name and data_path are given; one of them"
-    inputs = yield from _check_records(recipe, key, dataset)
-    if tokenizer and inputs and not texts and recipe.data.overlong_prompts == "error":
+    inputs = yield from _check_records(recipe, key, dataset, notes)
+    if tokenizer and inputs and not texts:
         system = system if recipe.data.apply_chat_template else ""
         longest = sorted(inputs, key=lambda numbered: -len(numbered[1]))[:LONGEST]
-        prompts = [(number, f"{system}{template.format(text)}".strip()) for number, text in longest]
-        yield from _check_lengths(f"{key}.data_path: {dataset.data_path}", prompts, tokenizer, recipe)
+        prompts = [
+            (number, f"{system}{template.format(text)}".strip()) for number, text in dict(longest + inputs[:LONGEST]).items()
+        ]
+        yield from prompt_tokens.problems(f"{key}.data_path: {dataset.data_path}", prompts, tokenizer, recipe)
 
 
-def _check_records(recipe: Recipe, key: str, dataset: DatasetConfig) -> Generator[str, None, list[tuple[int, str]]]:
+def _check_records(
+    recipe: Recipe, key: str, dataset: DatasetConfig, notes: list[str]
+) -> Generator[str, None, list[tuple[int, str]]]:
     """(line number, text) of the prompts. What is wrong with many lines is told once."""
     where = f"{key}.data_path: {dataset.data_path}"
-    inputs: list[tuple[int, str]] = []
+    found: list[tuple[int, Any]] = []  # line number, record
     unread: list[str] = []
     bad: dict[str, list[int]] = {}  # what is wrong -> numbers of the lines
     with collected(unread):
         for number, line in _lines(f"{key}.data_path", Path(dataset.data_path)):
             try:
-                text = _prompt(recipe, line, dataset)
+                found.append((number, _record(line)))
             except RecipeError as error:
                 bad.setdefault(str(error), []).append(number)
-            else:
-                if text is not None:
-                    inputs.append((number, text))
     yield from unread
+    inputs: list[tuple[int, str]] = []
+    unusable: dict[str, list[int]] = {}
+    try:
+        columns = config.recognized(recipe, key, dataset, (record for _, record in found))
+    except ValueError as error:
+        unusable[str(error)] = [found[0][0]]
+    else:
+        if columns.told:
+            notes.append(f"{key}: {columns.told}")
+        if columns.dataset.messages_key != dataset.messages_key and not recipe.data.apply_chat_template:
+            yield (
+                f"{where}:{found[0][0]}: '{columns.dataset.messages_key}' is a conversation, which needs a chat template, and"
+                " data.apply_chat_template is false. Try data.apply_chat_template=true"
+            )
+            return []
+        for number, record in found:
+            try:
+                text = records.prompt(recipe, record, columns.dataset)
+            except RecipeError as error:
+                unusable.setdefault(str(error), []).append(number)
+            else:
+                inputs += [] if text is None else [(number, text)]
+        unusable = _droppable(recipe, unusable, len(found))
+    bad = unusable | bad
     for what, numbers in list(bad.items())[:TOLD]:
-        more = f" (and so in {len(numbers) - 1} more)" if len(numbers) > 1 else ""
-        yield f"{where}:{numbers[0]}: {what}{more}"
+        yield f"{where}:{numbers[0]}: {what}{_also(numbers)}"
     if rest := sum(map(len, list(bad.values())[TOLD:])):
         yield f"{where}: {rest} more lines have other faults"
     return inputs
 
 
-def _prompt(recipe: Recipe, line: bytes, dataset: DatasetConfig) -> str | None:
-    """Of a record, if it has one. Raises RecipeError for a record that cannot be used, unless such are dropped."""
-    record = _record(line)
-    try:
-        return records.prompt(recipe, record, dataset)
-    except RecipeError as error:
-        if recipe.data.bad_records == "drop":
-            return None
-        raise RecipeError(f"{error}; mend it, or data.bad_records=drop") from None
+def _droppable(recipe: Recipe, unusable: dict[str, list[int]], count: int) -> dict[str, list[int]]:
+    """What is to be told of records that can be read and not used, out of so many. Some may be dropped, never all."""
+    wrong = sum(map(len, unusable.values()))
+    if recipe.data.bad_records == "drop" and wrong < count:
+        return {}
+    advice = "; mend it, or data.bad_records=drop" if wrong < count else "; no record of the file can be used"
+    return {f"{what}{advice}": numbers for what, numbers in unusable.items()}
+
+
+def _also(numbers: list[int]) -> str:
+    if not (others := numbers[1:]):
+        return ""
+    shown = ", ".join(map(str, others[:SHOWN_LINES])) + (" ..." if len(others) > SHOWN_LINES else "")
+    return f" (and so in {len(others)} more: line{'s' if len(others) > 1 else ''} {shown})"
 
 
 def _template(key: str, path: str) -> str:
@@ -292,36 +327,25 @@ def _lines(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RecipeError(f"{key}: {path}: {reason} (looked from {os.getcwd()})") from None
     with file:
-        number = 0
+        found = False
         for number, line in enumerate(file, 1):
             if file.tell() > SCAN_BYTES:
                 return
             if line.strip():
+                found = True
                 yield number, line.strip()
-        if number == 0:
+        if not found:
             raise RecipeError(f"{key}: {path} is empty; a data file has one JSON object a line")
 
 
-def _record(line: bytes) -> Any:
-    """Raises RecipeError for a line that is not JSON."""
+def _record(line: bytes) -> dict[str, Any]:
+    """As the job reads it. Raises RecipeError for a line that is not a JSON object."""
     try:
-        return json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        what = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else error
+        record = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what = "a byte order mark at its beginning" if line.startswith(codecs.BOM_UTF8) else error
         raise RecipeError(f"not JSON: {what}; a data file has one JSON object a line") from None
-
-
-def _check_lengths(where: str, prompts: list[tuple[int, str]], tokenizer: Path, recipe: Recipe) -> Iterator[str]:
-    """`prompts`: (line number, text), of which each has at least as many tokens as the job will count."""
-    from tokenizers import Tokenizer
-
-    encodings = Tokenizer.from_file(str(tokenizer)).encode_batch([text for _, text in prompts], add_special_tokens=False)
-    lengths = [(len(encoding.ids), number) for encoding, (number, _) in zip(encodings, prompts, strict=True)]
-    length, number = max(lengths)
-    if length > (limit := recipe.data.max_input_seq_length):
-        what = f", but data.max_input_seq_length is {limit}"
-    elif config.generates(recipe) and length >= (limit := recipe.policy.max_total_sequence_length):
-        what = f" leaves no room for an answer in policy.max_total_sequence_length {limit}"
-    else:
-        return
-    yield f"{where}:{number}: a prompt of {length} tokens{what}; shorten it, raise the limit, or data.overlong_prompts=drop"
+    if not isinstance(record, dict):
+        mend = ", so that each record has a line: jq -c '.[]' FILE > NEW.jsonl" if isinstance(record, list) else ""
+        raise RecipeError(f"a {type(record).__name__}, not a JSON object{mend}")
+    return record

@@ -8,26 +8,60 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pipeline.config import PAIRED, DatasetConfig, Recipe, RecipeError, generates
+from pipeline.config import PAIRED, DatasetConfig, Recipe, RecipeError, conversation, generates, judged_by_answer
 
 
-def prompt(recipe: Recipe, record: Any, dataset: DatasetConfig) -> str | None:
+def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> str | None:
     """The prompt's text, if it is one. Raises RecipeError with the first thing that is wrong."""
-    if not isinstance(record, dict):
-        raise RecipeError(f"a {type(record).__name__}, not a JSON object")
     if recipe.algorithm in PAIRED:
         return _check_pair(recipe, record, dataset)
+    if dataset.text_key:
+        text = _line(record, dataset.text_key)
+        if not text.strip():
+            raise RecipeError(f"'{dataset.text_key}' is empty")
+        return text
     if dataset.messages_key:
-        _messages(record, dataset.messages_key)
+        _check_messages(recipe, record, dataset)
         return None
-    if not generates(recipe) or _is_judged_by_its_answer(recipe, dataset):
-        _value(record, dataset.output_key)
-    return _line(record, dataset.input_key)
+    if not generates(recipe) or judged_by_answer(recipe, dataset):
+        _check_answer(recipe, record, dataset.output_key)
+    return _asked(recipe, record, dataset.input_key)
 
 
-def _is_judged_by_its_answer(recipe: Recipe, dataset: DatasetConfig) -> bool:
-    environment = recipe.env.get(dataset.env_name)
-    return environment is not None and environment.kind != "reward_model"
+def _check_messages(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> None:
+    roles = [message["role"] for message in _messages(record, dataset.messages_key)]
+    if not generates(recipe):
+        if "assistant" not in roles or roles[0] == "assistant":
+            raise RecipeError(f"'{dataset.messages_key}' has no assistant's turn after another's: {roles}")
+    elif roles == ["assistant"]:
+        raise RecipeError(f"'{dataset.messages_key}' has nothing before the assistant's answer")
+    elif roles[-1] != "assistant" and judged_by_answer(recipe, dataset):
+        _check_answer(recipe, record, dataset.output_key)
+
+
+def _check_answer(recipe: Recipe, record: dict[str, Any], key: str) -> None:
+    if not isinstance(record.get(key), list):
+        _line(record, key)
+        return
+    if not generates(recipe):
+        _refuse_bare(recipe, key)
+    if (roles := [message["role"] for message in _messages(record, key)])[-1] != "assistant":
+        raise RecipeError(f"'{key}' does not end in an answer of the assistant's: {roles}")
+
+
+def _asked(recipe: Recipe, record: dict[str, Any], key: str) -> str | None:
+    """The prompt's text, if it is one."""
+    if not isinstance(record.get(key), list):
+        return _line(record, key)
+    _refuse_bare(recipe, key)
+    if _messages(record, key)[-1]["role"] == "assistant":
+        raise RecipeError(f"'{key}' must end where the assistant is to answer, and its last turn is the assistant's")
+    return None
+
+
+def _refuse_bare(recipe: Recipe, key: str) -> None:
+    if not recipe.data.apply_chat_template:
+        raise RecipeError(f"'{key}' is a list of messages, and data.apply_chat_template is false")
 
 
 def _check_pair(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> str | None:
@@ -51,7 +85,7 @@ def _check_pair(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) 
     if begins_with_the_prompt:
         return None
     if not dataset.messages_key:
-        return _line(record, dataset.input_key)
+        return _asked(recipe, record, dataset.input_key) if dataset.input_key else None
     if _messages(record, dataset.messages_key)[-1]["role"] == "assistant":
         raise RecipeError(f"'{dataset.messages_key}' must end where the assistant is to answer")
     return None
@@ -65,17 +99,16 @@ def _check_conversations(recipe: Recipe, record: dict[str, Any], keys: tuple[str
         last = _messages(record, key)[-1]
         if last["role"] != "assistant" or not last["content"].strip():
             raise RecipeError(f"'{key}' does not end in an answer of the assistant's")
-    return record[keys[0]][0]["role"] != "assistant"
+    return _messages(record, keys[0])[0]["role"] != "assistant"
 
 
 def _messages(record: dict[str, Any], key: str) -> list[dict[str, str]]:
-    messages = _value(record, key)
-    well_formed = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
-    )
-    if not well_formed or not messages:
-        raise RecipeError(f"'{key}' is not a list of {{role, content}} with texts in them")
-    return messages
+    try:
+        return conversation(_value(record, key), key)
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
 
 
 def _line(record: dict[str, Any], key: str) -> str:

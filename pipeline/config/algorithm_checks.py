@@ -188,7 +188,7 @@ def _of_ppo(recipe: Recipe, config: PPOConfig) -> Iterator[Finding]:
     cliprange = recipe.value_loss_fn.cliprange
     yield not recipe.value.model_name, "value.model_name", "ppo needs a critic; a model to begin it from"
     yield (
-        config.policy_training_start_step >= config.max_num_steps,
+        config.policy_training_start_step >= config.max_num_steps > 0,
         "ppo.policy_training_start_step",
         f"{config.policy_training_start_step} leaves the policy no step to learn in; below ppo.max_num_steps"
         f" {config.max_num_steps}",

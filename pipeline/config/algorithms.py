@@ -53,7 +53,7 @@ class OnlineConfig:
     num_prompts_per_step: int = 32
     num_generations_per_prompt: int = 16
     max_rollout_turns: int = 1  # of an episode
-    max_num_steps: int = 1000
+    max_num_steps: int = 1000  # 0: validate once, learn nothing
     max_num_epochs: int = UNBOUNDED  # over each data set; the run ends at whichever comes first
     val_period: int = 0  # in steps; 0: never
     val_at_start: bool = False
@@ -144,7 +144,7 @@ class DistillationConfig(OnlineConfig):
 
 @dataclass
 class OfflineConfig:
-    max_num_steps: int = 60
+    max_num_steps: int = 60  # 0: validate once, learn nothing
     max_num_epochs: int = UNBOUNDED
     val_period: int = 0
     val_at_start: bool = False

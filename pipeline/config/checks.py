@@ -23,6 +23,7 @@ CHOICES = {
     "policy.generation.vllm_cfg.precision": ("auto", "fp8"),
     "policy.generation.refit_transport": ("planned", "delta", "broadcast"),
     "data.overlong_prompts": ("error", "drop"),
+    "data.unknown_tokens": ("error", "keep", "drop"),
     "data.bad_records": ("error", "drop"),
     "cluster.executor": ("auto", "slurm", "allocation", "local"),
 }

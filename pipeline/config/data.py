@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from pipeline.config.algorithms import PAIRED
-from pipeline.config.schema import GENERATED_DATASETS, DataConfig, DatasetConfig, Recipe, generates
+from pipeline.config.algorithms import OFFLINE, ONLINE, PAIRED
+from pipeline.config.schema import GENERATED_DATASETS, DataConfig, DatasetConfig, Recipe, evaluates_alone, generates
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ DATASET_CARDS = (".gitattributes", ".huggingface.yaml", "README.md")
 
 NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
-COLUMNS = ("input_key", "output_key", "messages_key", "chosen_key", "rejected_key", "margin_key")
+COLUMNS = ("input_key", "output_key", "messages_key", "text_key", "chosen_key", "rejected_key", "margin_key")
 
 
 def training_sets(data: DataConfig) -> dict[str, DatasetConfig]:
@@ -104,15 +104,36 @@ def check_data(recipe: Recipe) -> Iterator[str]:
     for key, dataset in keyed_sets(recipe.data).items():
         yield from _check_numbers(key, dataset)
         yield from _check_named(recipe, key, dataset)
+        if dataset.text_key and recipe.algorithm != "sft":
+            yield f"{key}.text_key: got '{dataset.text_key}'; expected null: {recipe.algorithm} needs prompts. Try input_key"
         if generates(recipe) and dataset.env_name not in recipe.env:
-            known = ", ".join(recipe.env) or "none"
-            yield f"{key}.env_name: '{dataset.env_name}', but there is no env.{dataset.env_name}; one of: {known}"
+            yield _no_environment(recipe, key, dataset.env_name)
     yield from _check_several(recipe.data)
+    if recipe.algorithm in (*ONLINE, *OFFLINE) and evaluates_alone(recipe) and not validates(recipe):
+        yield (
+            f"{recipe.algorithm}.max_num_steps: got 0, which validates once and learns nothing; expected a data set to validate"
+            " on. Try data.validation.data_path=FILE.jsonl"
+        )
     if (tokens := recipe.data.max_input_seq_length) > (longest := recipe.policy.max_total_sequence_length):
         yield (
             f"data.max_input_seq_length: {tokens} is above policy.max_total_sequence_length {longest}, and a batch need have"
             " no room for more; at most that"
         )
+
+
+def _no_environment(recipe: Recipe, key: str, name: str | None) -> str:
+    got = "null" if name is None else f"'{name}'"
+    needs = f"{recipe.algorithm} samples answers, and an environment judges them"
+    if not recipe.env:
+        name = name or "math"
+        return (
+            f"{key}.env_name: got {got}, but {needs}; expected the name of one under env, which has none. Try"
+            f" {key}.env_name={name} env.{name}.kind=math (or another kind: exact_match, code, the dotted path of your own ...)"
+        )
+    known = ", ".join(recipe.env)
+    return (
+        f"{key}.env_name: got {got}, but {needs}; expected one of env's: {known}. Try {key}.env_name={next(iter(recipe.env))}"
+    )
 
 
 def _check_several(data: DataConfig) -> Iterator[str]:

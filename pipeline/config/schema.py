@@ -202,9 +202,11 @@ class DatasetConfig:
     split_validation_size: float = 0.0  # of training data: the share, or from 1 on the number, held out to validate on
     seed: int = 42  # of max_samples and split_validation_size
     repeat: int = 1  # the records so many times over, one pass after another
-    input_key: str = "input"
-    output_key: str = "output"
+    # Columns. Where a record lacks those of the recipe, TRL's and common ones are recognized (pipeline/config/columns.py).
+    input_key: str = "input"  # a text or messages {role, content}; DPO, RM: "" for what both answers begin with
+    output_key: str = "output"  # a text or messages
     messages_key: Optional[str] = None  # a list of {role, content}; replaces input_key and output_key
+    text_key: Optional[str] = None  # SFT: a text of which every token is learned; replaces the others
     chosen_key: str = (
         "chosen"  # DPO, RM: an answer, or messages {role, content} that end in one, perhaps with the prompt before
     )
@@ -226,6 +228,8 @@ class DataConfig:
     max_input_seq_length: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
     # error, drop: what to do with a prompt longer than max_input_seq_length, or that leaves no room for an answer
     overlong_prompts: str = "error"
+    # error, keep, drop: what to do with a prompt of which the tokenizer knows a part only as its unknown token
+    unknown_tokens: str = "error"
     bad_records: str = (
         "error"  # error, drop: what to do with one that cannot be used (no answer, two answers that are the same)
     )
@@ -322,6 +326,11 @@ def runs_ahead(recipe: Recipe) -> bool:
 def section(recipe: Recipe) -> OnlineConfig | OfflineConfig:
     """The algorithm's own."""
     return getattr(recipe, recipe.algorithm)
+
+
+def evaluates_alone(recipe: Recipe) -> bool:
+    """Whether the run validates once and learns nothing."""
+    return section(recipe).max_num_steps == 0
 
 
 PRECISIONS = {"float32": 4, "bfloat16": 2}  # what policy.precision may be, and the bytes of a number in it

@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import (
+    NAMED_DATASETS,
     OFFLINE,
     PAIRED,
     DatasetConfig,
     Recipe,
     held_out_sets,
+    judged_by_answer,
+    keyed_sets,
+    recognized,
     section,
     training_sets,
     validation_sets,
@@ -69,6 +73,7 @@ def _stream(
 ) -> Stream:
     """Of one data set. name: to be told with its prompts."""
     paired = recipe.algorithm in PAIRED
+    key = next(key for key, one in keyed_sets(recipe.data).items() if one is dataset)
     if paired:
         kind = PairStream
     elif recipe.algorithm in OFFLINE:
@@ -77,10 +82,16 @@ def _stream(
         kind = functools.partial(
             PromptStream,
             max_length=recipe.policy.max_total_sequence_length,
-            answered=_is_judged_by_its_answer(recipe, dataset),
+            answered=judged_by_answer(recipe, dataset),
             dataset=name,
         )
-    encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, columns(dataset, paired))
+    dataset = columns(dataset, paired)
+    if dataset.dataset_name not in NAMED_DATASETS:
+        found = recognized(recipe, key, dataset, records)
+        dataset = found.dataset
+        if found.told:
+            print(f"{key}: {found.told}", flush=True)
+    encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, dataset)
     made = kind(records, encoder, seed=section(recipe).seed, shuffle=shuffle, max_num_epochs=epochs)
     if made.dropped_at_start:
         of = f" of {name}" if name else ""
@@ -89,8 +100,3 @@ def _stream(
             flush=True,
         )
     return made
-
-
-def _is_judged_by_its_answer(recipe: Recipe, dataset: DatasetConfig) -> bool:
-    """A reward model needs no expected answer, and where there is no environment nothing is judged."""
-    return dataset.env_name is not None and recipe.env[dataset.env_name].kind != "reward_model"

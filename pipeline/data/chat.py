@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import re
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.config import DataConfig, DatasetConfig, TokenizerConfig
+from pipeline.config import DataConfig, DatasetConfig, Message, TokenizerConfig, conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, str]
-"""A turn of a conversation: {"role": ..., "content": ...}."""
+    from pipeline.types import Prompt, Sample
 
 Encoded = tuple[np.ndarray, np.ndarray]
 """Tokens `[L]` int32 and loss mask `[L]` bool."""
@@ -52,6 +52,7 @@ class Encoder:
         self, tokenizer: PreTrainedTokenizerBase, tokenizer_config: TokenizerConfig, data: DataConfig, dataset: DatasetConfig
     ) -> None:
         self.tokenizer, self.data, self.dataset = tokenizer, data, dataset
+        self._unknown = _unknown_token(tokenizer)
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._template_kwargs = tokenizer_config.chat_template_kwargs or {}
         self._prompt_text = _read_prompt_file(dataset.prompt_file) if dataset.prompt_file else "{}"
@@ -84,8 +85,20 @@ class Encoder:
             if not asked:
                 raise ValueError(f"'{self.dataset.messages_key}' has nothing before the assistant's answer")
             return self.completed(asked)
+        if isinstance(record.get(self.dataset.input_key), list):
+            return self.completed(self._asked(record))
         text = self._prompt_text.format(text_of(record, self.dataset.input_key))
         return [*self._system_message(), {"role": "user", "content": text}] if self.data.apply_chat_template else text
+
+    def _asked(self, record: dict[str, Any]) -> list[Message]:
+        """The messages of `input_key`."""
+        key = self.dataset.input_key
+        if not self.data.apply_chat_template:
+            raise ValueError(f"'{key}' is a list of messages, and data.apply_chat_template is false")
+        messages = messages_of(record, key)
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(f"'{key}' must end where the assistant is to answer, and its last turn is the assistant's")
+        return messages
 
     def answer(self, record: dict[str, Any]) -> str:
         """The expected answer: of a conversation that ends in one, that. Raises ValueError if the record lacks it."""
@@ -93,15 +106,34 @@ class Encoder:
             last = messages_of(record, self.dataset.messages_key)[-1]
             if last["role"] == "assistant":
                 return last["content"]
-        return text_of(record, self.dataset.output_key)
+        return self._answers(record)[-1]["content"]
+
+    def _answers(self, record: dict[str, Any]) -> list[Message]:
+        """What `output_key` holds; of a text, one turn of the assistant's."""
+        key = self.dataset.output_key
+        if not isinstance(record.get(key), list):
+            return [{"role": "assistant", "content": text_of(record, key)}]
+        messages = messages_of(record, key)
+        if messages[-1]["role"] != "assistant":
+            raise ValueError(f"'{key}' does not end in an answer of the assistant's: {[m['role'] for m in messages]}")
+        return messages
 
     def conversation(self, record: dict[str, Any]) -> Encoded:
         """What supervised training learns from. Raises ValueError if the record has no conversation with an assistant in it,
-        and as `encode_turns` does."""
+        and as `encode_turns` does.
+
+        Of messages the loss counts what the assistant says; of a prompt and its completion, what it says in the completion.
+        TRL's `SFTTrainer` counts the same with `assistant_only_loss`, and of completions by default, but also the newline that
+        a template writes after a turn's end.
+        """
+        if self.dataset.text_key:
+            return self.encode_text(text_of(record, self.dataset.text_key))
         if not self.data.apply_chat_template:
             return self.encode_answer(self.prompt(record), self.answer(record))
         if not self.dataset.messages_key:
-            return self.encode_turns([*self.question(record), {"role": "assistant", "content": self.answer(record)}])
+            asked = self.question(record)
+            answered_before = any(message["role"] == "assistant" for message in asked)
+            return self.encode_turns([*asked, *self._answers(record)], len(asked) if answered_before else 0)
         messages = messages_of(record, self.dataset.messages_key)
         roles = [message["role"] for message in messages]
         if "assistant" not in roles or roles[0] == "assistant":
@@ -109,10 +141,33 @@ class Encoder:
         return self.encode_turns(self.completed(messages))
 
     def encode_answer(self, prompt: np.ndarray, answer: str) -> Encoded:
-        """A bare text after the tokens of its prompt, and the end-of-sequence token."""
-        tokens = self.tokenizer(answer, add_special_tokens=False).input_ids
-        tokens = np.concatenate([prompt, _int32([*tokens, self.tokenizer.eos_token_id])])
+        """A bare text after the tokens of its prompt, and the end-of-sequence token, unless it ends in that."""
+        tokens = self._ended(self.tokenizer(answer, add_special_tokens=False).input_ids)
+        tokens = np.concatenate([prompt, _int32(tokens)])
         return tokens, np.arange(len(tokens)) >= len(prompt)
+
+    def encode_text(self, text: str) -> Encoded:
+        """A bare text and the end-of-sequence token, unless it ends in that: language modelling, in which every token is
+        learned but the first, which nothing comes before. TRL's format of a `text`. Raises ValueError if it is empty."""
+        if not text.strip():
+            raise ValueError(f"'{self.dataset.text_key}' is empty")
+        tokens = _int32(self._ended(self.tokenizer(text).input_ids))
+        return tokens, np.arange(len(tokens)) >= 1
+
+    def unknown(self, parts: Sequence[Prompt | Sample]) -> str:
+        """What to say of tokens that stand for text which the tokenizer does not know; "" if there are none."""
+        marks = self._unknown
+        tokens = np.concatenate([one.tokens for one in parts])
+        if marks is None or not (count := int((tokens == marks).sum())):
+            return ""
+        return (
+            f"{count} of {len(tokens)} tokens are {self.tokenizer.unk_token}, which stands for text that the tokenizer"
+            f" {self.tokenizer.name_or_path} does not know; another policy.tokenizer.name, or data.unknown_tokens=keep"
+        )
+
+    def _ended(self, tokens: list[int]) -> list[int]:
+        end = self.tokenizer.eos_token_id
+        return tokens if tokens and tokens[-1] == end else [*tokens, end]
 
     def encode_turns(self, messages: list[Message], first: int = 0) -> Encoded:
         """A conversation, of which the loss counts the assistant's turns from message `first` on.
@@ -191,6 +246,12 @@ class Encoder:
         return len(tokens)
 
 
+def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """None where there is none, or where it means something else besides, as GPT-2's <|endoftext|> does."""
+    others = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return None if tokenizer.unk_token_id in others else tokenizer.unk_token_id
+
+
 def _read_prompt_file(path: str) -> str:
     """Braces are Python's: one {} for the input, {{ and }} for the others (as in \\boxed{{}})."""
     text = Path(path).read_text()
@@ -225,13 +286,7 @@ def text_of(record: dict[str, Any], key: str) -> str:
 
 def messages_of(record: dict[str, Any], key: str) -> list[Message]:
     """Raises ValueError if there is no list of messages with a role and a text."""
-    messages = record.get(key)
-    well_formed = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
-    )
-    if not well_formed or not messages:
-        raise ValueError(f"'{key}' is not a list of {{role, content}} with texts in them")
-    return messages
+    return conversation(record.get(key), key)
 
 
 def _int32(tokens: list[int]) -> np.ndarray:

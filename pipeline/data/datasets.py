@@ -89,6 +89,13 @@ def _repeated(records: Sequence[Record], dataset: DatasetConfig) -> Sequence[Rec
     return records if dataset.repeat == 1 else _Chosen(records, np.tile(np.arange(len(records)), dataset.repeat))
 
 
+def place_of(records: Sequence[Record], index: int) -> str:
+    """Where a record is, for people: FILE:LINE, or its number."""
+    while isinstance(records, _Chosen):
+        records, index = records.source(index)
+    return records.place(index) if isinstance(records, JSONLRecords) else f"record {index} (from 0)"
+
+
 class _Chosen(Sequence):
     """Some records, in an order. numbers: `[N]` int64."""
 
@@ -100,6 +107,10 @@ class _Chosen(Sequence):
 
     def __getitem__(self, index: int) -> Record:
         return self._records[int(self._numbers[index])]
+
+    def source(self, index: int) -> tuple[Sequence[Record], int]:
+        """What it was chosen from, and its number there."""
+        return self._records, int(self._numbers[index])
 
 
 class _Made(Sequence):
@@ -124,13 +135,14 @@ class JSONLRecords(Sequence):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("rb")
-        self._begins, self._sizes = array("q"), array("q")
+        self._begins, self._sizes, self._lines = array("q"), array("q"), array("q")
         begin = 0
         for number, line in enumerate(self._file, 1):
             if line.strip():
                 self._parse(line, number)
                 self._begins.append(begin)
                 self._sizes.append(len(line))
+                self._lines.append(number)
             begin += len(line)
 
     def __len__(self) -> int:
@@ -138,6 +150,9 @@ class JSONLRecords(Sequence):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return msgspec.json.decode(os.pread(self._file.fileno(), self._sizes[index], self._begins[index]))
+
+    def place(self, index: int) -> str:
+        return f"{self._path}:{self._lines[index]}"
 
     def _parse(self, line: bytes, number: int) -> None:
         try:

@@ -2,7 +2,8 @@
 
 The answers, `chosen_key` and `rejected_key`, are both texts or both lists of messages {role, content}:
 
-    texts       after the prompt: that of `messages_key`, else of `input_key`
+    texts       after the prompt: that of `messages_key`, else of `input_key`; where that is "", the words that both begin with
+                (hh-rlhf), as TRL's `extract_prompt` has it, which also parts them within a word
     messages    from the assistant's turn on, after the same prompt
     messages    of the whole conversation, from the system's or the user's turn on: their common beginning is the prompt
 
@@ -11,7 +12,7 @@ end-of-sequence token. What a template writes behind that (the newline after Cha
 model's score is read where a sampled answer ends; TRL and NeMo-RL keep and count it. Where conversations part more than one
 turn before their end, TRL also counts what the user says from there on, and NeMo-RL the last turn alone.
 
-Leaves out: whole dialogues in one text (as in hh-rlhf), more than two answers to a prompt.
+Leaves out: more than two answers to a prompt.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def encode_pair(encoder: Encoder, position: int, record: dict[str, Any]) -> Pair
     if of_messages[0]:
         encoded = _of_messages(encoder, record, *(messages_of(record, key) for key in keys))
     else:
-        encoded = [_of_text(encoder, record, key) for key in keys]
+        encoded = _of_texts(encoder, record, keys)
     chosen, rejected = (_until_the_answer_ends(*one) for one in encoded)
     if np.array_equal(chosen[0], rejected[0]):
         raise ValueError(f"'{keys[0]}' and '{keys[1]}' are the same")
@@ -48,14 +49,29 @@ def encode_pair(encoder: Encoder, position: int, record: dict[str, Any]) -> Pair
     return _sample(chosen, margin), _sample(rejected, 0.0)
 
 
-def _of_text(encoder: Encoder, record: dict[str, Any], key: str) -> Encoded:
-    answer = text_of(record, key)
-    if not answer.strip():
-        raise ValueError(f"'{key}' is empty")
+def _of_texts(encoder: Encoder, record: dict[str, Any], keys: tuple[str, str]) -> list[Encoded]:
+    answers = [text_of(record, key) for key in keys]
+    begun_alike = not encoder.dataset.input_key and not encoder.dataset.messages_key
+    asked = {encoder.dataset.input_key: _begun_alike(*answers)} if begun_alike else record
+    if begun_alike:
+        answers = [answer[len(asked[encoder.dataset.input_key]) :] for answer in answers]
+    for key, answer in zip(keys, answers, strict=True):
+        if not answer.strip():
+            raise ValueError(f"'{key}' is {'all in the other' if begun_alike else 'empty'}")
     if not encoder.data.apply_chat_template:
-        return encoder.encode_answer(encoder.prompt(record), answer)
-    prompt = _prompt(encoder, record)
-    return encoder.encode_turns([*prompt, {"role": "assistant", "content": answer}], len(prompt))
+        prompt = encoder.prompt(asked)
+        return [encoder.encode_answer(prompt, answer) for answer in answers]
+    turns = _prompt(encoder, asked)
+    return [encoder.encode_turns([*turns, {"role": "assistant", "content": answer}], len(turns)) for answer in answers]
+
+
+def _begun_alike(one: str, other: str) -> str:
+    """The whole words that both begin with, without the space after them. Raises ValueError if there are none."""
+    same = one[: sum(itertools.takewhile(bool, (a == b for a, b in zip(one, other, strict=False))))]
+    end = max(same.rfind(" "), same.rfind("\n") + 1)
+    if not same[: max(end, 0)].strip():
+        raise ValueError("the answers do not begin with the same words, which are the prompt where no column has it")
+    return same[:end]
 
 
 def _of_messages(

@@ -20,10 +20,13 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pipeline.data.chat import Encoder
+from pipeline.data.datasets import place_of
 from pipeline.data.preferences import Pair, encode_pair
 from pipeline.types import Prompt, Sample
 
 CHECKED_AT_START = 20_000  # records encoded once before the run (seconds), so that a bad one ends it at once
+
+LOOKED_ON = 1000  # records after a bad one, for one that is good
 
 Record = dict[str, Any]
 Item = TypeVar("Item", Prompt, Sample, Pair)
@@ -79,9 +82,7 @@ class Stream(Generic[Item]):
         )
         self._iterator = iter(self._loader)
         checked = min(len(records), CHECKED_AT_START)
-        self.dropped_at_start = sum(items[0, number] is None for number in range(checked))
-        if self.dropped_at_start == checked:
-            raise ValueError(f"data: the first {checked} records are all too long, or no good")
+        self.dropped_at_start = items.check(checked)
 
     @property
     def epochs_done(self) -> int:
@@ -184,6 +185,14 @@ class _Order(Sampler):
         self.position = state["position"]
 
 
+class BadRecord(ValueError):
+    """What is wrong with a record, and the key of `data` that says what to do with such."""
+
+    def __init__(self, key: str, what: str) -> None:
+        super().__init__(what)
+        self.key = key
+
+
 class _Items(Dataset):
     """The item at (position, record number); None where the record is to be dropped, being too long or no good."""
 
@@ -198,24 +207,47 @@ class _Items(Dataset):
 
     def __getitem__(self, place: tuple[int, int]) -> Prompt | Sample | Pair | None:
         position, number = place
+        item, wrong = self._item(position, number)
+        if wrong and getattr(self._encoder.data, wrong.key) != "drop":
+            raise ValueError(f"{wrong}; data.{wrong.key}=drop passes over such records")
+        return None if wrong else item
+
+    def check(self, count: int) -> int:
+        """How many of the first `count` records are to be dropped. Raises ValueError for the first that is wrong and may not be
+        dropped, and if all would be."""
+        dropped, first, found = 0, None, 0
+        for number in range(count):
+            _, wrong = self._item(0, number)
+            first = first or wrong
+            if wrong and getattr(self._encoder.data, wrong.key) != "drop":
+                if found or any(self._item(0, other)[1] is None for other in range(number + 1, min(count, number + LOOKED_ON))):
+                    raise ValueError(f"{wrong}; data.{wrong.key}=drop passes over such records")
+                raise ValueError(f"{wrong}; none of the first {min(count, number + LOOKED_ON)} records is good") from wrong
+            dropped += wrong is not None
+            found += wrong is None
+        if dropped == count:
+            raise ValueError(f"data: the first {count} records are all too long, or no good. The first: {first}") from first
+        return dropped
+
+    def _item(self, position: int, number: int) -> tuple[Prompt | Sample | Pair | None, BadRecord | None]:
+        """The item, or what is wrong with the record."""
         data = self._encoder.data
-        where = f"data: record {number} (from 0)"
+        where = f"data: {place_of(self._records, number)}"
         try:
             item = self._encode(self._encoder, position, self._records[number])
         except ValueError as error:
-            if data.bad_records == "drop":
-                return None
-            raise ValueError(f"{where}: {error}; data.bad_records=drop passes over such records") from error
-        tokens = max(len(one.tokens) for one in (item if isinstance(item, tuple) else (item,)))
+            return None, BadRecord("bad_records", f"{where}: {error}")
+        parts = item if isinstance(item, tuple) else (item,)
+        tokens = max(len(one.tokens) for one in parts)
         if tokens > data.max_input_seq_length:
             what = f"are more than data.max_input_seq_length {data.max_input_seq_length}"
         elif self._max_length is not None and tokens >= self._max_length:  # no engine takes it: it has nothing to draw
             what = f"leave no room for an answer in policy.max_total_sequence_length {self._max_length}"
+        elif data.unknown_tokens != "keep" and (unknown := self._encoder.unknown(parts)):
+            return None, BadRecord("unknown_tokens", f"{where}: {unknown}")
         else:
-            return item
-        if data.overlong_prompts == "drop":
-            return None
-        raise ValueError(f"{where}: {tokens} tokens {what}; data.overlong_prompts=drop passes over such records")
+            return item, None
+        return None, BadRecord("overlong_prompts", f"{where}: {tokens} tokens {what}")
 
 
 def _as_it_is(item: Any) -> Any:

@@ -209,8 +209,8 @@ def test_a_template_that_marks_nothing_is_said():
 
 def test_an_input_that_is_no_text_is_said():
     made = encoder(CHATML, DatasetConfig())
-    for value in (None, ["a"], True):
-        with pytest.raises(ValueError, match=r"'input' is a .*, not a text"):
+    for value, says in ((None, "a NoneType, not a text"), (True, "a bool, not a text"), (["a"], "not a list of {role")):
+        with pytest.raises(ValueError, match=f"'input' is {says}"):
             made.prompt({"input": value})
 
 

@@ -170,9 +170,10 @@ def test_prompts_leave_room_for_an_answer():
         (("data.datasets.long.weight=0",), "data.datasets.long.weight: 0 must be above 0"),
         (
             ("data.datasets.long.env_name=none",),
-            "data.datasets.long.env_name: 'none', but there is no env.none; one of: addition, carefully",
+            "data.datasets.long.env_name: got 'none', but grpo samples answers, and an environment judges them; expected one of"
+            " env's: addition, carefully. Try data.datasets.long.env_name=addition",
         ),
-        (("data.validations.two.env_name=null",), "data.validations.two.env_name: 'None', but there is no env.None"),
+        (("data.validations.two.env_name=null",), "data.validations.two.env_name: got null, but grpo"),
         (("data.validations.two.weight=2",), "data.validations.two.weight: only what is in data.datasets is mixed"),
         (("data.validations.two.split_validation_size=2",), "data.validations.two.split_validation_size: nothing is held out"),
         (

@@ -89,7 +89,10 @@ def test_the_real_command(tmp_path):
         ("data.max_input_seq_length=3", ["data.jsonl:2", "a prompt of 4 tokens", "data.max_input_seq_length is 3", "=drop"]),
         ("policy.max_total_sequence_length=4", ["data.jsonl:2", "4 tokens leaves no room for an answer", "sequence_length 4;"]),
         ("data.train.data_path=no.jsonl", ["data.train.data_path", "no.jsonl", "No such file"]),
-        ("data.train.input_key=question", ["data.jsonl:1", "no key 'question'", "input, output", "and so in 1 more"]),
+        (
+            "data.train.input_key=question",
+            ["data.jsonl:1", "no column 'question'", "input, output", "Try data.train.input_key=input"],
+        ),
         ("data.train.prompt_file=no.txt", ["data.train.prompt_file", "no.txt", "No such file"]),
         ("data.train.system_prompt_file=tiny.yaml", ["data.train.system_prompt_file", "data.apply_chat_template is false"]),
         ("data.apply_chat_template=true", ["data.apply_chat_template", "no chat template", "policy.tokenizer.chat_template"]),
@@ -177,7 +180,7 @@ def test_several_data_sets_are_each_looked_into(tmp_path):
     write_recipe(tmp_path, data={"apply_chat_template": False, "train": None, "datasets": several, "validations": validated})
     message = refuse(tmp_path, count=3)
     assert "data.datasets.gone.data_path" in message
-    assert "data.datasets.odd.data_path: data.jsonl:1: no key 'question'" in message
+    assert "data.datasets.odd.data_path: data.jsonl:1: no column 'question'" in message
     assert "data.validations.nowhere.dataset_name: 'some/data'" in message
 
 
@@ -225,7 +228,7 @@ def test_needs_in_a_circle(tmp_path, monkeypatch):
 
 def test_prompt_with_its_prompt_file_and_numbers_as_inputs(tmp_path):
     write_recipe(tmp_path)
-    (tmp_path / "prompt.txt").write_text("what is {} in {{}}")
+    (tmp_path / "prompt.txt").write_text("what is {} in me")
     (tmp_path / "data.jsonl").write_text('{"input": 7, "output": 1}\n{"input": 1234567, "output": 1}\n')
     message = refuse(tmp_path, "data.train.prompt_file=prompt.txt", "data.max_input_seq_length=14")
     assert "data.jsonl:2: a prompt of 21 tokens" in message

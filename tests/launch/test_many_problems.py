@@ -55,7 +55,7 @@ BROKEN = {
             "policy.model_name: {folder}/model has no weights",
             "policy.tokenizer.name: {folder}/model has no tokenizer",
             "data.train.prompt_file: no.txt: No such file",
-            "data.jsonl:1: no key 'output'; there are: input; mend it, or data.bad_records=drop (and so in 1 more)",
+            "data.jsonl:1: no column 'output' with a text or messages; there are: input. Try data.train.output_key=COLUMN",
             "data.jsonl:2: a list, not a JSON object",
             "data.jsonl:3: not JSON",
         ],
@@ -159,7 +159,7 @@ BROKEN = {
             "grpo.max_num_steps: '${.val_period}' comes back to itself in a circle",
             "grpo.val_period: '${.max_num_steps}' comes back to itself in a circle",
             "cluster.train.nodes: '${div:1,0}' cannot be computed",
-            "data.train.env_name: 'maths', but there is no env.maths; one of: math",
+            "data.train.env_name: got 'maths', but grpo samples answers",
         ],
     ),
     "pairs": (
@@ -178,7 +178,7 @@ BROKEN = {
             "dpo.preference_loss_weight: 0, and dpo.sft_loss_weight too",
             "data.train.rejected_key: 'chosen' is data.train.chosen_key too",
             "policy.random_init: 'maybe', but it must be true or false",
-            "data.jsonl:1: 'chosen' and 'chosen' are the same: nothing is preferred; mend it",
+            "data.jsonl:1: 'chosen' and 'chosen' are the same: nothing is preferred; no record of the file can be used",
         ],
     ),
     "critic and adapters": (
@@ -259,6 +259,7 @@ def test_a_file_of_bad_lines_is_told_of_in_a_few(tmp_path):
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     write_recipe(tmp_path)
     problems = told(refuse(tmp_path, count=6))
-    assert "data.jsonl:1: no key 'output'" in problems[0] and problems[0].endswith("(and so in 2999 more)")
-    assert "data.jsonl:3001: not JSON" in problems[1] and problems[1].endswith("(and so in 1999 more)")
-    assert problems[-1].endswith("3 more lines have other faults")
+    assert "data.jsonl:1: no column 'output'" in problems[0]
+    assert "data.jsonl:3001: not JSON" in problems[1]
+    assert problems[1].endswith("(and so in 1999 more: lines 3002, 3003, 3004, 3005, 3006 ...)")
+    assert problems[-1].endswith("2 more lines have other faults")

@@ -1,0 +1,71 @@
+"""What a model's tokenizer makes of the prompts in a data file: too many tokens, or unknown ones.
+
+Needs the `tokenizers` package and tokenizer.json. The job checks again, with transformers, what is beyond the bounds here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.config import Recipe, generates
+
+
+def notes(recipe: Recipe) -> Iterator[str]:
+    """What is odd about the lengths that the recipe asks for, and harmless."""
+    asked, context = recipe.policy.generation.max_new_tokens, recipe.policy.max_total_sequence_length
+    if generates(recipe) and asked > context:
+        yield (
+            f"policy.generation.max_new_tokens: {asked} is above policy.max_total_sequence_length {context}, where prompt and"
+            " answer end together; answers are cut there"
+        )
+
+
+def problems(where: str, prompts: list[tuple[int, str]], tokenizer: Path, recipe: Recipe) -> Iterator[str]:
+    """prompts: (line number, text), each with at most as many tokens as the job will count. tokenizer: tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    encodings = Tokenizer.from_file(str(tokenizer)).encode_batch([text for _, text in prompts], add_special_tokens=False)
+    numbered = [(number, text, encoding) for (number, text), encoding in zip(prompts, encodings, strict=True)]
+    if recipe.data.overlong_prompts == "error":
+        yield from _too_long(where, max((len(encoding.ids), number) for number, _, encoding in numbered), recipe)
+    if recipe.data.unknown_tokens == "error" and (mark := _unknown_token(tokenizer)):
+        found = []
+        for number, text, encoding in numbered:
+            parts = [
+                text[begin:end] for token, (begin, end) in zip(encoding.tokens, encoding.offsets, strict=True) if token == mark
+            ]
+            found += [(number, parts)] if parts else []
+        if found:
+            number, parts = min(found)
+            shown = ", ".join(dict.fromkeys(map(repr, parts[:5])))
+            yield (
+                f"{where}:{number}: the tokenizer in {tokenizer.parent} does not know {shown}, which becomes {mark} (so in"
+                f" {len(found)} of the {len(numbered)} prompts looked at); another policy.tokenizer.name, or"
+                " data.unknown_tokens=keep"
+            )
+
+
+def _too_long(where: str, longest: tuple[int, int], recipe: Recipe) -> Iterator[str]:
+    """longest: (tokens, line number)."""
+    length, number = longest
+    if length > (limit := recipe.data.max_input_seq_length):
+        what = f", but data.max_input_seq_length is {limit}"
+    elif generates(recipe) and length >= (limit := recipe.policy.max_total_sequence_length):
+        what = f" leaves no room for an answer in policy.max_total_sequence_length {limit}"
+    else:
+        return
+    yield f"{where}:{number}: a prompt of {length} tokens{what}; shorten it, raise the limit, or data.overlong_prompts=drop"
+
+
+def _unknown_token(tokenizer: Path) -> str | None:
+    """What stands for text that the tokenizer does not know; None where that means something else besides (GPT-2's)."""
+    model = json.loads(tokenizer.read_text())["model"]
+    mark = model.get("unk_token")
+    if mark is None and model.get("unk_id") is not None:
+        mark = model["vocab"][model["unk_id"]][0]
+    settings = tokenizer.with_name("tokenizer_config.json")
+    others = json.loads(settings.read_text()) if settings.exists() else {}
+    named = [others.get(name) for name in ("bos_token", "eos_token")]
+    return None if mark in [each.get("content") if isinstance(each, dict) else each for each in named] else mark

@@ -1,0 +1,230 @@
+"""Which columns of a record hold what, where the recipe leaves its keys at their defaults.
+
+The columns are those of TRL's dataset formats (https://huggingface.co/docs/trl/dataset_formats), of chats and of common data
+sets; a file is read by its first record, and `told` says how:
+
+    sft           messages | prompt, completion | text | question, answer | problem, solution | ...
+    dpo, rm       [prompt,] chosen, rejected
+    others        prompt | messages | question | problem, and answer | solution | completion, where an answer is judged
+
+Each is a text or a list of messages, {role, content} or ShareGPT's {from, value}; `text` is a text.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from pipeline.config.algorithms import PAIRED
+from pipeline.config.schema import DatasetConfig, Recipe, generates
+
+Message = dict[str, str]
+"""A turn of a conversation: {"role": ..., "content": ...}."""
+
+KEYS = ("input_key", "output_key", "messages_key", "text_key", "chosen_key", "rejected_key")
+CONVERSATIONS = ("messages", "conversations", "conversation")
+PROMPTS = ("input", "prompt", "question", "problem", "query", "instruction")
+EXPECTED = ("output", "answer", "expected_answer", "ground_truth", "solution", "completion", "response")
+"""What an environment judges by, the first that is there: a final answer before a whole solution."""
+LEARNED = {
+    "input": ("output", "answer", "completion", "response"),
+    "prompt": ("completion", "response"),
+    "question": ("answer", "response"),
+    "problem": ("solution", "answer"),
+    "query": ("response", "answer"),
+    "instruction": ("response", "output"),
+}
+"""What is learned after what; of two that are there, the recipe must say which."""
+TEXT = "text"
+MOST_TRIED = 100
+"""Records of a data set, for the first that can be read."""
+SHAREGPT = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+DEFAULTS = {field.name: field.default for field in fields(DatasetConfig) if field.name in KEYS}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What a data set's records are read by."""
+
+    dataset: DatasetConfig  # with the keys of its columns
+    told: str = ""  # how they are read, for people; empty where the recipe's keys are there
+
+
+def recognized(recipe: Recipe, key: str, dataset: DatasetConfig, records: Iterable[Any]) -> Columns:
+    """How the records are read, by the first of them; where bad ones are dropped, by the first that can be read.
+
+    key: the data set's, e.g. data.train. A key that the recipe has set is never replaced. Raises ValueError, with keys to set,
+    if the recipe's keys are not there and nothing else is clear.
+    """
+    wrong: ValueError | None = None
+    for record in itertools.islice(records, MOST_TRIED if recipe.data.bad_records == "drop" else 1):
+        try:
+            return _of_record(recipe, key, dataset, record)
+        except ValueError as error:
+            wrong = wrong or error
+    if wrong:
+        raise wrong
+    return Columns(dataset)
+
+
+def _of_record(recipe: Recipe, key: str, dataset: DatasetConfig, record: Any) -> Columns:
+    if not isinstance(record, Mapping) or dataset.messages_key or dataset.text_key:
+        return Columns(dataset)
+    own = {name: value for name in KEYS if (value := getattr(dataset, name)) != DEFAULTS[name]}
+    if recipe.algorithm in PAIRED:
+        found = list(_pairs(recipe, own, record))
+    elif generates(recipe):
+        found = list(_prompts(own, record, judged_by_answer(recipe, dataset)))
+    else:
+        found = list(_examples(own, record))
+    if len(found) != 1:
+        raise ValueError(_choices(recipe, key, own, record, found))
+    keys = {name: value for name, value in found[0].items() if value != getattr(dataset, name)}
+    if not keys:
+        return Columns(dataset)
+    rendered = ""
+    if recipe.data.apply_chat_template and isinstance(record.get(found[0].get("input_key")), str):
+        rendered = ", rendered by the chat template; with data.apply_chat_template=false as bare text, as TRL takes texts"
+    return Columns(replace(dataset, **keys), _told(found[0]) + rendered)
+
+
+def judged_by_answer(recipe: Recipe, dataset: DatasetConfig) -> bool:
+    """Whether an environment needs an expected answer. A reward model needs none."""
+    environment = recipe.env.get(dataset.env_name) if dataset.env_name is not None else None
+    return environment is not None and environment.kind != "reward_model"
+
+
+# ---- what a record can be read as ------------------------------------------------------------------------------------------
+
+Reading = dict[str, str]
+"""Key of DatasetConfig -> column."""
+
+
+def _examples(own: Reading, record: Mapping[str, Any]) -> Iterator[Reading]:
+    """own: the keys that the recipe has set."""
+    prompts, answer = [own["input_key"]] if "input_key" in own else PROMPTS, own.get("output_key")
+    found = [
+        {"input_key": name, "output_key": learned}
+        for name in prompts
+        for learned in ([answer] if answer else LEARNED.get(name, EXPECTED))
+        if learned != name and _has(record, name) and _has(record, learned)
+    ]
+    alpaca = "instruction" in record and not own  # an instruction, and what it is about
+    if found[:1] == [{"input_key": "input", "output_key": "output"}] and not alpaca:
+        found = found[:1]
+    yield from found
+    if own:
+        return
+    if found[:1] != [{"input_key": "input", "output_key": "output"}]:
+        yield from ({"messages_key": name} for name in CONVERSATIONS if _is_conversation(record.get(name)))
+        yield from [{"text_key": TEXT}] if isinstance(record.get(TEXT), str) else []
+
+
+def _prompts(own: Reading, record: Mapping[str, Any], judged: bool) -> Iterator[Reading]:
+    prompts = [own["input_key"]] if "input_key" in own else PROMPTS
+    names = [name for name in prompts if _has(record, name)]
+    for name in names[:1] if names[:1] == ["input"] else names:
+        answers = [own["output_key"]] if "output_key" in own else [each for each in EXPECTED if each != name]
+        answer = next((each for each in answers if _has(record, each)), None)
+        if answer or not judged:
+            yield {"input_key": name, "output_key": answer or own.get("output_key", DEFAULTS["output_key"])}
+    if names[:1] == ["input"] or "input_key" in own:
+        return
+    answers = [own["output_key"]] if "output_key" in own else EXPECTED
+    answer = next((each for each in answers if _has(record, each)), None)
+    for name in CONVERSATIONS:
+        if not _is_conversation(record.get(name)):
+            continue
+        if conversation(record[name], name)[-1]["role"] == "assistant" or not judged:
+            yield {"messages_key": name}
+        elif answer:
+            yield {"messages_key": name, "output_key": answer}
+
+
+def _pairs(recipe: Recipe, own: Reading, record: Mapping[str, Any]) -> Iterator[Reading]:
+    answers = [own.get(name, DEFAULTS[name]) for name in ("chosen_key", "rejected_key")]
+    if not all(_has(record, name) for name in answers):
+        return
+    chosen = record[answers[0]]
+    if "input_key" in own or (_is_conversation(chosen) and conversation(chosen, "")[0]["role"] != "assistant"):
+        yield {}  # the recipe says where the prompt is, or it is in both
+        return
+    names = [name for name in PROMPTS if _has(record, name)]
+    found = [{"input_key": name} for name in (names[:1] if names[:1] == ["input"] else names)]
+    if names[:1] != ["input"]:
+        found += [{"messages_key": name} for name in ("context", *CONVERSATIONS) if _is_conversation(record.get(name))]
+    if not found and isinstance(chosen, str) and not recipe.data.apply_chat_template:
+        found = [{"input_key": ""}]  # what both begin with
+    yield from found
+
+
+def _has(record: Mapping[str, Any], name: str) -> bool:
+    """Whether there is a text, a number or a list of messages."""
+    value = record.get(name)
+    return (isinstance(value, str | int | float) and not isinstance(value, bool)) or _is_conversation(value)
+
+
+def _is_conversation(value: Any) -> bool:
+    try:
+        conversation(value, "")
+    except ValueError:
+        return False
+    return True
+
+
+def conversation(value: Any, key: str) -> list[Message]:
+    """A list of messages, from {role, content} or from ShareGPT's {from, value}; what else they have is kept.
+
+    Raises ValueError for anything else.
+    """
+    messages = value
+    if isinstance(value, list) and value and all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value):
+        if unknown := [str(m["from"]) for m in value if m["from"] not in SHAREGPT]:
+            raise ValueError(f"'{key}' has a turn from '{unknown[0]}'; expected one of {', '.join(SHAREGPT)}")
+        messages = [{"role": SHAREGPT[m["from"]], "content": m["value"]} for m in value]
+    well_formed = isinstance(messages, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    )
+    if not well_formed or not messages:
+        raise ValueError(f"'{key}' is not a list of {{role, content}} with texts in them")
+    return messages
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------------
+
+WORDS = {
+    "input_key": "'{}' as the prompt",
+    "output_key": "'{}' as the answer",
+    "messages_key": "'{}' as a conversation",
+    "text_key": "'{}' as a text of which every token is learned",
+}
+
+
+def _told(reading: Reading) -> str:
+    parts = [WORDS[name].format(column) for name, column in reading.items() if column]
+    return f"reads {' and '.join(parts)}" if parts else "reads what both answers begin with as the prompt"
+
+
+def _choices(recipe: Recipe, key: str, own: Reading, record: Mapping[str, Any], found: list[Reading]) -> str:
+    columns = ", ".join(record) or "none"
+    if found:
+        ways = [
+            " ".join(f"{key}.{name}={column}" for name, column in reading.items() if column != DEFAULTS[name])
+            for reading in found
+        ]
+        ways = [way or "without the other columns in the file" for way in ways]
+        return f"its columns ({columns}) can be read in {len(found)} ways; expected one. Try {' or '.join(ways)}"
+    paired = recipe.algorithm in PAIRED
+    names = ("input_key", "chosen_key", "rejected_key") if paired else ("input_key", "output_key")
+    asked = {name: own.get(name, DEFAULTS[name]) for name in names}
+    lacking = [name for name, column in asked.items() if not _has(record, column)]
+    texts = [name for name in record if _has(record, name) and name not in asked.values()]
+    guess = [*texts, *["COLUMN"] * len(lacking)][: len(lacking)]
+    keys = " ".join(f"{key}.{name}={column}" for name, column in zip(lacking, guess, strict=True))
+    bare = ""
+    if paired and lacking == ["input_key"] and isinstance(record[asked["chosen_key"]], str):
+        bare = "; with data.apply_chat_template=false what both answers begin with is the prompt"
+    what = " or ".join(f"'{asked[name]}'" for name in lacking)
+    return f"no column {what} with a text or messages; there are: {columns}. Try {keys}{bare}"

@@ -1,0 +1,103 @@
+"""Data files as people have them: what is read from their columns, and what is said of those that cannot be read."""
+
+import json
+
+import pytest
+
+from launch.preflight import files
+from pipeline import config
+
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+CHAT = ("data.apply_chat_template=true", "policy.tokenizer.chat_template=any")
+ANY_ANSWER = ("data.train.output_key=output",)  # tiny_grpo names a column of its own
+
+
+def look(folder, algorithm: str, rows: list[dict] | str, *overrides: str) -> tuple[list[str], list[str]]:
+    """(problems, notes) of tiny_ALGORITHM with these rows."""
+    path = folder / "rows.jsonl"
+    path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
+    own = ("data.train.dataset_name=null", f"data.train.data_path={path}", "data.train.margin_key=null", "needs=[]")
+    model = (f"policy.model_name={config.RECIPES}/tiny", "policy.random_init=true")
+    recipe = config.load(f"tiny_{algorithm}", [*own, *model, *overrides])
+    notes: list[str] = []
+    return [each.replace(f"{path}", "F") for each in files.problems(recipe, notes=notes)], notes
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "overrides", "told"),
+    [
+        ("sft", {"prompt": "a", "completion": "b"}, (), "'prompt' as the prompt and 'completion' as the answer"),
+        ("sft", {"text": "a"}, (), "'text' as a text of which every token is learned"),
+        ("sft", {"messages": [USER, ASSISTANT]}, CHAT, "'messages' as a conversation"),
+        ("sft", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, CHAT, "'conversations'"),
+        ("sft", {"prompt": [USER], "completion": [ASSISTANT]}, CHAT, "'prompt' as the prompt"),
+        ("sft", {"prompt": "a", "completion": "b"}, CHAT, "rendered by the chat template; with data.apply_chat_template=false"),
+        ("grpo", {"prompt": "a", "answer": "b"}, (), "'prompt' as the prompt and 'answer' as the answer"),
+        ("grpo", {"question": "a", "solution": "s", "answer": 4}, ANY_ANSWER, "'question' as the prompt and 'answer' as"),
+        ("grpo", {"messages": [USER, ASSISTANT]}, (*ANY_ANSWER, *CHAT), "'messages' as a conversation"),
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, (), "'prompt' as the prompt"),
+        ("rm", {"chosen": "a b", "rejected": "a c"}, (), "what both answers begin with as the prompt"),
+        ("dpo", {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [ASSISTANT | {"content": "no"}]}, CHAT, "'prompt'"),
+    ],
+)
+def test_common_columns_are_read_and_that_is_told(tmp_path, algorithm, row, overrides, told):
+    problems, notes = look(tmp_path, algorithm, [row], *overrides)
+    assert problems == []
+    (note,) = notes
+    assert note.startswith("data.train: reads ") and told in note
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows", "overrides", "says"),
+    [
+        ("sft", [{"q": "a", "a": "b", "n": 1}] * 3, (), "F:1: no column 'input' or 'output' with a text or messages; there are:"
+         " q, a, n. Try data.train.input_key=q data.train.output_key=a"),
+        ("sft", [{"problem": "a", "solution": "b", "answer": "c"}], (), "can be read in 2 ways; expected one. Try"
+         " data.train.input_key=problem data.train.output_key=solution or data.train.input_key=problem"
+         " data.train.output_key=answer"),
+        ("sft", [{"instruction": "a", "input": "b", "output": "c"}], (), "(instruction, input, output) can be read in 2 ways"),
+        ("sft", [{"messages": [USER, ASSISTANT]}], (), "F:1: 'messages' is a conversation, which needs a chat template"),
+        ("dpo", [{"question": "a", "better": "b", "worse": "c"}], (), "Try data.train.input_key=question"
+         " data.train.chosen_key=better data.train.rejected_key=worse"),
+        ("dpo", [{"chosen": "a b", "rejected": "a c"}], CHAT, "=false what both answers begin with"),
+        ("grpo", [{"question": "a", "solution": "b"}], (), "no column 'input' or 'answer' with a text or messages; there are:"
+         " question, solution. Try data.train.input_key=question data.train.output_key=solution"),
+        ("sft", [{"prompt": "a", "completion": "b"}, *[{"text": "a"}] * 2, {"prompt": "a", "completion": "b"}, {"text": "a"}],
+         (), "F:2: no key 'completion'; there are: text; mend it, or data.bad_records=drop (and so in 2 more: lines 3, 5)"),
+        ("sft", '{"text": "a"}\n{"text": \n{"text": "a"}\n', (), "F:2: not JSON: Input data was truncated"),
+        ("sft", "", (), "F is empty"),
+        ("sft", "\n \n", (), "F is empty"),
+        ("sft", '[{"text": "a"}]', (), "F:1: a list, not a JSON object, so that each record has a line: jq"),
+        ("sft", "\ufeff" + '{"text": "a"}\n', (), "F:1: not JSON: a byte order mark at its beginning"),
+        ("sft", '{"text": NaN}\n', (), "F:1: not JSON"),
+        ("sft", [{"input": "a", "output": None}] * 2, (), "F:1: no column 'output' with a text"),
+        ("grpo", [{"input": "a=", "answer": "1"}, {"input": "BIG=", "answer": "1"}], (), "F:2: the tokenizer in"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_said_with_keys_and_lines(tmp_path, algorithm, rows, overrides, says):
+    (problem,), _ = look(tmp_path, algorithm, rows, *overrides)
+    assert says in problem
+
+
+def test_dropping_is_never_the_advice_where_nothing_would_be_left(tmp_path):
+    rows = [{"input": "a", "chosen": "b", "rejected": "b"}] * 3
+    (problem,), _ = look(tmp_path, "dpo", rows)
+    assert problem.endswith("no record of the file can be used (and so in 2 more: lines 2, 3)")
+    (problem,), _ = look(tmp_path, "dpo", rows, "data.bad_records=drop")
+    assert "are the same: nothing is preferred; no record" in problem
+    good = {"input": "a", "chosen": "b", "rejected": "c"}
+    assert look(tmp_path, "dpo", [*rows, good], "data.bad_records=drop") == ([], [])
+
+
+def test_unknown_text_is_named_and_may_be_kept(tmp_path):
+    rows = [{"input": "a=", "answer": "1"}, {"input": "BIG=", "answer": "1"}]
+    (problem,), _ = look(tmp_path, "grpo", rows)
+    assert "does not know 'B', 'I', 'G', which becomes <unk> (so in 1 of the 2 prompts looked at)" in problem
+    assert look(tmp_path, "grpo", rows, "data.unknown_tokens=keep") == ([], [])
+
+
+def test_more_new_tokens_than_the_context_has_are_told(tmp_path):
+    problems, notes = look(tmp_path, "grpo", [{"input": "a=", "answer": "1"}], "policy.generation.max_new_tokens=64")
+    assert problems == []
+    (note,) = notes
+    assert note.startswith("policy.generation.max_new_tokens: 64 is above policy.max_total_sequence_length 32")
