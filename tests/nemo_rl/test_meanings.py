@@ -1,0 +1,170 @@
+"""For every key of NeMo-RL's that an import takes: what it becomes, what it is where it is absent, and what is said of it.
+
+The table is `meanings.yaml`, which explains its columns.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.config import Recipe, layers, nemo_rl, resolving
+from pipeline.config.nemo_rl import algorithm, data, environments, generation, megatron, policy, run
+from pipeline.config.nemo_rl.ledger import Ledger
+from pipeline.config.nemo_rl.rules import Rule, Same, fits, patterns_of, under
+from tests.nemo_rl.__main__ import resolved
+from tests.nemo_rl.test_translation import RECIPES
+from tests.recipes import sources
+
+ROOT = Path(__file__).parents[2]
+MEANINGS = yaml.safe_load((Path(__file__).parent / "meanings.yaml").read_text())
+ROWS = [(name, key) for name, rows in MEANINGS.items() for key in rows]
+NOTHING = object()
+DEFAULTS = dataclasses.asdict(Recipe())
+
+TABLES: tuple[Rule, ...] = (
+    *(rule for name, rules in algorithm.SECTIONS.items() for rule in under(name, (*rules, *algorithm.OFFLINE_IGNORED))),
+    *(rule for rules in algorithm.LOSSES.values() for rule in rules),
+    *(
+        rule
+        for model in ("policy", "value", "teacher")
+        for rule in under(model, (*policy.MODEL, *policy.DTENSOR, *policy.LORA))
+    ),
+    *under("policy", (*megatron.MEGATRON, *megatron.OPTIMIZER, *megatron.SCHEDULER)),
+    *under("policy.generation", (*generation.GENERATION, *generation.VLLM)),
+    *(*run.CHECKPOINTING, *run.LOGGER, *run.INFRASTRUCTURE, *data.DATA),
+    *under("env.math", environments.MATH),
+)
+SAYS_NOTHING = (  # that a function passes over
+    "logger.*",
+    "data_plane.*",
+    "env.unused*",
+    "grpo",
+    "ppo",
+    "sft",
+    "dpo",
+    "data.validation*",  # as data.train
+    "data.default.*",
+    "data.add_?os",  # test_data.py
+    "grpo.reward_shaping",
+    "*.use_fused_linear_logprobs",
+    "*.fused_linear_logprobs_chunk_size",
+    "policy.generation.colocated.resources.*",
+    "policy.*_batching.*",
+    "policy.sequence_packing.*",
+    "policy.generation.vllm_kwargs.*",
+    "policy.generation.vllm_cfg.num_*_layers_in_bf16",
+    "policy.generation.vllm_cfg.is_mx",
+    "policy.scheduler",
+    "policy.optimizer",
+    "policy.*.env_vars*",
+    "value.*",  # all but these rows are the policy's
+    "teacher.*",
+)
+
+
+def effective(layer: dict[str, Any], key: str) -> Any:
+    """A key's value in our recipe, if an import gives it this layer over the schema's defaults."""
+    found = _at(layer, key)
+    if found is not NOTHING:
+        return found
+    default = _at(DEFAULTS, key)
+    if isinstance(default, str) and (reference := re.fullmatch(r"\$\{(\.?)([\w.]+)\}", default)):
+        around = key.rpartition(".")[0] + "." if reference.group(1) else ""
+        return effective(layer, around + reference.group(2))
+    return default
+
+
+def _at(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return NOTHING
+        tree = tree[part]
+    return tree
+
+
+@functools.cache
+def whole(name: str) -> dict[str, Any]:
+    return resolved(RECIPES / f"{name}.yaml")
+
+
+def translated(name: str, given: dict[str, Any], absent: str = "") -> nemo_rl.Translation:
+    """A recipe of theirs with these keys, and without `absent`, translated."""
+    tree = layers.of(deepcopy(whole(name)), None)
+    for key, value in given.items():
+        tree.set(key, layers.of(value, None))
+    if absent:
+        tree.drop(absent)
+    assert not resolving.resolve(tree)
+    return nemo_rl.translate(tree.plain(), {}, RECIPES / f"{name}.yaml")
+
+
+def _with(row: dict[str, Any]) -> dict[str, Any]:
+    pairs = (pair.partition("=") for pair in row.get("with", ()))
+    return {key: yaml.safe_load(value) for key, _, value in pairs}
+
+
+@pytest.mark.parametrize(("name", "key"), ROWS)
+def test_what_it_becomes(name: str, key: str) -> None:
+    row = MEANINGS[name][key]
+    translation = translated(name, {**_with(row), key: row["give"]})
+    ours = row.get("ours", {key: row["give"]})
+    assert {one: effective(translation.layer, one) for one in ours} == ours
+    said = [note for note in (*translation.changed, *translation.ignored) if note.startswith(key)]
+    if note := row.get("note"):
+        assert any(one.startswith(note) for one in translation.changed), translation.changed
+    elif "note" in row:
+        assert said == []
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, key in ROWS if "absent" in MEANINGS[name][key]])
+def test_where_it_is_absent(name: str, key: str) -> None:
+    row = MEANINGS[name][key]
+    ours = next(iter(row.get("ours", {key: None})))
+    assert effective(translated(name, _with(row), absent=key).layer, ours) == row["absent"]
+
+
+def test_every_key_that_is_taken_has_its_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keys = {key for _, key in ROWS}
+    same = {pattern for rule in TABLES if isinstance(rule, Same) for pattern in patterns_of(rule)}
+    missing = {pattern for pattern in same if not any(fits(pattern, key) for key in keys)}
+    assert {one for one in missing if not one.startswith(("value.", "teacher."))} == set()
+    told = [pattern for rule in TABLES if not isinstance(rule, Same) for pattern in patterns_of(rule)]
+    for key in _met(monkeypatch, tmp_path):
+        if key not in keys and not any(fits(pattern, key) for pattern in (*told, *same)):
+            assert any(fnmatchcase(key, pattern) for pattern in SAYS_NOTHING), key
+
+
+def _met(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[str]:
+    """All leaves that the translation of many recipes meets."""
+    ledgers: list[Ledger] = []
+
+    class Kept(Ledger):
+        def __post_init__(self) -> None:
+            ledgers.append(self)
+
+    monkeypatch.setattr(nemo_rl, "Ledger", Kept)
+    for name in MEANINGS:
+        nemo_rl.translate(whole(name), {}, RECIPES / f"{name}.yaml")
+    for name in sources.names():
+        if (source := sources.read(name)).is_nemo_rls:
+            sources.imported(source, folder)
+    return iter(sorted(set().union(*(ledger.met for ledger in ledgers))))
+
+
+def test_the_numbers_tests_exist() -> None:
+    for name, key in ROWS:
+        if pointer := MEANINGS[name][key].get("numbers"):
+            file, _, test = pointer.partition("::")
+            tree = ast.parse((ROOT / file).read_text())
+            assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, pointer
