@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from launch.slurm_client import cluster_name
 from pipeline.config import (
     ComponentConfig,
     Recipe,
@@ -81,15 +82,13 @@ class JobRecord:
 
     @classmethod
     def of(cls, executor: str, job: RunJob) -> JobRecord:
-        from launch.slurm import cluster_name
-
         cluster = cluster_name() if executor == "slurm" else None
         return cls(executor, job.job_id, socket.gethostname(), job.start_time, cluster)
 
     def attach(self, run_dir: Path) -> RunJob:
         """A handle on that job. Raises RecipeError where it cannot be asked from this machine."""
         if self.executor == "slurm":
-            from launch.slurm import HetSlurmJob, cluster_name
+            from launch.slurm import HetSlurmJob
 
             here = cluster_name() if self.cluster else None
             if here not in (None, self.cluster):

@@ -5,13 +5,11 @@ All problems are told in one list: those of the recipe itself, of its models' an
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import allocation, backend, local, run_folder
+from launch import allocation, backend, executor, local, run_folder, slurm_client
 from launch.job import components
 from launch.model_shape import NotDescribed
 from launch.plan import Plan, plan
@@ -20,6 +18,9 @@ from launch.preflight import files, libraries, sandbox, slurm, storage
 from pipeline import config
 from pipeline.config import Loaded, Recipe, RecipeError, collected, refuse
 
+RESTART_S = 10.0
+"""How long a recipe that names Slurm waits for a controller that is being restarted."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -27,6 +28,7 @@ class Prepared:
 
     recipe: Recipe
     choice: backend.Choice
+    executor: executor.Choice
     plan: Plan | None  # None: of a family of models of which no plan can be made
     notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed, and what is ignored
 
@@ -42,15 +44,16 @@ def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
     problems: list[str] = []
     for loaded in in_order(name, overrides):
         recipe, own, notes = loaded.recipe, list(loaded.problems), list(loaded.notes)
+        chosen = executor.choose(recipe)
         try:
             recipe, choice = backend.choose(recipe, pending, run_folder.earlier(recipe))
             if not own:
                 planned = _planned(recipe, choice, plan_from, pending, notes)
                 own += planned.problems() if planned else ()
-                prepared.append(Prepared(recipe, choice, planned, notes))
+                prepared.append(Prepared(recipe, choice, chosen, planned, notes))
         except RecipeError as error:
             own += config.independent(error.problems, loaded.faulty)
-        own += config.independent(file_problems(recipe, pending, dry, notes), loaded.faulty)
+        own += config.independent(file_problems(recipe, chosen, pending, dry, notes), loaded.faulty)
         needed = "" if recipe.name == Path(name).stem else f"{recipe.name}, which is needed first: "
         problems += [f"{needed}{problem}" for problem in own]
         pending.append(Path(recipe.run_dir))
@@ -88,44 +91,35 @@ def in_order(name: str, overrides: list[str]) -> list[Loaded]:
     return ordered
 
 
-def file_problems(recipe: Recipe, pending: list[Path], dry: bool, notes: list[str]) -> Iterator[str]:
+def file_problems(recipe: Recipe, chosen: executor.Choice, pending: list[Path], dry: bool, notes: list[str]) -> Iterator[str]:
     """What files, folders and Slurm say against a recipe. `pending`: run folders of needed recipes that have not run yet.
     `notes` takes in what could not be checked, and what only delays the start."""
     yield from files.problems(recipe, pending, notes)
-    yield from storage.problems(recipe, pending, notes)
+    unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
+    yield from storage.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
     notes += libraries.unchecked(recipe)
-    yield from _executor_problems(recipe, dry, notes)
-    yield from sandbox.problems(recipe, choose_executor(recipe), notes)
+    if unreachable:
+        told = f"cluster.executor: got slurm, but {unreachable}. Try it where a controller answers, or cluster.executor=local"
+        notes += [told] if dry else []
+        yield from [] if dry else [told]
+    else:
+        yield from _executor_problems(recipe, chosen, notes)
+    yield from sandbox.problems(recipe, chosen.name, notes)
     with collected(found := []):
         run_folder.check(recipe)
     yield from found
 
 
-def choose_executor(recipe: Recipe) -> str:
-    """slurm, allocation or local."""
-    executor = recipe.cluster.executor
-    if executor != "auto":
-        return executor
-    if allocation.current():
-        return "allocation"
-    return "slurm" if shutil.which("sbatch") else "local"
-
-
-def _executor_problems(recipe: Recipe, dry: bool, notes: list[str]) -> Iterator[str]:
-    name = choose_executor(recipe)
-    if name == "local":
+def _executor_problems(recipe: Recipe, chosen: executor.Choice, notes: list[str]) -> Iterator[str]:
+    notes += [str(chosen)] if chosen.reason else []
+    if chosen.name == "local":
         with collected(found := []):
             local.rank_environments(components(recipe))
-        yield from found
-    elif name == "allocation":
-        if job_id := allocation.current():
-            yield from allocated.problems(recipe, job_id, notes)
-            yield from slurm.container_problems(recipe, notes)
-        else:
-            yield "cluster.executor: allocation, but this is in none (salloc), or in a step of one (srun); =slurm submits a job"
-    elif shutil.which("sbatch"):
-        if recipe.cluster.executor == "auto" and (job_id := os.environ.get("SLURM_JOB_ID")):
-            notes.append(f"submits a job of its own, because this is a step of Slurm job {job_id}, in which no more can start")
+        yield from (f"{problem} ({chosen})" if chosen.reason else problem for problem in found)
+    elif chosen.name == "slurm":
         yield from slurm.problems(recipe, notes)
-    elif not dry:
-        yield "cluster.executor: slurm, but there is no sbatch here; submit from a Slurm login node, or =local"
+    elif job_id := allocation.current():
+        yield from allocated.problems(recipe, job_id, notes)
+        yield from slurm.container_problems(recipe, notes)
+    else:
+        yield "cluster.executor: allocation, but this is in none (salloc), or in a step of one (srun); =slurm submits a job"

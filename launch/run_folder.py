@@ -36,6 +36,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from launch import slurm_client
 from launch.allocation import batch_job
 from launch.job import ROOT, RunJob, read_record, write_json
 from pipeline import config
@@ -145,14 +146,13 @@ def live_job(run_dir: Path) -> RunJob | None:
     record = read_record(run_dir)
     if record is None or (record.executor, record.job_id) == ("slurm", batch_job()):  # then of an earlier start of this job
         return None
-    job = record.attach(run_dir)
-    try:
-        status = job.status(now=True)
-    except FileNotFoundError:
+    if record.executor == "slurm" and (why := slurm_client.unreachable()):
         raise RecipeError(
-            f"run_dir: {run_dir} was last written by {job.name()}, and there is no scontrol here to ask whether it has ended;"
-            f" go on from where Slurm is, or, if it has ended, delete {run_dir}/job.json"
-        ) from None
+            f"run_dir: {run_dir} was last written by Slurm job {record.job_id}, and whether that has ended cannot be asked:"
+            f" {why}. Try again where a controller answers, or, if the job has ended, delete {run_dir}/job.json"
+        )
+    job = record.attach(run_dir)
+    status = job.status(now=True)
     return None if status.ended else job
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from launch import slurm
+from launch import slurm, slurm_client
 from launch.job import JobRecord, read_record
 from launch.past_run import PastRun
 from pipeline.config import RecipeError
@@ -123,13 +123,13 @@ def _ask_local(run: PastRun, record: JobRecord) -> _Answer:
 
 
 def _ask_slurm(run: PastRun, record: JobRecord) -> _Answer:
+    if why := slurm_client.unreachable():
+        return _Answer(silence=why)
     job_id = record.job_id
-    if record.cluster and (here := slurm.cluster_name(ASK_S)) not in (None, record.cluster):
+    if record.cluster and (here := slurm_client.cluster_name(ASK_S)) not in (None, record.cluster):
         return _Answer(silence=f"its job is on the cluster {record.cluster}, and this is {here}; ask there")
     try:
-        answer = slurm.ask("scontrol", "show", "job", "-o", job_id, timeout_s=ASK_S)
-    except FileNotFoundError:
-        return _Answer(silence="there is no scontrol here to ask about its job")
+        answer = slurm_client.ask("scontrol", "show", "job", "-o", job_id, timeout_s=ASK_S)
     except subprocess.TimeoutExpired:
         return _Answer(silence=f"Slurm did not answer within {ASK_S:g} s")
     names = list(run.components)
@@ -141,7 +141,7 @@ def _ask_slurm(run: PastRun, record: JobRecord) -> _Answer:
     if "Invalid job id" not in answer.stderr:
         return _Answer(silence=f"Slurm did not answer: {answer.stderr.strip()}")
     with contextlib.suppress(FileNotFoundError, subprocess.TimeoutExpired):
-        answer = slurm.ask("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id, timeout_s=ASK_S)
+        answer = slurm_client.ask("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id, timeout_s=ASK_S)
         rows = [slurm.parse_sacct(*row) for line in answer.stdout.splitlines() if len(row := line.split("|")) == 3]
         if rows:
             return _of_rows(rows, names, None)

@@ -9,7 +9,6 @@ Options, states and traps: https://slurm.schedmd.com/heterogeneous_jobs.html
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from submitit.slurm import slurm
 
-from launch import containers
+from launch import containers, slurm_client
 from launch.job import ROOT, Guest, JobStatus, hosts
 from pipeline.config import ClusterConfig, ComponentConfig, ranks, ranks_per_node
 
@@ -53,8 +52,6 @@ INHERITED = (
     *("SLURM_GPU_BIND", "SLURM_DISTRIBUTION", "SLURM_EXPORT_ENV"),
 )
 
-ANSWER_S = 30.0
-"""How long Slurm may take to answer. Its own commands give up after a minute or more."""
 SIGNAL_LEAD_S = 60
 """How long before the time limit SIGUSR2 comes to the batch script, which tells the ranks; Slurm sends it up to a minute
 earlier. The ranks know the limit themselves: this is for one that was shortened meanwhile, and it names the signal for
@@ -226,38 +223,14 @@ def query(job_id: str) -> dict[str, str] | None:
 
 
 def _query(job_id: str) -> dict[str, str] | None:
-    answer = ask("scontrol", "show", "job", "-o", job_id)
+    answer = slurm_client.ask("scontrol", "show", "job", "-o", job_id)
     if answer.returncode == 0:
         return combine([parse(line) for line in answer.stdout.splitlines() if line.startswith("JobId=")])
     if "Invalid job id" not in answer.stderr:
         return None
-    answer = ask("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id)
+    answer = slurm_client.ask("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id)
     rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 2]
     return combine([parse_sacct(*row) for row in rows]) if rows else {"JobID": job_id, "State": GONE}
-
-
-def ask(*command: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
-    """timeout_s: ANSWER_S if None. Raises subprocess.TimeoutExpired: a slurmctld that hangs must not hang whoever asks."""
-    timeout = ANSWER_S if timeout_s is None else timeout_s
-    environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # a user's own may be any
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
-
-
-_clusters: dict[tuple[str | None, str | None], str] = {}
-
-
-def cluster_name(timeout_s: float | None = None) -> str | None:
-    """Of the cluster that is asked here; None if Slurm does not answer, or there is none. timeout_s: as for `ask`."""
-    here = (os.environ.get("PATH"), os.environ.get("SLURM_CONF"))  # what decides which one it is
-    if here not in _clusters:  # asked once: whoever lists many runs wants to know it of each
-        try:
-            answer = ask("scontrol", "show", "config", timeout_s=timeout_s)
-        except (FileNotFoundError, subprocess.TimeoutExpired):
-            return None
-        if (found := re.search(r"^ClusterName\s*=\s*(\S+)", answer.stdout, re.MULTILINE)) is None:
-            return None
-        _clusters[here] = found[1]
-    return _clusters[here]
 
 
 def parse(line: str) -> dict[str, str]:

@@ -30,12 +30,12 @@ if __name__ == "__main__":
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from launch import allocation, backend, command_line, local, run_folder, slurm, task
+from launch import allocation, backend, command_line, executor, local, run_folder, slurm, slurm_client, task
 from launch.follow import Follower, Metrics
 from launch.job import JobRecord, RunJob, components, read_record, write_record
 from launch.plan import plan, report
 from launch.preflight import architecture
-from launch.prepare import Prepared, choose_executor, file_problems, in_order, prepare
+from launch.prepare import RESTART_S, Prepared, file_problems, in_order, prepare
 from launch.units import plural
 from pipeline import config, secrets
 from pipeline.config import Recipe, RecipeError, bound, evaluates_alone, refuse, section
@@ -124,7 +124,7 @@ def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
     refuse(architecture.against_layout(recipe, pending))
     planned = plan(recipe, choice, before, pending)
     notes = list(loaded.notes)
-    missing = list(file_problems(recipe, pending, True, notes))
+    missing = list(file_problems(recipe, executor.choose(recipe), pending, True, notes))
     for note in notes:
         print(f"# {note}")
     print(report.text(planned))
@@ -140,7 +140,7 @@ def dry_run(prepared: list[Prepared]) -> int:
     main_one = prepared[-1]
     recipe, choice = main_one.recipe, main_one.choice
     run_dir = Path(recipe.run_dir).absolute()
-    name = choose_executor(recipe)
+    name = main_one.executor.name
     if name == "allocation":
         print(allocation.script(run_dir, recipe.cluster, components(recipe)))
     elif name == "slurm":
@@ -194,7 +194,7 @@ def nothing_left(recipe: Recipe, run_dir: Path) -> str | None:
 
 
 def _submit_detached(prepared: list[Prepared]) -> int:
-    if len(prepared) > 1 and (name := choose_executor(prepared[-1].recipe)) != "slurm":
+    if len(prepared) > 1 and (name := prepared[-1].executor.name) != "slurm":
         names = ", ".join(each.recipe.name for each in prepared[:-1])
         raise RecipeError(
             f"detach: the {name} executor cannot wait for what is needed first ({names}); run that, or do not detach"
@@ -216,17 +216,17 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
     """
     recipe, choice = prepared.recipe, prepared.choice
     run_dir = Path(recipe.run_dir).absolute()
-    name = choose_executor(recipe)
+    name = prepared.executor.name
     with run_folder.locked(run_dir):
         if name == "allocation":
-            executor = allocation.AllocationExecutor(run_dir, recipe.cluster, components(recipe))
-            name = executor.kind
+            runner = allocation.AllocationExecutor(run_dir, recipe.cluster, components(recipe))
+            name = runner.kind
         elif name == "slurm":
-            executor = slurm.HetSlurmExecutor(run_dir, recipe.name, recipe.cluster, components(recipe), after, behind)
+            runner = slurm.HetSlurmExecutor(run_dir, recipe.name, recipe.cluster, components(recipe), after, behind)
         else:
-            executor = local.HetLocalExecutor(run_dir, recipe.cluster, components(recipe))
-        run_folder.prepare(recipe, run_dir, executor.script)
-        job = executor.submit(task.rank_main, str(run_dir))
+            runner = local.HetLocalExecutor(run_dir, recipe.cluster, components(recipe))
+        run_folder.prepare(recipe, run_dir, runner.script)
+        job = runner.submit(task.rank_main, str(run_dir))
         try:
             write_record(run_dir, JobRecord.of(name, job))
             run_folder.append_manifest(run_dir, name, job.job_id, [sys.executable, *sys.argv])
@@ -247,6 +247,9 @@ def attach(run_dir: Path) -> int:
     record = read_record(run_dir)
     if record is None:
         raise RecipeError(f"follow: {run_dir} is not a run folder: it has no job.json")
+    if record.executor == "slurm" and (why := slurm_client.unreachable(RESTART_S)):
+        told = f"python {Path(__file__).with_name('status.py')} {run_dir}"
+        raise RecipeError(f"follow: Slurm job {record.job_id} cannot be asked: {why}. `{told}` tells what the folder holds")
     return attend(run_dir, record.attach(run_dir), max_steps(config.read(run_dir / "recipe.yaml")), _metrics_so_far(run_dir))
 
 

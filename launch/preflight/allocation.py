@@ -89,7 +89,7 @@ def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[str]:
             " cluster.executor=slurm, which submits a job of its own"
         )
         return
-    notes.append(f"runs in Slurm job {job_id}, within its time limit; cluster.executor=slurm would submit a job of its own")
+    notes.append(f"runs in Slurm job {job_id}, within its time limit and not cluster.time_min")
     for name, component in hosts(components(recipe)).items():
         if said := [key for key in REQUESTS if getattr(component, key)]:
             notes.append(f"cluster.{name}.{', '.join(said)}: the allocation's own count")

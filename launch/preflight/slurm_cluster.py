@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from launch import slurm_client
+
 TIMEOUT_S = 10
 
 UNAVAILABLE = frozenset(
@@ -39,7 +41,7 @@ class Unanswered(Exception):
 def ask(*command: str) -> str:
     """Its output. Raises Unanswered."""
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        answer = slurm_client.ask(*command, timeout_s=TIMEOUT_S)
     except FileNotFoundError:
         raise Unanswered(f"there is no {command[0]} here") from None
     except subprocess.TimeoutExpired:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +20,9 @@ OWN = frozenset(("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "
 """Types of file systems that a machine has for itself, unless it exports them."""
 
 
-def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None = None) -> Iterator[str]:
+def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None = None, on_nodes: bool = False) -> Iterator[str]:
     """pending: run folders of needed recipes that have not run yet; they are not looked into. notes: what may be right is
-    appended to it."""
+    appended to it. on_nodes: the ranks run on a cluster's nodes, so that containers and shared folders matter."""
     notes, pending = [] if notes is None else notes, list(pending)
     conversions = space.conversions_folder(recipe)
     checkpoints = Path(recipe.run_dir).absolute() / "checkpoints"
@@ -33,7 +32,7 @@ def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None =
         variable = space.VARIABLES[0]
         yield from _check_writable(variable, conversions, "a folder that all train nodes share and can write")
     yield from weights.problems(recipe, pending)
-    if recipe.cluster.executor != "local" and shutil.which("sbatch"):
+    if on_nodes:
         yield from containers.problems(recipe, pending, conversions)
         shared = {"run_dir": Path(recipe.run_dir), "the code": ROOT}
         _note_own(shared | ({space.VARIABLES[0]: conversions} if uses_megatron(recipe.policy) else {}), notes)

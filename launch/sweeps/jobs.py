@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.prepare import Prepared, choose_executor, prepare
+from launch.prepare import Prepared, prepare
 from launch.sweeps.folder import Job
 from launch.sweeps.suite import Asked, Suite, flat, seeds_of
 from pipeline import config
@@ -26,7 +26,7 @@ def jobs_of(asked: Asked, folder: Path) -> tuple[list[Job], str]:
             problems += [f"run '{run}': {problem}" for problem in error.problems]
             executors[run] = None
             continue
-        executors[run] = choose_executor(prepared[-1].recipe)
+        executors[run] = prepared[-1].executor.name
         for job in _jobs(suite.runs[run].recipe or run, given, prepared, run, seed):
             found.setdefault(job.name, job)
     if len(kinds := set(executors.values()) - {None}) > 1:
@@ -56,7 +56,7 @@ def _prepared(suite: Suite, more: list[str], run: str, seed: int, folder: Path) 
 def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, seed: int) -> list[Job]:
     """Of one run: what it needs, then itself. What is needed has the run folder that launch/prepare.py gives it."""
     *needed, main = (each.recipe for each in prepared)
-    executor = f"cluster.executor={choose_executor(main)}"  # said, because the check inside a job would choose otherwise
+    executor = f"cluster.executor={prepared[-1].executor.name}"  # said, because the check inside a job would choose otherwise
     names = [recipe.name for recipe in needed]
 
     def needs(recipe: config.Recipe) -> list[str]:

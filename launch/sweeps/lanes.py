@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from launch import slurm, submit
+from launch import slurm, slurm_client, submit
 from launch.attempts import latest
 from launch.follow import failure
 from launch.job import ROOT, JobStatus
@@ -99,7 +99,7 @@ def submit_check(folder: Folder, waits_for: list[str]) -> str:
     script.write_text(f"#!/bin/bash\n# All runs have ended: judges, and retries what failed.\nexec {shlex.join(command)}\n")
     flags = [f"--{key}={value}" for key, value in options.items() if value is not None]
     try:
-        answer = slurm.ask("sbatch", "--parsable", *flags, str(script), timeout_s=SUBMIT_S)
+        answer = slurm_client.ask("sbatch", "--parsable", *flags, str(script), timeout_s=SUBMIT_S)
     except subprocess.TimeoutExpired as error:
         raise RecipeError(f"check: {error}; the same command goes on, with the job if there is one by then") from None
     if answer.returncode:

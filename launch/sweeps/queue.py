@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from launch import slurm
+from launch import slurm, slurm_client
 from launch.job import JobRecord, JobStatus
 from launch.local import start_time
 from pipeline.config import RecipeError
@@ -70,7 +70,7 @@ def _scontrol() -> str:
     """What it says of all jobs. A controller that is just being restarted is given a moment. Raises RecipeError."""
     for pause in (*PAUSES_S, None):
         try:
-            answer = slurm.ask("scontrol", "show", "job", "-o")
+            answer = slurm_client.ask("scontrol", "show", "job", "-o")
             if answer.returncode == 0:
                 return answer.stdout
             why = answer.stderr.strip()

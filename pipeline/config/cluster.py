@@ -100,7 +100,7 @@ class NodeChecksConfig:
 
 @dataclass
 class ClusterConfig:
-    # auto, slurm, allocation, local; auto takes the allocation that it is in, else slurm where there is an sbatch
+    # auto, slurm, allocation, local; auto: the allocation that it is in, else slurm where a controller answers
     executor: str = "auto"
     time_min: int = 240  # of one allocation; see requeue
     requeue: RequeueConfig = field(default_factory=RequeueConfig)

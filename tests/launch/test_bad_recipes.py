@@ -198,7 +198,7 @@ def test_folder_of_another_recipe(tmp_path):
 def test_no_sbatch(tmp_path):
     write_recipe(tmp_path)
     message = refuse(tmp_path, "cluster.executor=slurm", path=str(tmp_path))
-    assert "cluster.executor: slurm, but there is no sbatch here" in message
+    assert "cluster.executor: got slurm, but Slurm is not installed here (there is no scontrol)" in message
 
 
 def test_recipe_that_does_not_exist(tmp_path):

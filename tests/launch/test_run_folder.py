@@ -111,13 +111,15 @@ def test_a_local_job_of_another_host_cannot_be_asked(tmp_path):
 def test_a_slurm_job_cannot_be_asked_where_there_is_no_scontrol(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     write_record(tmp_path, JobRecord("slurm", "17", "login", cluster="a"))
-    with pytest.raises(RecipeError, match=r"Slurm job 17.*no scontrol here"), run_folder.locked(tmp_path):
+    with pytest.raises(RecipeError, match=r"Slurm job 17.*there is no scontrol"), run_folder.locked(tmp_path):
         pass
 
 
 def test_a_slurm_job_of_another_cluster_cannot_be_asked(tmp_path, monkeypatch):
     """Nor is it gone, because this one does not know its id."""
-    answers = {"scontrol": "[ $2 = config ] && echo ClusterName = b || { echo Invalid job id >&2; exit 1; }", "sacct": ":"}
+    known = "ping) echo 'Slurmctld(primary) at x is UP';; show\\ config) echo ClusterName = b"
+    scontrol = f'case "$1${{2:+ $2}}" in {known};; *) echo Invalid job id >&2; exit 1; esac'
+    answers = {"scontrol": scontrol, "sacct": ":"}
     for name, answer in answers.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{answer}\n")
         (tmp_path / name).chmod(0o755)

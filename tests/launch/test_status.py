@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import run_state, status
+from launch import run_state, slurm_client, status
 from launch.job import ROOT, JobRecord, write_json, write_record
 from launch.local import HetLocalExecutor, start_time
 from launch.past_run import PastRun
@@ -218,10 +218,18 @@ def test_a_job_that_cannot_be_asked_is_told_so(run, tmp_path, monkeypatch, capsy
 
     write_json(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "start_time": None})
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "unknown; there is no scontrol here" in asked(capsys, run)[1]
+    monkeypatch.setattr(slurm_client, "REMEMBERED_S", 0.0)
+    assert "unknown; Slurm is not installed here (there is no scontrol)" in asked(capsys, run)[1]
 
-    (tmp_path / "scontrol").write_text("#!/bin/sh\n[ $2 = config ] && echo ClusterName = b || echo Invalid job id >&2\n")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Slurmctld(primary) at a is DOWN'\nexit 1\n")
     (tmp_path / "scontrol").chmod(0o755)
+    assert (
+        "unknown; Slurm's controller does not answer (`scontrol ping`: Slurmctld(primary) at a is DOWN)"
+        in asked(capsys, run)[1]
+    )
+
+    answers = "ping) echo 'Slurmctld(primary) at a is UP';; show\\ config) echo ClusterName = b;; *) echo Invalid job id >&2"
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\ncase "$1${{2:+ $2}}" in {answers}; esac\n')
     write_json(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "cluster": "a"})
     assert "unknown; its job is on the cluster a, and this is b; ask there" in asked(capsys, run)[1]
 

@@ -64,7 +64,7 @@ def model(folder) -> Path:
 
 
 def problems(recipe: Recipe) -> list[str]:
-    return list(storage.problems(recipe))
+    return list(storage.problems(recipe, on_nodes=recipe.cluster.executor != "local"))
 
 
 # ---- weights ------------------------------------------------------------------------------------------------------------
@@ -216,27 +216,20 @@ def test_the_type_of_a_file_system():
 
 
 def test_a_job_on_a_file_system_of_one_machine_is_noted(folder, model, monkeypatch):
-    (folder / "bin").mkdir()
-    (folder / "bin/sbatch").write_text("")
-    (folder / "bin/sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder / "bin"))
     monkeypatch.setattr(storage, "OWN", {file_system(folder)[0]})
     notes: list[str] = []
-    assert list(storage.problems(load(folder, "cluster.executor=slurm"), [], notes)) == []
+    assert list(storage.problems(load(folder), [], notes, on_nodes=True)) == []
     assert "run_dir (" in notes[0] and "all nodes of the job must see it" in notes[0]
-    assert list(storage.problems(load(folder, "cluster.executor=local"), [], [])) == []
+    assert list(storage.problems(load(folder), [], notes := [])) == []
+    assert notes == []
 
 
 # ---- containers ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def contained(folder, model, monkeypatch):
+def contained(folder, model):
     """(keys of cluster.train and cluster.generate) -> problems of a job in containers."""
-    (folder / "bin").mkdir()
-    (folder / "bin/sbatch").write_text("")
-    (folder / "bin/sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
     image = folder / "train.sqsh"
     image.write_bytes(b"hsqs" + bytes(36) + (200).to_bytes(8, "little") + bytes(152))
 

@@ -249,6 +249,10 @@ class SlurmCluster:
         path = self.folder / "pids"
         return {name: int(pid) for name, pid in map(str.split, path.read_text().splitlines())} if path.exists() else {}
 
+    def pid(self, daemon: str) -> int:
+        """daemon: munged, slurmctld, slurmd.<node>."""
+        return self._pids()[daemon]
+
     def node_states(self) -> dict[str, str]:
         """sinfo's short words, by node; nothing while slurmctld does not answer."""
         answer = subprocess.run(["sinfo", "-h", "-N", "-o", "%N %t"], env=self.env, capture_output=True, text=True)

@@ -1,6 +1,6 @@
 """How Slurm's words for a job are read; lines as Slurm 22.05 to 26.05 print them."""
 
-from launch import slurm
+from launch import slurm, slurm_client
 from launch.slurm import TERMINAL, HetSlurmJob, combine, parse, parse_sacct
 
 LEADER = (
@@ -40,7 +40,7 @@ def test_times_are_asked_for_in_the_form_that_is_read(tmp_path, monkeypatch):
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-    assert slurm.ask("scontrol", "show", "job").stdout == "standard\n"
+    assert slurm_client.ask("scontrol", "show", "job").stdout == "standard\n"
 
 
 def test_a_slurmctld_that_hangs_leaves_the_state_open(tmp_path, monkeypatch):
@@ -48,5 +48,5 @@ def test_a_slurmctld_that_hangs_leaves_the_state_open(tmp_path, monkeypatch):
     scontrol.write_text("#!/bin/sh\nexec sleep 60\n")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(slurm, "ANSWER_S", 0.2)
+    monkeypatch.setattr(slurm_client, "ANSWER_S", 0.2)
     assert HetSlurmJob(tmp_path, "17").status(now=True) == slurm.JobStatus("UNKNOWN")

@@ -1,0 +1,156 @@
+"""What `cluster.executor=auto` chooses in each situation that a user's shell can be in, as README's command prints it.
+
+    python -m tests.slurm.situations    a table: the situation, what is printed, the exit status, the seconds
+
+Run as root, it tries each situation as root and as the user `nobody`. Starts a private Slurm cluster. Only dry runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.job import ROOT
+from tests.slurm.cluster import SlurmCluster
+
+ALLOCATION = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", "--immediate=30")
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A shell's surroundings, and what `auto` must choose there."""
+
+    name: str
+    chosen: str  # slurm, allocation, local
+    says: str  # a part of the reason
+    environment: dict[str, str | None]  # None: not set
+    inside: tuple[str, ...] = ()  # the command that the shell is inside of
+
+
+def first_commands() -> list[str]:
+    """The commands of README's first block of shell, without comments: set-up, then a run."""
+    text = (ROOT / "README.md").read_text().partition("```sh\n")[2].partition("```")[0]
+    return [command for line in text.splitlines() if (command := line.partition("#")[0].strip())]
+
+
+def first_run() -> list[str]:
+    """The arguments of launch/submit.py in README's first command that runs something."""
+    python, script, *arguments = shlex.split(first_commands()[1])
+    assert (python, script) == (".venv/bin/python", "launch/submit.py")
+    return arguments
+
+
+def without_cluster(folder: Path) -> list[Situation]:
+    """Those that need no running Slurm. folder: where files for them may be written."""
+    commands = folder / "commands"  # of a machine without Slurm
+    commands.mkdir()
+    for name in ("bash", "env", "git", "bwrap", "id"):
+        if found := shutil.which(name):
+            (commands / name).symlink_to(found)
+    down = folder / "down.conf"
+    down.write_text(
+        "ClusterName=down\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=9\nAuthType=auth/munge\n"
+        f"AuthInfo=socket={folder}/no_munge\nNodeName=n1\nPartitionName=debug Nodes=n1\n"
+    )
+    nothing, real = {"SLURM_CONF": None}, {"PATH": os.environ["PATH"]}
+    return [
+        Situation("no Slurm", "local", "Slurm is not installed here", {**nothing, "PATH": str(commands)}),
+        Situation("Slurm's commands, no cluster", "local", "no cluster is configured", {**nothing, **real}),
+        Situation("a cluster that is down", "local", "does not answer", {**real, "SLURM_CONF": str(down)}),
+    ]
+
+
+def with_cluster(cluster: SlurmCluster) -> list[Situation]:
+    environment = {key: cluster.env[key] for key in ("SLURM_CONF", "PATH")}
+    return [
+        Situation("a cluster", "slurm", "controller answers", environment),
+        Situation("inside salloc", "allocation", "this is inside Slurm job", environment, ALLOCATION),
+    ]
+
+
+@contextlib.contextmanager
+def hanging(cluster: SlurmCluster) -> Iterator[Situation]:
+    """The cluster's controller takes connections and answers none."""
+    pid = cluster.pid("slurmctld")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        environment = {key: cluster.env[key] for key in ("SLURM_CONF", "PATH")}
+        yield Situation("a cluster that hangs", "local", "does not answer", environment)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------------
+
+
+def ask(situation: Situation, user: str) -> tuple[str, int, float]:
+    """(the line that says what was chosen, or what the command ends with; its status; seconds)."""
+    run = [*situation.inside, sys.executable, str(ROOT / "launch/submit.py"), *first_run(), "dry_run=true"]
+    as_user = (
+        [] if user == _name(os.getuid()) else [shutil.which("setpriv"), f"--reuid={user}", "--clear-groups", "env", "HOME=/tmp"]
+    )
+    environment = {**os.environ, **situation.environment}
+    home = tempfile.mkdtemp(prefix=f"{user}-")  # run folders are made where the command is given
+    Path(home, "recipes").symlink_to(ROOT / "recipes")  # the recipe's paths are from there too
+    shutil.chown(home, user)
+    begin = time.monotonic()
+    answer = subprocess.run(
+        [*as_user, *run],
+        cwd=home,
+        env={key: value for key, value in environment.items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    seconds = time.monotonic() - begin
+    shutil.rmtree(home)
+    lines = [line for line in answer.stdout.splitlines() if "cluster.executor=auto:" in line]
+    return (lines or (answer.stdout + answer.stderr).strip().splitlines() or [""])[-1], answer.returncode, seconds
+
+
+def _name(uid: int) -> str:
+    return subprocess.run(["id", "-un", str(uid)], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def table(folder: Path) -> bool:
+    """Whether each situation has what it must have."""
+    users = ["root", "nobody"] if os.getuid() == 0 else [_name(os.getuid())]
+    well = True
+
+    def show(situation: Situation) -> None:
+        nonlocal well
+        for user in users:
+            said, status, seconds = ask(situation, user)
+            right = status == 0 and f"auto: {situation.chosen} " in said and situation.says in said
+            well &= right
+            print(f"{situation.name} | {user} | {said} | {status} | {seconds:.1f}{'' if right else ' | WRONG'}", flush=True)
+
+    print("situation | user | printed | status | seconds")
+    for situation in without_cluster(folder):
+        show(situation)
+    cluster = SlurmCluster(folder / "slurm", nodes=2)
+    cluster.start()
+    try:
+        for situation in with_cluster(cluster):
+            show(situation)
+        with hanging(cluster) as situation:
+            show(situation)
+    finally:
+        cluster.stop()
+    return well
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="slurm-") as name:
+        Path(name).chmod(0o755)
+        sys.exit(0 if table(Path(name)) else 1)
