@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import PolicyConfig, RecipeError, refuse
+from pipeline.config import PolicyConfig, RecipeError, collected, refuse
 
 KNOWN = Path(__file__).resolve().parent.parent / "recipes/models"
 """Folder of ORG/NAME.json: what a plan needs of the config.json of public models. `like` in one of them names another, whose
 keys it has but for those that it says itself."""
 
 
-def model_config(policy: PolicyConfig, pending: list[Path] = (), key: str = "policy.model_name") -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class Pending(os.PathLike):
+    """The folder of a needed run that has not run yet, and the model that it will train and leave there."""
+
+    folder: Path
+    policy: PolicyConfig
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
+
+def model_config(
+    policy: PolicyConfig, pending: Sequence[os.PathLike] = (), key: str = "policy.model_name"
+) -> dict[str, Any] | None:
     """config.json with the recipe's overrides; None if the model is yet to come out of one of the run folders `pending`.
 
     Multimodal families keep the language model's keys in `text_config`; those are taken. key: where the recipe names the model.
@@ -26,11 +40,20 @@ def model_config(policy: PolicyConfig, pending: list[Path] = (), key: str = "pol
     return _of_language_model(read_json(model_folder(key, policy.model_name) / "config.json"), policy, key)
 
 
-def described(policy: PolicyConfig, pending: list[Path] = (), key: str = "policy.model_name") -> dict[str, Any] | None:
+def described(
+    policy: PolicyConfig, pending: Sequence[os.PathLike] = (), key: str = "policy.model_name"
+) -> dict[str, Any] | None:
     """As `model_config`, but of a public model that is in no local folder or cache what recipes/models says of it.
 
-    For the plan alone: a run needs the model itself. Raises RecipeError.
+    Of a model that a needed run is yet to leave it says what that run begins with. For the plan alone: a run needs the model
+    itself. Raises RecipeError.
     """
+    for run in pending:
+        if isinstance(run, Pending) and inside(policy.model_name, [run]):
+            with collected([]):  # what is wrong with its model has been told of the needed recipe
+                begun = described(run.policy, [other for other in pending if other is not run])
+                return begun and _of_language_model(begun, policy, key)
+            return None
     if not inside(policy.model_name, pending) and not is_here(policy.model_name) and (config := known(policy.model_name)):
         return _of_language_model(config, policy, key)
     return model_config(policy, pending, key)
@@ -66,8 +89,8 @@ def known(name: str) -> dict[str, Any] | None:
     return {**known(other), **config} if other else config
 
 
-def inside(name: str, folders: list[Path]) -> bool:
-    return any(Path(name).absolute().is_relative_to(folder.absolute()) for folder in folders)
+def inside(name: str, folders: Iterable[os.PathLike]) -> bool:
+    return any(Path(name).absolute().is_relative_to(Path(folder).absolute()) for folder in folders)
 
 
 def is_here(name: str) -> bool:

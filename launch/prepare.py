@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launch import allocation, backend, executor, local, run_folder, slurm_client
 from launch.job import components
+from launch.model_files import Pending
 from launch.model_shape import NotDescribed
 from launch.plan import Plan, plan
 from launch.preflight import allocation as allocated
@@ -39,7 +40,7 @@ def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
     dry: the batch script is only wanted to be seen, so that there need be no Slurm. plan_from: a run folder by which the plan
     is calibrated. Raises RecipeError with all problems.
     """
-    pending: list[Path] = []
+    pending: list[Pending] = []
     prepared: list[Prepared] = []
     problems: list[str] = []
     for loaded in in_order(name, overrides):
@@ -56,7 +57,7 @@ def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
         own += config.independent(file_problems(recipe, chosen, pending, dry, notes), loaded.faulty)
         needed = "" if recipe.name == Path(name).stem else f"{recipe.name}, which is needed first: "
         problems += [f"{needed}{problem}" for problem in own]
-        pending.append(Path(recipe.run_dir))
+        pending.append(Pending(Path(recipe.run_dir), recipe.policy))
     refuse(problems)
     return prepared
 

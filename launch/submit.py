@@ -33,6 +33,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from launch import allocation, backend, command_line, executor, local, run_folder, slurm, slurm_client, task
 from launch.follow import Follower, Metrics
 from launch.job import JobRecord, RunJob, components, read_record, write_record
+from launch.model_files import Pending
 from launch.plan import plan, report
 from launch.preflight import architecture
 from launch.prepare import RESTART_S, Prepared, file_problems, in_order, prepare
@@ -119,7 +120,7 @@ def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
     """Needs the models' config.json alone; what else is missing for a submission is said below the plan."""
     *needed, loaded = in_order(name, overrides)
     refuse(loaded.problems)
-    pending = [Path(each.recipe.run_dir) for each in needed]
+    pending = [Pending(Path(each.recipe.run_dir), each.recipe.policy) for each in needed]
     recipe, choice = backend.choose(loaded.recipe, pending, run_folder.earlier(loaded.recipe))
     refuse(architecture.against_layout(recipe, pending))
     planned = plan(recipe, choice, before, pending)

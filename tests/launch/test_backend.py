@@ -8,6 +8,7 @@ import pytest
 from launch import backend, run_folder
 from launch.backend import fsdp_bytes, megatron_bytes
 from launch.job import components
+from launch.model_files import Pending
 from launch.model_shape import ModelShape
 from launch.preflight import architecture
 from pipeline import config
@@ -153,6 +154,17 @@ def test_a_model_that_is_not_there_yet(load, tmp_path):
     _, choice = backend.choose(recipe, [tmp_path / "runs/base"])
     assert choice.backend == "dtensor" and "is not there yet" in choice.reason
     check(backend.choose(recipe, [tmp_path / "runs/base"])[0], [tmp_path / "runs/base"])
+
+
+def test_what_a_needed_run_will_leave_is_as_large_as_what_it_begins_with(load, tmp_path):
+    """Also where that is itself the model of another run that has not run yet."""
+    folders = [tmp_path / "runs/base", tmp_path / "runs/next"]
+    base = load(model("llama"))
+    after = replace(base.policy, model_name=f"{folders[0]}/hf")
+    pending = [Pending(folders[0], base.policy), Pending(folders[1], after)]
+    here = backend.choose(load(model("llama"), *gpus(1)))[1]
+    for folder in folders:
+        assert backend.choose(load(model("llama"), *gpus(1), f"policy.model_name={folder}/hf"), pending)[1] == here
 
 
 def test_a_run_goes_on_with_what_it_began_with(load, tmp_path):
