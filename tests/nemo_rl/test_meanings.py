@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config import Recipe, layers, nemo_rl, resolving
+from pipeline.config import Recipe, nemo_rl
 from pipeline.config.nemo_rl import algorithm, data, environments, generation, megatron, policy, run
 from pipeline.config.nemo_rl.ledger import Ledger
 from pipeline.config.nemo_rl.rules import Rule, Same, fits, patterns_of, under
@@ -100,13 +100,24 @@ def whole(name: str) -> dict[str, Any]:
 
 def translated(name: str, given: dict[str, Any], absent: str = "") -> nemo_rl.Translation:
     """A recipe of theirs with these keys, and without `absent`, translated."""
-    tree = layers.of(deepcopy(whole(name)), None)
+    tree = deepcopy(whole(name))
     for key, value in given.items():
-        tree.set(key, layers.of(value, None))
+        section, last = _section(tree, key)
+        section[last] = value
     if absent:
-        tree.drop(absent)
-    assert not resolving.resolve(tree)
-    return nemo_rl.translate(tree.plain(), {}, RECIPES / f"{name}.yaml")
+        section, last = _section(tree, absent)
+        section.pop(last, None)
+    return nemo_rl.translate(tree, {}, RECIPES / f"{name}.yaml")
+
+
+def _section(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """(the mapping that a key is in, its name there); mappings on the way are made."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        if not isinstance(tree.get(parent), dict):
+            tree[parent] = {}
+        tree = tree[parent]
+    return tree, last
 
 
 def _with(row: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +169,7 @@ def _met(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[str]:
         nemo_rl.translate(whole(name), {}, RECIPES / f"{name}.yaml")
     for name in sources.names():
         if (source := sources.read(name)).is_nemo_rls:
-            sources.imported(source, folder)
+            nemo_rl.translate(sources.tree(source, folder), {}, folder / "theirs.yaml")
     return iter(sorted(set().union(*(ledger.met for ledger in ledgers))))
 
 

@@ -126,19 +126,24 @@ def names() -> list[str]:
 
 def imported(source: Source, folder: Path) -> Recipe:
     """A source of NeMo-RL's as an import makes it a recipe of ours, at its complete keys. Raises RecipeError."""
-    tree: dict[str, Any] = {}
+    path = folder / f"{source.name}.yaml"
+    path.write_text(yaml.safe_dump(tree(source, folder), sort_keys=False))
+    return config.load(str(path), source.given)
+
+
+def tree(source: Source, folder: Path) -> dict[str, Any]:
+    """Its values as a recipe of theirs. The files that it names are made in `folder`: only their names are compared."""
+    root: dict[str, Any] = {}
     for key, value in source.values.items():
         *parents, last = key.split(".")
-        section = tree
+        section = root
         for parent in parents:
             section = section.setdefault(parent, {})
         section[last] = value
-        if last in ("prompt_file", "system_prompt_file") and value:  # only its name is compared
+        if last in ("prompt_file", "system_prompt_file") and value:
             (folder / value).parent.mkdir(parents=True, exist_ok=True)
             (folder / value).write_text("{}")
-    path = folder / f"{source.name}.yaml"
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
-    return config.load(str(path), source.given)
+    return root
 
 
 def deciding(leaves: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -6,9 +6,11 @@ no mapping, or an empty one. The first rule that fits a leaf meets it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import fnmatch
+import functools
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from pipeline.config.nemo_rl.features import Feature
@@ -70,7 +72,15 @@ def ignored(*patterns: str, why: str = "") -> Ignored:
 
 
 def fits(pattern: str, key: str) -> bool:
-    return key == pattern or fnmatchcase(key, pattern) or f"{key}.*" == pattern
+    if "*" not in pattern:
+        return key == pattern
+    return f"{key}.*" == pattern or _compiled(pattern)(key) is not None
+
+
+@functools.cache
+def _compiled(pattern: str) -> Callable[[str], re.Match[str] | None]:
+    """fnmatch's own cache holds fewer patterns than these tables have."""
+    return re.compile(fnmatch.translate(pattern)).match
 
 
 def patterns_of(rule: Rule) -> tuple[str, ...]:
