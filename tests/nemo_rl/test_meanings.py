@@ -120,7 +120,8 @@ def _section(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     return tree, last
 
 
-def _with(row: dict[str, Any]) -> dict[str, Any]:
+def given_with(row: dict[str, Any]) -> dict[str, Any]:
+    """The keys that a row needs, and their values."""
     pairs = (pair.partition("=") for pair in row.get("with", ()))
     return {key: yaml.safe_load(value) for key, _, value in pairs}
 
@@ -128,7 +129,7 @@ def _with(row: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "key"), ROWS)
 def test_what_it_becomes(name: str, key: str) -> None:
     row = MEANINGS[name][key]
-    translation = translated(name, {**_with(row), key: row["give"]})
+    translation = translated(name, {**given_with(row), key: row["give"]})
     ours = row.get("ours", {key: row["give"]})
     assert {one: effective(translation.layer, one) for one in ours} == ours
     said = [note for note in (*translation.changed, *translation.ignored) if note.startswith(key)]
@@ -142,7 +143,7 @@ def test_what_it_becomes(name: str, key: str) -> None:
 def test_where_it_is_absent(name: str, key: str) -> None:
     row = MEANINGS[name][key]
     ours = next(iter(row.get("ours", {key: None})))
-    assert effective(translated(name, _with(row), absent=key).layer, ours) == row["absent"]
+    assert effective(translated(name, given_with(row), absent=key).layer, ours) == row["absent"]
 
 
 def test_every_key_that_is_taken_has_its_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -179,3 +180,9 @@ def test_the_numbers_tests_exist() -> None:
             file, _, test = pointer.partition("::")
             tree = ast.parse((ROOT / file).read_text())
             assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, pointer
+
+
+def test_a_reference_that_ppo_skips_by_default_is_needed_for_kl() -> None:
+    key = "ppo.skip_reference_policy_logprobs_calculation"
+    problems = translated("ppo", {"loss_fn.reference_policy_kl_penalty": 0.1}, absent=key).problems
+    assert any(problem.startswith(f"{key}: true by default, but") for problem in problems)
