@@ -40,13 +40,13 @@ def context() -> ForkServerContext:
 
 
 def start(work: Callable, arguments: tuple, ranks: int) -> mp.ProcessContext:
-    """`work(rank, *arguments)` in as many processes on the CPU. `join()` raises what any of them raised first."""
+    """Start `work(rank, *arguments)` in as many processes on the CPU. `join()` raises what any of them raised first."""
     context()
     return mp.start_processes(work, arguments, nprocs=ranks, start_method="forkserver", join=False)
 
 
 def run(work: Callable, arguments: tuple, ranks: int) -> None:
-    """The same, until all are done."""
+    """Do the same and wait until all are done."""
     processes = start(work, arguments, ranks)
     while not processes.join():
         pass

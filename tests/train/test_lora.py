@@ -1,6 +1,7 @@
 """Adapters against peft's own model: on one rank, on several, in checkpoints, out of an export; and what is refused."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -26,8 +27,11 @@ def test_one_rank(models):
     adapters.all_adapters(ONE, models)
 
 
-def test_two_ranks(models):
-    ranks.run(adapters.all_adapters, Layout(2, 1), models)
+@pytest.mark.parametrize(
+    "families", [("qwen3", "qwen3_moe"), pytest.param(("qwen3_tied", "qwen2"), marks=pytest.mark.full)], ids=" ".join
+)
+def test_two_ranks(models, families):
+    ranks.run(functools.partial(adapters.some_adapters, families), Layout(2, 1), models)
     # What they saved goes on at one rank as it did at theirs.
     resumed = adapters.backend(models / "qwen3", ONE, scheduler=ranks.SCHEDULER)
     folder = models / ranks.saved_by(Layout(2, 1), "qwen3")

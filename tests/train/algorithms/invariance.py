@@ -201,14 +201,20 @@ def result(setup: Setup, case: str, folder: Path) -> Result:
 
 def differences(setups: Sequence[Setup], names: Sequence[str], folder: Path) -> dict[str, dict[str, Difference]]:
     """{case: {setup: from one rank of FSDP2}}. The setups are of one family."""
-    reference = replace(ONE_RANK, family=setups[0].family)
-    for setup in [reference, *setups]:
-        layouts.run(functools.partial(measure, names, setup), Layout(dp=setup.layout.ranks), folder)
-    first = initial(reference.family, folder)
-    return {
-        case: {setup.name: result(setup, case, folder).difference(result(reference, case, folder), first) for setup in setups}
-        for case in names
-    }
+    for setup in [replace(ONE_RANK, family=setups[0].family), *setups]:
+        measured(setup, names, folder)
+    return {case: {setup.name: difference(setup, case, folder) for setup in setups} for case in names}
+
+
+def measured(setup: Setup, names: Sequence[str], folder: Path) -> None:
+    """Run these cases and leave the result of each."""
+    layouts.run(functools.partial(measure, names, setup), Layout(dp=setup.layout.ranks), folder)
+
+
+def difference(setup: Setup, case: str, folder: Path) -> Difference:
+    """Compare the results of a setup and of one rank of FSDP2, both of which were measured."""
+    reference = result(replace(ONE_RANK, family=setup.family), case, folder)
+    return result(setup, case, folder).difference(reference, initial(setup.family, folder))
 
 
 def initial(family: str, folder: Path) -> dict[str, torch.Tensor]:

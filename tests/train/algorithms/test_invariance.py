@@ -17,21 +17,24 @@ from tests.train.algorithms.invariance import (
     WITH_EXPERTS,
     Difference,
     Setup,
+    difference,
     differences,
     initial,
+    measured,
     result,
 )
 from tests.train.megatron.layouts import CP2, DP2, EP2, PP2, TP2_SP
 
 # Float32 leaves about 1e-6 in a step, a little more after four; what a layout gets wrong is off by far more.
 BOUND = 5e-5
-# One setup of each kind, and each way of batching in one of them.
-QUICK = (
-    Setup("fsdp", DP2, "single"),
-    Setup("megatron", TP2_SP, "reversed"),
-    Setup("megatron", CP2, "single"),
-    Setup("megatron", PP2),
-)
+# One setup of each kind, and each way of batching in one of them. Every case runs on both backends, in the layout of
+# Megatron-Core that cuts what its loss sums over. Marked `full`, every case runs in all of these.
+QUICK = {
+    Setup("fsdp", DP2, "single"): tuple(CASES),
+    Setup("megatron", TP2_SP, "reversed"): ("sft", "dpo", "grpo, entropy bonus", "distillation"),
+    Setup("megatron", CP2, "single"): ("rm", "grpo, by sequences, KL, TIS", "gspo", "ppo"),
+    Setup("megatron", PP2): ("grpo", "cispo", "reinforce++, KL in the reward"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +50,17 @@ def check(found: dict[str, dict[str, Difference]]) -> None:
 
 
 def test_every_algorithm(models):
-    check(differences(QUICK, tuple(CASES), models))
+    assert {case for setup, cases in QUICK.items() if setup.backend == "megatron" for case in cases} == set(CASES)
+    measured(ONE_RANK, tuple(CASES), models)
+    for setup, cases in QUICK.items():
+        measured(setup, cases, models)
+        check({case: {setup.name: difference(setup, case, models)} for case in cases})
     check_that_cases_say_something(models)
+
+
+@pytest.mark.full
+def test_every_algorithm_in_every_quick_setup(models):
+    check(differences(tuple(QUICK), tuple(CASES), models))
 
 
 def check_that_cases_say_something(models: Path) -> None:

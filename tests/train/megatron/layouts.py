@@ -85,9 +85,11 @@ ONE = Layout()
 TP2, TP2_SP, PP2, CP2, DP2 = Layout(tp=2), Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2)
 EP2 = Layout(ep=2, dp=2)
 # Experts are cut as all else is, where they are not spread (TP2_SP), or whole in each of the ranks that they are spread over.
-OF_TWO_RANKS = (TP2, TP2_SP, PP2, CP2, DP2, EP2, Layout(tp=2, ep=2, sp=True), Layout(cp=2, ep=2))
+TP2_EP2_SP, CP2_EP2 = Layout(tp=2, ep=2, sp=True), Layout(cp=2, ep=2)
+OF_TWO_RANKS = (TP2, TP2_SP, PP2, CP2, DP2, EP2, TP2_EP2_SP, CP2_EP2)
 # Not here: experts that are both spread and cut (ep 2, etp 2), for which gloo has no uneven all_gather.
-OF_FOUR_RANKS = (Layout(tp=2, pp=2, sp=True), Layout(tp=2, cp=2, sp=True), Layout(pp=2, ep=2, dp=2))
+TP2_PP2_SP, TP2_CP2_SP = Layout(tp=2, pp=2, sp=True), Layout(tp=2, cp=2, sp=True)
+OF_FOUR_RANKS = (TP2_PP2_SP, TP2_CP2_SP, Layout(pp=2, ep=2, dp=2))
 TRAINED = Use()
 LAYOUTS = (ONE, *OF_TWO_RANKS, *OF_FOUR_RANKS)
 

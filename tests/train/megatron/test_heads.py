@@ -1,6 +1,8 @@
 """Values, entropies and chosen tokens against Hugging Face's eager models in float64, and models that stand side by side."""
 
+import functools
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -146,12 +148,25 @@ def check_resumed(layout: Layout, folder: Path) -> None:
 
 
 def everything(layout: Layout, folder: Path) -> None:
-    for family in families(layout):
+    some(families(layout), MORE, layout, folder)
+
+
+def some(of: Iterable[str], more: Iterable[Callable[[Layout, Path], None]], layout: Layout, folder: Path) -> None:
+    for family in of:
         check_values(layout, folder, family)
         check_outputs(layout, folder, family)
-    check_drawn_head(layout, folder)
-    check_side_by_side(layout, folder)
-    check_resumed(layout, folder)
+    for check in more:
+        check(layout, folder)
+
+
+MORE = (check_drawn_head, check_side_by_side, check_resumed)
+QUICK = {  # which families the default tests run, and which checks more
+    TP2: (("qwen3_tied",), ()),
+    TP2_SP: (("llama", "qwen3_moe"), (check_drawn_head, check_resumed)),
+    CP2: (("qwen3_tied", "qwen3_moe"), (check_side_by_side,)),
+    PP2: (("llama", "qwen3_tied"), (check_drawn_head, check_resumed)),
+    EP2: (("qwen3_moe",), (check_drawn_head, check_side_by_side)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +175,14 @@ def saved(head_models) -> Path:
     return head_models
 
 
-@pytest.mark.parametrize("layout", [TP2, TP2_SP, CP2, PP2, EP2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
 def test_layouts(saved, layout):
+    layouts.run(functools.partial(some, *QUICK[layout]), layout, saved)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
+def test_layouts_with_everything(saved, layout):
     layouts.run(everything, layout, saved)
 
 

@@ -1,9 +1,11 @@
 """What one step does besides being right: memory, precision, refusals, what is frozen, how sequences are batched.
 
-Each check runs on one rank by itself and, all in a row, in layouts of two ranks.
+Each check runs on one rank by itself and in some layouts of two ranks; marked `full`, in all of them.
 """
 
 import dataclasses
+import functools
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -235,7 +237,18 @@ def test_random_weights_are_those_of_the_other_backend(models, realm, family):
     check_random_weights(ONE, models, family)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_yarn", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("llama", marks=pytest.mark.full),
+        "llama_yarn",
+        "qwen2",
+        pytest.param("qwen3", marks=pytest.mark.full),
+        "qwen3_tied",
+        "qwen3_moe",
+        "mixtral",
+    ],
+)
 def test_five_steps_are_those_of_the_other_backend(models, realm, family):
     check_five_steps(ONE, models, family)
 
@@ -249,23 +262,41 @@ def test_router_bias(models, realm):
     check_router_bias(ONE, models)
 
 
-def all_checks(layout: Layout, folder: Path) -> None:
-    dense = "qwen3_tied" if layout.ep == 1 else "mixtral"
-    check_recomputation(layout, folder, "qwen3_moe", RECOMPUTED[:2])
-    check_bfloat16(layout, folder, dense)
-    check_random_weights(layout, folder, "qwen3_moe")
-    check_five_steps(layout, folder, dense)
-    check_five_steps(layout, folder, "qwen3_moe")
-    check_reference(layout, folder, dense)
-    check_clipping_and_refusal(layout, folder, "qwen3_moe")
-    check_batching(layout, folder, "qwen3_moe")
-    check_frozen_router(layout, folder, "deepseek_v3")
-    check_router_bias(layout, folder)
+# Each is called with (layout, folder, a model that fits the layout and is dense where that can be).
+CHECKS = {
+    "recomputation": lambda layout, folder, dense: check_recomputation(layout, folder, "qwen3_moe", RECOMPUTED[:2]),
+    "bfloat16": check_bfloat16,
+    "random weights": lambda layout, folder, dense: check_random_weights(layout, folder, "qwen3_moe"),
+    "five steps": check_five_steps,
+    "five steps, experts": lambda layout, folder, dense: check_five_steps(layout, folder, "qwen3_moe"),
+    "reference": check_reference,
+    "clipping": lambda layout, folder, dense: check_clipping_and_refusal(layout, folder, "qwen3_moe"),
+    "batching": lambda layout, folder, dense: check_batching(layout, folder, "qwen3_moe"),
+    "frozen router": lambda layout, folder, dense: check_frozen_router(layout, folder, "deepseek_v3"),
+    "router bias": lambda layout, folder, dense: check_router_bias(layout, folder),
+}
+QUICK = {
+    TP2_SP: ("recomputation", "random weights", "clipping", "frozen router"),
+    PP2: ("recomputation", "bfloat16", "five steps", "clipping", "batching"),
+    CP2: ("reference", "batching", "router bias"),
+    EP2: ("bfloat16", "random weights", "five steps, experts", "clipping", "router bias"),
+}
 
 
-@pytest.mark.parametrize("layout", [TP2_SP, PP2, CP2, EP2], ids=lambda layout: layout.name)
+def run_checks(names: Iterable[str], layout: Layout, folder: Path) -> None:
+    for name in names:
+        CHECKS[name](layout, folder, "qwen3_tied" if layout.ep == 1 else "mixtral")
+
+
+@pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
 def test_layouts(models, layout):
-    layouts.run(all_checks, layout, models)
+    layouts.run(functools.partial(run_checks, QUICK[layout]), layout, models)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
+def test_layouts_with_every_check(models, layout):
+    layouts.run(functools.partial(run_checks, tuple(CHECKS)), layout, models)
 
 
 # ---- what is not trained on ---------------------------------------------------------------------------------------------

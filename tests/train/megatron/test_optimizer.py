@@ -1,6 +1,8 @@
 """Megatron-Core's distributed optimizer against torch's on the same gradients, and its schedules against closed forms."""
 
+import functools
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -50,14 +52,30 @@ def test_steps_are_torchs(models, realm, family, setting):
     check_steps(ONE, models, family, setting)
 
 
-def several_settings(layout: Layout, folder: Path) -> None:
-    check_steps(layout, folder, "qwen3_moe", "adamw")
-    check_steps(layout, folder, "mixtral" if layout.ep > 1 else "qwen3_tied", "megatron")
+def several(settings: Iterable[tuple[str, str]], layout: Layout, folder: Path) -> None:
+    for family, setting in settings:
+        check_steps(layout, folder, family, setting)
 
 
-@pytest.mark.parametrize("layout", [TP2_SP, PP2, CP2, DP2, EP2], ids=lambda layout: layout.name)
+QUICK = {
+    TP2_SP: (("qwen3_moe", "adamw"),),
+    PP2: (("qwen3_tied", "megatron"),),
+    CP2: (("qwen3_tied", "megatron"),),
+    DP2: (("qwen3_moe", "adamw"),),
+    EP2: (("mixtral", "megatron"),),
+}
+
+
+@pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
 def test_steps_are_torchs_in_any_layout(models, layout):
-    layouts.run(several_settings, layout, models)
+    layouts.run(functools.partial(several, QUICK[layout]), layout, models)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
+def test_steps_are_torchs_with_either_optimizer(models, layout):
+    settings = (("qwen3_moe", "adamw"), ("mixtral" if layout.ep > 1 else "qwen3_tied", "megatron"))
+    layouts.run(functools.partial(several, settings), layout, models)
 
 
 def inverse_square_root(step: int) -> float:

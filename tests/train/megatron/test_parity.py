@@ -1,4 +1,6 @@
-"""Every family in every layout, against Hugging Face's eager model in float64: log-probs, loss, metrics, every gradient.
+"""Families in layouts against Hugging Face's eager model in float64: log-probs, loss, metrics, every gradient.
+
+By default every family runs on one rank and in at least one layout of several; marked `full`, in every layout.
 
 `python -m tests.train.megatron` prints the differences.
 """
@@ -13,12 +15,43 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.models.cases import SHAPE
 from tests.train import cases
 from tests.train.megatron import layouts
-from tests.train.megatron.layouts import OF_FOUR_RANKS, OF_TWO_RANKS, ONE, PP2, TP2, TP2_SP, Layout
+from tests.train.megatron.layouts import (
+    CP2,
+    CP2_EP2,
+    DP2,
+    EP2,
+    OF_FOUR_RANKS,
+    OF_TWO_RANKS,
+    ONE,
+    PP2,
+    TP2,
+    TP2_CP2_SP,
+    TP2_EP2_SP,
+    TP2_PP2_SP,
+    TP2_SP,
+    Layout,
+)
 
 # Float32 is good to about 1e-6 of the largest entry; what a layout gets wrong is off by far more.
 GRADIENT, LOGPROB = 5e-6, 1e-5
 # Four ranks take time, and what they could get wrong that two could not is the same in the others.
 OF_EACH_KIND = ("qwen2", "qwen3_tied", "qwen3_moe", "deepseek_v3")
+
+# What the default tests run: tied embeddings where stages or vocabularies are cut, biases and norms of heads where those are
+# cut, each kind of RoPE where sequences are cut, and each kind of router where experts are spread.
+QUICK = {
+    ONE: ONE.families,
+    TP2: ("qwen2", "qwen3_tied"),
+    TP2_SP: ("llama_yarn", "qwen2", "qwen3_moe", "deepseek_v3"),
+    PP2: ("llama", "qwen3_tied", "deepseek_v3_plain"),
+    CP2: ("llama_yarn", "qwen3", "deepseek_v3"),
+    DP2: ("qwen3_tied", "qwen3_moe"),
+    EP2: ("qwen3_moe", "deepseek_v3"),
+    TP2_EP2_SP: ("mixtral", "deepseek_v3_plain"),
+    CP2_EP2: ("mixtral",),
+    TP2_PP2_SP: ("qwen3_tied", "deepseek_v3"),
+    TP2_CP2_SP: ("qwen2", "qwen3_moe"),
+}
 
 
 def check(found: dict[str, layouts.Difference], families: tuple[str, ...]) -> None:
@@ -27,11 +60,18 @@ def check(found: dict[str, layouts.Difference], families: tuple[str, ...]) -> No
     assert not far
 
 
-@pytest.mark.parametrize("layout", [ONE, *OF_TWO_RANKS], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", QUICK, ids=lambda layout: layout.name)
 def test_families(models, layout):
+    check(layouts.measured(layout, models, QUICK[layout]), QUICK[layout])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", OF_TWO_RANKS, ids=lambda layout: layout.name)
+def test_two_ranks_with_every_family(models, layout):
     check(layouts.measured(layout, models), layout.families)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", OF_FOUR_RANKS, ids=lambda layout: layout.name)
 def test_four_ranks(models, layout):
     families = tuple(family for family in layout.families if family in OF_EACH_KIND)

@@ -1,5 +1,7 @@
 """Truncated log-probs in Megatron-Core's layouts, against Hugging Face's eager models in float64."""
 
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,17 +13,32 @@ from tests.train.test_truncation import FAMILIES, GENERATION, USE, check_step, e
 
 
 def check(layout: Layout, folder: Path) -> None:
-    for family in FAMILIES:
+    """Every family, in one microbatch and in two."""
+    check_some(FAMILIES, (1, 2), layout, folder)
+
+
+def check_some(families: Sequence[str], counts: Sequence[int], layout: Layout, folder: Path) -> None:
+    for family in families:
         expected, gradients = eager(folder / family)
-        for count in (1, 2):
+        for count in counts:
             trained = layouts.backend(cases.policy(folder / family, generation=GENERATION), layout, USE)
             check_step(trained, layouts.shares(layout, count)[trained.data_rank], expected)
             ours, _ = layouts.gradients(trained)
             ranks.assert_near(ours, gradients, 5e-6)
 
 
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [(TP2_SP, "qwen3_tied"), (CP2, "llama"), (PP2, "qwen3_tied")],
+    ids=lambda case: getattr(case, "name", case),
+)
+def test_layouts(models, layout, family):
+    layouts.run(functools.partial(check_some, (family,), (2,)), layout, models)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [TP2_SP, CP2, PP2], ids=lambda layout: layout.name)
-def test_layouts(models, layout):
+def test_layouts_with_every_family(models, layout):
     layouts.run(check, layout, models)
 
 
