@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,8 @@ class Layout:
 def run(work, layout: Layout, folder: Path) -> None:
     """`work(layout, folder)` on every train rank. Raises what any of them raised."""
     with_bystander = layout.ranks + 1
-    store = folder / f"store-{work.__name__}-{layout.data}-{layout.tensor}"
-    fork_server.run(_process, (with_bystander, work, layout, folder, store), with_bystander)
+    with tempfile.TemporaryDirectory() as meeting:
+        fork_server.run(_process, (with_bystander, work, layout, folder, Path(meeting) / "store"), with_bystander)
 
 
 def _process(rank: int, size: int, work, layout: Layout, folder: Path, store: Path) -> None:
