@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pipeline.types import GlobalCounts, Head, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
 
 Loss = Callable[[Outputs, PackedBatch, GlobalCounts], LossOutput]
 """(a model's outputs with a graph, the batch, the whole optimizer step's counts) -> this batch's share of the loss."""
+
+Variance = Literal["biased", "unbiased"]
+"""Which variance of the advantages becomes 1: pipeline/algorithms/standardize.py."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Needs:
     critic: bool = False  # a model of its own; its values before the first update
     teacher_top_k: int = 0  # so many of the teacher's most likely tokens
     estimates: bool = False  # advantages are made on the train ranks, from the above: `OnlineAlgorithm.estimate`
-    standardized: bool = False  # they then get mean 0 and variance 1 over the step's counted tokens
+    standardized: Variance | None = None  # they then get mean 0 and variance 1 over the step's counted tokens
     together: int = 1  # so many successive samples share a microbatch: 2 for pairs
     epochs: int = 1  # passes over the samples of a step
 

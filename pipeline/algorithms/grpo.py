@@ -45,7 +45,7 @@ class GRPO:
             old=several or filtered or loss.use_kl_in_reward,
             reference=loss.reference_policy_kl_penalty != 0,
             estimates=filtered or self._plus_plus,
-            standardized=self._plus_plus,
+            standardized="biased" if self._plus_plus else None,
         )
         self.losses = {"policy": self.loss}
 

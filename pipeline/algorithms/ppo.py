@@ -36,7 +36,7 @@ class PPO:
             reference=loss.reference_policy_kl_penalty != 0,
             critic=True,
             estimates=True,
-            standardized=ppo.adv_estimator.normalize_advantages,
+            standardized="unbiased" if ppo.adv_estimator.normalize_advantages else None,
             epochs=ppo.ppo_epochs,
         )
         self.losses = {"policy": PolicyLoss(loss), "critic": ValueLoss(value_loss)}

@@ -1,8 +1,9 @@
 """Advantages of mean 0 and variance 1 over all counted tokens of a step, however those are spread over ranks and microbatches.
 
-    A <- (A - mean) / sqrt(max(var, 1e-8))
+    biased      A <- (A - mean) / sqrt(max(sum (A - mean)^2 / n, 1e-8))          NeMo-RL's REINFORCE++
+    unbiased    A <- (A - mean) / sqrt(sum (A - mean)^2 / (n - 1) + 1e-8)        NeMo-RL's and verl's GAE
 
-with the biased variance, as NeMo-RL's REINFORCE++ and PPO have it. Each data rank sums up its own tokens in float64, rank 0
+n is the number of those tokens. Each data rank sums up its own tokens in float64, rank 0
 adds the sums up and tells all ranks what to subtract and multiply by. The counts go along: `estimate` may have cleared a mask.
 """
 
@@ -13,9 +14,10 @@ from collections.abc import Sequence
 
 import torch
 
+from pipeline.algorithms.base import Variance
 from pipeline.types import GlobalCounts, Moments, PackedBatch, Standard
 
-SMALLEST_VARIANCE = 1e-8
+EPSILON = 1e-8
 
 
 def moments(batches: Sequence[PackedBatch]) -> Moments:
@@ -25,17 +27,19 @@ def moments(batches: Sequence[PackedBatch]) -> Moments:
     return Moments(counted.sum().item(), counted.square().sum().item(), GlobalCounts(len(counted), sequences))
 
 
-def standard(of_ranks: Sequence[Sequence[Moments]], standardized: bool) -> Standard:
-    """of_ranks[data rank][update]. With `standardized` false, advantages stay and only the counts are new."""
+def standard(of_ranks: Sequence[Sequence[Moments]], variance: Variance | None) -> Standard:
+    """of_ranks[data rank][update]. With `variance` None, advantages stay and only the counts are new."""
     updates = [list(of_update) for of_update in zip(*of_ranks, strict=True)]
     counts = [GlobalCounts(sum(m.counts.tokens for m in update), sum(m.counts.sequences for m in update)) for update in updates]
-    if not standardized:
+    if variance is None:
         return Standard(0.0, 1.0, counts)
     everything = [m for update in updates for m in update]
     tokens = max(1, sum(m.counts.tokens for m in everything))
     mean = sum(m.sum for m in everything) / tokens
-    variance = sum(m.squares for m in everything) / tokens - mean * mean
-    return Standard(mean, max(variance, SMALLEST_VARIANCE) ** -0.5, counts)
+    biased = max(0.0, sum(m.squares for m in everything) / tokens - mean * mean)
+    if variance == "biased":
+        return Standard(mean, max(biased, EPSILON) ** -0.5, counts)
+    return Standard(mean, (biased * tokens / max(1, tokens - 1) + EPSILON) ** -0.5, counts)
 
 
 def standardize(batch: PackedBatch, to: Standard) -> PackedBatch:

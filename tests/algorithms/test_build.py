@@ -29,7 +29,7 @@ from tests.algorithms.sampled import CUTS, outputs_of, random_sampled
     ("name", "kind", "needs"),
     [
         ("grpo", GRPO, Needs(truncated=True, old=True)),
-        ("ppo", PPO, Needs(truncated=True, old=True, critic=True, estimates=True, standardized=True, epochs=2)),
+        ("ppo", PPO, Needs(truncated=True, old=True, critic=True, estimates=True, standardized="unbiased", epochs=2)),
         ("distillation", Distillation, Needs(teacher_top_k=64)),
         ("sft", SFT, Needs()),
         ("dpo", DPO, Needs(reference=True, together=2)),

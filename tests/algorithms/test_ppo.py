@@ -257,14 +257,14 @@ def test_a_critic_that_knows_explains_all_and_a_constant_nothing():
 
 
 def test_needs_follow_from_the_recipe():
-    plain = Needs(truncated=True, critic=True, estimates=True, standardized=True)
+    plain = Needs(truncated=True, critic=True, estimates=True, standardized="unbiased")
     assert ppo().needs == plain
     assert ppo(updates=2).needs == replace(plain, old=True)
     assert ppo(ppo_epochs=3).needs == replace(plain, old=True, epochs=3)
     assert ppo(LossConfig(force_on_policy_ratio=True)).needs == plain
     assert ppo(IN_REWARD).needs == replace(plain, old=True, reference=True)
     assert ppo(seq_logprob_error_threshold=2.0).needs == replace(plain, old=True)
-    assert ppo(adv_estimator=GAEConfig(normalize_advantages=False)).needs == replace(plain, standardized=False)
+    assert ppo(adv_estimator=GAEConfig(normalize_advantages=False)).needs == replace(plain, standardized=None)
     assert ppo(LossConfig(log_entropy=True)).needs == replace(plain, entropy=True)
 
 

@@ -43,7 +43,7 @@ def sampled(seed: int) -> tuple[Packed, np.ndarray]:
 def estimated(loss: LossConfig, batches: list[PackedBatch]) -> list[PackedBatch]:
     """What a step of these microbatches on one rank learns from."""
     found = [algorithm(loss).estimate(batch) for batch in batches]
-    to = standard([[moments(found)]], standardized=True)
+    to = standard([[moments(found)]], "biased")
     return [standardize(batch, to) for batch in found]
 
 
@@ -112,5 +112,5 @@ def test_with_and_without_the_baseline():
 
 
 def test_needs_follow_from_the_recipe():
-    assert algorithm(LossConfig()).needs == Needs(truncated=True, estimates=True, standardized=True)
-    assert algorithm(IN_REWARD).needs == Needs(truncated=True, old=True, reference=True, estimates=True, standardized=True)
+    assert algorithm(LossConfig()).needs == Needs(truncated=True, estimates=True, standardized="biased")
+    assert algorithm(IN_REWARD).needs == Needs(truncated=True, old=True, reference=True, estimates=True, standardized="biased")

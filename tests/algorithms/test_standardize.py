@@ -26,17 +26,18 @@ def ranks():
     return made
 
 
-def found(ranks, standardized=True):
-    return standard([[moments(update) for update in rank] for rank in ranks], standardized)
+def found(ranks, variance="biased"):
+    return standard([[moments(update) for update in rank] for rank in ranks], variance)
 
 
-def test_equals_the_whole_step_in_one_tensor(ranks):
+@pytest.mark.parametrize(("variance", "correction"), [("biased", 0), ("unbiased", 1)])
+def test_equals_the_whole_step_in_one_tensor(ranks, variance, correction):
     batches = [batch for rank in ranks for update in rank for batch in update]
     whole = torch.cat([batch.advantages[batch.loss_mask] for batch in batches])
-    to = found(ranks)
+    to = found(ranks, variance)
     after = torch.cat([standardize(batch, to).advantages[batch.loss_mask] for batch in batches])
-    torch.testing.assert_close(after, (whole - whole.mean()) / whole.var(correction=0).sqrt(), rtol=1e-9, atol=1e-9)
-    assert abs(after.mean()) < 1e-9 and after.var(correction=0).item() == pytest.approx(1)
+    torch.testing.assert_close(after, (whole - whole.mean()) / whole.var(correction=correction).sqrt(), rtol=1e-8, atol=1e-8)
+    assert abs(after.mean()) < 1e-9 and after.var(correction=correction).item() == pytest.approx(1)
 
 
 def test_the_spread_over_ranks_and_microbatches_does_not_matter(ranks):
@@ -54,10 +55,11 @@ def test_counts_are_those_of_the_masks_as_they_are_now(ranks):
 
 def test_without_standardizing_only_what_does_not_count_changes(ranks):
     batch = ranks[0][0][0]
-    after = standardize(batch, found(ranks, standardized=False)).advantages
+    after = standardize(batch, found(ranks, None)).advantages
     assert torch.equal(after, torch.where(batch.loss_mask, batch.advantages, 0.0))
 
 
-def test_equal_advantages_become_nothing(ranks):
+@pytest.mark.parametrize("variance", ["biased", "unbiased"])
+def test_equal_advantages_become_nothing(ranks, variance):
     flat = [[[dataclasses.replace(b, advantages=torch.full_like(b.advantages, 0.3)) for b in u] for u in r] for r in ranks]
-    assert standardize(flat[0][0][0], found(flat)).advantages.abs().max() < 1e-9
+    assert standardize(flat[0][0][0], found(flat, variance)).advantages.abs().max() < 1e-9

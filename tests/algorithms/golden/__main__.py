@@ -1,0 +1,21 @@
+"""`python -m tests.algorithms.golden`: how far every formula is from peers' own numbers, as a Markdown table."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from tests.algorithms.golden.files import Golden, goldens
+from tests.algorithms.golden.ours import difference
+
+
+def main() -> None:
+    found: dict[tuple[str, str, str, str], list[Golden]] = defaultdict(list)
+    for golden in goldens():
+        found[golden.formula, golden.peer, golden.commit[:9], golden.function].append(golden)
+    print("| formula | peer | commit | function | batches | largest difference, relative |\n|---|---|---|---|---:|---:|")
+    for key, cases in found.items():
+        print(f"| {' | '.join(key)} | {len(cases)} | {max(map(difference, cases)):.1e} |")
+
+
+if __name__ == "__main__":
+    main()

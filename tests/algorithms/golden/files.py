@@ -1,0 +1,78 @@
+"""The golden values of this folder: what peers' own code computes of given inputs. README.md says how they are made."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).parent
+PEERS = {"nemo_rl": "NeMo-RL", "verl": "verl", "trl": "TRL"}
+_EXPECTED = ("loss", "gradient", "values", "advantages", "returns", "sample_mask")
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One case of a file: a peer's function, its inputs and its outputs."""
+
+    kind: str  # the file's name without the peer: policy_loss, gae, ...
+    peer: str
+    commit: str
+    function: str
+    formula: str
+    batch: str  # which of the file's inputs
+    arguments: dict[str, Any]  # ours; `theirs` in the file has the peer's where their names differ
+    inputs: dict[str, Any]
+    expected: dict[str, torch.Tensor]  # float64, by name
+    more: dict[str, Any]  # the case's other entries
+
+    @property
+    def name(self) -> str:
+        return f"{self.peer}: {self.formula}" + (f", {self.batch}" if self.batch else "")
+
+
+@cache
+def goldens() -> tuple[Golden, ...]:
+    return tuple(golden for path in sorted(FOLDER.glob("*.json")) for golden in _read(path))
+
+
+def _read(path: Path) -> list[Golden]:
+    content = json.loads(path.read_text())
+    peer = next(prefix for prefix in PEERS if path.stem.startswith(prefix))
+    found = []
+    for case in content["cases"]:
+        batch = case.pop("batch", "")
+        inputs = content["inputs"][batch] if batch else content["inputs"]
+        names = [name for name in _EXPECTED if name in case and not (name == "advantages" and "loss" in case)]
+        expected = _flat({name: case.pop(name) for name in names})  # a loss's advantages are an input
+        expected |= _flat({"metrics": case.pop("metrics", {})})
+        found.append(
+            Golden(
+                kind=path.stem.removeprefix(f"{peer}_"),
+                peer=PEERS[peer],
+                commit=content["commit"],
+                function=case.pop("function"),
+                formula=case.pop("formula"),
+                batch=batch,
+                arguments=case.pop("arguments"),
+                inputs=inputs,
+                expected=expected,
+                more=case,
+            )
+        )
+    return found
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """{"values": {"two": [..]}} -> {"values of two": tensor}"""
+    found = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{name} of ")
+        else:
+            found[prefix + name] = torch.tensor(value, dtype=torch.float64)
+    return found

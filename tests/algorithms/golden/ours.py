@@ -1,0 +1,243 @@
+"""What our code says of the golden inputs: `{name: tensor}` with the names of a case's expected values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.algorithms.advantages import group_advantages
+from pipeline.algorithms.base import Variance
+from pipeline.algorithms.distillation import Distillation
+from pipeline.algorithms.dpo import DPO
+from pipeline.algorithms.grpo import GRPO
+from pipeline.algorithms.importance_sampling import mismatch_metrics, trusted
+from pipeline.algorithms.kl import estimate_kl
+from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.ppo import PPO
+from pipeline.algorithms.reinforce_plus_plus import sequence_advantages
+from pipeline.algorithms.reward_model import RewardModel
+from pipeline.algorithms.rewards import shaped_rewards
+from pipeline.algorithms.sft import SFT
+from pipeline.algorithms.standardize import moments, standard, standardize
+from pipeline.algorithms.value_loss import ValueLoss
+from pipeline.config import (
+    AdvantageConfig,
+    DistillationConfig,
+    DPOConfig,
+    GAEConfig,
+    GRPOConfig,
+    LossConfig,
+    PPOConfig,
+    RewardScalingConfig,
+    RewardShapingConfig,
+    ValueLossConfig,
+)
+from pipeline.types import LossOutput, Outputs, PackedBatch, TopK
+from tests.algorithms.golden.files import Golden
+from tests.algorithms.golden.rows import Rows, after, before, tensor
+from tests.algorithms.groups import group_of
+
+Found = dict[str, torch.Tensor]
+SMALL = 1e-3  # gradients that should be 0 are rounding errors; they have no size to compare with
+
+
+def _told(out: LossOutput, leaf: torch.Tensor) -> Found:
+    """The loss, its gradient and the metrics."""
+    (gradient,) = torch.autograd.grad(out.loss, leaf)
+    return {"loss": out.loss.detach(), "gradient": gradient} | {f"metrics of {k}": v for k, v in out.metrics.items()}
+
+
+def _of_tokens(found: Found) -> Found:
+    """Peers' gradients leave out the first token of a row, which has no log-prob."""
+    return found | {"gradient": found["gradient"][:, 1:]}
+
+
+def policy_loss(golden: Golden) -> Found:
+    rows = Rows(golden.inputs)
+    leaf = rows.leaf("logprobs")
+    names = ("old_logprobs", "generate_logprobs", "reference_logprobs", "advantages")
+    fields = {name: rows.tensor(name) for name in names if name in rows.inputs}
+    if "advantages" in golden.more:  # of sequences
+        fields["advantages"] = tensor(golden.more["advantages"])[:, None].expand(rows.mask.shape)
+    outputs, config = Outputs(logprobs=rows.packed(leaf)), LossConfig(**golden.arguments)
+    if golden.formula == "entropy bonus":
+        # Twice the entropy of each token takes the place of the surrogate, which is 0.
+        fields["advantages"] = torch.zeros_like(leaf)
+        config = LossConfig(entropy_coeff=1.0, disable_ppo_ratio=True)
+        outputs = dataclasses.replace(outputs, entropy=rows.packed(leaf))
+    return _of_tokens(_told(PolicyLoss(config)(outputs, rows.batch(**fields), rows.counts), leaf))
+
+
+def sft(golden: Golden) -> Found:
+    rows = Rows(golden.inputs)
+    leaf = rows.leaf("logprobs")
+    return _of_tokens(_told(SFT().loss(Outputs(logprobs=rows.packed(leaf)), rows.batch(), rows.counts), leaf))
+
+
+def dpo(golden: Golden) -> Found:
+    rows = Rows(golden.inputs)
+    config = DPOConfig(**({"sft_average_log_probs": False} | golden.arguments))
+    if "logits" in rows.inputs:
+        leaf = rows.leaf("logits")
+        logprobs, reference = (_of_drawn(rows, logits) for logits in (leaf, rows.tensor("reference_logits")))
+    else:
+        leaf = rows.leaf("logprobs")
+        logprobs, reference = leaf, rows.tensor("reference_logprobs")
+    batch = rows.batch(reference_logprobs=reference)
+    found = _told(DPO(config).loss(Outputs(logprobs=rows.packed(logprobs)), batch, rows.counts), leaf)
+    return found if "logits" in rows.inputs else _of_tokens(found)
+
+
+def _of_drawn(rows: Rows, logits: torch.Tensor) -> torch.Tensor:
+    """`[B, S, V]` logits that follow each token -> `[B, S]` log-probs of the tokens."""
+    tokens = torch.tensor(rows.inputs["tokens"])[..., None]
+    return before(logits.log_softmax(-1)).gather(-1, tokens)[..., 0]
+
+
+def reward_model(golden: Golden) -> Found:
+    scores = tensor(golden.inputs["scores"]).requires_grad_()
+    # Sequences of two tokens, of which the second is the last.
+    rows = Rows({"lengths": [2] * len(scores), "token_mask": [[0, 1]] * len(scores)})
+    margins = torch.zeros(len(scores), dtype=torch.float64)
+    if golden.arguments.get("margins"):
+        margins[0::2] = tensor(golden.inputs["margins"])
+    values = torch.stack([torch.full_like(scores, 9.0), scores], 1).flatten()
+    return _told(RewardModel().loss(Outputs(values=values), rows.batch(rewards=margins), rows.counts), scores)
+
+
+def value_loss(golden: Golden) -> Found:
+    """Peers' values of a token are of what stands before it."""
+    rows = Rows(golden.inputs)
+    leaf = rows.leaf("values")
+    batch = rows.batch(old_values=after(rows.tensor("old_values")), returns=rows.tensor("returns"))
+    outputs = Outputs(values=rows.packed(after(leaf)))
+    return _told(ValueLoss(ValueLossConfig(**golden.arguments))(outputs, batch, rows.counts), leaf)
+
+
+def distillation(golden: Golden) -> Found:
+    """From whole distributions, as backends tell them."""
+    rows, top_k = Rows(golden.inputs), golden.more["top_k"]
+    leaf = rows.leaf("student_logits")
+    student, teacher = (rows.packed(before(x)).log_softmax(-1) for x in (leaf, rows.tensor("teacher_logits")))
+    best = teacher.topk(top_k)
+    outputs = Outputs(
+        entropy=torch.special.entr(student.exp()).sum(-1), top_k=TopK(best.indices, student.gather(-1, best.indices))
+    )
+    batch = rows.batch(teacher=TopK(best.indices, best.values))
+    algorithm = Distillation(DistillationConfig(topk_logits_k=top_k), LossConfig(**golden.arguments))
+    return _told(algorithm.loss(outputs, batch, rows.counts), leaf)
+
+
+def kl(golden: Golden) -> Found:
+    arguments = {"input_clamp_value": 20.0, "output_clamp_value": 10.0} | golden.arguments  # defaults, ours and theirs
+    leaf = tensor(golden.inputs["logprobs"]).requires_grad_()
+    bounds = arguments["input_clamp_value"], arguments["output_clamp_value"]
+    values = estimate_kl(leaf, tensor(golden.inputs["reference_logprobs"]), arguments["kl_type"], *bounds)
+    (gradient,) = torch.autograd.grad(values.sum(), leaf)
+    return {"values": values.detach(), "gradient": gradient}
+
+
+def advantages(golden: Golden) -> Found:
+    leave_one_out, normalize = (golden.arguments[name] for name in ("use_leave_one_out_baseline", "normalize_rewards"))
+    return {
+        f"values of {name}": torch.from_numpy(group_advantages(np.array(rewards, np.float64), leave_one_out, normalize))
+        for name, rewards in golden.inputs["groups"].items()
+    }
+
+
+def reinforce_plus_plus(golden: Golden) -> Found:
+    rows, loss = Rows(golden.inputs), _loss(golden.arguments)
+    minus_baseline = golden.arguments["minus_baseline"]
+    estimator = AdvantageConfig("reinforce_plus_plus", minus_baseline=minus_baseline)
+    prompts, rewards = np.array(rows.inputs["prompts"]), np.array(rows.inputs["rewards"], np.float64)
+    of_sequences = torch.zeros(len(rewards), dtype=torch.float64)
+    for prompt in set(prompts.tolist()):
+        of_sequences[prompts == prompt] = torch.from_numpy(sequence_advantages(rewards[prompts == prompt], minus_baseline))
+    algorithm = GRPO(GRPOConfig(adv_estimator=estimator), loss, 1)
+    batch = rows.batch(
+        advantages=torch.where(rows.mask, of_sequences[:, None], 0.0),
+        old_logprobs=rows.tensor("old_logprobs"),
+        reference_logprobs=rows.tensor("reference_logprobs"),
+    )
+    # verl divides by the unbiased deviation, NeMo-RL by the biased one.
+    found = _standardized(algorithm.estimate(batch), "unbiased" if golden.peer == "verl" else algorithm.needs.standardized)
+    return {"advantages": rows.padded(found.advantages)}
+
+
+def gae(golden: Golden) -> Found:
+    rows, loss = Rows(golden.inputs), _loss(golden.arguments)
+    names = {field.name for field in dataclasses.fields(GAEConfig)}
+    config = GAEConfig(**{name: value for name, value in golden.arguments.items() if name in names})
+    algorithm = PPO(PPOConfig(adv_estimator=config), loss, ValueLossConfig(), 1)
+    batch = rows.batch(
+        rewards=rows.tensor("rewards"),
+        old_values=after(rows.tensor("values")),
+        old_logprobs=rows.tensor("old_logprobs"),
+        reference_logprobs=rows.tensor("reference_logprobs"),
+    )
+    found = _standardized(algorithm.estimate(batch), algorithm.needs.standardized)
+    return {"advantages": rows.padded(found.advantages), "returns": rows.padded(found.returns)}
+
+
+def estimates(golden: Golden) -> Found:
+    return (gae if golden.formula.startswith("GAE") else reinforce_plus_plus)(golden)
+
+
+def _loss(arguments: dict[str, Any]) -> LossConfig:
+    names = {field.name for field in dataclasses.fields(LossConfig)}
+    return LossConfig(**{name: value for name, value in arguments.items() if name in names})
+
+
+def _standardized(batch: PackedBatch, variance: Variance | None) -> PackedBatch:
+    return standardize(batch, standard([[moments([batch])]], variance))
+
+
+def rewards(golden: Golden) -> Found:
+    inputs, arguments = golden.inputs, golden.arguments
+    group = group_of(inputs["rewards"], inputs["lengths"], inputs["truncated"])
+    if golden.formula.startswith("reward scaling"):
+        config = GRPOConfig(reward_scaling=RewardScalingConfig(enabled=True, **arguments))
+    else:
+        config = GRPOConfig(reward_shaping=RewardShapingConfig(enabled=True, **arguments))
+    return {"values": torch.from_numpy(shaped_rewards(group, config))}
+
+
+def mismatch(golden: Golden) -> Found:
+    """Which sequences are still there, and the metrics that are told of them."""
+    rows = Rows(golden.inputs)
+    batch = rows.batch(old_logprobs=rows.tensor("old_logprobs"), generate_logprobs=rows.tensor("generate_logprobs"))
+    left = rows.padded(trusted(batch, golden.arguments["seq_logprob_error_threshold"]).to(torch.float64))
+    metrics = mismatch_metrics(batch.old_logprobs, batch, rows.counts)
+    return {"sample_mask": left.amax(1)} | {f"metrics of {name}": value for name, value in metrics.items()}
+
+
+OURS: dict[str, Callable[[Golden], Found]] = {
+    "advantages": advantages,
+    "distillation": distillation,
+    "dpo": dpo,
+    "estimates": estimates,
+    "gae": gae,
+    "kl": kl,
+    "mismatch": mismatch,
+    "policy_loss": policy_loss,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reward_model": reward_model,
+    "rewards": rewards,
+    "sft": sft,
+    "value_loss": value_loss,
+}
+
+
+def difference(golden: Golden) -> float:
+    """The largest of ours from theirs, relative to the largest entry of the same tensor; of small ones, to `SMALL`."""
+    found, largest = OURS[golden.kind](golden), 0.0
+    for name, theirs in golden.expected.items():
+        ours = found[name]
+        assert ours.shape == theirs.shape, f"{golden.name}: {name} is {tuple(ours.shape)}, theirs {tuple(theirs.shape)}"
+        scale = max(theirs.abs().max().item(), SMALL)
+        largest = max(largest, (ours - theirs).abs().max().item() / scale)
+    return largest

@@ -1,0 +1,56 @@
+"""Our formulas against numbers that peers' own code made: tests/algorithms/golden/README.md."""
+
+import json
+
+import pytest
+
+from tests.algorithms.golden.files import FOLDER, Golden, goldens
+from tests.algorithms.golden.ours import OURS, difference
+
+# Of the largest entry of a tensor. NeMo-RL and verl add 1e-8 to the counts that they divide by, and take a few factors in
+# float32; a factor, a sign or a mask that is wrong is off by far more.
+TOLERANCE = {"NeMo-RL": 2e-7, "verl": 2e-7, "TRL": 1e-12}
+
+
+def deliberate(golden: Golden) -> str:
+    """Why ours is another formula; "" if it is not."""
+    if golden.peer == "NeMo-RL" and golden.kind == "reinforce_plus_plus" and golden.arguments["use_kl_in_reward"]:
+        return "a token answers for the KL from itself on, as in the paper and in verl; in NeMo-RL for its own alone"
+    return ""
+
+
+def cases() -> list:
+    found = []
+    for golden in goldens():
+        reason = deliberate(golden)
+        marks = [pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)] if reason else []
+        found.append(pytest.param(golden, id=f"{golden.kind}-{golden.name}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("golden", cases())
+def test_is_what_the_peer_computes(golden: Golden):
+    found = difference(golden)
+    assert found < TOLERANCE[golden.peer], f"{golden.function} of {golden.peer} {golden.commit} differs by {found:.1e}"
+
+
+def test_every_file_says_where_it_is_from():
+    for path in FOLDER.glob("*.json"):
+        content = json.loads(path.read_text())
+        assert content["repository"].startswith("https://github.com/") and len(content["commit"]) == 40, path.name
+        assert content["file"].endswith(".py") and content["torch"] and content["dtype"] == "float64", path.name
+        assert path.stat().st_size < 2**16, path.name
+        assert content["cases"] and all(case["function"] and case["formula"] for case in content["cases"]), path.name
+
+
+def test_every_kind_has_a_golden_value():
+    assert {golden.kind for golden in goldens()} == OURS.keys()
+
+
+def test_no_expected_value_is_empty_or_the_same_everywhere():
+    """A golden value of zeros alone would pass for a formula that computes nothing."""
+    by_formula: dict[tuple[str, str], float] = {}
+    for golden in goldens():
+        largest = max(tensor.abs().max().item() for tensor in golden.expected.values())
+        by_formula[golden.peer, golden.formula] = max(by_formula.get((golden.peer, golden.formula), 0.0), largest)
+    assert min(by_formula.values()) > 1e-2
