@@ -197,6 +197,12 @@ def test_the_teacher_is_cut_as_the_policy_is() -> None:
     )
 
 
+def test_the_teacher_has_the_policy_s_temperature() -> None:
+    assert "teacher.generation.temperature: 1.0, but" in problem("distillation", "policy.generation.temperature=0.7")
+    both = ("policy.generation.temperature=0.7", "teacher.generation.temperature=0.7")
+    assert read("distillation", *both).policy.generation.temperature == 0.7
+
+
 def test_verifiers() -> None:
     assert read("grpo", "env.math.math_verify_impl=dapo_math_verify").env["math"].kwargs == {
         "math_verify_impl": "dapo_math_verify"

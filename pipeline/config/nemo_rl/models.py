@@ -65,7 +65,19 @@ def teacher(ledger: Ledger) -> None:
     if _model(ledger, "teacher", "the teacher") is None:
         return
     apply(ledger, under("teacher", OWN))
+    _teacher_temperature(ledger)
     _rest(ledger, "teacher")
+
+
+def _teacher_temperature(ledger: Ledger) -> None:
+    """There, each model's own key divides its logits, and nothing does where `generation` is not given."""
+    key = "generation.temperature"
+    policy_has, teacher_has = (ledger.get(f"{section}.{key}", 1.0) for section in ("policy", "teacher"))
+    if policy_has != teacher_has:
+        ledger.problem(
+            f"teacher.{key}",
+            f"{teacher_has}, but the teacher's distribution is at the policy's temperature; {policy_has} as in policy.{key}",
+        )
 
 
 def _model(ledger: Ledger, section: str, what: str) -> str | None:
