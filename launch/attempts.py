@@ -51,6 +51,12 @@ class PastAttempt:
         """Name -> why."""
         return dict(line.split(": ", 1) for line in (self._said("bad_nodes") or "").splitlines())
 
+    @property
+    def startup(self) -> dict[str, Any] | None:
+        """What it did until its first step, as pipeline/startup.py has it; None before it has said anything."""
+        text = self._said("startup.json")
+        return json.loads(text) if text else None
+
     def _said(self, name: str) -> str | None:
         try:
             return (self.folder / name).read_text().strip()

@@ -22,6 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from launch import starting
 from launch.attempts import PastAttempt, all_attempts
 from launch.job import JobStatus, RunJob
 from launch.last_words import container_trouble, failed_step, last_words, shown, tail
@@ -142,14 +143,17 @@ class Follower:
     # ---- what is shown ------------------------------------------------------------------------------------------------------
 
     def _waiting(self, status: JobStatus) -> str:
-        starting = ": the ranks are starting, no step yet" if status.state == "RUNNING" else ""
-        return f"{self.job.name()}: {status}{starting}"
+        """Without seconds, so that it is told once."""
+        doing = starting.now(starting.stages(self.run_dir)) if status.state == "RUNNING" else ""
+        return f"{self.job.name()}: {status}{': ' if doing else ''}{doing}"
 
     def _print_lines(self, status: JobStatus, lines: list[dict[str, Any]]) -> None:
         waiting = self._waiting(status)
         if not lines and waiting != self.said and not status.ended and self.said != "steps":
             self.console.print(Text(waiting))
             self.said = waiting
+        if lines and self.said not in ("", "steps") and (done := starting.text(starting.stages(self.run_dir))):
+            self.console.print(Text(f"start-up: {done}"))
         for line in lines:
             self.said = "steps"
             self.console.print(Text("  ".join([self._at(line["step"]), *self._values(line), *self._eta()])))
@@ -166,7 +170,8 @@ class Follower:
 
     def _view(self, status: JobStatus) -> Group | Text:
         if not self.metrics.step:
-            return Text(self._waiting(status))
+            done = starting.text(starting.stages(self.run_dir)) if status.state == "RUNNING" else ""
+            return Text(f"{self.job.name()}: {status}{': ' if done else ''}{done}")
         head = "  ".join([self._at(self.metrics.step), *self._eta(), f"{self.job.name()}: {status}"])
         table = Table.grid(padding=(0, 2))
         for key in SHOWN:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from launch import starting
 from launch.attempts import PastAttempt
 from launch.follow import first_failure
 from launch.last_words import container_trouble, last_words
@@ -54,6 +55,8 @@ def whole(run: PastRun, state: RunState) -> dict[str, Any]:
         "backend": run.backend,
         "layout": run.layout,
         "components": [{"name": p.name, "state": p.state, "nodes": p.nodes, "reason": p.reason} for p in state.parts],
+        "startup": starting.as_plain(starting.stages(run.folder)),
+        "startup_text": starting.text(starting.stages(run.folder), _ended(run, state)),
         "starting": state.word == "running" and _steps_of_now(run, metrics) == {},
         "ends_by": state.ends_by,
         "saves_by": _saves_by(run, state),
@@ -65,6 +68,13 @@ def whole(run: PastRun, state: RunState) -> dict[str, Any]:
         "failure": _why(run, state),
         "logs": str(run.attempts[-1].folder if run.attempts else run.folder / "submitit"),
     }
+
+
+def _ended(run: PastRun, state: RunState) -> float | None:
+    """When its latest attempt gave its last sign, if it has ended."""
+    if state.word in ("running", "waiting", "unknown") or not run.attempts:
+        return None
+    return last_sign(run.attempts[-1])
 
 
 # ---- how fast, how well -----------------------------------------------------------------------------------------------------

@@ -203,6 +203,8 @@ def whole(told: dict[str, Any]) -> Iterator[str]:
     yield _said("state", told["state"], told["why"], "the ranks are starting" if told["starting"] else "")
     if told["job"]:
         yield _said("job", told["job"])
+    if told["startup_text"]:
+        yield _said("start-up", told["startup_text"])
     for part in told["components"]:
         yield f"  {part['name']:{LABEL - 2}s}{'  '.join(filter(None, [part['state'], part['nodes'], part['reason']]))}"
     yield _said("runs", f"{told['model']} on {told['backend']}", told["layout"])

@@ -23,6 +23,7 @@ from typing import TextIO
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
+from launch import starting
 from launch.past_run import NoRun, PastRun
 from launch.timelines import reading, trace
 from launch.timelines.reading import Rank
@@ -146,6 +147,8 @@ def write(path: Path, run: PastRun, attempts: list[list[Rank]], window: tuple[fl
         metrics = run.metrics()
         for of in attempts:
             trace.add(into, of, window)
+            attempt = next(each for each in run.attempts if each.folder == of[0].path.parents[1])
+            trace.add_startup(into, starting.of_attempt(attempt), window)
             within = {step: times for step, times in of[0].steps().items() if window[0] <= times[0] and times[1] <= window[1]}
             trace.add_steps(into, within, metrics)
         into.end(run=run.folder.name, clocks=reading.precision(attempts[-1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from pipeline.experience import Experience
 from pipeline.metrics import Metrics, mean_metrics, validation_metrics
 from pipeline.remote import Remote
 from pipeline.sharing import Sharing
+from pipeline.startup import Startup
 from pipeline.timeline import Timeline
 from pipeline.types import DataPlace, Prompt, RolloutGroup, Sample
 
@@ -49,6 +50,7 @@ class Run:
     attempt: Attempt
     deadline: Deadline
     timeline: Timeline
+    startup: Startup = field(default_factory=Startup)
     record: Callable[[], bytes] = bytes  # what a checkpoint keeps of rollouts
     left: str | None = None  # why the run was left before its end, with everything saved
     _unsaved: Callable[[], None] | None = None  # saves the last step, if it is not yet
@@ -62,6 +64,7 @@ class Run:
         latest = self.checkpoints.latest()
         if latest is None:
             return 0, Metrics(self.folder, self.recipe.logger, None, self.checkpoints.patience)
+        self.startup.enter("read the checkpoint")
         with self.sharing.training():
             self.train.restore(str(latest.folder)).result()
         self._kept = latest.rollouts()
@@ -106,6 +109,7 @@ class Run:
         if self._save_s is not None:
             values = values | {"time/save": self._save_s}  # of the checkpoint before
             self._save_s = None
+        self.startup.end()
         self.attempt.check()
         if groups is not None:
             metrics.log_rollouts(step, groups, self.tokenizer)
@@ -136,9 +140,11 @@ class Run:
 
     def evaluate_alone(self, metrics: Metrics, step: int, validate: Callable[[], dict[str, float]]) -> int:
         """Validate once, log it with the step whose weights these are, and return the step. Nothing is learned or saved."""
+        self.startup.enter("validation")
         metrics.take_clocks()  # a refit before it belongs to no step
         metrics.log_again(step, validate() | metrics.take_clocks())
         self.timeline.step_ended(step)
+        self.startup.end()
         metrics.close()
         return step
 
@@ -201,6 +207,7 @@ def run_online(
         metrics.log_rollouts(step, groups, run.tokenizer, kind="val")
         return validation_metrics(groups)
 
+    run.startup.enter("first refit")
     refit()
     if evaluates_alone(run.recipe):  # what a checkpoint keeps of rollouts stays there
         return run.evaluate_alone(metrics, step, validate)
@@ -208,7 +215,9 @@ def run_online(
     metrics.take_clocks()  # that refit belongs to no step
     run.timeline.step_ended(step)
     if section.val_at_start and step == 0 and validation:
+        run.startup.enter("validation")
         metrics.log(0, validate() | metrics.take_clocks())
+    run.startup.enter("first step")
     batch = prompts.take(experience.room(step))
     while step < section.max_num_steps and experience.enough(batch) and not run.must_leave():
         with metrics.clock("step"):
@@ -258,7 +267,9 @@ def run_offline(
         return run.evaluate_alone(metrics, step, validate)
     run.timeline.step_ended(step)
     if section.val_at_start and step == 0 and validation:
+        run.startup.enter("validation")
         metrics.log(0, validate() | metrics.take_clocks())
+    run.startup.enter("first step")
     size = recipe.policy.train_global_batch_size
     items = examples.take(size)
     while step < section.max_num_steps and len(items) == size and not run.must_leave():

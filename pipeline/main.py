@@ -25,8 +25,9 @@ from pipeline.remote import Mailbox, Remote
 from pipeline.roles import GenerateRole, RewardRole, TrainRole
 from pipeline.scoring import Scoring
 from pipeline.sharing import Sharing
+from pipeline.startup import SETTING_UP, Startup
 from pipeline.watchdog import Failure, Watchdog
-from pipeline.world import Activity, Place, Realms, World, join, leave, open_store, wait_for_all
+from pipeline.world import REALMS, Activity, Place, Realms, World, join, leave, open_store, wait_for_all
 
 
 def main(run_dir: Path) -> None:
@@ -46,15 +47,19 @@ def main(run_dir: Path) -> None:
         world.timeline.keep_none()
     mailbox = Mailbox(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
+    startup = Startup(place.folder, {name: getattr(realms, name) for name in REALMS}, watchdog.heard) if mailbox else Startup()
     try:
         watchdog.start()
+        startup.enter("join the world")
         wait_for_all(world, timeouts.join)
         join(world)
+        startup.enter("check the nodes")
         node_checks.check(world, recipe.cluster)
         with world.phase("", verb="coordinate" if mailbox else "serve"):
             role = _role(recipe, world)
             if mailbox:
-                _coordinate(recipe, run_dir, world, mailbox, role)
+                _coordinate(recipe, run_dir, world, mailbox, role, startup)
+                startup.end()
                 remote.stop(world)
             else:
                 remote.serve(world, role)
@@ -83,7 +88,8 @@ def _refit(policy: PolicyConfig, world: World) -> Refit:
     return PlannedRefit(world, generation.refit_cfg, getattr(torch, policy.precision), generation.refit_transport)
 
 
-def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, role: TrainRole) -> None:
+def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, role: TrainRole, startup: Startup) -> None:
+    startup.enter(SETTING_UP)
     timeouts, realms, algorithm = recipe.cluster.timeouts, world.realms, algorithms.build(recipe)
     storage_s = storage_timeout_s(timeouts)
     attempt = Attempt(world.place.folder, storage_s)
@@ -109,7 +115,9 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
     patience = Patience(storage_s, attempt.check, functools.partial(kept, run_dir))
     checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, patience)
     deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
-    run = Run(recipe, run_dir, checkpoints, train, places, sharing, tokenizer, attempt, deadline, world.timeline)
+    run = Run(
+        recipe, run_dir, checkpoints, train, places, sharing, tokenizer, attempt, deadline, world.timeline, startup=startup
+    )
     if config.generates(recipe):
         judge = None
         if config.reward_model(recipe):

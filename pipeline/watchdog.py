@@ -163,6 +163,10 @@ class Watchdog:
         self._stopped.set()
         self._store.set_at_loss("")
 
+    def heard(self) -> dict[int, tuple[str, str]]:
+        """(verb, phase) of each watched rank that has been heard from."""
+        return {rank: (beat.verb, beat.phase) for rank, (beat, _) in dict(self._heard).items()}
+
     def fail(self, error: BaseException) -> None:
         """The main thread ends with `error`: tell it, and return. Does not return if another rank has failed first."""
         echo_until = time.monotonic() + (ECHO_S if may_be_echo(error) else 0)

@@ -4,7 +4,8 @@ The format: "Trace Event Format", Google, 2016; events may come in any order, so
 is read, and the memory does not grow with the run. Times are microseconds since the first attempt's beginning.
 
 A process is an engine, or the ranks of a realm on one node; a thread is a rank. A rank's verbs are slices, its phases slices
-within them. The process "run" has the steps, and the idle share of each realm as counters. Arrows lead from rank 0's sending of
+within them. The process "run" has the steps, what the run did before the first of them, and the idle share of each realm as
+counters. Arrows lead from rank 0's sending of
 weights to their receiving, by the engines' first ranks.
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from launch.past_run import Metrics
+from launch.starting import Stage
 from launch.timelines.reading import REALMS, Rank
 from pipeline.timeline import Span
 
@@ -153,6 +155,17 @@ def _arrow(trace: Trace, first: Rank, rank: Rank, sent: list[Span], received: Sp
         {**common, "ph": "s", "pid": pid, "tid": tid, "ts": trace.us(begin)},
         {**common, "ph": "f", "bp": "e", "pid": its, "tid": of, "ts": trace.us(max(begin, received.end - 1e-6))},
     )
+
+
+def add_startup(trace: Trace, stages: Iterable[Stage], window: tuple[float, float]) -> None:
+    """What a run did before its first step, as slices; of what was between two times."""
+    for stage in stages:
+        within = stage.ended is not None and window[0] <= stage.began and stage.ended <= window[1]
+        if within and stage.began >= trace.zero:
+            at = trace.us(stage.began)
+            trace.put(_named("thread_name", 0, 1, name="start-up"))
+            slice_ = {"ph": "X", "name": stage.name, "cat": "start-up", "pid": 0, "tid": 1, "ts": at}
+            trace.put({**slice_, "dur": round(trace.us(stage.ended) - at, 1)})
 
 
 def add_steps(trace: Trace, steps: dict[int, tuple[float, float]], metrics: Metrics) -> None:

@@ -1,0 +1,131 @@
+"""What a starting run does, until its first step has ended: attempts/<name>/startup.json, for `status`, followers and traces.
+
+    {"began": unix seconds, "here": ranks that have joined, "world": ranks in all,
+     "stages": [[name, began, ended], ...],                              what rank 0 leads through, one after another
+     "realms": {"train": [[activity, began, ended], ...], ...}}          what most ranks of a realm do while the run sets up
+
+`ended` is null for what is under way, and in a run that failed for what it failed in. Times are rank 0's. Ranks tell what they
+do with their heartbeats, so an activity is seen up to a second late. Rank 0 writes the file, at most twice a second and only
+when something has changed; where it cannot be written, the run goes on without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NAME = "startup.json"
+LOOK_S = 0.5
+SETTING_UP = "set up"
+"""The stage in which realms do different things at once."""
+
+LED = ("idle", "join", "serve", "coordinate")
+"""Verbs in which a rank waits for another, or has others work."""
+
+Told = tuple[str, str]
+"""What a rank says that it does: verb, phase."""
+
+
+@dataclass
+class Row:
+    """Something that takes its time. Both in unix seconds."""
+
+    name: str
+    began: float
+    ended: float | None = None
+
+
+class Startup:
+    """On rank 0; without a folder it does nothing. Not for use by several threads at once."""
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        realms: Mapping[str, Iterable[int]] | None = None,
+        heard: Callable[[], Mapping[int, Told]] = dict,
+    ) -> None:
+        """folder: the attempt's. realms: name -> ranks. heard: what the ranks that have joined say."""
+        self._path = folder / NAME if folder else None
+        self._realms = {name: tuple(ranks) for name, ranks in (realms or {}).items() if ranks}
+        self._heard = heard
+        self._began = time.time()
+        self._stages: list[Row] = []
+        self._rows: dict[str, list[Row]] = {name: [] for name in self._realms}
+        self._written = ""
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        if self._path:
+            threading.Thread(target=self._watch, name="startup", daemon=True).start()
+
+    def enter(self, stage: str) -> None:
+        """From now on the run does this, until another stage or `end`."""
+        self._next(stage)
+
+    def end(self) -> None:
+        """The first step has ended, or the run."""
+        if not self._over.is_set():
+            self._over.set()
+            self._next(None)
+
+    def _next(self, stage: str | None) -> None:
+        if self._path is None:
+            return
+        with self._lock:
+            now = time.time()
+            self._look(now)
+            if stage != SETTING_UP:
+                _change([row for rows in self._rows.values() for row in rows[-1:]], now)
+            _change(self._stages[-1:], now)
+            self._stages += [Row(stage, now)] if stage else []
+            self._write()
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_S):
+            with self._lock:
+                self._look(time.time())
+                self._write()
+
+    def _look(self, now: float) -> None:
+        if not self._stages or self._stages[-1].name != SETTING_UP:
+            return
+        heard = self._heard()
+        for name, ranks in self._realms.items():
+            activity, rows = _activity([heard[rank] for rank in ranks if rank in heard]), self._rows[name]
+            if not rows or rows[-1].name != activity:
+                _change(rows[-1:], now)
+                rows.append(Row(activity, now))
+
+    def _write(self) -> None:
+        world = sum(map(len, self._realms.values()))
+        told: dict[str, Any] = {"began": self._began, "here": len(self._heard()), "world": world}
+        told["stages"] = [[row.name, row.began, row.ended] for row in self._stages]
+        told["realms"] = {name: [[r.name, r.began, r.ended] for r in rows] for name, rows in self._rows.items() if rows}
+        text = json.dumps(told)
+        if text == self._written:
+            return
+        beside = self._path.with_name(f".{NAME}.{os.getpid()}")
+        with contextlib.suppress(OSError):  # a full disk costs this file alone
+            beside.write_text(text)
+            beside.replace(self._path)
+            self._written = text
+
+
+def _change(rows: list[Row], now: float) -> None:
+    for row in rows:
+        if row.ended is None:
+            row.ended = now
+
+
+def _activity(told: list[Told]) -> str:
+    """What most of these ranks do, those that wait left out unless all do."""
+    busy = [phase or verb for verb, phase in told if verb not in LED]
+    busy = [name for name in busy if not name.startswith("wait")]
+    return Counter(busy or ["wait"]).most_common(1)[0][0]
