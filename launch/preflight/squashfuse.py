@@ -28,7 +28,8 @@ def notes(keys: list[str], config: Fields) -> Iterator[str]:
     remedy = ""
     if config.get("PreemptMode", "OFF") != "OFF" and not sends_user_signal(config):
         lost.append("preemption")
-        remedy = " Slurm's administrators can set PreemptParameters=send_user_signal, and preemption with a GraceTime saves."
+        setting = "PreemptParameters=" if "PreemptParameters" in config else "SlurmctldParameters=preempt_"
+        remedy = f" Slurm's administrators can set {setting}send_user_signal, and preemption with a GraceTime saves."
     yield (
         f"{', '.join(keys)}: pyxis mounts images with squashfuse here ({said_in}), and SIGTERM to a step ends it, so"
         f" {', '.join(lost[:-1])} and {lost[-1]} lose what came after the last checkpoint; checkpointing.save_period bounds"

@@ -167,6 +167,12 @@ CGROUPS = {"ProctrackType": "proctrack/cgroup", "SignalChildrenProcesses": "no"}
         ("required /usr/lib/spank_pyxis.so use_squashfuse=1", {}, "scancel and scontrol requeue lose"),
         ("include more/*.conf", {}, "use_squashfuse=yes in"),
         ("required spank_pyxis.so use_squashfuse=1", {"PreemptMode": "REQUEUE"}, "scontrol requeue and preemption lose"),
+        ("required spank_pyxis.so use_squashfuse=1", {"PreemptMode": "REQUEUE"}, "set SlurmctldParameters=preempt_send_user"),
+        (
+            "required spank_pyxis.so use_squashfuse=1",
+            {"PreemptMode": "REQUEUE", "PreemptParameters": "(null)"},
+            "set PreemptParameters=send_user_signal",
+        ),
         (
             "required spank_pyxis.so use_squashfuse=1",
             {"PreemptMode": "REQUEUE", "PreemptParameters": "send_user_signal"},
