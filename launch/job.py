@@ -10,6 +10,8 @@ Every rank, under either executor, is started with
     HETSTEP_COMPONENT    train, generate, reward
     HETSTEP_NODE         the name of its node
     HETSTEP_JOB_ID       Slurm's, of the leading component; or the process id of the local controller
+    HETSTEP_END_TIME     unix seconds when the allocation ends; empty if it has no limit
+    HETSTEP_SIGNALS      under Slurm alone: the file in which rank 0 finds signals, see pipeline/signals.py
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def problems(recipe: Recipe, pending: list[Path], conversions: Path) -> Iterator
         for need in needs:
             yield from _check_need(f"{key}.container_mounts", need, mounts)
         yield from _check_workdir(f"{key}.container_workdir", component.container_workdir, needs)
-        if component.python is None and not _of_every_system(sys.executable) and unseen(Path(sys.executable), mounts):
+        if component.python is None and not _of_every_system(sys.executable) and not follow(Path(sys.executable), mounts)[1]:
             yield (
                 f"{key}.python: null takes {sys.executable}, which is not in the container; give the image's own, e.g. python3"
             )
@@ -150,8 +150,9 @@ def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[str]:
 
 
 def _check_need(key: str, need: Need, mounts: list[Mount]) -> Iterator[str]:
-    if (place := unseen(need.path, mounts)) is None:
-        if need.written and (mount := _covering(need.path, mounts)) and mount.read_only:
+    place, seen = follow(need.path, mounts)
+    if seen:
+        if need.written and (mount := _covering(place, mounts)) and mount.read_only:
             yield f"{key}: {need.what}, {need.path}, is written, but {mount.target} is mounted read-only; mount it without ro"
     elif set(":,") & set(str(need.path)):
         yield (
@@ -190,8 +191,9 @@ def _covering(path: Path, mounts: list[Mount]) -> Mount | None:
     return max(above, key=lambda mount: len(mount.target.parts), default=None)
 
 
-def unseen(path: Path, mounts: list[Mount]) -> Path | None:
-    """The first place on the way to `path` at which the container differs from this machine; None if it shows the same file.
+def follow(path: Path, mounts: list[Mount]) -> tuple[Path, bool]:
+    """(where `path` leads to inside the container, whether that is the same file as here). Not the same: the first place on the
+    way that is not mounted, or is something else there.
 
     Each link on the way is followed as the kernel follows it inside, so that every link's target must be mounted too. A folder
     above a mount's target is there: enroot makes it.
@@ -204,17 +206,17 @@ def unseen(path: Path, mounts: list[Mount]) -> Path | None:
         if mount is None:
             if any(mount.target.is_relative_to(at) for mount in mounts):
                 continue
-            return at.joinpath(*ahead)
+            return at.joinpath(*ahead), False
         if at != mount.target and os.path.islink(shown := mount.source / at.relative_to(mount.target)):
             target, links = Path(os.readlink(shown)), links + 1
             if links > MOST_LINKS:
-                return at
+                return at, False
             at, ahead = (Path("/") if target.is_absolute() else at.parent), [*target.parts, *ahead]
             ahead = ahead[1:] if target.is_absolute() else ahead
     if (mount := _covering(at, mounts)) is None:
-        return at
+        return at, False
     shown = mount.source / at.relative_to(mount.target)
-    return None if os.path.realpath(shown) == os.path.realpath(path) else at
+    return at, os.path.realpath(shown) == os.path.realpath(path)
 
 
 # ---- what the ranks open ------------------------------------------------------------------------------------------------

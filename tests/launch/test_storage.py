@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from launch.job import ROOT
 from launch.preflight import storage
-from launch.preflight.containers import Mount, unseen
+from launch.preflight.containers import Mount, follow
 from launch.preflight.space import conversions_folder
 from launch.preflight.storage import file_system
 from launch.preflight.weights import stored, trouble
@@ -285,6 +285,11 @@ def test_every_link_of_a_chain_must_be_mounted(folder, contained):
     for name in ("near", "middle", "far"):
         (said,) = contained(container_mounts=[*mounts, f"tmpfs:{folder / name}"])
         assert f"leads to {folder / name / 'model'}, which is not mounted in the container; add {folder / name}" in said
+    (folder / "data").mkdir()
+    (folder / "run").rename(folder / "data/run")
+    (folder / "run").symlink_to("data/run")
+    (said,) = contained(container_mounts=[*mounts, f"{folder / 'data'}:{folder / 'data'}:ro"])
+    assert f"is written, but {folder / 'data'} is mounted read-only" in said
     (folder / "elsewhere").mkdir()
     (said,) = contained(
         container_mounts=[*mounts, f"{folder / 'elsewhere'}:{folder / 'middle'}"]
@@ -298,11 +303,12 @@ def test_a_circle_of_links_and_a_link_to_a_folder_on_the_way(folder):
     (folder / "first").symlink_to("second")
     (folder / "second").symlink_to(folder / "real")
     everything = [Mount(folder, folder, False)]
-    assert unseen(folder / "first/file", everything) is None
-    assert unseen(folder / "first/file", [*everything, Mount(Path("tmpfs"), folder / "real", False)]) == folder / "real/file"
+    assert follow(folder / "first/file", everything) == (folder / "real/file", True)
+    hidden = Mount(Path("tmpfs"), folder / "real", False)
+    assert follow(folder / "first/file", [*everything, hidden]) == (folder / "real/file", False)
     (folder / "second").unlink()
     (folder / "second").symlink_to("first")
-    assert unseen(folder / "first/file", everything) is not None
+    assert not follow(folder / "first/file", everything)[1]
 
 
 @pytest.mark.parametrize(
