@@ -12,6 +12,8 @@ def split(arguments: list[str], own: Collection[str]) -> tuple[dict[str, str], l
     special: dict[str, str] = {}
     overrides = []
     for argument in arguments:
+        if not argument.isascii() and argument != argument.encode(errors="replace").decode():
+            raise RecipeError(f"{argument!a} on the command line is not UTF-8")
         key, equals, value = argument.partition("=")
         if not equals:
             raise RecipeError(f"'{argument}' on the command line is not key=value")

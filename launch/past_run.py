@@ -243,7 +243,7 @@ def find(folder: Path, depth: int = 4) -> Iterator[Path]:
     elif depth:
         try:
             below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-        except PermissionError:
+        except (PermissionError, FileNotFoundError, NotADirectoryError):  # also one that has gone meanwhile
             return
         for path in below:
             yield from find(Path(path), depth - 1)

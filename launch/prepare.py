@@ -54,7 +54,8 @@ def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
                 prepared.append(Prepared(recipe, choice, chosen, planned, notes))
         except RecipeError as error:
             own += config.independent(error.problems, loaded.faulty)
-        own += config.independent(file_problems(recipe, chosen, pending, dry, notes), loaded.faulty)
+        if recipe.algorithm:  # without one nothing is known of what the run does
+            own += config.independent(file_problems(recipe, chosen, pending, dry, notes), loaded.faulty)
         needed = "" if recipe.name == Path(name).stem else f"{recipe.name}, which is needed first: "
         problems += [f"{needed}{problem}" for problem in own]
         pending.append(Pending(Path(recipe.run_dir), recipe.policy))

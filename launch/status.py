@@ -57,6 +57,9 @@ def main(arguments: list[str]) -> int:
     except BrokenPipeError:  # `| head` has seen enough; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"error: {str(error.filename)[:200]}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def parse(arguments: list[str]) -> Request:

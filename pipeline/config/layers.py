@@ -5,6 +5,7 @@ What a tree may hold and what its `${...}` stand for is not known here: `pipelin
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -19,6 +20,12 @@ from pipeline.config.errors import RecipeError
 
 ROOT = Path(__file__).parents[2]
 COMMAND_LINE = "the command line"
+MOST_BRACKETS = 1000
+LONGEST_KEY = 400
+DEEPEST = 50
+"""How deeply a value may be nested."""
+NOT_YAML = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What PyYAML raises for a text that is not YAML or does not fit its tag; for `!!int a` a ValueError, say."""
 REPLACES = "_override_"  # true in a mapping: it replaces what is below it, instead of being merged with that
 
 
@@ -166,8 +173,9 @@ def dumped(value: Any, on_one_line: bool = False) -> str:
 def named(name: str, folder: Path, otherwise: str, more: str = "") -> Path:
     """NAME.yaml in the folder, or the file of that path. Raises RecipeError: `otherwise`, and the names that there are."""
     for path in (folder / f"{name}.yaml", Path(name)):
-        if path.is_file():
-            return path
+        with contextlib.suppress(OSError):  # a name that is too long for a file
+            if path.is_file():
+                return path
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean '{near[0]}'? " if near else ""
@@ -175,8 +183,19 @@ def named(name: str, folder: Path, otherwise: str, more: str = "") -> Path:
 
 
 def scalar(text: str) -> Any:
-    """What `text` means behind `key=` on the command line. Raises yaml.YAMLError."""
-    return yaml.load(text, _Loader)  # a SafeLoader
+    """What `text` means behind `key=` on the command line. Raises ValueError with what is wrong with it."""
+    if text.count("[") + text.count("{") > MOST_BRACKETS:  # the parser takes seconds for many
+        raise ValueError(f"got more than {MOST_BRACKETS} brackets; expected a value. Try a YAML file")
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader
+    except NOT_YAML as error:
+        raise ValueError(f"not YAML: {_told(error)}") from None
+
+
+def _told(error: Exception) -> str:
+    """On one line, and short."""
+    text = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+    return text if len(text) <= 200 else f"{text[:196]} ..."
 
 
 def chain(path: Path, seen: tuple[Path, ...] = ()) -> Branch:
@@ -208,10 +227,10 @@ def _file(path: Path) -> Branch:
             tree = Branch() if node is None else _tree(loader, node, shown, ())
         finally:
             loader.dispose()
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, ValueError, RecursionError) as error:
+    except (OSError, *NOT_YAML) as error:
         if isinstance(error, RecipeError):
             raise
-        raise RecipeError(f"{shown}: not YAML: {' '.join(str(error).split())}") from None
+        raise RecipeError(f"{shown}: not YAML: {_told(error)}") from None
     if not isinstance(tree, Branch):
         raise RecipeError(f"{shown}: a recipe is a mapping of keys, this is a {type(tree.value).__name__}")
     return tree
@@ -245,15 +264,17 @@ def _tree(loader: Any, node: yaml.Node, file: str, above: tuple[yaml.Node, ...])
     return branch
 
 
-def _insist_on_plain(value: Any, origin: str) -> None:
-    """YAML can also say sets, bytes and the like."""
+def _insist_on_plain(value: Any, origin: str, depth: int = 0) -> None:
+    """YAML can also say sets, bytes and the like, and values that contain themselves."""
+    if depth > DEEPEST:
+        raise RecipeError(f"{origin}: got a value that is nested more than {DEEPEST} deep; expected a flatter one")
     if isinstance(value, list):
         for item in value:
-            _insist_on_plain(item, origin)
+            _insist_on_plain(item, origin, depth + 1)
     elif isinstance(value, dict):
         for key, item in value.items():
-            _insist_on_plain(key, origin)
-            _insist_on_plain(item, origin)
+            _insist_on_plain(key, origin, depth + 1)
+            _insist_on_plain(item, origin, depth + 1)
     elif not isinstance(value, str | int | float | None):
         raise RecipeError(f"{origin}: a {type(value).__name__} is nothing that a recipe can hold")
 
@@ -273,9 +294,17 @@ def overrides(arguments: Iterable[str]) -> Iterator[tuple[str, Leaf | Branch]]:
         key, equals, text = argument.partition("=")
         if not equals:
             raise RecipeError(f"'{argument}' on the command line is not key=value")
+        if not all(key.split(".")) or len(key) > LONGEST_KEY:
+            raise RecipeError(
+                f"{_shortened(argument)!r} on the command line: got the key '{_shortened(key)}'; expected a dotted key"
+            )
         try:
             value = scalar(text)
-            _insist_on_plain(value, f"{key} on {COMMAND_LINE}")
-        except yaml.YAMLError as error:
-            raise RecipeError(f"{key} on the command line: {' '.join(str(error).split())}") from None
+        except ValueError as error:
+            raise RecipeError(f"{key} on the command line: {error}") from None
+        _insist_on_plain(value, f"{key} on {COMMAND_LINE}")
         yield key, of(value, COMMAND_LINE)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:76]} ..."

@@ -18,11 +18,21 @@ from pipeline.config.layers import Branch, Leaf, copied
 
 REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")
 WHERE_UNKNOWN = re.compile(r"\$\{[^}:]*\$\{|\$\{oc\.(?!env:)")  # refers to a key that only resolving it tells
+MOST_REFERENCES = 20
+
+
+def _number(value: Any) -> int | float:
+    """Raises TypeError. A text or a list times a large number would fill the memory."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"got {value!r}; expected a number")
+    return value
+
+
 RESOLVERS = {
-    "add": lambda a, b: a + b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
-    "max": lambda a, b: max(a, b),
+    "add": lambda a, b: _number(a) + _number(b),
+    "mul": lambda a, b: _number(a) * _number(b),
+    "div": lambda a, b: _number(a) / _number(b),
+    "max": lambda a, b: max(_number(a), _number(b)),
     "if": lambda condition, a, b: a if condition else b,
 }
 
@@ -86,6 +96,8 @@ def resolve(tree: Branch) -> dict[str, str]:
             values[key] = _value(config, tree, key)
         except OmegaConfBaseException as error:
             problems[key] = _explained(leaf.value, error)
+        except RecursionError:  # `oc.select` of a mapping that holds it
+            problems[key] = f"'{leaf.value}' comes back to itself in a circle; one of the keys in it needs a value"
     for key, value in values.items():
         tree.set(key, _node(value, unread[key].origin))
     return problems
@@ -145,6 +157,8 @@ def _node(value: Any, origin: str | None) -> Leaf | Branch:
 def _malformed(value: Any) -> str | None:
     if isinstance(value, str) and REFERENCE.fullmatch(value):
         return None
+    if (count := str(value).count("${")) > MOST_REFERENCES:  # the parser takes seconds for many
+        return f"got {count} interpolations in one value; expected {MOST_REFERENCES} at most"
     try:
         OmegaConf.create({"value": value})
     except GrammarParseError as error:

@@ -1,0 +1,452 @@
+"""Command lines that nobody means, for each of the commands: the exit status is 0, 1 or 2, and there is never a traceback.
+
+    python -m tests.launch.fuzz [cases=5000] [seed=0] [command=submit]    counts of exit statuses, tracebacks, the slowest
+
+A case is made of a seed alone: a shipped recipe, one or more `key=value` with keys of the schema, mutated or invented ones, and
+values that are right, of another type, odd unicode, huge, deeply nested, shell syntax, YAML tags and anchors, interpolations,
+or mutations of right ones. Commands run in this process, in a folder of their own, and may write nowhere but there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import shlex
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from launch import export, plan_refit, report, slurm_client, status, submit, sweep, timeline
+from pipeline.config import RECIPES, Recipe, layers, typed
+
+MODES = ("show", "plan", "dry_run")
+ALLOWED = (0, 1, 2)
+BOUND_S = 60.0
+"""How long a case may take. A refusal takes a fraction of a second; plans of the largest models some seconds."""
+
+SCALARS = (
+    *("", " ", "null", "~", "true", "false", "yes", "no", "on", "0", "-1", "1", "2", "7", "1e400", "-1e400", "1e-400", "nan"),
+    *(".nan", ".inf", "-.inf", "0x10", "0o7", "1_000", "1:30", "00:00:00:01", "2001-01-01", "1.5", "1e3", "-0", "+1", "1."),
+    *("9" * 30, "9" * 5000, "-" + "9" * 30, "1" + "0" * 400, "0." + "0" * 400 + "1", "18446744073709551616"),
+    *("[]", "{}", "[1, 2]", "{a: 1}", "{a: {b: {c: []}}}", "[null]", "[[]]", "{1: 2}", "{null: 1}", "{[1]: 2}", "{true: 1}"),
+)
+YAML = (
+    *("!!python/object/apply:os.system [id]", "!!python/name:os.system", "!!set {a, b}", "!!binary aGk=", "!!omap [a: 1]"),
+    *("!!timestamp 2001-01-01", "!!float 1", "!!int a", "!!int 0b", "!!float _", "!!null x", "!!bool 2", "!!str 1", "!x y"),
+    *("!<tag:yaml.org,2002:int> 5", "&a [*a]", "&a {b: *a}", "*nobody", "&a [1, *a, &a 2]", "<<: {a: 1}", "{<<: 1}"),
+    *("{<<: [1]}", "{a: 1, a: 2}", "? a", "? [a, b] : c", "- a", "- - - a", "a: b: c", "%YAML 1.1", "---", "--- a\n--- b"),
+    *("...", "|\n a\n b", ">\n a", '"\\x00"', '"\\ud800"', '"\\UFFFFFFFF"', "'", '"', "[", "{", "]", "}", ",", ":", "#", "@"),
+    *(
+        "`",
+        "%",
+        "!",
+        "&",
+        "*",
+        "!!",
+        "[,]",
+        "{,}",
+        "{a",
+        "[a",
+        "\t",
+        "\ta: 1",
+        "a\t: 1",
+        "=",
+        "==",
+        "!!value =",
+        "0b2",
+        "0_",
+        "_",
+    ),
+    *("!!int ''", "!!float ''", "!!bool ''", "!!int '0x'", "!!int ':'", "190:20:30.15", "-:1", "1:_", "_1:2"),
+)
+INTERPOLATIONS = (
+    *(
+        "${",
+        "${}",
+        "${.}",
+        "${..}",
+        "${....}",
+        "${a}",
+        "${a.b.c}",
+        "${grpo}",
+        "${policy}",
+        "${.max_num_steps}",
+        "${cluster.train}",
+    ),
+    *("${${a}}", "${oc.env:HOME}", "${oc.env:NOBODY_HAS_THIS}", "${oc.env:HOME,x}", "${oc.create:{a: 1}}", "${oc.decode:'[1'}"),
+    *("${oc.select:a}", "${oc.select:grpo}", "${oc.deprecated:grpo}", "${oc.dict.keys:grpo}", "${oc.dict.values:policy}"),
+    *("${mul:1}", "${mul:1,2}", "${mul:a,b}", "${mul:9999999999,[1]}", "${div:1,0}", "${add:[1],[2]}", "${max:1,a}", "${if:1}"),
+    *("${if:${nothing},1,2}", "${nobody:1}", "${mul:${mul:2,3},4}", "\\${a}", "\\\\${a}", "$${a}", "${run_dir}", "${name}"),
+    *(
+        "x${run_dir}y",
+        "${run_dir}${name}",
+        "${[0]}",
+        "${a[0]}",
+        "${policy[model_name]}",
+        "${mul:1e308,1e308}",
+        "${div:1e-320,1e300}",
+    ),
+    *(
+        "${mul:'a',99999999999}",
+        "${add:null,1}",
+        "${max:null,null}",
+        "${oc.env:PATH,${oc.env:HOME}}",
+        "[${run_dir}, ${]",
+        "{a: ${b}}",
+    ),
+)
+SHELL = (
+    *("$(id)", "`id`", "; id", "| id", "&& id", "> /dev/null", "$HOME", "~", "~root", "*", "?", "'; id; '", '"; id; "', "a b"),
+    *(
+        "-x",
+        "--help",
+        "-",
+        "--",
+        "../../etc",
+        "/",
+        "/dev/null",
+        "/dev/full",
+        "/proc/self/mem",
+        "/nonexistent/a",
+        ".",
+        "..",
+        "//",
+    ),
+    *("a/../b", "a\nb", "a\rb", "a\x1b[31mb", "\x07", "\x7f", "\x01", "\x85", "\u2028", "/" * 5000, "a/" * 2000, "x" * 300),
+)
+UNICODE = (
+    *(
+        "ü",
+        "é",
+        "e\u0301",
+        "日本",
+        "🙂",
+        "\u202e",
+        "\ufeff",
+        "\u200b",
+        "\u0000".replace("\0", "\u0378"),
+        "\ue000",
+        "\U0010ffff",
+    ),
+    *(
+        "\udcff",
+        "a\udc80b",
+        "\ud800",
+        "\ufffe",
+        "\uffff",
+        "İ",
+        "ß",
+        "ﬃ",
+        "٣",
+        "²",
+        "\uff11\uff12",
+        "½",
+        "Ⅷ",
+        "\u00a0",
+        "\u3000",
+        "\U0001d7cf",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    command: str
+    arguments: list[str]
+
+    def __str__(self) -> str:
+        text = shlex.join([self.command, *self.arguments]).encode(errors="backslashreplace").decode()
+        return text if len(text) < 400 else f"{text[:400]} ... ({len(text)} characters)"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    case: Case
+    status: int | None  # None: it raised
+    seconds: float
+    raised: str = ""
+    wrote: tuple[str, ...] = ()  # outside its folder
+
+    @property
+    def bad(self) -> bool:
+        return self.status not in ALLOWED or self.seconds > BOUND_S or bool(self.wrote)
+
+
+# ---- cases ----------------------------------------------------------------------------------------------------------------
+
+
+def recipes() -> list[str]:
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def values(draw: random.Random) -> str:
+    kind = draw.random()
+    if kind < 0.3:
+        return draw.choice(SCALARS)
+    if kind < 0.45:
+        return draw.choice(YAML)
+    if kind < 0.6:
+        return draw.choice(INTERPOLATIONS)
+    if kind < 0.7:
+        return draw.choice(SHELL)
+    if kind < 0.8:
+        return draw.choice(UNICODE)
+    if kind < 0.85:
+        depth = draw.choice((3, 30, 300, 3000))
+        opening, closing = draw.choice((("[", "]"), ("{a: ", "}"), ("${", "}"), ("- ", ""), ("(", ")")))
+        return opening * depth + "x" + closing * draw.choice((depth, depth - 1, 0))
+    if kind < 0.88:
+        return draw.choice(("x", "9", "[1,", " ", "🙂", "a: ", "'")) * draw.choice((1000, 20000))
+    return "".join(
+        draw.choice("abc019 .,:;=-_[]{}()'\"!&*#|>%@`~$\\/\n\t?<+\u00fc\u20ac\udc81") for _ in range(draw.randint(0, 40))
+    )
+
+
+def keys(draw: random.Random) -> str:
+    known = draw.choice(typed.keys(Recipe)).replace("*", draw.choice(("math", "train", "a", "ü")))
+    kind = draw.random()
+    if kind < 0.6:
+        return known
+    if kind < 0.75:
+        return mutated(draw, known)
+    if kind < 0.85:
+        return draw.choice(
+            (".", "..", "a..b", ".a", "a.", "a" * 300, "a." * 400 + "a", "_override_", "defaults", "needs", "name")
+        )
+    if kind < 0.93:
+        return known + draw.choice((".x", ".0", "[0]", "._override_", ".defaults", ".", " ", "~", "+", ".a.b.c"))
+    return draw.choice(("", "+", "++", "~", *UNICODE, *SHELL)).replace("=", "")
+
+
+def mutated(draw: random.Random, text: str) -> str:
+    at = draw.randrange(len(text) + 1)
+    letter = draw.choice("aeiou._-+~ =\u00fc\n\udc80[]$")
+    return draw.choice(
+        (text[:at] + text[at + 1 :], text[:at] + letter + text[at:], text[:at] + letter + text[at + 1 :], text * 2)
+    )
+
+
+def override(draw: random.Random) -> str:
+    if draw.random() < 0.04:
+        return draw.choice(
+            ("==b", "=", "", "b", "=b", "==", "a==b", "--a=b", "-a", "--", "+a=b", "~a", "a=b=c", "\udc80", "=\n")
+        )
+    return f"{keys(draw)}={values(draw)}"
+
+
+@cache
+def true_pairs(name: str) -> list[tuple[str, str]]:
+    """(key, value as it is typed) of each value that a shipped recipe gives."""
+    leaves = layers.chain(RECIPES / f"{name}.yaml").leaves()
+    return [(key, layers.dumped(leaf.value, on_one_line=True).removesuffix("...\n").strip()) for key, leaf in leaves]
+
+
+def nearly_true(draw: random.Random, name: str) -> str:
+    """A key of a recipe with a value that is near to its own, or is another key's."""
+    pairs = true_pairs(name)
+    key, value = draw.choice(pairs)
+    kind = draw.random()
+    if kind < 0.3:
+        value = draw.choice(pairs)[1]
+    elif kind < 0.6:
+        value = draw.choice(
+            ("0", "1", "-1", "2", "3", "5", "64", "1000000", "0.0", "0.5", "1e-9", "null", "true", "false", "[]", "{}")
+        )
+    elif kind < 0.75:
+        value = mutated(draw, value)
+    elif kind < 0.85:
+        key = mutated(draw, key)
+    elif kind < 0.9:
+        value = f"${{{draw.choice(pairs)[0]}}}"
+    return f"{key}={value}"
+
+
+def of_submit(draw: random.Random) -> list[str]:
+    name = draw.choice(recipes()) if draw.random() < 0.96 else draw.choice((*SHELL, *UNICODE, "", "tiny", "README.md"))
+    junk = name not in recipes() or draw.random() < 0.5
+    given = [override(draw) if junk else nearly_true(draw, name) for _ in range(draw.choice((1, 1, 1, 2, 3, 6)))]
+    if draw.random() < 0.1:
+        given *= 2
+    if draw.random() < 0.03:
+        given.append(f"{draw.choice(('detach', 'follow', 'plan_from', 'show', 'recipe', 'plan'))}={values(draw)}")
+    executor = [] if draw.random() < 0.7 else [f"cluster.executor={draw.choice(('slurm', 'allocation', 'auto'))}"]
+    arguments = [f"recipe={name}", f"{draw.choice(MODES)}=true", *executor, *given]
+    if draw.random() < 0.2:
+        draw.shuffle(arguments)
+    return arguments
+
+
+def _with(*names: str) -> Callable[[random.Random], list[str]]:
+    """For a command whose keys are these."""
+
+    def make(draw: random.Random) -> list[str]:
+        some = [f"{draw.choice(names)}={values(draw)}" for _ in range(draw.randint(1, 3))]
+        some += [values(draw)] if draw.random() < 0.3 else []
+        some += [override(draw)] if draw.random() < 0.2 else []
+        some += ["run=run"] if draw.random() < 0.6 else []
+        draw.shuffle(some)
+        return some
+
+    return make
+
+
+def of_sweep(draw: random.Random) -> list[str]:
+    own = [f"{draw.choice(('seeds', 'max_concurrent', 'retries', 'runs', 'gates', 'folder', 'check', 'name'))}={values(draw)}"]
+    name = draw.choice(("suite.yaml", "suite.yaml", "suite.yaml", values(draw)))
+    more = [override(draw)] if draw.random() < 0.7 else own
+    more += [f"id={values(draw)}"] if draw.random() < 0.1 else []
+    return [f"{'check' if draw.random() < 0.1 else 'sweep'}={name}", "dry_run=true", *more]
+
+
+def of_plan_refit(draw: random.Random) -> list[str]:
+    name = draw.choice([recipe for recipe in recipes() if recipe.startswith("tiny_")])
+    more = [f"{draw.choice(('model_config', 'out'))}={values(draw)}"] if draw.random() < 0.2 else []
+    return [f"recipe={name}", *[override(draw) for _ in range(draw.randint(1, 2))], *more]
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], Callable[[random.Random], list[str]]]] = {
+    "submit": (submit.main, of_submit),
+    "status": (status.main, _with("run", "json", "watch", "x")),
+    "report": (report.main, _with("run", "run", "x")),
+    "timeline": (timeline.main, _with("run", "step", "steps", "attempts", "gz")),
+    "sweep": (sweep.main, of_sweep),
+    "export": (export.main, _with("run", "step", "out")),
+    "plan_refit": (plan_refit.main, of_plan_refit),
+}
+
+
+def cases(command: str, count: int, seed: int) -> Iterator[Case]:
+    for number in range(count):
+        draw = random.Random(f"{command} {seed} {number}")
+        arguments = [argument.replace("\0", "") for argument in COMMANDS[command][1](draw)]  # no process can be given a NUL
+        if command == "status":
+            arguments = [argument for argument in arguments if not argument.startswith("watch=")] + ["json=true"]
+        yield Case(command, arguments)
+
+
+# ---- running them -----------------------------------------------------------------------------------------------------------
+
+
+class TooSlow(Exception):
+    """A case did not come to an end within BOUND_S."""
+
+
+def run(case: Case, writes: list[str]) -> Outcome:
+    """writes: what was opened for writing, or made, outside of the current folder; this process's audit hook adds to it."""
+
+    def give_up(*_: object) -> None:
+        raise TooSlow
+
+    writes.clear()
+    begin = time.monotonic()
+    before = signal.signal(signal.SIGALRM, give_up), signal.getsignal(signal.SIGTERM)
+    signal.setitimer(signal.ITIMER_REAL, BOUND_S)
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="strict")
+    err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")  # as Python's own are
+    raised, code = "", None
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = COMMANDS[case.command][0](case.arguments)
+            out.flush()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else None
+        raised = "" if code in ALLOWED else f"SystemExit({end.code!r})"
+    except BaseException:
+        raised = traceback.format_exc()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before[0])
+        signal.signal(signal.SIGTERM, before[1])
+    return Outcome(case, code, time.monotonic() - begin, raised, tuple(writes))
+
+
+@contextlib.contextmanager
+def surroundings() -> Iterator[list[str]]:
+    """A folder of our own as the current one, without Slurm and without a network; what is written elsewhere is listed."""
+    here, environment, writes, live = Path.cwd(), dict(os.environ), [], [True]
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        inside = os.path.realpath(folder)
+
+        def watch(event: str, arguments: tuple) -> None:
+            if not live[0]:
+                return
+            path = arguments[0] if arguments else None
+            if event == "open":
+                mode, flags = arguments[1], arguments[2]
+                if not (mode and set(str(mode)) & set("wax+")) and not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                    return
+            elif event not in ("os.mkdir", "os.rename", "os.remove", "os.symlink", "os.truncate", "os.chmod", "shutil.rmtree"):
+                return
+            if isinstance(path, str | bytes | os.PathLike) and not isinstance(path, int):
+                real = os.path.realpath(os.fsdecode(path))
+                if not f"{real}/".startswith(f"{inside}/") and "__pycache__" not in real and real != "/dev/null":
+                    writes.append(f"{event} {real}")
+
+        sys.addaudithook(watch)  # for good: a hook cannot be taken away, so `live` silences it
+        try:
+            os.chdir(folder)
+            Path("recipes").symlink_to(RECIPES)
+            for name in [name for name in os.environ if name.startswith("SLURM_")]:
+                del os.environ[name]
+            os.environ |= {"HF_HOME": f"{inside}/hf", "HF_HUB_OFFLINE": "1", "TMPDIR": inside, "MPLCONFIGDIR": f"{inside}/mpl"}
+            os.environ["PATH"] = f"{inside}/nothing"
+            slurm_client._unreachable.clear()
+            yield writes
+        finally:
+            live[0] = False
+            os.chdir(here)
+            os.environ.clear()
+            os.environ.update(environment)
+
+
+def fuzz(command: str, count: int, seed: int) -> Iterator[Outcome]:
+    with surroundings() as writes:
+        _past_run(Path("run"))
+        Path("suite.yaml").write_text("seeds: [1]\nruns: {tiny_sft: {}}\n")
+        for case in cases(command, count, seed):
+            yield run(case, writes)
+
+
+def _past_run(folder: Path) -> None:
+    """What the commands that read runs may be asked about."""
+    from tests.launch import past_runs
+
+    past_runs.folder(folder)
+    past_runs.attempt(folder, "1-0", 0.0, "stop: crashed with status 1", {"rank": 0, "message": "no"})
+
+
+def main(arguments: list[str]) -> int:
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    count, seed = int(given.get("cases", 5000)), int(given.get("seed", 0))
+    bad = False
+    for command in [given["command"]] if "command" in given else COMMANDS:
+        number = count if command == "submit" else max(1, count // 10)
+        statuses: Counter[str] = Counter()
+        places: Counter[str] = Counter()
+        slowest = Outcome(Case(command, []), 0, 0.0)
+        for outcome in fuzz(command, number, seed):
+            statuses[str(outcome.status) if outcome.status is not None else "raised"] += 1
+            slowest = max(slowest, outcome, key=lambda each: each.seconds)
+            if outcome.bad:
+                bad = True
+                place = "\n".join(line[:200] for line in outcome.raised.splitlines()[-7:]) or f"wrote {outcome.wrote}"
+                places[place] += 1
+                if places[place] == 1:
+                    print(f"{outcome.case}\n  status {outcome.status}, {outcome.seconds:.1f} s\n{place}\n", flush=True)
+        told = ", ".join(f"{status}: {number}" for status, number in sorted(statuses.items()))
+        print(f"{command}: {number} cases; exit statuses {told}; tracebacks {statuses['raised']}; slowest", end=" ")
+        print(f"{slowest.seconds:.2f} s ({slowest.case})", flush=True)
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
