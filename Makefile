@@ -15,9 +15,9 @@ setup: $(READY) slurm
 $(READY): $(LOCK) pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch==2.13.0
-	if command -v nvidia-smi >/dev/null; then $(BIN)/pip install --quiet --editable '.[gpu,dev]'; \
-	else $(BIN)/pip install --quiet --no-deps -r $(LOCK) && $(BIN)/pip install --quiet --no-deps --editable .; fi
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	if command -v nvidia-smi >/dev/null; then $(BIN)/python -m pip install --quiet --editable '.[gpu,dev]'; \
+	else $(BIN)/python -m pip install --quiet --no-deps -r $(LOCK) && $(BIN)/python -m pip install --quiet --no-deps --editable .; fi
 	touch $(READY)
 
 # A real Slurm for the tests, where this user may install one.
@@ -50,12 +50,12 @@ bench: $(READY)
 	$(BIN)/python -m tests.benchmarks
 
 lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 
 format: $(READY)
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
 
 clean:
 	rm -rf $(VENV) .bench runs/demo

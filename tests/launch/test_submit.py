@@ -101,9 +101,9 @@ def test_a_model_that_cannot_be_planned_may_run_all_the_same(here, capsys):
 def test_works_where_the_package_is_not_installed(here):
     """-I: neither the current folder, nor PYTHONPATH, nor the editable install of this checkout is looked at."""
     code = (
-        "import runpy, sys; sys.argv = sys.argv[1:]\n"
+        "import os, runpy, sys; sys.argv = sys.argv[1:]\n"
         "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
-        "sys.path[:] = [sys.argv[0].rpartition('/')[0], *(p for p in sys.path if 'hetstep' not in p)]\n"
+        "sys.path[:] = [sys.argv[0].rpartition('/')[0], *(p for p in sys.path if not os.path.isdir(p + '/pipeline'))]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     arguments = [str(SUBMIT), "recipe=tiny.yaml", "dry_run=true"]
