@@ -5,18 +5,11 @@ import json
 import pytest
 
 from tests.algorithms.golden.files import FOLDER, Golden, goldens
-from tests.algorithms.golden.ours import OURS, difference
+from tests.algorithms.golden.ours import OURS, deliberate, difference
 
 # Of the largest entry of a tensor. NeMo-RL and verl add 1e-8 to the counts that they divide by, and take a few factors in
 # float32; a factor, a sign or a mask that is wrong is off by far more.
 TOLERANCE = {"NeMo-RL": 2e-7, "verl": 2e-7, "TRL": 1e-12}
-
-
-def deliberate(golden: Golden) -> str:
-    """Why ours is another formula; "" if it is not."""
-    if golden.peer == "NeMo-RL" and golden.kind == "reinforce_plus_plus" and golden.arguments["use_kl_in_reward"]:
-        return "a token answers for the KL from itself on, as in the paper and in verl; in NeMo-RL for its own alone"
-    return ""
 
 
 def cases() -> list:

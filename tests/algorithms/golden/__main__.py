@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from tests.algorithms.golden.files import Golden, goldens
-from tests.algorithms.golden.ours import difference
+from tests.algorithms.golden.ours import deliberate, difference
 
 
 def main() -> None:
@@ -14,7 +14,8 @@ def main() -> None:
         found[golden.formula, golden.peer, golden.commit[:9], golden.function].append(golden)
     print("| formula | peer | commit | function | batches | largest difference, relative |\n|---|---|---|---|---:|---:|")
     for key, cases in found.items():
-        print(f"| {' | '.join(key)} | {len(cases)} | {max(map(difference, cases)):.1e} |")
+        why = f" (deliberate: {reason})" if (reason := deliberate(cases[0])) else ""
+        print(f"| {' | '.join(key)} | {len(cases)} | {max(map(difference, cases)):.1e}{why} |")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def policy_loss(golden: Golden) -> Found:
         fields["advantages"] = tensor(golden.more["advantages"])[:, None].expand(rows.mask.shape)
     outputs, config = Outputs(logprobs=rows.packed(leaf)), LossConfig(**golden.arguments)
     if golden.formula == "entropy bonus":
-        # Twice the entropy of each token takes the place of the surrogate, which is 0.
+        # The log-probs stand for entropies too. With advantages of 0 nothing else is in the loss.
         fields["advantages"] = torch.zeros_like(leaf)
         config = LossConfig(entropy_coeff=1.0, disable_ppo_ratio=True)
         outputs = dataclasses.replace(outputs, entropy=rows.packed(leaf))
@@ -230,6 +230,13 @@ OURS: dict[str, Callable[[Golden], Found]] = {
     "sft": sft,
     "value_loss": value_loss,
 }
+
+
+def deliberate(golden: Golden) -> str:
+    """Why ours is another formula; "" if it is not."""
+    if golden.peer == "NeMo-RL" and golden.kind == "reinforce_plus_plus" and golden.arguments["use_kl_in_reward"]:
+        return "a token answers for the KL from itself on, as in the paper and in verl; in NeMo-RL for its own alone"
+    return ""
 
 
 def difference(golden: Golden) -> float:
