@@ -79,6 +79,7 @@ class TrainRole:
         return DataPlace(self._policy.data_rank, self._policy.data_size)
 
     def _build(self, name: str, policy: PolicyConfig, use: Use) -> None:
+        use = dataclasses.replace(use, phase=self._world.phase)
         with self._world.phase(f"load {name}"):
             try:
                 self._models[name] = train.build(policy, self._world.own, self._seed, use)

@@ -7,6 +7,7 @@ all data ranks are given the same number of batches. Weights go by their Hugging
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,10 @@ Loss = Callable[[Outputs, PackedBatch], LossOutput]
 """(the model's outputs with a graph, the batch) -> the batch's share of the loss."""
 
 
+Phase = Callable[[str], contextlib.AbstractContextManager[None]]
+"""Says what is done within its block."""
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
     """What a model is for."""
@@ -32,6 +37,7 @@ class Use:
     entropy: bool = False  # outputs carry the entropy
     truncated: bool = False  # log-probs of the policy are of what policy.generation's top_p and top_k leave
     offload: bool = False  # of a model that is not trained: weights are in host memory but for the time of a forward pass
+    phase: Phase = contextlib.nullcontext  # tells what takes long while the model is loaded
 
 
 class TrainBackend(Protocol):

@@ -260,7 +260,7 @@ class MegatronBackend:
         if self._policy.random_init:
             self._fill(initial_weights(self._policy, hf, seed, head), lambda local: local.hugging_face)
             return
-        conversion = converted(self._policy, hf, self._group, head)
+        conversion = converted(self._policy, hf, self._group, head, phase=self._use.phase)
         read = conversion.read
         if head == "values":  # the head is no part of a conversion: it may have to be drawn
             files = initial_weights(self._policy, hf, seed, head)

@@ -28,6 +28,7 @@ from pipeline.files import NONE, retrying
 from pipeline.models import family
 from pipeline.models.base import VALUE_HEAD, Parameter
 from pipeline.models.hugging_face import checkpoint_shapes
+from pipeline.train.base import Phase
 from pipeline.train.initial_weights import checkpoint_files, initial_weights
 from pipeline.train.megatron.fingerprint import content_digests, fingerprint
 from pipeline.train.megatron.sharing import first, share
@@ -51,11 +52,12 @@ def converted(
     head: Head = "logprobs",
     folder: Path | None = None,
     timeout_s: float = 3600.0,
+    phase: Phase = contextlib.nullcontext,
 ) -> Conversion:
     """The conversion of the checkpoint `policy.model_name`, made now if there is none. Collective over the train realm.
 
     config: the checkpoint's, with the recipe's overrides. folder: None for `shared_folder()`; all ranks must see it.
-    timeout_s: how long to wait for another job that converts the same checkpoint.
+    timeout_s: how long to wait for another job that converts the same checkpoint. phase: tells that it waits, or converts.
 
     Raises ValueError, naming the recipe's key or the environment's variable, if the checkpoint is not of this model or the
     folder cannot be used; TimeoutError if another job's conversion does not end.
@@ -77,13 +79,15 @@ def converted(
     with contextlib.ExitStack() as stack:
         found = first(group, find)
         if not found:
-            first(group, lambda: stack.enter_context(shelf.alone(timeout_s)))
+            with phase("wait for another job's conversion"):
+                first(group, lambda: stack.enter_context(shelf.alone(timeout_s)))
             found = first(group, find)  # another job may have made it meanwhile
         if not found:
-            first(group, lambda: _check(policy, config, head))
-            partial = Path(first(group, shelf.begin))
-            share(group, lambda: _write_part(partial, files, parameters, group.rank(), group.size()))
-            found = first(group, lambda: shelf.commit(partial, parameters.keys()))
+            with phase("convert the checkpoint"):
+                first(group, lambda: _check(policy, config, head))
+                partial = Path(first(group, shelf.begin))
+                share(group, lambda: _write_part(partial, files, parameters, group.rank(), group.size()))
+                found = first(group, lambda: shelf.commit(partial, parameters.keys()))
         opened: list[Conversion] = []
         share(group, lambda: opened.append(_open(Path(found))))
     return opened[0]

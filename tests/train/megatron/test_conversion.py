@@ -1,5 +1,6 @@
 """The one-time conversion: bitwise, once, and never half, with real checkpoints, processes, locks and kills."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -94,6 +95,19 @@ def test_round_trip_is_bitwise(name, families, shared, realm):
     made = convert(families / name, shared)
     assert made.folder.parent.name.startswith(f"{name}-")
     assert_holds(made, families / name)
+
+
+def test_it_says_that_it_converts_and_nothing_where_it_finds_one(checkpoint, shared, realm):
+    said = []
+
+    def phase(name: str) -> contextlib.AbstractContextManager:
+        said.append(name)
+        return contextlib.nullcontext()
+
+    policy, config = PolicyConfig(model_name=str(checkpoint)), AutoConfig.from_pretrained(checkpoint)
+    for _ in range(2):
+        converted(policy, config, dist.group.WORLD, folder=shared, phase=phase)
+    assert said == ["wait for another job's conversion", "convert the checkpoint"]
 
 
 def test_tensors_keep_their_own_precision(checkpoint, shared, realm):
