@@ -17,8 +17,8 @@ from launch.past_run import NoRun, PastRun
 ENDED_WITH_ANOTHER = re.compile(r"exit code 12[34]\b")
 """What srun says of the ranks that pipeline/watchdog.py ends because another one has failed."""
 TASK = re.compile(r"^srun: error: .*?\btasks? (\d+)")
-PYXIS = re.compile(r"^(\S+: error: )pyxis: ?(.*)")
-"""Where it says so (`slurmstepd-NODE: error: `, which enroot's own words follow with the same beginning), and what."""
+PYXIS = re.compile(r"^(?:(\S+): |\[\S+\] )error: pyxis: ?(.*)")
+"""(node, words), with enroot's own words after it. The node is `slurmstepd-NAME`; Slurm 26.05 has the time in its place."""
 PYXIS_LINES = 12
 TAIL_BYTES = 256 << 10
 
@@ -46,7 +46,7 @@ def container_trouble(run_dir: Path, attempt: PastAttempt) -> list[str]:
     errors = [found for line in said if (found := PYXIS.match(line))]
     if not errors:
         return []
-    words = [error[2].rstrip() for error in errors if error[1] == errors[0][1]]  # of one node
+    words = list(dict.fromkeys(error[2].rstrip() for error in errors if error[1] == errors[0][1]))  # of one node, if it is told
     image = _image(run_dir, component)
     named = f"cluster.{component}.container_image: {image}" if image else "it has no image"
     head = f"the container of the {component} component did not start ({named}); pyxis says:"

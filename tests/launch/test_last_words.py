@@ -52,13 +52,14 @@ def test_a_rank_that_said_nothing_is_shown_by_what_srun_said(attempt):
     ]
 
 
-def test_a_container_that_did_not_start_is_named_with_the_words_of_its_first_node(attempt):
+@pytest.mark.parametrize("begin", ["slurmstepd-{node}: ", "[2026-11-22T15:57:23.927] "], ids=["Slurm 22.05", "Slurm 26.05"])
+def test_a_container_that_did_not_start_is_named_with_the_words_of_its_first_node(attempt, begin):
     words = [
         "failed to create container filesystem for image: /tmp/x",
         "printing enroot log file:",
         "    FATAL ERROR: corrupted",
     ]
-    of_nodes = [f"slurmstepd-{node}: error: pyxis: {each}" for each in words for node in ("n3", "n4")]
+    of_nodes = [f"{begin.format(node=node)}error: pyxis: {each}" for each in words for node in ("n3", "n4")]
     around = ["srun: job 17 queued", *of_nodes, "slurmstepd-n3: error: spank: task_init() failed with rc=-1"]
     write(attempt, srun="\n".join([*around, "srun: error: n3: task 0: Exited with exit code 1", ""]))
     head, *said = container_trouble(run_dir(attempt), attempt)
