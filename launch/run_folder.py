@@ -41,6 +41,7 @@ from launch.allocation import batch_job
 from launch.job import ROOT, RunJob, read_record, write_json
 from pipeline import config
 from pipeline import secrets as kept_secrets
+from pipeline.checkpoint import Checkpoints, version_problem
 from pipeline.config import Recipe, RecipeError
 from pipeline.files import REMEDY, write_durably
 
@@ -92,8 +93,8 @@ def earlier(recipe: Recipe) -> Recipe | None:
 
 
 def check(recipe: Recipe) -> None:
-    """Raises RecipeError if this recipe may not be written into its run_dir, which is another recipe's, or cannot be written;
-    or nowhere, as it holds a secret."""
+    """Raises RecipeError if this recipe may not be written into its run_dir, which is another recipe's, or cannot be written,
+    or holds a checkpoint of an earlier version that cannot be resumed; or nowhere, as it holds a secret."""
     config.refuse(kept_secrets.problems(_nested(recipe)))
     before = earlier(recipe)
     if before is not None and (difference := first_difference(before, recipe)):
@@ -102,6 +103,9 @@ def check(recipe: Recipe) -> None:
             f"run_dir: {Path(recipe.run_dir).absolute()} holds another recipe: {key} is {old} there and {new} here; take"
             f" another folder (run_dir=...), or give {key}={old}"
         )
+    complete = Checkpoints(Path(recipe.run_dir).absolute(), "", recipe.checkpointing).all()
+    if complete and (problem := version_problem(complete[-1], recipe)):
+        raise RecipeError(problem)
 
 
 def _check_writable(run_dir: Path) -> None:

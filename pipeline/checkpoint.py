@@ -3,7 +3,7 @@
     checkpoints/
       .step_000020.<attempt>.partial/   being written; never read
       step_000010/                      complete: renamed only after everything in it was on disk
-        complete.json                   step, the loop's state, and the size of every file
+        complete.json                   version, step, the loop's state, and the size of every file
         train-rank00000.safetensors ... what the train backend wrote
         buffer.msgpack                  rollouts that no step has trained on yet, if any (pipeline/experience/record.py)
         hf/                             a Hugging Face checkpoint, if checkpointing.save_consolidated;
@@ -29,12 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import files
-from pipeline.config import CheckpointingConfig, TimeoutsConfig
+from pipeline.config import CheckpointingConfig, Recipe, TimeoutsConfig, advances_per_step, has_schedule, updates_per_step
 from pipeline.files import Patience, append, retrying, sync, write_durably
 
 COMPLETE = "complete.json"
 ROLLOUTS = "buffer.msgpack"
 NAME = re.compile(r"step_\d+")  # of a checkpoint's folder
+VERSION = 2
+"""What the contents mean. Since 2 a schedule counts steps of the algorithm; in 1 it counted optimizer updates."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Checkpoint:
     step: int
     metric: float | None  # the value of checkpointing.metric_name when it was saved
     state: dict[str, Any]  # the loop's own
+    version: int = VERSION
 
     def rollouts(self) -> bytes:
         """What `keep_rollouts` kept; empty if nothing."""
@@ -120,7 +123,8 @@ class Checkpoints:
 
         def seal() -> None:
             sizes = {str(path.relative_to(partial)): path.stat().st_size for path in _files(partial)}
-            write_durably(partial / COMPLETE, json.dumps({"step": step, "metric": metric, "state": state, "files": sizes}))
+            record = {"version": VERSION, "step": step, "metric": metric, "state": state, "files": sizes}
+            write_durably(partial / COMPLETE, json.dumps(record))
 
         def move() -> None:
             if partial.exists():  # else an earlier try moved it, and could not make sure of it
@@ -168,6 +172,23 @@ def superfluous(checkpoints: list[Checkpoint], config: CheckpointingConfig) -> l
 
     best = sorted(checkpoints, key=rank, reverse=True)[: config.keep_top_k]
     return [checkpoint for checkpoint in checkpoints if checkpoint not in best and checkpoint is not checkpoints[-1]]
+
+
+def version_problem(checkpoint: Checkpoint, recipe: Recipe) -> str | None:
+    """Why a run of this recipe cannot go on from a checkpoint of an earlier version; None if it can.
+
+    Version 1 advanced schedules with every optimizer update. Where a step advances them as often as it has updates, or where
+    there is no schedule, its count has the same meaning.
+    """
+    updates, advances = updates_per_step(recipe), advances_per_step(recipe)
+    if checkpoint.version >= VERSION or not has_schedule(recipe) or updates == advances:
+        return None
+    return (
+        f"run_dir: {checkpoint.folder} counts its learning-rate schedule in optimizer updates, as earlier versions did; this"
+        f" version counts steps, and a step has {updates} updates, so the rate would change on resuming. Go on with the version"
+        " that wrote it (the run's manifest.json names the commit), or begin another run from its weights (python"
+        " launch/export.py)"
+    )
 
 
 def wait_until_seen(folder: Path) -> None:
@@ -225,4 +246,4 @@ def _read(folder: Path) -> Checkpoint | None:
         return None
     if sizes != record["files"]:
         return None
-    return Checkpoint(folder, record["step"], record["metric"], record["state"])
+    return Checkpoint(folder, record["step"], record["metric"], record["state"], record.get("version", 1))

@@ -15,7 +15,7 @@ from pipeline import config
 from pipeline.algorithms.base import Objective, OnlineAlgorithm
 from pipeline.algorithms.standardize import standard
 from pipeline.attempt import Attempt
-from pipeline.checkpoint import Checkpoints
+from pipeline.checkpoint import Checkpoints, version_problem
 from pipeline.config import Recipe, evaluates_alone
 from pipeline.data.batches import share
 from pipeline.data.preferences import Pair
@@ -64,6 +64,8 @@ class Run:
         latest = self.checkpoints.latest()
         if latest is None:
             return 0, Metrics(self.folder, self.recipe.logger, None, self.checkpoints.patience)
+        if problem := version_problem(latest, self.recipe):
+            raise ValueError(problem)
         self.startup.enter("read the checkpoint")
         with self.sharing.training():
             self.train.restore(str(latest.folder)).result()

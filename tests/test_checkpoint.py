@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from pipeline.checkpoint import COMPLETE, Checkpoint, Checkpoints, superfluous
+from pipeline import config
+from pipeline.checkpoint import COMPLETE, VERSION, Checkpoint, Checkpoints, superfluous, version_problem
 from pipeline.config import CheckpointingConfig
 
 
@@ -110,3 +111,34 @@ def test_commit_removes_what_is_superfluous(tmp_path):
 def test_the_record_names_every_file(checkpoints):
     folder = save(checkpoints, 4).folder
     assert json.loads((folder / COMPLETE).read_text())["files"] == {"weights": 4, "hf/config.json": 2}
+
+
+WARM_UP = "policy.scheduler={name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_iters: 5}}"
+CRITICS = "value.scheduler={name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_iters: 5}}"
+SEVERAL = "policy.train_global_batch_size=32"  # of 128 samples in a step
+EPOCHS = ("policy.train_global_batch_size=128", "ppo.ppo_epochs=2")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "updates"),
+    [
+        ("tiny_grpo", (SEVERAL,), None),  # no schedule
+        ("tiny_grpo", (SEVERAL, WARM_UP), 4),
+        ("tiny_sft", (WARM_UP,), None),  # one update a step
+        ("tiny_ppo", (*EPOCHS, CRITICS), 2),
+        ("tiny_ppo", (*EPOCHS, CRITICS, "ppo.schedule_every_epoch=true"), None),
+    ],
+)
+def test_a_schedule_that_counted_updates_is_refused_where_a_step_has_several(checkpoints, recipe, overrides, updates):
+    """As checkpoints of earlier versions, which have no version, did."""
+    loaded = config.load(recipe, [f"run_dir={checkpoints._folder}", *overrides])
+    assert version_problem(save(checkpoints, 1), loaded) is None
+    assert checkpoints.latest().version == VERSION == 2
+    record = json.loads((checkpoints.latest().folder / COMPLETE).read_text())
+    del record["version"]
+    (checkpoints.latest().folder / COMPLETE).write_text(json.dumps(record))
+    problem = version_problem(checkpoints.latest(), loaded)
+    if updates is None:
+        assert problem is None
+    else:
+        assert problem.startswith("run_dir: ") and f"a step has {updates} updates" in problem

@@ -95,11 +95,3 @@ def sequences(recipe: Recipe) -> int:
     if generates(recipe):
         return section.num_prompts_per_step * section.num_generations_per_prompt
     return recipe.policy.train_global_batch_size * (2 if recipe.algorithm in PAIRED else 1)
-
-
-def updates(recipe: Recipe) -> int:
-    """Optimizer steps of the policy in a step of the run."""
-    if not generates(recipe):
-        return 1
-    epochs = recipe.ppo.ppo_epochs if recipe.algorithm == "ppo" else 1
-    return max(1, sequences(recipe) // recipe.policy.train_global_batch_size) * epochs

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from launch.model_shape import ModelShape
 from launch.plan import flops
 from launch.plan.cut import GIGA, Cut, Links, train_cut
-from launch.plan.lengths import Lengths, sequences, updates
+from launch.plan.lengths import Lengths, sequences
 from launch.plan.phase import Phase
 from pipeline import config
-from pipeline.config import PAIRED, PRECISIONS, ComponentConfig, PolicyConfig, Recipe, hardware, uses_megatron
+from pipeline.config import PAIRED, PRECISIONS, ComponentConfig, PolicyConfig, Recipe, hardware, updates_per_step, uses_megatron
 from pipeline.config.hardware import GPU
 
 OPTIMIZER_BYTES = (
@@ -48,7 +48,7 @@ def needs(recipe: Recipe) -> Needs:
     if recipe.algorithm not in ("grpo", "ppo"):
         return Needs(old=False, reference=False)
     loss, section = recipe.loss_fn, config.section(recipe)
-    several = updates(recipe) > 1 and not loss.force_on_policy_ratio
+    several = updates_per_step(recipe) > 1 and not loss.force_on_policy_ratio
     filtered = section.seq_logprob_error_threshold is not None
     return Needs(several or filtered or loss.use_kl_in_reward, loss.reference_policy_kl_penalty != 0)
 
@@ -245,7 +245,7 @@ def phases(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu:
         found.append(Phase("train", "the teacher's top k", work, parts | _fetched(jobs["teacher"], recipe.teacher.cpu_offload)))
     if recipe.algorithm == "rm":
         policy = _without_head(policy)
-    many = updates(recipe)
+    many = updates_per_step(recipe)
     each = recipe.policy.train_global_batch_size * (2 if recipe.algorithm in PAIRED else 1)
     for name, trained in (("policy", policy), ("critic", jobs.get("value"))):
         if trained is not None:

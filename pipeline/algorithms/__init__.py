@@ -7,16 +7,16 @@ from pipeline.algorithms.grpo import GRPO
 from pipeline.algorithms.ppo import PPO
 from pipeline.algorithms.reward_model import RewardModel
 from pipeline.algorithms.sft import SFT
-from pipeline.config import Recipe, RewardedConfig
+from pipeline.config import Recipe, updates_per_epoch
 
 
 def build(recipe: Recipe) -> Objective:
     """The recipe's algorithm."""
     match recipe.algorithm:
         case "grpo":
-            return GRPO(recipe.grpo, recipe.loss_fn, _updates_per_step(recipe, recipe.grpo))
+            return GRPO(recipe.grpo, recipe.loss_fn, updates_per_epoch(recipe))
         case "ppo":
-            return PPO(recipe.ppo, recipe.loss_fn, recipe.value_loss_fn, _updates_per_step(recipe, recipe.ppo))
+            return PPO(recipe.ppo, recipe.loss_fn, recipe.value_loss_fn, updates_per_epoch(recipe))
         case "distillation":
             return Distillation(recipe.distillation, recipe.loss_fn)
         case "sft":
@@ -26,7 +26,3 @@ def build(recipe: Recipe) -> Objective:
         case "rm":
             return RewardModel()
     raise ValueError(f"unknown algorithm '{recipe.algorithm}'")
-
-
-def _updates_per_step(recipe: Recipe, section: RewardedConfig) -> int:
-    return section.num_prompts_per_step * section.num_generations_per_prompt // recipe.policy.train_global_batch_size

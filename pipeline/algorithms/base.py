@@ -32,6 +32,7 @@ class Needs:
     standardized: Variance | None = None  # they then get mean 0 and variance 1 over the step's counted tokens
     together: int = 1  # so many successive samples share a microbatch: 2 for pairs
     epochs: int = 1  # passes over the samples of a step
+    schedule_every_epoch: bool = False  # schedules advance after each of them, not only after the last
 
 
 class Objective(Protocol):

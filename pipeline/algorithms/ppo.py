@@ -3,7 +3,9 @@
 
 A model of its own says before each token what reward to expect. gae.py makes advantages and returns of that, on the train
 ranks; the policy's loss is GRPO's, policy_loss.py, and the critic's value_loss.py. Both go over a step's samples ppo_epochs
-times. Before step policy_training_start_step only the critic learns.
+times. Before step policy_training_start_step only the critic learns, and the policy's schedule stays where it is.
+
+A schedule advances once per step, as in verl, or after each epoch with schedule_every_epoch, as in NeMo-RL.
 
 Left out: a critic that shares the policy's body, VAPO's loss on right answers.
 """
@@ -38,6 +40,7 @@ class PPO:
             estimates=True,
             standardized="unbiased" if ppo.adv_estimator.normalize_advantages else None,
             epochs=ppo.ppo_epochs,
+            schedule_every_epoch=ppo.schedule_every_epoch,
         )
         self.losses = {"policy": PolicyLoss(loss), "critic": ValueLoss(value_loss)}
 

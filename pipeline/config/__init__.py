@@ -94,6 +94,7 @@ from pipeline.config.schema import (
     uses_megatron,
 )
 from pipeline.config.showing import shown
+from pipeline.config.updates import advances_per_step, epochs_per_step, has_schedule, updates_per_epoch, updates_per_step
 
 __all__ = [
     "DATASET_CARDS",
@@ -158,6 +159,7 @@ __all__ = [
     "VLLMConfig",
     "ValueConfig",
     "ValueLossConfig",
+    "advances_per_step",
     "arguments_of",
     "arguments_of_tool",
     "asked_backend",
@@ -171,10 +173,12 @@ __all__ = [
     "critic",
     "decided",
     "engine_ranks",
+    "epochs_per_step",
     "evaluates_alone",
     "expert_tensor_parallel_size",
     "find",
     "generates",
+    "has_schedule",
     "held_out_sets",
     "independent",
     "inspect",
@@ -201,6 +205,8 @@ __all__ = [
     "to_yaml",
     "tools_of",
     "training_sets",
+    "updates_per_epoch",
+    "updates_per_step",
     "uses_megatron",
     "validate",
     "validates",

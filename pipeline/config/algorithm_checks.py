@@ -22,6 +22,7 @@ from pipeline.config.algorithms import (
 from pipeline.config.data import keyed_sets
 from pipeline.config.layout import named_backend
 from pipeline.config.schema import PRECISIONS, LoRAConfig, Recipe, generates, section
+from pipeline.config.updates import epochs_per_step, updates_per_epoch
 
 CHOICES = {
     "loss_fn.reference_policy_kl_type": ("k1", "k2", "k3"),
@@ -219,7 +220,7 @@ def _of_policy_loss(recipe: Recipe, loss: LossConfig) -> Iterator[Finding]:
     if loss.use_cispo:
         yield from _of_cispo(loss)
     if loss.force_on_policy_ratio:
-        updates, epochs = _updates_per_step(recipe), recipe.ppo.ppo_epochs if recipe.algorithm == "ppo" else 1
+        updates, epochs = updates_per_epoch(recipe), epochs_per_step(recipe)
         message = "after the first of them the policy is not the one that is taken to have sampled; "
         yield (
             updates > 1,
@@ -360,10 +361,6 @@ def _samples(recipe: Recipe) -> int:
     """Of a step of an algorithm that samples."""
     config = section(recipe)
     return config.num_prompts_per_step * config.num_generations_per_prompt
-
-
-def _updates_per_step(recipe: Recipe) -> int:
-    return _samples(recipe) // recipe.policy.train_global_batch_size
 
 
 def _check_online_batch(recipe: Recipe) -> Iterator[str]:

@@ -128,6 +128,9 @@ class GAEConfig:
 class PPOConfig(RewardedConfig):
     num_generations_per_prompt: int = 1
     ppo_epochs: int = 1  # passes over the samples of a step
+    schedule_every_epoch: bool = (
+        False  # true: schedules advance once per epoch, as in NeMo-RL; false: once per step, as in verl
+    )
     policy_training_start_step: int = 0  # before it only the critic learns
     adv_estimator: GAEConfig = field(default_factory=GAEConfig)
 

@@ -38,7 +38,10 @@ class MegatronOptimizerConfig:
 
 @dataclass
 class MegatronSchedulerConfig:
-    """Megatron's names for a learning-rate schedule, in optimizer steps: linear warm-up from lr_warmup_init, then a decay."""
+    """Megatron's names for a learning-rate schedule: linear warm-up from lr_warmup_init, then a decay.
+
+    Iterations are steps of the algorithm, whatever number of optimizer updates such a step has.
+    """
 
     lr_decay_style: str = "constant"  # constant, linear, cosine, inverse-square-root
     lr_decay_iters: Optional[int] = None  # the step at which optimizer.min_lr is reached; only a constant rate needs none

@@ -136,7 +136,9 @@ class PolicyConfig:
     sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
     max_grad_norm: Optional[float] = 1.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    scheduler: Optional[Any] = None  # NeMo-RL's list of {name, kwargs} ending in {milestones: [...]}, or one {name, kwargs}
+    # NeMo-RL's list of {name, kwargs} ending in {milestones: [...]}, or one {name, kwargs}. It advances once per step of the
+    # algorithm, whatever number of optimizer updates such a step has.
+    scheduler: Optional[Any] = None
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
 
@@ -153,7 +155,7 @@ class ValueConfig:
     precision: str = "${policy.precision}"
     max_grad_norm: Optional[float] = 1.0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    scheduler: Optional[Any] = None
+    scheduler: Optional[Any] = None  # as policy.scheduler; it advances in the steps before policy_training_start_step too
 
 
 @dataclass

@@ -134,14 +134,21 @@ class TrainRole:
 
     @verb("train")
     def step(self, models: list[str]) -> dict[str, list[dict[str, float]]]:
-        """For each of the algorithm's epochs, for each loaded update, one optimizer step of each model; their metrics."""
+        """For each of the algorithm's epochs, for each loaded update, one optimizer step of each model; their metrics.
+
+        The schedules of these models then advance, once for the step.
+        """
+        needs = self._algorithm.needs
         found: dict[str, list[dict[str, float]]] = {model: [] for model in models}
-        for _ in range(self._algorithm.needs.epochs):
+        for epoch in range(1, needs.epochs + 1):
             for update, batches in zip(self._updates, self._batches, strict=True):
                 for model in models:
                     with self._world.phase(f"step of the {model}"):
                         loss = functools.partial(_loss, self._algorithm.losses[model], update.counts)
                         found[model].append(self._models[model].step(batches, loss).metrics)
+            if epoch == needs.epochs or needs.schedule_every_epoch:
+                for model in models:
+                    self._models[model].advance_schedule()
         return found
 
     @verb("train")

@@ -53,7 +53,15 @@ class TrainBackend(Protocol):
         """One optimizer step on the summed loss of all batches of all data ranks. Where a batch has a teacher's tokens,
         `Outputs.top_k` has this model's log-probs of the same ones.
 
-        Raises FloatingPointError if the gradient is not finite; the weights are then unchanged.
+        Raises FloatingPointError if the gradient is not finite; the weights are then unchanged. Does not move the schedules.
+        """
+
+    def advance_schedule(self) -> None:
+        """Advance the schedules of the learning rate and of weight decay by one.
+
+        They count steps of the algorithm, as NeMo-RL's do ("Step LR scheduler once per train() call, not per global batch",
+        nemo_rl/models/policy/workers/megatron_policy_worker.py), and such a step may hold several updates: all of them have
+        one rate. Called after the last of them.
         """
 
     def offload(self, keep_weights: bool = False) -> None:

@@ -121,9 +121,13 @@ class FSDPBackend:
         self._clip(norm)
         metrics |= {"grad_norm": norm, "lr": self._schedule.lr}
         self._optimizer.step()
-        self._schedule.step()
         self._refresh_merged()
         return StepResult(metrics)
+
+    def advance_schedule(self) -> None:
+        """Raises ValueError for a model that is not trained."""
+        self._check_trained()
+        self._schedule.step()
 
     def _check_trained(self) -> None:
         if not self._use.trained:
@@ -268,7 +272,7 @@ class FSDPBackend:
         self._check_trained()
         record = {
             "ranks": self._group.size(),
-            "steps": self._schedule.steps,
+            "schedule": self._schedule.steps,
             "param_group": state.options(self._optimizer),
             "lora": self._lora_record,
             "random": state.random_record(),
@@ -305,7 +309,7 @@ class FSDPBackend:
                 " its weights (python launch/export.py)"
             )
         optimizer, schedule = self._new_optimizer()
-        schedule.advance(record["steps"])
+        schedule.advance(state.schedule_steps(record))
         ours, theirs = state.options(optimizer), record["param_group"]
         if ours != theirs:
             odd = [f"{k} {theirs.get(k)} -> {ours.get(k)}" for k in ours | theirs if ours.get(k) != theirs.get(k)]

@@ -1,7 +1,8 @@
 """Optimizer and learning-rate schedule from the recipe, by their dotted torch names.
 
-A schedule is a function of how many steps were taken, so a checkpoint stores that number and `Schedule` counts up to it again;
-schedules that look at a metric (ReduceLROnPlateau) are left out.
+A schedule is a function of how often it was advanced, so a checkpoint stores that number and `Schedule` counts up to it
+again. It advances once per step of the algorithm, not per optimizer update (see `TrainBackend.advance_schedule`). Schedules
+that look at a metric (ReduceLROnPlateau) are left out.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Param
 
 
 class Schedule:
-    """The learning rate as a function of the steps taken."""
+    """The learning rate as a function of the steps of the algorithm."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: Any):
         """config: None (constant), {name, kwargs}, or a list of those that ends in {milestones: [...]}, as in NeMo-RL.
@@ -52,7 +53,7 @@ class Schedule:
 
     @property
     def lr(self) -> float:
-        """Of the next step."""
+        """The rate of the next update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def step(self) -> None:
@@ -61,7 +62,7 @@ class Schedule:
             self._scheduler.step()
 
     def advance(self, steps: int) -> None:
-        """As if that many steps had been taken."""
+        """Call `step` that many times."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
             for _ in range(steps):

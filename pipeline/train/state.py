@@ -16,6 +16,15 @@ from pipeline.models.layout import Shape, place, restrict
 from pipeline.train.shards import BoxReader, Entry, local, local_box
 
 
+def schedule_steps(record: dict[str, Any]) -> int:
+    """How often the schedule of a saved model was advanced.
+
+    Earlier versions advanced it with every optimizer update and stored that count as "steps". Where the two counts differ, a
+    run does not go on from their checkpoints: `pipeline.checkpoint.version_problem`.
+    """
+    return record["schedule"] if "schedule" in record else record["steps"]
+
+
 def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What all parameter groups have in common, as JSON has it; tuples become lists."""
     group = optimizer.param_groups[0]

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import threading
 
@@ -83,6 +84,17 @@ def test_the_first_other_key_is_named_in_the_schemas_order(load):
         None,
         [0.9, 0.95],
     )
+
+
+def test_a_checkpoint_that_cannot_be_resumed_is_told_before_submission(load, tmp_path):
+    """It is of an earlier version, whose schedules counted updates; see tests/test_checkpoint.py."""
+    folder = tmp_path / "run/checkpoints/step_000004"
+    folder.mkdir(parents=True)
+    (folder / "complete.json").write_text(json.dumps({"step": 4, "metric": None, "state": {}, "files": {}}))
+    warm_up = "policy.scheduler={name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_iters: 5}}"
+    run_folder.check(load(warm_up))  # 2 prompts, 2 answers each, 4 samples in an update
+    with pytest.raises(RecipeError, match=r"^run_dir: .*step_000004 counts .* a step has 2 updates.*launch/export\.py"):
+        run_folder.check(load(warm_up, "policy.train_global_batch_size=2"))
 
 
 def test_a_folder_is_held_while_it_is_submitted_to(tmp_path):

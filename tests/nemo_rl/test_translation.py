@@ -79,10 +79,43 @@ def test_only_whole_batches_are_validated_on() -> None:
 def test_megatron_takes_its_own_optimizer() -> None:
     megatron = read("grpo_megatron").policy.megatron_cfg
     assert (megatron.optimizer.lr, megatron.optimizer.adam_beta2, megatron.optimizer.clip_grad) == (1e-6, 0.98, 0.5)
-    assert (megatron.scheduler.lr_warmup_iters, megatron.scheduler.lr_decay_iters) == (13, None)  # constant: 10 says nothing
+    assert megatron.scheduler.lr_decay_iters is None  # of a constant rate
     assert (megatron.apply_rope_fusion, megatron.bias_activation_fusion) == (False, None)
     assert not megatron.distributed_data_parallel_config.grad_reduce_in_fp32
     assert read("grpo_megatron").checkpointing.async_save
+
+
+def test_a_decay_cuts_the_warm_up_of_a_constant_rate() -> None:
+    """As Megatron-Bridge does, to a sample less than the decay; tests/train/test_schedules.py has the rates."""
+    scheduler = "policy.megatron_cfg.scheduler"
+    loaded = inspect("grpo_megatron")  # a warm-up of 13, a decay of 10
+    assert loaded.recipe.policy.megatron_cfg.scheduler.lr_warmup_iters == 10
+    note = f"{scheduler}.lr_warmup_iters=13: 10, since {scheduler}.lr_decay_iters=10 cuts the warm-up there too"
+    assert note in loaded.notes
+    for change in ("lr_decay_iters=14", "lr_decay_iters=null"):  # null: the run, 20 steps
+        loaded = inspect("grpo_megatron", f"{scheduler}.{change}")
+        assert loaded.recipe.policy.megatron_cfg.scheduler.lr_warmup_iters == 13
+        assert not [note for note in loaded.notes if "lr_warmup_iters" in note]
+    short = read("grpo_megatron", f"{scheduler}.lr_decay_iters=null", "grpo.max_num_steps=7")
+    assert short.policy.megatron_cfg.scheduler.lr_warmup_iters == 7
+    critic = read("ppo", "ppo.max_num_steps=2").value  # 2 epochs a step: 4 calls of train()
+    assert critic.scheduler[0]["kwargs"]["total_iters"] == 4
+
+
+def test_schedules_of_ppo_advance_with_every_epoch() -> None:
+    """As theirs do, and a decay with the run ends after its steps times its epochs."""
+    scheduler = "policy.megatron_cfg.scheduler"
+    linear = (f"{scheduler}.lr_decay_style=linear", f"{scheduler}.lr_decay_iters=null", f"{scheduler}.lr_warmup_iters=3")
+    recipe = read("ppo", *linear)
+    assert (recipe.ppo.ppo_epochs, recipe.ppo.schedule_every_epoch) == (2, True)
+    assert recipe.policy.megatron_cfg.scheduler.lr_decay_iters == 20 * 2
+    assert not read("ppo", "ppo.ppo_epochs=1").ppo.schedule_every_epoch
+
+
+def test_a_critics_changing_weight_decay_is_refused() -> None:
+    assert problem("ppo", "value.megatron_cfg.scheduler.end_weight_decay=0.2").startswith(
+        "value.megatron_cfg.scheduler.start_weight_decay: 0.1, which becomes 0.2 asks for"
+    )
 
 
 def test_the_schedules_weight_decay_is_the_optimizers() -> None:

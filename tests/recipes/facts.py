@@ -121,7 +121,7 @@ def _torchs(optimizer: OptimizerConfig, scheduler: Any) -> list[float]:
 
 
 def _megatrons(optimizer: MegatronOptimizerConfig, scheduler: MegatronSchedulerConfig) -> list[float]:
-    """tests/nemo_rl/test_critic_schedule.py holds Megatron-Core's own schedule to the same."""
+    """tests/train/test_schedules.py holds Megatron-Core's own schedule to the same."""
     assert scheduler.lr_decay_style == "constant"
     start, warm_up = scheduler.lr_warmup_init, max(1, scheduler.lr_warmup_iters)
     return [

@@ -21,7 +21,7 @@ from transformers import (
 
 from pipeline.boxes import whole
 from pipeline.config import DTensorConfig, GenerationConfig, OptimizerConfig, PolicyConfig
-from pipeline.train.base import TrainBackend
+from pipeline.train.base import Loss, TrainBackend
 from pipeline.types import LossOutput, Outputs, PackedBatch
 
 VOCABULARY = 61  # odd, so that two ranks get unequal parts of it
@@ -177,6 +177,13 @@ def loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:
     detached = outputs.logprobs.detach()
     metrics = {"logprob": detached.sum() / sum(LENGTHS), "logprob_max": batch.advantages.max(), "logprob_min": detached.min()}
     return LossOutput(share, metrics)
+
+
+def learn(trained: TrainBackend, batches: list[PackedBatch], of: Loss = loss) -> dict[str, float]:
+    """The metrics of a step of the algorithm that holds one update."""
+    metrics = trained.step(batches, of).metrics
+    trained.advance_schedule()
+    return metrics
 
 
 def value_loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:

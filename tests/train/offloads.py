@@ -21,7 +21,7 @@ def check(
     there while only weights are kept."""
     stayed, left = new(), new()
     for trained in (stayed, left):
-        trained.step(batches, loss)
+        cases.learn(trained, batches, loss)
     names, _ = (sorted({region.tensor for region in trained.layout()}) for trained in (left, stayed))
     for keep_weights in (False, True, True):
         read = {name: left.local(name).clone() for name in names}
@@ -36,7 +36,7 @@ def check(
         left.offload()  # nothing is left to move
         left.reload()
         assert all(torch.equal(left.local(name), tensor) for name, tensor in read.items())
-        assert left.step(batches, loss).metrics == stayed.step(batches, loss).metrics
+        assert cases.learn(left, batches, loss) == cases.learn(stayed, batches, loss)
         forward = [trained.forward(batches)[0].logprobs for trained in (left, stayed)]
         assert torch.equal(*forward)
     for name in names:

@@ -217,7 +217,7 @@ def check_save_and_load(
     batches = [cases.pack(chosen) for chosen in shares(layout)[trained.data_rank]]
 
     def two_steps(trained: FSDPBackend) -> tuple:
-        metrics = [trained.step(batches, loss).metrics for _ in range(2)]
+        metrics = [cases.learn(trained, batches, loss) for _ in range(2)]
         return metrics, torch.rand(3), [full(p).clone() for p in trained._model.parameters()]
 
     two_steps(trained)

@@ -27,7 +27,7 @@ def test_layout(layout, families, models, realm):
         trained = ranks.backend(cases.policy(models / family, scheduler=ranks.SCHEDULER))
         trained.load(folder)
         batches = [cases.pack(chosen) for chosen in ranks.shares(Layout(1, 1))[0]]
-        metrics = [trained.step(batches, cases.loss).metrics for _ in range(2)]
+        metrics = [cases.learn(trained, batches) for _ in range(2)]
         for ours, theirs in zip(metrics, json.loads((folder / "after.json").read_text()), strict=True):
             assert ours["lr"] == theirs["lr"]
             assert abs(ours["loss"] - theirs["loss"]) < 1e-6

@@ -186,6 +186,9 @@ def translate(ledger: Ledger, algorithm: str, validates: bool) -> None:
     for name in ("ppo_epochs", "num_generations_per_prompt", "sft_average_log_probs"):
         if name in defaults and not ledger.has(f"{algorithm}.{name}"):
             ledger.put(f"{algorithm}.{name}", defaults[name], algorithm)
+    if algorithm == "ppo" and epochs(ledger, algorithm) > 1:
+        # Theirs calls train() once per epoch, which advances the schedules: nemo_rl/algorithms/ppo.py, "total ticks".
+        ledger.put("ppo.schedule_every_epoch", True, "ppo.ppo_epochs")
     if algorithm in ("grpo", "ppo"):
         _rewarded(ledger, algorithm)
         rewards.differences(ledger, algorithm)
@@ -194,6 +197,11 @@ def translate(ledger: Ledger, algorithm: str, validates: bool) -> None:
         _async(ledger)
     apply(ledger, under(algorithm, SECTIONS[algorithm] if samples else (*SECTIONS[algorithm], *OFFLINE_IGNORED)))
     apply(ledger, LOSSES.get(algorithm, ()))
+
+
+def epochs(ledger: Ledger, algorithm: str) -> int:
+    """Passes over the samples of a step; theirs advances the schedules after each."""
+    return ledger.get("ppo.ppo_epochs", THEIR_DEFAULTS["ppo"]["ppo_epochs"]) if algorithm == "ppo" else 1
 
 
 def _bounds(ledger: Ledger, algorithm: str, defaults: dict[str, Any]) -> None:

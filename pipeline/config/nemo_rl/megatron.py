@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.config.algorithms import OFFLINE, OfflineConfig, OnlineConfig, bound
 from pipeline.config.nemo_rl import facts
-from pipeline.config.nemo_rl.algorithm import most
+from pipeline.config.nemo_rl.algorithm import epochs, most
 from pipeline.config.nemo_rl.cluster import environment_variables
 from pipeline.config.nemo_rl.features import Feature
 from pipeline.config.nemo_rl.ledger import Ledger
@@ -171,7 +171,8 @@ def _fused_logprobs(ledger: Ledger) -> None:
 
 
 def _schedule(ledger: Ledger, algorithm: str) -> None:
-    """Theirs counts samples and steps by the batch, so its iterations are optimizer steps, as ours (DPO doubles both)."""
+    """Theirs advances by train_global_batch_size samples per train() call and counts an iteration as as many samples, so its
+    iterations are steps of the algorithm, as ours (DPO and RM double both sides)."""
     optimizer, scheduler = f"{KEY}.optimizer", f"{KEY}.scheduler"
     if ledger.get(optimizer) is None or ledger.get(scheduler) is None:
         absent = optimizer if ledger.get(optimizer) is None else scheduler
@@ -191,7 +192,11 @@ def _schedule(ledger: Ledger, algorithm: str) -> None:
         if not ledger.has(key):
             ledger.put(key, value, key)
     decay = ledger.take(f"{scheduler}.lr_decay_iters")
-    if ledger.get(f"{scheduler}.lr_decay_style") == "constant":
+    if ledger.get(f"{scheduler}.lr_decay_style", "linear") == "constant":
+        warm_up = warm_up_iters(ledger, scheduler, decay, algorithm)
+        if warm_up != ledger.get(f"{scheduler}.lr_warmup_iters", 0):
+            ledger.take(f"{scheduler}.lr_warmup_iters")
+            ledger.put(f"{scheduler}.lr_warmup_iters", warm_up, f"{scheduler}.lr_decay_iters")
         return
     if decay is None:
         _decay_with_the_run(ledger, algorithm, f"{scheduler}.lr_decay_iters")
@@ -199,12 +204,35 @@ def _schedule(ledger: Ledger, algorithm: str) -> None:
         ledger.put(f"{scheduler}.lr_decay_iters", decay, f"{scheduler}.lr_decay_iters")
 
 
-def _decay_with_the_run(ledger: Ledger, algorithm: str, decay: str) -> None:
-    """Theirs takes the steps or what the epochs have, whichever are fewer; how long the data are is not known here."""
-    key = f"{algorithm}.max_num_steps"
+def warm_up_iters(ledger: Ledger, scheduler: str, decay: int | None, algorithm: str) -> int:
+    """lr_warmup_iters of a rate that is constant afterwards. scheduler: the key of the section; decay: its lr_decay_iters.
+
+    Theirs cuts a warm-up that is not shorter than the decay to the decay less one sample: ConfigContainer of Megatron-Bridge,
+    _calculate_scheduler_steps.
+    """
+    key = f"{scheduler}.lr_warmup_iters"
+    warm_up = ledger.get(key) or 0
+    end, source = (decay, f"{scheduler}.lr_decay_iters") if decay else (_run(ledger, algorithm), f"{algorithm}.max_num_steps")
+    if end is None or warm_up < end:
+        return warm_up
+    if warm_up > end:
+        ledger.change(f"{key}={warm_up}", f"{end}, since {source}={end} cuts the warm-up there too")
+    return end
+
+
+def _run(ledger: Ledger, algorithm: str) -> int | None:
+    """How often a run advances the schedules, which theirs sets as train_iters; None: max_num_steps does not bound it.
+
+    Theirs takes the steps or what the epochs of data have, whichever are fewer; how long the data are is not known here.
+    """
     steps = most(ledger, algorithm, "max_num_steps") or (OfflineConfig if algorithm in OFFLINE else OnlineConfig).max_num_steps
-    if bound(steps) is None:
+    return None if bound(steps) is None else steps * epochs(ledger, algorithm)
+
+
+def _decay_with_the_run(ledger: Ledger, algorithm: str, decay: str) -> None:
+    key, end = f"{algorithm}.max_num_steps", _run(ledger, algorithm)
+    if end is None:
         ledger.problem(decay, f"null, and {key} does not say at which step the decay ends; give one of them")
     else:
-        ledger.put(decay, steps, key)
-        ledger.change(f"{decay}=null", f"the decay ends with {key}={steps}, whatever the number of epochs")
+        ledger.put(decay, end, key)
+        ledger.change(f"{decay}=null", f"the decay ends with the run, {key}: {end}, whatever the number of epochs of data")

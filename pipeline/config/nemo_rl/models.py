@@ -134,24 +134,30 @@ def _megatron_optimizer(ledger: Ledger) -> None:
     if missing:
         ledger.problem(f"{key}.optimizer.{missing[0]}", "not given; NeMo-RL has no default for it")
         return
-    if o.get("optimizer", "adam") != "adam" or s.get("lr_decay_style", "constant") != "constant":
-        style = f"{o.get('optimizer')} with a {s.get('lr_decay_style')} rate"
-        ledger.lacks(f"{key}.optimizer", style, Feature.OPTIMIZER, "adam, and a rate that is constant after its warm-up")
+    name, style = o.get("optimizer", "adam"), s.get("lr_decay_style", "linear" if s else "constant")
+    if name != "adam" or style != "constant":
+        given = f"{name} with a {style} rate"
+        ledger.lacks(f"{key}.optimizer", given, Feature.OPTIMIZER, "adam, and a rate that is constant after its warm-up")
+        return
+    if s.get("start_weight_decay") != s.get("end_weight_decay"):
+        given = f"{s.get('start_weight_decay')}, which becomes {s.get('end_weight_decay')}"
+        ledger.lacks(f"{key}.scheduler.start_weight_decay", given, Feature.OPTIMIZER, "the same value as end_weight_decay")
         return
     decay = s.get("end_weight_decay", o["weight_decay"])  # Megatron-Core takes the schedule's
     kwargs = {"lr": o["lr"], "betas": [o["adam_beta1"], o["adam_beta2"]], "eps": o["adam_eps"], "weight_decay": decay}
     ledger.put("value.optimizer.name", "torch.optim.AdamW", f"{key}.optimizer.optimizer")
     ledger.put("value.optimizer.kwargs", kwargs, f"{key}.optimizer")
     ledger.put("value.max_grad_norm", o.get("clip_grad") or None, f"{key}.optimizer.clip_grad")
-    ledger.put("value.scheduler", _warm_up(o["lr"], s), f"{key}.scheduler.lr_warmup_iters")
+    steps = megatron.warm_up_iters(ledger, f"{key}.scheduler", s.get("lr_decay_iters"), "ppo")
+    warm_up = _warm_up(o["lr"], s.get("lr_warmup_init") or 0.0, steps)
+    ledger.put("value.scheduler", warm_up, f"{key}.scheduler.lr_warmup_iters")
 
 
-def _warm_up(lr: float, scheduler: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Linear from lr_warmup_init to lr in lr_warmup_iters steps. LinearLR cannot begin at 0: it begins at 1e-12 of lr."""
-    steps = scheduler.get("lr_warmup_iters") or 0
+def _warm_up(lr: float, begin: float, steps: int) -> list[dict[str, Any]] | None:
+    """Linear from `begin` to lr in so many steps. LinearLR cannot begin at 0: it begins at 1e-12 of lr."""
     if not steps:
         return None
-    start = max((scheduler.get("lr_warmup_init") or 0.0) / lr, 1e-12)
+    start = max(begin / lr, 1e-12)
     return [
         {
             "name": "torch.optim.lr_scheduler.LinearLR",

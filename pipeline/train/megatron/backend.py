@@ -126,6 +126,11 @@ class MegatronBackend:
         self._empty_cache(1)
         return StepResult(metrics)
 
+    def advance_schedule(self) -> None:
+        """Raises ValueError for a model that is not trained."""
+        self._check_trained()
+        self._optimizer.advance_schedule()
+
     def _check_trained(self) -> None:
         if not self._use.trained:
             raise ValueError(f"{self._policy.model_name} was built with Use(trained=False)")
@@ -288,7 +293,8 @@ class MegatronBackend:
         record = {
             "ranks": self._group.size(),
             "layout": self._layout(),
-            "steps": self._optimizer.steps,
+            "updates": self._optimizer.updates,
+            "schedule": self._optimizer.schedule_steps,
             "optimizer": self._optimizer.options,
             "random": state.random_record(),
         }
@@ -334,7 +340,8 @@ class MegatronBackend:
         kinds = sorted({name.split(".", 2)[1] for name in reader.shapes if name.startswith("optimizer.")})
         for part in self._optimizer.ranges():
             states[part.parameter] = {kind: self._read_state(reader, kind, part) for kind in kinds}
-        self._optimizer.restore(record["steps"], states)
+        updates = record["updates"] if "updates" in record else record["steps"]
+        self._optimizer.restore(updates, state.schedule_steps(record), states)
         if record.get("layout") == self._layout() and record["ranks"] == self._group.size():
             state.load_random(self.device, self._group.rank(), reader, records[self._group.rank()]["random"])
 

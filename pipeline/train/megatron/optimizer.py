@@ -56,6 +56,7 @@ class Optimizer:
             "decays_norms": overrides is not None,
             "scheduler": asdict(scheduler) if scheduler else policy.scheduler,
         }
+        self.updates = 0  # Adam counts them to correct its moments
         self._schedule = self._new_schedule()
 
     def _new_schedule(self) -> TorchSchedule | CoreSchedule:
@@ -65,13 +66,17 @@ class Optimizer:
         return TorchSchedule(self._core, self._config, self._policy.scheduler)
 
     @property
-    def steps(self) -> int:
+    def schedule_steps(self) -> int:
+        """How often the schedule was advanced."""
         return self._schedule.steps
 
     @property
     def lr(self) -> float:
-        """Of the next step."""
+        """The rate of the next update."""
         return self._schedule.lr
+
+    def advance_schedule(self) -> None:
+        self._schedule.step()
 
     def zero_grad(self) -> None:
         self._core.zero_grad()
@@ -90,7 +95,7 @@ class Optimizer:
             for part in self._parts():
                 clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=self._config.clip_grad, total_norm=norm)
         self._core.step_with_ready_grads()
-        self._schedule.step()
+        self.updates += 1
         return norm
 
     def ranges(self) -> Iterator[Range]:
@@ -107,10 +112,11 @@ class Optimizer:
         for part in self.ranges():
             yield from (part.main, *part.state.values())
 
-    def restore(self, steps: int, state: dict[torch.nn.Parameter, dict[str, torch.Tensor]]) -> None:
-        """As after `steps` steps that left `state`: for each parameter of `ranges()`, its state tensors."""
+    def restore(self, updates: int, schedule_steps: int, state: dict[torch.nn.Parameter, dict[str, torch.Tensor]]) -> None:
+        """Take over what a checkpoint holds. state: for each parameter of `ranges()`, its state tensors."""
+        self.updates = updates
         self._schedule = self._new_schedule()
-        self._schedule.advance(steps)
+        self._schedule.advance(schedule_steps)
         for part in self._parts():
             # torch's Adam counts steps for each parameter, TransformerEngine's and apex's for each group.
             per_parameter = isinstance(part.optimizer, torch.optim.Adam)
@@ -118,11 +124,11 @@ class Optimizer:
                 main = part.optimizer.param_groups[group]["params"][place]
                 found = dict(state.get(parameter, {}))
                 if found and per_parameter:
-                    found["step"] = torch.tensor(float(steps))
+                    found["step"] = torch.tensor(float(updates))
                 part.optimizer.state[main] = found
-            if steps and not per_parameter:
+            if updates and not per_parameter:
                 for group in part.optimizer.param_groups:
-                    group["step"] = steps
+                    group["step"] = updates
 
     def _parts(self) -> list[Any]:
         """Megatron-Core's optimizers, of dense parameters and of experts, that have something to update."""
@@ -160,7 +166,7 @@ class TorchSchedule:
 
 
 class CoreSchedule:
-    """Megatron-Core's warm-up and decay, counted in optimizer steps."""
+    """Megatron-Core's warm-up and decay, counted in steps of the algorithm."""
 
     def __init__(self, core: Any, config: CoreConfig, schedule: MegatronSchedulerConfig):
         if schedule.lr_decay_iters is None and schedule.lr_decay_style != "constant":

@@ -29,7 +29,7 @@ def build(folder: Path, family: str, layout: Layout = ONE, **changes) -> Megatro
 
 
 def three_steps(trained: MegatronBackend, layout: Layout) -> list[dict[str, float]]:
-    return [trained.step(layouts.batches(trained, layout), cases.loss).metrics for _ in range(3)]
+    return [cases.learn(trained, layouts.batches(trained, layout)) for _ in range(3)]
 
 
 def save(layout: Layout, folder: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_optimizer_state_is_in_it(saved, realm, family):
     """Without it, the next steps are others."""
     trained = build(saved, family)
     trained.load(saved / "saved" / family)
-    trained._optimizer.restore(0, {})
+    trained._optimizer.restore(0, 0, {})
     metrics = three_steps(trained, ONE)
     after = json.loads((saved / "saved" / family / "after.json").read_text())["metrics"]
     assert metrics[0]["loss"] == pytest.approx(after[0]["loss"], rel=1e-5)

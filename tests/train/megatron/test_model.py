@@ -118,7 +118,7 @@ def check_five_steps(layout: Layout, folder: Path, family: str) -> None:
 
 
 def five_steps(trained: TrainBackend, layout: Layout) -> list[dict[str, float]]:
-    return [trained.step(layouts.batches(trained, layout), cases.loss).metrics for _ in range(5)]
+    return [cases.learn(trained, layouts.batches(trained, layout)) for _ in range(5)]
 
 
 def check_reference(layout: Layout, folder: Path, family: str) -> None:
@@ -151,7 +151,7 @@ def check_clipping_and_refusal(layout: Layout, folder: Path, family: str) -> Non
     with pytest.raises(FloatingPointError, match="norm is nan"):
         trained.step(mine, broken)
     assert all(torch.equal(a, b) for a, b in zip(before, held(trained), strict=True))
-    assert trained._optimizer.lr == lr and trained._optimizer.steps == 1
+    assert trained._optimizer.lr == lr and trained._optimizer.updates == 1
     trained.step(mine, cases.loss)
     after = held(trained)
     assert all(tensor.isfinite().all() for tensor in after)

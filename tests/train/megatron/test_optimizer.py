@@ -101,7 +101,7 @@ def test_megatrons_schedule(models, realm, style):
     scheduler = MegatronSchedulerConfig(lr_decay_style=style, lr_decay_iters=8, lr_warmup_iters=3, lr_warmup_init=1e-5)
     trained = layouts.backend(cases.policy(models / "qwen3"), ONE, optimizer=optimizer, scheduler=scheduler)
     batch = [cases.pack([1])]
-    found = [trained.step(batch, cases.loss).metrics["lr"] for _ in range(11)]
+    found = [cases.learn(trained, batch)["lr"] for _ in range(11)]
     warm_up = [1e-5 + (1e-3 - 1e-5) * step / 3 for step in range(3)]
     assert found == pytest.approx([*warm_up, *(DECAYS[style](step) for step in range(3, 11))])
     # The rate that is told is the rate that is used: Adam's step is as long, where the gradient is not near 0.
@@ -116,7 +116,7 @@ def test_torchs_schedules(models, realm):
     cosine = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 4}}
     policy = cases.policy(models / "qwen3", scheduler=[linear, cosine, {"milestones": [3]}])
     trained = layouts.backend(policy)
-    found = [trained.step([cases.pack([1])], cases.loss).metrics["lr"] for _ in range(7)]
+    found = [cases.learn(trained, [cases.pack([1])])["lr"] for _ in range(7)]
     warm_up = [1e-3 * (0.25 + 0.75 * step / 3) for step in range(3)]
     assert found == pytest.approx([*warm_up, *(1e-3 * 0.5 * (1 + math.cos(math.pi * step / 4)) for step in range(4))])
 

@@ -1,0 +1,150 @@
+"""Learning rates of NeMo-RL's recipes, theirs beside ours: `python -m tests.train.schedules [NEMO_RL]`.
+
+Theirs are in golden/schedules.json, made by their code (`peer_schedules.py`). Ours come from an import of the recipe: its keys
+are translated, a backend is built with the optimizer and the schedule that result, and the rate is read from its optimizer.
+Without a checkout of NeMo-RL, the recipe is a small one with the inputs that the golden file lists.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from pipeline import config
+from pipeline.config import PolicyConfig, Recipe, uses_megatron
+from pipeline.train.base import TrainBackend, Use
+from pipeline.train.fsdp import FSDPBackend
+from tests.train import cases
+from tests.train.megatron import layouts
+
+GOLDEN = Path(__file__).parent / "golden" / "schedules.json"
+THEIR_SHAPE = Path(__file__).parents[1] / "nemo_rl" / "recipes"
+
+
+@dataclass(frozen=True)
+class Case:
+    recipe: str  # path in NeMo-RL's repository
+    changes: tuple[str, ...]
+    model: str  # policy, value
+    backend: str  # dtensor, megatron
+    calls: int  # of train() in a step
+    updates: int  # in a call of train()
+    inputs: dict[str, Any]
+    lr: tuple[float, ...]  # of each call of train()
+
+    @property
+    def name(self) -> str:
+        changed = ", ".join(change.rpartition(".")[2] for change in self.changes if "_cfg.enabled" not in change)
+        return f"{Path(self.recipe).stem} {self.model} {self.backend}{f' ({changed})' if changed else ''}"
+
+    @property
+    def tolerance(self) -> float:
+        """Of the highest rate. Equal but for rounding, with two exceptions."""
+        if self.model == "value":  # torch's LinearLR multiplies its rate from step to step, and cannot begin at 0
+            return 1e-12
+        if any(change.endswith("lr_decay_iters=9") for change in self.changes):
+            # A warm-up that the decay cuts ends one sample before it there, and with it here.
+            return 1 / (9 * self.inputs[self.model]["train_global_batch_size"])
+        return 0.0
+
+
+def golden() -> list[Case]:
+    found = json.loads(GOLDEN.read_text())["cases"]
+    return [
+        Case(
+            *(case["recipe"], tuple(case["changes"]), case["model"], case["backend"]),
+            *(case["train_calls_per_step"], case["updates_per_train_call"], case["inputs"], tuple(case["lr"])),
+        )
+        for case in found
+    ]
+
+
+# ---- ours ---------------------------------------------------------------------------------------------------------------
+
+
+def imported(case: Case, folder: Path, nemo_rl: Path | None = None) -> Recipe:
+    """Their recipe in our keys. Without a checkout of NeMo-RL: one in its shape, written to `folder`, with the same inputs."""
+    if nemo_rl is not None:
+        loaded = config.inspect(str(nemo_rl / case.recipe), case.changes)
+    else:
+        path = folder / "theirs.yaml"
+        path.write_text(yaml.safe_dump(_in_their_shape(case)))
+        loaded = config.inspect(str(path), ())
+    if loaded.problems:
+        raise ValueError(f"{case.name}: {loaded.problems}")
+    return loaded.recipe
+
+
+def _in_their_shape(case: Case) -> dict[str, Any]:
+    algorithm = next(name for name in case.inputs if name in config.ONLINE)
+    base = algorithm if algorithm == "ppo" else "grpo_megatron" if case.backend == "megatron" else "grpo"
+    prompt = {"default": {"prompt_file": str(THEIR_SHAPE / "examples/prompts/boxed.txt")}}
+    layer = {"defaults": str(THEIR_SHAPE / f"{base}.yaml"), "data": prompt, **case.inputs}
+    size = case.inputs[case.model]["train_global_batch_size"]
+    for model in ("policy", "value") if algorithm == "ppo" else ("policy",):
+        layer[model] = {**layer.get(model, {}), "train_global_batch_size": size}
+    return layer
+
+
+def built(recipe: Recipe, model: str) -> TrainBackend:
+    """A tiny model with the recipe's optimizer and schedule, in the train realm of this process."""
+    policy: PolicyConfig = recipe.policy if model == "policy" else config.critic(recipe)
+    use = Use("values" if model == "value" else "logprobs")
+    settings = {"optimizer": policy.optimizer, "scheduler": policy.scheduler}
+    tiny = cases.policy(config.RECIPES / "tiny", random_init=True, **settings)
+    if not uses_megatron(recipe.policy):
+        return FSDPBackend(tiny, dist.group.WORLD, 7, use)
+    own = policy.megatron_cfg
+    return layouts.backend(tiny, use=use, optimizer=own.optimizer, scheduler=own.scheduler)
+
+
+def rates(backend: TrainBackend, calls: int, advances: int = 1) -> list[float]:
+    """The rate that the optimizer has in each of so many calls of train(), if each advances the schedule `advances` times."""
+    found = []
+    backend.step([cases.pack([1])], cases.value_loss if backend._use.head == "values" else cases.loss)
+    for _ in range(calls):
+        found.append(_groups(backend)[0]["lr"])
+        for _ in range(advances):
+            backend.advance_schedule()
+    return found
+
+
+def _groups(backend: TrainBackend) -> list[dict[str, Any]]:
+    """The parameter groups of the optimizer that makes the updates."""
+    return (backend._optimizer if isinstance(backend, FSDPBackend) else backend._optimizer._core).param_groups
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------------
+
+
+def main(nemo_rl: Path | None) -> int:
+    """1 if a rate differs by more than its case allows. "per update": as schedules advanced in earlier versions."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    wrong = 0
+    with tempfile.TemporaryDirectory() as name:
+        for case in golden():
+            recipe = imported(case, Path(name), nemo_rl)
+            ours = rates(built(recipe, case.model), len(case.lr))
+            before = rates(built(recipe, case.model), len(case.lr), case.updates)
+            far = max(abs(a - b) / max(case.lr) for a, b in zip(ours, case.lr, strict=True))
+            wrong += far > case.tolerance
+            print(f"\n{case.name}: {case.calls} call(s) of train() a step, {case.updates} update(s) in each", flush=True)
+            print(f"{'call':>5} {'theirs':>12} {'ours':>12} {'per update':>12}")
+            for i, (theirs, now, then) in enumerate(zip(case.lr, ours, before, strict=True)):
+                print(f"{i:>5} {theirs:>12.5e} {now:>12.5e} {then:>12.5e}")
+            print(f"largest difference of {len(ours)} rates: {far:.1e} of the highest")
+    dist.destroy_process_group()
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))
