@@ -25,12 +25,12 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from submitit.local import local
 
-from launch import gpus
-from launch.job import ROOT, Guest, JobStatus, write_json
+from launch import forks, gpus, task
+from launch.job import ROOT, Guest, JobStatus, RunJob, write_json
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig, ranks, ranks_per_node
 from pipeline.files import write_durably
 
@@ -112,6 +112,7 @@ class Controller:
         """plan: as `HetLocalExecutor` has left it in submitit/plan.json."""
         self.run_dir = run_dir
         self.environments: list[dict[str, str]] = plan["environments"]
+        self.fork: bool = plan["fork"]
         self.limit_s = plan["time_min"] * 60
         self.requeue = RequeueConfig(**plan["requeue"])
         self.job = f"local-{os.getpid()}-{int(time.time())}"  # a process id is used again
@@ -199,16 +200,24 @@ class Controller:
         self.rank_of = {}
         for rank, environment in enumerate(self.environments):
             with open(logs / f"rank{rank:05d}.log", "ab") as log:
-                process = subprocess.Popen(
-                    rank_command(self.run_dir),
-                    env={**os.environ, **shared, **environment},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    process_group=0,  # so that what a rank starts is ended with it
-                    preexec_fn=functools.partial(_die_with_parent, os.getpid()),
-                )
-            self.rank_of[process.pid] = rank
+                pid = self._start_rank({**shared, **environment}, log)
+            self.rank_of[pid] = rank
+
+    def _start_rank(self, environment: dict[str, str], log: BinaryIO) -> int:
+        """Return the id of the process, which leads a process group, so that what a rank starts is ended with it."""
+        die_with_parent = functools.partial(_die_with_parent, os.getpid())
+        if self.fork:
+            rank_main = functools.partial(task.main, f"{self.run_dir}/submitit")
+            return forks.start(rank_main, environment, log, die_with_parent)
+        return subprocess.Popen(
+            rank_command(self.run_dir),
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            process_group=0,
+            preexec_fn=die_with_parent,
+        ).pid
 
     def _reap_one(self) -> None:
         """Wait for a rank to end. Raises Stop if it failed, and does not reap it then: its process group stays its own."""
@@ -306,6 +315,11 @@ class HetLocalExecutor(local.LocalExecutor):
         self.script = commands(run_dir, components)
         self.parameters = {"timeout_min": cluster.time_min}
 
+    def submit(self, fn, *args, **kwargs) -> RunJob:
+        """Submit `fn(*args, **kwargs)` for every rank. Ranks of the pipeline share its imports where that is possible."""
+        self.fork = fn.__module__ == task.rank_main.__module__ and forks.possible(self.environments)
+        return super().submit(fn, *args, **kwargs)
+
     def _num_tasks(self) -> int:
         return len(self.environments)
 
@@ -314,12 +328,15 @@ class HetLocalExecutor(local.LocalExecutor):
             "time_min": self.parameters["timeout_min"],
             "requeue": asdict(self.requeue),
             "environments": self.environments,
+            "fork": self.fork,
         }
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        own = forks.common(self.environments) if self.fork else {}
         write_json(self.folder / "plan.json", plan)
         with open(self.folder / "controller.log", "ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "launch.local", str(self.run_dir)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
+                env={**os.environ, **own, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -1,10 +1,10 @@
 """Kills or stops a rank, or spoils a message, at a chosen moment. Python imports this by itself where it is on PYTHONPATH.
 
-HETSTEP_TEST_FAULT is JSON: {"phase", "count", "actor", "victim", "signal", "message", "folder"}. Every rank leaves its process
-id in `folder`. When rank `actor` enters a phase that begins with `phase` for the `count`-th time, it sends `signal` to rank
-`victim`, which may be itself; or, with a `message`, the first message of a refit that it sends from then on is not as it was:
-"flip" turns one bit of it, "drop" leaves it out, "die" kills the rank with the message on its way. The pipeline knows nothing
-of this: `World.phase` and the refit's `post` are wrapped when their modules are imported.
+HETSTEP_TEST_FAULT is JSON: {"phase", "count", "actor", "victim", "signal", "message", "folder"}. Every rank that joins the
+world leaves its process id in `folder`. When rank `actor` enters a phase that begins with `phase` for the `count`-th time, it
+sends `signal` to rank `victim`, which may be itself; or, with a `message`, the first message of a refit that it sends from then
+on is not as it was: "flip" turns one bit of it, "drop" leaves it out, "die" kills the rank with the message on its way. The
+pipeline knows nothing of this: `World` and the refit's `post` are wrapped when their modules are imported.
 """
 
 import importlib.abc
@@ -45,22 +45,23 @@ spoil = []  # what is to be done to the next message
 
 def wrap_world(module):
     folder = Path(fault["folder"])
-    (folder / os.environ["HETSTEP_RANK"]).write_text(str(os.getpid()))
-    if int(os.environ["HETSTEP_RANK"]) != fault["actor"]:
-        return
-    original, entered = module.World.phase, 0
+    begin, original, entered = module.World.__init__, module.World.phase, 0
+
+    def leave_process_id(self, place, *rest):
+        (folder / str(place.rank)).write_text(str(os.getpid()))
+        begin(self, place, *rest)
 
     @contextmanager
     def phase(self, phase, verb=None):
         nonlocal entered
         with original(self, phase, verb):
-            if phase.startswith(fault["phase"]):
+            if self.rank == fault["actor"] and phase.startswith(fault["phase"]):
                 entered += 1
                 if entered == fault["count"]:
                     strike(folder)
             yield
 
-    module.World.phase = phase
+    module.World.__init__, module.World.phase = leave_process_id, phase
 
 
 def strike(folder):
@@ -94,5 +95,5 @@ def wrap_transfer(module):
     module.post = post
 
 
-if fault and "HETSTEP_RANK" in os.environ:
+if fault:
     sys.meta_path[:0] = [Wrap("pipeline.world", wrap_world), Wrap("pipeline.refit.transfer", wrap_transfer)]
