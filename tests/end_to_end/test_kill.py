@@ -62,6 +62,7 @@ def test_kill_every_rank_in_every_phase(tmp_path, request, uninterrupted, victim
     assert rerun.metrics() == uninterrupted
 
 
+@pytest.mark.full  # by default: tests/world/test_world.py
 @pytest.mark.parametrize(("victim", "phase", "verb"), [(3, "decode", "rollout")])
 def test_a_stopped_rank_is_named(tmp_path, victim, phase, verb):
     fault = Fault(phase, victim, actor=victim, signal=signal.SIGSTOP)

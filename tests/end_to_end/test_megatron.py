@@ -102,6 +102,7 @@ def test_equals_fsdp2(tmp_path, models, conversions, fsdp, layout):
 
 
 @pytest.mark.slurm
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=pytest.mark.long if i else []) for i, n in enumerate(LAYOUTS)])
 def test_equals_fsdp2_on_slurm(tmp_path, models, conversions, fsdp, slurm_cluster, layout):
     model, keys = LAYOUTS[layout]
@@ -126,6 +127,7 @@ def tp2(models, conversions, tmp_path_factory):
 SAVED = ("policy.megatron_cfg.checkpoint.async_save=true", "grpo.val_at_end=true", "grpo.max_val_samples=6")
 
 
+@pytest.mark.full  # by default: tests/train/megatron/test_checkpoints.py
 def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, models, conversions, tp2):
     """Killed in the step after a save began, which may or may not have ended."""
     keys = (*LOCAL, *of(models / "dense"), *TP2, *SAVED)
@@ -150,6 +152,7 @@ def test_resumes_at_another_layout(tmp_path, models, conversions, tp2):
     assert rest.metrics() != tp2.metrics()  # two steps were taken anew
 
 
+@pytest.mark.full  # by default: tests/train/megatron/test_export.py
 def test_the_exported_checkpoint_says_what_the_run_said(tp2, tmp_path):
     """The greedy completions of the last validation, by transformers."""
     out = tmp_path / "hf"

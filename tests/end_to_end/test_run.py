@@ -35,6 +35,7 @@ def test_slurm_equals_local_to_the_last_bit(tmp_path, local, slurm_cluster):
     assert run.metrics() == local.metrics()
 
 
+@pytest.mark.full  # by default with the transformers engine: test_kill.py
 def test_a_killed_run_of_vllm_goes_on_to_the_last_bit(tmp_path, local):
     """The engine starts anew, with another history, and still draws the same tokens."""
     broken = submit(tmp_path / "run", *VLLM, *LOCAL, *EXPORTED, fault=Fault("decode", victim=3, actor=2, count=3))
