@@ -20,6 +20,7 @@ IMPORTED = (
     "tests.train.adapters",
     "tests.train.algorithms.invariance",
     "tests.train.megatron.layouts",
+    "tests.world.ranks",
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",

@@ -2,15 +2,45 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+from tests import fork_server
+from tests.world import ranks
 from tests.world.secret import write_secret
 
 ROOT = Path(__file__).parents[2]
 SIZE = 7
+
+
+class RankProcess:
+    """A rank as a process, with those methods of `subprocess.Popen` that tests use. It is a fork of the tests' fork server."""
+
+    def __init__(self, env: dict[str, str], log: Path, run_dir: Path, scenario: str):
+        self._process = fork_server.context().Process(target=_run, args=(env, log, run_dir, scenario))
+        self._process.start()
+        self.pid = self._process.pid
+        self.kill = self._process.kill
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, f"process {self.pid} has not ended within {timeout} s"
+        return self._process.exitcode
+
+
+def _run(env: dict[str, str], log: Path, run_dir: Path, scenario: str) -> None:
+    os.environ.update(env)
+    os.chdir(ROOT)
+    with open(log, "w") as out:
+        for number in (1, 2):
+            os.dup2(out.fileno(), number)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    ranks.main(run_dir, scenario)
 
 
 class World:
@@ -21,8 +51,8 @@ class World:
         self.logs = [run_dir / f"{rank}.log" for rank in range(SIZE)]
         self.processes = [self._start(rank, scenario) for rank in range(SIZE)]
 
-    def _start(self, rank: int, scenario: str) -> subprocess.Popen:
-        env = os.environ | {
+    def _start(self, rank: int, scenario: str) -> RankProcess:
+        env = {
             "HETSTEP_RANK": str(rank),
             "HETSTEP_WORLD_SIZE": str(SIZE),
             "HETSTEP_LOCAL_RANK": str(rank),
@@ -31,9 +61,7 @@ class World:
             "HETSTEP_ATTEMPT": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
-        command = [sys.executable, "-m", "tests.world.ranks", str(self.run_dir), scenario]
-        with open(self.logs[rank], "w") as log:
-            return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+        return RankProcess(env, self.logs[rank], self.run_dir, scenario)
 
     def wait(self, timeout: float = 150) -> list[int]:
         deadline = time.monotonic() + timeout
