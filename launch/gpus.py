@@ -32,9 +32,9 @@ def count() -> tuple[int | None, str]:
     return devices, "/dev/nvidia*"
 
 
-def assigned(asked: int) -> list[str]:
-    """The first `asked` GPUs that a process of ours may use, as CUDA_VISIBLE_DEVICES names them. Raises RecipeError if this
-    machine has fewer.
+def assigned(asked: int, keys: str = "cluster.train.gpus_per_node") -> list[str]:
+    """The first `asked` GPUs that a process of ours may use, as CUDA_VISIBLE_DEVICES names them. Raises RecipeError, naming
+    the keys that ask for them, if this machine has fewer.
 
     As CUDA reads it, CUDA_VISIBLE_DEVICES ends where it names a GPU that is not there.
     """
@@ -50,9 +50,8 @@ def assigned(asked: int) -> list[str]:
         why = f"this machine shows {len(devices)}: it has {there} by {source}, and CUDA_VISIBLE_DEVICES={visible}"
     if len(devices) < asked:
         raise RecipeError(
-            f"cluster: the components ask for {asked} GPUs (nodes x gpus_per_node), and {why}; with cluster.executor=local"
-            f" expected at most {len(devices)}. Try a smaller gpus_per_node in cluster.train, cluster.generate and"
-            " cluster.reward (0: on CPUs), or cluster.executor=slurm"
+            f"{keys}: got {asked} GPUs in all (nodes x gpus_per_node), but {why}; with cluster.executor=local expected at most"
+            f" {len(devices)}. Try fewer (0: on CPUs), or cluster.executor=slurm"
         )
     return devices[:asked]
 
