@@ -54,7 +54,7 @@ def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, 
     """What each rank's environment has besides the submitting one's, in rank order. Raises RecipeError if GPUs are too few."""
     world_size = sum(ranks(component) for component in components.values())
     owners = [component for component in components.values() if not isinstance(component, Guest)]
-    keys = ", ".join(f"cluster.{name}.gpus_per_node" for name, component in components.items() if component.gpus_per_node)
+    keys = ", ".join(f"cluster.{name}.gpus_per_node" for name, each in components.items() if each.gpus_per_node)
     devices = gpus.assigned(sum(component.nodes * component.gpus_per_node for component in owners), keys)
     environments, first_gpu, next_gpu = [], 0, 0
     for name, component in components.items():

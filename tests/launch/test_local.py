@@ -229,7 +229,9 @@ def test_each_component_and_node_has_its_own_gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7")
     assert [e["CUDA_VISIBLE_DEVICES"] for e in rank_environments(components)] == ["3,4", "3,4", "5,6", "5,6", "7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-    with pytest.raises(RecipeError, match=r"train.gpus_per_node, cluster.generate.gpus_per_node: got 5 GPUs .* shows 2: it has 8 by"):
+    with pytest.raises(
+        RecipeError, match=r"train.gpus_per_node, cluster.generate.gpus_per_node: got 5 GPUs .* shows 2: it has 8 by"
+    ):
         rank_environments(components)
 
 
