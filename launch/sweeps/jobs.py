@@ -58,12 +58,19 @@ def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, see
     *needed, main = (each.recipe for each in prepared)
     executor = f"cluster.executor={prepared[-1].executor.name}"  # said, because the check inside a job would choose otherwise
     names = [recipe.name for recipe in needed]
+    handed_on = {each.recipe.name: each.handed_on for each in prepared}
 
     def needs(recipe: config.Recipe) -> list[str]:
         return [need for need in recipe.needs if need in names]
 
     first = [
-        Job(each.name, each.name, [f"run_dir={each.run_dir}", executor], str(Path(each.run_dir).absolute()), needs=needs(each))
+        Job(
+            each.name,
+            each.name,
+            [f"run_dir={each.run_dir}", *handed_on[each.name], executor],
+            str(Path(each.run_dir).absolute()),
+            needs=needs(each),
+        )
         for each in needed
     ]
     return [*first, Job(f"{run}-{seed}", recipe, [*given, executor], main.run_dir, run, seed, needs(main))]
