@@ -107,11 +107,8 @@ def model_folder(key: str, name: str) -> Path:
     if snapshot := _in_cache(name):
         return snapshot
     if _looks_like_path(name):
-        raise RecipeError(f"{key}: there is no folder {name} (looked from {os.getcwd()})")
-    raise RecipeError(
-        f"{key}: '{name}' is neither a folder (looked from {os.getcwd()}) nor in the cache {hub_cache()}; fetch it with"
-        f" `hf download {name}`"
-    )
+        raise RecipeError(f"{key}: there is no folder {name}")
+    raise RecipeError(f"{key}: '{name}' is neither a folder nor in the cache {hub_cache()}; fetch it with `hf download {name}`")
 
 
 def _looks_like_path(name: str) -> bool:

@@ -137,7 +137,7 @@ def needed_model(recipe: Recipe) -> str | None:
     if Path(recipe.policy.model_name).is_dir():
         return None
     for name in recipe.needs:
-        needed = config.load(name, [f"run_dir=runs/{name}"])
+        needed = config.load(name, [f"run_dir=runs/{config.name_of(name)}"])
         if inside(recipe.policy.model_name, [Path(needed.run_dir)]):
             return needed_model(needed) or needed.policy.model_name
     return None

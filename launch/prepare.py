@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import allocation, backend, executor, handed_on, local, run_folder, slurm_client
+from launch import allocation, backend, executor, local, run_folder, slurm_client
 from launch.job import components
 from launch.model_files import Pending
 from launch.model_shape import NotDescribed
 from launch.plan import Plan, plan
 from launch.preflight import allocation as allocated
-from launch.preflight import files, libraries, sandbox, slurm, storage
+from launch.preflight import files, libraries, own_code, sandbox, slurm, storage
 from pipeline import config
 from pipeline.config import Loaded, Recipe, RecipeError, collected, refuse
 
@@ -32,7 +32,6 @@ class Prepared:
     executor: executor.Choice
     plan: Plan | None  # None: of a family of models of which no plan can be made
     notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed, and what is ignored
-    handed_on: tuple[str, ...] = ()  # of a needed recipe: the overrides that it takes from the one that needs it
 
 
 def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None = None) -> list[Prepared]:
@@ -49,10 +48,13 @@ def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
         chosen = executor.choose(recipe)
         try:
             recipe, choice = backend.choose(recipe, pending, run_folder.earlier(recipe))
+            unread, noted = loaded.unread(recipe)
+            own += unread
+            notes += noted
             if not own:
                 planned = _planned(recipe, choice, plan_from, pending, notes)
                 own += planned.problems() if planned else ()
-                prepared.append(Prepared(recipe, choice, chosen, planned, notes, loaded.handed_on))
+                prepared.append(Prepared(recipe, choice, chosen, planned, notes))
         except RecipeError as error:
             own += config.independent(error.problems, loaded.faulty)
         if recipe.algorithm:  # without one nothing is known of what the run does
@@ -77,20 +79,21 @@ def _planned(
 
 def in_order(name: str, overrides: list[str]) -> list[Loaded]:
     """The recipe, preceded by those that it needs and that have not run. Raises RecipeError if they need each other."""
-    asked_for = config.inspect(name, overrides)
+    executor = [override for override in overrides if override.startswith("cluster.executor=")]
     ordered: list[Loaded] = []
 
     def add(loaded: Loaded, path: list[str]) -> None:
         for need in loaded.recipe.needs:
-            if need in path:
-                raise RecipeError(f"needs: goes in a circle: {' -> '.join([*path, need])}")
-            if need not in [other.recipe.name for other in ordered]:
-                needed = handed_on.inspect(need, [f"run_dir=runs/{need}"], asked_for, overrides)
+            named = config.name_of(need)
+            if named in path:
+                raise RecipeError(f"needs: goes in a circle: {' -> '.join([*path, named])}")
+            if named not in [other.recipe.name for other in ordered]:
+                needed = config.inspect(need, [f"run_dir=runs/{named}", *executor])
                 if run_folder.done_step(Path(needed.recipe.run_dir)) is None:
-                    add(needed, [*path, need])
+                    add(needed, [*path, named])
         ordered.append(loaded)
 
-    add(asked_for, [name])
+    add(config.inspect(name, overrides), [config.name_of(name)])
     return ordered
 
 
@@ -108,6 +111,7 @@ def file_problems(recipe: Recipe, chosen: executor.Choice, pending: list[Path], 
     else:
         yield from _executor_problems(recipe, chosen, notes)
     yield from sandbox.problems(recipe, chosen.name, notes)
+    yield from own_code.problems(recipe, chosen.name, notes)
     with collected(found := []):
         run_folder.check(recipe)
     yield from found

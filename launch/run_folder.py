@@ -54,6 +54,7 @@ MAY_DIFFER = (
     "run_dir",
     "plan.*",
     "needs",
+    "module_folders",
     "cluster.*",
     "logger.*",
     "checkpointing.*",

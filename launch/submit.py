@@ -122,9 +122,10 @@ def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
     refuse(loaded.problems)
     pending = [Pending(Path(each.recipe.run_dir), each.recipe.policy) for each in needed]
     recipe, choice = backend.choose(loaded.recipe, pending, run_folder.earlier(loaded.recipe))
-    refuse(architecture.against_layout(recipe, pending))
+    unread, notes = loaded.unread(recipe)
+    refuse([*unread, *architecture.against_layout(recipe, pending)])
     planned = plan(recipe, choice, before, pending)
-    notes = list(loaded.notes)
+    notes = [*loaded.notes, *notes]
     missing = list(file_problems(recipe, executor.choose(recipe), pending, True, notes))
     for note in notes:
         print(f"# {note}")
@@ -203,7 +204,7 @@ def _submit_detached(prepared: list[Prepared]) -> int:
     job_ids: dict[str, str] = {}
     for each in prepared:
         recipe, run_dir = each.recipe, Path(each.recipe.run_dir).absolute()
-        after = tuple(job_ids[need] for need in recipe.needs if need in job_ids)
+        after = tuple(job_ids[need] for need in map(config.name_of, recipe.needs) if need in job_ids)
         job = run_folder.live_job(run_dir) or start(each, after)
         job_ids[recipe.name] = job.job_id
         print(f"follow it: python {Path(__file__).resolve()} follow={run_dir}")

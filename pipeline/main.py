@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline import algorithms, config, experience, node_checks, remote
+from pipeline import algorithms, config, experience, node_checks, own_code, remote
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
 from pipeline.config import PolicyConfig, Recipe
@@ -34,6 +34,7 @@ def main(run_dir: Path) -> None:
     """This rank's whole life. Raises what ended the run; the first failure is left in the attempt's failure.json."""
     wait_for(run_dir / "recipe.yaml")
     recipe = config.read(run_dir / "recipe.yaml")
+    own_code.search_in(recipe.module_folders)
     timeouts = recipe.cluster.timeouts
     place, realms = Place.from_environment(run_dir), Realms.of(recipe)
     try:

@@ -107,7 +107,7 @@ def test_the_schemas_mappings_are_merged_with_unless_they_are_replaced(write):
         ("a: !!python/object:os.system x", "not YAML"),
         ("a: !!binary aGk=", "a.yaml:1: a bytes is nothing"),
         ("defaults: {a: b}", "a.yaml:1: 'defaults' is a file's name, or a list of them"),
-        ("x: 1\ndefaults: [b.yaml]", "a.yaml:2: 'defaults: b.yaml': there is no"),
+        ("x: 1\ndefaults: [b.yaml]", "a.yaml:2: defaults: there is no recipe 'b.yaml': no /"),
         ("defaults: a.yaml", "a.yaml -> a.yaml"),
         ("a: [", "not YAML"),
     ],

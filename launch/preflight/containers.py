@@ -17,6 +17,7 @@ from pathlib import Path
 from launch.containers import OPTIONS
 from launch.job import ROOT, components
 from launch.model_files import hf_home, inside, is_here, model_folder
+from launch.preflight import own_code
 from launch.preflight.weights import trouble
 from pipeline import config
 from pipeline.config import GENERATED_DATASETS, ComponentConfig, Recipe, RecipeError, is_dotted_path, keyed_sets, uses_megatron
@@ -238,6 +239,9 @@ def _needs(recipe: Recipe, name: str, pending: list[Path], conversions: Path) ->
         yield from _of_model(f"the tokenizer of {key}", key, config.judge(recipe).tokenizer.name, pending)
     if name == "train":
         yield from _of_data(recipe)
+    for code in own_code.named(recipe):
+        if code.component == name and (folder := own_code.folder_of(code.path, recipe)):
+            yield Need(f"the module of {code.key}", folder)
     if name != "generate" and uses_megatron(recipe.policy):
         yield Need("the folder of Megatron checkpoints", conversions, written=True)
 

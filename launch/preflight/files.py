@@ -266,7 +266,7 @@ def _text(key: str, path: str) -> str:
         return Path(path).read_text()
     except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
         reason = error.strerror if isinstance(error, OSError) else error
-        raise RecipeError(f"{key}: {path}: {reason} (looked from {os.getcwd()})") from None
+        raise RecipeError(f"{key}: {path}: {reason}") from None
 
 
 def _check_name(key: str, name: str | None) -> Iterator[str]:
@@ -325,7 +325,7 @@ def _lines(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
         file = open(path, "rb")  # noqa: SIM115 closed below
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise RecipeError(f"{key}: {path}: {reason} (looked from {os.getcwd()})") from None
+        raise RecipeError(f"{key}: {path}: {reason}") from None
     with file:
         found = False
         for number, line in enumerate(file, 1):

@@ -51,7 +51,7 @@ from pipeline.config.data import (
     validates,
     validation_sets,
 )
-from pipeline.config.environments import ToolArguments, arguments_of, arguments_of_tool, tools_of
+from pipeline.config.environments import TOOLS, ToolArguments, arguments_of, arguments_of_tool, own_kind, tools_of
 from pipeline.config.errors import RecipeError, collected, refuse
 from pipeline.config.layout import Backend, asked_backend, check_expert_layout, colocated, decided
 from pipeline.config.megatron import (
@@ -63,7 +63,7 @@ from pipeline.config.megatron import (
     MegatronSchedulerConfig,
 )
 from pipeline.config.models import critic, judge, models, reward_environment, reward_model, serves_rewards, teacher
-from pipeline.config.reading import RECIPES, Loaded, complete, find, independent, inspect, load, read, to_yaml, write
+from pipeline.config.reading import RECIPES, Loaded, complete, find, independent, inspect, load, name_of, read, to_yaml, write
 from pipeline.config.schema import (
     ENVIRONMENT_KINDS,
     GENERATED_DATASETS,
@@ -108,6 +108,7 @@ __all__ = [
     "PRECISIONS",
     "RECIPES",
     "SHARED",
+    "TOOLS",
     "UNBOUNDED",
     "AdvantageConfig",
     "AsyncConfig",
@@ -188,7 +189,9 @@ __all__ = [
     "keyed_sets",
     "load",
     "models",
+    "name_of",
     "nearest_dataset",
+    "own_kind",
     "problems",
     "ranks",
     "ranks_per_node",

@@ -1,7 +1,7 @@
 """The `kwargs` of each kind of `env`: names, types, defaults and ranges, checked before anything is loaded.
 
 A kind's keys are the fields of a dataclass here; what they mean stands at its class in `pipeline/environments/`. Those of a
-dotted path are checked when the environment is built: only there is its module.
+dotted path are checked where its module is imported: `pipeline/environments/own.py`.
 """
 
 from __future__ import annotations
@@ -189,6 +189,14 @@ def _sound(arguments: Any, problems: list[str]) -> dict[str, Any]:
     return dict(vars(arguments))
 
 
+def own_kind(environments: dict[str, EnvironmentConfig], name: str | None) -> bool:
+    """Whether code of the user's own judges the answers of an environment: its own, or that of the judge that it asks."""
+    if name not in environments:
+        return False
+    asked = environments.get(environments[name].kwargs.get("judge"), environments[name])
+    return asked.kind not in ENVIRONMENT_KINDS
+
+
 def unusable_kinds(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """(key, problem) of kinds that there are not."""
     for name, environment in recipe.env.items():
@@ -217,7 +225,9 @@ def _check_path(key: str, kind: str, kinds: tuple[str, ...]) -> Iterator[str]:
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         near = difflib.get_close_matches(kind.lower(), kinds, 1, typed.SIMILAR)
         meant = f"did you mean {near[0]}?" if near else f"there are: {', '.join(kinds)}"
-        yield f"{key}: '{kind}' is neither a kind nor the dotted path of a class; {meant}"
+        if ".py" in kind:
+            meant = "for `right` in my_reward.py beside the recipe, my_reward.right"
+        yield f"{key}: '{kind}' is neither a kind nor the dotted path of a class or a function; {meant}"
 
 
 def _check_arguments(recipe: Recipe, key: str, environment: EnvironmentConfig) -> Iterator[str]:

@@ -5,8 +5,8 @@ What a tree may hold and what its `${...}` stand for is not known here: `pipelin
 
 from __future__ import annotations
 
-import contextlib
 import difflib
+import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +19,7 @@ import yaml
 from pipeline.config.errors import RecipeError
 
 ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
 COMMAND_LINE = "the command line"
 MOST_BRACKETS = 1000
 LONGEST_KEY = 400
@@ -35,6 +36,7 @@ class Leaf:
 
     value: Any
     origin: str | None = None  # "recipes/a.yaml:12" or COMMAND_LINE; None: the schema's default
+    folder: Path | None = None  # the folder of the file that set it, absolute
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ class Branch:
 
 def copied(node: Leaf | Branch) -> Leaf | Branch:
     if isinstance(node, Leaf):
-        return Leaf(node.value, node.origin)
+        return Leaf(node.value, node.origin, node.folder)
     return Branch({key: copied(child) for key, child in node.children.items()}, node.origin, node.replaces)
 
 
@@ -171,11 +173,13 @@ def dumped(value: Any, on_one_line: bool = False) -> str:
 
 
 def named(name: str, folder: Path, otherwise: str, more: str = "") -> Path:
-    """NAME.yaml in the folder, or the file of that path. Raises RecipeError: `otherwise`, and the names that there are."""
-    for path in (folder / f"{name}.yaml", Path(name)):
-        with contextlib.suppress(OSError):  # a name that is too long for a file
-            if path.is_file():
-                return path
+    """NAME.yaml in the folder, or the file of that path, with or without .yaml.
+
+    Raises RecipeError: `otherwise`, and the names that there are.
+    """
+    for path in (folder / f"{name}.yaml", Path(name), Path(f"{name}.yaml")):
+        if os.path.isfile(path):  # False also for a name that is too long for a file
+            return path
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean '{near[0]}'? " if near else ""
@@ -198,8 +202,13 @@ def _told(error: Exception) -> str:
     return text if len(text) <= 200 else f"{text[:196]} ..."
 
 
-def chain(path: Path, seen: tuple[Path, ...] = ()) -> Branch:
+def chain(path: Path) -> Branch:
     """The YAML at `path` over its `defaults:` parents. Raises RecipeError where that cannot be read."""
+    return functools.reduce(merged, stack(path), Branch())
+
+
+def stack(path: Path, seen: tuple[Path, ...] = ()) -> list[Branch]:
+    """The YAML at `path` and its `defaults:` parents, each with its own, the lowest first. Raises RecipeError."""
     real = path.resolve()
     if real in seen:
         raise RecipeError(f"{path}: 'defaults' goes in a circle: {' -> '.join(p.name for p in [*seen, real])}")
@@ -209,13 +218,38 @@ def chain(path: Path, seen: tuple[Path, ...] = ()) -> Branch:
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise RecipeError(f"{parents.origin}: 'defaults' is a file's name, or a list of them")
-    result = Branch()
+    layers: list[Branch] = []
     for name in names:
-        parent = path.parent / name
-        if not parent.is_file():
-            raise RecipeError(f"{parents.origin}: 'defaults: {name}': there is no {os.path.normpath(parent.absolute())!r}")
-        result = merged(result, chain(parent, (*seen, real)))
-    return merged(result, layer)
+        if (parent := other_recipe(name, path.parent, path)) is None:
+            raise RecipeError(f"{parents.origin}: defaults: {no_recipe(name, path.parent)}")
+        layers += stack(parent, (*seen, real))
+    return [*layers, layer]
+
+
+def other_recipe(name: str, folder: Path, asking: Path | None = None) -> Path | None:
+    """The recipe that a file in `folder` means by a name: a file from there, with or without .yaml, else one in recipes/.
+
+    asking: the file itself, which is not meant by its own name where recipes/ has another. The path is absolute.
+    """
+    for path in _places(name, folder):
+        if os.path.isfile(path) and not (
+            asking and path.parent != RECIPES and path.samefile(asking) and (RECIPES / path.name).is_file()
+        ):
+            return path
+    return None
+
+
+def no_recipe(name: str, folder: Path) -> str:
+    """What to say where `other_recipe` finds none."""
+    places = _places(name, folder)
+    known = {path.stem for where in (folder, RECIPES) for path in where.glob("*.yaml")}
+    near = difflib.get_close_matches(Path(name).name.removesuffix(".yaml"), sorted(known), 1)
+    return f"there is no recipe '{name}': no {', no '.join(map(str, places))}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _places(name: str, folder: Path) -> list[Path]:
+    places = [folder / name, folder / f"{name}.yaml", RECIPES / f"{name}.yaml"]
+    return list(dict.fromkeys(Path(os.path.abspath(path)) for path in places))
 
 
 def _file(path: Path) -> Branch:
@@ -225,6 +259,8 @@ def _file(path: Path) -> Branch:
         try:
             node = loader.get_single_node()
             tree = Branch() if node is None else _tree(loader, node, shown, ())
+            for _, leaf in tree.leaves() if isinstance(tree, Branch) else ():
+                leaf.folder = path.absolute().parent
         finally:
             loader.dispose()
     except (OSError, *NOT_YAML) as error:

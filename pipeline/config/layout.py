@@ -29,10 +29,14 @@ def asked_backend(policy: PolicyConfig) -> Backend | None:
 
 def named_backend(policy: PolicyConfig) -> Backend | None:
     """The same, and None too where both are false."""
-    megatron, dtensor = policy.megatron_cfg.enabled, policy.dtensor_cfg.enabled
-    if megatron or (dtensor is False and megatron is None):
+    return backend_of(policy.megatron_cfg.enabled, policy.dtensor_cfg.enabled)
+
+
+def backend_of(megatron: bool | None, dtensor: bool | None) -> Backend | None:
+    """What two values of `enabled` say."""
+    if megatron is True or (dtensor is False and megatron is None):
         return "megatron"
-    return "dtensor" if dtensor or (megatron is False and dtensor is None) else None
+    return "dtensor" if dtensor is True or (megatron is False and dtensor is None) else None
 
 
 def check_asked_backend(policy: PolicyConfig) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,14 +16,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.config import layers, resolving, typed
+from pipeline.config import layers, places, resolving, typed, unread
 from pipeline.config.algorithms import OFFLINE, ONLINE
 from pipeline.config.checks import contradictions, unusable
 from pipeline.config.errors import RecipeError, refuse
-from pipeline.config.layers import Branch, Leaf
+from pipeline.config.layers import RECIPES, Branch, Leaf
 from pipeline.config.schema import DatasetConfig, Recipe
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 OURS = ("cluster.train", "cluster.generate", "cluster.executor", "cluster.time_min", "run_dir", "needs")  # not NeMo-RL's
 THEIRS = ("cluster.num_nodes", "cluster.gpus_per_node", *ONLINE, *OFFLINE)  # one of these at least they all have
 
@@ -36,7 +36,13 @@ class Loaded:
     origins: dict[str, str]  # dotted key -> "recipes/a.yaml:12" or "the command line"; absent: the schema's default
     notes: list[str] = field(default_factory=list)  # what was changed or ignored in a recipe of NeMo-RL's
     faulty: frozenset[str] = frozenset()  # keys whose value could not be used
-    handed_on: tuple[str, ...] = ()  # of a recipe that is needed: the overrides that it takes from the one that needs it
+    references: dict[str, set[str]] = field(default_factory=dict)  # by key the keys that its value is made of
+    file: str = ""  # the recipe's own, as origins name it; empty for one of NeMo-RL's
+
+    def unread(self, recipe: Recipe) -> tuple[list[str], list[str]]:
+        """(problems, notes) of keys that nothing reads. recipe: this one, with the backend that was chosen."""
+        problems = unread.problems(recipe, self.origins, self.references)
+        return list(problems), list(unread.notes(recipe, self.origins, self.references, self.file) if self.file else ())
 
 
 def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
@@ -52,11 +58,12 @@ def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
 def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
     """The same, with its problems. Raises RecipeError only for what cannot be read at all: no such file, not YAML."""
     path = find(name)
-    tree = layers.chain(path)
+    stack = layers.stack(path)
+    tree = functools.reduce(layers.merged, stack, Branch())
     given = list(layers.overrides(overrides))
     if _is_nemo_rls(tree, given):
         return _translated(path, tree, given)
-    return _read(path, [tree, *_layers(given)])
+    return dataclasses.replace(_read(path, [*stack, _layer(given)]), file=layers.short(path))
 
 
 def read(path: Path) -> Recipe:
@@ -64,6 +71,8 @@ def read(path: Path) -> Recipe:
     tree = layers.chain(path)
     for branch in tree.branches():
         branch.replaces = True  # what was written is complete: a default that it does not have was taken away
+    for _, leaf in tree.leaves():
+        leaf.folder = None  # older versions wrote paths that are relative to the working directory
     loaded = _inspected(tree)
     refuse(loaded.problems)
     return loaded.recipe
@@ -90,6 +99,11 @@ def find(name: str) -> Path:
     return layers.named(name, RECIPES, f"recipe={name}: no such recipe")
 
 
+def name_of(recipe: str) -> str:
+    """The name that a recipe has by which it is asked for: `tiny_sft`, or the path of a file."""
+    return Path(recipe).name.removesuffix(".yaml")
+
+
 def independent(problems: Iterable[str], faulty: Iterable[str]) -> Iterator[str]:
     """The problems that do not merely follow from a key that is known to be wrong: those that name neither it, nor the section
     that it is in, nor what is in it."""
@@ -102,11 +116,14 @@ def independent(problems: Iterable[str], faulty: Iterable[str]) -> Iterator[str]
 # ---- layers ---------------------------------------------------------------------------------------------------------------
 
 
-def _layers(given: list[tuple[str, Leaf | Branch]]) -> Iterator[Branch]:
+def _layer(given: list[tuple[str, Leaf | Branch]]) -> Branch:
+    """Of what the command line gives."""
+    tree = Branch()
     for key, node in given:
         layer = Branch()
         layer.set(key, node)
-        yield layer
+        tree = layers.merged(tree, layer)
+    return tree
 
 
 def _read(
@@ -114,7 +131,12 @@ def _read(
 ) -> Loaded:
     tree = Branch({"name": Leaf(path.stem), "run_dir": Leaf(f"runs/{path.stem}")})
     for layer in trees:
+        places.with_one_source(tree, layer)
         tree = layers.merged(tree, layer)
+    if lacking := places.find_needs(tree):
+        problems, faulty = [*problems, *lacking], [*faulty, "needs"]
+        tree.drop("needs")
+    places.add_module_folders(tree, path)
     return _inspected(tree, notes, problems, faulty)
 
 
@@ -129,8 +151,7 @@ def _translated(path: Path, tree: Branch, given: list[tuple[str, Leaf | Branch]]
     from pipeline.config import nemo_rl  # most recipes do without
 
     theirs = [pair for pair in given if tree.find(pair[0]) is not None]
-    for layer in _layers(theirs):
-        tree = layers.merged(tree, layer)
+    tree = layers.merged(tree, _layer(theirs))
     faults = resolving.resolve(tree)
     faults |= {key: problem for key, problem in _misfits(tree).items() if key not in faults}
     problems = [f"{tree.find(key).origin}: {key}: {problem}" for key, problem in faults.items()]
@@ -141,8 +162,12 @@ def _translated(path: Path, tree: Branch, given: list[tuple[str, Leaf | Branch]]
     layer = layers.of(resolving.escaped(translation.layer), layers.short(path), translation.origins)
     ours = [pair for pair in given if pair not in theirs]
     problems += independent(translation.problems, faults)
+    readers = dataclasses.replace(unread.Readers.of_tree(tree), algorithm=None)  # which of theirs it is, `nemo_rl` knows
+    for key, _ in theirs:
+        if why := readers.unread(key):
+            problems.append(f"{layers.COMMAND_LINE}: {key}: {why}; {readers.instead(key)}")
     named = [match.group(1) for problem in problems if (match := re.match(r"(?:\S+:\d+: )?([A-Za-z_][\w.]*)[:,]", problem))]
-    return _read(path, [layer, *_layers(ours)], [*translation.changed, *translation.ignored], problems, named)
+    return _read(path, [layer, _layer(ours)], [*translation.changed, *translation.ignored], problems, named)
 
 
 def _misfits(tree: Branch) -> dict[str, str]:
@@ -165,12 +190,14 @@ def _misfits(tree: Branch) -> dict[str, str]:
 def _inspected(given: Branch, notes: Iterable[str] = (), problems: Iterable[str] = (), faulty: Iterable[str] = ()) -> Loaded:
     """The recipe that layers over the schema's defaults make. Values that cannot be used are left out until the rest can."""
     problems, faulty = list(problems), set(faulty)
-    for key, problem in typed.unknown(Recipe, _whole(given), Recipe):
+    whole = _whole(given)
+    readers = unread.Readers.of_tree(whole)
+    for key, problem in typed.unknown(Recipe, whole, Recipe, readers):
         problems.append(problem)
         faulty.add(key)
     origins = {key: leaf.origin for key, leaf in given.leaves() if leaf.origin}
     while True:
-        recipe, found = _attempt(given, faulty)
+        recipe, found = _attempt(given, faulty, readers)
         found = found or _unusable(recipe, given, faulty)
         if not found:
             break
@@ -181,7 +208,8 @@ def _inspected(given: Branch, notes: Iterable[str] = (), problems: Iterable[str]
         for key in found:
             _leave_out(given, key)
     problems += independent(contradictions(recipe), faulty)
-    return Loaded(recipe, list(dict.fromkeys(problems)), origins, list(notes), frozenset(faulty))
+    references = {key: found for key, leaf in whole.leaves() if (found := resolving.references(key, leaf.value))}
+    return Loaded(recipe, list(dict.fromkeys(problems)), origins, list(notes), frozenset(faulty), references)
 
 
 def _whole(given: Branch) -> Branch:
@@ -190,16 +218,18 @@ def _whole(given: Branch) -> Branch:
     return typed.filled(Recipe, tree) if resolving.expand(tree) else tree
 
 
-def _attempt(given: Branch, faulty: set[str]) -> tuple[Recipe, dict[str, str | None]]:
+def _attempt(given: Branch, faulty: set[str], readers: unread.Readers) -> tuple[Recipe, dict[str, str | None]]:
     """The recipe, and by key what of it cannot be used; None if that only follows from a key that is known to be faulty."""
     tree = _whole(given)
+    misplaced = places.absolute(tree)
     written = {key: leaf for key, leaf in tree.leaves() if resolving.interpolated(leaf.value)}
     unresolved = resolving.resolve(tree)
+    misplaced |= places.absolute(tree, {key: leaf.folder for key, leaf in written.items()})
     if any(isinstance(tree.find(key), Branch) for key in written):
         tree = typed.filled(Recipe, tree)
     wrong: dict[str, str] = {}
     recipe = typed.built(Recipe, tree, wrong)
-    faults = wrong | unresolved
+    faults = misplaced | wrong | unresolved
 
     def follows(key: str, others: Iterable[str]) -> bool:
         referred = resolving.references(key, written[key].value) if key in written else ()
@@ -210,9 +240,11 @@ def _attempt(given: Branch, faulty: set[str]) -> tuple[Recipe, dict[str, str | N
             return None
         if faults[key] == typed.MISSING:
             return f"{key} has no value; the recipe must set it"
-        origin = tree.find(key).origin
+        node, origin = tree.find(key), tree.find(key).origin
+        inside = node.leaves(f"{key}.") if isinstance(node, Branch) else ()
+        hints = dict.fromkeys(hint for inner, _ in inside if (hint := readers.hint(inner)))
         stands_for = f"{written[key].value} is " if key in written and key not in unresolved else ""
-        return f"{f'{origin}: ' if origin else ''}{key}: {stands_for}{faults[key]}"
+        return f"{f'{origin}: ' if origin else ''}{key}: {stands_for}{faults[key]}{''.join(f'; {hint}' for hint in hints)}"
 
     roots = [key for key in faults if not follows(key, faults)]
     roots = roots or [key for key in faults if given.find(key)] or list(faults)  # a circle: whoever was given a value

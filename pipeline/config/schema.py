@@ -246,7 +246,7 @@ class RewardTokenizerConfig(TokenizerConfig):
 
 @dataclass
 class EnvironmentConfig:
-    kind: str = MISSING  # one of ENVIRONMENT_KINDS, or the dotted path of a class
+    kind: str = MISSING  # one of ENVIRONMENT_KINDS, or the dotted path of a class or a function: pipeline/environments/own.py
     timeout_s: float = 10.0  # for one turn of an episode
     workers: Optional[int] = None  # turns judged at once, on each engine; null: the kind's own number
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -295,6 +295,8 @@ class Recipe:
     algorithm: str = MISSING  # grpo, ppo, distillation, sft, dpo, rm
     run_dir: str = MISSING  # what the run writes; given again, the run goes on where it stopped
     needs: list[str] = field(default_factory=list)  # recipes run first, each once, at runs/<name>
+    # Where modules of one's own are looked for, after PYTHONPATH; to these the folder of the recipe's file is added
+    module_folders: list[str] = field(default_factory=list)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)

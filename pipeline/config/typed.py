@@ -6,9 +6,9 @@ import dataclasses
 import difflib
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 from pipeline.config.layers import Branch, Leaf, copied, of
 
@@ -92,43 +92,70 @@ def must_be_given(section: type, given: Branch, dotted: str) -> bool:
 # ---- keys that it does not have --------------------------------------------------------------------------------------------
 
 
-def unknown(section: type, tree: Branch, whole: type, prefix: str = "") -> Iterator[tuple[str, str]]:
+class Advice(Protocol):
+    """What is known of keys beside how they are spelled."""
+
+    def hint(self, key: str) -> str | None:
+        """What to do instead of giving a key that is not there, such as `did you mean 'b.c'?`."""
+
+    def rank(self, near: str) -> Callable[[str], int]:
+        """The order in which keys are suggested in place of `near`, lowest first."""
+
+
+def unknown(section: type, tree: Branch, whole: type, advice: Advice, prefix: str = "") -> Iterator[tuple[str, str]]:
     """(dotted key, problem) of what the schema `whole`, in which `section` begins at `prefix`, does not have."""
     for name, node in tree.children.items():
         key = f"{prefix}{name}"
-        if name not in fields(section):
-            where = f"{node.origin}: " if node.origin else ""
-            yield key, f"{where}'{key}' is not a key; {_instead(whole, section, prefix, name)}"
-        elif isinstance(node, Branch):
-            yield from _unknown_in(nullable(fields(section)[name])[0], node, whole, key)
+        if name in fields(section):
+            if isinstance(node, Branch):
+                yield from _unknown_in(nullable(fields(section)[name])[0], node, whole, advice, key)
+            continue
+        leaves = [(key, node)] if isinstance(node, Leaf) else list(node.leaves(f"{key}."))
+        ours = prefix and any(one.rpartition(".")[2] == name for one in keys(whole))  # of another section, with what is in it
+        misspelt = isinstance(node, Branch) and (ours or _siblings(section, name))
+        hints = {} if misspelt else {inner: hint for inner, _ in leaves if (hint := advice.hint(inner))}
+        for inner, leaf in leaves:
+            if inner in hints and next(one for one, hint in hints.items() if hint == hints[inner]) == inner:  # each hint once
+                yield inner, f"{_where(leaf)}'{inner}' is not a key; {hints[inner]}"
+        if len(hints) < len(leaves) or not leaves:
+            yield key, f"{_where(node)}'{key}' is not a key; {_instead(whole, section, advice, prefix, name)}"
 
 
-def _unknown_in(kind: Any, node: Branch, whole: type, key: str) -> Iterator[tuple[str, str]]:
+def _unknown_in(kind: Any, node: Branch, whole: type, advice: Advice, key: str) -> Iterator[tuple[str, str]]:
     if dataclasses.is_dataclass(kind):
-        yield from unknown(kind, node, whole, f"{key}.")
+        yield from unknown(kind, node, whole, advice, f"{key}.")
     elif get_origin(kind) is dict:
         for name, child in node.children.items():
             if isinstance(child, Branch):
-                yield from _unknown_in(get_args(kind)[1], child, whole, f"{key}.{name}")
+                yield from _unknown_in(get_args(kind)[1], child, whole, advice, f"{key}.{name}")
 
 
-def _instead(whole: type, section: type, prefix: str, name: str) -> str:
+def _where(node: Leaf | Branch) -> str:
+    return f"{node.origin}: " if node.origin else ""
+
+
+def _siblings(section: type, name: str) -> list[str]:
+    return difflib.get_close_matches(name.lower(), sorted(fields(section)), 1, SIMILAR)
+
+
+def _instead(whole: type, section: type, advice: Advice, prefix: str, name: str) -> str:
     """What may have been meant: a sibling that is spelled alike, the same key of another section, or one that is alike."""
-    siblings, everything = sorted(fields(section)), keys(whole)
-    if near := difflib.get_close_matches(name.lower(), siblings, 1, SIMILAR):
+    everything = keys(whole)
+    if near := _siblings(section, name):
         return f"did you mean '{prefix}{near[0]}'?"
     if elsewhere := [key for key in everything if key.rpartition(".")[2] == name]:
-        return f"did you mean '{_nearest(prefix + name, elsewhere)}'?"
+        return f"did you mean '{_nearest(prefix + name, elsewhere, advice)}'?"
     ends: dict[str, list[str]] = {}
     for key in everything:
         ends.setdefault(key.rpartition(".")[2], []).append(key)
     if near := difflib.get_close_matches(name.lower(), ends, 1, SIMILAR + 0.1):
-        return f"did you mean '{_nearest(prefix + name, ends[near[0]])}'?"
-    return f"there are: {', '.join(siblings)}"
+        return f"did you mean '{_nearest(prefix + name, ends[near[0]], advice)}'?"
+    return f"there are: {', '.join(sorted(fields(section)))}"
 
 
-def _nearest(key: str, candidates: list[str]) -> str:
-    return max(candidates, key=lambda candidate: difflib.SequenceMatcher(None, key, candidate).ratio())
+def _nearest(key: str, candidates: list[str], advice: Advice) -> str:
+    rank = advice.rank(key)
+    return min(candidates, key=lambda one: (rank(one), -difflib.SequenceMatcher(None, key, one).ratio()))
 
 
 # ---- values of another type ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from pipeline.config import (
     held_out_sets,
     judged_by_answer,
     keyed_sets,
+    own_kind,
     recognized,
     section,
     training_sets,
@@ -83,6 +84,7 @@ def _stream(
             PromptStream,
             max_length=recipe.policy.max_total_sequence_length,
             answered=judged_by_answer(recipe, dataset),
+            whole=own_kind(recipe.env, dataset.env_name),
             dataset=name,
         )
     dataset = columns(dataset, paired)

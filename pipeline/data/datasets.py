@@ -6,7 +6,6 @@ A record is a dict; `pipeline.data.chat` says what it must hold. Several are mix
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from array import array
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from pipeline import own_code
 from pipeline.config import DATASET_CARDS, NAMED_DATASETS, DatasetConfig, is_dotted_path, nearest_dataset
 from pipeline.data import arithmetic, named, puzzle, scratchpad
 
@@ -222,11 +222,10 @@ def _snapshot(name: str, revision: str | None) -> str | None:
 def _from_callable(dataset: DatasetConfig, seed: int) -> Sequence[Record]:
     """What a user's class or function gives, called as the generators of this package are: (split, seed=, **kwargs)."""
     path = dataset.dataset_name
-    module, _, attribute = path.rpartition(".")
     try:
-        make = getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(f"data: dataset_name '{path}': {error}; the module must be on PYTHONPATH") from error
+        make = own_code.load(path)
+    except own_code.NotFound as error:
+        raise ValueError(f"data: dataset_name '{path}': {error}") from error
     try:
         records = make(dataset.split or "train", **{"seed": seed, **dataset.kwargs})
     except TypeError as error:

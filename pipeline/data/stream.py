@@ -10,6 +10,7 @@ Leaves out: sharding (the coordinator alone reads the data), curricula.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -27,21 +28,30 @@ from pipeline.types import Prompt, Sample
 CHECKED_AT_START = 20_000  # records encoded once before the run (seconds), so that a bad one ends it at once
 
 LOOKED_ON = 1000  # records after a bad one, for one that is good
+NO_PLAIN = object()
 
 Record = dict[str, Any]
 Item = TypeVar("Item", Prompt, Sample, Pair)
 
 
-def encode_prompt(encoder: Encoder, position: int, record: Record, answered: bool = True, dataset: str = "") -> Prompt:
+def encode_prompt(
+    encoder: Encoder, position: int, record: Record, answered: bool = True, dataset: str = "", whole: bool = False
+) -> Prompt:
     """`Prompt.index` is the position in the stream, over all epochs; of several streams, see `Mixture`.
 
     `Prompt.task` has what a judge needs: the expected answer, and the prompt's "messages", or its "text" where no chat template
-    is applied, for a model with another tokenizer. answered: False if a record need not have the answer.
+    is applied, for a model with another tokenizer. answered: False if a record need not have the answer. whole: True where code
+    of the user's own judges, which may look at any column: "record" has those of texts, numbers, lists and mappings.
     """
     question = encoder.question(record)
     task: dict[str, Any] = {"text" if isinstance(question, str) else "messages": question}
-    if answered or encoder.dataset.output_key in record:
+    if whole:
+        with contextlib.suppress(ValueError):  # there is none, or it is no text
+            task["answer"] = encoder.answer(record)
+    elif answered or encoder.dataset.output_key in record:
         task["answer"] = encoder.answer(record)
+    if whole:
+        task["record"] = {key: plain for key, value in record.items() if (plain := _plain(value)) is not NO_PLAIN}
     return Prompt(position, encoder.prompt(record), encoder.dataset.env_name, task, dataset)
 
 
@@ -118,7 +128,7 @@ class Stream(Generic[Item]):
 class PromptStream(Stream[Prompt]):
     """Prompts to sample from, each with room for a token of an answer in max_length.
 
-    answered: False if records need not have an expected answer. dataset: see `Prompt.dataset`.
+    answered: False if records need not have an expected answer. dataset: see `Prompt.dataset`. whole: see `encode_prompt`.
     """
 
     def __init__(
@@ -132,8 +142,9 @@ class PromptStream(Stream[Prompt]):
         max_num_epochs: int = 1,
         answered: bool = True,
         dataset: str = "",
+        whole: bool = False,
     ) -> None:
-        encode = functools.partial(encode_prompt, answered=answered, dataset=dataset)
+        encode = functools.partial(encode_prompt, answered=answered, dataset=dataset, whole=whole)
         options = {"seed": seed, "shuffle": shuffle, "max_num_epochs": max_num_epochs, "max_length": max_length}
         super().__init__(records, encoder, encode, **options)
 
@@ -248,6 +259,21 @@ class _Items(Dataset):
         else:
             return item, None
         return None, BadRecord("overlong_prompts", f"{where}: {tokens} tokens {what}")
+
+
+def _plain(value: Any) -> Any:
+    """What can travel between ranks of a column's value; NO_PLAIN if it cannot, such as an image."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if hasattr(value, "tolist"):  # numpy's
+        return _plain(value.tolist())
+    if isinstance(value, dict):
+        values = {str(key): _plain(item) for key, item in value.items()}
+        return NO_PLAIN if NO_PLAIN in values.values() else values
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return NO_PLAIN if any(item is NO_PLAIN for item in items) else items
+    return NO_PLAIN
 
 
 def _as_it_is(item: Any) -> Any:

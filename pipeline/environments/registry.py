@@ -1,16 +1,17 @@
-"""From `env` in the recipe to environments. `kind` is one of KINDS, or the dotted path of a user's class.
+"""From `env` in the recipe to environments. `kind` is one of KINDS, or the dotted path of a user's class or function.
 
 A kind's class is called with all its arguments: their defaults and ranges are the schema's (`pipeline/config/environments.py`).
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from pipeline import own_code
 from pipeline.config import EnvironmentConfig, ToolArguments, arguments_of, arguments_of_tool, tools_of
+from pipeline.environments import own
 from pipeline.environments.base import Environment
 from pipeline.environments.calculator import Calculator
 from pipeline.environments.code import Code, CodeInterpreter
@@ -86,7 +87,7 @@ def build(configs: Configs) -> dict[str, Environment]:
 
 def _build(config: EnvironmentConfig, configs: Configs) -> Environment:
     ours = KINDS.get(config.kind)
-    environment = ours(config, configs, arguments_of(config)) if ours else _of_class(config)
+    environment = ours(config, configs, arguments_of(config)) if ours else _of_users(config)
     environment.workers = config.workers or getattr(environment, "workers", 1)  # a class of the user's may say nothing
     return environment
 
@@ -114,22 +115,11 @@ def build_tool(described: ToolArguments) -> Tool:
     return tool
 
 
-def _of_class(config: EnvironmentConfig) -> Environment:
-    environment = _load(config.kind, ", ".join(KINDS))(**config.kwargs)
-    methods = [name for name in ("reset", "step", "close") if not callable(getattr(environment, name, None))]
-    if methods:
-        raise ValueError(
-            f"the class has no {' and no '.join(methods)}; an environment has reset(prompt), step(episode, text), close(), of"
-            " which one that derives from pipeline.environments.base.Environment need only write step"
-        )
-    return environment
+def _of_users(config: EnvironmentConfig) -> Environment:
+    return own.build(_load(config.kind, ", ".join(KINDS)), config.kwargs)
 
 
-def _load(path: str, kinds: str) -> type:
-    module, _, name = path.rpartition(".")
-    if not module:
-        raise ValueError(f"no such kind; there are: {kinds}, or the dotted path of a class")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(f"no such class: {error}") from error
+def _load(path: str, kinds: str) -> Any:
+    if "." not in path:
+        raise ValueError(f"no such kind; there are: {kinds}, or the dotted path of a class or a function")
+    return own_code.load(path)

@@ -17,7 +17,10 @@ def told(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["kind=maths"], "env.x.kind: 'maths' is neither a kind nor the dotted path of a class; did you mean math?"),
+        (
+            ["kind=maths"],
+            "env.x.kind: 'maths' is neither a kind nor the dotted path of a class or a function; did you mean math?",
+        ),
         (["kind=maths.is fun"], "env.x.kind: 'maths.is fun' is neither"),
         (["kind=math", "timeout_s=0"], "env.x.timeout_s: 0 must be above 0"),
         (["kind=math", "workers=0"], "env.x.workers: 0 is too small; at least 1, or null"),

@@ -98,11 +98,11 @@ def test_the_real_command(tmp_path):
         ("data.apply_chat_template=true", ["data.apply_chat_template", "no chat template", "policy.tokenizer.chat_template"]),
         ("data.train.prompt_file=tiny.yaml", ["data.train.prompt_file", "must have one {} where the input goes"]),
         ("env.math.kind=poetry", ["env.math.kind", "poetry", "exact_match, llm_judge, math"]),
-        ("policy.model_name=./nowhere", ["policy.model_name", "no folder ./nowhere"]),
+        ("policy.model_name=./nowhere", ["policy.model_name", "no folder /", "/nowhere"]),
         ("policy.model_name=some/model", ["policy.model_name", "'some/model'", "hf download some/model"]),
         ("policy.model_name=hf_or_not", ["policy.model_name", "hf_or_not"]),
         ("policy.random_init=false", ["policy.model_name", "no weights", "policy.random_init=true"]),
-        ("needs=[nothing]", ["recipe=nothing", "no such recipe"]),
+        ("needs=[nothing]", ["needs: there is no recipe 'nothing'", "recipes/nothing.yaml"]),
         ("run_dir=data.jsonl", ["run_dir", "data.jsonl is not one", "run_dir=..."]),
         ("run_dir=/proc/nobody/may", ["run_dir", "/proc"]),
     ],
@@ -158,7 +158,7 @@ def test_messages_that_are_not_messages(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"chat": [{"role": "user"}]}\n')
     chat = ["data.train.messages_key=chat", "data.apply_chat_template=true", "policy.tokenizer.chat_template=x"]
     assert "data.jsonl:1: 'chat' is not a list of {role, content}" in refuse(tmp_path, *chat)
-    assert "data.train.system_prompt_file: no.txt: No such file" in refuse(
+    assert f"data.train.system_prompt_file: {tmp_path}/no.txt: No such file" in refuse(
         tmp_path, *chat, "data.train.system_prompt_file=no.txt", count=2
     )
 
@@ -180,7 +180,7 @@ def test_several_data_sets_are_each_looked_into(tmp_path):
     write_recipe(tmp_path, data={"apply_chat_template": False, "train": None, "datasets": several, "validations": validated})
     message = refuse(tmp_path, count=3)
     assert "data.datasets.gone.data_path" in message
-    assert "data.datasets.odd.data_path: data.jsonl:1: no column 'question'" in message
+    assert f"data.datasets.odd.data_path: {tmp_path}/data.jsonl:1: no column 'question'" in message
     assert "data.validations.nowhere.dataset_name: 'some/data'" in message
 
 

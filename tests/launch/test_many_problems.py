@@ -54,7 +54,7 @@ BROKEN = {
             "policy.max_total_sequence_length: 65 is beyond the model's max_position_embeddings; at most 64",
             "policy.model_name: {folder}/model has no weights",
             "policy.tokenizer.name: {folder}/model has no tokenizer",
-            "data.train.prompt_file: no.txt: No such file",
+            "data.train.prompt_file: {folder}/no.txt: No such file",
             "data.jsonl:1: no column 'output' with a text or messages; there are: input. Try data.train.output_key=COLUMN",
             "data.jsonl:2: a list, not a JSON object",
             "data.jsonl:3: not JSON",
@@ -195,7 +195,7 @@ BROKEN = {
         ],
         {},
         [
-            "value.model_name: there is no folder ./nowhere",
+            "value.model_name: there is no folder {folder}/nowhere",
             "value.precision: 'fp8' is not one of: float32, bfloat16",
             "ppo.adv_estimator.gae_gamma: 2.0 must be in [0, 1]",
             "ppo.policy_training_start_step: 2000 leaves the policy no step to learn in",
@@ -219,7 +219,7 @@ BROKEN = {
         {},
         [
             "policy.tokenizer: null, but it must be a mapping of keys",
-            "env.math.kind: 'poetry' is neither a kind nor the dotted path of a class; there are: calculator, code",
+            "env.math.kind: 'poetry' is neither a kind nor the dotted path of a class or a function; there are: calculator,",
             "env.judge.model_name: kind reward_model needs one",
             "cluster.train.nodes: -1 is too small; at least 1",
             "cluster.generate.gpus_per_node: 2000 is too large; at most 1024",
@@ -249,7 +249,7 @@ def test_all_are_named_in_one_go_and_nothing_else_is(tmp_path, name):
 def test_a_model_is_told_of_once_however_many_keys_name_it(tmp_path):
     write_recipe(tmp_path)
     (problem,) = told(refuse(tmp_path, "policy.model_name=./none"))
-    assert problem.startswith("policy.model_name: there is no folder ./none")
+    assert problem.startswith(f"policy.model_name: there is no folder {tmp_path}/none")
 
 
 def test_a_file_of_bad_lines_is_told_of_in_a_few(tmp_path):

@@ -26,7 +26,9 @@ def test_the_command_line_comes_before_what_refers_to_it() -> None:
 
 def test_the_command_line_may_have_our_keys() -> None:
     recipe = read("grpo", "cluster.train.partition=gpus", "run_dir=elsewhere", "plan.prompt_tokens=100")
-    assert recipe.cluster.train.partition == recipe.cluster.generate.partition == "gpus" and recipe.run_dir == "elsewhere"
+    assert recipe.cluster.train.partition == recipe.cluster.generate.partition == "gpus" and recipe.run_dir.endswith(
+        "/elsewhere"
+    )
 
 
 def test_origins_name_their_line_and_key() -> None:

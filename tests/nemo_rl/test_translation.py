@@ -44,7 +44,7 @@ def problem(name: str, *overrides: str) -> str:
 
 def test_the_same_keys_mean_the_same() -> None:
     recipe = read("grpo")
-    assert (recipe.algorithm, recipe.name, recipe.run_dir) == ("grpo", "grpo", "runs/grpo")
+    assert (recipe.algorithm, recipe.name, recipe.run_dir) == ("grpo", "grpo", str(Path("runs/grpo").absolute()))
     assert (recipe.grpo.num_prompts_per_step, recipe.grpo.seed, recipe.loss_fn.ratio_clip_max) == (8, 7, 0.28)
     assert (recipe.policy.max_grad_norm, recipe.policy.dtensor_cfg.tensor_parallel_size) == (0.5, 2)
     assert recipe.policy.optimizer.kwargs == {"lr": 1e-6, "weight_decay": 0.1, "betas": [0.9, 0.999], "eps": 1e-8}

@@ -98,8 +98,9 @@ class Dataset:
             self.ledger.problem(
                 f"{self.key}.data_path", "not given; a JSONL file, or a data set's name on the Hugging Face Hub"
             )
-        is_file = str(where).endswith((".json", ".jsonl")) or Path(str(where)).is_file()
-        self._put("data_path" if is_file else "dataset_name", where, "data_path")
+        file = find(str(where), self.path) if where else None
+        is_file = file or str(where).endswith((".json", ".jsonl"))
+        self._put("data_path" if is_file else "dataset_name", str(file) if file else where, "data_path")
         for theirs, (ours, usual) in READERS[name].items():
             self._put(ours, self._take(theirs) or usual, theirs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config.environments import MATH_VERIFIERS, MULTICHOICE_VERIFIERS
+from pipeline.config.layers import RECIPES
 from pipeline.config.nemo_rl.features import Feature
 from pipeline.config.nemo_rl.ledger import Ledger
 from pipeline.config.nemo_rl.rules import Changed, Only, Rule, apply, ignored, same, under
@@ -24,7 +25,7 @@ REWARD_MODEL: tuple[Rule, ...] = (
 KINDS = {"math": ("math", MATH), "math_default": ("math", MATH), "reward_model": ("reward_model", REWARD_MODEL)}
 
 PUZZLE = "sliding_puzzle_game"
-PUZZLE_PROMPT = "recipes/prompts/sliding_puzzle.txt"
+PUZZLE_PROMPT = str(RECIPES / "prompts/sliding_puzzle.txt")
 
 LACKING = {
     "math_multi_reward": Feature.SEVERAL_REWARDS,

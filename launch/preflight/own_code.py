@@ -1,0 +1,196 @@
+"""What can be said against code of the user's own before the job imports it: that it is found, and is what it must be.
+
+It is imported in a process of its own, which ends after PROBE_S. Where the ranks have another Python than this machine, what
+only they may have (a package, a GPU) is noted, and the source alone is looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.job import ROOT
+from pipeline.config import ENVIRONMENT_KINDS, TOOLS, Recipe, generates, is_dotted_path, keyed_sets, recognized, tools_of
+
+PROBE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Named:
+    """Code that a recipe names."""
+
+    key: str
+    path: str  # dotted
+    role: str  # environment, tool, dataset
+    component: str  # whose ranks import it
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def named(recipe: Recipe) -> list[Named]:
+    found = []
+    for name, environment in recipe.env.items() if generates(recipe) else ():
+        if environment.kind not in ENVIRONMENT_KINDS:
+            found.append(Named(f"env.{name}.kind", environment.kind, "environment", "generate", environment.kwargs))
+        if environment.kind == "tools":
+            try:
+                tools = tools_of(environment.kwargs.get("tools"))
+            except ValueError:
+                continue  # a problem of the recipe's own, which says so
+            key = f"env.{name}.kwargs.tools"
+            found += [Named(f"{key}.{tool}", t.kind, "tool", "generate") for tool, t in tools.items() if t.kind not in TOOLS]
+    for key, dataset in keyed_sets(recipe.data).items():
+        name = dataset.dataset_name
+        if name and is_dotted_path(name) and not os.path.exists(name):
+            found.append(Named(f"{key}.dataset_name", name, "dataset", "train"))
+    return [one for one in found if one.path.count(".")]
+
+
+def places(recipe: Recipe) -> list[Path]:
+    """Where it is looked for beside what is installed."""
+    given = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), *recipe.module_folders]
+    return list(dict.fromkeys(Path(place).absolute() for place in given if place))
+
+
+def folder_of(path: str, recipe: Recipe) -> Path | None:
+    """The place that holds a module; None if it is installed, or nowhere."""
+    top = path.partition(".")[0]
+    return next((place for place in places(recipe) if os.path.isfile(place / f"{top}.py") or os.path.isdir(place / top)), None)
+
+
+def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[str]:
+    """executor: local, slurm or allocation. notes: takes in what could not be looked at."""
+    asked = named(recipe)
+    if not asked:
+        return
+    answers = _probed(recipe, asked)
+    for one in asked:
+        if isinstance(answers, str):
+            notes.append(f"{one.key}: {one.path} was not looked at: {answers}")
+            continue
+        answer = answers[one.key]
+        if "wrong" in answer:
+            yield f"{one.key}: {one.path}: {answer['wrong']}{_add_a_place(answer['wrong'])}"
+        elif "ok" in answer:
+            yield from _columns(recipe, one, answer)
+        elif executor != "local" and _is_elsewhere(recipe, one.component) and ("absent" in answer or answer["foreign"]):
+            yield from _by_its_source(recipe, one, answer, notes)
+        elif "absent" in answer:
+            yield f"{one.key}: {one.path}: {answer['importer']} imports {answer['absent']}, which is not installed here"
+        else:
+            yield f"{one.key}: {one.path} cannot be imported: {answer['raised']}"
+
+
+def _add_a_place(wrong: str) -> str:
+    if not wrong.startswith("there is no module"):
+        return ""
+    return "; put it beside the recipe's file, or give its folder in module_folders=[FOLDER], or in PYTHONPATH"
+
+
+def _is_elsewhere(recipe: Recipe, component: str) -> bool:
+    """Whether the ranks of a component have another Python than the one that submits."""
+    asked = getattr(recipe.cluster, component)
+    return asked.container_image is not None or asked.python not in (None, sys.executable)
+
+
+def _probed(recipe: Recipe, asked: list[Named]) -> dict[str, dict[str, Any]] | str:
+    """By key what `launch/probe.py` says; or why it says nothing."""
+    request = {
+        "folders": recipe.module_folders,
+        "asked": [{"key": one.key, "path": one.path, "role": one.role, "kwargs": sorted(one.kwargs)} for one in asked],
+    }
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory(prefix="probe-") as folder:
+        reply = Path(folder) / "reply.json"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "launch.probe", str(reply)],
+            env={**os.environ, "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # so that what the code starts is ended with it
+        )
+        try:
+            process.communicate(json.dumps(request).encode(), timeout=PROBE_S)
+        except subprocess.TimeoutExpired:
+            return f"importing it takes more than {PROBE_S:g} s"
+        finally:
+            _end(process)
+        if not reply.exists():
+            return f"Python ended with status {process.returncode} while it was imported"
+        return json.loads(reply.read_text())
+
+
+def _end(process: subprocess.Popen) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _columns(recipe: Recipe, one: Named, answer: dict[str, Any]) -> Iterator[str]:
+    """A problem for what a reward function needs and the first record of a JSONL file has not."""
+    name = one.key.split(".")[1]
+    for key, dataset in keyed_sets(recipe.data).items() if one.role == "environment" else ():
+        record = _first_record(dataset.data_path) if dataset.env_name == name and dataset.data_path else None
+        if record is None:
+            continue
+        with contextlib.suppress(ValueError):  # told where records are looked into
+            dataset = recognized(recipe, key, dataset, [record]).dataset
+        there = {*record, *one.kwargs} | ({"expected"} if dataset.output_key in record or dataset.messages_key else set())
+        if lacking := [need for need in answer["required"] if need not in there]:
+            is_expected = lacking[0] == "expected"
+            hint = f"give {key}.output_key" if is_expected else "give it a default, or a value in env's kwargs"
+            yield (
+                f"{one.key}: {one.path} needs {lacking[0]}, and the records of {key}.data_path have: {', '.join(record)};"
+                f" {hint}"
+            )
+
+
+def _first_record(path: str) -> dict[str, Any] | None:
+    """None of a file that cannot be read: launch/preflight/files.py says so."""
+    try:
+        with open(path, "rb") as file:
+            record = json.loads(next((line for line in file if line.strip()), b"null"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _by_its_source(recipe: Recipe, one: Named, answer: dict[str, Any], notes: list[str]) -> Iterator[str]:
+    """What can be said of a module that cannot be imported here."""
+    why = f"it imports {answer['absent']}, which is not installed here" if "absent" in answer else answer["raised"]
+    notes.append(f"{one.key}: {one.path} was not imported ({why}); the ranks of cluster.{one.component} may have what it needs")
+    module, _, name = one.path.rpartition(".")
+    folder = folder_of(one.path, recipe)
+    inner = Path(*module.split("."))
+    files = [folder / inner.with_suffix(".py"), folder / inner / "__init__.py"] if folder else []
+    source = next((file for file in files if file.is_file()), None)
+    if source is None:
+        return
+    body = ast.parse(source.read_text()).body
+    if not any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in body) and name not in _names(body):
+        yield f"{one.key}: {one.path}: {source} has no {name}"
+
+
+def _names(body: list[ast.stmt]) -> set[str]:
+    """What the statements of a module name, those in `if` and `try` too."""
+    found: set[str] = set()
+    for node in (inner for statement in body for inner in ast.walk(statement)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found

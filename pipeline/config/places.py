@@ -1,0 +1,136 @@
+"""Where a recipe's names and relative paths lead.
+
+A path in a recipe's file is relative to that file, one on the command line to the working directory. What runs write is in the
+working directory: `run_dir`, and any path that begins with `runs/`. The resolved recipe has absolute paths. Another recipe
+(`defaults`, `needs`) is a file beside the one that names it, or a recipe in recipes/.
+
+Left out: what `kwargs` of environments and data sets hold, of which only their own code knows what it is.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.config.data import NAMED_DATASETS, is_dotted_path
+from pipeline.config.errors import RecipeError
+from pipeline.config.layers import RECIPES, Branch, Leaf, no_recipe, other_recipe
+from pipeline.config.resolving import interpolated
+from pipeline.config.schema import GENERATED_DATASETS
+
+FILES = ("data.*.data_path", "data.*.prompt_file", "data.*.system_prompt_file", "module_folders")
+NAMES = ("*.model_name", "*.tokenizer.name", "data.*.dataset_name")  # a folder, or a name in a hub
+MARKED = ("cluster.*.container_image", "cluster.*.container_mounts", "cluster.*.gpu", "cluster.*.python")
+"""Paths only where they begin with `./`, `../` or `~`."""
+WRITTEN = "runs"
+SOURCES = {"dataset_name": "data_path", "data_path": "dataset_name"}
+"""Of these a data set has one, so that a layer which gives one takes the other away."""
+
+
+def absolute(tree: Branch, folders: Mapping[str, Path | None] = {}) -> dict[str, str]:
+    """Makes the relative paths in a tree absolute, in place, but for those that are not resolved yet.
+
+    folders: by key those of the files that set values which have been resolved since. Returns by key what is wrong.
+    """
+    problems: dict[str, str] = {}
+    for key, leaf in tree.leaves():
+        kind = next((kind for kind in (FILES, NAMES, MARKED) if any(fnmatch.fnmatchcase(key, one) for one in kind)), None)
+        if (kind is None and key != "run_dir") or interpolated(leaf.value):
+            continue
+        folder = leaf.folder or folders.get(key) or Path.cwd()
+        try:
+            if key == "run_dir" and isinstance(leaf.value, str) and leaf.value:
+                leaf.value = _from(Path.cwd(), leaf.value)
+            elif kind is MARKED and isinstance(leaf.value, list):
+                leaf.value = [_marked(folder, item) for item in leaf.value]
+            elif kind is MARKED:
+                leaf.value = _marked(folder, leaf.value)
+            elif kind is FILES and isinstance(leaf.value, list):
+                leaf.value = [_file(folder, item) if isinstance(item, str) else item for item in leaf.value]
+            elif isinstance(leaf.value, str) and leaf.value:
+                leaf.value = _file(folder, leaf.value) if kind is FILES else _name(folder, leaf.value)
+        except RecipeError as error:
+            problems[key] = str(error)
+    return problems
+
+
+def _from(folder: Path, path: str) -> str:
+    return os.path.abspath(folder / os.path.expanduser(path))
+
+
+def _file(folder: Path, path: str) -> str:
+    return _from(Path.cwd() if path.partition("/")[0] == WRITTEN else folder, path)
+
+
+def _marked(folder: Path, value: object) -> object:
+    """Of a mount, `./a:/b:ro`, what is before the first colon."""
+    if not isinstance(value, str) or not value.startswith(("./", "../", "~")):
+        return value
+    path, colon, rest = value.partition(":")
+    return f"{_from(folder, path)}{colon}{rest}"
+
+
+def _name(folder: Path, name: str) -> str:
+    """Raises RecipeError for a name that is a folder in the working directory alone, where the recipe's file is elsewhere."""
+    if name in (*NAMED_DATASETS, *GENERATED_DATASETS):
+        return name
+    if name.startswith(("./", "../", "~", f"{WRITTEN}/")) or name in (".", ".."):
+        return _file(folder, name)
+    if os.path.isdir(folder / name):
+        return _from(folder, name)
+    if os.path.isdir(name) and not os.path.isabs(name):
+        raise RecipeError(
+            f"'{name}' is no folder in {folder}, where the recipe is, but one in the working directory; paths in a recipe are"
+            f" relative to its file: give {os.path.abspath(name)}, or a path from there"
+        )
+    return name
+
+
+def with_one_source(below: Branch, above: Branch) -> None:
+    """Where a layer gives a data set another kind of source than what it lies over, that one is null in it, in place."""
+    for key, node in list(above.leaves("")):
+        section, _, name = key.rpartition(".")
+        if name in SOURCES and section.startswith("data.") and getattr(node, "value", None) is not None:
+            other = f"{section}.{SOURCES[name]}"
+            if above.find(other) is None and getattr(below.find(other), "value", None) is not None:
+                above.set(other, Leaf(None, node.origin))
+
+
+def find_needs(tree: Branch) -> list[str]:
+    """Makes whole paths of `needs` that are not recipes in recipes/, in place. Returns a problem for each that is not there."""
+    node, problems = tree.find("needs"), []
+    if isinstance(node, Leaf) and isinstance(node.value, list):
+        found = []
+        for need in node.value:
+            path = other_recipe(need, node.folder or Path.cwd()) if isinstance(need, str) else None
+            if path is None and isinstance(need, str):
+                problems.append(f"{node.origin}: needs: {no_recipe(need, node.folder or Path.cwd())}")
+            elif path is not None:
+                need = path.stem if path.parent == RECIPES else str(path)
+            found.append(need)
+        node.value = found
+    return problems
+
+
+def add_module_folders(tree: Branch, recipe: Path) -> None:
+    """Adds to `module_folders` those of the files that name code of the user's own, and that of the recipe's file, in place."""
+    leaf = tree.find("module_folders")
+    given = leaf.value if isinstance(leaf, Leaf) and isinstance(leaf.value, list) else []
+    if leaf is not None and not given and getattr(leaf, "value", None) != []:
+        return  # of another type, which is told
+    given = [_file(leaf.folder or Path.cwd(), item) if isinstance(item, str) else item for item in given]
+    naming = [node.folder or Path.cwd() for key, node in tree.leaves() if _names_own_code(key, node.value)]
+    if naming:
+        folders = [*given, *map(str, (recipe.absolute().parent, *naming))]
+        tree.set("module_folders", Leaf(list(dict.fromkeys(folders)), leaf.origin if leaf else None))
+
+
+def _names_own_code(key: str, value: object) -> bool:
+    if fnmatch.fnmatchcase(key, "data.*.dataset_name"):
+        return isinstance(value, str) and is_dotted_path(value)
+    if fnmatch.fnmatchcase(key, "env.*.kwargs.tools*"):
+        texts = value if isinstance(value, list) else [value]
+        return any(isinstance(text, str) and "." in text for text in texts)
+    return fnmatch.fnmatchcase(key, "env.*.kind") and isinstance(value, str) and "." in value

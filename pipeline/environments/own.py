@@ -1,0 +1,123 @@
+"""Environments of the user's own: a class as `pipeline/environments/base.py` describes it, or a plain function for a reward.
+
+A function is called once for each answer, `function(prompt, answer, **fields)`, and returns a number:
+
+    prompt   the text that the user says last; without a chat template, the bare prompt
+    answer   what the policy said
+    fields   the record's columns, but for any that are called prompt or answer; `expected`, the record's expected answer (the
+             column that `output_key` names), if it has one; and env.<name>.kwargs
+
+A function without `**fields` receives those that it has parameters for. One that raises, or returns no finite number, fails its
+episode, as any environment does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+from pipeline.environments.base import Environment, Outcome
+from pipeline.types import Prompt
+
+METHODS = ("reset", "step", "close")
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class RewardFunction(Environment):
+    """Rewards an answer by a function."""
+
+    def __init__(self, function: Callable[..., float], kwargs: dict[str, Any]) -> None:
+        self._function, self._kwargs = function, kwargs
+        self._names = fields(function)
+
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        task = prompt.task
+        given = {**task.get("record", {}), **({"expected": task["answer"]} if "answer" in task else {}), **self._kwargs}
+        for name in [
+            name for name in given if name in ("prompt", "answer") or not (self._names is None or name in self._names)
+        ]:
+            del given[name]
+        reward = self._function(_asked(task), text, **given)
+        if isinstance(reward, str) or not hasattr(reward, "__float__") or not math.isfinite(reward):
+            raise TypeError(f"{self._function.__qualname__} returned {reward!r}; a reward is a finite number")
+        return Outcome(float(reward))
+
+
+def _asked(task: dict[str, Any]) -> str:
+    if "text" in task:
+        return task["text"]
+    return next((message["content"] for message in reversed(task["messages"]) if message["role"] == "user"), "")
+
+
+def build(thing: Any, kwargs: dict[str, Any]) -> Environment:
+    """The environment that a class or a function makes. Raises ValueError, saying what is wrong."""
+    if wrong := problem(thing, kwargs):
+        raise ValueError(wrong)
+    return thing(**kwargs) if inspect.isclass(thing) else RewardFunction(thing, kwargs)
+
+
+def problem(thing: Any, kwargs: Collection[str]) -> str | None:
+    """What keeps a class or a function from being an environment with these kwargs. Nothing is called."""
+    if inspect.isclass(thing):
+        return _problem_of_class(thing, kwargs)
+    if not callable(thing):
+        return f"it is a {type(thing).__name__}; an environment is a class, or a function (prompt, answer, **fields) -> float"
+    if inspect.iscoroutinefunction(thing):
+        return (
+            "it is an async function, and rewards are computed in threads; a plain function (prompt, answer, **fields) -> float"
+        )
+    parameters = _parameters(thing)
+    if parameters is None:
+        return None
+    if {"completions", "prompts"} & set(parameters):
+        return "it takes many answers at once; a reward here is of one: (prompt, answer, **fields) -> float"
+    variable = any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in parameters.values())
+    if sum(one.kind in POSITIONAL for one in parameters.values()) < 2 and not variable:
+        return f"it takes ({', '.join(parameters)}); a reward function takes (prompt, answer, **fields)"
+    if (names := fields(thing)) is not None and (unknown := [name for name in kwargs if name not in names]):
+        return f"it has no parameter {unknown[0]} for env's kwargs; it has: {', '.join(names) or 'none'}"
+    return None
+
+
+def _problem_of_class(kind: type, kwargs: Collection[str]) -> str | None:
+    if lacking := [name for name in METHODS if not callable(getattr(kind, name, None))]:
+        return (
+            f"the class has no {' and no '.join(lacking)}; an environment has reset(prompt), step(episode, text), close(), of"
+            " which one that derives from pipeline.environments.base.Environment need only write step"
+        )
+    if abstract := sorted(getattr(kind, "__abstractmethods__", ())):
+        return f"the class is abstract: it must write {' and '.join(abstract)}"
+    try:
+        signature = inspect.signature(kind)
+        signature.bind(**dict.fromkeys(kwargs))
+    except TypeError as error:
+        return f"kwargs do not fit {kind.__name__}{signature}: {error}"
+    except ValueError:  # it has no signature to look at
+        return None
+    return None
+
+
+def fields(function: Callable[..., Any]) -> list[str] | None:
+    """The names that a reward function takes beside the prompt and the answer; None: any."""
+    parameters = _parameters(function)
+    if parameters is None or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return None
+    positional = [name for name, one in parameters.items() if one.kind in POSITIONAL]
+    return [*positional[2:], *(name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY)]
+
+
+def required(function: Callable[..., Any]) -> list[str]:
+    """Those of them that have no default."""
+    parameters = _parameters(function) or {}
+    positional = [name for name, one in parameters.items() if one.kind in POSITIONAL]
+    others = [*positional[2:], *(name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY)]
+    return [name for name in others if parameters[name].default is inspect.Parameter.empty]
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of a builtin
+        return None

@@ -1,0 +1,121 @@
+"""Environments of the user's own: plain functions as rewards, and what keeps a class or a function from being one."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from pipeline.config import EnvironmentConfig
+from pipeline.data.stream import _plain, encode_prompt
+from pipeline.environments import own
+from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.registry import build
+from pipeline.types import Prompt
+
+BARE = {"text": "2+2=", "answer": "4", "record": {"input": "2+2=", "answer": "4", "level": 3}}
+
+
+def all_of_it(prompt, answer, **fields):
+    seen.append((prompt, answer, fields))
+    return True
+
+
+def some_of_it(question, said, expected, *, level=0, scale=1.0):
+    return scale * level * (said == expected)
+
+
+def many(completions, **fields):
+    return [0.0 for _ in completions]
+
+
+async def later(prompt, answer, **fields):
+    return 0.0
+
+
+def short(answer):
+    return 0.0
+
+
+seen: list[tuple] = []
+
+
+class Scaled(Environment):
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        return Outcome(self.scale)
+
+
+def prompt(task):
+    return Prompt(0, np.zeros(1, np.int32), "mine", task)
+
+
+def built(function, **kwargs):
+    (environment,) = build({"mine": EnvironmentConfig(kind=f"{__name__}.{function.__name__}", kwargs=kwargs)}).values()
+    return environment
+
+
+def test_a_function_gets_the_prompt_the_answer_and_the_records_columns():
+    seen.clear()
+    assert built(all_of_it, scale=2.0).step(prompt(BARE), "5").reward == 1.0
+    assert seen == [("2+2=", "5", {"input": "2+2=", "level": 3, "expected": "4", "scale": 2.0})]
+
+
+def test_one_without_variable_fields_gets_those_that_it_names():
+    environment = built(some_of_it, scale=0.5)
+    assert [environment.step(prompt(BARE), said).reward for said in ("4", "5")] == [1.5, 0.0]
+
+
+def test_of_a_conversation_the_prompt_is_what_the_user_says_last():
+    said = [("system", "be brief"), ("user", "1+1?"), ("assistant", "2"), ("user", "2+2?")]
+    seen.clear()
+    built(all_of_it).step(prompt({"messages": [{"role": role, "content": content} for role, content in said]}), "4")
+    assert seen == [("2+2?", "4", {})]
+
+
+@pytest.mark.parametrize("reward", ["1.0", None, [1.0], float("nan"), float("inf")])
+def test_what_is_no_finite_number_is_no_reward(reward, monkeypatch):
+    monkeypatch.setitem(sys.modules, "odd_rewards", module := types.ModuleType("odd_rewards"))
+    module.odd = lambda prompt, answer, **fields: reward
+    (environment,) = build({"mine": EnvironmentConfig(kind="odd_rewards.odd")}).values()
+    with pytest.raises(TypeError, match="a reward is a finite number"):
+        environment.step(prompt(BARE), "4")
+
+
+@pytest.mark.parametrize(
+    ("thing", "kwargs", "says"),
+    [
+        (many, [], "it takes many answers at once; a reward here is of one: (prompt, answer, **fields) -> float"),
+        (later, [], "it is an async function"),
+        (short, [], "it takes (answer); a reward function takes (prompt, answer, **fields)"),
+        (some_of_it, ["scal"], "it has no parameter scal for env's kwargs; it has: expected, level, scale"),
+        (Scaled, [], "kwargs do not fit Scaled(scale: float) -> None: missing a required argument: 'scale'"),
+        (Scaled, ["scale", "bias"], "got an unexpected keyword argument 'bias'"),
+        (3, [], "it is a int; an environment is a class, or a function"),
+        (dict, [], "the class has no reset and no step and no close"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_called(thing, kwargs, says):
+    assert says in own.problem(thing, kwargs)
+
+
+def test_columns_that_cannot_travel_are_left_out():
+    class Encoder:
+        dataset = types.SimpleNamespace(output_key="output", env_name="mine")
+
+        def question(self, record):
+            return record["input"]
+
+        def prompt(self, record):
+            return np.zeros(1, np.int32)
+
+        def answer(self, record):
+            raise ValueError("no column 'output'")
+
+    record = {"input": "x", "n": np.int64(3), "list": [1, {"a": None}], "image": object(), "deep": {"b": b"bytes"}}
+    task = encode_prompt(Encoder(), 0, record, answered=False, whole=True).task
+    assert task == {"text": "x", "record": {"input": "x", "n": 3, "list": [1, {"a": None}]}}
+    assert "record" not in encode_prompt(Encoder(), 0, record, answered=False).task
+    assert _plain(np.arange(3)) == [0, 1, 2]

@@ -1,0 +1,181 @@
+"""Code of the user's own is imported and looked at before a run is submitted, and is looked for beside the recipe."""
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from launch import submit
+from launch.preflight import own_code
+from launch.preflight.containers import _needs
+from pipeline import config
+
+ROOT = Path(__file__).parents[2]
+RECIPE = """\
+defaults: tiny_grpo
+data:
+  train: {data_path: rows.jsonl, env_name: mine}
+  validation: {data_path: rows.jsonl, env_name: mine}
+env: {_override_: true, mine: {kind: rewards_of_mine.right}}
+"""
+CODE = {
+    "rewards_of_mine.py": """\
+from pipeline.environments.base import Environment
+def right(prompt, answer, expected, **fields): return float(answer == expected)
+def level(prompt, answer, level, weight): return 1.0
+class Scaled(Environment):
+    def __init__(self, scale): ...
+    def step(self, prompt, text): ...
+class NoStep(Environment):
+    def reset(self, prompt): return prompt
+def rows(split, seed): return []
+""",
+    "needs_torch.py": "import no_such_package\ndef right(prompt, answer): return 1.0\n",
+    "broken.py": "print('noise')\nright = nonsense\n",
+    "unread.py": "def right(:\n",
+    "slow.py": "import time\ntime.sleep(600)\n",
+    "leaves.py": "import os\nos._exit(3)\n",
+    "needs_gpu.py": "raise RuntimeError('no GPU here')\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/mine.yaml").write_text(RECIPE)
+    (tmp_path / "there/rows.jsonl").write_text(json.dumps({"input": "1+1=", "answer": "2", "level": 1}) + "\n")
+    for name, text in CODE.items():
+        (tmp_path / "there" / name).write_text(text)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "there"
+
+
+def asked(folder, *overrides, executor="local"):
+    """(problems, notes)"""
+    recipe = config.inspect(str(folder / "mine.yaml"), list(overrides)).recipe
+    notes = []
+    return list(own_code.problems(recipe, executor, notes)), notes
+
+
+def test_a_function_beside_the_recipe_is_found_from_anywhere(folder):
+    assert asked(folder) == ([], [])
+    recipe = config.inspect(str(folder / "mine.yaml")).recipe
+    assert recipe.module_folders == [str(folder)]
+    assert own_code.folder_of("rewards_of_mine.right", recipe) == folder
+    given = config.inspect(str(folder / "mine.yaml"), ["module_folders=[lib]", "env.mine.kind=a.b"]).recipe.module_folders
+    assert given == [f"{os.getcwd()}/lib", str(folder), os.getcwd()]
+    assert config.inspect("tiny_grpo").recipe.module_folders == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("env.mine.kind=rewards.right", "rewards.right: there is no module rewards; looked in "),
+        ("env.mine.kind=rewards_of_mine.wrong", "rewards_of_mine ({folder}/rewards_of_mine.py) has no wrong"),
+        ("env.mine.kind=rewards_of_mine.Scaled env.mine.kwargs.scal=1", "kwargs do not fit Scaled(scale)"),
+        ("env.mine.kind=rewards_of_mine.NoStep", "the class is abstract: it must write step"),
+        (
+            "env.mine.kind=rewards_of_mine.level",
+            "needs weight, and the records of data.train.data_path have: input, answer, level; give it a default, or a value",
+        ),
+        (
+            "data.train.output_key=solution",
+            "needs expected, and the records of data.train.data_path have: input, answer, level",
+        ),
+        ("env.mine.kind=needs_torch.right", "needs_torch.py imports no_such_package, which is not installed here"),
+        ("env.mine.kind=broken.right", "cannot be imported: NameError: name 'nonsense' is not defined ({folder}/broken.py:2)"),
+        ("env.mine.kind=unread.right", "cannot be imported: SyntaxError: "),
+        (
+            "data.train={_override_: true, dataset_name: rewards_of_mine.columns}",
+            "data.train.dataset_name: rewards_of_mine.col",
+        ),
+    ],
+)
+def test_what_is_wrong_with_it_is_told(folder, overrides, says):
+    problems, notes = asked(folder, *(shlex.split(overrides) if "{" not in overrides else [overrides]))
+    assert notes == [] and says.format(folder=folder) in problems[0], problems
+
+
+def test_where_it_was_looked_for_and_how_to_add_a_place_is_told(folder):
+    (problem,), _ = asked(folder, "env.mine.kind=rewards.right")
+    assert str(folder) in problem and problem.endswith(
+        "put it beside the recipe's file, or give its folder in module_folders=[FOLDER], or in PYTHONPATH"
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [("needs_torch", "it imports no_such_package, which is not installed here"), ("needs_gpu", "RuntimeError: no GPU here")],
+)
+def test_what_only_the_ranks_have_is_noted_and_the_source_is_looked_at(folder, module, why):
+    elsewhere = ["cluster.generate.container_image=image", f"env.mine.kind={module}.right"]
+    if module == "needs_gpu":
+        (folder / "needs_gpu.py").write_text(CODE["needs_gpu.py"] + "def right(prompt, answer): return 1.0\n")
+    problems, (note,) = asked(folder, *elsewhere, executor="slurm")
+    assert problems == [] and why in note and "the ranks of cluster.generate may have what it needs" in note
+    problems, _ = asked(folder, elsewhere[0], f"env.mine.kind={module}.wrong", executor="slurm")
+    assert problems == [f"env.mine.kind: {module}.wrong: {folder}/{module}.py has no wrong"]
+
+
+@pytest.mark.parametrize(("module", "why"), [("slow", "importing it takes more than 1 s"), ("leaves", "ended with status 3")])
+def test_code_that_does_not_come_back_is_noted(folder, monkeypatch, module, why):
+    monkeypatch.setattr(own_code, "PROBE_S", 1.0 if module == "slow" else 30.0)
+    problems, (note,) = asked(folder, f"env.mine.kind={module}.right")
+    assert problems == [] and why in note
+
+
+def test_the_folder_must_be_mounted(folder):
+    recipe = config.inspect(str(folder / "mine.yaml")).recipe
+    wanted = {need.what: need.path for need in _needs(recipe, "generate", [], ROOT)}
+    assert wanted["the module of env.mine.kind"] == folder
+    assert "the module of env.mine.kind" not in {need.what for need in _needs(recipe, "train", [], ROOT)}
+
+
+# ---- README's example --------------------------------------------------------------------------------------------------------
+
+SUM = {"input": "12+7=", "answer": "19"}
+SMALL = [  # a step of it on two processes
+    *(
+        "needs=[]",
+        "policy.model_name=" + str(ROOT / "recipes/tiny"),
+        "policy.random_init=true",
+        "policy.generation.max_num_seqs=8",
+    ),
+    *("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=4"),
+    *("grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"),
+    *("cluster.train.ranks_per_node=1", "cluster.generate.ranks_per_node=1", "policy.generation.backend=transformers"),
+    *("policy.generation.vllm_kwargs={_override_: true}", "cluster.executor=local"),
+]
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """The files of README's example, in a folder that is not the working directory. The path of its recipe."""
+    page = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```(?:python|yaml)\n# (my_\w+\.\w+)\n(.*?)```", page, re.DOTALL)
+    assert [name for name, _ in blocks] == ["my_reward.py", "my_grpo.yaml"] and json.dumps(SUM) in page
+    (tmp_path / "there").mkdir()
+    for name, text in blocks:
+        (tmp_path / "there" / name).write_text(text)
+    (tmp_path / "there/sums.jsonl").write_text(f"{json.dumps(SUM)}\n" * 4)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "there/my_grpo.yaml"
+
+
+def test_the_readmes_reward_is_submitted_from_the_page(example, capsys):
+    assert submit.main([f"recipe={example}", "dry_run=true", "cluster.executor=local"]) == 0, capsys.readouterr().err
+    assert f"data_path: {example.parent}/sums.jsonl" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_the_readmes_reward_runs_from_the_page(example, capsys):
+    assert submit.main([f"recipe={example}", *SMALL]) == 0, capsys.readouterr().out
+    rollouts = [json.loads(line) for line in (example.parents[1] / "runs/my_grpo/rollouts/step_000001.jsonl").open()]
+    assert len(rollouts) == 4 and not any("failure" in rollout for rollout in rollouts)
+    for rollout in rollouts:
+        assert rollout["task"]["record"] == SUM
+        assert rollout["reward"] in (0.0, 1.0)

@@ -1,0 +1,84 @@
+"""Keys that nothing reads: an error on the command line, a note in the recipe's own file, silence where they are inherited."""
+
+import pytest
+
+from launch import backend
+from pipeline import config
+
+MEGATRON, DTENSOR = "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=true"
+RATE = "policy.megatron_cfg.optimizer.lr=1e-4"
+BOTH = """\
+defaults: {parent}
+policy:
+  dtensor_cfg: {{activation_checkpointing: true}}
+  megatron_cfg: {{optimizer: {{lr: 1e-4, weight_decay: 0.1}}, empty_unused_memory_level: 1}}
+"""
+
+
+def unread(name, *overrides):
+    loaded = config.inspect(name, list(overrides))
+    assert loaded.problems == []
+    return loaded.unread(backend.choose(loaded.recipe)[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([RATE], "optimizer.lr: FSDP2 trains, which does not read it; try policy.optimizer.kwargs.lr or policy.megatron_cfg"),
+        ([RATE, DTENSOR], "policy.megatron_cfg.optimizer.lr: FSDP2 trains"),
+        (
+            [MEGATRON, "policy.dtensor_cfg.activation_checkpointing=true"],
+            "Megatron-Core trains, which does not read it; try pol",
+        ),
+        (
+            [MEGATRON, RATE, "policy.optimizer.kwargs.lr=1e-4"],
+            "policy.optimizer.kwargs.lr: Megatron-Core trains, which reads policy.megatron_cfg.optimizer instead, as the recipe"
+            " has that; try policy.megatron_cfg.optimizer.lr",
+        ),
+        (["ppo.max_num_steps=3"], "ppo.max_num_steps: the algorithm is grpo, which does not read it; try grpo.max_num_steps"),
+        (["value.optimizer.kwargs.lr=1e-4"], "value.optimizer.kwargs.lr: the algorithm is grpo"),
+        (["dpo.label_smoothing=0.1"], "dpo.label_smoothing: the algorithm is grpo, which does not read it; leave it out"),
+    ],
+)
+def test_on_the_command_line_it_is_refused(overrides, says):
+    problems, _ = unread("tiny_grpo", *overrides)
+    assert len(problems) == 1 and problems[0].startswith("the command line: ") and says in problems[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [MEGATRON, RATE],
+        [MEGATRON, "policy.dtensor_cfg.enabled=false"],
+        ["policy.optimizer.kwargs.lr=1e-4", "policy.megatron_cfg.tensor_model_parallel_size=1"],  # a default changes nothing
+        ["policy.megatron_cfg.checkpoint.async_save=true"],  # what checkpointing.async_save stands for
+        ["ppo.max_num_steps=3", "grpo.max_num_steps=${ppo.max_num_steps}"],
+        ["grpo.async_grpo.max_generation_failures=3"],
+    ],
+)
+def test_what_is_read_is_not(overrides):
+    assert unread("tiny_grpo", *overrides)[0] == []
+
+
+def test_a_file_may_have_the_sections_of_both(tmp_path):
+    (tmp_path / "both.yaml").write_text(BOTH.format(parent=config.find("tiny_grpo").resolve()))
+    (tmp_path / "child.yaml").write_text("defaults: both.yaml\n")
+    own = str(tmp_path / "both.yaml")
+    problems, (note,) = unread(own)
+    keys = [f"policy.megatron_cfg.{key}" for key in ("optimizer.lr", "optimizer.weight_decay", "empty_unused_memory_level")]
+    assert problems == [] and note == f"{own}: {', '.join(keys)}: not read, because FSDP2 trains"
+    problems, (note,) = unread(own, MEGATRON)
+    assert problems == [] and "policy.dtensor_cfg.activation_checkpointing: not read, because Megatron-Core" in note
+    assert unread(str(tmp_path / "child.yaml")) == ([], [])
+
+
+def test_on_the_command_line_of_a_recipe_of_nemo_rls():
+    theirs = str(config.RECIPES.parent / "tests/nemo_rl/recipes/grpo.yaml")
+    before = config.inspect(theirs)
+    given = config.inspect(theirs, [RATE])
+    backends = before.recipe.policy.dtensor_cfg.enabled, before.recipe.policy.megatron_cfg.enabled
+    assert backends == (True, False)
+    (problem,) = set(given.problems) - set(before.problems)
+    assert problem.startswith(
+        "the command line: policy.megatron_cfg.optimizer.lr: FSDP2 trains, which does not read it; try pol"
+    )

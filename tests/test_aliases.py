@@ -1,0 +1,90 @@
+"""Names that other libraries have for a key: each leads to a true one, and to one that serves before all others."""
+
+import itertools
+
+import pytest
+
+from launch.preflight import signatures
+from pipeline import config
+from pipeline.config import aliases, typed, unread
+from pipeline.config.schema import Recipe
+
+KEYS = typed.keys(Recipe)
+ALGORITHMS = (*config.ONLINE, *config.OFFLINE)
+BACKENDS = ("megatron", "dtensor", None)
+KWARGS = "optimizer.kwargs."
+
+
+def sections(key):
+    return [key.replace(aliases.OWN, algorithm) for algorithm in ALGORITHMS] if aliases.OWN in key else [key]
+
+
+def test_what_is_suggested_is_a_key():
+    for target in set(itertools.chain(*aliases.ALIASES.values())):
+        if KWARGS in target:
+            section, _, option = target.partition(KWARGS)
+            assert f"{section}{KWARGS[:-1]}" in KEYS and option in signatures.parameters("torch.optim.AdamW"), target
+        else:
+            assert any(key.replace("env.NAME.", "env.*.") in KEYS for key in sections(target)), target
+
+
+def test_keys_that_say_the_same_are_keys():
+    for one, other in unread.SAME:
+        assert one in KEYS and (other in KEYS or other.rpartition(".")[0] in KEYS), (one, other)
+
+
+def test_no_name_is_a_key_of_ours():
+    assert not set(aliases.ALIASES) & set(KEYS)
+
+
+def test_a_key_that_is_read_comes_first_if_there_is_one():
+    for name, algorithm, backend in itertools.product(aliases.ALIASES, ALGORITHMS, BACKENDS):
+        readers = unread.Readers(algorithm, backend)
+        first, *_ = meant = aliases.meant(name, algorithm, readers.rank(name))
+        targets = [one.replace(aliases.OWN, algorithm) for one in aliases.ALIASES[name]]
+        assert first in targets and len(meant) <= 2
+        assert readers.unread(first) is None or all(readers.unread(one) for one in targets), (name, algorithm, backend)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("policy.optimizer.lr=1e-4", "did you mean 'policy.optimizer.kwargs.lr'?"),
+        ("policy.lr=1e-4", "did you mean 'policy.optimizer.kwargs.lr'?"),
+        ("Learning-Rate=1e-4", "did you mean 'policy.optimizer.kwargs.lr'?"),
+        ("value.optimizer.lr=1e-4", "did you mean 'value.optimizer.kwargs.lr'?"),
+        ("train.batch_size=8", "did you mean 'policy.train_global_batch_size'?"),
+        ("num_generations=8", "did you mean 'grpo.num_generations_per_prompt'?"),
+        ("max_completion_length=8", "did you mean 'policy.generation.max_new_tokens'?"),
+        ("temperature=0.7", "did you mean 'policy.generation.temperature'?"),
+        ("beta=0.1", "did you mean 'loss_fn.reference_policy_kl_penalty'?"),
+        ("model=x", "did you mean 'policy.model_name'?"),
+        ("seed=1", "did you mean 'grpo.seed'?"),
+        ("actor_rollout_ref.actor.optim.lr=1", "'actor_rollout_ref.actor.optim.lr' is not a key; did you mean 'policy.opti"),
+        (
+            "trainer={total_epochs: 2, logger: [wandb]}",
+            "'trainer.total_epochs' is not a key; did you mean 'grpo.max_num_epochs'",
+        ),
+        ("logger.wandb_enabled=true", "no reporting to such a service; metrics.jsonl"),
+        ("logger.wandb={project: x, name: y}", "'logger.wandb.project' is not a key; there is no reporting"),
+        ("report_to=none", "there is no reporting"),
+        ("reward_funcs=a.b", "did you mean 'env.NAME.kind'?"),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "it must be a text; did you mean 'loss_fn.reference_policy_kl_penalty'"),
+    ],
+)
+def test_what_is_told_of_another_librarys_name(given, says):
+    problems = config.inspect("tiny_grpo", [given]).problems
+    assert says in problems[0], problems
+    assert len(problems) == (2 if "trainer" in given else 1)
+
+
+def test_dpos_beta_is_dpos():
+    (problem,) = config.inspect("tiny_dpo", ["beta=0.1"]).problems
+    assert problem.endswith("did you mean 'dpo.reference_policy_kl_penalty'?")
+
+
+def test_under_megatron_core_its_own_key_is_suggested_where_that_is_read():
+    chosen = ["policy.megatron_cfg.enabled=true", "policy.optimizer.lr=1e-4"]
+    assert config.inspect("tiny_grpo", chosen).problems[0].endswith("did you mean 'policy.optimizer.kwargs.lr'?")
+    own = [*chosen, "policy.megatron_cfg.optimizer.weight_decay=0.0"]
+    assert config.inspect("tiny_grpo", own).problems[0].endswith("did you mean 'policy.megatron_cfg.optimizer.lr'?")
