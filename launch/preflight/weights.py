@@ -29,13 +29,17 @@ MOST_HEADER = 100_000_000  # bytes, by safetensors' own limit
 def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
     """What is not found at all, `architecture` and `files` say. pending: run folders that are not looked into."""
     seen: set[Path] = set()
+    weighed: set[Path] = set()  # where one model's weights are drawn, another's of the same folder are not
     for section, policy in config.models(recipe).items():
         key = f"{section}.model_name"
-        if (folder := _folder(key, policy.model_name, pending)) and folder not in seen:
+        if not (folder := _folder(key, policy.model_name, pending)):
+            continue
+        if folder not in seen:
             seen.add(folder)
             yield from _files(key, folder, [name for name in BESIDE if os.path.lexists(folder / name)])
-            if not policy.random_init:
-                yield from _check_weights(section, folder)
+        if folder not in weighed and not policy.random_init:
+            weighed.add(folder)
+            yield from _check_weights(section, folder)
     names = {"policy.tokenizer.name": recipe.policy.tokenizer.name}
     if environment := config.reward_environment(recipe):
         names[f"env.{environment}.tokenizer.name"] = config.judge(recipe).tokenizer.name

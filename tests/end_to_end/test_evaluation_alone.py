@@ -1,9 +1,12 @@
 """max_num_steps=0: a run validates once and learns nothing, at its beginning or from its last checkpoint."""
 
 import json
+import shutil
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from pipeline.config import RECIPES
 from pipeline.metrics import read
 from tests.end_to_end.runs import LOCAL, submit
 
@@ -36,6 +39,11 @@ def test_every_algorithm_evaluates_alone(tmp_path, recipe):
         "tiny_ppo": ("policy.generation.backend=transformers", "cluster.generate.ranks_per_node=1"),
         "tiny_distillation": ("policy.generation.backend=transformers", "cluster.generate.ranks_per_node=1"),
     }.get(recipe, ())
+    if recipe == "tiny_distillation":  # a teacher has weights of its own
+        teacher = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(RECIPES / "tiny"))
+        shutil.copytree(RECIPES / "tiny", tmp_path / "teacher")
+        teacher.save_pretrained(tmp_path / "teacher")
+        more = (*more, f"teacher.model_name={tmp_path}/teacher")
     key = recipe.removeprefix("tiny_")
     folder = tmp_path / "run"
     run = submit(folder, f"recipe={recipe}", *LOCAL, *own, *more, f"{key}.max_num_steps=0", f"{key}.max_val_samples=8")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.preflight import files
+from launch.preflight import files, weights
 from pipeline import config
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
@@ -87,6 +87,13 @@ def test_dropping_is_never_the_advice_where_nothing_would_be_left(tmp_path):
     assert "are the same: nothing is preferred; no record" in problem
     good = {"input": "a", "chosen": "b", "rejected": "c"}
     assert look(tmp_path, "dpo", [*rows, good], "data.bad_records=drop") == ([], [])
+
+
+def test_a_teachers_weights_are_looked_for_where_the_policys_are_drawn(tmp_path):
+    tiny = f"{config.RECIPES}/tiny"
+    own = (f"policy.model_name={tiny}", "policy.random_init=true", f"teacher.model_name={tiny}", "needs=[]")
+    (problem,) = weights.problems(config.load("tiny_distillation", own))
+    assert problem.startswith("teacher.model_name: ") and "no weights" in problem
 
 
 def test_unknown_text_is_named_and_may_be_kept(tmp_path):
