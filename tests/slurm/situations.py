@@ -60,7 +60,7 @@ def without_cluster(folder: Path) -> list[Situation]:
     down = folder / "down.conf"
     down.write_text(
         "ClusterName=down\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=9\nAuthType=auth/munge\n"
-        f"AuthInfo=socket={folder}/no_munge\nNodeName=n1\nPartitionName=debug Nodes=n1\n"
+        "AuthInfo=socket=/nonexistent/munge\nNodeName=n1\nPartitionName=debug Nodes=n1\n"
     )
     nothing, real = {"SLURM_CONF": None}, {"PATH": os.environ["PATH"]}
     return [
