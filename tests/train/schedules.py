@@ -42,7 +42,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        changed = ", ".join(change.rpartition(".")[2] for change in self.changes if "_cfg.enabled" not in change)
+        pairs = [change.split("=") for change in self.changes if "_cfg.enabled" not in change]
+        changed = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in pairs)
         return f"{Path(self.recipe).stem} {self.model} {self.backend}{f' ({changed})' if changed else ''}"
 
     @property
