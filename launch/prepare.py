@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import allocation, backend, executor, local, run_folder, slurm_client
+from launch import allocation, backend, executor, handed_on, local, run_folder, slurm_client
 from launch.job import components
 from launch.model_files import Pending
 from launch.model_shape import NotDescribed
@@ -32,6 +32,7 @@ class Prepared:
     executor: executor.Choice
     plan: Plan | None  # None: of a family of models of which no plan can be made
     notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed, and what is ignored
+    handed_on: tuple[str, ...] = ()  # of a needed recipe: the overrides that it takes from the one that needs it
 
 
 def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None = None) -> list[Prepared]:
@@ -54,7 +55,7 @@ def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
             if not own:
                 planned = _planned(recipe, choice, plan_from, pending, notes)
                 own += planned.problems() if planned else ()
-                prepared.append(Prepared(recipe, choice, chosen, planned, notes))
+                prepared.append(Prepared(recipe, choice, chosen, planned, notes, loaded.handed_on))
         except RecipeError as error:
             own += config.independent(error.problems, loaded.faulty)
         if recipe.algorithm:  # without one nothing is known of what the run does
@@ -79,7 +80,7 @@ def _planned(
 
 def in_order(name: str, overrides: list[str]) -> list[Loaded]:
     """The recipe, preceded by those that it needs and that have not run. Raises RecipeError if they need each other."""
-    executor = [override for override in overrides if override.startswith("cluster.executor=")]
+    asked_for = config.inspect(name, overrides)
     ordered: list[Loaded] = []
 
     def add(loaded: Loaded, path: list[str]) -> None:
@@ -88,12 +89,12 @@ def in_order(name: str, overrides: list[str]) -> list[Loaded]:
             if named in path:
                 raise RecipeError(f"needs: goes in a circle: {' -> '.join([*path, named])}")
             if named not in [other.recipe.name for other in ordered]:
-                needed = config.inspect(need, [f"run_dir=runs/{named}", *executor])
+                needed = handed_on.inspect(need, [f"run_dir=runs/{named}"], asked_for, overrides)
                 if run_folder.done_step(Path(needed.recipe.run_dir)) is None:
                     add(needed, [*path, named])
         ordered.append(loaded)
 
-    add(config.inspect(name, overrides), [config.name_of(name)])
+    add(asked_for, [config.name_of(name)])
     return ordered
 
 

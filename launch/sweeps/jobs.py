@@ -58,6 +58,7 @@ def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, see
     *needed, main = (each.recipe for each in prepared)
     executor = f"cluster.executor={prepared[-1].executor.name}"  # said, because the check inside a job would choose otherwise
     names = [recipe.name for recipe in needed]
+    handed_on = {each.recipe.name: each.handed_on for each in prepared}
     asked = {config.name_of(need): need for each in prepared for need in each.recipe.needs}
 
     def needs(recipe: config.Recipe) -> list[str]:
@@ -67,7 +68,7 @@ def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, see
         Job(
             each.name,
             asked[each.name],
-            [f"run_dir={each.run_dir}", executor],
+            [f"run_dir={each.run_dir}", *handed_on[each.name], executor],
             str(Path(each.run_dir).absolute()),
             needs=needs(each),
         )

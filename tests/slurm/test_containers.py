@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -208,7 +209,8 @@ def test_an_image_that_sets_the_job_s_variables_cannot_hide_code_and_caches(tmp_
         {"train": ComponentConfig(container_image="/x.sqsh"), "generate": ComponentConfig()},
     )
     inside, outside = (line for line in script.splitlines() if "srun --het-group" in line)
-    assert f"export HF_HOME={Path.home()}/cache HF_HUB_CACHE=/shared/hub; export PYTHONPATH={ROOT}${{PYTHONPATH:+" in inside
+    code = shlex.quote(str(ROOT)).replace("'", """'"'"'""")  # within quotes
+    assert f"export HF_HOME={Path.home()}/cache HF_HUB_CACHE=/shared/hub; export PYTHONPATH={code}${{PYTHONPATH:+" in inside
     assert "HF_HOME" not in outside and "PYTHONPATH" not in outside
     assert containers.options(ComponentConfig()) == []
 

@@ -1,0 +1,75 @@
+"""What a recipe hands on to the recipes that it needs: where they run.
+
+A needed recipe takes, the later over the earlier:
+    the schema's defaults
+    from the files of the recipe that was asked for: cluster.executor, and each component's keys of SITE
+    its own files
+    every cluster.* of the command line; SIZES among them only if its layout fits them
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from launch import backend
+from pipeline import config
+from pipeline.config import Loaded, collected, layers, resolving
+
+SITE = (
+    *("partition", "account", "qos", "constraint", "python", "srun_args", "env_vars"),
+    *("container_image", "container_mounts", "container_workdir", "container_env", "container_writable"),
+)
+"""Where a component runs. How large it is and how long it runs, each recipe says for itself."""
+SIZES = ("ranks_per_node", "cpus_per_task", "gpus_per_node", "nodes")
+
+
+def inspect(need: str, own: list[str], asking: Loaded, command_line: list[str]) -> Loaded:
+    """A needed recipe, with what it is handed on. own: its own overrides. asking: the recipe that was asked for, as
+    `command_line` has it. A note says which sizes it does not take."""
+    alone = config.inspect(need, own)
+    where = _from_files(asking, alone)
+    given = [argument for argument in command_line if argument.startswith(("cluster.", "cluster="))]
+    if not where and not given:
+        return alone
+    before = _problems(alone)
+    tried = [replace(config.inspect(need, [*own, *where, *given]), handed_on=(*where, *given))]
+    for left_out in (SIZES[-1:], SIZES):
+        if not (new := [problem for problem in _problems(tried[-1]) if problem not in before]):
+            return tried[-1]
+        kept = [argument for argument in given if argument.partition("=")[0].rpartition(".")[2] not in left_out]
+        loaded = config.inspect(need, [*own, *where, *kept])
+        dropped = ", ".join(argument for argument in given if argument not in kept)
+        tried.append(
+            replace(loaded, notes=[*loaded.notes, f"{dropped}: not handed on to {need}, which it does not fit: {new[0]}"])
+        )
+    return tried[-1] if len(_problems(tried[-1])) < len(_problems(tried[0])) else tried[0]
+
+
+def _problems(loaded: Loaded) -> list[str]:
+    found = list(loaded.problems)
+    if not found:
+        with collected(found):
+            backend.choose(loaded.recipe)
+    return found
+
+
+def _from_files(asking: Loaded, needed: Loaded) -> list[str]:
+    """`key=value` of what the files of the recipe that asks say of the place, and those of the needed one do not."""
+    found: dict[str, str] = {}
+    for key, origin in asking.origins.items():
+        section, *rest = key.split(".")
+        if section != "cluster" or origin == layers.COMMAND_LINE:
+            continue
+        if rest == ["executor"]:
+            found[key] = asking.recipe.cluster.executor
+        elif len(rest) > 1 and rest[1] in SITE:
+            component = getattr(asking.recipe.cluster, rest[0], None)
+            value = getattr(component, rest[1], None)
+            found[f"cluster.{rest[0]}.{rest[1]}"] = value
+    own = [f"{key}." for key in needed.origins]
+    return [f"{key}={_typed(value)}" for key, value in found.items() if not any(o.startswith(f"{key}.") for o in own)]
+
+
+def _typed(value: object) -> str:
+    """As it is typed on the command line."""
+    return layers.dumped(resolving.escaped(value), on_one_line=True).removesuffix("...\n").strip()

@@ -1,0 +1,69 @@
+"""What a recipe hands on to the recipes that it needs."""
+
+import pytest
+import yaml
+
+from launch import prepare
+from pipeline import config
+from pipeline.config import reading
+from tests.launch.model import write_recipe
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "RECIPES", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path, "base")
+    return tmp_path
+
+
+def needed(*overrides: str) -> config.Loaded:
+    base, second = prepare.in_order("second", list(overrides))
+    assert (base.recipe.name, second.recipe.name) == ("base", "second")
+    return base
+
+
+def test_all_of_the_command_line_s_cluster_keys(here):
+    write_recipe(here, "second", needs=["base"], run_dir="runs/second")
+    given = {
+        "cluster.executor": "slurm",
+        "cluster.time_min": "7",
+        "cluster.train.partition": "gpu",
+        "cluster.train.account": "team",
+        "cluster.train.container_image": "/images/train.sqsh",
+        "cluster.train.container_mounts": "[/a:/b]",
+        "cluster.train.python": "/opt/python",
+        "cluster.generate.partition": "other",
+        "cluster.train.nodes": "2",
+    }
+    cluster = needed(*[f"{key}={value}" for key, value in given.items()], "grpo.max_num_steps=1").recipe.cluster
+    assert (cluster.executor, cluster.time_min, cluster.generate.partition) == ("slurm", 7, "other")
+    train = cluster.train
+    assert (train.partition, train.account, train.container_image) == ("gpu", "team", "/images/train.sqsh")
+    assert (train.container_mounts, train.python, train.nodes) == (["/a:/b"], "/opt/python", 2)
+    assert needed("grpo.max_num_steps=1").recipe.grpo.max_num_steps == 3
+
+
+def test_sizes_only_where_they_fit(here):
+    two_nodes = write_recipe(here, "base", cluster={"train": {"nodes": 2}})
+    recipe = yaml.safe_load(two_nodes.read_text())
+    recipe["policy"]["dtensor_cfg"] = {"tensor_parallel_size": 2}
+    two_nodes.write_text(yaml.safe_dump(recipe))
+    write_recipe(here, "second", needs=["base"], run_dir="runs/second")
+    base = needed("cluster.train.nodes=3", "cluster.train.partition=gpu", "cluster.train.cpus_per_task=2")
+    assert base.problems == [] and base.recipe.cluster.train.partition == "gpu"
+    assert (base.recipe.cluster.train.nodes, base.recipe.cluster.train.cpus_per_task) == (2, 2)
+    (note,) = base.notes
+    assert note.startswith("cluster.train.nodes=3: not handed on to base, which it does not fit: policy.dtensor_cfg.tensor")
+
+
+def test_where_the_files_of_the_recipe_run_goes_below_the_needed_one_s_own(here):
+    site = {"partition": "gpu", "account": "team", "env_vars": {"NCCL_DEBUG": "INFO", "A": "${not a key}"}, "nodes": 2}
+    site["env_vars"]["A"] = "two words"
+    write_recipe(here, "second", needs=["base"], run_dir="runs/second", cluster={"executor": "slurm", "train": site})
+    write_recipe(here, "base", cluster={"train": {"account": "mine"}})
+    cluster = needed().recipe.cluster
+    assert (cluster.executor, cluster.train.partition, cluster.train.account) == ("slurm", "gpu", "mine")
+    assert cluster.train.env_vars == {"NCCL_DEBUG": "INFO", "A": "two words"}
+    assert cluster.train.nodes == 1
+    assert needed("cluster.train.account=theirs").recipe.cluster.train.account == "theirs"
