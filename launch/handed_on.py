@@ -40,7 +40,10 @@ def inspect(need: str, own: list[str], asking: Loaded, command_line: list[str]) 
         loaded = config.inspect(need, [*own, *where, *kept])
         dropped = ", ".join(argument for argument in given if argument not in kept)
         tried.append(
-            replace(loaded, notes=[*loaded.notes, f"{dropped}: not handed on to {need}, which it does not fit: {new[0]}"])
+            replace(
+                loaded,
+                notes=[*loaded.notes, f"{dropped}: not handed on to {loaded.recipe.name}, which it does not fit: {new[0]}"],
+            )
         )
     return tried[-1] if len(_problems(tried[-1])) < len(_problems(tried[0])) else tried[0]
 
