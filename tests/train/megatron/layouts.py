@@ -112,12 +112,13 @@ def _work(work: Callable[[Layout, Path], None], layout: Layout, folder: Path) ->
 
 def backend(policy: PolicyConfig, layout: Layout = ONE, use: Use = TRAINED, **changes) -> MegatronBackend:
     """changes: of `policy.megatron_cfg`. Megatron-Core's groups are made anew, so that one process can have several layouts."""
-    release()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
     return another(policy, layout, use, **changes)
 
 
 def release() -> None:
-    """Destroy the process groups of this process's backends, which cannot be used any more.
+    """Destroy the process groups of this process's backends, none of which can be used any more.
 
     Each gloo group has three threads, one of which polls a hundred times a second. A process that builds many backends would
     end with more than a thousand of them, and they would take a processor of their own.
@@ -287,6 +288,7 @@ def measure(families: tuple[str, ...], layout: Layout, folder: Path) -> None:
         trained = backend(cases.policy(folder / family), layout)
         check_weights_are_the_files(trained, folder / family)
         found[family] = asdict(difference(trained, layout, folder / family))
+        release()
     if dist.get_rank() == 0:
         (folder / f"measured-{layout.name}.json").write_text(json.dumps(found))
 
