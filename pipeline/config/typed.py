@@ -102,7 +102,20 @@ class Advice(Protocol):
         """The order in which keys are suggested in place of `near`, lowest first."""
 
 
-def unknown(section: type, tree: Branch, whole: type, advice: Advice, prefix: str = "") -> Iterator[tuple[str, str]]:
+class Spelling:
+    """Advice where nothing but the spelling is known."""
+
+    def hint(self, key: str) -> None:
+        return None
+
+    def rank(self, near: str) -> Callable[[str], int]:
+        return lambda key: 0
+
+
+SPELLING = Spelling()
+
+
+def unknown(section: type, tree: Branch, whole: type, advice: Advice = SPELLING, prefix: str = "") -> Iterator[tuple[str, str]]:
     """(dotted key, problem) of what the schema `whole`, in which `section` begins at `prefix`, does not have."""
     for name, node in tree.children.items():
         key = f"{prefix}{name}"
