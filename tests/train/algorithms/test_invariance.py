@@ -31,7 +31,7 @@ BOUND = 5e-5
 # Megatron-Core that cuts what its loss sums over. Marked `full`, every case runs in all of these.
 QUICK = {
     Setup("fsdp", DP2, "single"): tuple(CASES),
-    Setup("megatron", TP2_SP, "reversed"): ("sft", "dpo", "grpo, entropy bonus", "distillation"),
+    Setup("megatron", TP2_SP, "reversed"): ("sft", "dpo", "grpo, entropy bonus", "distillation", "distillation, zero outside"),
     Setup("megatron", CP2, "single"): ("rm", "grpo, by sequences, KL, TIS", "gspo", "ppo"),
     Setup("megatron", PP2): ("grpo", "cispo", "reinforce++, KL in the reward"),
 }
