@@ -69,7 +69,8 @@ def check_against_peft(layout: Layout, folder: Path, family: str) -> None:
     gradients = {name: parameter.grad for name, parameter in names.items()}
     ranks.assert_near({name: ranks.full(p.grad) for name, p in held.items()}, gradients, 5e-6)
     norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
-    assert abs(metrics["grad_norm"] / norm - 1) < 1e-6
+    off = abs(metrics["grad_norm"] / norm - 1)
+    assert off < 5e-6, off  # the gradients that it is made of are as near
     assert abs(metrics["loss"] - total.item()) < 1e-6
     optimized = {id(p) for group in trained._optimizer.param_groups for p in group["params"]}
     assert optimized == {id(p) for p in held.values()}
