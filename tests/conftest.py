@@ -23,6 +23,7 @@ def require_slurm() -> None:
 SLOW = ("end_to_end", "slurm", "train", "generate", "refit", "launch", "world", "storage", "sandbox")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with the slow folders, and let one worker have all tests of a file, whose fixtures they share."""
     tests = Path(__file__).parent
