@@ -39,12 +39,8 @@ def inspect(need: str, own: list[str], asking: Loaded, command_line: list[str]) 
         kept = [argument for argument in given if argument.partition("=")[0].rpartition(".")[2] not in left_out]
         loaded = config.inspect(need, [*own, *where, *kept])
         dropped = ", ".join(argument for argument in given if argument not in kept)
-        tried.append(
-            replace(
-                loaded,
-                notes=[*loaded.notes, f"{dropped}: not handed on to {loaded.recipe.name}, which it does not fit: {new[0]}"],
-            )
-        )
+        note = f"{dropped}: not handed on to {loaded.recipe.name}, which it does not fit: {new[0]}"
+        tried.append(replace(loaded, notes=[*loaded.notes, note], handed_on=(*where, *kept)))
     return tried[-1] if len(_problems(tried[-1])) < len(_problems(tried[0])) else tried[0]
 
 
