@@ -32,11 +32,11 @@ demo: $(READY)
 
 # Two workers; a file's tests stay together. Some tests start up to eight processes, so more workers need more cores.
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What `make test` leaves out and takes minutes rather than hours.
 test-full: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder -m 'full and not gpu and not long'
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'full and not gpu and not long'
 
 test-long: setup
 	$(BIN)/python -m pytest -m long

@@ -23,9 +23,8 @@ def require_slurm() -> None:
 SLOW = ("end_to_end", "slurm", "train", "generate", "refit", "launch", "world", "storage", "sandbox")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the slow folders, and let one worker have all tests of a file, whose fixtures they share."""
+    """Start with the slow folders."""
     tests = Path(__file__).parent
 
     def slowness(item: pytest.Item) -> int:
@@ -33,9 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return SLOW.index(folder) if folder in SLOW else len(SLOW)
 
     items.sort(key=slowness)  # stable: within a folder the order stays
-    for item in items:
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(tests))))
 
 
 @pytest.fixture(scope="session")
