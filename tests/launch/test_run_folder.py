@@ -27,7 +27,7 @@ def load(tmp_path):
     "override",
     [
         "run_dir=elsewhere",
-        "needs=[another]",
+        "needs=[tiny_sft]",
         "cluster.train.nodes=2",
         "cluster.timeouts.join=5",
         "logger.num_rollouts_to_log=1",
