@@ -33,8 +33,8 @@ SHAPE = {
 MIXTURE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 LATENT = {
     "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
+    "kv_lora_rank": 32,  # these two: where the processor has AMX, vLLM wants multiples of 32
+    "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
     "n_routed_experts": 4,

@@ -76,8 +76,11 @@ EXPORTED = {"qwen3_tied": "bfloat16", "qwen3_moe": "float32"}  # families and pr
 
 
 def tolerance(family: str) -> float:
-    """Of gradients, as a share of the largest entry; transformers rounds a router's softmax to float32 in any precision."""
-    return 3e-6 if family in MIXTURES else 1e-6
+    """Of gradients, as a share of the largest entry: processors round float32 differently, by up to 1.4e-6.
+
+    transformers rounds a router's softmax to float32 in any precision.
+    """
+    return 3e-6 if family in MIXTURES else 2e-6
 
 
 def write_models(folder: Path) -> None:

@@ -94,7 +94,7 @@ def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
     assert worst[name] < tolerance, f"{name} is off by {worst[name]:.1e} of the largest entry"
 
 
-def check_against_eager(trained: FSDPBackend, layout: Layout, model: Path, tolerance: float = 1e-6) -> None:
+def check_against_eager(trained: FSDPBackend, layout: Layout, model: Path, tolerance: float = 2e-6) -> None:
     """Log-probs, loss, metrics, every gradient and their norm of one step, against HF eager."""
     logprobs, expected, total = cases.eager(model)
     mine = shares(layout)[trained.data_rank]
@@ -106,7 +106,7 @@ def check_against_eager(trained: FSDPBackend, layout: Layout, model: Path, toler
     result = trained.step(batches, cases.loss)
     assert_near(gradients(trained), expected, tolerance)
     norm = torch.stack([g.norm() for g in expected.values()]).norm().item()
-    assert abs(result.metrics["grad_norm"] / norm - 1) < 1e-6
+    assert abs(result.metrics["grad_norm"] / norm - 1) < tolerance
     assert abs(result.metrics["loss"] - total.item()) < 1e-6
     every = torch.cat(logprobs)
     assert abs(result.metrics["logprob"] - every.mean().item()) < 1e-5

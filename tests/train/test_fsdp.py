@@ -59,7 +59,7 @@ def test_gradient_does_not_depend_on_microbatches(models, batches):
     _, expected, _ = cases.eager(models / "qwen3")
     trained = ranks.backend(cases.policy(models / "qwen3"))
     trained.step([cases.pack(ALL[i::batches]) for i in range(batches)], cases.loss)
-    ranks.assert_near(ranks.gradients(trained), expected, 1e-6)
+    ranks.assert_near(ranks.gradients(trained), expected, 2e-6)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 1000, None])
@@ -67,7 +67,7 @@ def test_gradient_does_not_depend_on_chunks(models, chunk):
     _, expected, _ = cases.eager(models / "qwen3_tied")
     trained = ranks.backend(cases.policy(models / "qwen3_tied", logprob_chunk_size=chunk))
     trained.step([cases.pack(ALL)], cases.loss)
-    ranks.assert_near(ranks.gradients(trained), expected, 1e-6)
+    ranks.assert_near(ranks.gradients(trained), expected, 2e-6)
 
 
 def test_a_sequence_does_not_see_its_neighbours(models):

@@ -58,7 +58,7 @@ def check_values(layout: Layout, folder: Path, family: str) -> None:
     metrics = trained.step(packed, cases.value_loss).metrics
     ranks.assert_near(ranks.gradients(trained), gradients, 3e-6)
     norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
-    assert abs(metrics["grad_norm"] / norm - 1) < 1e-6
+    assert abs(metrics["grad_norm"] / norm - 1) < 2e-6
     assert abs(metrics["loss"] - total.item()) < 1e-6
 
 
@@ -118,7 +118,7 @@ def check_entropy_and_tokens(layout: Layout, folder: Path) -> None:
     assert all(found.top_k is None for found in trained.forward(packed))
     taught = [dataclasses.replace(batch, teacher=teacher(batch)) for batch in packed]
     trained.step(taught, loss_of_all)
-    ranks.assert_near(ranks.gradients(trained), gradients, 1e-6)
+    ranks.assert_near(ranks.gradients(trained), gradients, 2e-6)
 
 
 def teacher(batch: PackedBatch) -> TopK:
