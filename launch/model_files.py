@@ -22,6 +22,14 @@ class Pending(os.PathLike):
 
     folder: Path
     policy: PolicyConfig
+    algorithm: str = "grpo"
+
+    def leaves(self, begun: dict[str, Any]) -> dict[str, Any]:
+        """Return the config.json of the model that the run leaves, which began with that of `begun`."""
+        if self.algorithm != "rm":
+            return begun
+        kinds = [kind.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification") for kind in begun["architectures"]]
+        return {**begun, "architectures": [f"{kind}ForSequenceClassification" for kind in kinds], "num_labels": 1}
 
     def __fspath__(self) -> str:
         return str(self.folder)
@@ -52,7 +60,7 @@ def described(
         if isinstance(run, Pending) and inside(policy.model_name, [run]):
             with collected([]):  # what is wrong with its model has been told of the needed recipe
                 begun = described(run.policy, [other for other in pending if other is not run])
-                return begun and _of_language_model(begun, policy, key)
+                return begun and _of_language_model(run.leaves(begun), policy, key)
             return None
     if not inside(policy.model_name, pending) and not is_here(policy.model_name) and (config := known(policy.model_name)):
         return _of_language_model(config, policy, key)

@@ -62,7 +62,7 @@ def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
             own += config.independent(file_problems(recipe, chosen, pending, dry, notes), loaded.faulty)
         needed = "" if recipe.name == Path(name).stem else f"{recipe.name}, which is needed first: "
         problems += [f"{needed}{problem}" for problem in own]
-        pending.append(Pending(Path(recipe.run_dir), recipe.policy))
+        pending.append(Pending(Path(recipe.run_dir), recipe.policy, recipe.algorithm))
     refuse(problems)
     return prepared
 

@@ -120,7 +120,7 @@ def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
     """Needs the models' config.json alone; what else is missing for a submission is said below the plan."""
     *needed, loaded = in_order(name, overrides)
     refuse(loaded.problems)
-    pending = [Pending(Path(each.recipe.run_dir), each.recipe.policy) for each in needed]
+    pending = [Pending(Path(each.recipe.run_dir), each.recipe.policy, each.recipe.algorithm) for each in needed]
     recipe, choice = backend.choose(loaded.recipe, pending, run_folder.earlier(loaded.recipe))
     unread, notes = loaded.unread(recipe)
     refuse([*unread, *architecture.against_layout(recipe, pending)])

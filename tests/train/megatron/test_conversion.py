@@ -301,8 +301,7 @@ def test_killed_at_any_moment(families, shared, ranks, realm):
         if any(shared.glob("llama-*/000001")):  # it was done: begin again
             shutil.rmtree(shared)
             continue
-        killed_midway += 1
-        assert any(shared.glob("llama-*/.*.partial"))
+        killed_midway += any(shared.glob("llama-*/.*.partial"))  # none, if it had just removed that of the job before
     assert killed_midway
     made = convert(families / "llama", shared)
     assert folders(shared) == ["000001"]
