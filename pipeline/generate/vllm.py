@@ -281,6 +281,8 @@ def _arguments(policy: PolicyConfig, config: Any, engine_ranks: int, seed: int) 
         # A prompt in pieces makes vLLM rewind the request's generator, which CPU generators cannot.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(vllm_cfg.max_model_len, generation.max_num_seqs, 4096)
+        if policy.precision == "float32" and getattr(config, "kv_lora_rank", None):
+            arguments["attention_backend"] = "CPU_MLA"  # on a processor with AMX vLLM takes another, which has no float32
     elif generation.colocated.enabled:
         arguments |= SLEEPS
     if vllm_cfg.precision == "fp8":

@@ -89,12 +89,15 @@ def test_of_a_run_that_its_data_end_a_step_is_told():
 
 
 def test_a_validation_on_all_there_is_has_no_time():
-    found = planned("llama8b_rm", "rm.max_val_samples=1000000")
+    steps = "rm.max_num_steps=300"
+    found = planned("llama8b_rm", "rm.max_val_samples=1000000", steps)
     told = " ".join(report.text(found).split())
     assert found.validation is None and found.validations > 0
     assert found.total == pytest.approx(found.steps * found.step)
     assert "a validation goes through all of its data, and rm.max_val_samples would tell how long that takes" in told
-    assert "validation goes" not in text("llama8b_rm", "rm.max_val_samples=1000000", "rm.val_period=0", "rm.val_at_end=false")
+    assert "validation goes" not in text(
+        "llama8b_rm", "rm.max_val_samples=1000000", steps, "rm.val_period=0", "rm.val_at_end=false"
+    )
 
 
 def test_a_validation_on_pairs_is_two_passes_over_two_sequences_each():
