@@ -36,6 +36,9 @@ def main(arguments: list[str]) -> int:
     except (ValueError, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {str(error.filename)[:200]}: {error.strerror}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -92,7 +95,7 @@ def _checkpoint(run_dir: Path, recipe: Recipe, step: str | None) -> Checkpoint:
         if not complete:
             raise ValueError(f"run: {run_dir}: {there}")
         return complete[max(complete)]
-    if not step.isdecimal():
+    if not step.isdecimal() or len(step) > 18:
         raise ValueError(f"step: '{step}' is not a number of steps; {there}")
     if int(step) not in complete:
         raise ValueError(f"step: {run_dir} has no complete checkpoint of step {int(step)}; {there}")

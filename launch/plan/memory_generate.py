@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from launch.model_shape import ModelShape
 from launch.plan.activations import latent_projections
 from launch.plan.memory_parts import RUNTIME, GenerateMemory, add
-from pipeline.config import PRECISIONS, Recipe
+from pipeline.config import PRECISIONS, Recipe, RecipeError
 from pipeline.config.hardware import memory_gb
 
 BLOCK = {True: 16, False: 128}  # tokens of a block of the KV cache, on a GPU and on a CPU (vllm/platforms/cpu.py)
@@ -104,13 +105,26 @@ class Rank:
         return max(layer, size * tokens * shape.hidden + sequences * shape.vocabulary * 4 * SAMPLER_COPIES)
 
 
+SIZES = ("max_model_len", "max_num_seqs", "gpu_memory_utilization", "max_num_batched_tokens", "kv_cache_memory_bytes")
+
+
+def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those that are not null, which is vLLM's own default. Raises RecipeError."""
+    given = {key: value for key, value in kwargs.items() if value is not None}
+    for key in SIZES:
+        value = given.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
+            raise RecipeError(f"policy.generation.vllm_kwargs.{key}: got {value!r}; expected a number above 0")
+    return given
+
+
 def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
-    """Of the fullest generate rank."""
+    """Of the fullest generate rank. Raises RecipeError for vllm_kwargs that are no sizes."""
     policy, component = recipe.policy, recipe.cluster.generate
     size, cuda = PRECISIONS[policy.precision], component.gpus_per_node > 0
     if policy.generation.backend == "transformers":
         return _transformers(recipe, shape, size, cuda)
-    vllm_cfg, given = policy.generation.vllm_cfg, policy.generation.vllm_kwargs
+    vllm_cfg, given = policy.generation.vllm_cfg, _given(policy.generation.vllm_kwargs)
     ignored = vllm_cfg.quantization_ignored_layer_kws
     rank = Rank(
         shape,
@@ -124,7 +138,7 @@ def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
     sequences = given.get("max_num_seqs", policy.generation.max_num_seqs)
     weights = rank.weights
     parts = {"weights": weights, "buffers": _staging(recipe, rank)}
-    token_bytes = rank.cached * CACHE_BYTES.get(given.get("kv_cache_dtype", "auto"), size)
+    token_bytes = rank.cached * CACHE_BYTES.get(str(given.get("kv_cache_dtype")), size)
     less = "quantization_ignored_layer_kws" if ignored else "vllm_kwargs.quantization" if given.get("quantization") else ""
     assumptions = [f"an engine's weights as if none were quantized: what {less} leaves is not counted"] if less else []
     if cuda:

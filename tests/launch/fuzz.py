@@ -411,7 +411,9 @@ def surroundings() -> Iterator[list[str]]:
 def fuzz(command: str, count: int, seed: int) -> Iterator[Outcome]:
     with surroundings() as writes:
         _past_run(Path("run"))
-        Path("suite.yaml").write_text("seeds: [1]\nruns: {tiny_sft: {}}\n")
+        Path("suite.yaml").write_text(
+            "seeds: [1]\nruns: {tiny_sft: {}}\ngates: {learns: {value: last(val/loss), at_most: 1}}\n"
+        )
         for case in cases(command, count, seed):
             yield run(case, writes)
 
