@@ -19,6 +19,7 @@ Imports neither torch nor transformers: a login node answers at once.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -71,6 +72,13 @@ def parse(arguments: list[str]) -> Request:
         wrong.append("the command line needs recipe=NAME, or follow=RUN_DIR")
     if "follow" in special and (overrides or len(special) > 1):
         wrong.append("follow=RUN_DIR stands alone: the run is what it was submitted as")
+    for key in ("follow", "plan_from"):
+        try:
+            os.stat(special.get(key, "."))
+        except FileNotFoundError:
+            pass  # told later, by whoever looks for it
+        except OSError as error:
+            wrong.append(f"{key}: '{special[key][:80]}': {error.strerror}; expected a run folder")
     refuse(wrong)
     folders = {key: Path(special[key]).absolute() for key in ("follow", "plan_from") if key in special}
     return Request(special.get("recipe"), overrides, **folders, **{flag: flag in asked for flag in FLAGS})

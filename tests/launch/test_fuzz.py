@@ -78,6 +78,8 @@ def test_what_it_has_found_is_told(tmp_path, capsys, argument, says):
 def test_names_that_are_too_long_for_files_are_told(capsys):
     assert submit.main([f"recipe={'x' * 5000}", "show=true"]) == 2
     assert "no such recipe" in capsys.readouterr().err
+    assert submit.main(["recipe=tiny_grpo", "plan=true", f"plan_from={'x' * 5000}"]) == 2
+    assert "plan_from: 'xxx" in capsys.readouterr().err
     assert sweep.main([f"sweep={'x' * 5000}", "dry_run=true"]) == 2
     assert "error: " in capsys.readouterr().err
 
