@@ -129,8 +129,7 @@ def matrix(roots: list[Path], arguments: list[str]) -> int:
         name = f"{version.stdout.split()[-1]} ({'this machine' if path == Path('/') else path.name.partition('-')[0]})"
         print(f"\n==== Slurm {name} ====", flush=True)
         start = time.monotonic()
-        workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-        command = [sys.executable, "-m", "pytest", "-m", MARKS, "-p", "no:cacheprovider", *workers, *arguments]
+        command = [sys.executable, "-m", "pytest", "-m", MARKS, "-p", "no:cacheprovider", *arguments]
         status = subprocess.run(inside(path, command), cwd=CODE, env=_environment()).returncode
         results.append((name, status, time.monotonic() - start))
     print("\n==== Slurm's versions ====")
