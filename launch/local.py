@@ -318,7 +318,7 @@ class HetLocalExecutor(local.LocalExecutor):
 
     def submit(self, fn, *args, **kwargs) -> RunJob:
         """Submit `fn(*args, **kwargs)` for every rank. Ranks of the pipeline share its imports where that is possible."""
-        self.fork = fn.__module__ == task.rank_main.__module__ and forks.possible(self.environments)
+        self.fork = fn.__module__ == task.__name__ and forks.possible(self.environments)
         return super().submit(fn, *args, **kwargs)
 
     def _num_tasks(self) -> int:
