@@ -76,6 +76,7 @@ def test_it_says_nothing_of_a_run_that_does_not_sample(load):
 
 
 def test_two_processes_have_one_gpu(load, monkeypatch):
+    monkeypatch.setattr("launch.gpus.count", lambda: (8, "nvidia-smi"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     ranks = rank_environments(components(load(SHARE, *TWO_NODES)))
     assert [each["CUDA_VISIBLE_DEVICES"] for each in ranks] == ["0,1", "0,1", "2,3", "2,3", "0,1", "2,3"]

@@ -138,6 +138,7 @@ def test_what_the_engine_is_given_is_known_to_the_check():
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
             given.add(node.slice.value)
     may_be_changed = {"kv_cache_memory_bytes", "enable_chunked_prefill", "max_num_batched_tokens", "speculative_config"}
+    may_be_changed.add("attention_backend")
     assert given - may_be_changed <= {*libraries.SAID_BY, *libraries.OURS}
     assert may_be_changed <= given
 
