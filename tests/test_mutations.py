@@ -132,7 +132,9 @@ def seeds() -> list[dict[str, Any]]:
 
 
 PROMPT_FILE = "a prompt_file of no text is not the same after it was written and read"
-SEEDS = [pytest.param(seed, marks=[pytest.mark.xfail(reason=PROMPT_FILE)] * (seed in (3, 8))) for seed in range(10)]
+SEEDS = [
+    pytest.param(seed, marks=[pytest.mark.xfail(strict=True, reason=PROMPT_FILE)] * (seed in (3, 8))) for seed in range(10)
+]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

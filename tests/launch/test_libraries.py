@@ -137,8 +137,8 @@ def test_what_the_engine_is_given_is_known_to_the_check():
             given |= {key.value for key in node.value.keys}
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
             given.add(node.slice.value)
-    may_be_changed = {"kv_cache_memory_bytes", "enable_chunked_prefill", "max_num_batched_tokens", "speculative_config"}
-    may_be_changed.add("attention_backend")
+    memory = {"kv_cache_memory_bytes", "enable_chunked_prefill", "max_num_batched_tokens"}
+    may_be_changed = memory | {"attention_backend", "speculative_config"}
     assert given - may_be_changed <= {*libraries.SAID_BY, *libraries.OURS}
     assert may_be_changed <= given
 
