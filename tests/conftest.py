@@ -34,6 +34,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=slowness)  # stable: within a folder the order stays
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _environment_variables() -> Iterator[None]:
+    """Undoes what a file's tests do to `os.environ`: vLLM's CPU platform sets LD_PRELOAD, which later files' processes inherit."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def slurm_cluster() -> Iterator[SlurmCluster]:
     """A real Slurm cluster of four nodes on this machine; its `env` is for subprocesses. Skips where Slurm is not installed."""
