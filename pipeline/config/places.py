@@ -40,20 +40,26 @@ def absolute(tree: Branch, folders: Mapping[str, Path | None] = {}) -> dict[str,
         if (kind is None and key != "run_dir") or interpolated(leaf.value):
             continue
         folder = leaf.folder or folders.get(key) or Path.cwd()
+        value = _text(leaf.value)
         try:
-            if key == "run_dir" and isinstance(leaf.value, str) and leaf.value:
-                leaf.value = _from(Path.cwd(), leaf.value)
-            elif kind is MARKED and isinstance(leaf.value, list):
-                leaf.value = [_marked(folder, item) for item in leaf.value]
+            if key == "run_dir" and isinstance(value, str) and value:
+                leaf.value = _from(Path.cwd(), value)
+            elif kind is MARKED and isinstance(value, list):
+                leaf.value = [_marked(folder, item) for item in value]
             elif kind is MARKED:
                 leaf.value = _marked(folder, leaf.value)
-            elif kind is FILES and isinstance(leaf.value, list):
-                leaf.value = [_file(folder, item) if isinstance(item, str) else item for item in leaf.value]
-            elif isinstance(leaf.value, str) and leaf.value:
-                leaf.value = _file(folder, leaf.value) if kind is FILES else _name(folder, leaf.value)
+            elif kind is FILES and isinstance(value, list):
+                leaf.value = [_file(folder, item) if isinstance(item, str) else item for item in map(_text, value)]
+            elif isinstance(value, str) and value:
+                leaf.value = _file(folder, value) if kind is FILES else _name(folder, value)
         except RecipeError as error:
             problems[key] = str(error)
     return problems
+
+
+def _text(value: object) -> object:
+    """A number, which is a text where the schema has one, as that text; anything else as it is."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _from(folder: Path, path: str) -> str:

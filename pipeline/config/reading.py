@@ -110,7 +110,7 @@ def independent(problems: Iterable[str], faulty: Iterable[str]) -> Iterator[str]
     that it is in, nor what is in it."""
     for problem in problems:
         named = set(re.findall(r"(?<![\w./-])[A-Za-z_]\w*(?:\.\w+)+|^\w+(?=[:.])", problem))
-        if not any(f"{key}.".startswith(f"{bad}.") or f"{bad}.".startswith(f"{key}.") for bad in faulty for key in named):
+        if not any(resolving.overlap(key, bad) for bad in faulty for key in named):
             yield problem
 
 
@@ -208,9 +208,9 @@ def _inspected(given: Branch, notes: Iterable[str] = (), problems: Iterable[str]
         faulty |= found.keys()
         for key in found:
             _leave_out(given, key)
-    problems += independent(contradictions(recipe), faulty)
     references = {key: found for key, leaf in whole.leaves() if (found := resolving.references(key, leaf.value))}
-    return Loaded(recipe, list(dict.fromkeys(problems)), origins, list(notes), frozenset(faulty), references)
+    problems += independent(contradictions(recipe), resolving.dependent(faulty, references))
+    return Loaded(recipe, list(dict.fromkeys(problems)), origins, list(notes), frozenset(faulty), references=references)
 
 
 def _whole(given: Branch) -> Branch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -44,6 +45,22 @@ for _name, _function in RESOLVERS.items():
 def references(key: str, value: Any) -> set[str]:
     """The dotted keys that the value at `key` refers to."""
     return {_absolute(key, dots, name) for dots, name in REFERENCE.findall(str(value))}
+
+
+def dependent(keys: Collection[str], references: Mapping[str, Collection[str]]) -> set[str]:
+    """`keys`, and all keys whose values are made of theirs. references: by key the keys that its value is made of."""
+    found, waiting = set(keys), list(keys)
+    while waiting:
+        of = waiting.pop()
+        new = {key for key, names in references.items() if key not in found and any(overlap(of, name) for name in names)}
+        found |= new
+        waiting += new
+    return found
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether two dotted keys are the same, or one of them lies in the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def _absolute(key: str, dots: str, name: str) -> str:

@@ -52,10 +52,7 @@ def test_on_the_command_line_it_is_refused(overrides, says):
         [MEGATRON, "policy.dtensor_cfg.enabled=false"],
         ["policy.optimizer.kwargs.lr=1e-4", "policy.megatron_cfg.tensor_model_parallel_size=1"],  # a default changes nothing
         ["policy.megatron_cfg.checkpoint.async_save=true"],  # what checkpointing.async_save stands for
-        pytest.param(
-            ["ppo.max_num_steps=3", "grpo.max_num_steps=${ppo.max_num_steps}"],
-            marks=pytest.mark.xfail(strict=True, reason="a key that another one refers to is told as unread"),
-        ),
+        ["ppo.max_num_steps=3", "grpo.max_num_steps=${ppo.max_num_steps}"],
         ["grpo.async_grpo.max_generation_failures=3"],
     ],
 )
