@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment_variables() -> Iterator[None]:
-    """Undoes what a file's tests do to `os.environ`: vLLM's CPU platform sets LD_PRELOAD, which later files' processes inherit."""
+    """Undoes what a file's tests do to `os.environ`: vLLM sets LD_PRELOAD there, which other files' processes would inherit."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
