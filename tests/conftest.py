@@ -35,13 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _environment_variables() -> Iterator[None]:
-    """Undoes what a file's tests do to `os.environ`: vLLM sets LD_PRELOAD there, which other files' processes would inherit."""
-    before = dict(os.environ)
+def _preloaded_libraries() -> Iterator[None]:
+    """Undoes what vLLM's CPU platform does to LD_PRELOAD: processes that the tests of other files start would inherit it."""
+    before = os.environ.get("LD_PRELOAD")
     yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
+    os.environ.pop("LD_PRELOAD", None)
+    if before is not None:
+        os.environ["LD_PRELOAD"] = before
 
 
 @pytest.fixture(scope="session")
