@@ -334,19 +334,29 @@ class HetLocalExecutor(local.LocalExecutor):
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         own = forks.common(self.environments) if self.fork else {}
         write_json(self.folder / "plan.json", plan)
-        with open(self.folder / "controller.log", "ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "launch.local", str(self.run_dir)],
-                env={**os.environ, **own, "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # a terminal's Ctrl-C or hang-up must not reach it
-            )
+        environment = {**os.environ, **own, "PYTHONPATH": path}
+        process = start_controller(self.run_dir, environment, self.folder / "controller.log")
         tasks = range(self._num_tasks())
         return HetLocalJob(self.folder, str(process.pid), tasks, process, start_time=start_time(process.pid))
 
 
+def start_controller(run_dir: Path, environment: dict[str, str], log: Path) -> subprocess.Popen:
+    """Start a run's controller with this environment, appending what it prints to `log`."""
+    with open(log, "ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "launch.local", str(run_dir)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # a terminal's Ctrl-C or hang-up must not reach it
+        )
+
+
+def control(run_dir: Path) -> int:
+    """Run the controller of the run in `run_dir` to its end; return the exit status."""
+    return Controller(run_dir, json.loads((run_dir / "submitit/plan.json").read_text())).run()
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    sys.exit(Controller(folder, json.loads((folder / "submitit/plan.json").read_text())).run())
+    sys.exit(control(Path(sys.argv[1])))

@@ -5,18 +5,29 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import subprocess
+import sys
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 import torch.multiprocessing as mp
+
+ROOT = Path(__file__).parents[1]
 
 # A fork server imports what it is told to when it starts, once for all tests of a process. All tests share this list: where one
 # started it with less, every rank of the others would import torch, Megatron-Core and transformers by itself.
 IMPORTED = (
+    "launch.submit",
+    "pipeline.generate.vllm",
+    "pipeline.main",
     "pytest",
+    "tests.end_to_end.warm",
     "tests.refit.ranks",
+    "tests.roles.reward_rank",
+    "tests.rollout.ranks",
     "tests.train.adapters",
     "tests.train.algorithms.invariance",
     "tests.train.megatron.layouts",
@@ -34,8 +45,10 @@ IMPORTED = (
 def context() -> ForkServerContext:
     """The context of processes on the CPU, with its server started."""
     multiprocessing.set_forkserver_preload(list(IMPORTED))
-    # Looking for a GPU in the server would spoil CUDA in what it forks, and Megatron-Core's imports look for one.
-    with unittest.mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}):
+    # Looking for a GPU in the server would spoil CUDA in what it forks, and Megatron-Core's imports look for one. OpenMP reads
+    # its number of threads when torch is imported, and several threads do not round alike in each run.
+    environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with unittest.mock.patch.dict(os.environ, environment):
         forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 
@@ -51,3 +64,55 @@ def run(work: Callable, arguments: tuple, ranks: int) -> None:
     processes = start(work, arguments, ranks)
     while not processes.join():
         pass
+
+
+class Program:
+    """A function that runs as a program would: a process with its own environment and output, in the project's folder.
+
+    It has the methods of `subprocess.Popen` that tests use. The function returns the exit status; None is 0.
+    """
+
+    def __init__(self, function: Callable[..., int | None], arguments: tuple, environment: Mapping[str, str], output: Path):
+        self._process = context().Process(target=_play, args=(function, arguments, dict(environment), str(output)))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _play(function: Callable[..., int | None], arguments: tuple, environment: dict[str, str], output: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    redirect(output)
+    sys.exit(function(*arguments))
+
+
+def redirect(output: str) -> None:
+    """Make a file the output of this process, and nothing its input."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(os.devnull, "rb") as nothing, open(output, "ab") as log:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=True)

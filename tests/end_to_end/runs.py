@@ -11,6 +11,8 @@ from pathlib import Path
 
 from launch.attempts import all_attempts, latest
 from pipeline.metrics import NOT_REPRODUCIBLE, read
+from tests.end_to_end import warm
+from tests.fork_server import Program
 
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).parent / "faults"
@@ -65,13 +67,13 @@ def submit(folder: Path, *overrides: str, env: dict | None = None, fault: Fault 
     start = time.monotonic()
     process = launch(folder, *overrides, env=env, fault=fault)
     try:
-        output, _ = process.communicate(timeout=timeout)
+        status = process.wait(timeout)
     finally:
         process.kill()
-    return Run(folder, process.returncode, output, time.monotonic() - start)
+    return Run(folder, status, printed(folder), time.monotonic() - start)
 
 
-def launch(folder: Path, *overrides: str, env: dict | None = None, fault: Fault | None = None) -> subprocess.Popen:
+def launch(folder: Path, *overrides: str, env: dict | None = None, fault: Fault | None = None) -> subprocess.Popen | Program:
     """The same, without waiting. Where there is a fault, each rank's process id is a file in `pids_of(folder)`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     if fault:
@@ -79,16 +81,29 @@ def launch(folder: Path, *overrides: str, env: dict | None = None, fault: Fault 
         pids.mkdir(exist_ok=True)
         record = {**fault.__dict__, "signal": int(fault.signal), "folder": str(pids)}
         environment |= {"HETSTEP_TEST_FAULT": json.dumps(record), "PYTHONPATH": str(FAULTS)}
-    command = [sys.executable, str(ROOT / "launch/submit.py"), f"recipe={RECIPE}", f"run_dir={folder}", *overrides]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    arguments = [f"recipe={RECIPE}", f"run_dir={folder}", *overrides]
+    output = _output(folder)
+    output.unlink(missing_ok=True)
+    if set(LOCAL) <= set(overrides) and all(name.startswith("HETSTEP_") for name in env or {}):
+        return Program(warm.run, (arguments,), environment, output)
+    with open(output, "wb") as printed:
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "launch/submit.py"), *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=printed,
+        )
+
+
+def printed(folder: Path) -> str:
+    """What the last `launch` of a run folder has printed."""
+    return _output(folder).read_text(errors="replace")
+
+
+def _output(folder: Path) -> Path:
+    return folder.parent / f"{folder.name}.printed"
 
 
 def pids_of(folder: Path) -> Path:

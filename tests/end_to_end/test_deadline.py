@@ -13,7 +13,7 @@ import pytest
 
 from launch.attempts import all_attempts
 from pipeline.metrics import read
-from tests.end_to_end.runs import LOCAL, Fault, launch, left_alive, pids_of, submit
+from tests.end_to_end.runs import LOCAL, Fault, launch, left_alive, pids_of, printed, submit
 
 NEVER = "checkpointing.save_period=1000"  # but at the end, and where a run is left
 RESTARTS = "cluster.requeue.max_restarts=3"
@@ -74,7 +74,7 @@ def endless(folder, *overrides, **more):
 
     def wait_until(condition):
         while not (value := condition()):
-            assert process.poll() is None, process.communicate()[0]
+            assert process.poll() is None, printed(folder)
             time.sleep(0.2)
         return value
 
@@ -82,7 +82,7 @@ def endless(folder, *overrides, **more):
         yield wait_until
     finally:
         process.terminate()
-        process.communicate()
+        process.wait()
 
 
 def second_attempt(folder):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from launch.attempts import PastAttempt, all_attempts
-from tests.end_to_end.runs import LOCAL, Run, launch, submit
+from tests.end_to_end.runs import LOCAL, Run, launch, printed, submit
 
 KILLS = 100
 STARTING = 0.3  # this share of the kills comes before an attempt's first step
@@ -57,7 +57,7 @@ class Killed:
                 if self.submission.poll() is not None:
                     before = before | {new[-1].name}
             if self.submission.poll() is not None:
-                assert self.submission.returncode == 1, self.submission.communicate()[0]
+                assert self.submission.returncode == 1, printed(self.folder)
                 assert self.processes() == {}, "orphans of an ended job"
                 self.submit()
             time.sleep(0.2)
@@ -75,17 +75,17 @@ class Killed:
         return int(json.loads((self.folder / "job.json").read_text())["job_id"])
 
     def processes(self) -> dict[int, tuple[str, str]]:
-        """Process id -> (attempt, rank) of all that a rank of this run has in its environment, the rank itself and its own."""
+        """Process id -> (attempt, rank) of all that print into a rank's log, the rank itself and what it started."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                entries = (path / "environ").read_bytes().split(b"\0")
+                logs = {Path(os.readlink(path / "fd" / number)) for number in "12"}
                 zombie = (path / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
             except OSError:
                 continue
-            environment = dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries)
-            if not zombie and environment.get("HETSTEP_RUN_DIR") == str(self.folder) and "HETSTEP_RANK" in environment:
-                found[int(path.name)] = environment["HETSTEP_ATTEMPT"], environment["HETSTEP_RANK"]
+            for log in logs:
+                if not zombie and log.parent.parent == self.folder / "attempts":
+                    found[int(path.name)] = log.parent.name, log.stem.removeprefix("rank")
         return found
 
     def ranks(self, attempt: str) -> dict[int, int]:

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from pipeline.metrics import read
-from tests.end_to_end.runs import LOCAL, Fault, Run, launch, pids_of, submit
+from tests.end_to_end.runs import LOCAL, Fault, Run, launch, pids_of, printed, submit
 from tests.end_to_end.test_async import IN_FLIGHT, trained_on
 from tests.launch.waiting import wait_until
 
@@ -39,10 +39,10 @@ def beside(folder, disturb, fault: Fault) -> Run:
     try:
         wait_until((pids_of(folder) / "done").exists, "the fault", 120)
         disturb(process, int((pids_of(folder) / str(ENGINE)).read_text()))
-        output, _ = process.communicate(timeout=240)
+        process.wait(240)
     finally:
         process.kill()
-    return Run(folder, process.returncode, output, 0.0)
+    return Run(folder, process.returncode, printed(folder), 0.0)
 
 
 def test_a_slow_engine_is_given_less_to_do(tmp_path):

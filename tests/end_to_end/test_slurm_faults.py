@@ -20,7 +20,7 @@ import pytest
 from launch.attempts import all_attempts
 from launch.job import read_record
 from tests.conftest import require_slurm
-from tests.end_to_end.runs import SLURM, Fault, Run, launch, left_alive, pids_of, submit
+from tests.end_to_end.runs import SLURM, Fault, Run, launch, left_alive, pids_of, printed, submit
 from tests.end_to_end.test_kill import ACTORS, PHASES
 from tests.launch.waiting import wait_until
 from tests.slurm.cluster import SlurmCluster
@@ -61,7 +61,7 @@ class Held:
         self.held = self.pid(self.rank)
 
     def _is_held(self) -> bool:
-        assert self.process.poll() is None, self.process.communicate()[0]
+        assert self.process.poll() is None, printed(self.folder)
         return (pids_of(self.folder) / "done").exists()
 
     def pid(self, rank: int) -> int:

@@ -1,11 +1,10 @@
-"""One rank of a world in which two ranks serve a reward model: `python -m tests.roles.reward_rank RUN_DIR`.
+"""One rank of a world in which two ranks serve a reward model.
 
 Rank 0 has `conversations` scored and writes scores.json. The train and the generate rank do nothing else.
 """
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +71,3 @@ def main(run_dir: Path) -> None:
     watchdog.stop()
     leave(world, timeouts.silence)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

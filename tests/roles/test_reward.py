@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +10,11 @@ import pytest
 from launch.job import components
 from launch.local import rank_environments
 from pipeline import config
+from tests.fork_server import Program
+from tests.roles import reward_rank
 from tests.roles.judges import eager_scores, recipe, write_judge, write_tokenizer
 from tests.roles.reward_rank import conversations
 from tests.world.secret import write_secret
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(folder: Path, *overrides: str) -> dict:
@@ -29,10 +27,8 @@ def run(folder: Path, *overrides: str) -> dict:
     try:
         for environment in rank_environments(components(judged)):
             logs.append(folder / f"{environment['HETSTEP_RANK']}.log")
-            with open(logs[-1], "w") as log:
-                command = [sys.executable, "-m", "tests.roles.reward_rank", str(folder / "run")]
-                environment = {**os.environ, **environment, "HETSTEP_ATTEMPT": "1", "CUDA_VISIBLE_DEVICES": ""}
-                processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+            environment = {**os.environ, **environment, "HETSTEP_ATTEMPT": "1", "CUDA_VISIBLE_DEVICES": ""}
+            processes.append(Program(reward_rank.main, (folder / "run",), environment, logs[-1]))
         statuses = [process.wait(120) for process in processes]
     finally:
         for process in processes:

@@ -1,4 +1,4 @@
-"""Runs one of three ranks: rank 0, and the two of an engine. `python -m tests.rollout.ranks RUN_DIR SCENARIO MODEL`.
+"""Run one of three ranks: rank 0, and the two of an engine.
 
 The engine's ranks have a whole model each, and an engine that is stepped differently on its ranks would draw differently.
 """
@@ -6,7 +6,6 @@ The engine's ranks have a whole model each, and an engine that is stepped differ
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import traceback
@@ -159,7 +158,3 @@ def main(run_dir: Path, scenario: str, model: Path) -> None:
     watchdog.stop()
     leave(world, TIMEOUTS.silence)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

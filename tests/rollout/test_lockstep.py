@@ -2,15 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.fork_server import Program
+from tests.rollout import ranks
 from tests.world.secret import write_secret
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -31,9 +28,8 @@ def run(tmp_path, checkpoint):
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
                 "OMP_NUM_THREADS": "1",
             }
-            command = [sys.executable, "-m", "tests.rollout.ranks", str(tmp_path), scenario, str(checkpoint.folder)]
-            with open(tmp_path / f"{rank}.log", "w") as log:
-                processes.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
+            arguments = (tmp_path, scenario, checkpoint.folder)
+            processes.append(Program(ranks.main, arguments, env, tmp_path / f"{rank}.log"))
         statuses = [process.wait(150) for process in processes]
         failures = list(tmp_path.glob("attempts/*/failure.json"))
         return statuses, "\n".join((tmp_path / f"{rank}.log").read_text() for rank in range(3)), failures

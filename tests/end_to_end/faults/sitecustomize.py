@@ -1,4 +1,5 @@
 """Kills or stops a rank, or spoils a message, at a chosen moment. Python imports this by itself where it is on PYTHONPATH.
+`tests/end_to_end/warm.py` imports it too, after the pipeline.
 
 HETSTEP_TEST_FAULT is JSON: {"phase", "count", "actor", "victim", "signal", "message", "folder"}. Every rank that joins the
 world leaves its process id in `folder`. When rank `actor` enters a phase that begins with `phase` for the `count`-th time, it
@@ -95,5 +96,8 @@ def wrap_transfer(module):
     module.post = post
 
 
-if fault:
-    sys.meta_path[:0] = [Wrap("pipeline.world", wrap_world), Wrap("pipeline.refit.transfer", wrap_transfer)]
+for name, wrap in {"pipeline.world": wrap_world, "pipeline.refit.transfer": wrap_transfer}.items():
+    if fault and name in sys.modules:
+        wrap(sys.modules[name])
+    elif fault:
+        sys.meta_path.insert(0, Wrap(name, wrap))

@@ -1,0 +1,63 @@
+"""`launch/submit.py` and the local executor's controller in forks of a process that has imported the pipeline.
+
+They are the same processes as in a run from the shell. Only their imports are done already, which take longer than the run of a
+tiny model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import unittest.mock
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import local, submit
+
+FAULTS = Path(__file__).parent / "faults"
+
+
+def run(arguments: list[str]) -> int:
+    """`python launch/submit.py ARGUMENTS`; the exit status."""
+    if os.environ.get("HETSTEP_TEST_FAULT"):
+        sys.path.insert(0, str(FAULTS))
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
+    with unittest.mock.patch.object(local, "start_controller", forked):
+        return submit.main(arguments)
+
+
+@dataclass
+class Child:
+    """What the local executor asks of a process that it started."""
+
+    pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None and os.waitpid(self.pid, os.WNOHANG)[0]:
+            self.returncode = 0
+        return self.returncode
+
+
+def forked(run_dir: Path, environment: dict[str, str], log: Path) -> Child:
+    """As `local.start_controller`, by a fork."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if pid := os.fork():
+        return Child(pid)
+    status = 1
+    try:
+        from tests.fork_server import redirect
+
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(environment)
+        redirect(str(log))
+        status = local.control(run_dir)
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
