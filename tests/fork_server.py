@@ -16,15 +16,19 @@ from pathlib import Path
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).parents[1]
+AT_START = frozenset(os.environ)
+"""The variables that the server has before its other imports, some of which set variables for themselves."""
 
 # A fork server imports what it is told to when it starts, once for all tests of a process. All tests share this list: where one
 # started it with less, every rank of the others would import torch, Megatron-Core and transformers by itself.
 IMPORTED = (
+    "tests.fork_server",
     "launch.submit",
     "pipeline.generate.vllm",
     "pipeline.main",
     "pytest",
     "tests.end_to_end.warm",
+    "tests.generate.engine_rank",
     "tests.refit.ranks",
     "tests.roles.reward_rank",
     "tests.rollout.ranks",
@@ -99,7 +103,8 @@ class Program:
 
 
 def _play(function: Callable[..., int | None], arguments: tuple, environment: dict[str, str], output: str) -> None:
-    os.environ.clear()
+    for name in AT_START - environment.keys():
+        os.environ.pop(name, None)
     os.environ.update(environment)
     os.chdir(ROOT)
     redirect(output)

@@ -54,7 +54,6 @@ def forked(run_dir: Path, environment: dict[str, str], log: Path) -> Child:
 
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.environ.clear()
         os.environ.update(environment)
         redirect(str(log))
         status = local.control(run_dir)

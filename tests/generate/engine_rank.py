@@ -1,22 +1,17 @@
-"""An engine of two ranks in a world of three, each a process; the third is a bystander.
-
-python -m tests.generate.engine_rank RANK RENDEZVOUS OLD_FOLDER NEW_FOLDER OUTPUT VLLM_CFG
-"""
+"""An engine of two ranks in a world of three, each a process; the third is a bystander."""
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.fork_server import Program
 from tests.generate.in_flight import CASES, drive
 from tests.generate.tiny import Checkpoint, drain, policy, refit, requests
 
-ROOT = Path(__file__).parent.parent.parent
 BYSTANDER, ENGINE = 0, (1, 2)
 
 
@@ -25,10 +20,11 @@ def run(folder: Path, old: Checkpoint, new: Checkpoint, settings: dict) -> list[
     ranks = []
     for rank in range(3):
         files = [str(folder / "rendezvous"), str(old.folder), str(new.folder), str(folder / f"{rank}.json")]
-        command = [sys.executable, "-m", "tests.generate.engine_rank", str(rank), *files, json.dumps(settings)]
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ranks.append(Program(main, (rank, *files, json.dumps(settings)), environment, folder / f"{rank}.log"))
     try:
-        assert [rank.wait(timeout=240) for rank in ranks] == [0, 0, 0]
+        statuses = [rank.wait(timeout=240) for rank in ranks]
+        assert statuses == [0, 0, 0], [(folder / f"{rank}.log").read_text()[-3000:] for rank in range(3)]
     finally:
         for rank in ranks:
             rank.kill()
@@ -78,7 +74,3 @@ def cut(engine) -> dict[str, tuple[str, list[int]]]:
     while engine.pending:
         done += engine.step()
     return {completion.id: (completion.finish, completion.tokens.tolist()) for completion in done}
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
