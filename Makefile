@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := containers/requirements-cpu.lock
 READY := $(VENV)/ready
-WORKERS ?= 2
+WORKERS ?= 3
 export OMP_NUM_THREADS ?= 1
+# Otherwise each of the tests' processes would compile what it imports.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup demo test test-full test-long test-slurm-matrix lint format bench slurm clean
 
@@ -30,7 +32,7 @@ demo: $(READY)
 	$(BIN)/python launch/submit.py recipe=tiny_grpo cluster.executor=local run_dir=runs/demo $(OVERRIDES)
 	$(BIN)/python launch/report.py runs/demo
 
-# Two workers; a file's tests stay together. Some tests start up to eight processes, so more workers need more cores.
+# Three workers, for many tests wait; a file's tests stay together. Some tests start up to eight processes.
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -19,19 +19,23 @@ def require_slurm() -> None:
         (pytest.fail if os.environ.get("HETSTEP_REQUIRE_SLURM") == "1" else pytest.skip)(message)
 
 
-# Folders whose files take longest. Their files come first, so that two workers end at about the same time.
-SLOW = ("end_to_end", "slurm", "train", "generate", "refit", "launch", "world", "storage", "sandbox")
+# Folders whose files take longest come first, so that all workers end at about the same time. Those of one line take turns:
+# Slurm's tests wait much, what runs beside them computes.
+SLOW = (("end_to_end", "slurm"), ("train", "generate"), ("launch", "refit", "world"), ("storage", "sandbox"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with the slow folders."""
     tests = Path(__file__).parent
+    of_folder: dict[str, dict[Path, int]] = {}
 
-    def slowness(item: pytest.Item) -> int:
+    def order(item: pytest.Item) -> tuple[int, int]:
         folder = item.path.relative_to(tests).parts[0]
-        return SLOW.index(folder) if folder in SLOW else len(SLOW)
+        files = of_folder.setdefault(folder, {})
+        line = next((number for number, folders in enumerate(SLOW) if folder in folders), len(SLOW))
+        return line, files.setdefault(item.path, len(files)) if line < len(SLOW) else 0
 
-    items.sort(key=slowness)  # stable: within a folder the order stays
+    items.sort(key=order)  # stable: within a file the order stays
 
 
 @pytest.fixture(scope="module", autouse=True)

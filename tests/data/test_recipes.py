@@ -55,7 +55,9 @@ def test_tiny_grpo(monkeypatch: pytest.MonkeyPatch):
     assert np.array_equal([prompt.index for prompt in prompts], np.arange(16))
 
 
-@pytest.mark.parametrize(("name", "margins"), [("tiny_dpo", {0.0}), ("tiny_rm", {1.0, 2.0})])
+@pytest.mark.parametrize(
+    ("name", "margins"), [pytest.param("tiny_dpo", {0.0}, marks=pytest.mark.full), ("tiny_rm", {1.0, 2.0})]
+)
 def test_tiny_pairs(name: str, margins: set[float], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(config.RECIPES.parent)
     sft, recipe = config.load("tiny_sft"), config.load(name)

@@ -32,6 +32,7 @@ def test_kill_and_rerun(tmp_path, uninterrupted):
     assert rerun.metrics() == uninterrupted
 
 
+@pytest.mark.full  # by default: tests/launch/test_local.py
 @pytest.mark.parametrize(
     ("victim", "verb", "count"),
     [pytest.param(3, "rollout", 3, marks=pytest.mark.long), (1, "save", 5)],  # a save is two phases: begun, and waited for

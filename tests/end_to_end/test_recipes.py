@@ -105,7 +105,8 @@ def test_a_killed_ppo_run_goes_on_to_the_last_bit(models, tmp_path):
     assert rerun.metrics() == whole.metrics()
 
 
-@pytest.mark.parametrize("backend", ["dtensor", pytest.param("megatron", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
 def test_a_rate_of_0_leaves_weights_as_they_were(backend, models, tmp_path):
     same = ["policy.optimizer.kwargs.lr=0", "checkpointing.save_consolidated=true", f"policy.{backend}_cfg.enabled=true"]
     run = submit(tmp_path / "run", *arguments("tiny_sft", models, steps=2), *same)

@@ -16,6 +16,7 @@ def whole(tmp_path_factory):
     return run
 
 
+@pytest.mark.full  # by default: tests/refit/test_transfer.py
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
@@ -39,6 +40,7 @@ def test_what_goes_wrong_on_the_way_is_named_and_not_served(tmp_path, whole, fau
         assert rerun.metrics() == whole.metrics()
 
 
+@pytest.mark.full  # by default: tests/refit/test_transfer.py
 @pytest.mark.parametrize("transport", [pytest.param("broadcast", marks=pytest.mark.long), "delta"])
 def test_every_transport_gives_the_same_run(tmp_path, whole, transport):
     run = submit(tmp_path / "run", *LOCAL, f"policy.generation.refit_transport={transport}")

@@ -60,6 +60,7 @@ def test_ranks_of_its_own_serve_it_and_may_be_killed(keys, on_train_ranks, tmp_p
 
 
 @pytest.mark.slurm
+@pytest.mark.full  # by default: tests/slurm/test_executor.py
 def test_three_components_on_slurm(keys, on_train_ranks, tmp_path, slurm_cluster):
     placed = ("cluster.train.nodes=1", "cluster.train.ranks_per_node=2", "cluster.generate.nodes=1")
     placed += ("cluster.generate.ranks_per_node=2", "cluster.reward.nodes=2", "cluster.reward.ranks_per_node=1")

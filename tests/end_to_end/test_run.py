@@ -46,6 +46,7 @@ def test_a_killed_run_of_vllm_goes_on_to_the_last_bit(tmp_path, local):
     assert rerun.metrics() == local.metrics()
 
 
+@pytest.mark.full  # by default: tests/generate/test_vllm.py and tests/train/test_layouts.py
 def test_tensor_parallel_run_agrees(tmp_path, local):
     """One train rank pair and one engine pair under tensor parallelism: the same samples, the same numbers up to rounding."""
     tensor = ("policy.dtensor_cfg.tensor_parallel_size=2", "policy.generation.vllm_cfg.tensor_parallel_size=2")

@@ -150,11 +150,13 @@ MEGATRON = [
     Megatron(tp=2, sp=True),
     Megatron(pp=2),
     Megatron(cp=2),
+    Megatron(ep=2, dp=2),
+    Megatron(tp=2, ep=2, dp=2, sp=True),
+]
+OF_MORE_RANKS = [
     Megatron(dp=2, tp=2, pp=2, sp=True),
     Megatron(tp=2, cp=2, pp=2, sp=True),
-    Megatron(ep=2, dp=2),
     Megatron(ep=2, dp=4, pp=2),
-    Megatron(tp=2, ep=2, dp=2, sp=True),
     Megatron(tp=2, ep=2, etp=2, dp=2, pp=2, sp=True),
     Megatron(tp=4, ep=4, cp=2, sp=True),
 ]
@@ -177,7 +179,11 @@ def check_megatron(model: Path, layout: Megatron, megatron: MegatronConfig) -> N
     assert all(len(tables) == 1 for tables in distinct.values())  # equal ranks share a table
 
 
-@pytest.mark.parametrize("layout", MEGATRON, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [*MEGATRON, *(pytest.param(each, marks=pytest.mark.full) for each in OF_MORE_RANKS)],
+    ids=lambda layout: layout.name,
+)
 def test_megatron(layout, folder):
     for family in layout.families:
         if layout.pp > 1 and configs()[family].num_hidden_layers % layout.pp:

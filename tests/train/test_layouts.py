@@ -9,7 +9,8 @@ from tests.train import cases, ranks
 from tests.train.ranks import Layout
 
 LAYOUTS = [
-    pytest.param(Layout(2, 1), cases.FAMILIES, id="dp2"),
+    pytest.param(Layout(2, 1), ("qwen3_tied", "qwen3_moe"), id="dp2"),
+    pytest.param(Layout(2, 1), cases.FAMILIES, id="dp2, all", marks=pytest.mark.full),
     # Biases, and norms of heads and tied embeddings.
     pytest.param(Layout(1, 2), ("qwen2", "qwen3_tied"), id="tp2"),
     pytest.param(Layout(1, 2), ("llama", "qwen3"), id="tp2, others", marks=pytest.mark.full),

@@ -161,10 +161,9 @@ def some(of: Iterable[str], more: Iterable[Callable[[Layout, Path], None]], layo
 
 MORE = (check_drawn_head, check_side_by_side, check_resumed)
 QUICK = {  # which families the default tests run, and which checks more
-    TP2: (("qwen3_tied",), ()),
-    TP2_SP: (("llama", "qwen3_moe"), (check_drawn_head, check_resumed)),
-    CP2: (("qwen3_tied", "qwen3_moe"), (check_side_by_side,)),
-    PP2: (("llama", "qwen3_tied"), (check_drawn_head, check_resumed)),
+    TP2_SP: (("qwen3_moe",), (check_drawn_head, check_resumed)),
+    CP2: (("qwen3_tied",), (check_side_by_side,)),
+    PP2: (("qwen3_tied",), (check_drawn_head, check_resumed)),
     EP2: (("qwen3_moe",), (check_drawn_head, check_side_by_side)),
 }
 

@@ -17,7 +17,6 @@ from tests.train import cases
 from tests.train.megatron import layouts
 from tests.train.megatron.layouts import (
     CP2,
-    CP2_EP2,
     DP2,
     EP2,
     OF_FOUR_RANKS,
@@ -25,7 +24,6 @@ from tests.train.megatron.layouts import (
     ONE,
     PP2,
     TP2,
-    TP2_CP2_SP,
     TP2_EP2_SP,
     TP2_PP2_SP,
     TP2_SP,
@@ -41,16 +39,13 @@ OF_EACH_KIND = ("qwen2", "qwen3_tied", "qwen3_moe", "deepseek_v3")
 # cut, each kind of RoPE where sequences are cut, and each kind of router where experts are spread.
 QUICK = {
     ONE: ONE.families,
-    TP2: ("qwen2", "qwen3_tied"),
-    TP2_SP: ("llama_yarn", "qwen2", "qwen3_moe", "deepseek_v3"),
+    TP2_SP: ("llama_yarn", "qwen2", "qwen3_tied", "deepseek_v3"),
     PP2: ("llama", "qwen3_tied", "deepseek_v3_plain"),
     CP2: ("llama_yarn", "qwen3", "deepseek_v3"),
     DP2: ("qwen3_tied", "qwen3_moe"),
     EP2: ("qwen3_moe", "deepseek_v3"),
     TP2_EP2_SP: ("mixtral", "deepseek_v3_plain"),
-    CP2_EP2: ("mixtral",),
     TP2_PP2_SP: ("qwen3_tied", "deepseek_v3"),
-    TP2_CP2_SP: ("qwen2", "qwen3_moe"),
 }
 
 
