@@ -21,7 +21,7 @@ def require_slurm() -> None:
 
 # Folders whose files take longest come first, so that all workers end at about the same time. Those of one line take turns:
 # Slurm's tests wait much, what runs beside them computes.
-SLOW = (("end_to_end", "slurm"), ("train", "generate"), ("launch", "refit", "world"), ("storage", "sandbox"))
+SLOW = (("end_to_end", "slurm"), ("train",), ("generate",), ("refit",), ("launch", "world"), ("storage", "sandbox"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -44,7 +44,6 @@ class Need:
     what: str
     path: Path  # absolute
     written: bool = False
-    relative: bool = False  # the recipe names it from the folder where it is submitted
 
 
 def problems(recipe: Recipe, pending: list[Path], conversions: Path) -> Iterator[str]:
@@ -68,7 +67,7 @@ def problems(recipe: Recipe, pending: list[Path], conversions: Path) -> Iterator
         needs = list(_needs(recipe, name, pending, conversions))
         for need in needs:
             yield from _check_need(f"{key}.container_mounts", need, mounts)
-        yield from _check_workdir(f"{key}.container_workdir", component.container_workdir, needs)
+        yield from _check_workdir(f"{key}.container_workdir", component.container_workdir)
         if component.python is None and not _of_every_system(sys.executable) and not follow(Path(sys.executable), mounts)[1]:
             yield (
                 f"{key}.python: null takes {sys.executable}, which is not in the container; give the image's own, e.g. python3"
@@ -173,17 +172,9 @@ def _check_need(key: str, need: Need, mounts: list[Mount]) -> Iterator[str]:
             )
 
 
-def _check_workdir(key: str, workdir: str | None, needs: list[Need]) -> Iterator[str]:
-    """Ranks start in the image's own folder, if no other is given; without a container, where the job was submitted."""
+def _check_workdir(key: str, workdir: str | None) -> Iterator[str]:
     if workdir is not None and not (workdir.startswith("/") and workdir.isprintable()):
         yield f"{key}: '{workdir}' is not a whole path; a folder inside the container, such as {Path.cwd()}"
-        return
-    relative = [need.what for need in needs if need.relative]
-    if relative and (workdir is None or Path(workdir).resolve() != Path.cwd().resolve()):
-        yield (
-            f"{key}: {workdir}, but the recipe's paths of {', '.join(relative)} are from {Path.cwd()}; {Path.cwd()} would do,"
-            " or whole paths"
-        )
 
 
 def _covering(path: Path, mounts: list[Mount]) -> Mount | None:
@@ -257,7 +248,7 @@ def _of_model(what: str, key: str, name: str | None, pending: list[Path]) -> Ite
     if not name:
         return
     if inside(name, pending) or Path(name).is_dir():
-        yield _named(what, name)
+        yield Need(what, Path(name))
     elif is_here(name):
         try:
             snapshot = model_folder(key, name)
@@ -266,18 +257,14 @@ def _of_model(what: str, key: str, name: str | None, pending: list[Path]) -> Ite
         yield Need(what, snapshot.parent.parent)  # its files are links to blobs/ there
 
 
-def _named(what: str, text: str) -> Need:
-    return Need(what, Path(text).absolute(), relative=not Path(text).is_absolute())
-
-
 def _of_data(recipe: Recipe) -> Iterator[Need]:
     for part, dataset in keyed_sets(recipe.data).items():
         for key in ("data_path", "prompt_file", "system_prompt_file"):
             if (value := getattr(dataset, key)) and Path(value).exists():
-                yield _named(f"{part}.{key}", value)
+                yield Need(f"{part}.{key}", Path(value))
         name = dataset.dataset_name
         if name and Path(name).is_dir():
-            yield _named(f"{part}.dataset_name", name)
+            yield Need(f"{part}.dataset_name", Path(name))
         elif name and name not in GENERATED_DATASETS and not is_dotted_path(name):
             cache = Path(os.environ.get("HF_DATASETS_CACHE") or hf_home() / "datasets").expanduser()
             if cache.is_dir():

@@ -338,17 +338,17 @@ def test_an_image_that_was_cut_off_and_one_of_a_registry(folder, contained):
     assert contained(container_image="nvcr.io#nvidia/pytorch:26.01-py3", **given) == []
 
 
-def test_paths_from_where_the_job_is_submitted(folder, contained, monkeypatch):
+def test_paths_from_where_the_job_is_submitted_are_absolute_in_the_container(folder, contained, monkeypatch):
     monkeypatch.chdir(folder)
-    given = {"container_mounts": [f"{ROOT}:{ROOT}", f"{folder}:{folder}"]}
-
-    def check(**keys):
-        recipe = load(folder, "cluster.executor=slurm", "policy.model_name=model", "data.train.data_path=data.jsonl")
-        recipe.cluster.train = ComponentConfig(container_image=str(folder / "train.sqsh"), python="python3", **given, **keys)
-        return problems(recipe)
-
-    assert check() == []  # a resolved recipe has absolute paths
-    assert check(container_workdir=str(folder)) == []
+    recipe = load(folder, "cluster.executor=slurm", "policy.model_name=./model", "data.train.data_path=data.jsonl")
+    assert (recipe.policy.model_name, recipe.data.train.data_path) == (str(folder / "model"), str(folder / "data.jsonl"))
+    mounts = [f"{ROOT}:{ROOT}", f"{folder}:{folder}"]
+    image = str(folder / "train.sqsh")
+    recipe.cluster.train = ComponentConfig(container_image=image, python="python3", container_mounts=mounts)
+    assert problems(recipe) == []
+    recipe.cluster.train.container_workdir = "here"
+    (problem,) = problems(recipe)
+    assert problem.startswith("cluster.train.container_workdir: 'here' is not a whole path")
 
 
 def test_python_without_a_container(folder, contained):
