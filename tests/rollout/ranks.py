@@ -74,11 +74,12 @@ class Role(GenerateRole):
             self._pool = EnvironmentPool(told, {"told": 60.0}, self.news)
             hearing = Hearing(told, tokenizer, Observations(tokenizer, config, chat=False), MAX_MODEL_LEN)
             self._driver = Driver(self._backend, hearing, self._pool, self._lockstep, self._world, self.news, 3)
-            if self._scenario != "check":
-                self._backend.before_step = self._fail
+            self._backend.before_step = self._before_step
 
-    def _fail(self, steps: int) -> None:
-        if steps == 3:
+    def _before_step(self, steps: int) -> None:
+        if self._scenario == "check":
+            time.sleep(0.05)  # what comes while an answer is under way comes before its end
+        elif steps == 3:
             if self._scenario == "hang":
                 threading.Event().wait(600)
             raise ValueError("the engine is on fire")
