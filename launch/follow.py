@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections import deque
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ SHOWN = (
     "train/accuracy",
     "train/loss",
     "val/accuracy",
+    "val/reward",
     "val/loss",
     "time/step",
     "time/rollout",
@@ -93,6 +95,14 @@ class Metrics:
             return None
         (first, begin), (last, end) = self.pace[0], self.pace[-1]
         return (max_steps - last) * (end - begin) / (last - first)
+
+
+def _shown(line: Mapping[str, float]) -> dict[str, float]:
+    """What is shown of a step's metrics: the reward of a validation only where its environments tell no accuracy."""
+    found = {key: line[key] for key in SHOWN if line.get(key) is not None}
+    if "val/accuracy" in found:
+        found.pop("val/reward", None)
+    return found
 
 
 class Follower:
@@ -162,7 +172,7 @@ class Follower:
         return f"step {step}" if self.max_steps is None else f"step {step}/{self.max_steps}"
 
     def _values(self, line: dict[str, float]) -> list[str]:
-        return [f"{key} {line[key]:.4g}" for key in SHOWN if line.get(key) is not None]
+        return [f"{key} {value:.4g}" for key, value in _shown(line).items()]
 
     def _eta(self) -> list[str]:
         left = None if self.max_steps is None else self.metrics.seconds_left(self.max_steps)
@@ -174,9 +184,8 @@ class Follower:
             return Text(f"{self.job.name()}: {status}{': ' if done else ''}{done}")
         head = "  ".join([self._at(self.metrics.step), *self._eta(), f"{self.job.name()}: {status}"])
         table = Table.grid(padding=(0, 2))
-        for key in SHOWN:
-            if key in self.metrics.latest:
-                table.add_row(key, f"{self.metrics.latest[key]:.4g}")
+        for key, value in _shown(self.metrics.latest).items():
+            table.add_row(key, f"{value:.4g}")
         if self.max_steps is None:
             return Group(Text(head), table)
         bar = Table.grid()  # a bar alone does not end its line

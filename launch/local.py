@@ -12,6 +12,7 @@ Containers are ignored.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -118,6 +119,7 @@ class Controller:
         self.requeue = RequeueConfig(**plan["requeue"])
         self.job = f"local-{os.getpid()}-{int(time.time())}"  # a process id is used again
         self.attempt = ""
+        self.processes: list[subprocess.Popen] = []  # of the ranks that are no forks
         self.rank_of: dict[int, int] = {}  # process id -> rank, of those that have not been reaped
 
     def run(self) -> int:
@@ -199,6 +201,10 @@ class Controller:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
         self.rank_of = {}
+        for process in self.processes:  # reaped in `_reap_one` or `_kill_all`, of which Popen knows nothing
+            process.returncode = 0
+        self.processes.clear()
+        self.fork = self.fork and forks.imported()
         for rank, environment in enumerate(self.environments):
             with open(logs / f"rank{rank:05d}.log", "ab") as log:
                 pid = self._start_rank({**shared, **environment}, log)
@@ -210,7 +216,7 @@ class Controller:
         if self.fork:
             rank_main = functools.partial(task.main, f"{self.run_dir}/submitit")
             return forks.start(rank_main, environment, log, die_with_parent)
-        return subprocess.Popen(
+        process = subprocess.Popen(
             rank_command(self.run_dir),
             env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
@@ -218,7 +224,9 @@ class Controller:
             stderr=log,
             process_group=0,
             preexec_fn=die_with_parent,
-        ).pid
+        )
+        self.processes.append(process)  # the next Popen would reap one that nobody holds, and its end would be missed
+        return process.pid
 
     def _reap_one(self) -> None:
         """Wait for a rank to end. Raises Stop if it failed, and does not reap it then: its process group stays its own."""
@@ -242,7 +250,8 @@ class Controller:
         """After each signal wait for the ranks' end, but not for ever."""
         for number in signals:
             for pid in self.rank_of:
-                os.killpg(pid, number)  # the leader is not reaped yet, so the group exists
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, number)  # the leader is not reaped yet, so the group exists
             deadline = time.monotonic() + GRACE_S
             while any(not _ended(pid) for pid in self.rank_of) and time.monotonic() < deadline:
                 time.sleep(0.02)

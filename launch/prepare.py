@@ -44,7 +44,8 @@ def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
     pending: list[Pending] = []
     prepared: list[Prepared] = []
     problems: list[str] = []
-    for loaded in in_order(name, overrides):
+    ordered = in_order(name, overrides)
+    for loaded in ordered:
         recipe, own, notes = loaded.recipe, list(loaded.problems), list(loaded.notes)
         chosen = executor.choose(recipe)
         try:
@@ -60,7 +61,8 @@ def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
             own += config.independent(error.problems, loaded.faulty)
         if recipe.algorithm:  # without one nothing is known of what the run does
             own += config.independent(file_problems(recipe, chosen, pending, dry, notes), loaded.faulty)
-        needed = "" if recipe.name == Path(name).stem else f"{recipe.name}, which is needed first: "
+            own += folder_problems(recipe) if not own else []
+        needed = "" if loaded is ordered[-1] else f"{folder_name(recipe)}, which is needed first: "
         problems += [f"{needed}{problem}" for problem in own]
         pending.append(Pending(Path(recipe.run_dir), recipe.policy, recipe.algorithm))
     refuse(problems)
@@ -78,6 +80,11 @@ def _planned(
         return None
 
 
+def folder_name(recipe: Recipe) -> str:
+    """The name by which `needs` asks for a needed recipe: its run folder has it, whatever the recipe's own `name` says."""
+    return Path(recipe.run_dir).name
+
+
 def in_order(name: str, overrides: list[str]) -> list[Loaded]:
     """The recipe, preceded by those that it needs and that have not run. Raises RecipeError if they need each other."""
     asked_for = config.inspect(name, overrides)
@@ -88,7 +95,7 @@ def in_order(name: str, overrides: list[str]) -> list[Loaded]:
             named = config.name_of(need)
             if named in path:
                 raise RecipeError(f"needs: goes in a circle: {' -> '.join([*path, named])}")
-            if named not in [other.recipe.name for other in ordered]:
+            if named not in map(folder_name, [other.recipe for other in ordered]):
                 needed = handed_on.inspect(need, [f"run_dir=runs/{named}"], asked_for, overrides)
                 if run_folder.done_step(Path(needed.recipe.run_dir)) is None:
                     add(needed, [*path, named])
@@ -113,9 +120,13 @@ def file_problems(recipe: Recipe, chosen: executor.Choice, pending: list[Path], 
         yield from _executor_problems(recipe, chosen, notes)
     yield from sandbox.problems(recipe, chosen.name, notes)
     yield from own_code.problems(recipe, chosen.name, notes)
+
+
+def folder_problems(recipe: Recipe) -> list[str]:
+    """What the run folder says against a recipe in which nothing else is wrong."""
     with collected(found := []):
         run_folder.check(recipe)
-    yield from found
+    return found
 
 
 def _executor_problems(recipe: Recipe, chosen: executor.Choice, notes: list[str]) -> Iterator[str]:

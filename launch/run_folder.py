@@ -39,12 +39,14 @@ from omegaconf import OmegaConf
 from launch import slurm_client
 from launch.allocation import batch_job
 from launch.job import ROOT, RunJob, read_record, write_json
-from pipeline import config
+from pipeline import config, metrics
 from pipeline import secrets as kept_secrets
 from pipeline.checkpoint import Checkpoints, version_problem
-from pipeline.config import Recipe, RecipeError
+from pipeline.config import Recipe, RecipeError, places
 from pipeline.files import REMEDY, write_durably
 
+TRAINED = "trained.json"
+"""Where done.json of a complete run is kept while the run is evaluated alone, which writes a done.json of its own."""
 GIT_S = 20.0
 """How long git may take on a slow file system: a manifest without a commit is better than no submission."""
 # Keys that may change when a run is continued. They say where it runs, how long, how its work is divided and what is written
@@ -107,6 +109,15 @@ def check(recipe: Recipe) -> None:
     complete = Checkpoints(Path(recipe.run_dir).absolute(), "", recipe.checkpointing).all()
     if complete and (problem := version_problem(complete[-1], recipe)):
         raise RecipeError(problem)
+    if not complete and config.evaluates_alone(recipe) and _has_learned(Path(recipe.run_dir)):
+        raise RecipeError(
+            f"run_dir: {Path(recipe.run_dir).absolute()} has steps in metrics.jsonl, and no checkpoint to evaluate; expected a"
+            " run with checkpoints, or a new folder. Try run_dir=runs/evaluation policy.model_name=MODEL"
+        )
+
+
+def _has_learned(run_dir: Path) -> bool:
+    return any(line["step"] > 0 for line in metrics.read(run_dir / "metrics.jsonl"))
 
 
 def _check_writable(run_dir: Path) -> None:
@@ -120,12 +131,30 @@ def _check_writable(run_dir: Path) -> None:
 
 
 def first_difference(before: Recipe, now: Recipe) -> tuple[str, Any, Any] | None:
-    """(key, value before, value now) of the first key that must not differ, in the order of the schema."""
+    """(key, value before, value now) of the first key that must not differ, in the order of the schema.
+
+    Paths that lead to the same place from the run folder do not differ: all of it may have been moved.
+    """
     old, new = _flat(before), _flat(now)
+    moved, here = _from_run_folder(before, old), _from_run_folder(now, new)
     for key in [*new, *(key for key in old if key not in new)]:
+        if moved.get(key) == here.get(key):
+            continue
         if old.get(key) != new.get(key) and not any(fnmatch.fnmatchcase(key, pattern) for pattern in MAY_DIFFER):
             return key, old.get(key), new.get(key)
     return None
+
+
+def _from_run_folder(recipe: Recipe, flat: dict[str, Any]) -> dict[str, Any]:
+    """The same with paths relative to the run folder."""
+    folder = Path(recipe.run_dir).absolute()
+
+    def relative(value: Any) -> Any:
+        if isinstance(value, list):
+            return [relative(item) for item in value]
+        return os.path.relpath(value, folder) if isinstance(value, str) and os.path.isabs(value) else value
+
+    return {key: relative(value) if places.is_path(key) else value for key, value in flat.items()}
 
 
 def _flat(recipe: Recipe) -> dict[str, Any]:
@@ -244,15 +273,27 @@ def _user(uid: int) -> str:
 
 
 def done_step(run_dir: Path) -> int | None:
-    """The step at which the run was complete, if it is."""
-    path = run_dir / "done.json"
-    return json.loads(path.read_text())["step"] if path.exists() else None
+    """The step at which training was complete, if it is; an evaluation alone completes none."""
+    for path in (run_dir / TRAINED, run_dir / "done.json"):
+        if path.exists() and not (record := json.loads(path.read_text())).get("evaluation"):
+            return record["step"]
+    return None
+
+
+def ended_well(run_dir: Path) -> bool:
+    """Whether what was submitted last, training or an evaluation alone, has come to its end."""
+    return (run_dir / "done.json").exists()
 
 
 def prepare(recipe: Recipe, run_dir: Path, script: str) -> None:
     """Before a submission, under `locked`: what will run, and nothing left that says it has ended."""
     write_durably(run_dir / "recipe.yaml", config.to_yaml(recipe))
     write_durably(run_dir / "batch.sh", script)
+    if config.evaluates_alone(recipe) and done_step(run_dir) is not None:
+        if ended_well(run_dir) and not (run_dir / TRAINED).exists():
+            (run_dir / "done.json").replace(run_dir / TRAINED)
+    else:
+        (run_dir / TRAINED).unlink(missing_ok=True)
     (run_dir / "done.json").unlink(missing_ok=True)
 
 

@@ -37,7 +37,7 @@ from launch.job import JobRecord, RunJob, components, read_record, write_record
 from launch.model_files import Pending
 from launch.plan import plan, report
 from launch.preflight import architecture
-from launch.prepare import RESTART_S, Prepared, file_problems, in_order, prepare
+from launch.prepare import RESTART_S, Prepared, file_problems, folder_name, folder_problems, in_order, prepare
 from launch.units import plural
 from pipeline import config, secrets
 from pipeline.config import Recipe, RecipeError, bound, evaluates_alone, refuse, section
@@ -134,7 +134,7 @@ def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
     refuse([*unread, *architecture.against_layout(recipe, pending)])
     planned = plan(recipe, choice, before, pending)
     notes = [*loaded.notes, *notes]
-    missing = list(file_problems(recipe, executor.choose(recipe), pending, True, notes))
+    missing = list(file_problems(recipe, executor.choose(recipe), pending, True, notes)) or folder_problems(recipe)
     for note in notes:
         print(f"# {note}")
     print(report.text(planned))
@@ -214,7 +214,7 @@ def _submit_detached(prepared: list[Prepared]) -> int:
         recipe, run_dir = each.recipe, Path(each.recipe.run_dir).absolute()
         after = tuple(job_ids[need] for need in map(config.name_of, recipe.needs) if need in job_ids)
         job = run_folder.live_job(run_dir) or start(each, after)
-        job_ids[recipe.name] = job.job_id
+        job_ids[folder_name(recipe)] = job.job_id
         print(f"follow it: python {Path(__file__).resolve()} follow={run_dir}")
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -130,6 +131,10 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
         step = run_offline(run, algorithm, stream, validation)
     if run.left:
         return
-    checkpoints.link_latest(run_dir / "hf", "hf")
+    record: dict[str, Any] = {"step": step}
+    if config.evaluates_alone(recipe):
+        record["evaluation"] = True
+    else:
+        checkpoints.link_latest(run_dir / "hf", "hf")
     done = run_dir / "done.json"
-    retrying(lambda: write_durably(done, json.dumps({"step": step})), "writing that the run is complete", done, patience)
+    retrying(lambda: write_durably(done, json.dumps(record)), "writing that the run is complete", done, patience)

@@ -10,7 +10,6 @@ the job.
 from __future__ import annotations
 
 import codecs
-import importlib.util
 import os
 import re
 import string
@@ -276,9 +275,7 @@ def _check_name(key: str, name: str | None) -> Iterator[str]:
     if name in GENERATED_DATASETS or (name not in NAMED_DATASETS and Path(name).is_dir()):
         return
     if is_dotted_path(name) and not Path(name).exists():
-        if not _is_installed(name.partition(".")[0]):
-            yield f"{key}.dataset_name: there is no module {name.partition('.')[0]} for the callable {name} (on PYTHONPATH)"
-        return
+        return  # launch/preflight/own_code.py looks at it
     repository = NAMED_DATASETS[name].repository if name in NAMED_DATASETS else name
     if _is_cached(repository):
         return
@@ -291,13 +288,6 @@ def _check_name(key: str, name: str | None) -> Iterator[str]:
             f" caches {_datasets_cache()} and {hub_cache()}"
         )
     yield f"{key}.dataset_name: {what}; fetch it with `hf download --repo-type dataset {repository}`, or give data_path"
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _datasets_cache() -> Path:

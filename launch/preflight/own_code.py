@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import difflib
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from launch.job import ROOT
 from pipeline.config import ENVIRONMENT_KINDS, TOOLS, Recipe, generates, is_dotted_path, keyed_sets, recognized, tools_of
 
 PROBE_S = 30.0
+ABSENT = "there is no module"
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,15 @@ def named(recipe: Recipe) -> list[Named]:
 
 def places(recipe: Recipe) -> list[Path]:
     """Where it is looked for beside what is installed."""
-    given = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), *recipe.module_folders]
+    given = [*_python_path(recipe), *recipe.module_folders]
     return list(dict.fromkeys(Path(place).absolute() for place in given if place))
+
+
+def _python_path(recipe: Recipe) -> list[str]:
+    """PYTHONPATH of the components, and of this process."""
+    components = (recipe.cluster.train, recipe.cluster.generate)
+    given = [str((component.env_vars or {}).get("PYTHONPATH", "")) for component in components]
+    return [place for text in (*given, os.environ.get("PYTHONPATH", "")) for place in text.split(os.pathsep) if place]
 
 
 def folder_of(path: str, recipe: Recipe) -> Path | None:
@@ -78,11 +87,16 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[str]:
             notes.append(f"{one.key}: {one.path} was not looked at: {answers}")
             continue
         answer = answers[one.key]
-        if "wrong" in answer:
+        elsewhere = executor != "local" and _is_elsewhere(recipe, one.component)
+        if elsewhere and answer.get("wrong", "").startswith(ABSENT):
+            notes.append(
+                f"{one.key}: {one.path} was not looked at: it is not here; the ranks of cluster.{one.component} may have it"
+            )
+        elif "wrong" in answer:
             yield f"{one.key}: {one.path}: {answer['wrong']}{_add_a_place(answer['wrong'])}"
         elif "ok" in answer:
             yield from _columns(recipe, one, answer)
-        elif executor != "local" and _is_elsewhere(recipe, one.component) and ("absent" in answer or answer["foreign"]):
+        elif elsewhere and ("absent" in answer or answer["foreign"]):
             yield from _by_its_source(recipe, one, answer, notes)
         elif "absent" in answer:
             yield f"{one.key}: {one.path}: {answer['importer']} imports {answer['absent']}, which is not installed here"
@@ -91,7 +105,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[str]:
 
 
 def _add_a_place(wrong: str) -> str:
-    if not wrong.startswith("there is no module"):
+    if not wrong.startswith(ABSENT):
         return ""
     return "; put it beside the recipe's file, or give its folder in module_folders=[FOLDER], or in PYTHONPATH"
 
@@ -108,7 +122,7 @@ def _probed(recipe: Recipe, asked: list[Named]) -> dict[str, dict[str, Any]] | s
         "folders": recipe.module_folders,
         "asked": [{"key": one.key, "path": one.path, "role": one.role, "kwargs": sorted(one.kwargs)} for one in asked],
     }
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    python_path = os.pathsep.join([str(ROOT), *_python_path(recipe)])
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
         reply = Path(folder) / "reply.json"
         process = subprocess.Popen(
@@ -144,6 +158,9 @@ def _columns(recipe: Recipe, one: Named, answer: dict[str, Any]) -> Iterator[str
     for key, dataset in keyed_sets(recipe.data).items() if one.role == "environment" else ():
         record = _first_record(dataset.data_path) if dataset.env_name == name and dataset.data_path else None
         if record is None:
+            continue
+        if dataset.output_key not in record and (meant := difflib.get_close_matches(dataset.output_key, record, 1, 0.7)):
+            yield f"{key}.output_key: no column '{dataset.output_key}' in {', '.join(record)}. Try {key}.output_key={meant[0]}"
             continue
         with contextlib.suppress(ValueError):  # told where records are looked into
             dataset = recognized(recipe, key, dataset, [record]).dataset

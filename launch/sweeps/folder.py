@@ -181,7 +181,7 @@ class Folder:
         record = read_record(run_dir)
         if record is not None and job.run is not None and record.job_id not in ids:
             ids.append(record.job_id)  # killed before it could note the submission; nobody else writes into this folder
-        if run_folder.done_step(run_dir) is not None:
+        if run_folder.ended_well(run_dir) if job.run is not None else run_folder.done_step(run_dir) is not None:
             return Standing(job, "done", record, None, len(ids))
         status = queue.of(record, run_dir) if record else None
         if status and not status.ended:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.prepare import Prepared, prepare
+from launch.prepare import Prepared, folder_name, prepare
 from launch.sweeps.folder import Job
 from launch.sweeps.suite import Asked, Suite, flat, seeds_of
 from pipeline import config
@@ -57,8 +57,8 @@ def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, see
     """Of one run: what it needs, then itself. What is needed has the run folder that launch/prepare.py gives it."""
     *needed, main = (each.recipe for each in prepared)
     executor = f"cluster.executor={prepared[-1].executor.name}"  # said, because the check inside a job would choose otherwise
-    names = [recipe.name for recipe in needed]
-    handed_on = {each.recipe.name: each.handed_on for each in prepared}
+    names = [folder_name(recipe) for recipe in needed]
+    handed_on = {folder_name(each.recipe): each.handed_on for each in prepared}
     asked = {config.name_of(need): need for each in prepared for need in each.recipe.needs}
 
     def needs(recipe: config.Recipe) -> list[str]:
@@ -66,12 +66,12 @@ def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, see
 
     first = [
         Job(
-            each.name,
-            asked[each.name],
-            [f"run_dir={each.run_dir}", *handed_on[each.name], executor],
+            name,
+            asked[name],
+            [f"run_dir={each.run_dir}", *handed_on[name], executor],
             str(Path(each.run_dir).absolute()),
             needs=needs(each),
         )
-        for each in needed
+        for name, each in zip(names, needed, strict=True)
     ]
     return [*first, Job(f"{run}-{seed}", recipe, [*given, executor], main.run_dir, run, seed, needs(main))]

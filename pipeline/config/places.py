@@ -57,6 +57,11 @@ def absolute(tree: Branch, folders: Mapping[str, Path | None] = {}) -> dict[str,
     return problems
 
 
+def is_path(key: str) -> bool:
+    """Whether the value at a dotted key may be a path."""
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in (*FILES, *NAMES, *MARKED))
+
+
 def _text(value: object) -> object:
     """A number, which is a text where the schema has one, as that text; anything else as it is."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value

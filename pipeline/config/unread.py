@@ -21,11 +21,11 @@ SECTIONS: dict[Backend, str] = {"megatron": MEGATRON, "dtensor": DTENSOR}
 BOTH = ("optimizer", "scheduler")  # policy.optimizer is for both backends; policy.megatron_cfg.optimizer goes before it
 ALGORITHMS = (*ONLINE, *OFFLINE)
 OF_ONE_ALGORITHM = {"value": "ppo", "value_loss_fn": "ppo", "teacher": "distillation"}
+OF_DISTILLATION = ("loss_fn.kl_type", "loss_fn.mixed_kl_weight", "loss_fn.zero_outside_topk")
 ALWAYS_READ = (  # exceptions to the sections above
     f"{MEGATRON}.enabled",
     f"{DTENSOR}.enabled",
     f"{MEGATRON}.checkpoint.async_save",  # the default of checkpointing.async_save
-    "grpo.async_grpo.max_generation_failures",  # also of other algorithms
 )
 SAME = (  # keys that say the same to different readers
     (f"{MEGATRON}.optimizer.lr", "policy.optimizer.kwargs.lr"),
@@ -79,6 +79,8 @@ class Readers:
         of_another = section in ALGORITHMS and section != self.algorithm
         of_another |= OF_ONE_ALGORITHM.get(section, self.algorithm) != self.algorithm
         of_another |= section == "loss_fn" and self.algorithm in OFFLINE
+        if section == "loss_fn" and self.algorithm in ONLINE:
+            of_another |= (key in OF_DISTILLATION) != (self.algorithm == "distillation")
         return f"the algorithm is {self.algorithm}, which does not read it" if self.algorithm and of_another else None
 
     def hint(self, key: str) -> str | None:

@@ -4,8 +4,8 @@ A function is called once for each answer, `function(prompt, answer, **fields)`,
 
     prompt   the text that the user says last; without a chat template, the bare prompt
     answer   what the policy said
-    fields   the record's columns, but for any that are called prompt or answer; `expected`, the record's expected answer (the
-             column that `output_key` names), if it has one; and env.<name>.kwargs
+    fields   the record's columns, but for any that are called as one of the function's first two parameters; `expected`, the
+             record's expected answer (the column that `output_key` names), if it has one; and env.<name>.kwargs
 
 A function without `**fields` receives those that it has parameters for. One that raises, or returns no finite number, fails its
 episode, as any environment does.
@@ -30,18 +30,17 @@ class RewardFunction(Environment):
 
     def __init__(self, function: Callable[..., float], kwargs: dict[str, Any]) -> None:
         self._function, self._kwargs = function, kwargs
-        self._names = fields(function)
+        self._first, self._names = _first_two(function), fields(function)
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
         task = prompt.task
         given = {**task.get("record", {}), **({"expected": task["answer"]} if "answer" in task else {}), **self._kwargs}
-        for name in [
-            name for name in given if name in ("prompt", "answer") or not (self._names is None or name in self._names)
-        ]:
-            del given[name]
-        reward = self._function(_asked(task), text, **given)
+        taken = {name: value for name, value in given.items() if name not in self._first}
+        if self._names is not None:
+            taken = {name: value for name, value in taken.items() if name in self._names}
+        reward = self._function(_asked(task), text, **taken)
         if isinstance(reward, str) or not hasattr(reward, "__float__") or not math.isfinite(reward):
-            raise TypeError(f"{self._function.__qualname__} returned {reward!r}; a reward is a finite number")
+            raise TypeError(f"{self._function.__qualname__} returned {reward!r}; expected a finite number")
         return Outcome(float(reward))
 
 
@@ -106,6 +105,15 @@ def fields(function: Callable[..., Any]) -> list[str] | None:
         return None
     positional = [name for name, one in parameters.items() if one.kind in POSITIONAL]
     return [*positional[2:], *(name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY)]
+
+
+def _first_two(function: Callable[..., Any]) -> list[str]:
+    """The names of the parameters that take the prompt and the answer, where a field could be given by such a name too."""
+    parameters = _parameters(function)
+    if parameters is None:
+        return ["prompt", "answer"]
+    positional = [one for one in parameters.values() if one.kind in POSITIONAL]
+    return [one.name for one in positional[:2] if one.kind is not inspect.Parameter.POSITIONAL_ONLY]
 
 
 def required(function: Callable[..., Any]) -> list[str]:

@@ -33,6 +33,6 @@ class Failures:
         self._row = self._row + 1 if len(failed) == len(begun) else 0
         if self._row > self._most:
             raise RuntimeError(
-                f"{self._key}: all episodes of {self._row} groups failed, one after another, and {self._most} may; the last in"
-                f" {where}: {why}"
+                f"{where}: {why}; all episodes of {self._row} groups failed, one after another, and {self._most} may"
+                f" ({self._key})"
             )

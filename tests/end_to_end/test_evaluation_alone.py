@@ -22,7 +22,7 @@ def test_a_run_is_evaluated_before_between_and_after_its_steps(tmp_path):
     for steps, step in ((0, 0), (1, 1), (0, 1), (2, 2), (0, 2)):
         run = submit(folder, *common, f"grpo.max_num_steps={steps}", "grpo.val_at_start=true")
         assert run.status == 0, run.output
-        assert json.loads(done.read_text()) == {"step": step}
+        assert json.loads(done.read_text()) == {"step": step} | ({} if steps else {"evaluation": True})
         lines = read(folder / "metrics.jsonl")
         assert [line["step"] for line in lines] == list(range(step + 1))
         assert steps or "val/reward" in lines[-1]
@@ -50,5 +50,5 @@ def test_every_algorithm_evaluates_alone(tmp_path, recipe):
     assert run.status == 0, run.output
     (line,) = run.metrics()
     assert line["step"] == 0 and any(name.startswith("val/") for name in line)
-    assert json.loads((folder / "done.json").read_text()) == {"step": 0}
+    assert json.loads((folder / "done.json").read_text()) == {"step": 0, "evaluation": True}
     assert not list((folder / "checkpoints").glob("step_*"))

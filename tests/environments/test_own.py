@@ -57,6 +57,24 @@ def built(function, **kwargs):
     return environment
 
 
+def of_other_names(question, response, **fields):
+    seen.append((question, response, fields))
+    return 1.0
+
+
+def as_in_trl(prompt, completion, answer):
+    return float(completion == answer)
+
+
+def test_a_column_may_be_called_as_a_parameter():
+    """As one of the first two it is left out, as any other it is given."""
+    record = {"question": "2+2=", "prompt": "of the record", "answer": "4"}
+    task = {"text": "rendered", "answer": "4", "record": record}
+    assert built(of_other_names).step(prompt(task), "5").reward == 1.0
+    assert seen.pop() == ("rendered", "5", {"prompt": "of the record", "answer": "4", "expected": "4"})
+    assert built(as_in_trl).step(prompt(task), "4").reward == 1.0
+
+
 def test_a_function_gets_the_prompt_the_answer_and_the_records_columns():
     seen.clear()
     assert built(all_of_it, scale=2.0).step(prompt(BARE), "5").reward == 1.0
@@ -80,7 +98,7 @@ def test_what_is_no_finite_number_is_no_reward(reward, monkeypatch):
     monkeypatch.setitem(sys.modules, "odd_rewards", module := types.ModuleType("odd_rewards"))
     module.odd = lambda prompt, answer, **fields: reward
     (environment,) = build({"mine": EnvironmentConfig(kind="odd_rewards.odd")}).values()
-    with pytest.raises(TypeError, match="a reward is a finite number"):
+    with pytest.raises(TypeError, match="expected a finite number"):
         environment.step(prompt(BARE), "4")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from launch import follow
 from launch.follow import Follower, Metrics, failure
 from launch.job import JobStatus
 from launch.last_words import failed_step
@@ -255,3 +256,8 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_its_folder(tmp_path, monkey
     fail(tmp_path, "17-0", {"rank": 2, "realm": "train", "message": "no"})
     assert not Follower(tmp_path, Job(gone), 3, Metrics(tmp_path), console).follow()
     assert "rank 2 (realm train): no" in console.export_text()
+
+
+def test_a_reward_of_validation_is_shown_where_there_is_no_accuracy():
+    assert list(follow._shown({"step": 1, "val/reward": 0.5, "time/step": 1.0})) == ["val/reward", "time/step"]
+    assert list(follow._shown({"val/reward": 0.5, "val/accuracy": 0.5})) == ["val/accuracy"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch import submit
-from launch.preflight import own_code
+from launch.preflight import files, own_code
 from launch.preflight.containers import _needs
 from pipeline import config
 
@@ -121,6 +121,29 @@ def test_what_only_the_ranks_have_is_noted_and_the_source_is_looked_at(folder, m
     assert problems == [f"env.mine.kind: {module}.wrong: {folder}/{module}.py has no wrong"]
 
 
+def test_what_only_an_image_has_is_noted(folder):
+    given = ("cluster.generate.container_image=image", "env.mine.kind=in_the_image.env.Mine")
+    problems, (note,) = asked(folder, *given, executor="slurm")
+    assert problems == [] and note.endswith("it is not here; the ranks of cluster.generate may have it")
+    (problem,), _ = asked(folder, given[1], executor="slurm")
+    assert "there is no module in_the_image" in problem
+
+
+def test_it_is_looked_for_in_a_components_python_path(folder):
+    (folder / "lib").mkdir()
+    (folder / "lib/far_away.py").write_text("def right(prompt, answer): return 1.0\n")
+    path = f"cluster.generate.env_vars.PYTHONPATH={folder}/lib"
+    assert asked(folder, path, "env.mine.kind=far_away.right") == ([], [])
+    assert asked(folder, "env.mine.kind=far_away.right")[0] != []
+
+
+def test_a_data_set_beside_the_recipe_is_found(folder):
+    given = "data.train={_override_: true, dataset_name: rewards_of_mine.rows, env_name: mine}"
+    assert asked(folder, given) == ([], [])
+    recipe = config.inspect(str(folder / "mine.yaml"), [given]).recipe
+    assert [problem for problem in files.problems(recipe, [], []) if "dataset_name" in problem] == []
+
+
 @pytest.mark.parametrize(("module", "why"), [("slow", "importing it takes more than 1 s"), ("leaves", "ended with status 3")])
 def test_code_that_does_not_come_back_is_noted(folder, monkeypatch, module, why):
     monkeypatch.setattr(own_code, "PROBE_S", 1.0 if module == "slow" else 30.0)
@@ -179,3 +202,11 @@ def test_the_readmes_reward_runs_from_the_page(example, capsys):
     for rollout in rollouts:
         assert rollout["task"]["record"] == SUM
         assert rollout["reward"] in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("function", ["rewards_of_mine.right", "rewards_of_mine.optional"])
+def test_a_misspelt_column_is_told_whether_the_function_needs_it_or_not(folder, function):
+    with open(folder / "rewards_of_mine.py", "a") as file:
+        file.write("def optional(prompt, answer, expected=None): return 1.0\n")
+    (problem, *_), _ = asked(folder, f"env.mine.kind={function}", "data.train.output_key=anwser")
+    assert problem == "data.train.output_key: no column 'anwser' in input, answer, level. Try data.train.output_key=answer"

@@ -62,6 +62,49 @@ def test_keys_that_may_change_when_a_run_goes_on(load, override):
     assert run_folder.first_difference(load(), load(override)) is None
 
 
+def test_all_of_it_may_be_moved(tmp_path):
+    (tmp_path / "old").mkdir()
+    path = write_recipe(tmp_path / "old", run_dir=str(tmp_path / "old/runs/a"))
+    before = config.load(str(path))
+    (tmp_path / "old").rename(tmp_path / "new")
+    path = write_recipe(tmp_path / "new", run_dir=str(tmp_path / "new/runs/a"))
+    now = config.load(str(path))
+    assert before.policy.model_name != now.policy.model_name
+    assert run_folder.first_difference(before, now) is None
+    assert run_folder.first_difference(before, config.load(str(path), [f"run_dir={tmp_path}/a"]))[0] == "policy.model_name"
+
+
+def test_an_evaluation_completes_no_training(load, tmp_path):
+    run_dir, done = tmp_path / "run", tmp_path / "run/done.json"
+    run_dir.mkdir()
+    trained, evaluated = load(), load("grpo.max_num_steps=0", "data.validation={data_path: data.jsonl, env_name: math}")
+
+    def ended(recipe, record):
+        run_folder.prepare(recipe, run_dir, "")
+        assert not run_folder.ended_well(run_dir)
+        done.write_text(json.dumps(record))
+        assert run_folder.ended_well(run_dir)
+        return run_folder.done_step(run_dir)
+
+    assert ended(evaluated, {"step": 0, "evaluation": True}) is None
+    assert ended(trained, {"step": 3}) == 3
+    assert ended(evaluated, {"step": 3, "evaluation": True}) == 3
+    assert ended(evaluated, {"step": 3, "evaluation": True}) == 3
+    run_folder.prepare(trained, run_dir, "")
+    assert run_folder.done_step(run_dir) is None
+
+
+def test_what_left_no_checkpoint_is_not_evaluated(load, tmp_path):
+    evaluated = load("grpo.max_num_steps=0", "data.validation={data_path: data.jsonl, env_name: math}")
+    run_folder.check(evaluated)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 0, "val/reward": 1}\n')
+    run_folder.check(evaluated)
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "train/loss": 1}\n')
+    with pytest.raises(RecipeError, match=r"has steps in metrics.jsonl, and no checkpoint to evaluate"):
+        run_folder.check(evaluated)
+
+
 @pytest.mark.parametrize("key", ["enabled=true", "freeze_moe_router=false", "moe_router_dtype=fp32", "optimizer.lr=1"])
 def test_keys_of_megatron_that_change_what_is_computed(load, key):
     name, _, _ = key.partition("=")

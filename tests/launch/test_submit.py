@@ -201,18 +201,19 @@ def test_detach_follow_and_a_second_submission(here, monkeypatch, capsys):
 
 
 def test_needs_run_first_and_once(here, monkeypatch, capsys):
-    write_recipe(here, "base", run_dir="elsewhere")
+    base = write_recipe(here, "base", run_dir="elsewhere")
+    base.write_text(base.read_text() + "name: of_its_own\n")
     write_recipe(here, "second", needs=["base"], run_dir="runs/second")
     assert run(monkeypatch, tasks.write_steps, "recipe=second", "detach=true") == 2
     assert "local executor cannot wait" in capsys.readouterr().err
     assert run(monkeypatch, tasks.write_steps, "recipe=second", "cluster.executor=local", "grpo.max_num_steps=2") == 0
     out = capsys.readouterr().out
-    assert out.index("base: local job") < out.index("second: local job")
+    assert out.index("of_its_own: local job") < out.index("second: local job")
     assert json.loads((here / "runs/base/done.json").read_text()) == {"step": 3}  # its own recipe, not this command's keys
     assert json.loads((here / "runs/second/done.json").read_text()) == {"step": 2}
 
     assert run(monkeypatch, tasks.write_steps, "recipe=second", "grpo.max_num_steps=4") == 0
-    assert "base: local job" not in capsys.readouterr().out
+    assert "of_its_own: local job" not in capsys.readouterr().out
 
 
 def test_a_need_that_fails_stops_the_rest(here, monkeypatch, capsys):

@@ -37,6 +37,7 @@ def unread(name, *overrides):
         ),
         (["ppo.max_num_steps=3"], "ppo.max_num_steps: the algorithm is grpo, which does not read it; try grpo.max_num_steps"),
         (["value.optimizer.kwargs.lr=1e-4"], "value.optimizer.kwargs.lr: the algorithm is grpo"),
+        (["loss_fn.zero_outside_topk=true"], "loss_fn.zero_outside_topk: the algorithm is grpo, which does not read it"),
         (["dpo.label_smoothing=0.1"], "dpo.label_smoothing: the algorithm is grpo, which does not read it; leave it out"),
     ],
 )
@@ -58,6 +59,11 @@ def test_on_the_command_line_it_is_refused(overrides, says):
 )
 def test_what_is_read_is_not(overrides):
     assert unread("tiny_grpo", *overrides)[0] == []
+
+
+def test_of_the_loss_distillation_reads_its_own_keys():
+    (problem,), _ = unread("tiny_distillation", "loss_fn.ratio_clip_min=0.3", "loss_fn.kl_type=forward")
+    assert "loss_fn.ratio_clip_min: the algorithm is distillation, which does not read it" in problem
 
 
 def test_a_file_may_have_the_sections_of_both(tmp_path):
