@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launch import follow
-from launch.follow import Follower, Metrics, failure
+from launch.follow import Follower, Metrics, _shown, failure
 from launch.job import JobStatus
 from launch.last_words import failed_step
 
@@ -259,5 +258,5 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_its_folder(tmp_path, monkey
 
 
 def test_a_reward_of_validation_is_shown_where_there_is_no_accuracy():
-    assert list(follow._shown({"step": 1, "val/reward": 0.5, "time/step": 1.0})) == ["val/reward", "time/step"]
-    assert list(follow._shown({"val/reward": 0.5, "val/accuracy": 0.5})) == ["val/accuracy"]
+    assert list(_shown({"step": 1, "val/reward": 0.5, "time/step": 1.0})) == ["val/reward", "time/step"]
+    assert list(_shown({"val/reward": 0.5, "val/accuracy": 0.5})) == ["val/accuracy"]
