@@ -133,9 +133,13 @@ finish_job() {
         verdict "$HETSTEP_RUN_DIR" "$HETSTEP_ATTEMPT" "$status" "$max_restarts" "$requeue"
         status=$?
         ((status == 75)) || exit "$status"
+        find_bad_nodes
         requeue_job
         ;;
-    requeued) [[ -e $attempt/requeue ]] && tell "requeue: $(<"$attempt/requeue")" ;;
+    requeued)
+        [[ -e $attempt/requeue ]] && tell "requeue: $(<"$attempt/requeue")"
+        find_bad_nodes
+        ;;
     ended)
         verdict "$HETSTEP_RUN_DIR" "$HETSTEP_ATTEMPT" "$status" 0 false >/dev/null && exit 0 # it was done before
         tell "stop: Slurm has ended the job"
@@ -164,14 +168,24 @@ requeue_job() {
 }
 
 # The nodes that failed the checks of any start of this job are not taken again, by none of its components. Slurm takes this
-# from a job that is pending, so it comes after the requeue; the next start is some time off.
-avoid_bad_nodes() {
-    local nodes before id
-    nodes=$(cat "$HETSTEP_RUN_DIR/attempts/$SLURM_JOB_ID"-*/bad_nodes 2>/dev/null | sed 's/: .*//' | sort -u | paste -sd ,)
-    [[ $nodes ]] || return
+# from a job that is pending, so it comes after the requeue; the next start is some time off. But Slurm kills this script KillWait
+# after the requeue, so what is to be asked is asked before.
+find_bad_nodes() {
+    local before
+    bad_nodes=$(cat "$HETSTEP_RUN_DIR/attempts/$SLURM_JOB_ID"-*/bad_nodes 2>/dev/null | sed 's/: .*//' | sort -u | paste -sd ,)
+    [[ $bad_nodes ]] || return
     before=$(field ExcNodeList "$(ask_slurm)")
-    [[ $before == "(null)" ]] || nodes=$before,$nodes
-    for id in $(timeout 30 scontrol show job -o "$SLURM_JOB_ID" | grep -o '^JobId=[0-9]*' | cut -d = -f 2); do
-        timeout 30 scontrol update "JobId=$id" "ExcNodeList=$nodes" && echo "job $id will not run on $nodes"
+    [[ $before == "(null)" ]] || bad_nodes=$before,$bad_nodes
+    job_ids=$(timeout 30 scontrol show job -o "$SLURM_JOB_ID" | grep -o '^JobId=[0-9]*' | cut -d = -f 2)
+}
+
+# Without timeout(1), which would end at the SIGTERM that comes with the requeue; scontrol has a bound of its own.
+avoid_bad_nodes() {
+    local id updates=()
+    [[ $bad_nodes ]] || return
+    for id in $job_ids; do
+        scontrol update "JobId=$id" "ExcNodeList=$bad_nodes" && echo "job $id will not run on $bad_nodes" &
+        updates+=($!)
     done
+    wait "${updates[@]}"
 }
