@@ -179,7 +179,7 @@ find_bad_nodes() {
     job_ids=$(timeout 30 scontrol show job -o "$SLURM_JOB_ID" | grep -o '^JobId=[0-9]*' | cut -d = -f 2)
 }
 
-# Without timeout(1), which would end at the SIGTERM that comes with the requeue; scontrol has a bound of its own.
+# timeout(1) would end at the SIGTERM that comes with the requeue. KillWait bounds the update: Slurm kills this script then.
 avoid_bad_nodes() {
     local id updates=()
     [[ $bad_nodes ]] || return

@@ -19,6 +19,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
+from launch.units import is_count
 from pipeline import config
 from pipeline.checkpoint import Checkpoint, Checkpoints
 from pipeline.config import Recipe, RecipeError
@@ -95,7 +96,7 @@ def _checkpoint(run_dir: Path, recipe: Recipe, step: str | None) -> Checkpoint:
         if not complete:
             raise ValueError(f"run: {run_dir}: {there}")
         return complete[max(complete)]
-    if not step.isdecimal() or len(step) > 18:
+    if not is_count(step):
         raise ValueError(f"step: '{step}' is not a number of steps; {there}")
     if int(step) not in complete:
         raise ValueError(f"step: {run_dir} has no complete checkpoint of step {int(step)}; {there}")

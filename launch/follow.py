@@ -98,7 +98,7 @@ class Metrics:
 
 
 def _shown(line: Mapping[str, float]) -> dict[str, float]:
-    """What is shown of a step's metrics: the reward of a validation only where its environments tell no accuracy."""
+    """Return the metrics of a step to show. A validation's reward is shown only where its environments report no accuracy."""
     found = {key: line[key] for key in SHOWN if line.get(key) is not None}
     if "val/accuracy" in found:
         found.pop("val/reward", None)

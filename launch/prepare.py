@@ -123,7 +123,7 @@ def file_problems(recipe: Recipe, chosen: executor.Choice, pending: list[Path], 
 
 
 def folder_problems(recipe: Recipe) -> list[str]:
-    """What the run folder says against a recipe in which nothing else is wrong."""
+    """Return the problems of a recipe's run folder. Call it only for a recipe that has no other problem."""
     with collected(found := []):
         run_folder.check(recipe)
     return found

@@ -15,6 +15,7 @@ before keeps who may read it, and loses who else may write.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import fnmatch
 import getpass
@@ -34,8 +35,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from launch import slurm_client
 from launch.allocation import batch_job
 from launch.job import ROOT, RunJob, read_record, write_json
@@ -46,7 +45,7 @@ from pipeline.config import Recipe, RecipeError, places
 from pipeline.files import REMEDY, write_durably
 
 TRAINED = "trained.json"
-"""Where done.json of a complete run is kept while the run is evaluated alone, which writes a done.json of its own."""
+"""Holds the done.json of a complete run while the run is evaluated alone, which writes a done.json of its own."""
 GIT_S = 20.0
 """How long git may take on a slow file system: a manifest without a commit is better than no submission."""
 # Keys that may change when a run is continued. They say where it runs, how long, how its work is divided and what is written
@@ -98,7 +97,7 @@ def earlier(recipe: Recipe) -> Recipe | None:
 def check(recipe: Recipe) -> None:
     """Raises RecipeError if this recipe may not be written into its run_dir, which is another recipe's, or cannot be written,
     or holds a checkpoint of an earlier version that cannot be resumed; or nowhere, as it holds a secret."""
-    config.refuse(kept_secrets.problems(_nested(recipe)))
+    config.refuse(kept_secrets.problems(dataclasses.asdict(recipe)))
     before = earlier(recipe)
     if before is not None and (difference := first_difference(before, recipe)):
         key, old, new = difference
@@ -167,12 +166,8 @@ def _flat(recipe: Recipe) -> dict[str, Any]:
         else:
             flat[prefix] = value
 
-    walk("", _nested(recipe))
+    walk("", dataclasses.asdict(recipe))
     return flat
-
-
-def _nested(recipe: Recipe) -> dict[str, Any]:
-    return OmegaConf.to_container(OmegaConf.structured(recipe))
 
 
 def live_job(run_dir: Path) -> RunJob | None:
@@ -281,7 +276,7 @@ def done_step(run_dir: Path) -> int | None:
 
 
 def ended_well(run_dir: Path) -> bool:
-    """Whether what was submitted last, training or an evaluation alone, has come to its end."""
+    """Return whether the last submission, of training or of an evaluation alone, has reached its end."""
     return (run_dir / "done.json").exists()
 
 
@@ -290,7 +285,7 @@ def prepare(recipe: Recipe, run_dir: Path, script: str) -> None:
     write_durably(run_dir / "recipe.yaml", config.to_yaml(recipe))
     write_durably(run_dir / "batch.sh", script)
     if config.evaluates_alone(recipe) and done_step(run_dir) is not None:
-        if ended_well(run_dir) and not (run_dir / TRAINED).exists():
+        if not (run_dir / TRAINED).exists():
             (run_dir / "done.json").replace(run_dir / TRAINED)
     else:
         (run_dir / TRAINED).unlink(missing_ok=True)

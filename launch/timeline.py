@@ -27,7 +27,7 @@ from launch import starting
 from launch.past_run import NoRun, PastRun
 from launch.timelines import reading, trace
 from launch.timelines.reading import Rank
-from launch.units import plural, size
+from launch.units import is_count, plural, size
 
 KEYS = ("run", "step", "steps", "attempts", "gz", "out")
 EVER = (float("-inf"), float("inf"))
@@ -102,7 +102,7 @@ def parse(arguments: list[str]) -> Request:
     for key, values in {"attempts": ("all", "latest"), "gz": ("true", "false")}.items():
         if given.get(key, values[1]) not in values:
             raise NoRun(f"{key}: '{given[key]}' is neither {values[0]} nor {values[1]}")
-    if "step" in given and not _is_number(given["step"]):
+    if "step" in given and not is_count(given["step"]):
         raise NoRun(f"step: '{given['step']}' is no step's number")
     if "steps" in given and "attempts" in given:
         raise NoRun("steps= and attempts= cannot both be given: the steps of one attempt are traced")
@@ -116,13 +116,9 @@ def _steps(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     first, dash, last = text.partition("-")
-    if not _is_number(first) or (dash and not _is_number(last)) or (dash and int(last) < int(first)):
+    if not is_count(first) or (dash and not is_count(last)) or (dash and int(last) < int(first)):
         raise NoRun(f"steps: '{text}' is not like 10-12")
     return int(first), int(last if dash else first)
-
-
-def _is_number(text: str) -> bool:
-    return text.isdecimal() and len(text) <= 18  # Python reads 4300 digits at most
 
 
 def _recorded(run: PastRun) -> list[list[Rank]]:

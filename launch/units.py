@@ -5,6 +5,11 @@ from __future__ import annotations
 UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 
+def is_count(text: str) -> bool:
+    """Return whether a text is a whole number of at most 18 digits. `int` raises ValueError for more than 4300."""
+    return text.isdecimal() and len(text) <= 18
+
+
 def size(nbytes: float) -> str:
     """Three digits and a unit, in powers of 1000."""
     factor, unit = next(((factor, unit) for factor, unit in UNITS if nbytes >= factor), UNITS[-1])

@@ -107,11 +107,11 @@ def _play(function: Callable[..., int | None], arguments: tuple, environment: di
         os.environ.pop(name, None)
     os.environ.update(environment)
     os.chdir(ROOT)
-    redirect(output)
+    _redirect(output)
     sys.exit(function(*arguments))
 
 
-def redirect(output: str) -> None:
+def _redirect(output: str) -> None:
     """Make a file the output of this process, and nothing its input."""
     sys.stdout.flush()
     sys.stderr.flush()

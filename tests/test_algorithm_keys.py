@@ -17,24 +17,22 @@ CISPO = "loss_fn.use_cispo=true"
 
 # A small recipe of one update a step, 8 prompts of 4 answers.
 SAMPLES = {"num_prompts_per_step": 8, "num_generations_per_prompt": 4}
-BASE = OmegaConf.merge(
-    OmegaConf.structured(config.Recipe),
-    {
-        "name": "small",
-        "run_dir": "runs/small",
-        "policy": {"model_name": "x", "train_global_batch_size": 32},
-        "teacher": {"model_name": "t"},
-        "data": {"train": {"env_name": "e"}},
-        "env": {"e": {"kind": "math"}},
-        "grpo": SAMPLES,
-        "ppo": SAMPLES,
-        "distillation": SAMPLES,
-    },
-)
+BASE = {
+    "name": "small",
+    "run_dir": "runs/small",
+    "policy": {"model_name": "x", "train_global_batch_size": 32},
+    "teacher": {"model_name": "t"},
+    "data": {"train": {"env_name": "e"}},
+    "env": {"e": {"kind": "math"}},
+    "grpo": SAMPLES,
+    "ppo": SAMPLES,
+    "distillation": SAMPLES,
+}
 
 
 def complete(algorithm: str, overrides: list[str]) -> config.Recipe:
-    return config.complete(OmegaConf.merge(BASE, OmegaConf.from_dotlist([f"algorithm={algorithm}", *overrides])))
+    given = OmegaConf.from_dotlist([f"algorithm={algorithm}", *overrides])
+    return config.complete(OmegaConf.to_container(OmegaConf.merge(BASE, given)))
 
 
 def both(suffix: str, override: str, *parts: str) -> list[tuple[str, list[str], list[str]]]:

@@ -119,7 +119,7 @@ def _given(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def generate(recipe: Recipe, shape: ModelShape) -> GenerateMemory:
-    """Of the fullest generate rank. Raises RecipeError for vllm_kwargs that are no sizes."""
+    """Return the memory of the fullest generate rank. Raises RecipeError for vllm_kwargs that are not sizes."""
     policy, component = recipe.policy, recipe.cluster.generate
     size, cuda = PRECISIONS[policy.precision], component.gpus_per_node > 0
     if policy.generation.backend == "transformers":

@@ -41,7 +41,7 @@ class TrainMemory:
 
 @dataclass(frozen=True)
 class GenerateMemory:
-    """Of the fullest generate rank."""
+    """The memory of the fullest generate rank."""
 
     parts: Parts
     received: float  # bytes of weights that a refit brings, which are not quantized yet

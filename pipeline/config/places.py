@@ -10,6 +10,7 @@ Left out: what `kwargs` of environments and data sets hold, of which only their 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +37,7 @@ def absolute(tree: Branch, folders: Mapping[str, Path | None] = {}) -> dict[str,
     """
     problems: dict[str, str] = {}
     for key, leaf in tree.leaves():
-        kind = next((kind for kind in (FILES, NAMES, MARKED) if any(fnmatch.fnmatchcase(key, one) for one in kind)), None)
+        kind = _kind(key)
         if (kind is None and key != "run_dir") or interpolated(leaf.value):
             continue
         folder = leaf.folder or folders.get(key) or Path.cwd()
@@ -58,8 +59,13 @@ def absolute(tree: Branch, folders: Mapping[str, Path | None] = {}) -> dict[str,
 
 
 def is_path(key: str) -> bool:
-    """Whether the value at a dotted key may be a path."""
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in (*FILES, *NAMES, *MARKED))
+    """Return whether the value at a dotted key may be a path."""
+    return _kind(key) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(key: str) -> tuple[str, ...] | None:
+    return next((kind for kind in (FILES, NAMES, MARKED) if any(fnmatch.fnmatchcase(key, one) for one in kind)), None)
 
 
 def _text(value: object) -> object:

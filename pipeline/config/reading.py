@@ -13,8 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from omegaconf import DictConfig, OmegaConf
+from typing import Any
 
 from pipeline.config import layers, places, resolving, typed, unread
 from pipeline.config.algorithms import OFFLINE, ONLINE
@@ -79,9 +78,9 @@ def read(path: Path) -> Recipe:
     return loaded.recipe
 
 
-def complete(config: DictConfig) -> Recipe:
-    """The recipe that a configuration describes, resolved and checked. Raises RecipeError."""
-    loaded = _inspected(layers.of(OmegaConf.to_container(config), None))
+def complete(values: dict[str, Any]) -> Recipe:
+    """Return the recipe of these nested values, with the schema's defaults, resolved and checked. Raises RecipeError."""
+    loaded = _inspected(layers.of(values, None))
     refuse(loaded.problems)
     return loaded.recipe
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -20,6 +23,7 @@ from pipeline.config.layers import Branch, Leaf, copied
 REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")
 WHERE_UNKNOWN = re.compile(r"\$\{[^}:]*\$\{|\$\{oc\.(?!env:)")  # refers to a key that only resolving it tells
 MOST_REFERENCES = 20
+SCALARS = (str, int, float, bool, type(None))
 
 
 def _number(value: Any) -> int | float:
@@ -59,7 +63,7 @@ def dependent(keys: Collection[str], references: Mapping[str, Collection[str]]) 
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether two dotted keys are the same, or one of them lies in the other."""
+    """Return whether two dotted keys are the same, or one is inside the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
@@ -102,7 +106,13 @@ def expand(tree: Branch) -> bool:
 def resolve(tree: Branch) -> dict[str, str]:
     """Puts what they stand for in the place of interpolations. Problems by dotted key; those values stay as they are."""
     unread = {key: leaf for key, leaf in tree.leaves() if interpolated(leaf.value)}
-    values = {key: copy.value for key in unread if (copy := _followed(tree, key))}
+    values = {}
+    for key, leaf in unread.items():
+        if found := _followed(tree, key):
+            values[key] = found.value
+        elif (known := _known_references(tree, key, leaf.value)) is not None:
+            with contextlib.suppress(OmegaConfBaseException):  # computed once more below, where it is explained
+                values[key] = copy.deepcopy(_computed(key, leaf.value, known))
     others = {key: leaf for key, leaf in unread.items() if key not in values}
     problems = {key: problem for key, leaf in others.items() if (problem := _malformed(leaf.value))}
     config = OmegaConf.create(_referred(tree, others, set(problems)))
@@ -130,6 +140,25 @@ def _followed(tree: Branch, key: str) -> Leaf | None:
         seen.add(key)
         node = tree.find(key)
     return node if isinstance(node, Leaf) and not interpolated(node.value) and node.value != "???" else None
+
+
+def _known_references(tree: Branch, key: str, value: Any) -> tuple[tuple[str, Any], ...] | None:
+    """Return (key, value) of all that a text refers to; None if one has no scalar value yet, or the text depends on more."""
+    if not isinstance(value, str) or "${oc." in value or WHERE_UNKNOWN.search(value) or value.count("${") > MOST_REFERENCES:
+        return None
+    found = {name: _followed(tree, name) for name in sorted(references(key, value))}
+    if any(leaf is None or not isinstance(leaf.value, SCALARS) for leaf in found.values()):
+        return None
+    return tuple((name, leaf.value) for name, leaf in found.items())
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _computed(key: str, text: str, known: tuple[tuple[str, Any], ...]) -> Any:
+    """Return the value of the interpolations in `text`. Most recipes share them, and OmegaConf takes milliseconds for each."""
+    tree = Branch({})
+    for name, value in ((key, text), *known):
+        tree.set(name, Leaf(value))
+    return _value(OmegaConf.create(tree.plain()), tree, key)
 
 
 def _referred(tree: Branch, unread: dict[str, Leaf], malformed: set[str]) -> dict[str, Any]:

@@ -35,9 +35,8 @@ class RewardFunction(Environment):
     def step(self, prompt: Prompt, text: str) -> Outcome:
         task = prompt.task
         given = {**task.get("record", {}), **({"expected": task["answer"]} if "answer" in task else {}), **self._kwargs}
-        taken = {name: value for name, value in given.items() if name not in self._first}
-        if self._names is not None:
-            taken = {name: value for name, value in taken.items() if name in self._names}
+        names = given if self._names is None else self._names
+        taken = {name: value for name, value in given.items() if name in names and name not in self._first}
         reward = self._function(_asked(task), text, **taken)
         if isinstance(reward, str) or not hasattr(reward, "__float__") or not math.isfinite(reward):
             raise TypeError(f"{self._function.__qualname__} returned {reward!r}; expected a finite number")

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 
 from pipeline import algorithms, config
 from pipeline.algorithms.base import Needs
@@ -50,7 +49,7 @@ def test_a_recipe_makes_its_algorithm(name, kind, needs):
         "ppo": {**samples, "ppo_epochs": 2},
         "distillation": samples,
     }
-    found = algorithms.build(config.complete(OmegaConf.merge(OmegaConf.structured(config.Recipe), recipe)))
+    found = algorithms.build(config.complete(recipe))
     assert isinstance(found, kind) and found.needs == needs
     assert set(found.losses) == ({"policy", "critic"} if name == "ppo" else {"policy"})
 

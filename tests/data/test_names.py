@@ -48,7 +48,7 @@ def test_a_misspelt_name():
 
 
 def test_a_users_callable():
-    """Whether there is one, launch/preflight/own_code.py looks."""
+    """The dotted path of a callable is a valid name here. launch/preflight/own_code.py checks that it can be imported."""
     assert problems("tests.data.hub.download") == problems("no_such_package.Numbers") == []
 
 

@@ -98,7 +98,7 @@ def launch(folder: Path, *overrides: str, env: dict | None = None, fault: Fault 
 
 
 def printed(folder: Path) -> str:
-    """What the last `launch` of a run folder has printed."""
+    """Return what the last `launch` of a run folder printed."""
     return _output(folder).read_text(errors="replace")
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 import unittest.mock
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import local, submit
+from launch import forks, local, submit
 
 FAULTS = Path(__file__).parent / "faults"
 
@@ -31,7 +30,7 @@ def run(arguments: list[str]) -> int:
 
 @dataclass
 class Child:
-    """What the local executor asks of a process that it started."""
+    """A child process, with the part of `subprocess.Popen` that the local executor uses."""
 
     pid: int
     returncode: int | None = None
@@ -43,20 +42,6 @@ class Child:
 
 
 def forked(run_dir: Path, environment: dict[str, str], log: Path) -> Child:
-    """As `local.start_controller`, by a fork."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if pid := os.fork():
-        return Child(pid)
-    status = 1
-    try:
-        from tests.fork_server import redirect
-
-        os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.environ.update(environment)
-        redirect(str(log))
-        status = local.control(run_dir)
-    finally:
-        sys.stdout.flush()
-        os._exit(status)
+    """Do what `local.start_controller` does, by a fork."""
+    with open(log, "ab") as output:
+        return Child(forks.start(lambda: os._exit(local.control(run_dir)), environment, output, lambda: None))

@@ -2,45 +2,14 @@
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 
-from tests import fork_server
+from tests.fork_server import Program
 from tests.world import ranks
 from tests.world.secret import write_secret
 
-ROOT = Path(__file__).parents[2]
 SIZE = 7
-
-
-class RankProcess:
-    """A rank as a process, with those methods of `subprocess.Popen` that tests use. It is a fork of the tests' fork server."""
-
-    def __init__(self, env: dict[str, str], log: Path, run_dir: Path, scenario: str):
-        self._process = fork_server.context().Process(target=_run, args=(env, log, run_dir, scenario))
-        self._process.start()
-        self.pid = self._process.pid
-        self.kill = self._process.kill
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        assert self._process.exitcode is not None, f"process {self.pid} has not ended within {timeout} s"
-        return self._process.exitcode
-
-
-def _run(env: dict[str, str], log: Path, run_dir: Path, scenario: str) -> None:
-    os.environ.update(env)
-    os.chdir(ROOT)
-    with open(log, "w") as out:
-        for number in (1, 2):
-            os.dup2(out.fileno(), number)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)
-    ranks.main(run_dir, scenario)
 
 
 class World:
@@ -51,7 +20,7 @@ class World:
         self.logs = [run_dir / f"{rank}.log" for rank in range(SIZE)]
         self.processes = [self._start(rank, scenario) for rank in range(SIZE)]
 
-    def _start(self, rank: int, scenario: str) -> RankProcess:
+    def _start(self, rank: int, scenario: str) -> Program:
         env = {
             "HETSTEP_RANK": str(rank),
             "HETSTEP_WORLD_SIZE": str(SIZE),
@@ -61,7 +30,7 @@ class World:
             "HETSTEP_ATTEMPT": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
-        return RankProcess(env, self.logs[rank], self.run_dir, scenario)
+        return Program(ranks.main, (self.run_dir, scenario), {**os.environ, **env}, self.logs[rank])
 
     def wait(self, timeout: float = 150) -> list[int]:
         deadline = time.monotonic() + timeout

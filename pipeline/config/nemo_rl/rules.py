@@ -102,15 +102,25 @@ def under(section: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
 def apply(ledger: Ledger, rules: Iterable[Rule]) -> None:
     """Meet every leaf that a rule fits and that nobody has met. What is told of several leaves is told once, in their order."""
     rules = tuple(rules)
+    first = _first(tuple(map(patterns_of, rules)))
     found: dict[int, list[tuple[str, Any]]] = {}
     for key, value in list(ledger.unmet()):
-        for number, rule in enumerate(rules):
-            if any(fits(pattern, key) for pattern in patterns_of(rule)):
-                found.setdefault(number, []).append((key, value))
-                ledger.met.add(key)
-                break
+        if (number := first(key)) is not None:
+            found.setdefault(number, []).append((key, value))
+            ledger.met.add(key)
     for number, those in sorted(found.items()):
         _tell(ledger, rules[number], those)
+
+
+@functools.cache
+def _first(patterns: tuple[tuple[str, ...], ...]) -> Callable[[str], int | None]:
+    """Return a function from a key to the index of the first patterns that it fits; there are hundreds."""
+
+    @functools.lru_cache(maxsize=4096)
+    def first(key: str) -> int | None:
+        return next((number for number, those in enumerate(patterns) if any(fits(pattern, key) for pattern in those)), None)
+
+    return first
 
 
 def _tell(ledger: Ledger, rule: Rule, found: list[tuple[str, Any]]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from pipeline.algorithms.base import Objective
 from pipeline.config import Recipe, generates
@@ -100,7 +99,7 @@ def _defaults(model: Path, teacher: Path) -> Recipe:
         "env": {"any": {"kind": "exact_match"}},
         "data": {"train": {"data_path": "any.jsonl", "env_name": "any"}},
     }
-    return complete(OmegaConf.merge(OmegaConf.structured(Recipe), OmegaConf.create(values)))
+    return complete(values)
 
 
 def changed(config: Any, changes: dict[str, Any]) -> Any:
