@@ -1,5 +1,6 @@
 """Fixtures that several test folders use."""
 
+import importlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -36,6 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return line, files.setdefault(item.path, len(files)) if line < len(SLOW) else 0
 
     items.sort(key=order)  # stable: within a file the order stays
+
+
+def pytest_collection_finish() -> None:
+    """All test files, and with them most libraries, are imported now."""
+    importlib.import_module("tests.heap")
 
 
 @pytest.fixture(scope="module", autouse=True)

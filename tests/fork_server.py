@@ -42,6 +42,7 @@ IMPORTED = (
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "tests.heap",
 )
 
 
