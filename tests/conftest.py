@@ -1,9 +1,10 @@
 """Fixtures that several test folders use."""
 
+import fcntl
 import importlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,25 @@ def _preloaded_libraries() -> Iterator[None]:
     os.environ.pop("LD_PRELOAD", None)
     if before is not None:
         os.environ["LD_PRELOAD"] = before
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Return a function (name, make) -> folder. The first of pytest's workers that asks for it makes it, by `make(folder)`."""
+    base = tmp_path_factory.getbasetemp()
+    base = base if worker_id == "master" else base.parent
+
+    def folder(name: str, make: Callable[[Path], None]) -> Path:
+        made = base / name
+        with open(base / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                making = Path(tempfile.mkdtemp(dir=base))
+                make(making)
+                making.rename(made)
+        return made
+
+    return folder
 
 
 @pytest.fixture(scope="session")

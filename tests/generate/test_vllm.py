@@ -40,7 +40,9 @@ def fresh_greedy(folder, drawn, **arguments):
         **{"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 32 << 20} | arguments,
     )
     llm.llm_engine.engine_core._finalizer.detach()
-    params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[1], ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        temperature=0, max_tokens=drawn[0].sampling.max_new_tokens, stop_token_ids=[1], ignore_eos=True, detokenize=False
+    )
     outputs = llm.generate([tokens_input(r.tokens.tolist()) for r in drawn], params, use_tqdm=False)
     return {r.id: list(out.outputs[0].token_ids) for r, out in zip(drawn, outputs, strict=True)}
 
