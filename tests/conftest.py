@@ -3,12 +3,14 @@
 import fcntl
 import importlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import fork_server
 from tests.slurm.cluster import SlurmCluster, missing
 
 
@@ -40,6 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order)  # stable: within a file the order stays
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Where several workers run all tests, they share a fork server."""
+    starts_workers = not hasattr(config, "workerinput") and config.getoption("numprocesses", None)
+    if starts_workers and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        fork_server.share()
+
+
 def pytest_collection_finish() -> None:
     """All test files, and with them most libraries, are imported now."""
     importlib.import_module("tests.heap")
@@ -56,19 +65,20 @@ def _preloaded_libraries() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str, Callable[[Path], None]], Path]:
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
     """Return a function (name, make) -> folder. The first of pytest's workers that asks for it makes it, by `make(folder)`."""
     base = tmp_path_factory.getbasetemp()
-    base = base if worker_id == "master" else base.parent
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def folder(name: str, make: Callable[[Path], None]) -> Path:
         made = base / name
-        with open(base / f"{name}.lock", "w") as lock:
+        with open(base / f"{name}.lock", "a+") as lock:  # not empty: it is made
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not made.exists():
-                making = Path(tempfile.mkdtemp(dir=base))
-                make(making)
-                making.rename(made)
+            if not lock.tell():
+                shutil.rmtree(made, ignore_errors=True)
+                made.mkdir()
+                make(made)
+                lock.write("made")
         return made
 
     return folder

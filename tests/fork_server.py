@@ -12,10 +12,14 @@ from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch.multiprocessing as mp
+if TYPE_CHECKING:
+    import torch.multiprocessing as mp
 
 ROOT = Path(__file__).parents[1]
+SHARED = "HETSTEP_TEST_FORK_SERVER"
+"""The variable with the address of the server that pytest's workers share."""
 AT_START = frozenset(os.environ)
 """The variables that the server has before its other imports, some of which set variables for themselves."""
 
@@ -49,17 +53,35 @@ IMPORTED = (
 @functools.cache
 def context() -> ForkServerContext:
     """The context of processes on the CPU, with its server started."""
+    if address := os.environ.get(SHARED):
+        server = forkserver._forkserver
+        server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_RDONLY)
+        server.ensure_running = lambda: None  # it is no child of this process
+    else:
+        _start_server()
+    return multiprocessing.get_context("forkserver")
+
+
+def share() -> None:
+    """Start a server for all of pytest's workers, which are started next: its imports take 15 s."""
+    if sys.version_info < (3, 14):  # since then a server asks for its starter's key
+        _start_server()
+        os.environ[SHARED] = forkserver._forkserver._forkserver_address
+
+
+def _start_server() -> None:
     multiprocessing.set_forkserver_preload(list(IMPORTED))
     # Looking for a GPU in the server would spoil CUDA in what it forks, and Megatron-Core's imports look for one. OpenMP reads
     # its number of threads when torch is imported, and several threads do not round alike in each run.
     environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with unittest.mock.patch.dict(os.environ, environment):
         forkserver.ensure_running()
-    return multiprocessing.get_context("forkserver")
 
 
 def start(work: Callable, arguments: tuple, ranks: int) -> mp.ProcessContext:
     """Start `work(rank, *arguments)` in as many processes on the CPU. `join()` raises what any of them raised first."""
+    import torch.multiprocessing as mp  # not where the server is shared
+
     context()
     return mp.start_processes(work, arguments, nprocs=ranks, start_method="forkserver", join=False)
 

@@ -9,13 +9,6 @@ REFIT = ("cluster.timeouts.refit=8", "cluster.timeouts.silence=20")
 SECOND = {"phase": "send", "victim": 1, "actor": 1, "count": 3}  # the refit after step 2; the first is the start's
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    run = submit(tmp_path_factory.mktemp("whole") / "run", *LOCAL)
-    assert run.status == 0, run.output
-    return run
-
-
 @pytest.mark.full  # by default: tests/refit/test_transfer.py
 @pytest.mark.parametrize(
     ("fault", "named"),
