@@ -32,26 +32,32 @@ def count() -> tuple[int | None, str]:
     return devices, "/dev/nvidia*"
 
 
-def assigned(asked: int, keys: str = "cluster.train.gpus_per_node") -> list[str]:
-    """The first `asked` GPUs that a process of ours may use, as CUDA_VISIBLE_DEVICES names them. Raises RecipeError, naming
-    the keys that ask for them, if this machine has fewer.
+def usable() -> tuple[list[str], str]:
+    """Return the GPUs that a process of ours may use, as CUDA_VISIBLE_DEVICES names them, and who says so.
 
-    As CUDA reads it, CUDA_VISIBLE_DEVICES ends where it names a GPU that is not there.
+    Empty where nobody can tell. As CUDA reads it, CUDA_VISIBLE_DEVICES ends where it names a GPU that is not there.
     """
-    if not asked:
-        return []
     there, source = count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        devices = [str(i) for i in range(asked if there is None else there)]
-        why = f"this machine has {there} by {source}"
-    else:
-        devices = _shown(visible, there)
-        why = f"this machine shows {len(devices)}: it has {there} by {source}, and CUDA_VISIBLE_DEVICES={visible}"
+        return [str(i) for i in range(there or 0)], source
+    return _shown(visible, there), f"{source or 'an unknown driver'} and CUDA_VISIBLE_DEVICES={visible}"
+
+
+def assigned(asked: int, keys: str = "cluster.train.gpus_per_node") -> list[str]:
+    """Return the first `asked` GPUs that a process of ours may use, as CUDA_VISIBLE_DEVICES names them.
+
+    Raises RecipeError, naming the keys that ask for them, if this machine has fewer.
+    """
+    if not asked:
+        return []
+    devices, source = usable()
+    if not source:  # nobody can tell
+        devices = [str(i) for i in range(asked)]
     if len(devices) < asked:
         raise RecipeError(
-            f"{keys}: got {asked} GPUs in all (nodes x gpus_per_node), but {why}; with cluster.executor=local expected at most"
-            f" {len(devices)}. Try fewer (0: on CPUs), or cluster.executor=slurm"
+            f"{keys}: got {asked} GPUs in all (nodes x gpus_per_node); expected at most {len(devices)}, which this machine has"
+            f" by {source}. Try fewer (0: on CPUs), or cluster.executor=slurm"
         )
     return devices[:asked]
 

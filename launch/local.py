@@ -75,6 +75,7 @@ def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, 
                 node_gpu = first_gpu + index // per_node * component.gpus_per_node
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[node_gpu : node_gpu + component.gpus_per_node])
             else:
+                environment["CUDA_VISIBLE_DEVICES"] = ""  # torch would take a GPU that it sees
                 environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
             environments.append({**environment, **component.env_vars})
     return environments

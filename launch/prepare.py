@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import allocation, backend, executor, handed_on, local, run_folder, slurm_client
+from launch import allocation, backend, executor, handed_on, local, placement, run_folder, slurm_client
 from launch.job import components
 from launch.model_files import Pending
 from launch.model_shape import NotDescribed
@@ -99,7 +99,7 @@ def in_order(name: str, overrides: list[str]) -> list[Loaded]:
                 needed = handed_on.inspect(need, [f"run_dir=runs/{named}"], asked_for, overrides)
                 if run_folder.done_step(Path(needed.recipe.run_dir)) is None:
                     add(needed, [*path, named])
-        ordered.append(loaded)
+        ordered.append(placement.placed(loaded))
 
     add(asked_for, [config.name_of(name)])
     return ordered

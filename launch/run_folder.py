@@ -65,6 +65,7 @@ MAY_DIFFER = (
     "*.max_val_samples",
     "env.*.served_by",
     "env.*.cpu_offload",
+    "policy.generation.colocated.*",
     "policy.dtensor_cfg.tensor_parallel_size",
     "policy.dtensor_cfg.activation_checkpointing",
     "policy.dtensor_cfg.cpu_offload",

@@ -217,6 +217,9 @@ def join(world: World) -> None:
         world.own = group if world.rank in members else world.own
     if realms.generate:
         world.refit = dist.new_group((0, *realms.generate), backend=across, timeout=NEVER)
+    # NCCL makes a communicator at its group's first use and waits for all ranks. Ranks of a reward model take part in no refit,
+    # and not every other rank has messages in the first round of one.
+    dist.all_reduce(torch.zeros(1, device=world.carrier), group=world.spanning)
     dist.group.WORLD = world.own
 
 

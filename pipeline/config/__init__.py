@@ -63,7 +63,20 @@ from pipeline.config.megatron import (
     MegatronSchedulerConfig,
 )
 from pipeline.config.models import critic, judge, models, reward_environment, reward_model, serves_rewards, teacher
-from pipeline.config.reading import RECIPES, Loaded, complete, find, independent, inspect, load, name_of, read, to_yaml, write
+from pipeline.config.reading import (
+    RECIPES,
+    Loaded,
+    changed,
+    complete,
+    find,
+    independent,
+    inspect,
+    load,
+    name_of,
+    read,
+    to_yaml,
+    write,
+)
 from pipeline.config.schema import (
     ENVIRONMENT_KINDS,
     GENERATED_DATASETS,
@@ -165,6 +178,7 @@ __all__ = [
     "arguments_of_tool",
     "asked_backend",
     "bound",
+    "changed",
     "check_data",
     "check_expert_layout",
     "collected",

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.config import algorithm_checks, async_checks, durations, hardware, megatron_checks
 from pipeline.config.algorithms import OFFLINE, ONLINE
-from pipeline.config.cluster import SHARED, TimeoutsConfig
+from pipeline.config.cluster import SHARED, TimeoutsConfig, ranks_per_node
 from pipeline.config.data import check_data, validates
 from pipeline.config.environments import check_environments, unusable_kinds
 from pipeline.config.errors import refuse
@@ -181,6 +181,13 @@ def _check_world(recipe: Recipe) -> Iterator[str]:
         yield from _check_quantisation(recipe)
     if colocated(recipe):
         yield from _check_colocated(recipe)
+    for name in COMPONENTS:
+        component = getattr(recipe.cluster, name)
+        if 0 < component.gpus_per_node < ranks_per_node(component):
+            yield (
+                f"cluster.{name}.ranks_per_node: got {component.ranks_per_node}; expected at most gpus_per_node="
+                f"{component.gpus_per_node}, since NCCL refuses two ranks on one GPU. Try cluster.{name}.ranks_per_node=null"
+            )
 
 
 def _check_colocated(recipe: Recipe) -> Iterator[str]:

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,18 @@ def read(path: Path) -> Recipe:
 def complete(values: dict[str, Any]) -> Recipe:
     """Return the recipe of these nested values, with the schema's defaults, resolved and checked. Raises RecipeError."""
     loaded = _inspected(layers.of(values, None))
+    refuse(loaded.problems)
+    return loaded.recipe
+
+
+def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with other values at some dotted keys, checked. Raises RecipeError."""
+    tree = layers.of(resolving.escaped(dataclasses.asdict(recipe)), None)
+    for branch in tree.branches():
+        branch.replaces = True  # all is given: a default that is not there was taken away
+    for key, value in values.items():
+        tree.set(key, Leaf(value))
+    loaded = _inspected(tree)
     refuse(loaded.problems)
     return loaded.recipe
 

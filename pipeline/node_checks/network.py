@@ -174,6 +174,7 @@ class Wire:
     def ask(self, link: Link) -> None:
         """The opener's end."""
         ahead_s, error_s = self._compare_clocks()
+        self._there_and_back(1)  # with the first message NCCL makes a communicator, which takes seconds
         seconds = self._there_and_back(PROBE_BYTES)
         size = int(min(MOST_BYTES, max(PROBE_BYTES, PROBE_BYTES * GOAL_S / (seconds / 2))))
         self._send(torch.tensor([size]))
@@ -185,6 +186,7 @@ class Wire:
         for _ in range(PINGS):
             self._receive(torch.zeros(1, dtype=torch.float64))
             self._send(torch.tensor([time.time()], dtype=torch.float64))
+        self._back(1)
         self._back(PROBE_BYTES)
         self._back(int(self._receive(torch.tensor([0]))))
 

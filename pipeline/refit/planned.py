@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from pipeline.boxes import Region
 from pipeline.config import RefitConfig
@@ -34,7 +33,6 @@ class PlannedRefit:
         self._config = config
         self._precision = precision
         self._transport = transport
-        self._connected = False
         self._plan: RankPlan
         self._bases: Bases
         self._sends: Sends
@@ -60,7 +58,6 @@ class PlannedRefit:
 
     @torch.no_grad()
     def _transfer(self) -> Report:
-        self._connect()
         sides = (self._sends, self._receives)
         for side in sides:
             if side.digest:
@@ -79,9 +76,3 @@ class PlannedRefit:
         report = Report(sent=wire.sent, received=wire.received, keys=keys, hashes=hashes, **clock.seconds())
         self._bases.done()
         return report
-
-    def _connect(self) -> None:
-        """NCCL wants all ranks of a group in its first batch, and not every rank has messages in the first round."""
-        if self._world.carrier.type == "cuda" and not self._connected:
-            dist.all_reduce(torch.zeros(1, device=self._world.carrier), group=self._world.spanning)
-        self._connected = True
