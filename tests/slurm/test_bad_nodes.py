@@ -6,6 +6,7 @@ where a source file is another. Only a clock cannot be had for one node alone: t
 """
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,20 +21,20 @@ pytestmark = pytest.mark.slurm
 WRAPPER = """\
 #!/bin/bash
 # $HETSTEP_NODE is broken if there is a file of its name.
-fault=$(cat "{folder}/$HETSTEP_NODE" 2>/dev/null)
+fault=$(cat {folder}/"$HETSTEP_NODE" 2>/dev/null)
 attempt="$HETSTEP_RUN_DIR/attempts/$HETSTEP_ATTEMPT"
 case "$fault" in
     "stale folder")
         until [ -e "$attempt/rendezvous.json" ]; do sleep 0.05; done
-        cp -r "$attempt" "{folder}/stale.$HETSTEP_ATTEMPT"
-        over="{folder}/stale.$HETSTEP_ATTEMPT" under=$attempt ;;
+        cp -r "$attempt" {folder}/"stale.$HETSTEP_ATTEMPT"
+        over={folder}/"stale.$HETSTEP_ATTEMPT" under=$attempt ;;
     "other code")
         over={folder}/rollout.py under={root}/pipeline/rollout/driver.py ;;
     clock)
-        export PYTHONPATH="{folder}/wrong_clock:$PYTHONPATH" ;;
+        export PYTHONPATH={folder}/wrong_clock:"$PYTHONPATH" ;;
 esac
 [ -z "$over" ] && exec {python} "$@"
-exec unshare --map-root-user --mount bash -c 'mount --bind "$1" "$2" && shift 2 && exec {python} "$@"' - "$over" "$under" "$@"
+exec unshare --map-root-user --mount bash -c 'mount --bind "$1" "$2" && shift 2 && exec "$@"' - "$over" "$under" {python} "$@"
 """
 WRONG_CLOCK = "import time\n\nreal = time.time\ntime.time = lambda: real() - 600\n"
 
@@ -49,7 +50,8 @@ def broken(tmp_path):
     (folder / "wrong_clock/sitecustomize.py").write_text(WRONG_CLOCK)
     (folder / "rollout.py").write_text((ROOT / "pipeline/rollout/driver.py").read_text() + "# an older version\n")
     wrapper = folder / "python"
-    wrapper.write_text(WRAPPER.format(folder=folder, root=ROOT, python=sys.executable))
+    paths = {"folder": folder, "root": ROOT, "python": sys.executable}
+    wrapper.write_text(WRAPPER.format(**{name: shlex.quote(str(path)) for name, path in paths.items()}))
     wrapper.chmod(0o755)
 
     def break_nodes(faults: dict[str, str]) -> str:
