@@ -71,7 +71,8 @@ class Schedule:
 
     @cached_property
     def rounds(self) -> int:
-        return int(self.arrival.max(initial=-1)) + 1
+        last = self.round.max(0, initial=-1) + [len(group) - 1 for group in self.groups]
+        return int(last.max()) + 1 if len(self.chunks) else 0
 
     @cached_property
     def place(self) -> dict[int, tuple[int, int]]:
@@ -86,10 +87,10 @@ class Schedule:
     @cached_property
     def arrival(self) -> np.ndarray:
         """[chunks, engines] int32: the round in which the engine's rank receives the chunk."""
-        found = np.empty((len(self.chunks), len(self.engines)), np.int32)
+        found = np.empty((len(self.engines), len(self.chunks)), np.int32)  # for thousands of engines a row each is quicker
         for engine, (q, p) in self.ring.items():
-            found[:, engine] = self.round[:, q] + (p - self.head[:, q]) % len(self.groups[q])
-        return found
+            found[engine] = self.round[:, q] + (p - self.head[:, q]) % len(self.groups[q])
+        return found.T
 
     @cached_property
     def finish(self) -> np.ndarray:
@@ -214,8 +215,13 @@ class Schedule:
         """(bytes out, bytes in) of each global rank in each round [rounds, ranks] int64."""
         ranks = 1 + max([*self.have.rows, *self.place])
         out, into = (np.zeros(self.rounds * ranks, np.int64) for _ in range(2))
-        for hop in self.hops():
-            first = hop.round.astype(np.int64) * ranks
-            out += np.bincount(first + hop.source, hop.bytes, len(out)).astype(np.int64)
-            into += np.bincount(first + hop.target, hop.bytes, len(into)).astype(np.int64)
+        for q, group in enumerate(self.groups):
+            ring, number, head = self.engines[group], self.round[:, q].astype(np.int64), self.head[:, q].astype(np.int64)
+            source = self.source[:, q]
+            for hop in range(len(group)):
+                target = ring[(head + hop) % len(group), self.chunks.receiver]
+                first = (number + hop) * ranks
+                out += np.bincount(first + source, self.chunks.bytes, len(out)).astype(np.int64)
+                into += np.bincount(first + target, self.chunks.bytes, len(into)).astype(np.int64)
+                source = target
         return out.reshape(-1, ranks), into.reshape(-1, ranks)
