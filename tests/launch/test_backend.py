@@ -13,6 +13,7 @@ from launch.model_shape import ModelShape
 from launch.preflight import architecture
 from pipeline import config
 from pipeline.config import MEGATRON_MODEL_TYPES, RecipeError
+from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported
 from tests.launch.model import write_recipe
 
 KEY = "policy.megatron_cfg"

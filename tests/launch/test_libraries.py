@@ -12,6 +12,7 @@ import pytest
 from launch.job import ROOT
 from launch.preflight import libraries, signatures
 from pipeline import config
+from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported
 from tests.launch.model import write_recipe
 
 
