@@ -35,7 +35,8 @@ def count() -> tuple[int | None, str]:
 def usable() -> tuple[list[str], str]:
     """Return the GPUs that a process of ours may use, as CUDA_VISIBLE_DEVICES names them, and who says so.
 
-    Empty where nobody can tell. As CUDA reads it, CUDA_VISIBLE_DEVICES ends where it names a GPU that is not there.
+    The list is empty where nobody can tell and CUDA_VISIBLE_DEVICES is not set. As CUDA reads it, that variable ends where it
+    names a GPU that is not there.
     """
     there, source = count()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -5,20 +5,22 @@ The first that the machine has enough GPUs for, and that fits the recipe's layou
     colocated    train and generate ranks take turns on the same GPUs; a reward model is served by the train ranks, and
                  asynchronous rollouts are made between the steps
     smaller      the same with fewer ranks, and training alone with fewer ranks
-Without GPUs the ranks run on CPUs.
+What the command line gives is not changed. Without GPUs, or with a torch for CPUs alone, the ranks run on CPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
+from importlib import metadata
 from typing import Any
 
 from launch import backend, executor, gpus
 from launch.job import Guest, components
 from launch.units import plural
 from pipeline import config
-from pipeline.config import Loaded, Recipe, collected, ranks, ranks_per_node
+from pipeline.config import Loaded, Recipe, RecipeError, collected, layers, ranks, ranks_per_node
+from pipeline.config.cluster import SHARED
 
 Changes = dict[str, Any]
 """Values by dotted key."""
@@ -27,45 +29,79 @@ Changes = dict[str, Any]
 def placed(loaded: Loaded) -> Loaded:
     """Return the recipe with this machine's GPUs for its ranks, and a note that names the keys that do so."""
     asks = any(key.startswith("cluster.") and key.endswith(".gpus_per_node") for key in loaded.origins)
-    if asks or loaded.problems or executor.choose(loaded.recipe).name != "local":
+    if asks or loaded.problems or executor.choose(loaded.recipe).name != "local" or not torch_has_cuda():
         return loaded
     devices, source = gpus.usable()
     if not devices:
         return loaded
-    refused: list[str] = []
-    for changes in candidates(loaded.recipe, len(devices)):
+    try:
+        # Without GPUs the choice does not read the model's files, which a needed run may still have to write.
+        _, choice = backend.choose(loaded.recipe)
+    except RecipeError:  # told later
+        return loaded
+    there, refused = f"{plural(len(devices), 'GPU')} by {source}", ""
+    for changes in candidates(loaded, len(devices)):
         with collected(found := []):
-            _, choice = backend.choose(
-                loaded.recipe
-            )  # on CPUs: with GPUs the choice looks at the model, which may be made first
             recipe = config.changed(loaded.recipe, changes)
             config.validate(config.decided(recipe, choice.backend))
-        if found:
-            refused += found
-            continue
-        given = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
-        note = f"{plural(len(devices), 'GPU')} by {source}: {given}; give cluster.*.gpus_per_node to place the ranks yourself"
-        return replace(loaded, recipe=recipe, notes=[*loaded.notes, note])
-    return replace(loaded, problems=[f"{plural(len(devices), 'GPU')} by {source} are too few: {refused[0]}"])
+        if not found:
+            given = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
+            note = f"this machine has {there}: {given}; give cluster.*.gpus_per_node to place the ranks yourself"
+            return replace(loaded, recipe=recipe, notes=[*loaded.notes, note])
+        refused = refused or f": {found[0]}"
+    problem = (
+        f"cluster.train.gpus_per_node: the recipe fits in no way onto this machine's {there}{refused}. Try a smaller layout, or"
+        " cluster.train.gpus_per_node=0 for CPUs"
+    )
+    return replace(loaded, problems=[problem])
 
 
-def candidates(recipe: Recipe, there: int) -> Iterator[Changes]:
-    """Changes that give each rank a GPU, the best first. there: how many GPUs the machine has, at least 1."""
+def problems(recipe: Recipe) -> Iterator[str]:
+    """Yield what is wrong with a job of which only a part has GPUs: some ranks would join over NCCL and some over gloo."""
     parts = components(recipe)
-    if sum(ranks(part) for part in parts.values() if not isinstance(part, Guest)) <= there:
-        yield {f"cluster.{name}.gpus_per_node": ranks_per_node(part) for name, part in parts.items()}
-    if "generate" not in parts:
-        shared, sharing = ("train",), {}
-    else:
-        shared, sharing = ("train", "generate"), _turns(recipe)
+    without = [name for name, part in parts.items() if not part.gpus_per_node]
+    if 0 < len(without) < len(parts):
+        having = ", ".join(f"cluster.{name}" for name in parts if name not in without)
+        key = f"cluster.{without[0]}.gpus_per_node"
+        yield f"{key}: got 0; expected GPUs as {having} has, since all ranks join each other over NCCL. Try {key}=1"
+
+
+def torch_has_cuda() -> bool:
+    """Return whether the installed torch is a build for GPUs. Its version tells; importing it takes seconds."""
+    try:
+        return not metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def candidates(loaded: Loaded, there: int) -> Iterator[Changes]:
+    """Yield changes that give each rank a GPU, the best first. there: how many GPUs the machine has, at least 1."""
+    tree = layers.of(asdict(loaded.recipe), None)
+    for changes in _candidates(loaded.recipe, there):
+        differing = {key: value for key, value in changes.items() if tree.find(key).value != value}
+        if not any(loaded.origins.get(key) == layers.COMMAND_LINE for key in differing):
+            yield differing
+
+
+def _candidates(recipe: Recipe, there: int) -> Iterator[Changes]:
+    parts = components(recipe)
+    per_node = {name: ranks_per_node(part) for name, part in parts.items()}
+    if any(isinstance(part, Guest) for part in parts.values()):
+        per_node = dict.fromkeys(per_node, max(per_node.values()))
+    owners = [name for name, part in parts.items() if not isinstance(part, Guest)]
+    if sum(parts[name].nodes * per_node[name] for name in owners) <= there:
+        yield {f"cluster.{name}.gpus_per_node": count for name, count in per_node.items()}
+    shared = ("train", "generate") if "generate" in parts else ("train",)
+    sharing = _turns(recipe) if "generate" in parts else {}
     for count in range(min(there, *(ranks(parts[name]) for name in shared)), 0, -1):
         sizes = {"nodes": 1, "ranks_per_node": count, "gpus_per_node": count}
         yield {**sharing, **{f"cluster.{name}.{key}": size for name in shared for key, size in sizes.items()}}
 
 
 def _turns(recipe: Recipe) -> Changes:
-    """What lets train and generate ranks have the same GPUs in turn."""
+    """Return the changes with which train and generate ranks have the same GPUs in turn."""
     changes: Changes = {"policy.generation.colocated.enabled": True}
+    changes |= {f"cluster.generate.{key}": getattr(recipe.cluster.train, key) for key in SHARED}
     if config.serves_rewards(recipe):
         name = config.reward_environment(recipe)
         changes |= {f"env.{name}.served_by": "train", f"env.{name}.cpu_offload": True}

@@ -108,6 +108,7 @@ def in_order(name: str, overrides: list[str]) -> list[Loaded]:
 def file_problems(recipe: Recipe, chosen: executor.Choice, pending: list[Path], dry: bool, notes: list[str]) -> Iterator[str]:
     """What files, folders and Slurm say against a recipe. `pending`: run folders of needed recipes that have not run yet.
     `notes` takes in what could not be checked, and what only delays the start."""
+    yield from placement.problems(recipe)
     yield from files.problems(recipe, pending, notes)
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
     yield from storage.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)

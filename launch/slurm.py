@@ -164,8 +164,7 @@ def _flags(*pairs: tuple[str, object]) -> list[str]:
 
 def _step(name: str, component: ComponentConfig, first_rank: int, place: str, run_dir: Path) -> list[str]:
     """Lines of bash: a background srun, noted in `steps`. The task redirects its output: srun's %t is off by the component."""
-    on_cpu = {} if component.gpus_per_node else {"CUDA_VISIBLE_DEVICES": ""}  # torch would take a GPU that it sees
-    exports = {"HETSTEP_COMPONENT": name, **on_cpu, **component.env_vars}
+    exports = {"HETSTEP_COMPONENT": name, **component.env_vars}
     task = [
         "trap '' USR2",  # somebody may signal the steps, and Python has no handler yet
         *containers.task_exports(component),

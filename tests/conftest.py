@@ -72,9 +72,9 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
     def folder(name: str, make: Callable[[Path], None]) -> Path:
         made = base / name
-        with open(base / f"{name}.lock", "a+") as lock:  # not empty: it is made
+        with open(base / f"{name}.lock", "a") as lock:  # not empty: it is made
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not lock.tell():
+            if not os.fstat(lock.fileno()).st_size:
                 shutil.rmtree(made, ignore_errors=True)
                 made.mkdir()
                 make(made)

@@ -14,7 +14,7 @@ from pipeline.config.environments import check_environments, unusable_kinds
 from pipeline.config.errors import refuse
 from pipeline.config.layout import check_divides, check_layout, colocated, named_backend
 from pipeline.config.models import check_reward_model, reward_environment, reward_model, serves_rewards
-from pipeline.config.schema import PRECISIONS, PolicyConfig, Recipe, generates, section
+from pipeline.config.schema import PRECISIONS, PolicyConfig, Recipe, engine_ranks, generates, section
 
 CHOICES = {
     "algorithm": (*ONLINE, *OFFLINE),
@@ -181,12 +181,24 @@ def _check_world(recipe: Recipe) -> Iterator[str]:
         yield from _check_quantisation(recipe)
     if colocated(recipe):
         yield from _check_colocated(recipe)
-    for name in COMPONENTS:
-        component = getattr(recipe.cluster, name)
-        if 0 < component.gpus_per_node < ranks_per_node(component):
+    yield from _check_gpus(recipe)
+
+
+def _check_gpus(recipe: Recipe) -> Iterator[str]:
+    """A problem for each component with more ranks than GPUs on a node."""
+    cluster = recipe.cluster
+    parts = {"train": cluster.train}
+    if generates(recipe):
+        parts["generate"] = cluster.generate
+    if serves_rewards(recipe):
+        parts["reward"] = cluster.reward
+    for name, component in parts.items():
+        alone = name == "generate" and colocated(recipe) and engine_ranks(recipe.policy.generation.vllm_cfg) == 1
+        if 0 < component.gpus_per_node < ranks_per_node(component) and not alone:
             yield (
                 f"cluster.{name}.ranks_per_node: got {component.ranks_per_node}; expected at most gpus_per_node="
-                f"{component.gpus_per_node}, since NCCL refuses two ranks on one GPU. Try cluster.{name}.ranks_per_node=null"
+                f"{component.gpus_per_node}, since NCCL refuses two ranks on one GPU. Try cluster.{name}.ranks_per_node=null,"
+                " which is one per GPU"
             )
 
 

@@ -142,21 +142,21 @@ def _followed(tree: Branch, key: str) -> Leaf | None:
     return node if isinstance(node, Leaf) and not interpolated(node.value) and node.value != "???" else None
 
 
-def _known_references(tree: Branch, key: str, value: Any) -> tuple[tuple[str, Any], ...] | None:
-    """Return (key, value) of all that a text refers to; None if one has no scalar value yet, or the text depends on more."""
+def _known_references(tree: Branch, key: str, value: Any) -> tuple[tuple[str, Any, type], ...] | None:
+    """Return (key, value, type) of all that a text refers to; None where that is not all scalars, or not all it depends on."""
     if not isinstance(value, str) or "${oc." in value or WHERE_UNKNOWN.search(value) or value.count("${") > MOST_REFERENCES:
         return None
     found = {name: _followed(tree, name) for name in sorted(references(key, value))}
     if any(leaf is None or not isinstance(leaf.value, SCALARS) for leaf in found.values()):
         return None
-    return tuple((name, leaf.value) for name, leaf in found.items())
+    return tuple((name, leaf.value, type(leaf.value)) for name, leaf in found.items())  # 1 and True are equal
 
 
-@functools.lru_cache(maxsize=4096, typed=True)
-def _computed(key: str, text: str, known: tuple[tuple[str, Any], ...]) -> Any:
+@functools.lru_cache(maxsize=4096)
+def _computed(key: str, text: str, known: tuple[tuple[str, Any, type], ...]) -> Any:
     """Return the value of the interpolations in `text`. Most recipes share them, and OmegaConf takes milliseconds for each."""
     tree = Branch({})
-    for name, value in ((key, text), *known):
+    for name, value, _ in ((key, text, str), *known):
         tree.set(name, Leaf(value))
     return _value(OmegaConf.create(tree.plain()), tree, key)
 

@@ -24,6 +24,7 @@ def on(monkeypatch):
 def place(patch: pytest.MonkeyPatch, count: int, name: str, *overrides: str) -> Loaded:
     patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     patch.setattr(gpus, "count", lambda: (count, "nvidia-smi"))
+    patch.setattr(placement, "torch_has_cuda", lambda: True)
     return placement.placed(config.inspect(name, ["cluster.executor=local", *overrides]))
 
 
@@ -76,7 +77,9 @@ def test_where_ranks_go(on, name, placed):
 
 def test_the_note_names_the_keys(on):
     (note,) = on(1, "tiny_grpo").notes
-    assert note.startswith("1 GPU by nvidia-smi: policy.generation.colocated.enabled=true cluster.train.nodes=1")
+    assert note.startswith(
+        "this machine has 1 GPU by nvidia-smi: policy.generation.colocated.enabled=true cluster.generate.gpus"
+    )
 
 
 def test_a_recipe_that_gives_gpus_decides(on):
@@ -84,23 +87,58 @@ def test_a_recipe_that_gives_gpus_decides(on):
     assert devices(loaded) == "train CPU CPU, generate CPU CPU" and not loaded.notes
 
 
-def test_what_takes_turns_is_synchronous_and_serves_its_own_rewards(on):
+@pytest.mark.parametrize(("version", "cuda"), [("2.13.0+cpu", False), ("2.13.0", True), ("2.13.0+cu130", True)])
+def test_whether_torch_can_use_gpus(monkeypatch, version, cuda):
+    monkeypatch.setattr(placement.metadata, "version", lambda _: version)
+    assert placement.torch_has_cuda() == cuda
+
+
+@pytest.mark.parametrize("key", ["gpu=h200", "partition=x", "mem=10G"])
+def test_what_taking_turns_has_in_common(on, key):
+    assert devices(on(1, "tiny_grpo", f"cluster.train.{key}")) == "train 0, generate 0, colocated"
+
+
+def test_a_recipe_that_takes_turns_keeps_its_ranks(on):
+    shared = "policy.generation.colocated.enabled=true"
+    assert devices(on(8, "tiny_grpo", shared, "cluster.generate.ranks_per_node=1")) == "train 0 1, generate 0, colocated"
+
+
+def test_what_the_command_line_gives_is_not_changed(on):
+    for given in ("policy.generation.colocated.enabled=false", "cluster.train.ranks_per_node=2"):
+        (problem,) = on(1, "tiny_grpo", given).problems
+        assert problem.startswith(
+            "cluster.train.gpus_per_node: the recipe fits in no way onto this machine's 1 GPU by nvidia-smi. Try"
+        )
+    (problem,) = on(1, "tiny_async", "grpo.async_grpo.enabled=true").problems
+    assert "fits in no way" in problem
+
+
+def test_what_takes_turns_is_synchronous_and_serves_its_own_rewards(on, tmp_path):
     assert not on(2, "tiny_async").recipe.grpo.async_grpo.enabled and on(4, "tiny_async").recipe.grpo.async_grpo.enabled
-    judged = on(2, "tiny_grpo_rm", "cluster.reward.nodes=1", "env.reward.served_by=reward").recipe
+    apart = tmp_path / "apart.yaml"
+    apart.write_text("defaults: tiny_grpo_rm\nenv: {reward: {served_by: reward}}\n")
+    assert devices(on(8, str(apart))) == "train 0 1, generate 2 3, reward 4"
+    judged = on(2, str(apart)).recipe
     assert judged.env["reward"].served_by == "train" and colocated(judged)
 
 
 def test_a_layout_that_needs_more_gpus_is_told(on):
     loaded = on(1, "tiny_sft", "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.tensor_model_parallel_size=2")
     (problem,) = loaded.problems
-    assert problem.startswith("1 GPU by nvidia-smi are too few: policy.megatron_cfg: tensor_model_parallel_size 2 x")
+    assert "onto this machine's 1 GPU by nvidia-smi: policy.megatron_cfg: tensor_model_parallel_size 2 x" in problem
+
+
+def test_a_job_of_which_a_part_has_gpus_is_refused():
+    (problem,) = placement.problems(config.load("tiny_grpo", ["cluster.train.gpus_per_node=2"]))
+    assert problem.startswith("cluster.generate.gpus_per_node: got 0; expected GPUs as cluster.train has, since")
+    assert not list(placement.problems(config.load("tiny_sft", ["cluster.train.gpus_per_node=2"])))
 
 
 def test_more_ranks_than_gpus_on_a_node_are_refused():
     with pytest.raises(
         config.RecipeError, match=r"cluster.train.ranks_per_node: got 2; expected at most gpus_per_node=1, since"
     ):
-        config.load("tiny_grpo", ["cluster.train.gpus_per_node=1"])
+        config.load("tiny_grpo", ["cluster.train.gpus_per_node=1", "cluster.generate.gpus_per_node=2"])
 
 
 def main() -> None:

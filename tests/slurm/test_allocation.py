@@ -41,9 +41,10 @@ def salloc(options: str, task: str, *overrides: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("options", ["-N3", "-N2 --gpus-per-node=2 : -N1"], ids=["plain", "heterogeneous"])
+@pytest.mark.parametrize("options", ["-N3", "-N2 --gpus-per-node=2 : -N1 --gpus-per-node=1"], ids=["plain", "heterogeneous"])
 def test_a_run_inside_an_salloc(here, options):
-    gpus = ["cluster.train.gpus_per_node=2", "cluster.train.ranks_per_node=1"] if "gpus" in options else []
+    sizes = ("train.gpus_per_node=2", "train.ranks_per_node=1", "generate.gpus_per_node=1")
+    gpus = [f"cluster.{size}" for size in sizes] if "gpus" in options else []
     answer = salloc(options, "report_and_finish", "cluster.train.nodes=2", "grpo.max_num_steps=1", *gpus)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "runs in Slurm job" in answer.stdout and "done: step 1" in answer.stdout
@@ -51,7 +52,7 @@ def test_a_run_inside_an_salloc(here, options):
     assert [each["HETSTEP_COMPONENT"] for each in found] == ["train", "train", "generate"]
     assert len({each["HETSTEP_NODE"] for each in found}) == 3
     assert {each["HETSTEP_MASTER_ADDR"] for each in found} == {found[0]["HETSTEP_NODE"]}
-    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == (["0,1", "0,1", ""] if gpus else [""] * 3)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == (["0,1", "0,1", "0"] if gpus else [None] * 3)
     (attempt,) = all_attempts(here / "run")
     assert [log.name for log in attempt.logs] == ["rank00000.log", "rank00001.log", "rank00002.log"]
     assert attempt.verdict == "done"

@@ -114,7 +114,7 @@ def apply(ledger: Ledger, rules: Iterable[Rule]) -> None:
 
 @functools.cache
 def _first(patterns: tuple[tuple[str, ...], ...]) -> Callable[[str], int | None]:
-    """Return a function from a key to the index of the first patterns that it fits; there are hundreds."""
+    """Return a function from a key to the index of the first patterns that it fits. It keeps what it found."""
 
     @functools.lru_cache(maxsize=4096)
     def first(key: str) -> int | None:
