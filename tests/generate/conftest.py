@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -39,4 +40,6 @@ def default_group() -> Iterator[None]:
     """vLLM, alone in a process, makes torch's default group; tests of other packages make their own."""
     yield
     if dist.is_initialized():
+        if state := sys.modules.get("vllm.distributed.parallel_state"):
+            state.destroy_model_parallel()  # its groups, which the next engine of this process would destroy, end here too
         dist.destroy_process_group()
