@@ -173,7 +173,7 @@ def test_the_budget_is_that_of_one_submission(tmp_path):
 def test_a_rank_that_overruns_the_time_limit_has_crashed(tmp_path):
     """Each attempt has the whole limit before it."""
     overrun = {"progress": 1, "wait": 600}
-    cluster = ClusterConfig(time_min=0.07, requeue=RequeueConfig(max_restarts=1))
+    cluster = ClusterConfig(time_min=0.12, requeue=RequeueConfig(max_restarts=1))
     status, verdicts = play(tmp_path / "run", overrun, overrun, cluster=cluster)
     assert status.state == "TIMEOUT" and "cluster.time_min" in status.reason
     assert verdicts[0].startswith("requeue: crashed with status 124, after checkpoint 1")
