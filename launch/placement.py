@@ -29,7 +29,7 @@ Changes = dict[str, Any]
 def placed(loaded: Loaded) -> Loaded:
     """Return the recipe with this machine's GPUs for its ranks, and a note that names the keys that do so."""
     asks = any(key.startswith("cluster.") and key.endswith(".gpus_per_node") for key in loaded.origins)
-    if asks or loaded.problems or executor.choose(loaded.recipe).name != "local" or not torch_has_cuda():
+    if asks or loaded.problems or not torch_has_cuda() or executor.choose(loaded.recipe).name != "local":
         return loaded
     devices, source = gpus.usable()
     if not devices:

@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where several workers run all tests, they share a fork server."""
+    """Start a fork server for all workers, where several of them run all tests."""
     starts_workers = not hasattr(config, "workerinput") and config.getoption("numprocesses", None)
     if starts_workers and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         fork_server.share()

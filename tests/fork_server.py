@@ -63,7 +63,7 @@ def context() -> ForkServerContext:
 
 
 def share() -> None:
-    """Start a server for all of pytest's workers, which are started next: its imports take 15 s."""
+    """Start a server for all of pytest's workers, which are started next. Its imports take longer than most tests."""
     if sys.version_info < (3, 14):  # since then a server asks for its starter's key
         _start_server()
         os.environ[SHARED] = forkserver._forkserver._forkserver_address

@@ -1,6 +1,6 @@
 """Take what is imported out of the garbage collector's reach. Importing this module does so; import it last.
 
-A full collection of it takes up to half a second, and vLLM asks for seven of them per engine.
+A full collection walks through all of it, and vLLM asks for several of them per engine.
 """
 
 import gc

@@ -69,13 +69,9 @@ def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
 def read(path: Path) -> Recipe:
     """A resolved recipe as `write` left it in a run folder. Raises RecipeError."""
     tree = layers.chain(path)
-    for branch in tree.branches():
-        branch.replaces = True  # what was written is complete: a default that it does not have was taken away
     for _, leaf in tree.leaves():
         leaf.folder = None  # older versions wrote paths that are relative to the working directory
-    loaded = _inspected(tree)
-    refuse(loaded.problems)
-    return loaded.recipe
+    return _resolved(tree)
 
 
 def complete(values: dict[str, Any]) -> Recipe:
@@ -87,14 +83,10 @@ def complete(values: dict[str, Any]) -> Recipe:
 
 def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Return the recipe with other values at some dotted keys, checked. Raises RecipeError."""
-    tree = layers.of(resolving.escaped(dataclasses.asdict(recipe)), None)
-    for branch in tree.branches():
-        branch.replaces = True  # all is given: a default that is not there was taken away
+    tree = layers.of(_written(recipe), None)
     for key, value in values.items():
         tree.set(key, Leaf(value))
-    loaded = _inspected(tree)
-    refuse(loaded.problems)
-    return loaded.recipe
+    return _resolved(tree)
 
 
 def write(recipe: Recipe, path: Path) -> None:
@@ -103,7 +95,20 @@ def write(recipe: Recipe, path: Path) -> None:
 
 def to_yaml(recipe: Recipe) -> str:
     """YAML from which `read` makes the same recipe."""
-    return layers.dumped(resolving.escaped(dataclasses.asdict(recipe)))
+    return layers.dumped(_written(recipe))
+
+
+def _written(recipe: Recipe) -> dict[str, Any]:
+    return resolving.escaped(dataclasses.asdict(recipe))
+
+
+def _resolved(tree: Branch) -> Recipe:
+    """Return the recipe of a tree that gives everything: a default that it does not have was taken away. Raises RecipeError."""
+    for branch in tree.branches():
+        branch.replaces = True
+    loaded = _inspected(tree)
+    refuse(loaded.problems)
+    return loaded.recipe
 
 
 def find(name: str) -> Path:

@@ -29,7 +29,7 @@ def place(patch: pytest.MonkeyPatch, count: int, name: str, *overrides: str) -> 
 
 
 def device(environment: dict[str, str]) -> str:
-    """What a rank takes: of the GPUs that it is shown, the one of its number on the node."""
+    """Return the GPU that a rank takes of those that it sees: the one at its local rank."""
     shown = environment["CUDA_VISIBLE_DEVICES"]
     return shown.split(",")[int(environment["HETSTEP_LOCAL_RANK"])] if shown else "CPU"
 
