@@ -9,13 +9,13 @@ group's member at ring position `head` in round r, which passes it on to the nex
 
     Schedule.rank(rank) -> RankPlan       what one rank does
     Schedule.plan() -> Plan               what each does
-    Schedule.hops() -> Hop, Hop, ...      what travels: (round, source, target, bytes), a row for each flow and hop
+    Schedule.sent() -> Traffic            what train ranks send: (round, source, target, bytes), a row for each flow
+    Schedule.passed() -> Traffic          what generate ranks pass on, a row for each message
     Schedule.traffic() -> (out, in)       bytes of each rank in each round
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,11 +26,10 @@ from pipeline.refit.tables import Items, Plan, RankPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
-    """One step of all flows that go so far: columns, a row each, in the order of messages within a round."""
+class Traffic:
+    """Columns, a row each."""
 
-    flow: np.ndarray  # [n] int64: chunk * groups + group
-    round: np.ndarray  # [n] int32
+    round: np.ndarray  # [n] int64
     source: np.ndarray  # [n] int32 global rank
     target: np.ndarray  # [n] int32 global rank
     bytes: np.ndarray  # [n] int64
@@ -101,22 +100,35 @@ class Schedule:
         found[self.chunks.unit[order[first]]] = np.maximum.reduceat(self.arrival[order], first)
         return found
 
-    def hops(self) -> Iterator[Hop]:
-        """From the train ranks, then from member to member."""
-        width = len(self.groups)
-        for hop in range(max(map(len, self.groups))):
-            flow, source, target = [], [], []
-            for q, group in enumerate(self.groups):
-                if hop >= len(group):
-                    continue
-                ring = self.engines[group]
-                to = ring[(self.head[:, q] + hop) % len(group), self.chunks.receiver]
-                before = ring[(self.head[:, q] + hop - 1) % len(group), self.chunks.receiver] if hop else self.source[:, q]
-                flow.append(np.arange(len(self.chunks)) * width + q)
-                source.append(before)
-                target.append(to)
-            flow, source, target = (np.stack(found, 1).ravel() for found in (flow, source, target))  # chunk by chunk
-            yield Hop(flow, self.round.ravel()[flow] + np.int32(hop), source, target, self.chunks.bytes[flow // width])
+    def sent(self) -> Traffic:
+        """Return the flows' way from the train ranks to the heads of the groups, chunk by chunk."""
+        size = np.repeat(self.chunks.bytes, len(self.groups))
+        return Traffic(self.round.ravel().astype(np.int64), self.source.ravel(), self._heads.ravel(), size)
+
+    def passed(self) -> Traffic:
+        """Return what the members of each group pass on, summed by round and target: a ring has one source for each target."""
+        found = []
+        for q, group in enumerate(self.groups):
+            ring, (_, came) = self.engines[group], self._brought(q)
+            number, member, receiver = np.nonzero(came)
+            ends = (ring[member - 1, receiver], ring[member, receiver])
+            found.append((number, *ends, came[number, member, receiver]))
+        return Traffic(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+    def _brought(self, q: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes that a group's ranks get in each round: from train ranks, and from the member before.
+
+        Both are [rounds, members, ranks of an engine] int64. What a head gets in round r, the k-th member after it gets in
+        round r + k, so that the number of chunks counts once and not for every hop.
+        """
+        members, size = len(self.groups[q]), self.engines.shape[1]
+        place = (self.round[:, q].astype(np.int64) * members + self.head[:, q]) * size + self.chunks.receiver
+        first = np.bincount(place, self.chunks.bytes, self.rounds * members * size).astype(np.int64)
+        first = first.reshape(self.rounds, members, size)
+        passed = np.zeros_like(first)
+        for hop in range(1, members):
+            passed[hop:] += np.roll(first, hop, 1)[:-hop]
+        return first, passed
 
     # ---- one rank -------------------------------------------------------------------------------------------------------
 
@@ -213,15 +225,12 @@ class Schedule:
 
     def traffic(self) -> tuple[np.ndarray, np.ndarray]:
         """(bytes out, bytes in) of each global rank in each round [rounds, ranks] int64."""
-        ranks = 1 + max([*self.have.rows, *self.place])
-        out, into = (np.zeros(self.rounds * ranks, np.int64) for _ in range(2))
+        ranks, sent = 1 + max([*self.have.rows, *self.place]), self.sent()
+        out = np.bincount(sent.round * ranks + sent.source, sent.bytes, self.rounds * ranks).astype(np.int64)
+        out = out.reshape(self.rounds, ranks)
+        into = np.zeros_like(out)
         for q, group in enumerate(self.groups):
-            ring, number, head = self.engines[group], self.round[:, q].astype(np.int64), self.head[:, q].astype(np.int64)
-            source = self.source[:, q]
-            for hop in range(len(group)):
-                target = ring[(head + hop) % len(group), self.chunks.receiver]
-                first = (number + hop) * ranks
-                out += np.bincount(first + source, self.chunks.bytes, len(out)).astype(np.int64)
-                into += np.bincount(first + target, self.chunks.bytes, len(into)).astype(np.int64)
-                source = target
-        return out.reshape(-1, ranks), into.reshape(-1, ranks)
+            ring, (first, passed) = self.engines[group], self._brought(q)
+            into[:, ring] = first + passed
+            out[:, np.roll(ring, 1, 0)] = passed
+        return out, into

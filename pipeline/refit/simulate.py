@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.config.cluster import NetworkConfig
+from pipeline.refit.cells import changes
 from pipeline.refit.schedule import Schedule
 
 TERMS = ("pack", "wire out", "wire in", "node", "latency", "apply")
@@ -51,20 +52,20 @@ def merge(round: np.ndarray, source: np.ndarray, target: np.ndarray, size: np.nd
     """Items, a row each, as the messages that they travel in: all of one round, source and target are one."""
     ranks = int(max(source.max(initial=0), target.max(initial=0))) + 1
     place = (round.astype(np.int64) * ranks + source) * ranks + target
-    place, which = np.unique(place, return_inverse=True)
-    pair, target = np.divmod(place, ranks)
+    order = np.argsort(place, kind="stable")
+    place = place[order]
+    first = np.flatnonzero(changes(place))
+    pair, target = np.divmod(place[first], ranks)
     round, source = np.divmod(pair, ranks)
-    total = np.zeros(len(place), np.int64)
-    np.add.at(total, which, size)
-    return Messages(round, source, target, total, np.bincount(which, relay, len(place)) > 0)
+    total, relays = (np.add.reduceat(column[order], first) if len(first) else column for column in (size, relay))
+    return Messages(round, source, target, total.astype(np.int64), relays > 0)
 
 
 def messages(schedule: Schedule) -> Messages:
     """All that a plan moves."""
-    hops = list(schedule.hops())
-    relay = np.repeat(np.arange(len(hops)) > 0, [len(hop.flow) for hop in hops])
-    columns = (np.concatenate([getattr(hop, name) for hop in hops]) for name in ("round", "source", "target", "bytes"))
-    return merge(*columns, relay)
+    sent, passed = schedule.sent(), schedule.passed()
+    columns = (np.concatenate([getattr(sent, name), getattr(passed, name)]) for name in ("round", "source", "target", "bytes"))
+    return merge(*columns, np.repeat([False, True], [len(sent.round), len(passed.round)]))
 
 
 @dataclass(frozen=True, slots=True)

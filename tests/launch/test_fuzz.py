@@ -27,6 +27,15 @@ def test_many(command):
     check(command, 600 if command == "submit" else 100, seed=1)
 
 
+@pytest.mark.full
+def test_a_plan_of_thousands_of_ranks_is_within_the_bound():
+    """500 generate nodes: 4,000 ranks in 2,000 engines."""
+    many = ["recipe=qwen3_30ba3b_gspo", "dry_run=true", "cluster.generate.nodes=${grpo.max_val_samples}"]
+    with fuzz.surroundings() as writes:
+        outcome = fuzz.run(fuzz.Case("submit", many), writes)
+    assert not outcome.bad, f"{outcome.seconds:.0f} s, {outcome.raised}"
+
+
 def test_the_fuzzer_sees_what_is_wrong(monkeypatch):
     """A traceback, a status that no command has, and a file outside of its folder."""
     from pathlib import Path

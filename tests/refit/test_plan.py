@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.boxes import Box, Region
 from pipeline.config.cluster import NetworkConfig
-from pipeline.refit import balance
+from pipeline.refit import balance, simulate
 from pipeline.refit.plan import schedule
 from pipeline.refit.schedule import Schedule
 from pipeline.refit.tables import Items, Plan, Table, table
@@ -124,6 +124,20 @@ def test_what_is_counted_without_rank_plans_is_what_they_have():
             for rank, part in whole.ranks.items():
                 items = getattr(part, name)
                 assert np.array_equal(np.bincount(items.round, size_of(items), made.rounds), found[:, rank])
+
+
+def test_the_messages_that_are_priced_are_those_of_the_rank_plans():
+    for seed in range(20):
+        made = Case(seed).schedule()
+        expected = {}
+        for rank, part in made.plan().ranks.items():
+            sizes = size_of(part.receives)
+            for (number, source, _), rows in messages(part.receives, rank, False).items():
+                expected[number, source, rank] = (sizes[rows].sum(), source in made.place)
+        found = simulate.messages(made)
+        ends = zip(*(getattr(found, name).tolist() for name in ("round", "source", "target")), strict=True)
+        assert dict(zip(ends, zip(found.size, found.relay, strict=True), strict=True)) == expected
+        assert len(found) == len(expected)
 
 
 def name_of(case: Case, made: Plan, rank: int, i: int) -> str:
@@ -372,9 +386,9 @@ def test_all_sources_are_busy_all_the_time(train, engines, size, groups):
     assert (out[: made.round.max() + 1, :train] > 0).mean() > 0.9
     assert sum(max(a.max(), b.max()) for a, b in zip(out, into, strict=True)) < 1.35 * busiest  # nobody waits long
     sources = {rank: set() for rank in made.place}
-    for hop in itertools.islice(made.hops(), 1):
-        for source, target in zip(hop.source.tolist(), hop.target.tolist(), strict=True):
-            sources[target].add(source)
+    sent = made.sent()
+    for source, target in zip(sent.source.tolist(), sent.target.tolist(), strict=True):
+        sources[target].add(source)
     assert max(map(len, sources.values())) <= -(-train // (engines * size)) + 2
 
 
