@@ -77,15 +77,16 @@ class PackedAttention(MegatronModule):
         both = tensor_parallel.gather_from_sequence_parallel_region(both, group=self._group)  # backward: reduce-scatter
         local_lengths = [length // ranks for length in lengths]
         of_rank = [part.split(local_lengths) for part in both.view(ranks, -1, *both.shape[1:])]
-        outputs = []
+        outputs, device = [], query.device  # a mask from the host would wait for the device, once a sequence and layer
         for i, (length, q) in enumerate(zip(lengths, query.split(local_lengths), strict=True)):
             chunk = length // (2 * ranks)
             halves = [part[i] for part in of_rank]
             whole = torch.cat([h[:chunk] for h in halves] + [h[chunk:] for h in reversed(halves)])
             k, v = whole.split([key.size(-1), value.size(-1)], -1)
-            positions = torch.cat([torch.arange(chunk) + c * chunk for c in (rank, 2 * ranks - 1 - rank)])
-            mask = positions[:, None] >= torch.arange(length)
-            outputs.append(_attend_masked(q, k, v, mask.to(q.device), self._scale))
+            own = torch.arange(chunk, device=device)
+            positions = torch.cat([own + c * chunk for c in (rank, 2 * ranks - 1 - rank)])
+            mask = positions[:, None] >= torch.arange(length, device=device)
+            outputs.append(_attend_masked(q, k, v, mask, self._scale))
         return torch.cat(outputs)
 
     def sharded_state_dict(self, *args, **kwargs) -> dict:

@@ -106,18 +106,21 @@ def _set_latent_norms(stage: PolicyStage) -> None:
 
 
 def transformer_engine() -> bool:
-    """Whether to build on TransformerEngine. Warns where a GPU must do without."""
+    """Return whether to build on TransformerEngine: where Megatron-Core could import all that it uses of it. Warns where a GPU
+    must do without."""
     if not torch.cuda.is_available():
         return False
-    try:
-        import transformer_engine.pytorch  # noqa: F401 whether it imports is the question
-    except ImportError as error:
+    if not HAVE_TE:
+        why = "Megatron-Core does not know this version"
+        try:
+            import transformer_engine.pytorch.fp8  # noqa: F401 for the reason
+        except ImportError as error:
+            why = str(error)
         warnings.warn(
-            f"TransformerEngine does not import ({error}); Megatron-Core's local modules are used instead, which are slower",
+            f"TransformerEngine does not import ({why}); Megatron-Core's local modules are used instead, which are slower",
             stacklevel=2,
         )
-        return False
-    return True
+    return HAVE_TE
 
 
 def rotary(hf: PreTrainedConfig) -> tuple[torch.Tensor, float]:
