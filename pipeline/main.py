@@ -28,7 +28,7 @@ from pipeline.scoring import Scoring
 from pipeline.sharing import Sharing
 from pipeline.startup import SETTING_UP, Startup
 from pipeline.watchdog import Failure, Watchdog
-from pipeline.world import REALMS, Activity, Place, Realms, World, join, leave, open_store, wait_for_all
+from pipeline.world import REALMS, Activity, Place, Realms, World, connect, join, leave, open_store, wait_for_all
 
 
 def main(run_dir: Path) -> None:
@@ -57,6 +57,7 @@ def main(run_dir: Path) -> None:
         join(world)
         startup.enter("check the nodes")
         node_checks.check(world, recipe.cluster)
+        connect(world)
         with world.phase("", verb="coordinate" if mailbox else "serve"):
             role = _role(recipe, world)
             if mailbox:

@@ -3,7 +3,7 @@
 Every rank sends heartbeats to the store beside rank 0 and sees there whether a rank has failed. Rank 0 reads all of them and
 ends the run when
 - a rank is gone: the store sees its connection end (killed, out of memory, crashed in a library), or
-- a rank has been silent for `cluster.timeouts.silence` (stopped, or its node is gone), or
+- a rank has been silent for `cluster.timeouts.silence` (stopped, or its node is gone; ten times that while it loads), or
 - a verb has outlasted its own timeout: the ranks that have not replied are named with the phase they are in, or
 - the world has not formed within `cluster.timeouts.join`.
 Every other rank ends itself when rank 0 is silent or the store is gone. Ending is `os._exit`, since the main thread may be
@@ -44,6 +44,11 @@ EXIT_WITH_ANOTHER = 123  # another rank has failed first
 SHORTEST_S = 0.05  # between two beats
 ECHO_S = 5.0
 LAST_WORD_S = 2.0  # how long rank 0's failure.json may lag behind its end, on a shared file system
+LOADING = ("join", "check nodes", "setup")
+"""Verbs in which ranks import libraries and start CUDA. The interpreter's lock is held while a shared library is loaded, so no
+thread can send a heartbeat; from a busy file system, by all ranks of a node at once, that may take minutes."""
+LOADING_PATIENCE = 10.0  # times cluster.timeouts.silence
+HELD_S = 2.0  # beyond its interval: `_judge` was not let run for so long
 TERMINATING_S = 10.0  # of silence, after SIGTERM: it may have come because a rank is gone, and little time is left
 FAILED = "failed"  # in the store: the rank that failed first
 
@@ -148,7 +153,8 @@ class Watchdog:
         self._store = world.store.clone()  # the main thread may sit in a blocking call on its own connection
         self._store.set_timeout(timedelta(seconds=ECHO_S))  # of `_tell`
         self._store.set_at_loss(f"lost/{world.rank}")
-        self._started = self._answered = time.monotonic()
+        self._answered = time.monotonic()
+        self._joining_since: float | None = None  # some rank is in verb 'join'
         self._heard: dict[int, tuple[Beat, float]] = {}  # each watched rank's newest beat, and when it came
         self._lost: list[int] = []
         self._failed: int | None = None  # the rank that has said so
@@ -222,34 +228,56 @@ class Watchdog:
     # ---- judging ------------------------------------------------------------------------------------------------------------
 
     def _judge(self) -> None:
+        judged = time.monotonic()
         while True:
             self._news.wait(self._interval_s)
             if self._stopped.is_set():
                 return
-            heard, now = dict(self._heard), time.monotonic()  # a copy: the other thread adds ranks as they come
+            now = time.monotonic()
+            if now - judged > self._interval_s + HELD_S:
+                self._excuse(now)
+            judged = now
             if self._failed is not None:
                 self._end_quietly(f"the failure of {self._world.describe(self._failed)}")
             if self._cut:
                 self._end_without_store()
             if self._lost:
                 self._blame(self._lost, "died without a word (killed, out of memory, or crashed in a library)")
-            silence_s, key = self._patience()
-            if now - self._answered > silence_s:
-                self._end(Failure.here(self._world, self._no_answer(silence_s, key, "the store beside rank 0 (train)")))
-            if silent := [rank for rank, (_, last) in heard.items() if now - last > silence_s]:
-                if self._world.rank:
-                    self._end(Failure.here(self._world, self._no_answer(silence_s, key, "rank 0 (train), the coordinator,")))
-                self._blame(silent, f"not heard from for {silence_s:g} s ({key})")
+            heard = dict(self._heard)  # a copy: the other thread adds ranks as they come
+            self._judge_silence(heard, now)
             if late := self._overdue():
                 self._blame(late.missing, f"verb '{late.verb}' has not ended after {late.timeout_s:g} s")
             joining = [rank for rank, (beat, _) in heard.items() if beat.verb == "join"]
-            if self._world.rank == 0 and joining and now - self._started > self._join_s:
+            since = self._joining_since = (self._joining_since or now) if joining else None
+            if self._world.rank == 0 and since and now - since > self._join_s:
                 self._blame(joining, f"the world has not formed after {self._join_s:g} s (cluster.timeouts.join)")
 
-    def _patience(self) -> tuple[float, str]:
-        """(seconds of silence, why so many)."""
+    def _excuse(self, now: float) -> None:
+        """This process did not run, or a library held the interpreter: nobody could be heard, so nobody counts as silent."""
+        self._answered = now
+        for rank, (beat, _) in dict(self._heard).items():
+            self._heard[rank] = (beat, now)
+
+    def _judge_silence(self, heard: dict[int, tuple[Beat, float]], now: float) -> None:
+        silence_s, key = self._patience(self._world.activity.verb)
+        if now - self._answered > silence_s:
+            self._end(Failure.here(self._world, self._no_answer(silence_s, key, "the store beside rank 0 (train)")))
+        silent: dict[tuple[float, str], list[int]] = {}  # by how long they may be
+        for rank, (beat, last) in heard.items():
+            silence_s, key = self._patience(beat.verb)
+            if now - last > silence_s:
+                silent.setdefault((silence_s, key), []).append(rank)
+        for (silence_s, key), ranks in silent.items():
+            if self._world.rank:
+                self._end(Failure.here(self._world, self._no_answer(silence_s, key, "rank 0 (train), the coordinator,")))
+            self._blame(ranks, f"not heard from for {silence_s:g} s ({key})")
+
+    def _patience(self, verb: str) -> tuple[float, str]:
+        """(seconds of silence of a rank that is in this verb, why so many)."""
         if signals.terminating() and self._silence_s > TERMINATING_S:
             return TERMINATING_S, "after SIGTERM"
+        if verb in LOADING:
+            return LOADING_PATIENCE * self._silence_s, f"{LOADING_PATIENCE:g} times cluster.timeouts.silence, as it was loading"
         return self._silence_s, "cluster.timeouts.silence"
 
     def _no_answer(self, silence_s: float, key: str, who: str) -> str:

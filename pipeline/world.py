@@ -26,7 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from pipeline import interface
 from pipeline.config import Recipe, colocated, engine_ranks, generates, ranks, serves_rewards
 from pipeline.files import listed
 from pipeline.store.client import RunStore
@@ -36,6 +38,8 @@ from pipeline.timeline import Timeline
 
 NEVER = timedelta(days=365)  # waits that the watchdog bounds
 REALMS = ("train", "generate", "reward")
+# In the store: an address of rank 0's node, as seen from another, and as its own ranks are to use it ("": nobody is elsewhere).
+REACHED, ADDRESS = "reached", "address"
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,9 @@ def open_store(place: Place, timeout_s: float) -> RunStore:
 def wait_for_all(world: World, timeout_s: float) -> None:
     """Every rank says that it is here; rank 0 waits for all. Raises TimeoutError naming who has not come."""
     own = f"here/{world.rank}"
+    mine, rank_0 = world.store.addresses()
+    if world.place.local_rank == 0 and not interface.is_loopback(mine):
+        world.store.set(REACHED, rank_0)
     world.store.set(own, world.place.node)
     deadline = time.monotonic() + timeout_s
     absent = range(1, world.size) if world.rank == 0 else ()
@@ -201,7 +208,11 @@ def wait_for_all(world: World, timeout_s: float) -> None:
 
 
 def join(world: World) -> None:
-    """Form the spanning world and its groups, then make this rank's realm torch's default group."""
+    """Form the spanning world and its groups, then make this rank's realm torch's default group. After `wait_for_all`."""
+    _choose_interface(world)
+    # Of every group whose maker names no timeout, as those of FSDP's mesh and of vLLM: torch's 10 minutes would end a rank
+    # before the watchdog says who is missing.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = NEVER
     realms, device = world.realms, world.device
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
@@ -217,10 +228,29 @@ def join(world: World) -> None:
         world.own = group if world.rank in members else world.own
     if realms.generate:
         world.refit = dist.new_group((0, *realms.generate), backend=across, timeout=NEVER)
-    # NCCL makes a communicator at its group's first use and waits for all ranks. Ranks of a reward model take part in no refit,
-    # and not every other rank has messages in the first round of one.
-    dist.all_reduce(torch.zeros(1, device=world.carrier), group=world.spanning)
     dist.group.WORLD = world.own
+
+
+def connect(world: World) -> None:
+    """Make the spanning group's communicator. Every rank calls this after `join`, when the nodes have passed their checks.
+
+    NCCL makes a communicator at its group's first use and waits for all ranks, for ever where images differ in NCCL. Ranks of a
+    reward model take part in no refit, and not every other rank has messages in the first round of one.
+    """
+    with world.phase("connect all ranks", verb="join"):  # bounded by cluster.timeouts.join
+        dist.all_reduce(torch.zeros(1, device=world.carrier), group=world.spanning)
+
+
+def _choose_interface(world: World) -> None:
+    """Set gloo's. Where this rank reaches rank 0 over loopback, it is the one at which ranks of other nodes do."""
+    given = interface.check_given()
+    mine, _ = world.store.addresses()
+    alone = interface.is_loopback(mine)
+    if world.rank == 0:
+        (reached,) = world.store.exchange("here/0", world.place.node.encode(), [REACHED])
+        world.store.set(ADDRESS, (reached or b"") if alone else mine)
+    if not given and (address := world.store.get(ADDRESS).decode() if alone else mine):
+        interface.use(address)
 
 
 def leave(world: World, timeout_s: float) -> None:

@@ -19,7 +19,7 @@ DOWNHILL = [
     ("watchdog", "metrics"),
     ("world", "checkpoint", "data", "models", "attempt", "board"),
     ("config", "types", "boxes", "store"),
-    ("files", "secrets", "signals", "startup", "timeline", "sandbox", "own_code"),
+    ("files", "interface", "secrets", "signals", "startup", "timeline", "sandbox", "own_code"),
 ]
 HEAVY = ("torch", "transformers", "vllm", "megatron", "datasets", "tensorboard")
 LEVEL = {part: level for level, parts in enumerate(DOWNHILL) for part in parts}

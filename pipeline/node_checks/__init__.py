@@ -52,6 +52,8 @@ class Findings:
     sights: dict[int, Sight] = field(default_factory=dict)  # of each rank that answered
     links: dict[Pair, Link] = field(default_factory=dict)  # of the first ranks of two nodes
     problems: dict[str, list[str]] = field(default_factory=dict)  # of each node that has some
+    apart: list[str] = field(default_factory=list)  # why the components' images cannot form one world
+    notes: list[str] = field(default_factory=list)  # in what else they differ
 
     def blame(self, found: dict[str, list[str]]) -> None:
         for node, why in found.items():
@@ -125,6 +127,7 @@ def _lead(world: World, cluster: ClusterConfig) -> None:
         findings.sights |= {rank: msgspec.msgpack.decode(sight, type=Sight) for rank, sight in told.items()}
     findings.blame(_silent(world, findings.ranks, set(range(world.size)) - set(findings.sights), LOOK_S))
     findings.blame(judge.sights(findings.ranks, findings.sights, world.realms, cluster))
+    findings.apart, findings.notes = judge.images(findings.sights, world.realms, cluster)
     if token:
         with world.phase("read what other nodes wrote"):
             unread = look.unread(world.place, findings.sights, token)
@@ -136,6 +139,8 @@ def _lead(world: World, cluster: ClusterConfig) -> None:
     record = table.record(findings, time.perf_counter() - start)
     write_durably(world.place.folder / "nodes.json", json.dumps(record, indent=1) + "\n")
     print(table.text(record), flush=True)
+    if findings.apart:
+        _fail_images(world, findings)
     if findings.problems:
         _fail(world, findings)
 
@@ -150,7 +155,8 @@ def _nodes(world: World) -> dict[str, list[int]]:
 
 def _measure(world: World, findings: Findings, least: float | None) -> None:
     """The ring of those nodes that can be talked to; then once more, with others, who may be slow."""
-    rounds = network.ring([ranks[0] for ranks in findings.ranks.values() if set(ranks) <= set(findings.sights)])
+    members = [ranks[0] for ranks in findings.ranks.values() if set(ranks) <= set(findings.sights)]
+    rounds = network.ring([] if findings.apart else members)  # a message between such images would never arrive
     for turn in range(network.TURNS):
         _tell(world, f"rounds/{turn}", rounds)
         links, bound = network.exchange(world, turn, rounds), network.bound_s(len(rounds))
@@ -193,15 +199,30 @@ def _silent(world: World, nodes: dict[str, list[int]], absent: set[int], timeout
     return found
 
 
+def _fail_images(world: World, findings: Findings) -> None:
+    """Name the components that differ to people. No node is to blame, and none is left out."""
+    headline = "the components' images do not form one world"
+    how = "Try images that containers/build.sh made of one version, and the same NCCL_* variables in both (env_vars)"
+    others = "".join(f"; {node}: {'; '.join(why)}" for node, why in findings.problems.items())
+    message = f"{headline}: {'; '.join(findings.apart)}. {how}{others}"
+    Failure(world.rank, world.realm, world.place.node, VERB, "", message).record(world.place.folder)
+    raise BadNodes(headline)
+
+
 def _fail(world: World, findings: Findings) -> None:
-    """Name the bad nodes to people, and to whoever starts the run again. All of many are named to people only."""
+    """Name the bad nodes to people, and those that are surely bad to whoever starts the run again. All of many are named to
+    people only."""
     bad = {node: "; ".join(findings.problems[node]) for node in findings.ranks if node in findings.problems}
     total = len(findings.ranks)
     headline = f"{len(bad)} of {total} nodes failed the checks" if total > 1 else "the node failed its checks"
     if len(bad) == total > 2:
         headline += ", so it is the recipe, or what they share"
     else:
-        Attempt(world.place.folder).tell_bad_nodes(bad)
+        undecided = {n for n, why in findings.problems.items() if all(isinstance(line, judge.Undecided) for line in why)}
+        if surely := {node: why for node, why in bad.items() if node not in undecided}:
+            Attempt(world.place.folder).tell_bad_nodes(surely)
+        else:
+            headline += ", which differ, and none is left out: nobody can tell which is right"
     message = f"{headline}: {'; '.join(f'{node}: {why}' for node, why in bad.items())}"
     first = next(iter(bad))
     rank = findings.ranks[first][0]

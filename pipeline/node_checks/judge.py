@@ -1,6 +1,7 @@
 """Who is odd: each function takes what was seen and returns {node: [what is wrong with it]}, for people.
 
-Where nodes are compared with each other the majority is right. Between two nodes, or without a majority, both are named.
+Where nodes are compared with each other the majority is right. Between two nodes, or without a majority, both are named. What
+was measured between two counts against both; what is only different (`Undecided`) leaves neither out of a next start.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from pipeline.config import ClusterConfig, ComponentConfig, ranks_per_node
-from pipeline.node_checks.look import GPU, Sight
+from pipeline.node_checks.look import BUILD, GPU, NCCL, NETWORK, Sight
 from pipeline.node_checks.network import Link, Pair, sort_out
 from pipeline.world import Realms
 
@@ -23,6 +24,10 @@ MEMORY_SHARE = 0.9
 LEAST_FREE_GB = 0.016
 """Of a temporary folder. In /dev/shm NCCL takes about 10 MB for a connection, gloo and vLLM's queues more; in $TMPDIR compilers
 keep their output. With less than 16 MiB nothing of that starts, and the error that comes then is a bus error without a word."""
+
+
+class Undecided(str):
+    """A problem of one of several nodes that differ, where nobody can tell of which."""
 
 
 def sights(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], realms: Realms, cluster: ClusterConfig) -> Problems:
@@ -60,9 +65,38 @@ def odd(values: Mapping[str, str], what: str) -> Problems:
     if len(values) > 2 and number > len(values) / 2:
         return {node: [f"{what}: {value}, but {usual} on {number} others"] for node, value in values.items() if value != usual}
     return {
-        node: [f"{what}: {value}, but {' or '.join(v for v, _ in counts if v != value)} elsewhere"]
+        node: [Undecided(f"{what}: {value}, but {' or '.join(v for v, _ in counts if v != value)} elsewhere")]
         for node, value in values.items()
     }
+
+
+def images(seen: Mapping[int, Sight], realms: Realms, cluster: ClusterConfig) -> tuple[list[str], list[str]]:
+    """Return (why components cannot form one world, in what else they differ). It is their images then, and no node.
+
+    Components that share their GPUs in turn talk over gloo, so only torch's release counts there.
+    """
+    found: dict[str, dict[str, str]] = {}  # what -> component -> what most of its nodes have
+    for component in ("train", "generate", "reward"):
+        there = [seen[rank].node.versions for rank in getattr(realms, component) if rank in seen and seen[rank].node]
+        for name in (BUILD, NCCL, NETWORK):
+            counts = Counter(versions[name] for versions in there if name in versions).most_common(1)
+            if counts and (name == BUILD or not realms.colocated):
+                found.setdefault(name, {})[component] = counts[0][0]
+    releases = {component: ".".join(build.split(".")[:2]) for component, build in found.get(BUILD, {}).items()}
+    apart = [_apart("torch's release", releases, cluster)]
+    apart += [_apart(name, found.get(name, {}), cluster) for name in (NCCL, NETWORK)]
+    return [why for why in apart if why], [why for why in [_apart("torch's build", found.get(BUILD, {}), cluster)] if why]
+
+
+def _apart(what: str, values: Mapping[str, str], cluster: ClusterConfig) -> str:
+    """Return in what components differ, and where each runs; "" if they do not."""
+    if len(set(values.values())) < 2:
+        return ""
+    parts = [
+        f"{value} in cluster.{name}.container_image={getattr(cluster, name).container_image or 'null'}"
+        for name, value in values.items()
+    ]
+    return f"{what} is {', '.join(parts)}"
 
 
 def _space(there: list[Sight]) -> list[str]:

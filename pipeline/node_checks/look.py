@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from pipeline.config import ComponentConfig
+from pipeline.node_checks import nccl
 from pipeline.world import Place
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,10 @@ SOURCES = ("pipeline", "launch")
 SHARED_S = 15.0
 """How long another node's file may take to be seen. Its name is new, so no NFS client has cached that it does not exist
 (lookupcache, nfs(5)); this is for a slow server."""
+BUILD, NCCL, NETWORK = "torch", "NCCL", "NCCL's network"
+"""Of a component's versions, those that images share or not."""
+DRIVERS = {12: 525, 13: 580}
+"""The oldest driver for a release of CUDA (its release notes, "CUDA Driver"), but for data-center GPUs with cuda-compat."""
 SMI_S = 20.0
 """For nvidia-smi, which takes up to some seconds where no persistence daemon runs. A driver that is stuck never answers."""
 
@@ -69,6 +74,8 @@ def around(place: Place, device: torch.device, component: ComponentConfig, token
     uses_gpus = component.gpus_per_node > 0
     gpu = look_at_gpu(device) if uses_gpus else None
     node = look_at_node(place, token, uses_gpus) if place.local_rank == 0 else None
+    if node and token and gpu and not gpu.problem and (network := nccl.network(gpu.uuid)):
+        node.versions[NETWORK] = network
     return Sight(place.rank, time.perf_counter() - start, gpu, node)
 
 
@@ -78,7 +85,7 @@ def around(place: Place, device: torch.device, component: ComponentConfig, token
 def look_at_gpu(device: torch.device) -> GPU:
     """device: this rank's; the CPU where torch finds no GPU."""
     if device.type != "cuda":
-        return GPU(problem="torch finds no GPU that it can use")
+        return GPU(problem=f"torch finds no GPU that it can use{_driver_note(torch.version.cuda, driver_version())}")
     gpu = GPU()
     try:
         properties = torch.cuda.get_device_properties(device)
@@ -90,6 +97,18 @@ def look_at_gpu(device: torch.device) -> GPU:
     except (RuntimeError, AssertionError) as error:  # torch raises both when CUDA does not start
         gpu.problem = f"{type(error).__name__}: {error}".partition("\n")[0]
     return gpu
+
+
+def _driver_note(cuda: str | None, driver: str | None) -> str:
+    """Return why that may be, "" if it is not known. cuda: the release that torch is built for, such as "13.0"."""
+    if cuda is None:
+        return f": {torch.__version__} is built without CUDA"
+    if driver is None:
+        return ": there is no NVIDIA driver here (no /proc/driver/nvidia/version)"
+    oldest = DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    if not driver.partition(".")[0].isdigit() or int(driver.partition(".")[0]) >= oldest:
+        return ""
+    return f": torch is built for CUDA {cuda}, which needs driver {oldest} or newer, and this is {driver}"
 
 
 def multiply(device: torch.device) -> str:
@@ -146,14 +165,26 @@ def code_digest(root: Path) -> str:
 
 
 def versions(uses_gpus: bool) -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    found = {"python": platform.python_version(), BUILD: torch_build()}
     if uses_gpus and torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    driver = Path("/proc/driver/nvidia/version")
-    if uses_gpus and driver.exists():  # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 ..."
-        words = driver.read_text().split()
-        found["driver"] = next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "unknown")
+        found[NCCL] = ".".join(map(str, torch.cuda.nccl.version()))
+    if uses_gpus and (driver := driver_version()):
+        found["driver"] = driver
     return found
+
+
+def torch_build() -> str:
+    """Return the whole of it, such as "2.13.0+cu130 (1a2b3c4d5e6f, CUDA 13.0)": builds of one release may differ."""
+    return f"{torch.__version__} ({(torch.version.git_version or 'unknown')[:12]}, CUDA {torch.version.cuda})"
+
+
+def driver_version() -> str | None:
+    """Return NVIDIA's; None where there is none."""
+    path = Path("/proc/driver/nvidia/version")
+    if not path.exists():
+        return None
+    words = path.read_text().split()  # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 ..."
+    return next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "unknown")
 
 
 def free_space() -> dict[str, float]:

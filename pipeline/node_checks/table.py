@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 
 
 def record(findings: Findings, seconds: float) -> dict[str, Any]:
-    """{"seconds", "nodes": {name: {...}}}. GB are 10^9 bytes; `gb_per_s` is by the node at the other end; `clock_skew_s` is how
-    far a node's clock is ahead of rank 0's, null if it was not measured."""
+    """{"seconds", "nodes": {name: {...}}, "images": [why components form no world], "notes": [in what else they differ]}.
+
+    GB are 10^9 bytes; `gb_per_s` is by the node at the other end; `clock_skew_s` is how far a node's clock is ahead of
+    rank 0's, null if it was not measured."""
     skews, speeds = judge.against_first(findings.links), _speeds(findings)
     nodes = {}
     for node, ranks in findings.ranks.items():
@@ -38,7 +40,7 @@ def record(findings: Findings, seconds: float) -> dict[str, Any]:
             "cpu": looks[0].cpu if looks else None,
             "free_gb": {folder: round(free, 3) for look in looks for folder, free in look.free_gb.items()},
         }
-    return {"seconds": round(seconds, 3), "nodes": nodes}
+    return {"seconds": round(seconds, 3), "nodes": nodes, "images": findings.apart, "notes": findings.notes}
 
 
 def _speeds(findings: Findings) -> dict[str, dict[str, float]]:
@@ -56,6 +58,7 @@ def text(record: dict[str, Any]) -> str:
     rows += [_row(name, node) for name, node in record["nodes"].items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     lines = ["  ".join([*map(str.ljust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
+    lines += [f"hetstep: {line}" for line in (*record["images"], *record["notes"])]
     return "\n".join([*lines, summary(record)])
 
 
@@ -87,7 +90,7 @@ def summary(record: dict[str, Any]) -> str:
     nodes = record["nodes"]
     bad = sum(1 for node in nodes.values() if node["problems"])
     parts = [f"hetstep: {len(nodes)} node{'s' if len(nodes) > 1 else ''} checked in {record['seconds']:.2f} s"]
-    parts.append(f"{bad} failed" if bad else "all well")
+    parts.append(f"{bad} failed" if bad else "the images do not fit" if record["images"] else "all well")
     if speeds := [(speed, name, peer) for name, node in nodes.items() for peer, speed in node["gb_per_s"].items()]:
         speed, one, other = min(speeds)
         parts.append(f"the slowest way {speed:.3g} GB/s ({one} - {other})")

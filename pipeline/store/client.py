@@ -171,6 +171,10 @@ class RunStore(dist.Store):
         """Set `key` and look at `keys`, None for those that are not there. One request, which never waits."""
         return self._ask(table.Exchange(key, value, keys))
 
+    def addresses(self) -> tuple[str, str]:
+        """Return (this end's, rank 0's) IP address of the connection."""
+        return self._socket.getsockname()[0], self._socket.getpeername()[0]
+
     def set_at_loss(self, key: str) -> None:
         """The store sets `key` when this connection ends, by whatever cause. An empty key takes that back."""
         self._ask(table.Will(key))

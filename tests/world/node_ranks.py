@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeline import node_checks
-from pipeline.config import ClusterConfig, TimeoutsConfig
+from pipeline.config import ClusterConfig, ComponentConfig, TimeoutsConfig
 from pipeline.config.cluster import NodeChecksConfig
 from pipeline.node_checks import look, network
 from pipeline.watchdog import Watchdog
@@ -57,6 +57,15 @@ def break_node(fault: str | None, place: Place) -> Place:
             dist.isend = lambda message, *to, **keywords: (
                 _Nothing() if message.numel() > 1000 else send(message, *to, **keywords)
             )
+        case "other network":  # than NCCL takes in the image of the other component
+            real_versions = look.versions
+            look.versions = lambda uses_gpus: real_versions(uses_gpus) | {look.NETWORK: "Socket"}
+        case "one network":
+            real_versions = look.versions
+            look.versions = lambda uses_gpus: real_versions(uses_gpus) | {look.NETWORK: "IB"}
+        case "older Python":
+            real_versions = look.versions
+            look.versions = lambda uses_gpus: real_versions(uses_gpus) | {"python": "3.1"}
         case "stuck":
             look.versions = lambda uses_gpus: time.sleep(600)
     return place
@@ -74,6 +83,8 @@ def rank_main(run_dir: Path, nodes: list[str], rank: int, faults: dict[str, str]
     size, local_rank = len(nodes), nodes[:rank].count(nodes[rank])
     place = Place(rank, size, local_rank, nodes[rank], "127.0.0.1", run_dir / "attempts/1")
     realms = Realms(tuple(range(size)), (), ())
+    if "other network" in faults.values():  # the last rank generates
+        realms = Realms(tuple(range(size - 1)), (size - 1,), ((size - 1,),))
     world = World(place, realms, open_store(place, TIMEOUTS.join))
     watchdog = Watchdog(world, TIMEOUTS)
     try:
@@ -81,7 +92,7 @@ def rank_main(run_dir: Path, nodes: list[str], rank: int, faults: dict[str, str]
         wait_for_all(world, TIMEOUTS.join)
         join(world)
         world.place = break_node(faults.get(place.node), place)
-        node_checks.check(world, ClusterConfig(node_checks=CHECKS))
+        node_checks.check(world, ClusterConfig(node_checks=CHECKS, generate=ComponentConfig()))
         dist.barrier(world.spanning)
     except Exception as error:
         watchdog.fail(error)

@@ -1,5 +1,6 @@
 """Runs one rank of a small world with a role made for the tests: `python -m tests.world.ranks RUN_DIR SCENARIO`."""
 
+import ctypes
 import os
 import sys
 import time
@@ -10,14 +11,17 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from vllm.distributed.parallel_state import GroupCoordinator
 
 from pipeline.config import TimeoutsConfig
 from pipeline.remote import Mailbox, Remote, serve, stop, verb
 from pipeline.watchdog import Watchdog
-from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
+from pipeline.world import Place, Realms, World, connect, join, leave, open_store, wait_for_all
 
 REALMS = Realms(train=(0, 1), generate=(2, 3, 4), engines=((2, 3), (4,)), reward=(5, 6))
 TIMEOUTS = TimeoutsConfig(join=100, silence=4, train=5)
+HELD_S = 7
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,23 @@ class Role:
         value = torch.full((3,), 7.0 if self.world.rank == 0 else 0.0)
         dist.broadcast(value, src=0, group=self.world.refit)
         return float(value.sum())
+
+    @verb("setup")
+    def setup(self) -> None:
+        """Hold the interpreter's lock longer than `silence`, on rank 0 and on rank 3, as a slow import does."""
+        if self.world.rank in (0, 3):
+            ctypes.PyDLL(None).sleep(HELD_S)
+
+    @verb("setup")
+    def waits(self) -> list[float]:
+        """Days that the operations of groups may take which FSDP's mesh and vLLM make."""
+        size = dist.get_world_size()
+        if self.world.realm == "train":
+            groups = [init_device_mesh("cpu", (1, size)).get_group(dim) for dim in (0, 1)]
+        else:
+            made = GroupCoordinator([[*range(size)]], 0, "gloo", use_device_communicator=False)
+            groups = [made.device_group, made.cpu_group]
+        return [group._get_backend(torch.device("cpu")).options._timeout.days for group in groups]
 
     @verb("train")
     def hang(self) -> None:
@@ -117,6 +138,7 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
         watchdog.start()
         wait_for_all(world, 3 if scenario == "absent" else timeouts.join)
         join(world)
+        connect(world)
         role = Role(world)
         if not mailbox:
             serve(world, role)
@@ -126,6 +148,11 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
             reward = Remote(mailbox, world, realms.reward, Role, timeouts)
             if scenario == "check":
                 check(train, generate, reward)
+                both = train.waits(), generate.waits()
+                assert [future.result() for future in both] == [[[365] * 2] * 2, [[365] * 2] * 3]
+            elif scenario == "loading":
+                for future in [generate.setup(), train.setup()]:
+                    future.result()
             elif scenario == "fail":
                 generate.fail().result()
             elif scenario.startswith("hang"):

@@ -15,7 +15,7 @@ import torch
 from launch.attempts import PastAttempt
 from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig, RecipeError
-from pipeline.node_checks import judge, look, network
+from pipeline.node_checks import judge, look, nccl, network
 from pipeline.node_checks.look import GPU, Node, Sight
 from pipeline.node_checks.network import Link
 from pipeline.world import Realms
@@ -237,6 +237,49 @@ def test_components_may_have_other_versions_but_not_other_code():
     assert sorted(judged(seen, 4, realms=realms)) == ["n0", "n2", "n3"]
 
 
+def with_versions(*versions: dict[str, str]) -> dict[int, Sight]:
+    """Of nodes of one rank each."""
+    seen = sights(nodes=len(versions), per_node=1)
+    for rank, found in enumerate(versions):
+        seen[rank].node.versions = found
+    return seen
+
+
+def test_components_whose_images_cannot_talk_are_named_with_their_images():
+    cluster = ClusterConfig(
+        train=ComponentConfig(container_image="/a.sqsh"), generate=ComponentConfig(container_image="/b.sqsh")
+    )
+    realms = Realms((0, 1), (2, 3), ((2,), (3,)))
+    one = {look.BUILD: "2.13.0 (x)", look.NCCL: "2.30.7", look.NETWORK: "IB"}
+    assert judge.images(with_versions(one, one, one, one), realms, cluster) == ([], [])
+    for changed, told in (
+        ({look.NCCL: "2.27.5"}, "NCCL is 2.30.7 in cluster.train.container_image=/a.sqsh, 2.27.5 in"),
+        ({look.NETWORK: "Socket"}, "NCCL's network is IB in cluster.train.container_image=/a.sqsh, Socket in"),
+        ({look.BUILD: "2.12.1 (x)"}, "torch's release is 2.13 in cluster.train.container_image=/a.sqsh, 2.12 in"),
+    ):
+        other = one | changed
+        seen = with_versions(one, one, other, other)
+        (why,), notes = judge.images(seen, realms, cluster)
+        assert why == f"{told} cluster.generate.container_image=/b.sqsh"
+        assert len(notes) == (look.BUILD in changed)
+        shared = judge.images(seen, replace(realms, colocated=True), cluster)  # they talk over gloo
+        assert len(shared[0]) == (look.BUILD in changed)
+    build = one | {look.BUILD: "2.13.0a0+nv26.07 (y)"}
+    apart, (note,) = judge.images(with_versions(one, one, build, build), realms, cluster)
+    assert apart == [] and "2.13.0 (x) in" in note and "2.13.0a0+nv26.07 (y) in" in note
+    odd = one | {look.NETWORK: "Socket"}  # a node without its network card's devices: it is the node, not the image
+    seen = with_versions(one, odd, one, one)
+    assert judge.images(seen, realms, cluster) == ([], [])
+    assert sorted(judged(seen, 4, 1, realms)) == ["n0", "n1"]
+
+
+def test_where_nobody_can_tell_which_is_right_it_is_said():
+    (one,), (other,) = judge.odd({"a": "1", "b": "2"}, "x").values()
+    assert isinstance(one, judge.Undecided) and isinstance(other, judge.Undecided)
+    ((sure,),) = judge.odd({"a": "1", "b": "2", "c": "1"}, "x").values()
+    assert not isinstance(sure, judge.Undecided)
+
+
 def test_the_odd_ones_are_the_minority_and_without_a_majority_all():
     assert judge.odd({"a": "1", "b": "1"}, "x") == {}
     assert judge.odd({"a": "1", "b": "2", "c": "1"}, "x") == {"b": ["x: 2, but 1 on 2 others"]}
@@ -280,7 +323,70 @@ def test_a_real_gpu_is_seen_as_it_is():
     assert gpu.memory_gb > 1 and gpu.name == torch.cuda.get_device_name(0)
     errors, driver = look.memory_errors()
     assert driver == "" and set(errors.values()) <= {0}
-    assert {"nccl", "driver"} <= set(look.versions(uses_gpus=True))
+    assert {look.NCCL, "driver"} <= set(look.versions(uses_gpus=True))
+    assert nccl.network(gpu.uuid)
+
+
+# As NCCL 2.30.7 prints them, NCCL_DEBUG=INFO: src/init.cc, src/plugin/net.cc and src/transport/net_ib/init.cc.
+LOG = """\
+node1:4242:4242 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.7<0>
+node1:4242:4242 [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so
+node1:4242:4250 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.7<0>
+node1:4242:4250 [0] NCCL INFO Initialized NET plugin IB
+node1:4242:4250 [0] NCCL INFO Assigned NET plugin IB to comm
+node1:4242:4250 [0] NCCL INFO Using network IB
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "network"),
+    [(LOG, "IB"), (LOG.replace("network IB", "network AWS Libfabric"), "AWS Libfabric"), ("", ""), (LOG[:300], "")],
+)
+def test_what_nccl_says_of_its_network(log, network):
+    assert nccl.said(log) == network
+
+
+# NCCL's interface (nccl.h) as far as it is called. The second call fails unless the id of the first came with it by value.
+LIBRARY = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+typedef struct { char internal[128]; } ncclUniqueId;
+int ncclGetUniqueId(ncclUniqueId *id) { memset(id->internal, 7, 128); return 0; }
+int ncclCommInitRank(void **communicator, int size, ncclUniqueId id, int rank) {
+    for (int i = 0; i < 128; i++) if (id.internal[i] != 7) return 1;
+    if (size != 1 || rank != 0 || !communicator) return 2;
+    if (!strcmp(getenv("NCCL_DEBUG"), "INFO") && !getenv("NCCL_DEBUG_FILE"))
+        printf("node1:1:1 [0] NCCL INFO Using network %s\\n", getenv("CUDA_VISIBLE_DEVICES"));
+    return 0;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no compiler here")
+def test_nccl_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
+    path = tmp_path / "libnccl.so.2"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=LIBRARY, text=True, check=True)
+    monkeypatch.setattr(nccl, "library", lambda: str(path))
+    monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "elsewhere"))
+    assert nccl.network("12-ab") == "GPU-12-ab"
+    monkeypatch.setattr(nccl, "library", lambda: str(tmp_path / "absent.so"))
+    assert nccl.network("12-ab") == ""
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "note"),
+    [
+        ("13.0", "535.104.05", ": torch is built for CUDA 13.0, which needs driver 580 or newer, and this is 535.104.05"),
+        ("12.8", "535.104.05", ""),
+        ("13.0", "580.159.04", ""),
+        ("13.0", None, ": there is no NVIDIA driver here (no /proc/driver/nvidia/version)"),
+        ("13.0", "unknown", ""),
+    ],
+)
+def test_why_torch_may_find_no_gpu(cuda, driver, note):
+    assert look._driver_note(cuda, driver) == note
+    assert look._driver_note(None, driver).endswith(" is built without CUDA")
 
 
 @pytest.mark.parametrize(
@@ -408,6 +514,23 @@ def test_where_all_nodes_fail_none_is_left_out(tmp_path):
     assert status != 0
     assert attempt.bad_nodes == {}
     assert "3 of 3 nodes failed the checks, so it is the recipe, or what they share: node0: /" in attempt.failure["message"]
+
+
+def test_images_that_take_other_networks_are_named_and_no_node_is_left_out(tmp_path):
+    """Before any message, for it would never arrive."""
+    status, record, attempt = check_nodes(tmp_path, ["a", "b"], {"a": "one network", "b": "other network"})
+    assert status != 0
+    assert attempt.bad_nodes == {} and not (tmp_path / "attempts/1/bad_nodes").exists()
+    assert "NCCL's network is IB in cluster.train.container_image=null, Socket in" in attempt.failure["message"]
+    assert record["nodes"]["a"]["gb_per_s"] == {} and len(record["images"]) == 1
+
+
+def test_of_two_nodes_that_differ_none_is_left_out(tmp_path):
+    status, record, attempt = check_nodes(tmp_path, ["a", "b"], {"b": "older Python"})
+    assert status != 0
+    assert not (tmp_path / "attempts/1/bad_nodes").exists()
+    assert "2 of 2 nodes failed the checks, which differ, and none is left out" in attempt.failure["message"]
+    assert record["nodes"]["b"]["problems"][0].startswith("python (train): 3.1, but 3.")
 
 
 @pytest.mark.long

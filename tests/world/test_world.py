@@ -110,6 +110,12 @@ def test_a_stopped_rank_is_named_and_nobody_is_left_waiting(start, victim):
         assert re.search(rf"not heard from for 4 s.*rank {victim} \(", failure["message"]), failure
 
 
+def test_ranks_that_load_may_be_silent_for_longer(start):
+    """Two of them hold the interpreter's lock for 7 s, so that none of their threads runs, and nobody is taken for dead."""
+    world = start("loading")
+    assert world.wait() == [0] * SIZE, [log.read_text()[-2000:] for log in world.logs]
+
+
 def test_a_rank_that_never_comes_is_named(start):
     world = start("absent")
     assert world.processes[0].wait(120) != 0

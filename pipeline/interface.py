@@ -1,0 +1,59 @@
+"""The network interface of gloo: the one over which this rank and rank 0 reach each other.
+
+gloo listens on the address that the host name resolves to. Debian and Ubuntu resolve it to 127.0.1.1 (/etc/hosts), to which no
+other node can connect, and on a node with several networks it may be an address that other nodes have no route to. That rank 0
+is reached is known: each rank has a connection to its store. GLOO_SOCKET_IFNAME, where a user has set it, is left as it is.
+
+NCCL chooses for itself, among interfaces that are neither loopback nor Docker's (NCCL_SOCKET_IFNAME).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+
+import psutil
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def of(address: str) -> str | None:
+    """Return the name of this machine's interface that has `address`, an IPv4 or IPv6 address; None if none has."""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    wanted = getattr(wanted, "ipv4_mapped", None) or wanted  # of a socket that speaks both
+    for name, addresses in psutil.net_if_addrs().items():
+        for found in addresses:
+            try:
+                if ipaddress.ip_address(found.address.partition("%")[0]) == wanted:
+                    return name
+            except ValueError:  # a hardware address
+                continue
+    return None
+
+
+def check_given() -> bool:
+    """Return whether a user has chosen. Raises ValueError if this node lacks an interface that was chosen."""
+    given = os.environ.get(VARIABLE, "")
+    here = psutil.net_if_addrs()
+    for name in filter(None, given.split(",")):
+        if name not in here:
+            raise ValueError(f"{VARIABLE}: got {name!r}; this node has {', '.join(here)}. Try one that every node has")
+    return bool(given)
+
+
+def use(address: str) -> None:
+    """Have gloo's groups of this process use the interface with this address of this machine.
+
+    Raises RuntimeError if none has it.
+    """
+    name = of(address)
+    if name is None:
+        raise RuntimeError(
+            f"{VARIABLE}: other nodes reach this one at {address}, and none of its interfaces"
+            f" ({', '.join(psutil.net_if_addrs())}) has that address. Try to set it to the interface that does"
+        )
+    os.environ[VARIABLE] = name

@@ -1,0 +1,110 @@
+"""Which interface gloo uses, chosen by real connections to a real store."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from pipeline import interface, world
+from pipeline.store.client import RunStore
+from pipeline.store.server import Address, start
+
+ROOT = Path(__file__).parents[2]
+KEY = b"k" * 32
+
+
+def other_address() -> tuple[str, str]:
+    """(interface, IPv4 address) of this machine that is not loopback."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for found in addresses:
+            if found.family == socket.AF_INET and not interface.is_loopback(found.address):
+                return name, found.address
+    pytest.skip("this machine has no interface but loopback")
+
+
+def can_unshare() -> bool:
+    return subprocess.run(["unshare", "-mu", "true"], capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def join(monkeypatch):
+    """Return a function (addresses at which ranks reach rank 0's store) -> the interface that each chooses."""
+    process, (_, port) = start("localhost", KEY)  # a name, not an address: it listens on every interface
+    monkeypatch.setenv(interface.VARIABLE, "")
+
+    def choose(*addresses: str) -> list[str]:
+        ranks = []
+        for rank, address in enumerate(addresses):
+            store = RunStore(Address(address, port), KEY, 10)
+            place = SimpleNamespace(local_rank=0, node=f"node{rank}")
+            ranks.append(SimpleNamespace(rank=rank, size=len(addresses), place=place, store=store, describe=str))
+        for rank in (*ranks[1:], ranks[0]):
+            world.wait_for_all(rank, 10)
+        chosen = []
+        for rank in ranks:
+            os.environ[interface.VARIABLE] = ""
+            world._choose_interface(rank)
+            chosen.append(os.environ[interface.VARIABLE])
+        return chosen
+
+    yield choose
+    process.kill()
+    process.wait()
+
+
+def test_rank_0_uses_the_interface_at_which_other_nodes_reach_it(join):
+    """Its host name resolves to loopback at home, as on Debian, and to its address elsewhere."""
+    name, address = other_address()
+    assert join("127.0.0.1", "127.0.0.1", address) == [name] * 3
+
+
+def test_where_all_are_at_home_gloo_chooses(join):
+    assert join("127.0.0.1", "127.0.0.1") == ["", ""]
+
+
+def test_each_rank_uses_the_interface_that_leads_to_rank_0(join):
+    name, address = other_address()
+    assert join(address, address) == [name, name]
+
+
+def test_what_the_user_has_chosen_stays_and_must_be_there(monkeypatch):
+    monkeypatch.setenv(interface.VARIABLE, "lo")
+    assert interface.check_given()
+    monkeypatch.setenv(interface.VARIABLE, "lo,eth77")
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME: got 'eth77'; this node has lo, "):
+        interface.check_given()
+
+
+def test_an_address_that_this_machine_does_not_have_is_named():
+    with pytest.raises(RuntimeError, match=r"GLOO_SOCKET_IFNAME: other nodes reach this one at 203\.0\.113\.7, and none"):
+        interface.use("203.0.113.7")  # RFC 5737: nobody has it
+
+
+LISTENS = """
+import psutil, torch.distributed as dist
+from pipeline import interface
+for address in ("", ADDRESS):
+    address and interface.use(address)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    print(*(found.laddr.ip for found in psutil.Process().net_connections() if found.status == psutil.CONN_LISTEN))
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not can_unshare(), reason="no namespaces here")
+def test_gloo_listens_where_other_nodes_can_connect(tmp_path):
+    """On a machine whose host name resolves to 127.0.1.1, as Debian writes it into /etc/hosts: without a choice it is there."""
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 debian\n")
+    address = other_address()[1]
+    (tmp_path / "listens.py").write_text(f"ADDRESS = {address!r}\n{LISTENS}")
+    command = f"mount --bind {tmp_path}/hosts /etc/hosts && hostname debian && exec {sys.executable} {tmp_path}/listens.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), interface.VARIABLE: ""}
+    answer = subprocess.run(
+        ["unshare", "-mu", "sh", "-c", command], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert answer.stdout.split() == ["127.0.1.1", address], answer.stderr
