@@ -3,6 +3,9 @@
 #
 #     containers/build.sh train|generate [FOLDER]        -> FOLDER/hetstep-train-VERSION.sqsh (default: the current folder)
 #
+# Beside it comes hetstep-train-VERSION.json: its PyTorch, CUDA and NCCL. The second image is held against that of the first in
+# the same folder, since ranks of both form one world.
+#
 # With docker or podman: the Dockerfile is built, and enroot makes a squashfs file of it. With enroot alone: it fetches the base
 # image from its registry, runs the same installation in it, and exports that. TOOL=docker, podman or enroot chooses; else the
 # first that works here. BASE_DIGEST=@sha256:... pins the base image. NVIDIA's registry may ask for a login: `docker login nvcr.io`,
@@ -13,15 +16,17 @@ has() { command -v "$1" >/dev/null; }
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 kind=${1:-}
-[[ $kind == train || $kind == generate ]] || { sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[[ $kind == train || $kind == generate ]] || { sed -n '2,13s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 folder=$(cd "${2:-.}" 2>/dev/null && pwd) || fail "there is no folder ${2:-.}"
 dockerfile=$root/containers/$kind/Dockerfile
 argument() { sed -n "s/^ARG $1=//p" "$dockerfile"; }
 base=${BASE:-$(argument BASE)}${BASE_DIGEST:-}
 nccl=${NCCL_VERSION:-$(argument NCCL_VERSION)}
+variables=$(echo $(sed -nE 's/^ENV ((NCCL|MELLANOX)_.*)/\1/p' "$dockerfile")) # in one line
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/pyproject.toml")
 name=hetstep-$kind-$version
 image=$folder/$name.sqsh
+other=$folder/hetstep-$([[ $kind == train ]] && echo generate || echo train)-$version.json
 [[ ! -e $image ]] || fail "$image is there already; remove it, or give another folder"
 has enroot || fail "there is no enroot here, which makes .sqsh files: https://github.com/NVIDIA/enroot"
 for needed in mksquashfs unsquashfs; do
@@ -38,10 +43,12 @@ echo "build.sh: $image from $base, by $tool"
 context=$(mktemp -d)
 trap 'rm -rf "$context"' EXIT
 cp -r "$root/pipeline" "$root/launch" "$root/containers" "$root/pyproject.toml" "$context"
+[[ ! -e $other ]] || cp "$other" "$context/other.json"
 case $tool in
 docker | podman)
     DOCKER_BUILDKIT=1 "$tool" build --file "$context/containers/$kind/Dockerfile" --tag "$name" \
         --build-arg "BASE=$base" --build-arg "NCCL_VERSION=$nccl" "$context" || fail "$tool could not build $name"
+    "$tool" run --rm "$name" cat /opt/hetstep/build.json >"$folder/$name.json" || fail "$tool could not run $name"
     scheme=$([[ $tool == docker ]] && echo dockerd || echo podman)
     enroot import --output "$image" "$scheme://$name" || fail "enroot could not import $name from $tool"
     ;;
@@ -51,8 +58,9 @@ enroot)
     [[ $registry == docker.io ]] && from=docker://$path || from=docker://$registry#$path # without one it is Docker's
     enroot import --output "$context/base.sqsh" "$from" || fail "enroot could not fetch $base"
     enroot create --force --name "$name" "$context/base.sqsh"
-    enroot start --root --rw --mount "$context:/hetstep" "$name" /hetstep/containers/install.sh "$kind" "$nccl" ||
+    enroot start --root --rw --mount "$context:/hetstep" "$name" /hetstep/containers/install.sh "$kind" "$nccl" "$variables" ||
         fail "the installation in $base failed; what there is of it: enroot start --root --rw $name"
+    enroot start "$name" cat /opt/hetstep/build.json >"$folder/$name.json" || fail "enroot could not start $name"
     enroot export --output "$image" "$name" || fail "enroot could not export $name"
     enroot remove --force "$name"
     ;;

@@ -1,13 +1,19 @@
-"""Inside an image:  check_image.py train|generate NCCL_VERSION.  Whether it holds what ranks need, and fits the other image.
+"""Inside an image:  check_image.py train|generate NCCL_VERSION BUILD [OTHER]
 
-Ranks of both images form one world: PyTorch's release must be the same, because its store and gloo have no versions of their
-own to agree upon, and so must NCCL's, whose ranks must all be of one version. Ends with status 1 and what is wrong.
-Leaves out whether there are GPUs: an image is built where there are none.
+Says whether the image holds what ranks need and fits the other image, and writes its build of PyTorch, with CUDA and NCCL, to
+the file BUILD. OTHER is the file that this left in the other image, where that was built first.
+
+Ranks of both images form one world. Its store and gloo have no versions of their own to agree upon, so PyTorch's release and
+CUDA's must be the same, and NCCL must be of one version. Builds of one release may differ (NVIDIA's is of another commit than
+PyPI's): the whole of both is told then, for whoever looks for a reason later. Ends with status 1 and what is wrong. Leaves out
+whether there are GPUs: an image is built where there are none.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -40,14 +46,40 @@ def problems(kind: str, nccl: str, folder: Path = FOLDER) -> Iterator[str]:
 
     if not torch.backends.cuda.is_built():
         yield f"torch: {torch.__version__} is built without CUDA"
-    elif (found := ".".join(map(str, torch.cuda.nccl.version()))) != nccl:
+    elif (found := build()["nccl"]) != nccl:
         yield f"NCCL: {found}, but {nccl} is the other image's; another base, or the same NCCL_VERSION in both Dockerfiles"
+    for library in ("libibverbs.so.1", "libmlx5.so.1"):
+        try:
+            ctypes.CDLL(library)
+        except OSError as error:
+            yield f"{library}: {error}; without it NCCL takes sockets. Install rdma-core and ibverbs-providers"
     sys.path.insert(0, str(folder.parent))
     for module in (*ALSO[kind], *RANKS_IMPORT):
         try:
             importlib.import_module(module)
         except Exception as error:
             yield f"import {module}: {type(error).__name__}: {error}"
+
+
+def build() -> dict[str, str]:
+    """Return this image's PyTorch: version with its local part, commit, CUDA and NCCL."""
+    import torch
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.backends.cuda.is_built() else "none"
+    version = torch.version
+    return {"torch": str(torch.__version__), "git": str(version.git_version), "cuda": str(version.cuda), "nccl": nccl}
+
+
+def differences(own: dict[str, str], other: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Return (why ranks of two builds cannot form one world, in what else they differ)."""
+    same = {"torch": r"\d+\.\d+\.\d+", "cuda": r"\d+", "nccl": r".*"}  # the part that must be
+    wrong = []
+    for name, part in same.items():
+        mine, theirs = (re.match(part, of[name]) for of in (own, other))
+        if not mine or not theirs or mine[0] != theirs[0]:
+            wrong.append(f"{name}: {own[name]} here, {other[name]} in the other image; ranks of both form one world")
+    notes = [f"{name}: {own[name]} here, {other[name]} in the other image" for name in own if own[name] != other[name]]
+    return wrong, [] if wrong else notes
 
 
 def _version(name: str) -> str | None:
@@ -57,7 +89,17 @@ def _version(name: str) -> str | None:
         return None
 
 
+def main(kind: str, nccl: str, record: str, other: str = "") -> int:
+    found, own = list(problems(kind, nccl)), build()
+    if other and Path(other).exists():
+        wrong, notes = differences(own, json.loads(Path(other).read_text()))
+        found += wrong
+        print("\n".join(f"note: {note}" for note in notes))
+    print("\n".join(found) or f"the {kind} image has what its ranks need")
+    if not found:
+        Path(record).write_text(json.dumps(own) + "\n")
+    return 1 if found else 0
+
+
 if __name__ == "__main__":
-    found = list(problems(*sys.argv[1:]))
-    print("\n".join(found) or f"the {sys.argv[1]} image has what its ranks need")
-    sys.exit(1 if found else 0)
+    sys.exit(main(*sys.argv[1:]))

@@ -1,5 +1,7 @@
 """containers/: the images' pinned sets agree with each other and with what the tests run on; what build.sh calls, with what."""
 
+import ctypes.util
+import json
 import re
 import subprocess
 import tomllib
@@ -10,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from containers.check_image import OF_THE_BASE, pins, problems
+from containers.check_image import OF_THE_BASE, differences, main, pins, problems
 from tests.test_imports import imports
 
 ROOT = Path(__file__).parent.parent
@@ -75,7 +77,53 @@ def test_both_images_have_one_nccl_and_each_base_is_pinned():
         assert re.fullmatch(r"[a-z.]+/\S+:v?[\d.]+(-py3)?", base) and "latest" not in base
         assert f'install.sh {kind} "${{NCCL_VERSION}}"' in text
         instructions = [line.split()[0] for line in text.splitlines() if line and not line.startswith("#")]
-        assert instructions == ["ARG", "ARG", "FROM", "ARG", "RUN", "ENV", "ENTRYPOINT"]
+        assert instructions == ["ARG", "ARG", "FROM", "ARG", "RUN", "ENV", "ENV", "ENV", "ENTRYPOINT"]
+
+
+def test_both_images_take_one_network():
+    """NCCL's ranks cannot connect where one has loaded a plugin and another has not, or sees no InfiniBand."""
+    for kind in KINDS:
+        text = (CONTAINERS / kind / "Dockerfile").read_text()
+        variables = dict(re.findall(r"^ENV (\w+)=(\S+)$", text, re.M))
+        variables.pop("PATH")
+        assert variables == {"NCCL_NET_PLUGIN": "none", "MELLANOX_VISIBLE_DEVICES": "all"}
+    installed = (CONTAINERS / "install.sh").read_text()
+    assert "rdma-core libibverbs1 ibverbs-providers" in installed.partition("if [[ $kind == generate ]]")[2]
+
+
+NVIDIAS = {"torch": "2.13.0a0+1b2c3d4.nv26.07", "git": "1b2c3d4", "cuda": "13.2", "nccl": "2.30.7"}
+PYPIS = {"torch": "2.13.0+cu130", "git": "5e6f7a8", "cuda": "13.0", "nccl": "2.30.7"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({}, []),
+        ({"nccl": "2.27.5"}, ["nccl: 2.30.7 here, 2.27.5 in the other image; ranks of both form one world"]),
+        ({"torch": "2.13.1+cu130"}, ["torch: 2.13.0a0+1b2c3d4.nv26.07 here, 2.13.1+cu130 in the other image; ranks"]),
+        ({"torch": "2.13.0+cu128", "cuda": "12.8"}, ["cuda: 13.2 here, 12.8 in the other image; ranks"]),
+    ],
+)
+def test_whole_builds_are_compared(changes, wrong):
+    found, notes = differences(NVIDIAS, PYPIS | changes)
+    assert [why.startswith(told) for why, told in zip(found, wrong, strict=True)] == [True] * len(wrong)
+    assert [note.partition(":")[0] for note in notes] == ([] if wrong else ["torch", "git", "cuda"])
+    assert differences(PYPIS, PYPIS) == ([], [])
+
+
+def test_the_other_image_s_record_is_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("containers.check_image.problems", lambda kind, nccl: [])
+    monkeypatch.setattr("containers.check_image.build", lambda: NVIDIAS)
+    own, other = tmp_path / "build.json", tmp_path / "other.json"
+    assert main("train", "2.30.7", str(own), str(other)) == 0  # the first of the two
+    assert json.loads(own.read_text()) == NVIDIAS
+    other.write_text(json.dumps(PYPIS))
+    assert main("train", "2.30.7", str(own), str(other)) == 0
+    assert "note: torch: 2.13.0a0+1b2c3d4.nv26.07 here, 2.13.0+cu130 in the other image\n" in capsys.readouterr().out
+    other.write_text(json.dumps(PYPIS | {"nccl": "2.27.5"}))
+    own.unlink()
+    assert main("train", "2.30.7", str(own), str(other)) == 1
+    assert "nccl: 2.30.7 here" in capsys.readouterr().out and not own.exists()
 
 
 @pytest.mark.long
@@ -83,7 +131,12 @@ def test_both_images_have_one_nccl_and_each_base_is_pinned():
 def test_an_image_s_check_finds_what_is_wrong_here(kind):
     """This environment is no image: its PyTorch is built for CPUs. All that the set pins is there, and what ranks import."""
     found = [problem.partition(":")[0] for problem in problems(kind, "2.30.7")]
-    assert found == [*OF_THE_BASE[kind], "torch"]
+    here = {f"lib{name}.so.1" for name in ("ibverbs", "mlx5") if ctypes.util.find_library(name)}
+    assert [name for name in found if name not in here] == [
+        *OF_THE_BASE[kind],
+        "torch",
+        *(name for name in ("libibverbs.so.1", "libmlx5.so.1") if name not in here),
+    ]
 
 
 # ---- build.sh -----------------------------------------------------------------------------------------------------------
@@ -116,7 +169,7 @@ SQUASH = ("mksquashfs", "unsquashfs")
 
 
 def test_docker_builds_and_enroot_imports(build, tmp_path):
-    answer, (built, imported) = build("train", "docker", "enroot", *SQUASH, BASE_DIGEST="@sha256:12")
+    answer, (built, _, imported) = build("train", "docker", "enroot", *SQUASH, BASE_DIGEST="@sha256:12")
     assert answer.returncode == 0, answer.stderr
     assert re.search(r"^docker build --file \S+/containers/train/Dockerfile --tag hetstep-train-0\.1\.0 ", built)
     assert "BASE=nvcr.io/nvidia/pytorch:26.07-py3@sha256:12 --build-arg NCCL_VERSION=2.30.7" in built
@@ -128,9 +181,11 @@ def test_docker_builds_and_enroot_imports(build, tmp_path):
 def test_without_a_daemon_enroot_does_it_all(build):
     answer, commands = build("generate", "docker", "enroot", *SQUASH, NO_DAEMON="1")
     assert answer.returncode == 0, answer.stderr
-    assert [command.split()[1] for command in commands] == ["import", "create", "start", "export", "remove"]
+    assert [command.split()[1] for command in commands] == ["import", "create", "start", "start", "export", "remove"]
     assert commands[0].endswith(" docker://vllm/vllm-openai:v0.32.0")
-    assert commands[2].endswith("hetstep-generate-0.1.0 /hetstep/containers/install.sh generate 2.30.7")
+    variables = "NCCL_NET_PLUGIN=none MELLANOX_VISIBLE_DEVICES=all"
+    assert commands[2].endswith(f"hetstep-generate-0.1.0 /hetstep/containers/install.sh generate 2.30.7 {variables}")
+    assert commands[3] == "enroot start hetstep-generate-0.1.0 cat /opt/hetstep/build.json"
 
 
 @pytest.mark.parametrize(
