@@ -207,6 +207,11 @@ def wait_for_all(world: World, timeout_s: float) -> None:
         absent = [rank for rank, node in zip(absent, nodes, strict=True) if node is None]
 
 
+def carriers(device: torch.device) -> str:
+    """Return the backends of a group of ranks with such devices: gloo for tensors of the host, NCCL for those of GPUs."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
 def join(world: World) -> None:
     """Form the spanning world and its groups, then make this rank's realm torch's default group. After `wait_for_all`."""
     _choose_interface(world)
@@ -214,12 +219,12 @@ def join(world: World) -> None:
     # before the watchdog says who is missing.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = NEVER
     realms, device = world.realms, world.device
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = carriers(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"  # read by gloo: one request for all ranks' addresses, not two for each
     store = dist.PrefixStore("world", world.store)
-    across = backend if world.carrier == device else "gloo"
+    across = "gloo" if realms.colocated else backend
     dist.init_process_group(across, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
     world.spanning = dist.group.WORLD
     own = (realms.train, *realms.engines, *([realms.reward] if realms.reward else []))

@@ -33,6 +33,7 @@ IMPORTED = (
     "pytest",
     "tests.end_to_end.warm",
     "tests.generate.engine_rank",
+    "tests.nccl.ranks",
     "tests.refit.ranks",
     "tests.roles.reward_rank",
     "tests.rollout.ranks",

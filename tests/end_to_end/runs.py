@@ -80,7 +80,9 @@ def launch(folder: Path, *overrides: str, env: dict | None = None, fault: Fault 
         pids = pids_of(folder)
         pids.mkdir(exist_ok=True)
         record = {**fault.__dict__, "signal": int(fault.signal), "folder": str(pids)}
-        environment |= {"HETSTEP_TEST_FAULT": json.dumps(record), "PYTHONPATH": str(FAULTS)}
+        environment |= {"HETSTEP_TEST_FAULT": json.dumps(record)}
+    if fault or "HETSTEP_TEST_NCCL" in environment:
+        environment["PYTHONPATH"] = str(FAULTS)
     arguments = [f"recipe={RECIPE}", f"run_dir={folder}", *overrides]
     output = _output(folder)
     output.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ FAULTS = Path(__file__).parent / "faults"
 
 def run(arguments: list[str]) -> int:
     """`python launch/submit.py ARGUMENTS`; the exit status."""
-    if os.environ.get("HETSTEP_TEST_FAULT"):
+    if os.environ.get("HETSTEP_TEST_FAULT") or os.environ.get("HETSTEP_TEST_NCCL"):
         sys.path.insert(0, str(FAULTS))
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")

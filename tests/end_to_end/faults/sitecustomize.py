@@ -6,8 +6,11 @@ world leaves its process id in `folder`. When rank `actor` enters a phase that b
 sends `signal` to rank `victim`, which may be itself; or, with a `message`, the first message of a refit that it sends from then
 on is not as it was: "flip" turns one bit of it, "drop" leaves it out, "die" kills the rank with the message on its way. The
 pipeline knows nothing of this: `World` and the refit's `post` are wrapped when their modules are imported.
+
+HETSTEP_TEST_NCCL puts NCCL's rules under the run: see tests/nccl.
 """
 
+import importlib
 import importlib.abc
 import importlib.util
 import json
@@ -96,8 +99,14 @@ def wrap_transfer(module):
     module.post = post
 
 
-for name, wrap in {"pipeline.world": wrap_world, "pipeline.refit.transfer": wrap_transfer}.items():
-    if fault and name in sys.modules:
+def keep_rules(module):
+    importlib.import_module("tests.nccl.install").into(module)
+
+
+wraps = [("pipeline.world", wrap_world), ("pipeline.refit.transfer", wrap_transfer)] if fault else []
+wraps += [("pipeline.world", keep_rules)] if os.environ.get("HETSTEP_TEST_NCCL") else []
+for name, wrap in wraps:
+    if name in sys.modules:
         wrap(sys.modules[name])
-    elif fault:
+    else:
         sys.meta_path.insert(0, Wrap(name, wrap))

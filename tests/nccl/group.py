@@ -1,0 +1,220 @@
+"""A process group that carries its tensors over gloo and keeps NCCL's rules, as ProcessGroupNCCL has them.
+
+    1. A communicator is made at its first operation, by all its ranks together; that blocks the caller (`initNCCLComm`).
+    2. Two ranks of a communicator on one device are refused (NCCL's init.cc: "Duplicate GPU detected").
+    3. A communicator's operations run one after another, so all ranks come to them in one order, with as many elements of one
+       type. Shapes may differ.
+    4. Point-to-point outside a batch makes a communicator of the pair at its first use. A batch takes the group's, so that all
+       ranks must take part in it if it is the first operation of the group (`pointToPoint`, and torch's documentation of
+       `batch_isend_irecv`).
+    5. Messages of a pair are told apart by their order; tags mean nothing.
+
+That is without `device_id`, which the pipeline does not give. A group of the pipeline is "cpu:gloo,cuda:nccl": tensors of the
+host go over gloo, which has none of these rules. Here all tensors are the host's, so `carried_by_the_host` goes by who sends.
+
+Left out: streams. On a GPU an operation that is under way does not hold up its caller, and here neither; but what a caller does
+with its tensors before it waits is not found.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import unittest.mock
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from pipeline import world
+from tests.nccl.communicator import BrokenRule, Collective, Communicator, Member, Message, elements, gloo
+
+NAME = "nccl_rules"
+HOST = (
+    "pipeline.generate.vllm",
+    "pipeline.remote.calls",
+    "pipeline.remote.messages",
+    "pipeline.remote.serving",
+    "pipeline.rollout.lockstep",
+    "pipeline.train.megatron.sharing",
+)
+"""Modules that send tensors of the host on a machine with GPUs too."""
+
+# Which argument holds the tensors of which all ranks must have as many elements. Of the others each rank has its own.
+COMPARED = {
+    "all_gather_single": 1,
+    "all_gather_single_coalesced": 1,
+    "allgather": 0,
+    "allreduce": 0,
+    "allreduce_coalesced": 0,
+    "barrier": None,
+    "broadcast": 0,
+    "gather": 1,
+    "reduce": 0,
+    "reduce_scatter": 1,
+    "reduce_scatter_single": 1,
+    "reduce_scatter_single_coalesced": 1,
+    "scatter": 0,
+}
+
+
+class UnderWay(dist.Work):
+    """An operation under way. torch's own work of a future keeps its error to itself."""
+
+    def __init__(self, done: torch.futures.Future):
+        super().__init__()
+        self._done = done
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._done.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def get_future(self) -> torch.futures.Future:
+        return self._done
+
+
+class Group(dist.ProcessGroup):
+    """One rank's end. Its tensors of the host go over a gloo group that is made with it, as torch makes one."""
+
+    def __init__(self, store: dist.Store, index: int, ranks: tuple[int, ...], timeout: Any, patience_s: float):
+        """ranks: of the spanning world. patience_s: how long to wait for a communicator's ranks, and for an operation's end."""
+        super().__init__(index, len(ranks))
+        self._index, self._ranks, self._patience_s = index, ranks, patience_s
+        self._own_store = store
+        self._host = gloo(dist.PrefixStore("host", store), index, len(ranks), timeout)
+        self._register_backend(
+            torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, self._host._get_backend(torch.device("cpu"))
+        )
+        self._communicators: dict[tuple[int, ...], Communicator] = {}
+        self._batch: tuple[list[Message], torch.futures.Future] | None = None
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _communicator(self, ranks: tuple[int, ...]) -> Communicator:
+        if ranks not in self._communicators:
+            store = dist.PrefixStore(f"communicator {ranks}", self._own_store)
+            member = Member(ranks, self._ranks[self._index], *declared_device())
+            self._communicators[ranks] = Communicator(store, member, self._patience_s)
+        return self._communicators[ranks]
+
+    def _collective(self, name: str, *args: Any, **options: Any) -> dist.Work:
+        def run(group: dist.ProcessGroup) -> dist.Work:
+            return getattr(group, name)(*args, **options)
+
+        if carried_by_the_host():
+            return run(self._host)
+        operation = Collective(name, _about(name, [*args, *options.values()]), run, *_splits(name, args, len(self._ranks)))
+        return UnderWay(self._communicator(self._ranks).enqueue(operation))
+
+    # ---- messages -----------------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        return self._message(True, tensors, peer, tag)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        return self._message(False, tensors, peer, tag)
+
+    def _message(self, sends: bool, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        if carried_by_the_host():
+            return (self._host.send if sends else self._host.recv)(tensors, peer, tag)
+        if self._batch:
+            messages, done = self._batch
+            messages.append(Message(sends, peer, tensors[0]))
+            return UnderWay(done)
+        pair = tuple(sorted((self._ranks[self._index], self._ranks[peer])))
+        message = Message(sends, pair.index(self._ranks[peer]), tensors[0])
+        return UnderWay(self._communicator(pair).enqueue([message]))
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Hold back all messages and give them to the group's communicator as one operation."""
+        self._batch = messages, done = [], torch.futures.Future()
+        try:
+            yield
+        finally:
+            self._batch = None
+        self._communicator(self._ranks).enqueue(messages, done)
+
+    def recv_anysource(self, *_: Any) -> dist.Work:
+        raise BrokenRule("recv_anysource: ProcessGroupNCCL has none")
+
+    def allgather_coalesced(self, *_: Any) -> dist.Work:
+        raise BrokenRule("allgather_coalesced: ProcessGroupNCCL has none")
+
+
+def _method(name: str) -> Callable[..., dist.Work]:
+    return lambda self, *args, **options: self._collective(name, *args, **options)
+
+
+for _name in (*COMPARED, "all_to_all_single", "alltoall"):
+    setattr(Group, _name, _method(_name))
+
+
+def carried_by_the_host() -> bool:
+    """Return whether who calls torch.distributed sends tensors of the host: a module of HOST, or torch for pickled objects."""
+    frame = sys._getframe(1)
+    while frame := frame.f_back:
+        module = frame.f_globals.get("__name__", "")
+        if module == distributed_c10d.__name__ and "object" in frame.f_code.co_name:
+            return True
+        if not module.startswith(("torch.", __name__)):
+            return module in HOST
+    return False
+
+
+def _about(name: str, args: list[Any]) -> str:
+    """Return what all ranks must give alike: how to reduce, the root, types and numbers of elements."""
+    words = [arg.reduceOp.op.name for arg in args if hasattr(arg, "reduceOp")]
+    words += [f"root {arg.rootRank}" for arg in args if hasattr(arg, "rootRank")]
+    if name not in COMPARED:
+        words += sorted({str(tensor.dtype) for tensor in _tensors(args[:2])})
+    elif COMPARED[name] is not None:
+        words += map(elements, _tensors(args[COMPARED[name]]))
+    return ", ".join(words)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    else:
+        for part in value:
+            yield from _tensors(part)
+
+
+def _splits(name: str, args: tuple, size: int) -> tuple[tuple[int, ...], ...]:
+    """Return (elements to each rank, elements from each rank) of an all-to-all, else nothing."""
+    if name == "alltoall":
+        received, sent = ([tensor.numel() for tensor in tensors] for tensors in args[:2])
+    elif name == "all_to_all_single":
+        (received, sent) = (
+            [rows * (tensor.numel() // max(1, len(tensor))) for rows in given or [len(tensor) // size] * size]
+            for tensor, given in zip(args[:2], args[2:4], strict=True)
+        )
+    else:
+        return ()
+    return tuple(sent), tuple(received)
+
+
+def declared_device() -> tuple[str, str]:
+    """Return (this rank's node, the name of its GPU), by the rule of the pipeline and what its launcher has set.
+
+    Where the launcher shows it no GPUs, each rank of a component has one of its own.
+    """
+    local_rank = int(os.environ["HETSTEP_LOCAL_RANK"])
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not visible:
+        return os.environ["HETSTEP_NODE"], f"{os.environ['HETSTEP_COMPONENT']}:{local_rank}"
+    with (
+        unittest.mock.patch.object(torch.cuda, "is_available", lambda: True),
+        unittest.mock.patch.object(torch.cuda, "device_count", lambda: len(visible)),
+    ):
+        device = world._device(SimpleNamespace(local_rank=local_rank))
+    return os.environ["HETSTEP_NODE"], visible[device.index]

@@ -1,0 +1,44 @@
+"""Puts NCCL's rules under whole runs, where HETSTEP_TEST_NCCL is set: see tests/end_to_end/faults/sitecustomize.py."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tests.nccl.group import NAME, Group
+
+SWITCH = "HETSTEP_TEST_NCCL"
+"""The variable with the seconds that a communicator waits for its ranks, and an operation for its end."""
+
+_batch_isend_irecv = dist.batch_isend_irecv
+
+
+def into(world: Any) -> None:
+    """Let `pipeline.world` make its groups with NCCL's rules where it would make them with gloo."""
+    register()
+    world.carriers = lambda device: NAME
+
+
+def register() -> None:
+    """Make NAME a backend of torch.distributed. Batches of messages are only seen where they are posted."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu"])
+    dist.batch_isend_irecv = distributed_c10d.batch_isend_irecv = batch_isend_irecv
+
+
+def _group(options: Any, _: Any) -> Group:
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    return Group(options.store, options.group_rank, ranks, options.timeout, float(os.environ[SWITCH]))
+
+
+def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """As torch's, which takes a group in Python for one that knows no batches."""
+    group = operations[0].group or dist.group.WORLD
+    if not isinstance(group, Group):
+        return _batch_isend_irecv(operations)
+    with group.batch():
+        works = _batch_isend_irecv(operations)
+    return works[:1]
