@@ -244,10 +244,11 @@ class Demand:
     """What must move whatever the plan: bytes, where every distinct byte is counted once."""
 
     owned: np.ndarray  # [generate ranks]: of each
-    by_node: np.ndarray  # [generate nodes]: wanted by any rank of the node
+    by_node: np.ndarray  # [generate nodes]: wanted by any rank of the node, and held by no train rank there
     total: int  # wanted by any rank
     train_ranks: int
     ranks_per_node: int  # of generate nodes
+    shared: bool = False  # train ranks are on generate nodes
 
 
 def demand(schedule: Schedule, node: np.ndarray) -> Demand:
@@ -261,25 +262,42 @@ def demand(schedule: Schedule, node: np.ndarray) -> Demand:
         places: np.unique(want.box[np.isin(want.receiver, places)]) for places in {tuple(sorted(p)) for p in inside.values()}
     }
     by_node = np.array([size[distinct[tuple(sorted(places))]].sum() for places in inside.values()])
+    shared = bool(set(node[list(schedule.have.rows)].tolist()) & inside.keys())
+    if shared:
+        box, holders, held = _held(schedule)
+        for i, (number, places) in enumerate(inside.items()):
+            here = np.array([(node[members] == number).any() for members in schedule.have.sets])
+            by_node[i] -= held[here[holders] & np.isin(box, distinct[tuple(sorted(places))])].sum()
     return Demand(
         owned=np.tile(owned, len(schedule.engines)),
         by_node=by_node,
         total=int(size.sum()),
         train_ranks=len(schedule.have.rows),
         ranks_per_node=int(np.bincount(node[schedule.engines.ravel()]).max()),
+        shared=shared,
     )
+
+
+def _held(schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(wanted box, holder set, bytes of the box that the set holds), each [pairs]."""
+    pieces, sets = schedule.pieces, len(schedule.have.sets)
+    size = pieces.numel * schedule.width[schedule.want.boxes.tensor[pieces.wanted]]
+    pair = pieces.wanted.astype(np.int64) * sets + schedule.have.holders[pieces.held]
+    pairs, which = np.unique(pair, return_inverse=True)
+    return pairs // sets, pairs % sets, np.bincount(which, size, len(pairs)).astype(np.int64)
 
 
 def floor(demand: Demand, network: NetworkConfig) -> tuple[float, str]:
     """Seconds below which no transfer can be, whichever way it takes, and which limit sets them; latencies and copies are free.
 
-    train egress: every wanted byte leaves some train rank's NIC. node ingress: what a generate node wants comes in through its
-    NICs, once, and is spread inside. rank ingress: what a rank owns comes in through its NIC and from its node.
+    train egress: every wanted byte leaves some train rank, through its NIC, or within its node where generate ranks are there
+    too. node ingress: what a generate node wants and has not comes in through its NICs, once, and is spread inside. rank
+    ingress: what a rank owns comes in through its NIC and from its node.
     """
     nic, node = GIGA * network.nic_gb_per_s, GIGA * network.node_gb_per_s
-    alone = demand.ranks_per_node == 1
+    alone = demand.ranks_per_node == 1 and not demand.shared
     limits = {
-        "train egress": demand.total / (demand.train_ranks * nic),
+        "train egress": demand.total / (demand.train_ranks * (nic + node if demand.shared else nic)),
         "node ingress": float(demand.by_node.max(initial=0)) / (demand.ranks_per_node * nic),
         "rank ingress": float(demand.owned.max(initial=0)) / (nic if alone else nic + node),
     }

@@ -204,9 +204,14 @@ def rows(rank, of, units=None):
 @pytest.fixture(scope="module")
 def planned():
     """Four train ranks on two nodes, each with its quarter; two engines of two ranks on one node."""
+    return plan(NODE)
+
+
+def plan(node):
+    """node: of each rank."""
     train = {rank: rows(rank, 4) for rank in range(4)}
     generate = {4 + 2 * engine + rank: rows(rank, 2, ["mlp", "norm"]) for engine in (0, 1) for rank in (0, 1)}
-    nodes = {rank: str(node) for rank, node in enumerate(NODE)}
+    nodes = {rank: str(number) for rank, number in enumerate(node)}
     return schedule(train, generate, [[4, 5], [6, 7]], SHAPES, 2, UP, nodes, NetworkConfig(latency_us=0))
 
 
@@ -228,6 +233,15 @@ def test_a_plan_comes_close_to_the_floor_and_not_below(planned):
     described = network(node=1e5)
     timeline = simulate(simulator.messages(planned), NODE, described)
     assert 0.8 < floor(demand(planned, NODE), described)[0] / timeline.seconds <= 1
+
+
+@pytest.mark.parametrize(("node", "far"), [([0, 0, 0, 0, 0, 0, 0, 0], 0), ([0, 0, 1, 1, 0, 0, 1, 1], UP / 2)])
+def test_the_floor_where_train_ranks_are_on_generate_nodes(node, far):
+    """What a node's train ranks hold need not come in: all on one node, half of `up` and the norm on each of two."""
+    made, node, described = plan(node), np.array(node), network()
+    wanted = demand(made, node)
+    assert wanted.shared and set(wanted.by_node) == {far}
+    assert 0 < floor(wanted, described)[0] <= simulate(simulator.messages(made), node, described).seconds
 
 
 def test_what_the_reference_would_move(planned):
