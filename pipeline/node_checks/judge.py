@@ -51,9 +51,25 @@ def sights(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], realms: Re
         most_gb = max((s.gpu.memory_gb for there in on.values() for s in there if s.gpu), default=0.0)
         for node, there in on.items():
             blame({node: [*_space(there), *(_gpus(there, config, component, most_gb) if config.gpus_per_node else [])]})
+    blame({} if realms.colocated else _used_by_several(nodes, seen, realms))
     code = {node: next((seen[r].node.code for r in ranks if r in seen and seen[r].node), None) for node, ranks in nodes.items()}
     blame(odd({node: digest for node, digest in code.items() if digest}, "the code in pipeline/ and launch/, digest"))
     return {node: why for node, why in found.items() if why}
+
+
+def _used_by_several(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], realms: Realms) -> Problems:
+    """GPUs that ranks of more than one component use."""
+    found: Problems = {}
+    for node, ranks in nodes.items():
+        users: dict[str, dict[str, int]] = {}
+        for sight in (seen[rank] for rank in ranks if rank in seen):
+            if sight.gpu and sight.gpu.uuid:
+                users.setdefault(sight.gpu.uuid, {}).setdefault(realms.name(sight.rank), sight.rank)
+        for uuid, by_name in users.items():
+            if len(by_name) > 1:
+                told = " and ".join(f"rank {rank} ({name})" for name, rank in by_name.items())
+                found.setdefault(node, []).append(f"{told} use the same GPU {uuid}")
+    return found
 
 
 def odd(values: Mapping[str, str], what: str) -> Problems:

@@ -280,6 +280,20 @@ def test_where_nobody_can_tell_which_is_right_it_is_said():
     assert not isinstance(sure, judge.Undecided)
 
 
+def test_components_on_one_node_have_gpus_of_their_own():
+    seen, realms = sights(nodes=1, per_node=4), Realms((0, 1), (2, 3), ((2, 3),))
+    for rank in (0, 2):
+        seen[rank].node = sights()[0].node
+        for sight in (seen[rank], seen[rank + 1]):
+            sight.gpu.visible = [f"gpu-{rank}", f"gpu-{rank + 1}"]
+    cluster = ClusterConfig(train=ComponentConfig(gpus_per_node=2), generate=ComponentConfig(gpus_per_node=2))
+    assert judge.sights({"n0": [0, 1, 2, 3]}, seen, realms, cluster) == {}
+    seen[2].gpu.uuid = "gpu-1"
+    found = judge.sights({"n0": [0, 1, 2, 3]}, seen, realms, cluster)
+    assert found == {"n0": ["rank 1 (train) and rank 2 (generate) use the same GPU gpu-1"]}
+    assert judge.sights({"n0": [0, 1, 2, 3]}, seen, replace(realms, colocated=True), cluster) == {}
+
+
 def test_the_odd_ones_are_the_minority_and_without_a_majority_all():
     assert judge.odd({"a": "1", "b": "1"}, "x") == {}
     assert judge.odd({"a": "1", "b": "2", "c": "1"}, "x") == {"b": ["x: 2, but 1 on 2 others"]}
