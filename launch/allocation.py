@@ -5,7 +5,7 @@ launch/verdict.sh decides; when they leave on purpose, that is the end, because 
 launch/hetstep.sbatch the steps and their end are as in a job that `launch/submit.py` submits: the job may be requeued, and it
 is the job that the run folder remembers. The allocation's time limit counts, not cluster.time_min.
 A heterogeneous allocation gives the k-th component its k-th part; in a plain one each gets nodes of its own, in the same order.
-A guest's step is where its host's is, and overlaps it.
+A guest's step (launch/nodes.py) is where its host's is, and overlaps it.
 Whether there is room is checked in `launch/preflight/allocation.py`.
 """
 
@@ -20,8 +20,9 @@ from pathlib import Path
 from submitit.local import local
 
 from launch import slurm
-from launch.job import Guest, JobStatus
+from launch.job import JobStatus
 from launch.local import HetLocalJob, start_time
+from launch.nodes import Guest
 from pipeline.config import ClusterConfig, ComponentConfig, ranks
 
 IN_BATCH = "HETSTEP_SBATCH"

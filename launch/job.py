@@ -24,17 +24,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from launch.nodes import Guest
 from launch.slurm_client import cluster_name
-from pipeline.config import (
-    ComponentConfig,
-    Recipe,
-    RecipeError,
-    colocated,
-    generates,
-    ranks_per_node,
-    serves_rewards,
-    uses_megatron,
-)
+from pipeline.config import ComponentConfig, Recipe, RecipeError, colocated, generates, serves_rewards, uses_megatron
 from pipeline.files import wait_for, write_durably
 
 ROOT = Path(__file__).parent.parent
@@ -141,42 +133,19 @@ def own_pickle(folder: Path, job_id: str) -> None:
             )
 
 
-class Guest(ComponentConfig):
-    """A component on the nodes of the one before it, whose GPUs it shares."""
-
-
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     """The job's components, in rank order. Backends' variables are set before Python starts: some are read on import."""
     cluster = recipe.cluster
     trainers = (recipe.policy.megatron_cfg.env_vars or {}) if uses_megatron(recipe.policy) else {}
     parts = {"train": _with_variables(cluster.train, trainers)}
     if generates(recipe):
-        generate = _with_variables(cluster.generate, recipe.policy.generation.vllm_cfg.env_vars)
-        parts["generate"] = Guest(**vars(generate)) if colocated(recipe) else generate
+        parts["generate"] = _with_variables(cluster.generate, recipe.policy.generation.vllm_cfg.env_vars)
     if serves_rewards(recipe):
         parts["reward"] = _with_variables(cluster.reward, trainers)  # the reward model runs in the train backend
-    return parts
+    guests = ("generate",) if colocated(recipe) else tuple(parts)[1:] if cluster.share_nodes else ()
+    return parts | {name: Guest(**vars(parts[name]), takes_turns=colocated(recipe)) for name in guests}
 
 
 def _with_variables(component: ComponentConfig, variables: dict[str, str]) -> ComponentConfig:
     """The component's own go before `variables`."""
     return replace(component, env_vars={**variables, **component.env_vars})
-
-
-def hosts(components: dict[str, ComponentConfig]) -> dict[str, ComponentConfig]:
-    """What is asked of Slurm: the components that have nodes of their own, each with what it and its guests need.
-
-    They compute in turn, so on a node the CPUs of the one that needs more are enough.
-    """
-    found: dict[str, ComponentConfig] = {}
-    for name, component in components.items():
-        if not isinstance(component, Guest):
-            found[name] = component
-            continue
-        host_name, host = found.popitem()
-        both = (host, component)
-        most = max(map(ranks_per_node, both))
-        asked = any(each.cpus_per_task for each in both)
-        cpus = max(ranks_per_node(each) * (each.cpus_per_task or 1) for each in both)
-        found[host_name] = replace(host, ranks_per_node=most, cpus_per_task=-(-cpus // most) if asked else None)
-    return found

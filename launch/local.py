@@ -5,8 +5,8 @@ fails ends all others, and so does a signal to the controller, its end by whatev
 batch script's tail is: when all ranks have ended it asks launch/verdict.sh what comes next, and starts them again as another
 attempt, with the whole time limit before it. A signal to the controller is the end.
 
-A component's "nodes" are only a number here: all ranks share this machine, and each "node" has its own range of GPUs. A guest's
-has that of its host's.
+A component's "nodes" are only a number here: all ranks share this machine, and each "node" of a component has its own range of
+GPUs. Components that take turns have the same ranges.
 Containers are ignored.
 """
 
@@ -31,7 +31,8 @@ from typing import Any, BinaryIO
 from submitit.local import local
 
 from launch import forks, gpus, task
-from launch.job import ROOT, Guest, JobStatus, RunJob, write_json
+from launch.job import ROOT, JobStatus, RunJob, write_json
+from launch.nodes import hosts, takes_turns
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig, ranks, ranks_per_node
 from pipeline.files import write_durably
 
@@ -54,12 +55,13 @@ LIBC = ctypes.CDLL(None)
 def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, str]]:
     """What each rank's environment has besides the submitting one's, in rank order. Raises RecipeError if GPUs are too few."""
     world_size = sum(ranks(component) for component in components.values())
-    owners = [component for component in components.values() if not isinstance(component, Guest)]
+    owners = [component for component in components.values() if not takes_turns(component)]
     keys = ", ".join(f"cluster.{name}.gpus_per_node" for name, each in components.items() if each.gpus_per_node)
     devices = gpus.assigned(sum(component.nodes * component.gpus_per_node for component in owners), keys)
+    threads = max(1, len(os.sched_getaffinity(0)) // sum(map(ranks, hosts(components).values())))
     environments, first_gpu, next_gpu = [], 0, 0
     for name, component in components.items():
-        if not isinstance(component, Guest):
+        if not takes_turns(component):
             first_gpu, next_gpu = next_gpu, next_gpu + component.nodes * component.gpus_per_node
         per_node = ranks_per_node(component)
         for index in range(ranks(component)):
@@ -74,6 +76,7 @@ def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, 
             if component.gpus_per_node:
                 node_gpu = first_gpu + index // per_node * component.gpus_per_node
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[node_gpu : node_gpu + component.gpus_per_node])
+                environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
             else:
                 environment["CUDA_VISIBLE_DEVICES"] = ""  # torch would take a GPU that it sees
                 environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")

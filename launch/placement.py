@@ -16,7 +16,8 @@ from importlib import metadata
 from typing import Any
 
 from launch import backend, executor, gpus
-from launch.job import Guest, components
+from launch.job import components
+from launch.nodes import takes_turns
 from launch.units import plural
 from pipeline import config
 from pipeline.config import Loaded, Recipe, RecipeError, collected, layers, ranks, ranks_per_node
@@ -86,9 +87,9 @@ def candidates(loaded: Loaded, there: int) -> Iterator[Changes]:
 def _candidates(recipe: Recipe, there: int) -> Iterator[Changes]:
     parts = components(recipe)
     per_node = {name: ranks_per_node(part) for name, part in parts.items()}
-    if any(isinstance(part, Guest) for part in parts.values()):
+    if any(map(takes_turns, parts.values())):
         per_node = dict.fromkeys(per_node, max(per_node.values()))
-    owners = [name for name, part in parts.items() if not isinstance(part, Guest)]
+    owners = [name for name, part in parts.items() if not takes_turns(part)]
     if sum(parts[name].nodes * per_node[name] for name in owners) <= there:
         yield {f"cluster.{name}.gpus_per_node": count for name, count in per_node.items()}
     shared = ("train", "generate") if "generate" in parts else ("train",)
@@ -100,7 +101,7 @@ def _candidates(recipe: Recipe, there: int) -> Iterator[Changes]:
 
 def _turns(recipe: Recipe) -> Changes:
     """Return the changes with which train and generate ranks have the same GPUs in turn."""
-    changes: Changes = {"policy.generation.colocated.enabled": True}
+    changes: Changes = {"policy.generation.colocated.enabled": True, "cluster.share_nodes": False}
     changes |= {f"cluster.generate.{key}": getattr(recipe.cluster.train, key) for key in SHARED}
     if config.serves_rewards(recipe):
         name = config.reward_environment(recipe)

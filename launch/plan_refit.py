@@ -207,7 +207,8 @@ def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> Predictio
 def node_names(recipe: Recipe) -> dict[int, str]:
     """Of every rank, train ranks first."""
     names, cluster = [], recipe.cluster
-    for realm, component in (("train", cluster.train), ("train" if colocated(recipe) else "generate", cluster.generate)):
+    of_generate = "train" if colocated(recipe) or cluster.share_nodes else "generate"
+    for realm, component in (("train", cluster.train), (of_generate, cluster.generate)):
         names += [f"{realm} node {rank // ranks_per_node(component)}" for rank in range(ranks(component))]
     return dict(enumerate(names))
 

@@ -2,7 +2,8 @@
 
 One srun per component, because a container image is an option of a whole srun. The price is that Slurm numbers ranks per step,
 so the batch script tells each step its first global rank. What it does before the steps and when they have ended is in
-launch/batch.sh. Leaves out: job arrays, which Slurm refuses together with het jobs.
+launch/batch.sh; what is asked of Slurm, and what a step has of its nodes, in launch/nodes.py. Leaves out: job arrays, which
+Slurm refuses together with het jobs.
 Options, states and traps: https://slurm.schedmd.com/heterogeneous_jobs.html
 """
 
@@ -18,9 +19,10 @@ from pathlib import Path
 
 from submitit.slurm import slurm
 
-from launch import containers, slurm_client
-from launch.job import ROOT, Guest, JobStatus, hosts
-from pipeline.config import ClusterConfig, ComponentConfig, ranks, ranks_per_node
+from launch import containers, nodes, slurm_client
+from launch.job import ROOT, JobStatus
+from launch.nodes import Share
+from pipeline.config import ClusterConfig, ComponentConfig, ranks
 
 # A state that is not here is on its way: Slurm adds new ones (SIGNALING ...), and taking one for an end would lose a live job.
 TERMINAL = frozenset(
@@ -78,9 +80,10 @@ def batch_script(
 ) -> str:
     """The text for sbatch. Ids of jobs that come first: those `after` which it comes must succeed, those `behind` only end."""
     header = []
-    for k, component in enumerate(hosts(components).values()):
+    for k, host in enumerate(nodes.hosts(components).values()):
         header += ["#SBATCH hetjob"] if k else []
-        header += _directives(component, cluster.time_min, name)
+        header += _flags(("job-name", name.replace(" ", "_")), ("time", cluster.time_min))
+        header += [f"#SBATCH {option}" for option in nodes.allocation_options(host)]
         header += _flags(("signal", f"B:USR2@{SIGNAL_LEAD_S}" if cluster.time_min >= SIGNALLED_MIN else None))
         if k == 0:  # these concern the one batch script
             header += _flags(
@@ -107,9 +110,9 @@ def attempt_text(
     """
     steps, first = [], 0
     places = places or _places(components)
-    for (name, component), place in zip(components.items(), places, strict=True):
-        steps += _step(name, component, first, place, run_dir)
-        first += ranks(component)
+    for (name, share), place in zip(nodes.shares(components).items(), places, strict=True):
+        steps += _step(name, share, first, place, run_dir)
+        first += ranks(share.component)
     requeue = cluster.requeue
     lines = [
         f"export HETSTEP_RUN_DIR={shlex.quote(str(run_dir))} HETSTEP_WORLD_SIZE={first}",
@@ -127,30 +130,14 @@ def attempt_text(
 
 def _places(components: dict[str, ComponentConfig]) -> list[str]:
     """Where each component's step runs in a job of our own, as options of srun."""
-    if len(hosts(components)) > 1:
+    if len(nodes.hosts(components)) > 1:
         return [f"--het-group={k}" for k in range(len(components))]
     return [overlap(components)] * len(components)
 
 
 def overlap(components: dict[str, ComponentConfig]) -> str:
     """What makes srun start a step on nodes where another one has CPUs and GPUs already."""
-    return "--overlap" if any(isinstance(component, Guest) for component in components.values()) else ""
-
-
-def _directives(component: ComponentConfig, time_min: int, name: str) -> list[str]:
-    return _flags(
-        ("job-name", name.replace(" ", "_")),
-        ("time", time_min),
-        ("nodes", component.nodes),
-        ("ntasks-per-node", ranks_per_node(component)),
-        ("cpus-per-task", component.cpus_per_task),
-        ("gpus-per-node", component.gpus_per_node or None),
-        ("mem", component.mem),
-        ("partition", component.partition),
-        ("account", component.account),
-        ("qos", component.qos),
-        ("constraint", component.constraint),
-    ) + (["#SBATCH --exclusive"] if component.exclusive else [])
+    return "" if all(share.alone for share in nodes.shares(components).values()) else "--overlap"
 
 
 def dependency(**job_ids: tuple[str, ...]) -> str | None:
@@ -162,27 +149,21 @@ def _flags(*pairs: tuple[str, object]) -> list[str]:
     return [f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in pairs if value is not None]
 
 
-def _step(name: str, component: ComponentConfig, first_rank: int, place: str, run_dir: Path) -> list[str]:
+def _step(name: str, share: Share, first_rank: int, place: str, run_dir: Path) -> list[str]:
     """Lines of bash: a background srun, noted in `steps`. The task redirects its output: srun's %t is off by the component."""
+    component = share.component
     exports = {"HETSTEP_COMPONENT": name, **component.env_vars}
     task = [
         "trap '' USR2",  # somebody may signal the steps, and Python has no handler yet
         *containers.task_exports(component),
+        *nodes.gpu_exports(share),
         "export " + " ".join(f"{key}={shlex.quote(value)}" for key, value in exports.items()),
         f"export HETSTEP_RANK=$(({first_rank} + SLURM_PROCID)) HETSTEP_LOCAL_RANK=$SLURM_LOCALID HETSTEP_NODE=$SLURMD_NODENAME",
-        *(["export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"] if not component.gpus_per_node else []),
+        *nodes.thread_exports(share),
         'exec >>"$HETSTEP_RUN_DIR/attempts/$HETSTEP_ATTEMPT/$(printf rank%05d.log "$HETSTEP_RANK")" 2>&1',
         f"exec {shlex.quote(component.python or sys.executable)} -u -m launch.task {shlex.quote(f'{run_dir}/submitit')}",
     ]
-    options = [
-        f"--nodes={component.nodes}",
-        f"--ntasks={ranks(component)}",
-        f"--ntasks-per-node={ranks_per_node(component)}",
-        *([f"--cpus-per-task={component.cpus_per_task}"] if component.cpus_per_task else []),
-        *([f"--gpus-per-node={component.gpus_per_node}"] if component.gpus_per_node else []),
-        *containers.options(component),
-        *component.srun_args,
-    ]
+    options = [*nodes.step_options(share), *containers.options(component), *component.srun_args]
     scrub = " ".join(f"-u {variable}" for variable in INHERITED)
     srun = f"env {scrub} srun {place} --kill-on-bad-exit=1 {shlex.join(options)} bash -c {shlex.quote('; '.join(task))}"
     return [f'{srun} >"$attempt/srun-{name}.out" 2>&1 &', f"steps[$!]={shlex.quote(f'{name} {first_rank}')}"]

@@ -37,6 +37,8 @@ def _headline(plan: Plan) -> Iterator[str]:
     yield f"{recipe.name}: the plan of {recipe.algorithm}. All figures are estimates"
     for name, component in components(recipe).items():
         same = ", the same GPUs in turn" if name == "generate" and config.colocated(recipe) else ""
+        if name != "train" and recipe.cluster.share_nodes:
+            same = ", of the same nodes"
         yield _line(name, f"{_ranks(component)}{same}; {_cuts(plan, name)}")
     yield _line("backend", str(plan.choice))
 

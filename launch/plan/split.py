@@ -31,7 +31,7 @@ def movable(recipe: Recipe) -> bool:
     """Whether a node of one component could as well be the other's."""
     train, generate = recipe.cluster.train, recipe.cluster.generate
     kinds = {(c.gpu, c.gpu_memory_gb, c.gpus_per_node, c.ranks_per_node, c.partition) for c in (train, generate)}
-    apart = generates(recipe) and not config.colocated(recipe)
+    apart = generates(recipe) and not config.colocated(recipe) and not recipe.cluster.share_nodes
     return apart and len(kinds) == 1 and train.gpus_per_node > 0 and train.nodes + generate.nodes > 2
 
 

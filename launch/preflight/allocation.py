@@ -10,16 +10,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.job import components, hosts
+from launch.job import components
+from launch.nodes import PLACES, allocation_options, hosts
 from launch.preflight.slurm_cluster import Unanswered, ask
 from launch.preflight.slurm_request import Request, requests
 from launch.units import plural
-from pipeline.config import ComponentConfig, Recipe, ranks_per_node
+from pipeline.config import Recipe
 
 # `Nodes=n[1-2] CPU_IDs=0-7,16 Mem=1024 GRES=gpu:h100:8(IDX:0-7)`; Mem is 0 where Slurm does not hand out memory.
 ON_NODES = re.compile(r"\bNodes=(\S+) CPU_IDs=(\S+) Mem=(\d+) GRES=(\S*)")
 GPUS = re.compile(r"\bgpu(?::[^:(,]+)?:(\d+)")
-REQUESTS = ("partition", "account", "qos", "constraint")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[str]:
         return
     notes.append(f"runs in Slurm job {job_id}, within its time limit and not cluster.time_min")
     for name, component in hosts(components(recipe)).items():
-        if said := [key for key in REQUESTS if getattr(component, key)]:
+        if said := [key for key in PLACES if getattr(component, key)]:
             notes.append(f"cluster.{name}.{', '.join(said)}: the allocation's own count")
 
 
@@ -101,17 +101,15 @@ def _against(allocation: Allocation, request: Request, nodes: list[Node]) -> Ite
         yield f"{request.key}.nodes: {request.nodes}, but Slurm job {allocation.job_id} has {len(nodes)} for it"
         return
     used = nodes[: request.nodes]
-    for key, what, needed, has in (
-        ("gpus_per_node", "GPUs", request.gpus, lambda node: node.gpus),
-        ("cpus_per_task", f"CPUs for its {plural(request.ranks_per_node, 'rank')}", request.cpus, lambda node: node.cpus),
-        ("mem", "MB", request.memory_mb, lambda node: node.memory_mb or request.memory_mb),
+    for_ranks = f"CPUs for its {plural(request.ranks_per_node, 'rank')}"
+    for keys, what, needed, has in (
+        (request.keys("gpus_per_node"), "GPUs", request.gpus, lambda node: node.gpus),
+        (request.keys("cpus_per_task"), for_ranks, request.cpus, lambda node: node.cpus),
+        (f"{request.key}.mem", "MB", request.memory_mb, lambda node: node.memory_mb or request.memory_mb),
     ):
         fewest = min(used, key=has)
         if has(fewest) < needed:
-            yield (
-                f"{request.key}.{key}: {needed:g} {what} are needed on each node, and the job has {has(fewest):g} on"
-                f" {fewest.name}"
-            )
+            yield (f"{keys}: {needed:g} {what} are needed on each node, and the job has {has(fewest):g} on {fewest.name}")
 
 
 def _has(allocation: Allocation) -> str:
@@ -131,16 +129,5 @@ def _has(allocation: Allocation) -> str:
 
 def command(recipe: Recipe) -> str:
     """The salloc that gets what a recipe asks for."""
-    return f"salloc --time={recipe.cluster.time_min} " + " : ".join(map(_options, hosts(components(recipe)).values()))
-
-
-def _options(component: ComponentConfig) -> str:
-    given = {
-        "nodes": component.nodes,
-        "ntasks-per-node": ranks_per_node(component),
-        "cpus-per-task": component.cpus_per_task,
-        "gpus-per-node": component.gpus_per_node or None,
-        "mem": component.mem,
-        **{key: getattr(component, key) for key in REQUESTS},
-    }
-    return " ".join(f"--{key}={value}" for key, value in given.items() if value is not None)
+    asked = (" ".join(allocation_options(host)) for host in hosts(components(recipe)).values())
+    return f"salloc --time={recipe.cluster.time_min} {' : '.join(asked)}"

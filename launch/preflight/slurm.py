@@ -25,6 +25,7 @@ def problems(recipe: Recipe, notes: list[str] | None = None) -> Iterator[str]:
     """notes: what could not be asked, and what will only take its time, is appended to it."""
     notes = [] if notes is None else notes
     yield from slurm_request.problems(recipe)
+    notes += slurm_request.notes(recipe)
     yield from container_problems(recipe, notes)
     try:
         cluster = SlurmCluster()
@@ -53,6 +54,7 @@ def problems(recipe: Recipe, notes: list[str] | None = None) -> Iterator[str]:
             nodes = [node for partition in given for node in slurm_nodes.fitting(cluster, partition, request)]
             would_do[request.key] = request.nodes, {node.name for node in nodes}
             _note_unavailable(request, {node.name for node in nodes if node.available}, len(would_do[request.key][1]), notes)
+            _note_idle(request, min(node.gpus for node in nodes), notes)
         else:
             instead = _others_that_do(cluster, accounting, request)
             yield from found
@@ -80,6 +82,15 @@ def _note_unavailable(request: Request, available: set[str], in_all: int, notes:
         notes.append(
             f"{request.key}.nodes: {request.nodes}, and of the {in_all} nodes that would do {len(available)} are not down or"
             " drained just now: the job will wait for more"
+        )
+
+
+def _note_idle(request: Request, gpus: int, notes: list[str]) -> None:
+    """gpus: of each node, at least."""
+    if request.whole and 0 < request.gpus < gpus:
+        notes.append(
+            f"{request.keys('gpus_per_node')}: {request.gpus}, and the job takes whole nodes of {gpus} or more GPUs;"
+            f" {request.key}.exclusive=false with cpus_per_task and mem leaves the others to other jobs"
         )
 
 

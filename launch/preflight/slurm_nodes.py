@@ -82,7 +82,7 @@ def problems_together(sets: dict[str, tuple[int, set[str]]]) -> Iterator[str]:
                 terms = " + ".join(str(sets[key][0]) for key in keys)
                 yield (
                     f"{', '.join(f'{key}.nodes' for key in keys)}: {terms} nodes, but there are {there} that would do, and two"
-                    f" components never share one; together at most {there}"
+                    f" components share one only with cluster.share_nodes=true; without it together at most {there}"
                 )
                 return
 
@@ -91,7 +91,7 @@ def _amounts(partition: Fields, request: Request) -> list[_Amount]:
     most_cpus, most_memory = (_limit(partition.get(name)) for name in ("MaxCPUsPerNode", "MaxMemPerNode"))
     return [
         _Amount(
-            f"{request.key}.cpus_per_task",
+            request.keys("cpus_per_task"),
             request.cpus,
             "CPUs",
             lambda node: min(node.cpus, most_cpus),
@@ -101,7 +101,7 @@ def _amounts(partition: Fields, request: Request) -> list[_Amount]:
                 else f"1, with {request.key}.ranks_per_node={have:g}"
             ),
         ),
-        _Amount(f"{request.key}.gpus_per_node", request.gpus, "GPUs", lambda node: node.gpus, lambda have: f"{have:g}"),
+        _Amount(request.keys("gpus_per_node"), request.gpus, "GPUs", lambda node: node.gpus, lambda have: f"{have:g}"),
         _Amount(
             f"{request.key}.mem",
             request.memory_mb,

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.config import algorithm_checks, async_checks, durations, hardware, megatron_checks
 from pipeline.config.algorithms import OFFLINE, ONLINE
-from pipeline.config.cluster import SHARED, TimeoutsConfig, ranks_per_node
+from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig, TimeoutsConfig, ranks_per_node
 from pipeline.config.data import check_data, validates
 from pipeline.config.environments import check_environments, unusable_kinds
 from pipeline.config.errors import refuse
@@ -181,18 +181,25 @@ def _check_world(recipe: Recipe) -> Iterator[str]:
         yield from _check_quantisation(recipe)
     if colocated(recipe):
         yield from _check_colocated(recipe)
+    if recipe.cluster.share_nodes:
+        yield from _check_shared_nodes(recipe)
     yield from _check_gpus(recipe)
 
 
-def _check_gpus(recipe: Recipe) -> Iterator[str]:
-    """A problem for each component with more ranks than GPUs on a node."""
+def _components(recipe: Recipe) -> dict[str, ComponentConfig]:
+    """Return those that the job has."""
     cluster = recipe.cluster
     parts = {"train": cluster.train}
     if generates(recipe):
         parts["generate"] = cluster.generate
     if serves_rewards(recipe):
         parts["reward"] = cluster.reward
-    for name, component in parts.items():
+    return parts
+
+
+def _check_gpus(recipe: Recipe) -> Iterator[str]:
+    """A problem for each component with more ranks than GPUs on a node."""
+    for name, component in _components(recipe).items():
         alone = name == "generate" and colocated(recipe) and engine_ranks(recipe.policy.generation.vllm_cfg) == 1
         if 0 < component.gpus_per_node < ranks_per_node(component) and not alone:
             yield (
@@ -202,8 +209,26 @@ def _check_gpus(recipe: Recipe) -> Iterator[str]:
             )
 
 
+def _check_shared_nodes(recipe: Recipe) -> Iterator[str]:
+    """A problem for what components on the same nodes cannot differ in, and for two ways to share nodes at once."""
+    key = "cluster.share_nodes"
+    if colocated(recipe):
+        yield (
+            f"{key}: got true; expected false with {COLOCATED}=true, where train and generate ranks take turns on all GPUs of"
+            f" their nodes. Try {key}=false, or {COLOCATED}=false and a gpus_per_node for each component"
+        )
+        return
+    for name, component in _components(recipe).items():
+        for setting in OF_NODES:
+            if (asked := getattr(component, setting)) != (shared := getattr(recipe.cluster.train, setting)):
+                yield (
+                    f"cluster.{name}.{setting}: got {asked}; expected {shared}, as cluster.train has, since {key}=true puts"
+                    f" them on the same nodes. Try without it, or {key}=false"
+                )
+
+
 def _check_colocated(recipe: Recipe) -> Iterator[str]:
-    key, train, generate = "policy.generation.colocated.enabled", recipe.cluster.train, recipe.cluster.generate
+    key, train, generate = COLOCATED, recipe.cluster.train, recipe.cluster.generate
     for name in SHARED:
         if (asked := getattr(generate, name)) != (shared := getattr(train, name)):
             yield (

@@ -8,6 +8,8 @@ from typing import Optional  # OmegaConf reads these annotations at run time
 
 from pipeline.config.hardware import of_gpu
 
+COLOCATED = "policy.generation.colocated.enabled"
+
 
 @dataclass
 class TimeoutsConfig:
@@ -32,13 +34,15 @@ class ComponentConfig:
     gpu: str = "h100"  # what the plan takes a GPU for: a file in recipes/hardware/, without .yaml, or a path to one
     gpu_memory_gb: Optional[float] = None  # of one GPU, in units of 10^9 bytes; null: the described GPU's
     ranks_per_node: Optional[int] = None  # null: one per GPU, or 1
-    cpus_per_task: Optional[int] = None
+    cpus_per_task: Optional[int] = None  # null: ranks with GPUs share all CPUs that the job has on a node, others have one each
     partition: Optional[str] = None
     account: Optional[str] = None
     qos: Optional[str] = None
-    mem: Optional[str] = None
+    mem: Optional[str] = None  # of each node: 500G; 0: all; default: what Slurm gives; null: 0 on whole nodes, else default
     constraint: Optional[str] = None
-    exclusive: bool = False
+    # Whole nodes, with all their CPUs and memory. null: true with GPUs, as in NeMo-RL's ray.sub, since Slurm else gives a rank
+    # one CPU and some memory. Where a site forbids --exclusive or --mem: false with cpus_per_task and mem, or mem=default.
+    exclusive: Optional[bool] = None
     container_image: Optional[str] = None
     container_mounts: Optional[list[str]] = None
     container_workdir: Optional[str] = None
@@ -49,9 +53,8 @@ class ComponentConfig:
     env_vars: dict[str, str] = field(default_factory=dict)
 
 
-SHARED = {
+OF_NODES = {
     "nodes": 1,
-    "gpus_per_node": 0,
     "gpu": "h100",
     "gpu_memory_gb": None,
     "partition": None,
@@ -59,15 +62,29 @@ SHARED = {
     "qos": None,
     "mem": None,
     "constraint": None,
-    "exclusive": False,
+    "exclusive": None,
 }
-"""What components on the same nodes have in common: with policy.generation.colocated.enabled cluster.generate has these of
-cluster.train. The values: the defaults where it has nodes of its own."""
+"""What components on the same nodes (cluster.share_nodes) have in common: all have these of cluster.train. The values: the
+defaults where they have nodes of their own."""
+SHARED = {**OF_NODES, "gpus_per_node": 0}
+"""What cluster.generate has of cluster.train with policy.generation.colocated.enabled."""
 
 
-def _of_train(key: str, apart: object) -> str:
-    """A key's default in cluster.generate."""
-    return f"${{if:${{policy.generation.colocated.enabled}},${{cluster.train.{key}}},{json.dumps(apart)}}}"
+def _of_train(key: str, apart: object, *conditions: str) -> str:
+    """Return a key's default in another component: cluster.train's if one of the conditions, which are keys, is true."""
+    value = json.dumps(apart)
+    for condition in conditions:
+        value = f"${{if:${{{condition}}},${{cluster.train.{key}}},{value}}}"
+    return value
+
+
+def _generate() -> ComponentConfig:
+    beside = {key: _of_train(key, apart, "cluster.share_nodes", COLOCATED) for key, apart in OF_NODES.items()}
+    return ComponentConfig(**beside, gpus_per_node=_of_train("gpus_per_node", 0, COLOCATED))
+
+
+def _reward() -> ComponentConfig:
+    return ComponentConfig(**{key: _of_train(key, apart, "cluster.share_nodes") for key, apart in OF_NODES.items()})
 
 
 @dataclass
@@ -105,11 +122,11 @@ class ClusterConfig:
     time_min: int = 240  # of one allocation; see requeue
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     node_checks: NodeChecksConfig = field(default_factory=NodeChecksConfig)
+    # All components are on the same nodes, each with GPUs of its own: of 8, gpus_per_node may be 4 in train and 4 in generate.
+    share_nodes: bool = False
     train: ComponentConfig = field(default_factory=ComponentConfig)
-    generate: ComponentConfig = field(
-        default_factory=lambda: ComponentConfig(**{key: _of_train(key, apart) for key, apart in SHARED.items()})
-    )
-    reward: ComponentConfig = field(default_factory=ComponentConfig)  # only if an environment is served_by reward
+    generate: ComponentConfig = field(default_factory=_generate)
+    reward: ComponentConfig = field(default_factory=_reward)  # only if an environment is served_by reward
     network: NetworkConfig = field(
         default_factory=lambda: NetworkConfig(
             nic_gb_per_s=of_gpu("train", "nic_gb_per_s"),  # type: ignore[arg-type]

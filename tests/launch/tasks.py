@@ -15,7 +15,7 @@ def report(run_dir: str) -> None:
     rank = int(os.environ["HETSTEP_RANK"])
     found = {key: value for key, value in os.environ.items() if key.startswith("HETSTEP_")}
     found |= {key: os.environ.get(key) for key in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE", "TEST_VAR")}
-    found["pid"] = os.getpid()
+    found |= {"pid": os.getpid(), "cpus": len(os.sched_getaffinity(0))}
     Path(run_dir, f"rank{rank}.json").write_text(json.dumps(found))
     print(f"rank {rank} says hello")
 

@@ -6,8 +6,9 @@ import re
 import pytest
 
 from launch import allocation
-from launch.job import Guest, components, hosts
+from launch.job import components
 from launch.local import rank_environments
+from launch.nodes import Guest, hosts
 from launch.preflight import allocation as allocated
 from launch.preflight.slurm_request import requests
 from launch.slurm import batch_script
@@ -103,8 +104,8 @@ def test_one_allocation_and_two_steps_that_overlap(load, tmp_path):
     }
     assert "hetjob" not in script and "het-group=" not in script
     train, generate = re.findall(r"srun --overlap (.*?) bash -c", script)
-    assert "--nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=3 --gpus-per-node=2" in train
-    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=4 --gpus-per-node=2" in generate
+    assert "--nodes=2 --ntasks=4 --ntasks-per-node=2 --cpu-bind=none --gpus-per-node=2" in train
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpu-bind=none --gpus-per-node=2" in generate
     assert "HETSTEP_RANK=$((4 + SLURM_PROCID))" in script and "HETSTEP_WORLD_SIZE=6" in script
     apart = batch_script(tmp_path, "a", load().cluster, components(load()))
     assert "--overlap" not in apart and "--het-group=1" in apart

@@ -25,6 +25,7 @@ def test_shared_gpus_stay_shared() -> None:
 def test_nodes_are_divided() -> None:
     loaded = inspect("grpo_megatron")
     assert size(loaded.recipe.cluster.train) == (2, 8) and size(loaded.recipe.cluster.generate) == (1, 8)
+    assert not loaded.recipe.cluster.share_nodes
     assert loaded.origins["cluster.generate.nodes"].endswith(f"grpo_megatron.yaml:13 ({COLOCATED}.resources.num_nodes)")
 
 
@@ -32,7 +33,7 @@ def test_nodes_are_divided() -> None:
 def test_of_one_node_the_gpus_are_divided(nodes: str) -> None:
     keys = ("cluster.num_nodes=1", f"{COLOCATED}.resources.num_nodes={nodes}", f"{COLOCATED}.resources.gpus_per_node=2")
     cluster = read("grpo_megatron", *keys).cluster
-    assert size(cluster.train) == (1, 6) and size(cluster.generate) == (1, 2)
+    assert size(cluster.train) == (1, 6) and size(cluster.generate) == (1, 2) and cluster.share_nodes
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def test_an_allocation_that_is_too_small(here):
         "cluster.train.cpus_per_task: 8 CPUs for its 4 ranks are needed on each node, and the job has 2 on 127.0.0.",
         f"cluster.generate.nodes: 2, but Slurm job {job} has 0 for it",
         f"cluster.executor: Slurm job {job} has 1 node with 2 CPUs and 0 GPUs; an allocation that would do: `salloc --time=30"
-        " --nodes=1 --ntasks-per-node=4 --cpus-per-task=2 --gpus-per-node=4 : --nodes=2 --ntasks-per-node=1`; or"
-        " cluster.executor=slurm, which submits a job of its own",
+        " --nodes=1 --ntasks-per-node=4 --cpus-per-task=2 --gpus-per-node=4 --mem=0 --exclusive : --nodes=2"
+        " --ntasks-per-node=1`; or cluster.executor=slurm, which submits a job of its own",
     ):
         assert problem in answer.stderr, answer.stderr
     assert not (here / "run").exists()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from launch.job import ROOT, Guest
+from launch.job import ROOT
+from launch.nodes import Guest
 from launch.slurm import HetSlurmExecutor
 from pipeline.config import ClusterConfig, ComponentConfig
 from tests.launch import tasks

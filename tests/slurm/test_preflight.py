@@ -146,6 +146,25 @@ def test_all_problems_of_all_components_at_once(cluster):
     assert all(re.search(rf"^cluster\.{key}: ", problems, re.MULTILINE) for key in keys), problems
 
 
+def test_components_that_share_a_node(cluster, tmp_path):
+    four = {"gpus_per_node": 4, "constraint": "ib"}
+    asked = recipe(train=ComponentConfig(nodes=2, **four), generate=ComponentConfig(nodes=2, **four))
+    (apart,) = slurm.problems(asked)
+    assert "2 + 2 nodes, but there are 2 that would do, and two components share one only with cluster.share_nodes" in apart
+    asked.cluster.share_nodes = True
+    assert list(slurm.problems(asked)) == []
+    asked.cluster.generate.gpus_per_node = 5
+    nine = "cluster.train.gpus_per_node + cluster.generate.gpus_per_node: that is 9 GPUs on each of 2 nodes"
+    assert any(problem.startswith(nine) for problem in slurm.problems(asked))
+
+
+def test_gpus_that_a_job_takes_and_does_not_use_are_noted(cluster):
+    for given, found in (({}, True), ({"exclusive": False, "cpus_per_task": 1, "mem": "1G"}, False)):
+        list(slurm.problems(recipe(train=ComponentConfig(gpus_per_node=6, **given)), notes := []))
+        idle = "cluster.train.gpus_per_node: 6, and the job takes whole nodes of 8 or more GPUs; cluster.train.exclusive=false"
+        assert any(note.startswith(idle) for note in notes) == found, notes
+
+
 def test_accounts_of_a_partition(cluster):
     """sbatch looks at them only where there is accounting, or in some versions."""
     asked = recipe(train=ComponentConfig(account="other", partition="private"))

@@ -36,6 +36,8 @@ def translate(ledger: Ledger, samples: bool, rewarded: str | None) -> None:
         _component(ledger, "train", nodes, NODES, gpus, GPUS)
     else:
         _split(ledger, nodes_left, gpus_left)
+        if nodes == 1:
+            ledger.put("cluster.share_nodes", True, f"{COLOCATED}.enabled")
     if samples:
         ledger.put(f"{COLOCATED}.enabled", asked and not rewarded, f"{COLOCATED}.enabled")
         for name in ("enabled", "resources.num_nodes", "resources.gpus_per_node"):

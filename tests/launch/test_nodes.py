@@ -1,0 +1,201 @@
+"""Components that share nodes, each with GPUs of its own; and the CPUs, memory and threads of components with GPUs."""
+
+import re
+import subprocess
+
+import pytest
+
+from launch import allocation, nodes, plan_refit
+from launch.job import components
+from launch.local import rank_environments
+from launch.nodes import Guest
+from launch.plan import split
+from launch.preflight import allocation as allocated
+from launch.preflight import slurm_request
+from launch.slurm import batch_script
+from pipeline import config
+from pipeline.config import ComponentConfig, RecipeError
+from tests.launch.model import write_recipe
+
+SHARE = "cluster.share_nodes=true"
+FOUR_AND_TWO = ("cluster.train.gpus_per_node=4", "cluster.generate.gpus_per_node=2")
+TOGETHER = "policy.generation.colocated.enabled=true"
+
+
+@pytest.fixture
+def load(tmp_path):
+    path = write_recipe(tmp_path)
+    return lambda *overrides: config.load(str(path), list(overrides))
+
+
+@pytest.fixture
+def load_judged(load, tmp_path):
+    """With a reward model that has ranks of its own."""
+    judge = f"env={{judge: {{kind: reward_model, model_name: {tmp_path}/model, served_by: reward}}, math: {{kind: math}}}}"
+    return lambda *overrides: load(judge, *overrides)
+
+
+def bash(lines: list[str], variable: str, **environment: str) -> str:
+    """The value of a variable after lines of bash."""
+    command = ["bash", "-uc", "\n".join([*lines, f'echo "${variable}"'])]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+
+# ---- what the recipe says -----------------------------------------------------------------------------------------------
+
+
+def test_all_components_have_the_nodes_of_train(load_judged):
+    asked = ("nodes=2", "gpu=h200", "gpu_memory_gb=99", "partition=p", "account=a", "qos=q", "mem=50G", "constraint=c")
+    cluster = load_judged(SHARE, *(f"cluster.train.{setting}" for setting in asked), "cluster.train.exclusive=false").cluster
+    for other in (cluster.generate, cluster.reward):
+        assert all(getattr(other, key) == getattr(cluster.train, key) for key in config.cluster.OF_NODES)
+        assert other.gpus_per_node == 0
+    assert load_judged("cluster.train.nodes=2").cluster.reward == ComponentConfig()
+
+
+@pytest.mark.parametrize("component", ["generate", "reward"])
+@pytest.mark.parametrize("setting", ["nodes=2", "gpu=h200", "partition=other", "account=other", "mem=1G", "exclusive=true"])
+def test_what_one_node_cannot_be(load_judged, component, setting):
+    key, value = setting.split("=")
+    message = rf"cluster\.{component}\.{key}: got (?i:{value}); expected .*, as cluster\.train has, since cluster\.share_nodes"
+    with pytest.raises(RecipeError, match=message):
+        load_judged(SHARE, f"cluster.{component}.{setting}")
+
+
+def test_nodes_are_shared_in_one_way(load):
+    with pytest.raises(RecipeError, match=r"cluster\.share_nodes: got true; expected false with .*colocated\.enabled=true"):
+        load(SHARE, TOGETHER)
+
+
+def test_a_run_of_one_component_shares_nothing(load):
+    assert not any(isinstance(part, Guest) for part in components(load(SHARE, "algorithm=sft")).values())
+
+
+# ---- one allocation -----------------------------------------------------------------------------------------------------
+
+
+def test_the_job_of_one_node(load, tmp_path):
+    recipe = load(SHARE, *FOUR_AND_TWO)
+    script = batch_script(tmp_path, "a", recipe.cluster, components(recipe))
+    header = re.findall(r"^#SBATCH --(?!job-name|time|output|open-mode|requeue|signal)(\S+)", script, re.M)
+    assert header == ["nodes=1", "ntasks-per-node=6", "gpus-per-node=6", "mem=0", "exclusive"]
+    train, generate = re.findall(r"srun --overlap (.*)", script)
+    assert "--ntasks=4 --ntasks-per-node=4 --cpu-bind=none --gpus-per-node=6" in train
+    assert "--ntasks=2 --ntasks-per-node=2 --cpu-bind=none --gpus-per-node=6" in generate
+    assert "CUDA_VISIBLE_DEVICES=$(cut -d, -f1-4 " in train and "CUDA_VISIBLE_DEVICES=$(cut -d, -f5-6 " in generate
+    assert "HETSTEP_RANK=$((4 + SLURM_PROCID))" in generate and "hetjob" not in script
+    assert allocated.command(recipe).count("--nodes") == 1
+
+
+def test_needs_are_added_up(load_judged):
+    cpus = ("cluster.train.cpus_per_task=8", "cluster.generate.cpus_per_task=3", "cluster.reward.gpus_per_node=1")
+    recipe = load_judged(SHARE, *FOUR_AND_TWO, *cpus)
+    (host,) = nodes.hosts(components(recipe)).values()
+    assert (host.gpus_per_node, host.ranks_per_node) == (7, 7)
+    assert host.cpus_per_task == 6  # 4 x 8 + 2 x 3 + 1 x 1 for 7 ranks
+    (request,) = slurm_request.requests(recipe)
+    assert (request.gpus, request.cpus, request.whole) == (7, 42, True)
+    three = "cluster.train.gpus_per_node + cluster.generate.gpus_per_node + cluster.reward.gpus_per_node"
+    assert request.keys("gpus_per_node") == three
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"}, ["0,1,2,3", "4,5", "6"]),
+        (
+            {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f,GPU-g"},
+            ["GPU-a,GPU-b,GPU-c,GPU-d", "GPU-e,GPU-f", "GPU-g"],
+        ),
+        ({}, ["0,1,2,3", "4,5", "6"]),
+    ],
+)
+def test_gpus_of_a_rank(load_judged, given, shown):
+    parts = components(load_judged(SHARE, *FOUR_AND_TWO, "cluster.reward.gpus_per_node=1"))
+    found = [bash(nodes.gpu_exports(share), "CUDA_VISIBLE_DEVICES", **given) for share in nodes.shares(parts).values()]
+    assert found == shown
+
+
+def test_ranks_that_take_turns_or_are_alone_see_all_gpus(load):
+    for keys in ((TOGETHER, "cluster.train.gpus_per_node=4"), FOUR_AND_TWO):
+        assert not any(map(nodes.gpu_exports, nodes.shares(components(load(*keys))).values()))
+
+
+def test_inside_an_allocation(load, monkeypatch):
+    monkeypatch.delenv("SLURM_HET_SIZE", raising=False)
+    places = allocation._places(components(load(SHARE, *FOUR_AND_TWO)), "x")
+    assert [place.split(" --immediate")[0] for place in places] == ["--relative=0 --overlap"] * 2
+
+
+def test_on_this_machine(load, monkeypatch):
+    monkeypatch.setattr("launch.gpus.count", lambda: (8, "nvidia-smi"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    ranks = rank_environments(components(load(SHARE, *FOUR_AND_TWO)))
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in ranks] == ["0,1,2,3"] * 4 + ["4,5"] * 2
+
+
+def test_what_the_plan_knows_of_nodes(load):
+    eight = ("cluster.train.nodes=2", "cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=1")
+    shared, apart = load(SHARE, *eight), load(*eight, "cluster.generate.nodes=2", "cluster.generate.gpus_per_node=2")
+    names = plan_refit.node_names(shared)
+    assert [names[rank] for rank in range(6)] == [f"train node {i}" for i in (0, 0, 1, 1, 0, 1)]
+    assert split.movable(apart) and not split.movable(load(SHARE, *eight, "cluster.generate.gpus_per_node=2"))
+
+
+# ---- CPUs, memory, threads ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "options"),
+    [
+        ({"gpus_per_node": 8}, ["--mem=0", "--exclusive"]),
+        ({"gpus_per_node": 8, "mem": "500G"}, ["--mem=500G", "--exclusive"]),
+        ({"gpus_per_node": 8, "mem": "default"}, ["--exclusive"]),
+        ({"gpus_per_node": 8, "exclusive": False}, []),
+        ({"gpus_per_node": 8, "exclusive": False, "mem": "500G"}, ["--mem=500G"]),
+        ({}, []),
+        ({"exclusive": True}, ["--mem=0", "--exclusive"]),
+    ],
+)
+def test_components_with_gpus_take_whole_nodes(keys, options):
+    given = nodes.allocation_options(ComponentConfig(**keys))
+    assert [option for option in given if option.startswith(("--mem", "--exclusive"))] == options
+
+
+def test_the_cpus_of_a_step():
+    def options(**keys) -> list[str]:
+        (share,) = nodes.shares({"train": ComponentConfig(**keys)}).values()
+        return [option for option in nodes.step_options(share) if "cpu" in option]
+
+    assert options(gpus_per_node=8) == ["--cpu-bind=none"]
+    assert options(gpus_per_node=8, cpus_per_task=12) == options(cpus_per_task=12) == ["--cpus-per-task=12"]
+    assert options() == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "environment", "threads"),
+    [
+        ({"gpus_per_node": 8}, {"SLURM_CPUS_ON_NODE": "96"}, "12"),
+        ({"gpus_per_node": 8}, {"SLURM_CPUS_ON_NODE": "4"}, "1"),
+        ({"gpus_per_node": 8}, {"SLURM_CPUS_ON_NODE": "96", "OMP_NUM_THREADS": "3"}, "3"),
+        ({"gpus_per_node": 8, "cpus_per_task": 5}, {"SLURM_CPUS_ON_NODE": "96"}, "5"),
+        ({"ranks_per_node": 2}, {"SLURM_CPUS_ON_NODE": "96"}, "1"),
+    ],
+)
+def test_threads_of_a_rank(keys, environment, threads):
+    (share,) = nodes.shares({"train": ComponentConfig(**keys)}).values()
+    assert bash(nodes.thread_exports(share), "OMP_NUM_THREADS", **environment) == threads
+
+
+def test_threads_of_ranks_beside_each_other(load):
+    for share in nodes.shares(components(load(SHARE, *FOUR_AND_TWO))).values():
+        assert bash(nodes.thread_exports(share), "OMP_NUM_THREADS", SLURM_CPUS_ON_NODE="96") == "16"
+    for share in nodes.shares(components(load(TOGETHER, "cluster.train.gpus_per_node=4"))).values():
+        assert bash(nodes.thread_exports(share), "OMP_NUM_THREADS", SLURM_CPUS_ON_NODE="96") == "24"
+
+
+def test_what_slurm_gives_a_part_of_a_node_is_noted(load):
+    part = ("cluster.train.exclusive=false", "cluster.train.cpus_per_task=8", *FOUR_AND_TWO)
+    (note,) = slurm_request.notes(load(*part))
+    assert note.startswith("cluster.train.mem: null with exclusive=false, so that Slurm's defaults hold")
+    assert not list(slurm_request.notes(load(*part, "cluster.train.mem=default")))
