@@ -20,7 +20,7 @@ SITE = (
     *("container_image", "container_mounts", "container_workdir", "container_env", "container_writable"),
 )
 """Where a component runs. How large it is and how long it runs, each recipe says for itself."""
-SIZES = ("ranks_per_node", "cpus_per_task", "gpus_per_node", "nodes")
+SIZES = ("share_nodes", "ranks_per_node", "cpus_per_task", "gpus_per_node", "nodes")
 
 
 def inspect(need: str, own: list[str], asking: Loaded, command_line: list[str]) -> Loaded:

@@ -3,7 +3,7 @@
     lengths, flops, cut, phase      what a step works on
     train_time, generate_time       seconds of its phases
     memory, ...                     bytes of the fullest rank
-    calibration, split              what an earlier run measured; other divisions of the nodes
+    calibration, split              what an earlier run measured; other divisions of nodes or GPUs
     estimate, report                all of it together, and as a table
 Needs the models' config.json alone: no weights, no torch. Every figure is an estimate.
 """

@@ -208,7 +208,7 @@ def _split(plan: Plan) -> Iterator[str]:
         else "by these estimates alone; a few measured steps would tell better"
     )
     if plan.split is None:
-        yield _line("split", f"no other division of the nodes makes a step clearly shorter, {by}")
+        yield _line("split", f"no other division makes a step clearly shorter, {by}")
     else:
         better = plan.split
         yield _line("split", f"{better} would take {_seconds(better.seconds)} a step, {better.gain:.0%} less, {by}")

@@ -1,4 +1,4 @@
-"""Whether the same nodes, divided otherwise between training and generation, would make a shorter step."""
+"""Whether the same nodes, or GPUs of shared nodes, divided otherwise between training and generation make a shorter step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ WORTH = 0.03  # of a step: a smaller gain is within what an estimate cannot tell
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    train: int  # nodes
+    key: str  # that divides: nodes, or gpus_per_node on shared nodes
+    train: int  # its value
     generate: int
     seconds: float  # of a step
     now: float
@@ -24,25 +25,37 @@ class Split:
         return 1 - self.seconds / self.now
 
     def __str__(self) -> str:
-        return f"cluster.train.nodes={self.train} cluster.generate.nodes={self.generate}"
+        return f"cluster.train.{self.key}={self.train} cluster.generate.{self.key}={self.generate}"
 
 
 def movable(recipe: Recipe) -> bool:
-    """Whether a node of one component could as well be the other's."""
+    """Whether a node, or a GPU of shared nodes, of one component could as well be the other's."""
     train, generate = recipe.cluster.train, recipe.cluster.generate
+    if not generates(recipe) or config.colocated(recipe) or not train.gpus_per_node:
+        return False
+    if recipe.cluster.share_nodes:
+        return train.gpus_per_node + generate.gpus_per_node > 2 and train.ranks_per_node is generate.ranks_per_node is None
     kinds = {(c.gpu, c.gpu_memory_gb, c.gpus_per_node, c.ranks_per_node, c.partition) for c in (train, generate)}
-    apart = generates(recipe) and not config.colocated(recipe) and not recipe.cluster.share_nodes
-    return apart and len(kinds) == 1 and train.gpus_per_node > 0 and train.nodes + generate.nodes > 2
+    return len(kinds) == 1 and train.nodes + generate.nodes > 2
+
+
+def _key(recipe: Recipe) -> str:
+    return "gpus_per_node" if recipe.cluster.share_nodes else "nodes"
+
+
+def _values(recipe: Recipe) -> tuple[int, int]:
+    """Of train and generate."""
+    return getattr(recipe.cluster.train, _key(recipe)), getattr(recipe.cluster.generate, _key(recipe))
 
 
 def others(recipe: Recipe) -> Iterator[Recipe]:
     """The recipe with every other division that its layout allows."""
-    train, generate = recipe.cluster.train, recipe.cluster.generate
-    total = train.nodes + generate.nodes
-    for nodes in range(1, total):
-        if nodes != train.nodes:
+    train, generate, key = recipe.cluster.train, recipe.cluster.generate, _key(recipe)
+    now, total = _values(recipe)[0], sum(_values(recipe))
+    for count in range(1, total):
+        if count != now:
             cluster = replace(
-                recipe.cluster, train=replace(train, nodes=nodes), generate=replace(generate, nodes=total - nodes)
+                recipe.cluster, train=replace(train, **{key: count}), generate=replace(generate, **{key: total - count})
             )
             candidate = replace(recipe, cluster=cluster)
             if _allowed(candidate):
@@ -61,9 +74,7 @@ def better(recipe: Recipe, now: float, step: Callable[[Recipe], float | None]) -
     """The division with the shortest step, if it gains enough. now: seconds of a step as it is. step: those of another recipe,
     None if it does not fit."""
     found = [
-        Split(other.cluster.train.nodes, other.cluster.generate.nodes, seconds, now)
-        for other in others(recipe)
-        if (seconds := step(other)) is not None
+        Split(_key(other), *_values(other), seconds, now) for other in others(recipe) if (seconds := step(other)) is not None
     ]
     best = min(found, key=lambda split: split.seconds, default=None)
     return best if best and best.gain > WORTH else None

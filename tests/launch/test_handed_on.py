@@ -59,6 +59,16 @@ def test_sizes_only_where_they_fit(here):
     assert note.startswith("cluster.train.nodes=3: not handed on to base, which it does not fit: policy.dtensor_cfg.tensor")
 
 
+def test_shared_nodes_only_where_they_fit(here):
+    in_turn = write_recipe(here, "base")
+    recipe = yaml.safe_load(in_turn.read_text())
+    recipe["policy"]["generation"] = {"colocated": {"enabled": True}}
+    in_turn.write_text(yaml.safe_dump(recipe))
+    write_recipe(here, "second", needs=["base"], run_dir="runs/second")
+    base = needed("cluster.share_nodes=true", "cluster.train.partition=gpu")
+    assert base.problems == [] and not base.recipe.cluster.share_nodes and base.recipe.cluster.train.partition == "gpu"
+
+
 def test_where_the_files_of_the_recipe_run_goes_below_the_needed_one_s_own(here):
     site = {"partition": "gpu", "account": "team", "env_vars": {"NCCL_DEBUG": "INFO", "A": "${not a key}"}, "nodes": 2}
     site["env_vars"]["A"] = "two words"

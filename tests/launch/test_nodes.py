@@ -9,7 +9,6 @@ from launch import allocation, nodes, plan_refit
 from launch.job import components
 from launch.local import rank_environments
 from launch.nodes import Guest
-from launch.plan import split
 from launch.preflight import allocation as allocated
 from launch.preflight import slurm_request
 from launch.slurm import batch_script
@@ -129,17 +128,21 @@ def test_inside_an_allocation(load, monkeypatch):
 
 def test_on_this_machine(load, monkeypatch):
     monkeypatch.setattr("launch.gpus.count", lambda: (8, "nvidia-smi"))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64))
+    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
     ranks = rank_environments(components(load(SHARE, *FOUR_AND_TWO)))
     assert [each["CUDA_VISIBLE_DEVICES"] for each in ranks] == ["0,1,2,3"] * 4 + ["4,5"] * 2
+    assert {each["OMP_NUM_THREADS"] for each in ranks} == {"10"}  # of 64 CPUs for 6 ranks
+    in_turn = rank_environments(components(load(TOGETHER, "cluster.train.gpus_per_node=4")))
+    assert {each["OMP_NUM_THREADS"] for each in in_turn} == {"16"}
 
 
 def test_what_the_plan_knows_of_nodes(load):
-    eight = ("cluster.train.nodes=2", "cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=1")
-    shared, apart = load(SHARE, *eight), load(*eight, "cluster.generate.nodes=2", "cluster.generate.gpus_per_node=2")
-    names = plan_refit.node_names(shared)
+    names = plan_refit.node_names(
+        load(SHARE, "cluster.train.nodes=2", "cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=1")
+    )
     assert [names[rank] for rank in range(6)] == [f"train node {i}" for i in (0, 0, 1, 1, 0, 1)]
-    assert split.movable(apart) and not split.movable(load(SHARE, *eight, "cluster.generate.gpus_per_node=2"))
 
 
 # ---- CPUs, memory, threads ----------------------------------------------------------------------------------------------

@@ -43,6 +43,16 @@ def test_a_measured_run_decides(tmp_path):
     assert found.split.train == 11 and "as measured in" in " ".join(report.text(found).split())
 
 
+def test_gpus_of_shared_nodes():
+    shared = ("cluster.share_nodes=true", "cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=6")
+    recipe, choice = choose(*shared, "policy.generation.vllm_cfg.tensor_parallel_size=2")
+    gpus = [(other.cluster.train.gpus_per_node, other.cluster.generate.gpus_per_node) for other in split.others(recipe)]
+    assert gpus == [(4, 4), (6, 2)]
+    found = plan(recipe, choice)
+    assert found.split.train == 4 and str(found.split) == "cluster.train.gpus_per_node=4 cluster.generate.gpus_per_node=4"
+    assert not split.movable(choose(*shared, "cluster.train.ranks_per_node=1")[0])
+
+
 def test_nothing_to_move():
     assert not split.movable(choose()[0])  # one node each
     assert not split.movable(choose(*TWELVE, "cluster.generate.gpu=h200")[0])
