@@ -1,0 +1,155 @@
+"""Tensors that say they are on a GPU, on a machine without one: an operation that mixes them with the host's is refused.
+
+torch's FakeTensorMode does the like without values, so it ends where code reads a number, counts what is not zero or compares
+digests; and it lets a tensor of the host be an index, for which a GPU waits. Here the values are real and lie in the host's
+memory, so that results can be compared with the host's.
+
+Left out: backward passes, which torch runs in a thread of the device. A `backward` of an autograd.Function can be called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+GPU = torch.device("cuda", 0)
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+"""What may take a tensor from one device to the other."""
+_CUDA, _META = 1, 14  # of c10::DeviceType
+
+
+class MixedDevices(RuntimeError):
+    """A tensor of the host has met one of the GPU."""
+
+
+class OnGPU(torch.Tensor):
+    """Holds its values in a tensor of the host."""
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, host.shape, strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype, device=GPU
+        )
+
+    def __init__(self, host: torch.Tensor):
+        self.host = host
+
+    def tolist(self) -> Any:
+        return self.host.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise MixedDevices(f"{function} of a pretended GPU's tensor, outside of `pretended`")
+
+
+class Pretending(TorchDispatchMode):
+    """What `pretended` does for one thread; other threads of the test enter it by themselves."""
+
+    def __enter__(self):
+        self._before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=GPU) makes one of the host, and copies it
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        torch._C._set_only_lift_cpu_tensors(self._before)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        held = {id(value.host): value for value in given if isinstance(value, OnGPU)}
+        hosts = [value for value in given if not isinstance(value, OnGPU) and value.ndim]  # numbers are passed by value
+        if held and hosts and function not in COPIES:
+            shapes = ", ".join(f"{value.dtype} {list(value.shape)}" for value in hosts)
+            raise MixedDevices(f"{function}: a tensor of the GPU meets the host's {shapes}")
+        device = kwargs.get("device")
+        there = bool(held) if device is None else torch.device(device).type == "cuda"
+        if device is not None and there:
+            kwargs = kwargs | {"device": torch.device("cpu")}
+        kwargs = {name: False if name == "pin_memory" else value for name, value in kwargs.items()}
+        result = function(*tree_map(_host, args), **tree_map(_host, kwargs))
+        if function is torch.ops.aten.copy_.default:  # its device is that of what is written
+            return args[0]
+        return tree_map(lambda value: _placed(value, held, there), result)
+
+
+def _host(value: Any) -> Any:
+    return value.host if isinstance(value, OnGPU) else value
+
+
+def _placed(value: Any, held: dict[int, OnGPU], there: bool) -> Any:
+    if not there or not isinstance(value, torch.Tensor):
+        return value
+    return held.get(id(value)) if id(value) in held else OnGPU(value)  # what was changed in place is still the same tensor
+
+
+@contextmanager
+def pretended() -> Iterator[torch.device]:
+    """Let there be a GPU, for tensors that this thread makes meanwhile. Yields its device."""
+    guards = (ctypes.c_void_p * (_META + 1)).in_dll(_c10(), "_ZN3c104impl26device_guard_impl_registryE")
+    before = guards[_CUDA]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(torch.cuda, "Event", _Event)
+        patch.setattr(torch.cuda, "current_stream", lambda device: _Event())
+        guards[_CUDA] = guards[_META]  # a build for CPUs has no guard of GPUs; that of meta tensors does nothing
+        try:
+            with Pretending():
+                yield GPU
+        finally:
+            guards[_CUDA] = before
+
+
+class _Event:
+    """Stands for torch.cuda.Event, and for a stream that has nothing left to do."""
+
+    def __init__(self, enable_timing: bool = False):
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: _Event) -> float:
+        return 1e3 * (later._at - self._at)
+
+
+def _c10() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
+
+
+def moved(value: Any, device: torch.device | str) -> Any:
+    """Return tensors, and dataclasses and tuples of them, on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device)
+    if dataclasses.is_dataclass(value):
+        return type(value)(*(moved(getattr(value, field.name), device) for field in dataclasses.fields(value)))
+    return tuple(moved(part, device) for part in value) if isinstance(value, tuple) else value
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Both are dataclasses, tuples or dictionaries of tensors, the first ones on the GPU."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, OnGPU)
+        torch.testing.assert_close(found.host, expected.detach(), rtol=0, atol=0, equal_nan=True)
+    elif dataclasses.is_dataclass(expected):
+        for field in dataclasses.fields(expected):
+            assert_same(getattr(found, field.name), getattr(expected, field.name))
+    elif isinstance(expected, (tuple, list, dict)):
+        assert len(found) == len(expected)
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            assert_same(found[key], expected[key])
+    else:
+        assert found == expected

@@ -1,0 +1,103 @@
+"""Refits between GPUs: what ranks pack, encode, decode, write and hash there meets no tensor of the host."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from pipeline.refit import sides, transfer
+from pipeline.refit.base import Report
+from pipeline.refit.digest import compare
+from tests.device.pretended import OnGPU, Pretending, pretended
+from tests.refit import ranks
+from tests.refit.ranks import AWKWARD, GENERATE, TRAIN, World
+
+ONE, TWO = ((2, 3),), ((2,), (3,))  # engines
+BF16, FP32 = torch.bfloat16, torch.float32
+CASES = (  # precision of train rank, wire and generate rank; engines, sharing a node or not; from where on nothing is staged
+    (BF16, BF16, BF16, ONE, False, 64),
+    (FP32, BF16, FP32, TWO, True, 1 << 18),  # cast at both ends, and passed on
+)
+VERSIONS = (1, 2)  # in the second 3% have changed
+PATIENCE_S = 60
+
+
+class Way:
+    """From one rank to another. What is posted first at one end belongs to what is posted first at the other."""
+
+    def __init__(self):
+        self._sent: list[torch.Tensor] = []
+        self._awaited = 0
+        self._news = threading.Condition()
+
+    def put(self, tensor: torch.Tensor) -> None:
+        with self._news:
+            self._sent.append(tensor.clone())
+            self._news.notify_all()
+
+    def number(self) -> int:
+        self._awaited += 1
+        return self._awaited - 1
+
+    def take(self, number: int) -> torch.Tensor:
+        with self._news:
+            assert self._news.wait_for(lambda: len(self._sent) > number, PATIENCE_S)
+            return self._sent[number]
+
+
+class Arrival:
+    def __init__(self, way: Way, tensor: torch.Tensor):
+        self._way, self._tensor, self._number = way, tensor, way.number()
+
+    def wait(self) -> None:
+        self._tensor.copy_(self._way.take(self._number))
+
+
+class Mail:
+    """Stands for the spanning group, between threads."""
+
+    def __init__(self):
+        self._ways = {(a, b): Way() for a in range(4) for b in range(4)}
+
+    def post(self, world: World, out: transfer.Tagged, into: transfer.Tagged) -> list[Arrival]:
+        assert all(isinstance(tensor, OnGPU) for _, tensor, _ in (*out, *into))
+        for peer, tensor, _ in out:
+            self._ways[world.rank, peer].put(tensor)
+        return [Arrival(self._ways[peer, world.rank], tensor) for peer, tensor, _ in into]
+
+
+@pytest.mark.parametrize("case", CASES, ids=["in place", "staged"])
+@pytest.mark.parametrize("transport", ["planned", "delta"])
+def test_all_stays_on_the_gpu(monkeypatch, transport, case):
+    train, wire, generate, engines, share, direct = case
+    monkeypatch.setattr(sides, "DIRECT", direct)
+    monkeypatch.setattr(transfer, "post", Mail().post)
+    full = [ranks.weights(AWKWARD, version, train) for version in VERSIONS]
+    with pretended() as device:
+        made = ranks.backends(AWKWARD, engines, train, generate, device)
+        plan = ranks.planned(AWKWARD, made, engines, wire, 2000, share)
+
+        def work(rank: int) -> list[Report]:
+            with Pretending():
+                world, reports = World(rank, device, None, None, None), []
+                refit = ranks.prepared(world, made[rank], wire, transport, plan)
+                for version, weights in zip(VERSIONS, full, strict=True):
+                    if rank in TRAIN:
+                        made[rank].fill(weights)
+                    reports.append(ranks.transfer(world, refit, made[rank]))
+                    if rank in GENERATE:
+                        made[rank].commit(version)
+                        made[rank].check({name: tensor.to(ranks.kept(name, wire)) for name, tensor in weights.items()})
+                return reports
+
+        with ThreadPoolExecutor(4) as pool:
+            done = [pool.submit(work, rank) for rank in (*TRAIN, *GENERATE)]
+            reports = [one.result() for one in done]
+    for version, said in zip(VERSIONS, zip(*reports, strict=True), strict=True):
+        by_rank = dict(enumerate(said))
+        compare(plan, list(AWKWARD.shapes), {r: by_rank[r] for r in TRAIN}, {r: by_rank[r] for r in GENERATE}, version)
+    if transport == "delta":
+        assert reports[2][1].received < reports[2][0].received / 2

@@ -1,0 +1,36 @@
+"""Refits over a group that keeps NCCL's rules, where ranks pass on what came, share a node, or have nothing in a round."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.nccl import install
+from tests.refit import ranks
+from tests.refit.ranks import World
+from tests.refit.test_transfer import CASES, transfers
+
+
+def refits(world: World, folder: Path, transport: str) -> None:
+    """As `transfers`, on a spanning group whose communicator is made first, as in a run."""
+    os.environ |= {
+        "HETSTEP_NODE": "here",
+        "HETSTEP_COMPONENT": "any",
+        "HETSTEP_LOCAL_RANK": str(world.rank),
+        install.SWITCH: "60",
+    }
+    install.register()
+    plain, dist.group.WORLD = world.spanning, world.spanning
+    world.spanning = dist.new_group(backend=install.NAME)
+    dist.all_reduce(torch.zeros(1), group=world.spanning)
+    transfers(world, folder, transport, CASES)
+    world.spanning = plain
+
+
+@pytest.mark.parametrize("transport", ["planned", "delta"])
+def test_what_arrives_is_what_was_sent(transport, tmp_path):
+    ranks.run(refits, tmp_path, transport)
