@@ -77,11 +77,16 @@ def torch_has_cuda() -> bool:
 
 def candidates(loaded: Loaded, there: int) -> Iterator[Changes]:
     """Yield changes that give each rank a GPU, the best first. there: how many GPUs the machine has, at least 1."""
-    tree = layers.of(asdict(loaded.recipe), None)
     for changes in _candidates(loaded.recipe, there):
-        differing = {key: value for key, value in changes.items() if tree.find(key).value != value}
-        if not any(loaded.origins.get(key) == layers.COMMAND_LINE for key in differing):
-            yield differing
+        changing = differing(loaded.recipe, changes)
+        if not any(loaded.origins.get(key) == layers.COMMAND_LINE for key in changing):
+            yield changing
+
+
+def differing(recipe: Recipe, changes: Changes) -> Changes:
+    """Return the changes that change something."""
+    tree = layers.of(asdict(recipe), None)
+    return {key: value for key, value in changes.items() if tree.find(key).value != value}
 
 
 def _candidates(recipe: Recipe, there: int) -> Iterator[Changes]:
@@ -93,13 +98,13 @@ def _candidates(recipe: Recipe, there: int) -> Iterator[Changes]:
     if sum(parts[name].nodes * per_node[name] for name in owners) <= there:
         yield {f"cluster.{name}.gpus_per_node": count for name, count in per_node.items()}
     shared = ("train", "generate") if "generate" in parts else ("train",)
-    sharing = _turns(recipe) if "generate" in parts else {}
+    sharing = in_turn(recipe) if "generate" in parts else {}
     for count in range(min(there, *(ranks(parts[name]) for name in shared)), 0, -1):
         sizes = {"nodes": 1, "ranks_per_node": count, "gpus_per_node": count}
         yield {**sharing, **{f"cluster.{name}.{key}": size for name in shared for key, size in sizes.items()}}
 
 
-def _turns(recipe: Recipe) -> Changes:
+def in_turn(recipe: Recipe) -> Changes:
     """Return the changes with which train and generate ranks have the same GPUs in turn."""
     changes: Changes = {"policy.generation.colocated.enabled": True, "cluster.share_nodes": False}
     changes |= {f"cluster.generate.{key}": getattr(recipe.cluster.train, key) for key in SHARED}

@@ -35,7 +35,7 @@ from launch import allocation, backend, command_line, executor, local, run_folde
 from launch.follow import Follower, Metrics
 from launch.job import JobRecord, RunJob, components, read_record, write_record
 from launch.model_files import Pending
-from launch.plan import plan, report
+from launch.plan import modes, plan, report
 from launch.preflight import architecture
 from launch.prepare import RESTART_S, Prepared, file_problems, folder_name, folder_problems, in_order, prepare
 from launch.units import plural
@@ -137,7 +137,7 @@ def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
     missing = list(file_problems(recipe, executor.choose(recipe), pending, True, notes)) or folder_problems(recipe)
     for note in notes:
         print(f"# {note}")
-    print(report.text(planned))
+    print(report.text(planned, modes.compare(planned)))
     if missing:
         print("\nbefore it can run here:\n  - " + "\n  - ".join(missing))
     refuse(planned.problems())

@@ -12,15 +12,16 @@ from typing import Any
 from launch import backend, plan_refit
 from launch.model_files import described
 from launch.model_shape import ModelShape
-from launch.plan import calibration, generate_time, lengths, memory, sharing, split, train_time
+from launch.plan import calibration, generate_time, lengths, memory, pace, sharing, split, train_time
 from launch.plan.calibration import Measured
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
-from launch.plan.phase import Phase, seconds_by_clock, step_seconds
+from launch.plan.pace import Pace
+from launch.plan.phase import Phase, seconds_by_clock
 from launch.plan.split import Split
 from launch.preflight.space import saved_bytes
 from pipeline import config
-from pipeline.config import PAIRED, Recipe, RecipeError, generates, hardware, ranks, runs_ahead, section, uses_megatron
+from pipeline.config import PAIRED, Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
 from pipeline.config.schema import PlanConfig
 
 GIGA = 1e9
@@ -32,6 +33,7 @@ ROOM = 0.8  # of a GPU, for weights of an engine: what is left must hold a KV ca
 class Plan:
     recipe: Recipe
     choice: backend.Choice
+    models: Mapping[str, Mapping[str, Any]]  # config.json, by the sections of config.models
     shapes: Mapping[str, ModelShape]  # by the sections of config.models
     lengths: Lengths
     train: TrainMemory
@@ -49,9 +51,18 @@ class Plan:
         """Of a step, by clock."""
         return seconds_by_clock(self.phases)
 
+    @cached_property
+    def pace(self) -> Pace:
+        load, recipe = None, self.recipe
+        if self.generate and self.phases:
+            gpu = hardware.gpu(recipe.cluster.generate.gpu)
+            load = generate_time.load(recipe, self.shapes["policy"], self.lengths, gpu, self.generate.tokens)
+        sampling = sum(phase.seconds for phase in self.phases if phase.name in generate_time.SAMPLING)
+        return pace.of(recipe, self.seconds, sampling, load)
+
     @property
     def step(self) -> float:
-        return step_seconds(self.seconds, runs_ahead(self.recipe))
+        return self.pace.step
 
     @property
     def steps(self) -> int | None:
@@ -217,18 +228,54 @@ def plan(recipe: Recipe, choice: backend.Choice, before: Path | None = None, pen
     train = memory.train(recipe, found)
     generate = memory.generate(recipe, found["policy"]) if generates(recipe) else None
     refit, unknown = _refit(recipe, described["policy"])
-    phases, validation, ratios = [], 0.0, {}
-    if priced(recipe) and (generate is None or generate.tokens > 0):
-        phases = step_phases(recipe, found, spread, generate, _refit_phase(recipe, generate, refit))
-        validation = validation_seconds(recipe, found, spread, generate)
-        ratios = _ratios(earlier, pending) if earlier else {}
-        phases = calibration.scaled(phases, ratios)
-        if validation is not None:
-            validation *= ratios.get("rollout" if generates(recipe) else "train", 1.0)
-    made = Plan(recipe, choice, found, spread, train, generate, refit, unknown, phases, validation, earlier, ratios, None)
-    if not phases or not made.fits or not split.movable(recipe):
+    ratios = _ratios(earlier, pending) if earlier and _runs(recipe, generate) else {}
+    made = Plan(recipe, choice, described, found, spread, train, generate, refit, unknown, [], 0.0, earlier, ratios, None)
+    made = _timed(made, calibration.scaled(_refit_phases(recipe, generate, refit), ratios))
+    if not made.phases or not made.fits or not split.movable(recipe):
         return made
-    return replace(made, split=split.better(recipe, made.step, lambda other: _other_step(made, other)))
+    return replace(made, split=split.better(recipe, made.step, lambda other: step_elsewhere(made, other)))
+
+
+def elsewhere(plan: Plan, recipe: Recipe) -> Plan:
+    """Return the plan of its recipe with other keys, but the same models, lengths and calibration. It has no times if it does
+    not fit. Raises RecipeError."""
+    made = _untimed(plan, recipe)
+    if not made.fits:
+        return made
+    refit, unknown = _refit(recipe, plan.models["policy"])
+    made = replace(made, refit=refit, refit_unknown=unknown)
+    return _timed(made, calibration.scaled(_refit_phases(recipe, made.generate, refit), plan.ratios))
+
+
+def step_elsewhere(plan: Plan, recipe: Recipe) -> float | None:
+    """Return the seconds of a step of that recipe, None if it does not fit. A refit is taken to be as long as now."""
+    made = _untimed(plan, recipe)
+    if not made.fits:
+        return None
+    return _timed(made, [phase for phase in plan.phases if phase.clock == "refit"]).step
+
+
+def _untimed(plan: Plan, recipe: Recipe) -> Plan:
+    train = memory.train(recipe, dict(plan.shapes))
+    generate = memory.generate(recipe, plan.shapes["policy"])
+    return replace(plan, recipe=recipe, train=train, generate=generate, phases=[], validation=0.0, split=None)
+
+
+def _timed(plan: Plan, refit: Sequence[Phase]) -> Plan:
+    """Return a plan with its times, if these can be told. refit: its phases on the wire, calibrated."""
+    recipe, generate = plan.recipe, plan.generate
+    if not _runs(recipe, generate):
+        return plan
+    phases = calibration.scaled(step_phases(recipe, plan.shapes, plan.lengths, generate), plan.ratios)
+    validation = validation_seconds(recipe, plan.shapes, plan.lengths, generate)
+    if validation is not None:
+        validation *= plan.ratios.get("rollout" if generates(recipe) else "train", 1.0)
+    return replace(plan, phases=[*phases, *refit], validation=validation)
+
+
+def _runs(recipe: Recipe, generate: GenerateMemory | None) -> bool:
+    """Whether times can be told: not without GPUs, nor without room for a KV cache."""
+    return priced(recipe) and (generate is None or generate.tokens > 0)
 
 
 def priced(recipe: Recipe) -> bool:
@@ -276,9 +323,8 @@ def step_phases(
     shapes: Mapping[str, ModelShape],
     lengths: Lengths,
     generate: GenerateMemory | None,
-    refit: Phase | None,
 ) -> list[Phase]:
-    """Of a step, in their order, not calibrated. refit: None if it is not known."""
+    """Of a step, in their order, not calibrated, but for what a refit moves."""
     train = train_time.phases(recipe, shapes, lengths, hardware.gpu(recipe.cluster.train.gpu))
     if generate is None:
         return train
@@ -291,7 +337,7 @@ def step_phases(
     found += train
     if config.colocated(recipe):
         found += sharing.phases(recipe, memory.train(recipe, dict(shapes)), generate)
-    return found + ([refit] if refit else [])
+    return found
 
 
 def validation_seconds(
@@ -325,10 +371,13 @@ def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[plan_refit.Predict
         return None, str(error)
 
 
-def _refit_phase(recipe: Recipe, generate: GenerateMemory | None, refit: plan_refit.Prediction | None) -> Phase | None:
+def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: plan_refit.Prediction | None) -> list[Phase]:
+    """What a refit moves, not calibrated; none if that is not known."""
+    if not _runs(recipe, generate):
+        return []
     if config.colocated(recipe):
-        return sharing.refit(recipe, generate.received, refit)
-    return Phase("refit", "weights to the engines", 0.0, {"transfer": _refit_seconds(recipe, refit)}) if refit else None
+        return [sharing.refit(recipe, generate.received, refit)]
+    return [Phase("refit", "weights to the engines", 0.0, {"transfer": _refit_seconds(recipe, refit)})] if refit else []
 
 
 def _refit_seconds(recipe: Recipe, refit: plan_refit.Prediction) -> float:
@@ -348,19 +397,9 @@ def _ratios(measured: Measured, pending: Sequence[Path]) -> dict[str, float]:
     found = _shapes(models)
     spread = lengths.assumed(replace(recipe, plan=PlanConfig()), measured.prompt, measured.answer, measured.where)
     generate = memory.generate(recipe, found["policy"]) if generates(recipe) else None
-    refit = _refit_phase(recipe, generate, _refit(recipe, models["policy"])[0])
-    phases = step_phases(recipe, found, spread, generate, refit)
-    return calibration.ratios(measured, seconds_by_clock(phases))
-
-
-def _other_step(plan: Plan, recipe: Recipe) -> float | None:
-    """Seconds of a step with another division of the nodes, None if it does not fit. A refit is taken to be as long as now."""
-    train, generate = memory.train(recipe, plan.shapes), memory.generate(recipe, plan.shapes["policy"])
-    if not replace(plan, recipe=recipe, train=train, generate=generate).fits:
-        return None
-    phases = step_phases(recipe, plan.shapes, plan.lengths, generate, None)
-    seconds = seconds_by_clock(calibration.scaled(phases, plan.ratios))
-    return step_seconds(seconds, runs_ahead(recipe)) + plan.seconds.get("refit", 0.0)
+    refit = _refit_phases(recipe, generate, _refit(recipe, models["policy"])[0])
+    phases = step_phases(recipe, found, spread, generate)
+    return calibration.ratios(measured, seconds_by_clock([*phases, *refit]))
 
 
 def _cut_keys(recipe: Recipe) -> str:

@@ -25,6 +25,8 @@ from launch.plan.phase import Phase
 from pipeline.config import PRECISIONS, Recipe, engine_ranks, hardware, section
 from pipeline.config.hardware import GPU
 
+SAMPLING = ("prefill", "decode")
+"""The phases of a rollout that engines take part in."""
 POINTS = 200  # at which the last sequences are added up
 
 
@@ -114,20 +116,36 @@ def engine(recipe: Recipe, shape: ModelShape, gpu: GPU) -> Engine:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the busiest engine decodes in a rollout."""
+
+    engine: Engine
+    count: float  # answers
+    slots: int  # that it decodes at once
+    lengths: Lengths
+    answers: float  # of all engines together
+
+
+def load(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPU, cache_tokens: float) -> Load:
+    prompts, answers = sampled(recipe)
+    own = math.ceil(prompts / engines(recipe.policy, recipe.cluster.generate)) * answers / prompts
+    return Load(engine(recipe, shape, gpu), own, slots(recipe, cache_tokens, lengths), lengths, answers)
+
+
 def phases(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPU, cache_tokens: float) -> list[Phase]:
     """Of a step, on the generate ranks."""
-    made, one = engines(recipe.policy, recipe.cluster.generate), engine(recipe, shape, gpu)
+    made, own = engines(recipe.policy, recipe.cluster.generate), load(recipe, shape, lengths, gpu, cache_tokens)
     prompts, answers = sampled(recipe)
     known = recipe.policy.generation.backend == "vllm" and recipe.policy.generation.vllm_cfg.enable_prefix_caching
     read = prompts if known else answers
     prefill = flops.forward(shape, read * lengths.prompt, read * lengths.prompt**2 / 2)
-    share = math.ceil(prompts / made) * made / prompts  # the busiest engine's prompts against the mean
-    found = [Phase("rollout", "prefill", prefill, {"matrix products": share * prefill / (made * one.ranks * one.rate)})]
+    share = own.count * made / answers  # the busiest engine's prompts against the mean
+    seconds = share * prefill / (made * own.engine.ranks * own.engine.rate)
+    found = [Phase("rollout", SAMPLING[0], prefill, {"matrix products": seconds})]
     pairs = answers * (lengths.prompt * lengths.answer + lengths.squared_answer / 2)
     work = 2 * shape.active * answers * lengths.answer + flops.decode_attention(shape, pairs)
-    own = math.ceil(prompts / made) * answers / prompts
-    parts = decoding(one, own, slots(recipe, cache_tokens, lengths), lengths, answers)
-    return [*found, Phase("rollout", "decode", work, parts)]
+    return [*found, Phase("rollout", SAMPLING[1], work, decoding(own.engine, own.count, own.slots, lengths, answers))]
 
 
 def decoding(engine: Engine, count: float, slots: int, lengths: Lengths, answers: float) -> dict[str, float]:

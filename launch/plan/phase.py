@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 CLOCKS = ("rollout", "train", "refit")
-"""As the loop's own clocks are called: metrics.jsonl has time/<clock>. They follow each other in a step, unless sampling runs
-ahead of training: then rollout and training go on at once."""
+"""As the loop's own clocks are called: metrics.jsonl has time/<clock>. What a step takes of them says `pace.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +27,3 @@ class Phase:
 
 def seconds_by_clock(phases: list[Phase]) -> dict[str, float]:
     return {clock: total for clock in CLOCKS if (total := sum(p.seconds for p in phases if p.clock == clock))}
-
-
-def step_seconds(seconds: Mapping[str, float], ahead: bool) -> float:
-    """Of a whole step. ahead: whether sampling runs ahead of training, so that only the longer of the two counts."""
-    hidden = min(seconds.get("rollout", 0.0), seconds.get("train", 0.0)) if ahead else 0.0
-    return sum(seconds.values()) - hidden

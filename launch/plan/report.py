@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from launch.plan import sharing, split
+from launch.plan import modes, sharing, split
 from launch.plan.cut import engines
 from launch.plan.estimate import Plan, components, priced
+from launch.plan.modes import Mode
 from launch.plan_refit import cut_sizes
 from launch.units import plural as _plural
 from launch.units import seconds as _seconds
@@ -17,14 +18,16 @@ from pipeline.config import ComponentConfig, Recipe, generates, hardware, ranks,
 
 WIDTH = 128
 LABEL = 14
+MODE_WIDTHS = (10, 8, 10, 14, 14, 14)
 FULL = 0.85  # of a GPU that an engine has for itself: beyond that little is left to gain
 
 
-def text(plan: Plan) -> str:
+def text(plan: Plan, compared: Sequence[Mode] = ()) -> str:
+    """Return the table. compared: what else the recipe could be, as `modes.compare` finds it."""
     parts = [_headline(plan), _models(plan), _memory(plan)]
     if generates(plan.recipe):
         parts.append(_refit(plan))
-    parts += [_times(plan), _run(plan), _assumptions(plan), _verdict(plan)]
+    parts += [_times(plan), _modes(plan, compared), _run(plan), _assumptions(plan), _verdict(plan)]
     return "\n\n".join("\n".join(part) for part in map(list, parts) if part)
 
 
@@ -149,8 +152,13 @@ def _times(plan: Plan) -> Iterator[str]:
             if phase.clock == clock:
                 work = f"{phase.flops:.2e}" if phase.flops else ""
                 yield f"  {phase.name:34s}{work:>10s}{_seconds(phase.seconds):>10s}   {_most(phase.parts)}"
-    at_once = "   rollout and training at once" if runs_ahead(plan.recipe) else ""
+    at_once = f"   rollout and training at once{_under_way(plan.recipe)}" if runs_ahead(plan.recipe) else ""
     yield f"{'all':36s}{sum(phase.flops for phase in plan.phases):10.2e}{_seconds(plan.step):>10s}{at_once}"
+
+
+def _under_way(recipe: Recipe) -> str:
+    ahead = recipe.grpo.async_grpo
+    return f", {ahead.max_trajectory_age_steps + 1} rollouts under way" if ahead.in_flight_weight_updates else ""
 
 
 def _most(parts: Mapping[str, float]) -> str:
@@ -158,6 +166,47 @@ def _most(parts: Mapping[str, float]) -> str:
     total = sum(parts.values())
     shares = sorted(((seconds / total, name) for name, seconds in parts.items() if total), reverse=True)
     return ", ".join(f"{name} {share:.0%}" for share, name in shares[:3] if share > 0.05)
+
+
+def _modes(plan: Plan, compared: Sequence[Mode]) -> Iterator[str]:
+    if not compared:
+        return
+    cost = "GPU-hours" if plan.steps else "GPU-s a step"
+    columns = zip(("nodes", "GPUs", "a step", cost, "train waits", "engines wait"), MODE_WIDTHS, strict=True)
+    yield f"{'the same nodes':26s}" + "".join(f"{name:>{width}s}" for name, width in columns)
+    for mode in compared:
+        name = mode.name if mode.changes or mode.plan is None else f"{mode.name}, as it is"
+        if mode.why_not:
+            yield textwrap.fill(f"not so: {mode.why_not}", WIDTH, initial_indent=f"  {name:24s}", subsequent_indent=" " * 26)
+        else:
+            yield f"  {name:24s}{_mode(mode)}"
+    yield _line("choice", _choice(compared))
+
+
+def _mode(mode: Mode) -> str:
+    found, cluster = mode.plan, mode.plan.recipe.cluster
+    nodes, waits = f"{cluster.train.nodes} + {cluster.generate.nodes}", [found.pace.train, found.pace.generate]
+    cells = [found.gpus, _seconds(found.step), f"{mode.cost if found.gpu_hours is None else found.gpu_hours:,.0f}"]
+    if config.colocated(found.recipe):
+        cells = [cluster.train.nodes, *cells, "-", "-", f"   {mode.moving:.0%} for changing turns"]
+    else:
+        cells = [nodes, *cells, *(f"{seconds / found.step:.0%}" for seconds in waits), ""]
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, (*MODE_WIDTHS, 0), strict=True))
+
+
+def _choice(compared: Sequence[Mode]) -> str:
+    """What takes the fewest GPU-hours, against the others, and with which keys."""
+    best = modes.choose(compared)
+    if best is None:
+        return "none of them fits"
+    told = []
+    for mode in compared:
+        if mode is not best and not mode.why_not:
+            gain = 1 - best.cost / mode.cost
+            less = f"{gain:.0%} fewer GPU-hours a step than {mode.name}"
+            told.append(less if gain >= 0 else f"{mode.name} takes {-gain:.0%} fewer, but trains on older rollouts")
+    keys = " ".join(f"{key}={str(value).lower()}" for key, value in best.changes.items())
+    return "; ".join([f"{best.name}: {', '.join(told) or 'nothing else fits'}", *([keys] if keys else [])])
 
 
 def _run(plan: Plan) -> Iterator[str]:

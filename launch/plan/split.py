@@ -35,8 +35,13 @@ def movable(recipe: Recipe) -> bool:
         return False
     if recipe.cluster.share_nodes:
         return train.gpus_per_node + generate.gpus_per_node > 2 and train.ranks_per_node is generate.ranks_per_node is None
-    kinds = {(c.gpu, c.gpu_memory_gb, c.gpus_per_node, c.ranks_per_node, c.partition) for c in (train, generate)}
-    return len(kinds) == 1 and train.nodes + generate.nodes > 2
+    return alike(recipe) and train.nodes + generate.nodes > 2
+
+
+def alike(recipe: Recipe) -> bool:
+    """Return whether the nodes of both components are the same."""
+    parts = recipe.cluster.train, recipe.cluster.generate
+    return len({(c.gpu, c.gpu_memory_gb, c.gpus_per_node, c.ranks_per_node, c.partition) for c in parts}) == 1
 
 
 def _key(recipe: Recipe) -> str:

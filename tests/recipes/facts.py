@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, ValueConfig, section, uses_megatron
+from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, ValueConfig, runs_ahead, section, uses_megatron
 from pipeline.config.algorithms import ONLINE
 from pipeline.config.megatron import MegatronOptimizerConfig, MegatronSchedulerConfig
 from pipeline.config.nemo_rl.facts import has_experts
@@ -69,7 +69,8 @@ def _is_held(recipe: Recipe, key: str) -> bool:
     policy_gradient = recipe.algorithm in ("grpo", "ppo")
     match section:
         case recipe.algorithm:
-            return not below.startswith("async_")
+            held = "max_generation_failures" not in below
+            return held and (runs_ahead(recipe) if below.startswith("async_grpo.") else True)
         case "loss_fn":
             return policy_gradient != (below in DISTILLS) if recipe.algorithm in ("grpo", "ppo", "distillation") else False
         case "value_loss_fn":

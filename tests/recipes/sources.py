@@ -57,13 +57,15 @@ DECIDES = (  # of NeMo-RL's keys, what decides what is learned, and what a trans
     ),
     *(f"policy.generation.{key}" for key in ("backend", "max_new_tokens", "temperature", "top_*", "val_*", "stop_*")),
     "policy.generation.vllm_cfg.logprobs_mode",
+    "policy.generation.colocated.*",
     "data.*",
     "env.math.*",
     "cluster.num_nodes",
     "cluster.gpus_per_node",
 )
 SAYS_NOTHING = (  # of those: how much of it runs where
-    "*.async_*",
+    "*.async_grpo.max_generation_failures",
+    "*.async_ppo.*",
     "*.val_micro_batch_size",
     "data.num_workers",
     "*.foreach",
@@ -149,7 +151,8 @@ def tree(source: Source, folder: Path) -> dict[str, Any]:
 def deciding(leaves: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Of the leaves of a recipe of theirs, those to keep."""
     leaves = list(leaves)
-    off = tuple(key.removesuffix("enabled") for key, value in leaves if key.endswith(".enabled") and value is False)
+    off = {key.removesuffix("enabled") for key, value in leaves if key.endswith(".enabled") and value is False}
+    off -= {"policy.generation.colocated."}  # which says then where engines run
     for key, value in leaves:
         if not any(fnmatchcase(key, pattern) or f"{key}.*" == pattern for pattern in DECIDES):
             continue

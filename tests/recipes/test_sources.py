@@ -116,6 +116,7 @@ def test_a_papers_keys_are_ours(name: str) -> None:
 def test_a_changed_value_is_found(imported: Imported) -> None:
     """What the test above would say of the recipes as they once were."""
     cases = {
+        "llama8b_grpo": ("grpo.async_grpo.max_trajectory_age_steps=2", "grpo.async_grpo.max_trajectory_age_steps"),
         "qwen3_4b_distill": ("policy.optimizer.kwargs.lr=2e-6", "policy.optimizer.lr"),
         "llama8b_sft": ("sft.max_num_epochs=10", "sft.max_num_epochs"),
         "llama8b_dpo": ("policy.optimizer.kwargs={lr: 5e-7, weight_decay: 0.0, betas: [0.9, 0.999]}", "policy.optimizer.betas"),

@@ -54,11 +54,13 @@ def test_the_table_of_a_run():
 
 
 def test_sampling_ahead_of_training_hides_the_shorter_of_the_two():
-    ahead = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
-    plan, hidden = planned("llama8b_grpo"), planned("llama8b_grpo", *ahead)
-    assert plan.seconds == hidden.seconds and min(plan.seconds.values()) > 0
-    assert plan.step - hidden.step == pytest.approx(min(plan.seconds["rollout"], plan.seconds["train"]))
-    assert "rollout and training at once" in text("llama8b_grpo", *ahead)
+    drained = "grpo.async_grpo.in_flight_weight_updates=false"
+    turns, hidden, ahead = planned("llama8b_grpo_sync"), planned("llama8b_grpo", drained), planned("llama8b_grpo")
+    assert turns.seconds == hidden.seconds == ahead.seconds and min(turns.seconds.values()) > 0
+    assert turns.step - hidden.step == pytest.approx(min(turns.seconds["rollout"], turns.seconds["train"]))
+    assert ahead.step == pytest.approx(ahead.seconds["train"] + ahead.seconds["refit"])  # which takes longer than sampling
+    assert "rollout and training at once, 2 rollouts under way" in text("llama8b_grpo")
+    assert "at once" in text("llama8b_grpo", drained) and "at once" not in text("llama8b_grpo_sync")
 
 
 def test_an_engine_in_eight_bits_is_not_refused_for_what_it_would_take_in_sixteen():

@@ -12,7 +12,7 @@ SHARED = ("policy.generation.colocated.enabled=true",)
 GIGA = 1e9
 
 
-def made(*overrides: str, name: str = "llama8b_grpo"):
+def made(*overrides: str, name: str = "llama8b_grpo_sync"):
     return plan(*backend.choose(config.load(name, ["run_dir=runs/none", *overrides])))
 
 
@@ -64,7 +64,7 @@ def test_a_refit_brings_weights_that_are_not_quantized_yet():
 
 
 def test_all_that_travels_stays_on_its_node():
-    recipe, _ = backend.choose(config.load("llama8b_grpo", [*SHARED, "cluster.train.nodes=2", "cluster.generate.nodes=2"]))
+    recipe, _ = backend.choose(config.load("llama8b_grpo_sync", [*SHARED, "cluster.train.nodes=2", "cluster.generate.nodes=2"]))
     names = plan_refit.node_names(recipe)
     assert len(names) == 32 and len(set(names.values())) == 2
     assert all(names[rank] == names[16 + rank] for rank in range(16))

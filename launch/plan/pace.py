@@ -1,0 +1,137 @@
+"""How long a step takes once its phases are known, and who waits in it.
+
+    in turn      rollout, training and refit follow each other
+    drained      sampling runs ahead, and a refit waits for the engines: the longer of rollout and training, then the refit
+    in flight    a refit does not wait: the steps of rank 0's loop are played on one engine until they repeat
+
+Played are the groups of `pipeline/experience/buffer.py` with `stragglers: wait`: at most max_trajectory_age_steps + 1 rollouts
+live, each refit begins one, and a step waits for the oldest. So the last answers of a rollout share the engine with the first
+of the next, which hides them. A sequence begins when another ends, the oldest rollout's first.
+
+Left out: groups that end together, prompts that move to other engines, `stragglers: keep` and `cut`, which wait for less.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from launch.plan.generate_time import Load, decoding
+from pipeline.config import Recipe, colocated, runs_ahead
+
+BUNDLES = 200  # of sequences that are taken to be of one length
+OLDEST = 8  # rollouts ahead: more change nothing, since by then no step waits for an answer that is long
+WARM_UP = 3  # steps, besides one for each rollout that is under way
+ROUNDS = 4  # that are measured, each a step for each rollout that is under way
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds of a step, and of it those in which the ranks of a component have nothing to do."""
+
+    step: float
+    train: float = 0.0
+    generate: float = 0.0
+
+
+def of(recipe: Recipe, seconds: Mapping[str, float], sampling: float, load: Load | None) -> Pace:
+    """Return the pace of a recipe.
+
+    seconds: of the phases, by clock. sampling: of the rollout's, those of the engines; the rest is scored on other ranks, which
+    the train ranks wait for. load: what an engine decodes in a rollout; None for an algorithm that does not sample.
+    """
+    rollout, train, refit = (seconds.get(clock, 0.0) for clock in ("rollout", "train", "refit"))
+    if load is None or colocated(recipe):
+        return Pace(rollout + train + refit)
+    if not runs_ahead(recipe):
+        return Pace(rollout + train + refit, rollout, train)
+    ahead, scoring = recipe.grpo.async_grpo, rollout - sampling
+    if not ahead.in_flight_weight_updates:
+        longer = max(rollout, train)
+        return Pace(longer + refit, longer - train, longer - rollout)
+    step, busy = played(load, sampling, scoring + train, refit, ahead.max_trajectory_age_steps)
+    return Pace(step, max(0.0, step - train - refit), max(0.0, step - busy - refit))
+
+
+def played(load: Load, sampling: float, train: float, refit: float, age: int) -> tuple[float, float]:
+    """Return (seconds of a step, of these seconds in which an engine decodes).
+
+    sampling: seconds of a rollout that the engine has for itself. train: seconds from a complete rollout to the refit.
+    age: how many steps sampling runs ahead, at least 1.
+    """
+    alone = sum(decoding(load.engine, load.count, load.slots, load.lengths, load.answers).values())
+    queue, live = _Queue(load, sampling / alone), min(age, OLDEST) + 1
+    for _ in range(live):
+        queue.begin()
+    warm, measured = live + WARM_UP, ROUNDS * live
+    since = 0.0, 0.0
+    for step in range(warm + measured):
+        if step == warm:
+            since = queue.time, queue.busy
+        queue.run(rollout=step)
+        queue.run(until=queue.time + train)
+        queue.time += refit
+        queue.begin()
+    return (queue.time - since[0]) / measured, (queue.busy - since[1]) / measured
+
+
+class _Queue:
+    """An engine that decodes rollouts, which begin one after another."""
+
+    def __init__(self, load: Load, scale: float):
+        """scale: by how much longer a step of the engine is than its parts say."""
+        self.time = 0.0
+        self.busy = 0.0
+        self._load, self._scale = load, scale
+        self._lengths = _lengths(load)
+        self._weight = load.count / len(self._lengths)  # sequences of a bundle
+        self._left: list[int] = []  # bundles, by rollout
+        self._waiting: deque[tuple[int, float]] = deque()  # (rollout, tokens)
+        self._running: list[tuple[float, int, float]] = []  # a heap of (where the clock ends it, rollout, where it began)
+        self._clock = 0.0  # tokens that each running sequence has had since the beginning
+        self._begun = 0.0  # the sum of where those that run began
+
+    def begin(self) -> None:
+        self._waiting.extend((len(self._left), length) for length in self._lengths)
+        self._left.append(len(self._lengths))
+        self._admit()
+
+    def run(self, rollout: int | None = None, until: float = math.inf) -> None:
+        """Decode until all of a rollout has ended, or until a time; with nothing to decode the time passes."""
+        while self._running and self.time < until and (rollout is None or self._left[rollout]):
+            count, tokens = len(self._running), self._running[0][0] - self._clock
+            context = self._load.lengths.prompt + self._clock - self._begun / count + tokens / 2
+            batch = min(count * self._weight, self._load.slots)
+            step = self._scale * sum(self._load.engine.parts(batch, context).values())
+            tokens = min(tokens, (until - self.time) / step)
+            self._clock += tokens
+            self.time += tokens * step
+            self.busy += tokens * step
+            while self._running and self._running[0][0] <= self._clock * (1 + 1e-12):
+                _, ended, begun = heapq.heappop(self._running)
+                self._left[ended] -= 1
+                self._begun -= begun
+            self._admit()
+        if until < math.inf:
+            self.time = until
+
+    def _admit(self) -> None:
+        while self._waiting and (not self._running or (len(self._running) + 1) * self._weight <= self._load.slots):
+            rollout, length = self._waiting.popleft()
+            heapq.heappush(self._running, (self._clock + length, rollout, self._clock))
+            self._begun += self._clock
+
+
+def _lengths(load: Load) -> list[float]:
+    """Return tokens of an engine's answers, a bundle each, in a random order: quantiles of the assumed distribution, and as the
+    last to end the longest of all engines' answers. A bundle that is larger than the engine's slots takes so much longer."""
+    lengths, count = load.lengths, min(BUNDLES, math.ceil(load.count))
+    quantiles = (-math.log1p(-(i + 0.5) / count) for i in range(count - 1))
+    found = [lengths.limit if math.isinf(lengths.scale) else min(lengths.limit, lengths.scale * q) for q in quantiles]
+    found.append(lengths.longest(load.answers))
+    random.Random(0).shuffle(found)
+    return [length * max(1.0, load.count / count / load.slots) for length in found]

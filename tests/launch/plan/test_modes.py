@@ -1,0 +1,126 @@
+"""The same recipe ahead, in turn and colocated, against plans of recipes that say so themselves."""
+
+import pytest
+
+from launch import backend
+from launch.plan import modes, plan, report
+from pipeline import config
+
+COLOCATED = "policy.generation.colocated.enabled=true"
+
+
+def planned(name: str, *overrides: str):
+    return plan(*backend.choose(config.load(name, ["run_dir=runs/none", *overrides])))
+
+
+def compared(name: str, *overrides: str) -> dict[str, modes.Mode]:
+    return {mode.name: mode for mode in modes.compare(planned(name, *overrides))}
+
+
+def told(name: str, *overrides: str) -> str:
+    found = planned(name, *overrides)
+    text = report.text(found, modes.compare(found))
+    assert max(map(len, text.splitlines())) <= report.WIDTH
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", ["llama8b_grpo", "llama8b_grpo_sync"])
+def test_each_is_the_plan_of_a_recipe_that_says_so(name):
+    """Whichever of them it is found from."""
+    found = compared(name)
+    expected = {
+        "async": planned("llama8b_grpo"),
+        "sync": planned("llama8b_grpo_sync"),
+        "colocated": planned("llama8b_grpo_sync", COLOCATED, "cluster.train.nodes=2", "cluster.generate.nodes=2"),
+    }
+    for mode, single in expected.items():
+        assert found[mode].plan.pace == single.pace and found[mode].plan.gpu_hours == pytest.approx(single.gpu_hours), mode
+        assert found[mode].plan.gpus == 16 and found[mode].why_not == ""
+    own = modes.of(planned(name).recipe)
+    assert [mode for mode in found if not found[mode].changes] == [own]
+
+
+JUDGE = "env.preference.model_name=Skywork/Skywork-Reward-V2-Qwen3-0.6B"
+
+
+@pytest.mark.parametrize(("name", "overrides"), [("qwen3_30ba3b_gspo", ()), ("llama8b_grpo_rm", ("needs=[]", JUDGE))])
+def test_the_keys_make_it_so(name, overrides):
+    recipe = planned(name, *overrides).recipe
+    for mode in compared(name, *overrides).values():
+        again = config.changed(recipe, mode.changes)
+        assert modes.of(again) == mode.name
+        assert again.cluster == mode.plan.recipe.cluster
+
+
+def test_the_fewest_gpu_hours_are_chosen():
+    found = compared("llama8b_grpo")
+    best = modes.choose(list(found.values()))
+    assert best.name == "async" and best.cost < found["colocated"].cost < found["sync"].cost
+    assert found["sync"].plan.pace.train > 0 < found["sync"].plan.pace.generate and found["colocated"].moving > 0
+    text = told("llama8b_grpo")
+    assert "async, as it is 1 + 1 16" in text and "choice async: " in text and "fewer GPU-hours a step than sync" in text
+    assert "grpo.async_grpo.enabled=true" not in text  # it is so already
+    other = told("llama8b_grpo_sync")
+    keys = "grpo.async_grpo.enabled=true loss_fn.use_importance_sampling_correction=true"  # what else it takes is there
+    assert "sync, as it is" in other and keys in other
+
+
+def test_what_trains_on_its_own_weights_is_chosen_where_little_is_gained():
+    """Rollouts of a few tokens take no time, so that there is nothing to hide."""
+    short = ("plan.answer_tokens=4", "policy.generation.max_new_tokens=8")
+    found = compared("llama8b_grpo", *short)
+    assert found["async"].cost < found["sync"].cost < 1.03 * found["async"].cost
+    two = [found["async"], found["sync"]]
+    assert modes.choose(two).name == "sync"
+    assert "fewer, but trains on older rollouts" in report._choice(two)
+
+
+def test_a_better_division_is_taken():
+    found = compared("qwen3_30ba3b_gspo")
+    nodes = {
+        name: (mode.plan.recipe.cluster.train.nodes, mode.plan.recipe.cluster.generate.nodes) for name, mode in found.items()
+    }
+    assert nodes["sync"] == (4, 2) and nodes["async"] == (2, 4) and nodes["colocated"] == (6, 6)
+    assert found["async"].plan.refit.timeline is not found["sync"].plan.refit.timeline
+
+
+def test_a_layout_that_does_not_divide_all_nodes_takes_fewer():
+    found = compared("deepseek_v3_grpo")["colocated"].plan
+    assert found.recipe.cluster.train.nodes == 32 and found.gpus == 256  # of 48 nodes; experts and stages need 256 ranks
+
+
+def test_dynamic_sampling_samples_as_much():
+    batches = ("grpo.async_grpo.enabled=false", "grpo.batch_multiplier=3")
+    found = compared("dapo_qwen2p5_32b", *batches)
+    assert found["async"].changes["grpo.batch_multiplier"] == 1.0
+    assert found["async"].plan.seconds["rollout"] == found["sync"].plan.seconds["rollout"]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "mode", "why"),
+    [
+        ("llama8b_ppo", (), "async", "algorithm: got ppo; expected grpo"),
+        ("qwen3_1p7b_grpo_single_gpu", (), "sync", "cluster.train.nodes: got 1; expected a node for each component"),
+        (
+            "llama8b_grpo",
+            ("cluster.generate.gpu=h200",),
+            "colocated",
+            "cluster.generate: got other nodes than cluster.train has",
+        ),
+        (
+            "llama8b_grpo",
+            ("policy.generation.vllm_cfg.gpu_memory_utilization=0.97",),
+            "colocated",
+            "a GPU may need",
+        ),
+    ],
+)
+def test_why_it_is_not_so(name, overrides, mode, why):
+    found = compared(name, *overrides)
+    assert why in found[mode].why_not
+    assert modes.choose(list(found.values())).name != mode
+    assert f"not so: {found[mode].why_not}" in told(name, *overrides)
+
+
+def test_without_times_nothing_is_compared():
+    assert compared("tiny_grpo", "policy.model_name=recipes/tiny") == compared("llama8b_sft") == {}

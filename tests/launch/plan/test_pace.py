@@ -1,0 +1,125 @@
+"""How long a step takes once its phases are known: by hand, and where sampling runs ahead against the loop's own buffer."""
+
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from launch.plan import generate_time, pace
+from launch.plan.generate_time import Load
+from launch.plan.lengths import Lengths
+from pipeline import config
+from pipeline.config import AsyncConfig
+from pipeline.experience.buffer import Buffer
+from tests.launch.plan.test_time import engine
+
+SECONDS = {"rollout": 50.0, "train": 30.0, "refit": 1.0}
+SPREAD = Lengths(100, 300, 1500, "")
+
+
+def load(count: float = 48, slots: int = 64, lengths: Lengths = SPREAD) -> Load:
+    return Load(engine(), count, slots, lengths, count)
+
+
+def alone(load: Load) -> float:
+    return sum(generate_time.decoding(load.engine, load.count, load.slots, load.lengths, load.answers).values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["grpo.async_grpo.enabled=false"], (81, 50, 30)),
+        (["grpo.async_grpo.in_flight_weight_updates=false"], (51, 20, 0)),
+        (["grpo.async_grpo.enabled=false", "policy.generation.colocated.enabled=true"], (81, 0, 0)),
+    ],
+)
+def test_by_hand(overrides, expected):
+    found = pace.of(config.load("llama8b_grpo", overrides), SECONDS, 50.0, load())
+    assert (found.step, found.train, found.generate) == expected
+
+
+def test_the_train_ranks_wait_for_scores():
+    """Of 50 seconds an engine samples for 20, and a reward model scores for 30."""
+    found = pace.of(config.load("llama8b_grpo"), SECONDS, 20.0, load())
+    assert found.step == pytest.approx(30 + 30 + 1) and found.train == pytest.approx(30)
+
+
+def test_training_that_takes_longer_hides_the_rollout():
+    one = load()
+    step, busy = pace.played(one, alone(one), train=3 * alone(one), refit=1.0, age=1)
+    assert step == pytest.approx(3 * alone(one) + 1)
+    assert busy == pytest.approx(alone(one), rel=0.05)
+
+
+def test_the_ends_of_rollouts_overlap():
+    """Without training an engine is left with what it can decode, and with the longest answers of two rollouts at once."""
+    one = load()
+    ahead = [pace.played(one, alone(one), train=0.0, refit=0.0, age=age)[0] for age in (1, 2, 4)]
+    full = one.count * SPREAD.answer / one.slots * sum(one.engine.parts(one.slots, 300).values())
+    assert alone(one) > ahead[0] > ahead[1] > ahead[2] > 0.9 * full
+    assert ahead[0] > alone(one) / 2
+
+
+def test_more_steps_ahead_than_matter_change_nothing():
+    one = load()
+    assert pace.played(one, 9.0, 1.0, 0.1, pace.OLDEST) == pace.played(one, 9.0, 1.0, 0.1, 1000)
+
+
+def test_many_answers_are_played_in_bundles(monkeypatch):
+    many, few = load(1000, 300), load(1000, 3)  # a bundle of five is more than that engine decodes at once
+    bundles = [pace.played(each, alone(each), alone(each) / 2, 0.0, 1)[0] for each in (many, few)]
+    monkeypatch.setattr(pace, "BUNDLES", 1000)
+    singly = [pace.played(each, alone(each), alone(each) / 2, 0.0, 1)[0] for each in (many, few)]
+    assert bundles == pytest.approx(singly, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("count", "slots", "age", "training"), [(48, 64, 1, 0.1), (48, 64, 1, 0.6), (48, 24, 1, 0.3), (48, 64, 2, 0.3)]
+)
+def test_against_the_loop_token_by_token(count, slots, age, training):
+    """Drawn lengths, the buffer that decides what a step trains on, and one token for each running sequence at a time."""
+    one = load(count, slots)
+    train, refit = training * alone(one), 0.02 * alone(one)
+    expected = [_loop(one, train, refit, age, seed) for seed in range(3)]
+    assert pace.played(one, alone(one), train, refit, age)[0] == pytest.approx(sum(expected) / 3, rel=0.1)
+
+
+def _loop(load: Load, train: float, refit: float, age: int, seed: int, steps: int = 14, warm: int = 4) -> float:
+    draw, scale, wanted = random.Random(seed), load.lengths.scale, int(load.count)
+    buffer = Buffer(AsyncConfig(enabled=True, max_trajectory_age_steps=age, in_flight_weight_updates=True), wanted)
+    waiting: list[list[int]] = []  # [prompt, tokens left, tokens had]
+    running: list[list[int]] = []
+    begun, time, since = 0, 0.0, 0.0
+
+    def send(step: int) -> None:
+        nonlocal begun
+        room = buffer.room(1000)
+        buffer.begin([SimpleNamespace(index=begun + i) for i in range(room)], step)
+        for i in range(room):
+            waiting.append([begun + i, math.ceil(min(load.lengths.limit, draw.expovariate(1 / scale))), 0])
+        begun += room
+
+    def token() -> None:
+        nonlocal time, running
+        while waiting and len(running) < load.slots:
+            running.append(waiting.pop(0))
+        context = load.lengths.prompt + sum(had for *_, had in running) / len(running)
+        time += sum(load.engine.parts(len(running), context).values())
+        running = [[prompt, left - 1, had + 1] for prompt, left, had in running]
+        for prompt, left, _ in running:
+            if left == 0:
+                buffer.complete(SimpleNamespace(prompt=SimpleNamespace(index=prompt)))
+        running = [sequence for sequence in running if sequence[1]]
+
+    for step in range(steps):
+        if step == warm:
+            since = time
+        send(step)
+        while buffer.take(step, wanted) is None:
+            token()
+        end = time + train
+        while time < end and (waiting or running):
+            token()
+        time = max(time, end) + refit
+    return (time - since) / (steps - warm)
