@@ -69,6 +69,7 @@ MAY_DIFFER = (
     "policy.dtensor_cfg.tensor_parallel_size",
     "policy.dtensor_cfg.activation_checkpointing",
     "policy.dtensor_cfg.cpu_offload",
+    "policy.dtensor_cfg.compile",
     "policy.megatron_cfg.*_parallel_size",
     "policy.megatron_cfg.sequence_parallel",
     "policy.megatron_cfg.num_layers_in_*_pipeline_stage",

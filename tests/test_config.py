@@ -46,6 +46,11 @@ def test_what_is_written_is_read_back(write, tmp_path):
         (MINIMAL, ["grpo.seed=one"], "grpo.seed: 'one', but it must be a whole number"),
         (MINIMAL, ["seed"], "not key=value"),
         (MINIMAL, ["grpo.seed=${nowhere}"], "nowhere"),
+        (
+            MINIMAL,
+            ["policy.dtensor_cfg.compile=true", "policy.dtensor_cfg.tensor_parallel_size=2", "cluster.train.ranks_per_node=2"],
+            "policy.dtensor_cfg.compile: got true with policy.dtensor_cfg.tensor_parallel_size=2",
+        ),
         (MINIMAL, ["loss_fn.reference_policy_kl_type=k4"], "is not one of: k1, k2, k3"),
         (MINIMAL, ["policy.generation.temperature=0"], "must be above 0"),
         (MINIMAL, ["policy.generation.vllm_cfg.max_model_len=513"], "513 is above policy.max_total_sequence_length 512"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from pipeline.config import algorithm_checks, async_checks, durations, hardware, megatron_checks
+from pipeline.config import algorithm_checks, async_checks, dtensor_checks, durations, hardware, megatron_checks
 from pipeline.config.algorithms import OFFLINE, ONLINE
 from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig, TimeoutsConfig, ranks_per_node
 from pipeline.config.data import check_data, validates
@@ -175,6 +175,8 @@ def _check_world(recipe: Recipe) -> Iterator[str]:
     yield from check_reward_model(recipe)
     if named_backend(recipe.policy) == "megatron":
         yield from megatron_checks.check_megatron(recipe.policy)
+    else:
+        yield from dtensor_checks.check_dtensor(recipe.policy)
     yield from check_layout(recipe)
     if generates(recipe):
         yield from _check_engine(recipe)

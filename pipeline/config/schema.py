@@ -57,6 +57,9 @@ class DTensorConfig:
     tensor_parallel_size: int = 1
     activation_checkpointing: bool = False
     cpu_offload: bool = False
+    # torch.compile of decoder layers: pipeline/train/compiled.py. null: on GPUs, of dense models without tensor parallelism.
+    # It rounds otherwise than eager layers do; on the same machine it resumes to the last bit.
+    compile: Optional[bool] = None
     lora_cfg: LoRAConfig = field(default_factory=LoRAConfig)
 
 

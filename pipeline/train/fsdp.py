@@ -27,7 +27,7 @@ from pipeline.boxes import Piece, Region, region, whole
 from pipeline.config import PolicyConfig
 from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.layout import Shape, restrict
-from pipeline.train import lora, state
+from pipeline.train import compiled, lora, state
 from pipeline.train.attention import Packing, check_batch
 from pipeline.train.base import Loss, Use
 from pipeline.train.model import build
@@ -80,10 +80,26 @@ class FSDPBackend:
             self._optimizer, self._schedule = self._new_optimizer()
             lora_cfg, random_seed = policy.dtensor_cfg.lora_cfg, seed if policy.random_init else None
             self._lora_record = lora.record(lora_cfg, random_seed) if self._model.adapters else None
+        if self._model.compiled:
+            with use.phase("compile"):
+                self._try_out()
 
     def _new_optimizer(self) -> tuple[torch.optim.Optimizer, Schedule]:
         optimizer = build_optimizer(self._policy.optimizer, self._trained.values())
         return optimizer, Schedule(optimizer, self._policy.scheduler)
+
+    def _try_out(self) -> None:
+        """Compile what is compiled at the first call, on batches that are the same in every start. Collective."""
+        for tokens, positions, packing in compiled.trials(self._policy, self.device):
+            if self._use.reference:
+                with torch.no_grad(), self._reference_weights():
+                    self._model(tokens, positions, packing, truncated=False)
+            with torch.set_grad_enabled(self._use.trained):
+                outputs = self._model(tokens, positions, packing, truncated=False)
+            if self._use.trained:
+                (outputs.values if self._use.head == "values" else outputs.logprobs).sum().backward()
+                self._optimizer.zero_grad(set_to_none=True)
+            self._reshard()
 
     # ---- forward and step -----------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from pipeline.config import GenerationConfig, PolicyConfig
 from pipeline.models.hugging_face import layout, meta_model, model_config
 from pipeline.models.layout import place, restrict
 from pipeline.models.reading import check_attention
-from pipeline.train import lora, tensor_parallel
+from pipeline.train import compiled, lora, tensor_parallel
 from pipeline.train.attention import NAME, Packing
 from pipeline.train.base import Use
 from pipeline.train.initial_weights import initial_weights
@@ -45,6 +45,7 @@ class PackedModel(nn.Module):
         self.partial: list[str] = []  # parameters whose gradients are to be summed over tensor-parallel ranks
         self.shard: VocabularyShard | None = None
         self.layout: dict[str, list[Piece]] = {}  # of which boxes of tensors on disk each parameter of `hf` consists
+        self.compiled = False  # whether layers are compiled, at the first call
         self.adapters: list[Adapter] = []  # their own parameters are on no disk but a checkpoint's
         self._use = use
         self._temperature = generation.temperature
@@ -105,6 +106,9 @@ def build(policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, s
         if use.head == "logprobs":
             model.shard = tensor_parallel.vocabulary_shard(hf, mesh["tensor"])
     layers = [module for module in hf.modules() if type(module).__name__ in hf._no_split_modules]
+    model.compiled = compiled.wanted(policy, device, mixture=any(parameter.dim() > 2 for parameter in hf.parameters()))
+    if model.compiled:
+        compiled.compile_layers(layers)
     if policy.dtensor_cfg.activation_checkpointing:
         for layer in layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -1,8 +1,9 @@
-"""`python -m tests.benchmarks`, from the repository's root: GRPO, SFT and DPO against TRL 1.16, our train backends, the refit.
+"""`python -m tests.benchmarks`, from the repository's root: GRPO, SFT and DPO against TRL 1.16, train backends, the refit.
 
-    python -m tests.benchmarks                  all tables of the next five; a CASE after one of two is for that one alone
+    python -m tests.benchmarks                  all tables of the next six; a CASE after one of three is for that one alone
     python -m tests.benchmarks compare CASE     the GRPO step against TRL's: 0.8M, 32M
     python -m tests.benchmarks backends CASE    packed against padded, Megatron-Core against FSDP2: 0.8M-skewed, 32M-half
+    python -m tests.benchmarks compiled CASE    compiled decoder layers against eager ones: 32M-half
     python -m tests.benchmarks sft              SFT against TRL's: losses over 3 seeds, in one picture, and CPU seconds
     python -m tests.benchmarks dpo              DPO, so too
     python -m tests.benchmarks refit            planned against broadcast and bare gloo; the planner; against published figures
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 
 from tests.benchmarks import cases, floor, offline, trl_environment
-from tests.benchmarks.cases import CASES, STEP_CASES, TRAIN_CASES, Case
+from tests.benchmarks.cases import CASES, HALF, STEP_CASES, TRAIN_CASES, Case
 from tests.benchmarks.contender import ENVIRONMENT, Contender
 from tests.benchmarks.lessons import LESSONS
 from tests.benchmarks.report import CPU, Measured, print_backends, print_case
@@ -43,7 +44,7 @@ _PACKED_TOKENS = (512, 1024, 1536, 2048, 8192)  # tried by `tune`
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
-    parser.add_argument("command", nargs="?", choices=("compare", "backends", *LESSONS, "refit", "profile", "tune"))
+    parser.add_argument("command", nargs="?", choices=("compare", "backends", "compiled", *LESSONS, "refit", "profile", "tune"))
     parser.add_argument("case", nargs="?", choices=CASES)
     parser.add_argument("--backend", choices=(*BACKENDS, *TRAIN_BACKENDS), default=BACKENDS[0], help="what is profiled")
     arguments = parser.parse_args()
@@ -55,6 +56,10 @@ def main() -> None:
     if arguments.command in (None, "backends"):
         for case in chosen or TRAIN_CASES:
             compare_backends(case)
+    if arguments.command in (None, "compiled"):
+        for case in chosen or (HALF,):
+            command = [sys.executable, "-m", "tests.benchmarks.compiled_step", case.name, str(_checkpoint(case))]
+            subprocess.run(command, env=os.environ | ENVIRONMENT, check=True)
     if lessons := [name for name in LESSONS if arguments.command in (None, name)]:
         print(f"losses of {' and '.join(lessons)}: {offline.compare(lessons, FOLDER / 'offline', FOLDER / 'trl')}")
     if arguments.command in (None, "refit"):

@@ -20,7 +20,14 @@ import torch.distributed as dist
 
 from pipeline import train
 from pipeline.algorithms.sft import SFT
-from pipeline.config import MegatronConfig, MegatronDDPConfig, OptimizerConfig, PolicyConfig
+from pipeline.config import (
+    DTensorConfig,
+    MegatronConfig,
+    MegatronDDPConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+)
 from pipeline.data.packing import pack, plan_microbatches
 from pipeline.train.base import Use
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, Sample
@@ -33,16 +40,17 @@ FORWARD, BACKWARD, OPTIMIZER = "forward and loss", "backward", "norm, clip and u
 
 
 class TrainStep:
-    def __init__(self, case: Case, folder: Path, backend: str, layout: str):
+    def __init__(self, case: Case, folder: Path, backend: str, layout: str, compiled: bool = False):
         self.clock, self._steps = Clock(), 0
         self._case, self._padded = case, layout == "padded"
-        self._train = train.build(_policy(case, folder, backend == "megatron"), dist.group.WORLD, 0, Use())
+        policy = _policy(case, folder, backend == "megatron", compiled)
+        self.backend = train.build(policy, dist.group.WORLD, 0, Use())
 
     def step(self) -> dict[str, float]:
         """The step's loss and gradient norm. The times are in `clock`."""
         samples = samples_of(self._case, self._steps)
         counts = GlobalCounts(sum(int(sample.loss_mask.sum()) for sample in samples), len(samples))
-        batches = [pack(microbatch, self._train.device) for microbatch in microbatches(self._case, samples, self._padded)]
+        batches = [pack(microbatch, self.backend.device) for microbatch in microbatches(self._case, samples, self._padded)]
 
         def loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:
             # The engine alone knows when a backward pass has ended, whoever began it.
@@ -55,7 +63,7 @@ class TrainStep:
             self.clock.lap(BACKWARD)
 
         self.clock.start()
-        result = self._train.step(batches, loss)
+        result = self.backend.step(batches, loss)
         self.clock.lap(OPTIMIZER)
         self._steps += 1
         return {name: result.metrics[name] for name in ("loss", "grad_norm")}
@@ -92,12 +100,14 @@ def _padded(sample: Sample, length: int) -> Sample:
     return Sample(longer(sample.tokens, PAD), *(longer(x, 0) for x in (sample.loss_mask, sample.logprobs, sample.advantages)))
 
 
-def _policy(case: Case, folder: Path, megatron: bool) -> PolicyConfig:
+def _policy(case: Case, folder: Path, megatron: bool, compiled: bool) -> PolicyConfig:
     return PolicyConfig(
         model_name=str(folder),
         random_init=True,  # the same weights for everyone, from the seed
         max_total_sequence_length=case.prompt_length + case.max_length,
         precision="float32",
+        sequence_packing=SequencePackingConfig(train_mb_tokens=case.packed_tokens),  # what compiled layers are tried out with
+        dtensor_cfg=DTensorConfig(compile=compiled),
         megatron_cfg=MegatronConfig(
             enabled=megatron, pipeline_dtype="float32", distributed_data_parallel_config=MegatronDDPConfig()
         ),

@@ -1,0 +1,110 @@
+"""What tests of compiled layers do on every train rank; called as those of `ranks` are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from pipeline.config import LoRAConfig, SequencePackingConfig
+from pipeline.train.base import Use
+from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.shards import local
+from pipeline.types import LossOutput, Outputs, PackedBatch
+from tests.train import cases, ranks
+from tests.train.ranks import Layout
+
+PER_LAYER = 2  # graphs: before attention and after it
+NEAR = 1e-5  # of log-probs; of gradients, as a share of the largest
+BATCHES = ([0, 3], [1, 2, 4], list(range(len(cases.LENGTHS))), [6], [5, 6, 7])
+
+
+def backend(model: Path, layout: Layout, compiled: bool, use: Use | None = None, precision="float32", **dtensor) -> FSDPBackend:
+    policy = cases.policy(model, precision=precision, sequence_packing=SequencePackingConfig(train_mb_tokens=128))
+    return ranks.backend(policy, layout, use, compile=compiled, **dtensor)
+
+
+def graphs() -> int:
+    """How many this process has compiled."""
+    return counters["stats"]["unique_graphs"]
+
+
+def check_agrees(layout: Layout, model: Path, kinds: int = 1, **settings) -> None:
+    """Compiled layers say what eager ones do of batches of any length, and are compiled once, when the model is built.
+
+    kinds: of layers, each of which is PER_LAYER graphs.
+    """
+    before = graphs()
+    compiled, eager = (backend(model, layout, on, **settings) for on in (True, False))
+    assert graphs() - before == kinds * PER_LAYER
+    for chosen in BATCHES:
+        batches = [cases.pack(chosen)]
+        (ours,), (theirs,) = compiled.forward(batches), eager.forward(batches)
+        assert (ours.logprobs - theirs.logprobs).abs().max() < NEAR
+        assert torch.equal(_step(compiled, batches), ours.logprobs)  # in training, the same to the last bit
+        _step(eager, batches)
+        ranks.assert_near(_gradients(compiled), _gradients(eager), NEAR)
+        for mine, other in zip(compiled._model.parameters(), eager._model.parameters(), strict=True):
+            local(mine).copy_(local(other))  # else an update by the sign of a small gradient sets them apart
+    assert graphs() - before == kinds * PER_LAYER
+
+
+def _step(trained: FSDPBackend, batches: list[PackedBatch]) -> torch.Tensor:
+    """Take a step; the log-probs that its loss is given."""
+    seen = []
+
+    def loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:
+        seen.append(outputs.logprobs.detach())
+        return cases.loss(outputs, batch)
+
+    trained.step(batches, loss)
+    return torch.cat(seen)
+
+
+def _gradients(trained: FSDPBackend) -> dict[str, torch.Tensor]:
+    parameters = trained._model.hf.named_parameters()
+    return {name: ranks.full(parameter.grad) for name, parameter in parameters if parameter.grad is not None}
+
+
+def check_two_ranks(layout: Layout, folder: Path) -> None:
+    check_agrees(layout, folder / "qwen3")
+
+
+def train_and_save(layout: Layout, folder: Path) -> None:
+    """Two steps; what is saved after the first is in `saved`, the weights after the second in `expected.pt`."""
+    trained = _in_a_cache_of_its_own(layout, folder, "first")
+    trained.step([cases.pack([0, 3])], cases.loss)
+    trained.shards().write(folder / "saved", dist.get_rank())
+    trained.step([cases.pack([5, 6, 7])], cases.loss)
+    torch.save(ranks.weights(trained), folder / "expected.pt")
+
+
+def resume(layout: Layout, folder: Path) -> None:
+    """What `train_and_save` leaves comes of its checkpoint too, in a process that has compiled nothing yet."""
+    trained = _in_a_cache_of_its_own(layout, folder, "second")
+    trained.load(folder / "saved")
+    trained.step([cases.pack([5, 6, 7])], cases.loss)
+    expected = torch.load(folder / "expected.pt")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in ranks.weights(trained).items())
+
+
+def _in_a_cache_of_its_own(layout: Layout, folder: Path, cache: str) -> FSDPBackend:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / cache)
+    return backend(folder / "qwen3", layout, compiled=True)
+
+
+def check_adapters(layout: Layout, folder: Path) -> None:
+    settings = {"use": Use(reference=True), "lora_cfg": LoRAConfig(True)}
+    compiled, eager = (backend(folder / "qwen3", layout, on, **settings) for on in (True, False))
+    batches = [cases.pack(list(range(len(cases.LENGTHS))))]
+    for trained in (compiled, eager):
+        trained.step(batches, cases.loss)
+    ranks.assert_near(_gradients(compiled), _gradients(eager), NEAR)
+    reference = [trained.forward(batches, "reference")[0].logprobs for trained in (compiled, eager)]
+    policy = [trained.forward(batches)[0].logprobs for trained in (compiled, eager)]
+    assert (reference[0] - reference[1]).abs().max() < NEAR
+    assert (policy[0] - policy[1]).abs().max() < 1e-3  # the first Adam step goes by the signs of gradients
+    assert (policy[0] - reference[0]).abs().max() > 2e-3

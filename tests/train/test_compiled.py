@@ -1,0 +1,80 @@
+"""Compiled decoder layers against eager ones, on CPU through Inductor's C++."""
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+
+from pipeline.train import compiled as subject
+from tests.train import cases, compiled, ranks
+from tests.train.ranks import Layout
+
+ONE = Layout(1, 1)
+
+
+@pytest.fixture
+def fresh(realm):
+    """Nothing is compiled yet."""
+    torch._dynamo.reset()
+
+
+def test_compiled_layers_agree_with_eager_ones(models, fresh):
+    compiled.check_agrees(ONE, models / "qwen3")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family, kinds", [("llama", 1), ("qwen2", 1)])
+def test_further_families(models, fresh, family, kinds):
+    compiled.check_agrees(ONE, models / family, kinds)
+
+
+@pytest.mark.full
+def test_recomputed_layers(models, fresh):
+    compiled.check_agrees(ONE, models / "qwen3", activation_checkpointing=True)
+
+
+@pytest.mark.full
+def test_adapters_and_the_model_without_them(models, fresh):
+    compiled.check_adapters(ONE, models)
+
+
+@pytest.mark.full
+def test_two_ranks(models):
+    ranks.run(compiled.check_two_ranks, Layout(2, 1), models)
+
+
+@pytest.mark.full
+def test_a_resumed_run_equals_the_uninterrupted_one(models, tmp_path):
+    (tmp_path / "qwen3").symlink_to(models / "qwen3")
+    ranks.run(compiled.train_and_save, ONE, tmp_path)
+    ranks.run(compiled.resume, ONE, tmp_path)
+
+
+# ---- when to compile ----------------------------------------------------------------------------------------------------
+
+
+def wanted(value: bool | None, device: str, mixture: bool = False, tensor: int = 1) -> bool:
+    policy = cases.policy("unused")
+    policy.dtensor_cfg.compile, policy.dtensor_cfg.tensor_parallel_size = value, tensor
+    return subject.wanted(policy, torch.device(device), mixture)
+
+
+def test_null_compiles_dense_layers_on_gpus(monkeypatch):
+    monkeypatch.setattr(subject, "missing", lambda device: None)
+    assert wanted(None, "cuda") and not wanted(None, "cpu") and not wanted(False, "cuda")
+    assert not wanted(None, "cuda", mixture=True) and not wanted(None, "cuda", tensor=2)
+    assert wanted(True, "cpu") and wanted(True, "cuda", mixture=True)
+    with pytest.raises(ValueError, match=r"dtensor_cfg\.compile: got true with .*tensor_parallel_size=2; expected 1"):
+        wanted(True, "cuda", tensor=2)
+
+
+def test_without_a_compiler(monkeypatch, capsys):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("there-is-no-such-compiler",))
+    with pytest.raises(ValueError, match=r"compile: got true, but there is no C\+\+ compiler"):
+        wanted(True, "cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a triton")
+def test_null_without_triton_says_that_layers_run_eagerly(capsys):
+    assert not wanted(None, "cuda")
+    assert "policy.dtensor_cfg.compile: layers run eagerly, because there is no triton" in capsys.readouterr().out
