@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # Otherwise each of the tests' processes would compile what it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-full test-long test-slurm-matrix lint format bench slurm clean
+.PHONY: setup demo test test-full test-long test-slurm-matrix gpu-check lint format bench slurm clean
 
 setup: $(READY) slurm
 
@@ -47,6 +47,14 @@ test-long: setup
 test-slurm-matrix: setup
 	containers/install-slurm.sh matrix
 	$(BIN)/python -m tests.slurm.roots $(ARGS)
+
+# On a machine with a GPU: do the GPU's tests pass, and how fast is it? Takes $(PYTHON) if its torch finds a GPU, else .venv if it
+# is there; installs nothing. `ARGS="parts=train,decode out=FILE"`. Writes gpu_check.json; ends with 2 where there is no GPU.
+gpu-check:
+	@python=$(PYTHON); \
+	if ! $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null && [ -x $(BIN)/python ]; \
+	then python=$(BIN)/python; fi; \
+	$$python -m tests.gpu_check $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m tests.benchmarks

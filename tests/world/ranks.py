@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from vllm.distributed.parallel_state import GroupCoordinator
 
 from pipeline.config import TimeoutsConfig
 from pipeline.remote import Mailbox, Remote, serve, stop, verb
@@ -65,6 +64,8 @@ class Role:
         if self.world.realm == "train":
             groups = [init_device_mesh("cpu", (1, size)).get_group(dim) for dim in (0, 1)]
         else:
+            from vllm.distributed.parallel_state import GroupCoordinator
+
             made = GroupCoordinator([[*range(size)]], 0, "gloo", use_device_communicator=False)
             groups = [made.device_group, made.cpu_group]
         return [group._get_backend(torch.device("cpu")).options._timeout.days for group in groups]

@@ -1,0 +1,133 @@
+"""`make gpu-check`: what it says where there is no GPU, what becomes of each part, and, on the CPU at tiny sizes, all of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu_check import parts, table
+from tests.gpu_check.__main__ import main, run
+from tests.gpu_check.parts import Part, Setting
+from tests.gpu_check.table import FAILED, LEFT_OUT, PASSED, Result
+
+ROOT = Path(__file__).parents[2]
+
+
+def setting(folder: Path) -> Setting:
+    return Setting("cpu", "tiny", folder)
+
+
+def python(program: str, judge=parts._judge_measurement, needs: tuple[str, ...] = ()) -> Part:
+    return Part("train: x", needs, [sys.executable, "-c", program], judge)
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([]) == 2
+    assert "there is no GPU that torch" in capsys.readouterr().out
+    assert not (tmp_path / "gpu_check.json").exists()
+
+
+def test_without_the_packages_that_all_needs_it_names_them(monkeypatch, capsys):
+    monkeypatch.setattr(parts, "CORE", ("numpy", "no_such_package", "yaml"))
+    assert main(["device=cpu"]) == 2
+    assert "without no_such_package nothing runs. Try pip install no_such_package" in capsys.readouterr().out
+    assert main(["devise=cpu"]) == 2
+    assert "got devise=cpu; expected one of parts=..., out=..." in capsys.readouterr().out
+
+
+def test_a_part_whose_packages_are_missing_is_left_out(tmp_path):
+    result = run(python("raise SystemExit(1)", needs=("numpy", "no_such_package")), setting(tmp_path))
+    assert (result.outcome, result.note) == (LEFT_OUT, "not installed: no_such_package")
+
+
+@pytest.mark.parametrize(
+    ("program", "outcome", "note"),
+    [
+        ("""print('gpu_check: {"numbers": {"tokens/s": 7}, "note": "n"}')""", PASSED, "n"),
+        ("""print('gpu_check: {"left_out": "why"}')""", LEFT_OUT, "why"),
+        ("raise SystemExit(3)", FAILED, "it ended with status 3"),
+        ("pass", FAILED, "it ended with status 0"),
+        ("import os; os.abort()", FAILED, "it ended with status -6"),
+    ],
+)
+def test_what_comes_of_a_measurement(tmp_path, program, outcome, note):
+    result = run(python(program), setting(tmp_path))
+    assert (result.outcome, result.note) == (outcome, note)
+
+
+def test_a_part_that_does_not_end_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.gpu_check.__main__.LIMIT_S", 0.2)
+    result = run(python("print('far', flush=True); import time; time.sleep(60)"), setting(tmp_path))
+    assert (result.outcome, result.note) == (FAILED, "it has not ended within 0.2 s")
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome", "note"),
+    [
+        ("def test_a(): pass", PASSED, "1 of 1 tests passed"),
+        ("def test_a(): pass\ndef test_b(): pytest.skip('few GPUs')", PASSED, "1 of 2 tests passed, 1 skipped"),
+        ("def test_b(): pytest.skip('few GPUs')", LEFT_OUT, "0 of 1 tests passed, 1 skipped"),
+        ("def test_a(): pass\ndef test_b(): assert 0", FAILED, "1 of 2 tests passed"),
+        ("import no_such_package", FAILED, "0 of 1 tests passed"),
+        ("", LEFT_OUT, "it has no test that needs a GPU"),
+    ],
+)
+def test_what_comes_of_an_area_of_tests(tmp_path, body, outcome, note):
+    """pytest's own report of a file of tests is read."""
+    (tmp_path / "test_it.py").write_text(f"import pytest\npytestmark = pytest.mark.gpu\n{body}\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    paths = [str(tmp_path), f"--rootdir={tmp_path}", f"-c{tmp_path}/pytest.ini"]
+    made = parts._tests("tests: x", (), paths, Setting("cuda", "tiny", tmp_path))
+    result = run(made, setting(tmp_path))
+    assert (result.outcome, result.note) == (outcome, note), result.log
+    assert bool(result.log) == (outcome == FAILED)
+
+
+def test_every_area_s_paths_are_there_and_every_test_that_needs_a_gpu_is_in_one():
+    paths = [path for _, *of_area in parts.AREAS.values() for path in of_area if not path.startswith("--")]
+    assert all((ROOT / path).exists() for path in paths)
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text() and path != Path(__file__)]
+    assert marked and not [path for path in marked if not any(path.is_relative_to(ROOT / each) for each in paths)]
+
+
+def test_the_table():
+    machine = {"gpus": ["H100", "H100"], "cuda": "13.0", "versions": {"torch": "2.13.0", "vllm": None}}
+    results = [
+        Result("train: FSDP2", PASSED, "n", {"tokens/s": 12345.678, "MFU": None}, 12.3),
+        Result("decode: vllm", LEFT_OUT, "not installed: vllm"),
+        Result("refit: planned", FAILED, "it ended with status 1"),
+    ]
+    assert table.text(machine, results).splitlines() == [
+        "",
+        "2 H100; CUDA 13.0; torch 2.13.0, vllm none",
+        "",
+        "part                       s",
+        "train: FSDP2    passed    12  tokens/s 1.235e+04; n",
+        "decode: vllm    left out   0  not installed: vllm",
+        "refit: planned  failed     0  it ended with status 1",
+        "",
+        "1 passed, 1 failed, 1 left out",
+    ]
+
+
+@pytest.mark.full
+def test_all_of_it_on_the_cpu(tmp_path):
+    command = [sys.executable, "-m", "tests.gpu_check", "device=cpu", "size=tiny", f"out={tmp_path}/found.json"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
+    assert answer.returncode == 0, answer.stdout[-5000:]
+    found = {result["part"]: result for result in json.loads((tmp_path / "found.json").read_text())["results"]}
+    outcomes = {name: result["outcome"] for name, result in found.items()}
+    tests = [name for name in outcomes if name.startswith("tests: ")]
+    assert {outcomes.pop(name) for name in tests} == {LEFT_OUT} and len(tests) == len(parts.AREAS)
+    known = outcomes.pop("train: FSDP2, compiled")  # left out by a version without the key
+    assert known in (PASSED, LEFT_OUT)
+    measured = {"train: FSDP2", "train: Megatron-Core", "decode: vllm", "decode: transformers", "refit: planned"}
+    assert outcomes == dict.fromkeys({"run: tiny_sft", "run: tiny_grpo", *measured}, PASSED)
+    for name in measured:
+        numbers = found[name]["numbers"]
+        assert all(value is None or value > 0 for value in numbers.values()) and {"tokens/s", "GB/s"} & numbers.keys()
