@@ -12,11 +12,11 @@ GPU-hours. All sample as many answers, also where dynamic sampling has a batch_m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from launch import placement
+from launch.placement import Changes
 from launch.plan import split
 from launch.plan.estimate import Plan, elsewhere, step_elsewhere
 from pipeline import config
@@ -25,12 +25,13 @@ from pipeline.config import Recipe, RecipeError, collected
 ON_POLICY = ("sync", "colocated")
 """What is chosen before async where that saves less than `split.WORTH`: every token is of the weights that are trained."""
 NAMES = ("async", *ON_POLICY)
+SHARE: Changes = {"cluster.share_nodes": True}
 
 
 @dataclass(frozen=True)
 class Mode:
     name: str
-    changes: Mapping[str, Any]  # values by dotted key, which make it of the recipe; none for the recipe as it is
+    changes: Changes  # they make it of the recipe; none for the recipe as it is
     plan: Plan | None  # None: the recipe is refused so
     why_not: str = ""  # why it is refused or does not fit
 
@@ -93,13 +94,10 @@ def _best(plan: Plan, ways: Sequence[Recipe]) -> Recipe:
 def _ways(recipe: Recipe, name: str) -> list[Recipe]:
     """Return the recipe made so with each division of its nodes that is allowed, its own first; of colocated ones the largest
     alone. Raises RecipeError if none is."""
-    base, found, refused = config.changed(recipe, _keys(recipe, name)), [], []
-    for train, generate in _divisions(recipe, name):
-        parts = {"train": replace(base.cluster.train, nodes=train), "generate": replace(base.cluster.generate, nodes=generate)}
-        other = replace(base, cluster=replace(base.cluster, **parts))
+    keys, found, refused = _keys(recipe, name), [], []
+    for division in _divisions(recipe, name):
         with collected(refused):
-            config.validate(other)
-            found.append(_as_much(other, recipe))
+            found.append(_as_much(config.changed(recipe, keys | division), recipe))
             if name == "colocated":
                 break
     if not found:
@@ -112,33 +110,51 @@ def _as_much(other: Recipe, recipe: Recipe) -> Recipe:
     return replace(other, grpo=replace(other.grpo, batch_multiplier=recipe.grpo.batch_multiplier))
 
 
-def _divisions(recipe: Recipe, name: str) -> Iterator[tuple[int, int]]:
-    """Yield nodes of train and generate ranks. Raises RecipeError if the nodes cannot be used so."""
+def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
+    """Yield what train and generate ranks have of the recipe's nodes. Raises RecipeError if the nodes cannot be used so."""
     train, generate = recipe.cluster.train, recipe.cluster.generate
-    total = train.nodes if config.colocated(recipe) else train.nodes + generate.nodes
+    shared, in_turn = recipe.cluster.share_nodes, config.colocated(recipe)
     if name == "colocated":
+        if shared:
+            yield _sizes("gpus_per_node", *[train.gpus_per_node + generate.gpus_per_node] * 2)
+            return
         if not split.alike(recipe):
             raise RecipeError("cluster.generate: got other nodes than cluster.train has; expected the same")
-        yield from ((nodes, nodes) for nodes in range(total, 0, -1))
+        yield from (_sizes("nodes", nodes, nodes) for nodes in range(train.nodes + generate.nodes, 0, -1))
         return
-    if total == 1:
-        raise RecipeError("cluster.train.nodes: got 1; expected a node for each component at least")
-    if not config.colocated(recipe):
-        yield train.nodes, generate.nodes
-    if config.colocated(recipe) or split.movable(recipe):
-        yield from ((nodes, total - nodes) for nodes in range(1, total))
+    if not in_turn:
+        yield {}
+        if split.movable(recipe):
+            own = split.sizes(recipe)
+            yield from (_sizes(split.key_of(recipe), *sizes) for sizes in _halves(sum(own)) if sizes != own)
+    elif train.nodes > 1:
+        yield from (_sizes("nodes", *sizes) for sizes in _halves(train.nodes))
+    elif train.gpus_per_node > 1 and train.ranks_per_node is None:
+        yield from (SHARE | _sizes("gpus_per_node", *sizes) for sizes in _halves(train.gpus_per_node))
+    else:
+        raise RecipeError("cluster.train.gpus_per_node: got 1; expected a GPU for each component at least")
 
 
-def _changes(recipe: Recipe, other: Recipe, name: str) -> dict[str, Any]:
-    nodes = {f"cluster.{part}.nodes": getattr(other.cluster, part).nodes for part in ("train", "generate")}
-    return placement.differing(recipe, _keys(recipe, name) | nodes)
+def _halves(total: int) -> Iterator[tuple[int, int]]:
+    yield from ((train, total - train) for train in range(1, total))
 
 
-def _keys(recipe: Recipe, name: str) -> dict[str, Any]:
-    """Return values by dotted key, without nodes. Raises RecipeError."""
+def _sizes(key: str, train: int, generate: int) -> Changes:
+    return {f"cluster.train.{key}": train, f"cluster.generate.{key}": generate}
+
+
+def _changes(recipe: Recipe, other: Recipe, name: str) -> Changes:
+    sizes = {}
+    for key in ("nodes", "gpus_per_node"):
+        sizes |= _sizes(key, *(getattr(part, key) for part in (other.cluster.train, other.cluster.generate)))
+    return placement.differing(recipe, _keys(recipe, name) | sizes | {"cluster.share_nodes": other.cluster.share_nodes})
+
+
+def _keys(recipe: Recipe, name: str) -> Changes:
+    """Return what makes the recipe so, but for sizes of components. Raises RecipeError."""
     if name == "colocated":
         return placement.in_turn(recipe)
-    keys: dict[str, Any] = {"policy.generation.colocated.enabled": False} if config.colocated(recipe) else {}
+    keys: Changes = {"policy.generation.colocated.enabled": False} if config.colocated(recipe) else {}
     if name == "sync":
         return keys | ({"grpo.async_grpo.enabled": False} if config.runs_ahead(recipe) else {})
     if recipe.algorithm != "grpo":

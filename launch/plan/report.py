@@ -18,7 +18,7 @@ from pipeline.config import ComponentConfig, Recipe, generates, hardware, ranks,
 
 WIDTH = 128
 LABEL = 14
-MODE_WIDTHS = (10, 8, 10, 14, 14, 14)
+MODE_WIDTHS = (12, 6, 10, 14, 14, 14)
 FULL = 0.85  # of a GPU that an engine has for itself: beyond that little is left to gain
 
 
@@ -185,7 +185,8 @@ def _modes(plan: Plan, compared: Sequence[Mode]) -> Iterator[str]:
 
 def _mode(mode: Mode) -> str:
     found, cluster = mode.plan, mode.plan.recipe.cluster
-    nodes, waits = f"{cluster.train.nodes} + {cluster.generate.nodes}", [found.pace.train, found.pace.generate]
+    own, waits = split.sizes(found.recipe), [found.pace.train, found.pace.generate]
+    nodes = f"{own[0]} + {own[1]}{' GPUs' if cluster.share_nodes else ''}"
     cells = [found.gpus, _seconds(found.step), f"{mode.cost if found.gpu_hours is None else found.gpu_hours:,.0f}"]
     if config.colocated(found.recipe):
         cells = [cluster.train.nodes, *cells, "-", "-", f"   {mode.moving:.0%} for changing turns"]

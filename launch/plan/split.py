@@ -44,19 +44,20 @@ def alike(recipe: Recipe) -> bool:
     return len({(c.gpu, c.gpu_memory_gb, c.gpus_per_node, c.ranks_per_node, c.partition) for c in parts}) == 1
 
 
-def _key(recipe: Recipe) -> str:
+def key_of(recipe: Recipe) -> str:
+    """Return the key of both components that divides their nodes, or the GPUs of shared nodes."""
     return "gpus_per_node" if recipe.cluster.share_nodes else "nodes"
 
 
-def _values(recipe: Recipe) -> tuple[int, int]:
-    """Of train and generate."""
-    return getattr(recipe.cluster.train, _key(recipe)), getattr(recipe.cluster.generate, _key(recipe))
+def sizes(recipe: Recipe) -> tuple[int, int]:
+    """Return that key's values of cluster.train and cluster.generate."""
+    return getattr(recipe.cluster.train, key_of(recipe)), getattr(recipe.cluster.generate, key_of(recipe))
 
 
 def others(recipe: Recipe) -> Iterator[Recipe]:
     """The recipe with every other division that its layout allows."""
-    train, generate, key = recipe.cluster.train, recipe.cluster.generate, _key(recipe)
-    now, total = _values(recipe)[0], sum(_values(recipe))
+    train, generate, key = recipe.cluster.train, recipe.cluster.generate, key_of(recipe)
+    now, total = sizes(recipe)[0], sum(sizes(recipe))
     for count in range(1, total):
         if count != now:
             cluster = replace(
@@ -79,7 +80,7 @@ def better(recipe: Recipe, now: float, step: Callable[[Recipe], float | None]) -
     """The division with the shortest step, if it gains enough. now: seconds of a step as it is. step: those of another recipe,
     None if it does not fit."""
     found = [
-        Split(_key(other), *_values(other), seconds, now) for other in others(recipe) if (seconds := step(other)) is not None
+        Split(key_of(other), *sizes(other), seconds, now) for other in others(recipe) if (seconds := step(other)) is not None
     ]
     best = min(found, key=lambda split: split.seconds, default=None)
     return best if best and best.gain > WORTH else None

@@ -43,7 +43,20 @@ def test_each_is_the_plan_of_a_recipe_that_says_so(name):
 JUDGE = "env.preference.model_name=Skywork/Skywork-Reward-V2-Qwen3-0.6B"
 
 
-@pytest.mark.parametrize(("name", "overrides"), [("qwen3_30ba3b_gspo", ()), ("llama8b_grpo_rm", ("needs=[]", JUDGE))])
+ONE_NODE = ("cluster.train.nodes=1", "cluster.generate.nodes=1")
+HALVES = (*ONE_NODE, "cluster.share_nodes=true", "cluster.train.gpus_per_node=4", "cluster.generate.gpus_per_node=4")
+IN_TURN = (*ONE_NODE, COLOCATED)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("qwen3_30ba3b_gspo", ()),
+        ("llama8b_grpo_rm", ("needs=[]", JUDGE)),
+        ("llama8b_grpo", HALVES),
+        ("llama8b_grpo_sync", IN_TURN),
+    ],
+)
 def test_the_keys_make_it_so(name, overrides):
     recipe = planned(name, *overrides).recipe
     for mode in compared(name, *overrides).values():
@@ -75,6 +88,15 @@ def test_what_trains_on_its_own_weights_is_chosen_where_little_is_gained():
     assert "fewer, but trains on older rollouts" in report._choice(two)
 
 
+@pytest.mark.parametrize("overrides", [HALVES, IN_TURN])
+def test_the_gpus_of_one_node_are_divided_or_shared(overrides):
+    found = compared("llama8b_grpo_sync", *overrides)
+    assert [mode.plan.gpus for mode in found.values()] == [8, 8, 8]
+    shared = {name: mode.plan.recipe.cluster for name, mode in found.items()}
+    assert [shared[name].share_nodes for name in modes.NAMES] == [True, True, False]
+    assert shared["colocated"].train.gpus_per_node == shared["colocated"].generate.gpus_per_node == 8
+
+
 def test_a_better_division_is_taken():
     found = compared("qwen3_30ba3b_gspo")
     nodes = {
@@ -100,7 +122,7 @@ def test_dynamic_sampling_samples_as_much():
     ("name", "overrides", "mode", "why"),
     [
         ("llama8b_ppo", (), "async", "algorithm: got ppo; expected grpo"),
-        ("qwen3_1p7b_grpo_single_gpu", (), "sync", "cluster.train.nodes: got 1; expected a node for each component"),
+        ("qwen3_1p7b_grpo_single_gpu", (), "sync", "cluster.train.gpus_per_node: got 1; expected a GPU for each component"),
         (
             "llama8b_grpo",
             ("cluster.generate.gpu=h200",),
