@@ -98,7 +98,9 @@ def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[str]:
 def _against(allocation: Allocation, request: Request, nodes: list[Node]) -> Iterator[str]:
     """Why a component cannot run on its nodes."""
     if len(nodes) < request.nodes:
-        yield f"{request.key}.nodes: {request.nodes}, but Slurm job {allocation.job_id} has {len(nodes)} for it"
+        room = not allocation.het and len(allocation.parts[0]) >= request.nodes
+        shared = "; cluster.share_nodes=true puts all components on the same nodes" if room else ""
+        yield f"{request.key}.nodes: {request.nodes}, but Slurm job {allocation.job_id} has {len(nodes)} for it{shared}"
         return
     used = nodes[: request.nodes]
     for_ranks = f"CPUs for its {plural(request.ranks_per_node, 'rank')}"
@@ -109,7 +111,7 @@ def _against(allocation: Allocation, request: Request, nodes: list[Node]) -> Ite
     ):
         fewest = min(used, key=has)
         if has(fewest) < needed:
-            yield (f"{keys}: {needed:g} {what} are needed on each node, and the job has {has(fewest):g} on {fewest.name}")
+            yield f"{keys}: {needed:g} {what} are needed on each node, and the job has {has(fewest):g} on {fewest.name}"
 
 
 def _has(allocation: Allocation) -> str:

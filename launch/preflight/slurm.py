@@ -50,8 +50,8 @@ def problems(recipe: Recipe, notes: list[str] | None = None) -> Iterator[str]:
             found += against
             given += [] if against else [cluster.partitions[name]]
         if given:  # one of them is enough
-            chosen.append((request, given[0]))
             nodes = [node for partition in given for node in slurm_nodes.fitting(cluster, partition, request)]
+            chosen.append((slurm_nodes.counted(request, nodes), given[0]))
             would_do[request.key] = request.nodes, {node.name for node in nodes}
             _note_unavailable(request, {node.name for node in nodes if node.available}, len(would_do[request.key][1]), notes)
             _note_idle(request, min(node.gpus for node in nodes), notes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import combinations
 
@@ -67,6 +67,13 @@ def fitting(cluster: SlurmCluster, partition: Fields, request: Request) -> list[
         and all(amount.of(node) >= amount.wanted for amount in amounts)
         and satisfies(request.constraint, node.features)
     ]
+
+
+def counted(request: Request, nodes: list[Node]) -> Request:
+    """Return what limits count, at least: of whole nodes all CPUs and GPUs. nodes: those that would do."""
+    if not request.whole:
+        return request
+    return replace(request, cpus=min(node.cpus for node in nodes), gpus=min(node.gpus for node in nodes))
 
 
 def problems_together(sets: dict[str, tuple[int, set[str]]]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from tests.end_to_end import runs
 from tests.launch import tasks
 from tests.launch.model import write_recipe
 from tests.launch.test_submit import interruptible, run  # noqa: F401
+from tests.launch.waiting import reports
 from tests.slurm import pyxis
 from tests.slurm.cluster import missing
 from tests.slurm.wrapper import sbatch, wait_for
@@ -125,6 +126,25 @@ def test_each_component_runs_in_its_own_image(cluster, here, monkeypatch):
     assert generate["container-mounts"] == f"{ROOT}:{ROOT}:ro,{here}"
     assert generate["container-writable"] == "1" and "container-writable" not in train[0]
     assert "container-workdir" not in generate and "env:TEST_VAR" not in generate
+
+
+@pytest.mark.full
+@pytest.mark.slurm
+def test_two_images_on_one_node(cluster, here, monkeypatch):
+    monkeypatch.setenv("TEST_VAR", "the node's")
+    sizes = [f"cluster.{name}.{size}" for name in ("train", "generate") for size in ("gpus_per_node=4", "ranks_per_node=1")]
+    keys = (
+        "recipe=tiny",
+        "grpo.max_num_steps=1",
+        *contained(here),
+        "cluster.train.nodes=1",
+        "cluster.share_nodes=true",
+        *sizes,
+    )
+    assert run(monkeypatch, tasks.report_and_finish, *keys) == 0
+    images = sorted(task["container-image"] for task in pyxis.tasks(cluster))
+    assert images == [f"{here}/generate image.sqsh", f"{here}/train image.sqsh"]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in reports(here / "run", 2)] == ["0,1,2,3", "4,5,6,7"]
 
 
 @pytest.mark.slurm

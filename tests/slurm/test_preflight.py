@@ -5,6 +5,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -323,6 +324,16 @@ def test_limits_count_all_components(accounts):
     part = ComponentConfig(partition="all", gpus_per_node=8)
     (problem,) = accounts(recipe(20, train=part, generate=part))
     assert problem.startswith("cluster.train.nodes, cluster.generate.nodes: 8 + 8 GPUs at once, and account research allows 12")
+
+
+def test_limits_count_whole_nodes(accounts, monkeypatch):
+    """2 nodes of 8 GPUs are more than the account's 12, whatever is used of them."""
+    monkeypatch.setattr(slurm.SlurmCluster, "enforced", property(lambda _: frozenset(("associations", "limits"))))
+    monkeypatch.setattr(slurm.pwd, "getpwuid", lambda _: SimpleNamespace(pw_name="jo"))
+    asked = {"nodes": 2, "gpus_per_node": 4, "constraint": "ib", "partition": "all"}
+    (problem,) = slurm.problems(recipe(train=ComponentConfig(**asked)))
+    assert problem.startswith("cluster.train.nodes: 16 GPUs at once, and account research allows 12")
+    assert list(slurm.problems(recipe(train=ComponentConfig(**asked, exclusive=False)))) == []
 
 
 # ---- formats ------------------------------------------------------------------------------------------------------------
