@@ -28,7 +28,7 @@ from pipeline.roles.reward import Scorer, ScoreWork
 from pipeline.train.background import Background
 from pipeline.train.base import TrainBackend, Use
 from pipeline.train.export import export
-from pipeline.train.state import seed_torch
+from pipeline.train.state import seed_generators
 from pipeline.types import (
     DataPlace,
     GlobalCounts,
@@ -75,7 +75,7 @@ class TrainRole:
         if environment and environment.served_by == "train":
             with self._world.phase("load reward model"):
                 self._scorer = Scorer(config.judge(recipe), self._world.own, self._seed, environment.cpu_offload)
-        seed_torch(self._seed, self._policy.data_rank)
+        seed_generators(self._seed, self._policy.data_rank)
         return DataPlace(self._policy.data_rank, self._policy.data_size)
 
     def _build(self, name: str, policy: PolicyConfig, use: Use) -> None:

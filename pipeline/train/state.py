@@ -101,11 +101,16 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter
         yield from group["params"]
 
 
-def seed_torch(seed: int, data_rank: int) -> None:
-    """Seed torch's generators, of the CPU and of GPUs: noise of a model's own then differs between data-parallel ranks and is
-    the same on ranks that share their data, as tensor parallelism needs. Checkpoints keep where the generators are.
+def seed_generators(seed: int, data_rank: int) -> None:
+    """Seed the generators of torch (of the CPU and of GPUs), Python and numpy.
+
+    Noise of a model's own then differs between data-parallel ranks and is the same on ranks that share their data, as tensor
+    parallelism needs. Checkpoints keep the generators' states.
     """
-    torch.manual_seed(int(np.random.SeedSequence([seed % (1 << 64), data_rank]).generate_state(1, np.uint64)[0]))
+    own = int(np.random.SeedSequence([seed % (1 << 64), data_rank]).generate_state(1, np.uint64)[0])
+    torch.manual_seed(own)
+    random.seed(own)
+    np.random.seed(own % (1 << 32))
 
 
 def random_tensors(device: torch.device, rank: int) -> dict[str, torch.Tensor]:
