@@ -44,6 +44,9 @@ class OnGPU(torch.Tensor):
     def __init__(self, host: torch.Tensor):
         self.host = host
 
+    def __repr__(self) -> str:
+        return f"OnGPU({self.host!r})"
+
     def tolist(self) -> Any:
         return self.host.tolist()
 

@@ -78,7 +78,7 @@ def test_all_stays_on_the_gpu(monkeypatch, transport, case):
     full = [ranks.weights(AWKWARD, version, train) for version in VERSIONS]
     with pretended() as device:
         made = ranks.backends(AWKWARD, engines, train, generate, device)
-        plan = ranks.planned(AWKWARD, made, engines, wire, 2000, share)
+        plan = ranks.planned(AWKWARD, made, engines, wire, 8000, share)
 
         def work(rank: int) -> list[Report]:
             with Pretending():

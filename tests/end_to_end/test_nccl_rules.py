@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from pipeline.metrics import read
 from tests.end_to_end.runs import LOCAL, submit
 from tests.nccl.install import SWITCH
 
@@ -57,7 +58,42 @@ def test_megatron_with_delta_refits(tmp_path):
     assert {"0, 1, 2, 3", "0, 1"} <= made
 
 
-def test_colocated_with_broadcast_refits(tmp_path):
+def test_fsdp2_with_broadcast_refits(tmp_path, uninterrupted):
+    """The numbers are those of a run on gloo."""
+    made = run(tmp_path / "run", *refit("broadcast"))
+    assert made == {"0, 1, 2, 3", "0, 1", "0, 2, 3"}
+    assert_equal(read(tmp_path / "run/metrics.jsonl"), uninterrupted[:2])
+
+
+def test_colocated(tmp_path, uninterrupted):
     """Between components that share GPUs everything goes over gloo."""
-    made = run(tmp_path / "run", "policy.generation.colocated.enabled=true", *refit("broadcast"))
+    made = run(tmp_path / "run", "policy.generation.colocated.enabled=true")
     assert made == {"0, 1"}
+    assert_equal(read(tmp_path / "run/metrics.jsonl"), uninterrupted[:2])
+
+
+def assert_equal(lines: list[dict], expected: list[dict]) -> None:
+    """In all that is learned."""
+    for line, other in zip(lines, expected, strict=True):
+        learned = {key: value for key, value in other.items() if key.startswith("train/")}
+        assert learned and learned == {key: line[key] for key in learned}
+
+
+FURTHER = {
+    "tensor parallel": ("policy.dtensor_cfg.tensor_parallel_size=2", *refit("delta")),
+    "pipeline parallel": (*MEGATRON[:1], "policy.megatron_cfg.pipeline_model_parallel_size=2", *refit("broadcast")),
+    "context parallel": (*MEGATRON[:1], "policy.megatron_cfg.context_parallel_size=2"),
+    "megatron's data parallel": (*MEGATRON[:1], "grpo.val_period=1", "grpo.max_val_samples=4"),
+    "megatron colocated": (*MEGATRON, "policy.generation.colocated.enabled=true"),
+    "an engine of two": (
+        "policy.generation.backend=vllm",
+        "policy.generation.vllm_cfg.tensor_parallel_size=2",
+        "cluster.timeouts.silence=120",
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("keys", FURTHER.values(), ids=FURTHER)
+def test_further_kinds(tmp_path, keys):
+    assert run(tmp_path / "run", *keys)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 CARD_BYTES = 2048
-"""How long what a rank tells the others about its operation may be."""
+"""Of what a rank tells the others about its operation."""
 POLL_S = 0.005
 
 
@@ -122,6 +122,7 @@ class Communicator:
         self._stream.submit(self._run, operation, done)
         return done
 
+    @torch.no_grad()  # with gradients, an all-gather of gloo in this thread does not end
     def _run(self, operation: Operation, done: torch.futures.Future) -> None:
         try:
             if self._error:

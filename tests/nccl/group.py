@@ -4,16 +4,17 @@
     2. Two ranks of a communicator on one device are refused (NCCL's init.cc: "Duplicate GPU detected").
     3. A communicator's operations run one after another, so all ranks come to them in one order, with as many elements of one
        type. Shapes may differ.
-    4. Point-to-point outside a batch makes a communicator of the pair at its first use. A batch takes the group's, so that all
-       ranks must take part in it if it is the first operation of the group (`pointToPoint`, and torch's documentation of
-       `batch_isend_irecv`).
-    5. Messages of a pair are told apart by their order; tags mean nothing.
+    4. Point-to-point outside a batch makes a communicator of the pair at its first use, in a group of two as well. A batch
+       takes the group's, so that all ranks must take part in it if it is the group's first operation (`pointToPoint`, and
+       torch's documentation of `batch_isend_irecv`).
+    5. Messages are told apart by their order; tags mean nothing.
 
-That is without `device_id`, which the pipeline does not give. A group of the pipeline is "cpu:gloo,cuda:nccl": tensors of the
-host go over gloo, which has none of these rules. Here all tensors are the host's, so `carried_by_the_host` goes by who sends.
+These are the rules of groups without `device_id`, which the pipeline does not give. On a machine with GPUs a group is
+"cpu:gloo,cuda:nccl", so tensors of the host go over gloo, which has none of these rules. In a test all tensors are the host's,
+so `carried_by_the_host` goes by who sends.
 
-Left out: streams. On a GPU an operation that is under way does not hold up its caller, and here neither; but what a caller does
-with its tensors before it waits is not found.
+Left out: streams. As on a GPU, an operation that is under way does not hold up its caller, but what the caller does to its
+tensors meanwhile is not found.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import os
 import sys
 import unittest.mock
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -44,6 +46,8 @@ HOST = (
 )
 """Modules that send tensors of the host on a machine with GPUs too."""
 
+MOST = 8
+"""Of more tensors, an error gives the number and a checksum of what they are."""
 # Which argument holds the tensors of which all ranks must have as many elements. Of the others each rank has its own.
 COMPARED = {
     "all_gather_single": 1,
@@ -92,18 +96,19 @@ class Group(dist.ProcessGroup):
         self._register_backend(
             torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, self._host._get_backend(torch.device("cpu"))
         )
-        self._communicators: dict[tuple[int, ...], Communicator] = {}
+        self._communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}
         self._batch: tuple[list[Message], torch.futures.Future] | None = None
 
     def getBackendName(self) -> str:
         return NAME
 
-    def _communicator(self, ranks: tuple[int, ...]) -> Communicator:
-        if ranks not in self._communicators:
-            store = dist.PrefixStore(f"communicator {ranks}", self._own_store)
+    def _communicator(self, kind: str, ranks: tuple[int, ...]) -> Communicator:
+        """kind: "group" or "pair". A group of two has one of each."""
+        if (kind, ranks) not in self._communicators:
+            store = dist.PrefixStore(f"{kind} {ranks}", self._own_store)
             member = Member(ranks, self._ranks[self._index], *declared_device())
-            self._communicators[ranks] = Communicator(store, member, self._patience_s)
-        return self._communicators[ranks]
+            self._communicators[kind, ranks] = Communicator(store, member, self._patience_s)
+        return self._communicators[kind, ranks]
 
     def _collective(self, name: str, *args: Any, **options: Any) -> dist.Work:
         def run(group: dist.ProcessGroup) -> dist.Work:
@@ -112,7 +117,7 @@ class Group(dist.ProcessGroup):
         if carried_by_the_host():
             return run(self._host)
         operation = Collective(name, _about(name, [*args, *options.values()]), run, *_splits(name, args, len(self._ranks)))
-        return UnderWay(self._communicator(self._ranks).enqueue(operation))
+        return UnderWay(self._communicator("group", self._ranks).enqueue(operation))
 
     # ---- messages -----------------------------------------------------------------------------------------------------------
 
@@ -131,7 +136,7 @@ class Group(dist.ProcessGroup):
             return UnderWay(done)
         pair = tuple(sorted((self._ranks[self._index], self._ranks[peer])))
         message = Message(sends, pair.index(self._ranks[peer]), tensors[0])
-        return UnderWay(self._communicator(pair).enqueue([message]))
+        return UnderWay(self._communicator("pair", pair).enqueue([message]))
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -141,7 +146,7 @@ class Group(dist.ProcessGroup):
             yield
         finally:
             self._batch = None
-        self._communicator(self._ranks).enqueue(messages, done)
+        self._communicator("group", self._ranks).enqueue(messages, done)
 
     def recv_anysource(self, *_: Any) -> dist.Work:
         raise BrokenRule("recv_anysource: ProcessGroupNCCL has none")
@@ -177,7 +182,8 @@ def _about(name: str, args: list[Any]) -> str:
     if name not in COMPARED:
         words += sorted({str(tensor.dtype) for tensor in _tensors(args[:2])})
     elif COMPARED[name] is not None:
-        words += map(elements, _tensors(args[COMPARED[name]]))
+        held = [elements(tensor) for tensor in _tensors(args[COMPARED[name]])]
+        words += held if len(held) <= MOST else [f"{len(held)} tensors ({zlib.crc32(' '.join(held).encode()):08x})"]
     return ", ".join(words)
 
 

@@ -37,11 +37,14 @@ def all_collectives(rank: int, group: dist.ProcessGroup) -> None:
     inputs = torch.arange(6.0) + 10 * rank
 
     def results(group: dist.ProcessGroup) -> list[torch.Tensor]:
-        reduced, highest, sent, rooted = (inputs.clone() for _ in range(4))
+        reduced, highest, sent, rooted, *many = (inputs.clone() for _ in range(14))
         dist.all_reduce(reduced, group=group)
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
         dist.broadcast(sent, 1, group=group)
         dist.reduce(rooted, 2, group=group)
+        with dist._coalescing_manager(group):
+            for tensor in many:
+                dist.all_reduce(tensor, group=group)
         gathered, into = [torch.empty(6) for _ in range(3)], torch.empty(18)
         dist.all_gather(gathered, inputs, group=group)
         dist.all_gather_into_tensor(into, inputs, group=group)
@@ -58,7 +61,7 @@ def all_collectives(rank: int, group: dist.ProcessGroup) -> None:
         dist.barrier(group=group)
         root = [rooted] if rank == 2 else []
         return [
-            *(reduced, highest, sent, *root, *gathered, into, scattered, one, chosen),
+            *(reduced, highest, sent, *many, *root, *gathered, into, scattered, one, chosen),
             *(*(rows or []), exchanged, *parts, whole),
         ]
 
@@ -81,7 +84,7 @@ def batches_after_a_collective(rank: int, group: dist.ProcessGroup) -> None:
 def messages_make_pairs(rank: int, group: dist.ProcessGroup) -> None:
     if rank < 2:
         (dist.send if rank else dist.recv)(torch.ones(2), 1 - rank, group=group)
-        assert list(group._communicators) == [(0, 1)]
+        assert list(group._communicators) == [("pair", (0, 1))]
 
 
 def the_host_has_no_rules(rank: int, group: dist.ProcessGroup) -> None:

@@ -17,18 +17,13 @@ from tests.refit.test_transfer import CASES, transfers
 
 def refits(world: World, folder: Path, transport: str) -> None:
     """As `transfers`, on a spanning group whose communicator is made first, as in a run."""
-    os.environ |= {
-        "HETSTEP_NODE": "here",
-        "HETSTEP_COMPONENT": "any",
-        "HETSTEP_LOCAL_RANK": str(world.rank),
-        install.SWITCH: "60",
-    }
+    place = {"HETSTEP_NODE": "here", "HETSTEP_COMPONENT": "any", "HETSTEP_LOCAL_RANK": str(world.rank)}
+    os.environ |= {**place, install.SWITCH: "60"}
     install.register()
-    plain, dist.group.WORLD = world.spanning, world.spanning
+    dist.group.WORLD = world.spanning
     world.spanning = dist.new_group(backend=install.NAME)
     dist.all_reduce(torch.zeros(1), group=world.spanning)
     transfers(world, folder, transport, CASES)
-    world.spanning = plain
 
 
 @pytest.mark.parametrize("transport", ["planned", "delta"])

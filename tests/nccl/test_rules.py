@@ -1,5 +1,6 @@
 """Each of NCCL's rules: what keeps it goes through, and what breaks it is refused by name."""
 
+import importlib.util
 import json
 import re
 
@@ -7,7 +8,7 @@ import pytest
 
 from tests import fork_server
 from tests.nccl import ranks
-from tests.nccl.group import declared_device
+from tests.nccl.group import HOST, declared_device
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,10 @@ def test_a_pair_that_sends_first_at_both_ends_is_stuck(raised):
 def test_batches_and_collectives_of_a_group_come_in_one_order(raised):
     for words in raised["a_batch_before_or_after_a_collective"]:
         assert "rank 0: operation 2, send to rank 1 of float32[2]; rank 1: operation 2, allreduce" in words
+
+
+def test_the_modules_of_the_host_are_there():
+    assert [name for name in HOST if importlib.util.find_spec(name) is None] == []
 
 
 @pytest.mark.parametrize(
