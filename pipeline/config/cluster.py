@@ -16,7 +16,7 @@ class TimeoutsConfig:
     """Seconds. A wait that outlasts its bound ends the run and names the verb, the phase and the ranks."""
 
     join: float = 600.0  # all ranks meet
-    silence: float = 60.0  # a rank that has not been heard from at all
+    silence: float = 60.0  # a rank that has not been heard from at all; ten times that while ranks load
     setup: float = 3600.0
     rollout: float = 7200.0
     train: float = 7200.0

@@ -19,7 +19,7 @@ from pathlib import Path
 
 PROBE_S = 40.0
 """For CUDA to start on one GPU and for NCCL to look for devices."""
-USING = re.compile(r"NCCL INFO .*?Using network (.+)$", re.M)  # src/init.cc, since NCCL 2.5
+USING = re.compile(r"NCCL INFO .*?Using network (.+)$", re.M)  # src/init.cc
 UNIQUE_ID_BYTES = 128  # nccl.h
 
 

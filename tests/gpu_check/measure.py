@@ -82,7 +82,7 @@ def _wait(device: str) -> None:
 
 def train(name: str, device: str, size: Size) -> tuple[Numbers, str]:
     """Raises RecipeError for a key that this version does not have."""
-    from tests.launch.plan.measure import Run  # it imports both backends
+    from tests.launch.plan.measure import Run  # it imports what a train rank does
 
     tokens = size.sequences * size.length
     keys = ("train_mb_tokens", "logprob_mb_tokens")

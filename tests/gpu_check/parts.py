@@ -86,13 +86,13 @@ def versions() -> dict[str, str | None]:
 
 # ---- tests ------------------------------------------------------------------------------------------------------------------
 
-AREAS: dict[str, tuple] = {  # area -> modules that its tests import, then paths and options of pytest
+AREAS: dict[str, tuple] = {  # area -> modules that its tests import, then files
     "nodes": (("pytest",), "tests/world/test_node_checks.py"),
-    "FSDP2": (("pytest", "peft"), "tests/train", "--ignore=tests/train/megatron", "--ignore=tests/train/algorithms"),
-    "Megatron-Core": (("pytest", "megatron.core"), "tests/train/megatron"),
+    "FSDP2": (("pytest", "peft"), "tests/train/test_cuda.py", "tests/train/test_offload.py"),
+    "Megatron-Core": (("pytest", "megatron.core"), "tests/train/megatron/test_cuda.py"),
     "memory": (("pytest", "megatron.core", "peft"), "tests/launch/plan/test_memory_cuda.py"),
-    "vLLM": (("pytest", "vllm"), "tests/generate"),
-    "refit": (("pytest",), "tests/refit"),
+    "vLLM": (("pytest", "vllm"), *(f"tests/generate/test_{name}.py" for name in ("vllm", "in_flight", "fp8"))),
+    "refit": (("pytest",), *(f"tests/refit/test_{name}.py" for name in ("transfer", "delta", "digest"))),
 }
 
 

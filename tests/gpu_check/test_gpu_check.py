@@ -88,11 +88,10 @@ def test_what_comes_of_an_area_of_tests(tmp_path, body, outcome, note):
     assert bool(result.log) == (outcome == FAILED)
 
 
-def test_every_area_s_paths_are_there_and_every_test_that_needs_a_gpu_is_in_one():
-    paths = [path for _, *of_area in parts.AREAS.values() for path in of_area if not path.startswith("--")]
-    assert all((ROOT / path).exists() for path in paths)
-    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text() and path != Path(__file__)]
-    assert marked and not [path for path in marked if not any(path.is_relative_to(ROOT / each) for each in paths)]
+def test_every_test_that_needs_a_gpu_is_of_an_area():
+    files = {ROOT / path for _, *paths in parts.AREAS.values() for path in paths}
+    marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()}
+    assert files == marked - {Path(__file__)}
 
 
 def test_the_table():
@@ -116,9 +115,10 @@ def test_the_table():
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1300)
 def test_all_of_it_on_the_cpu(tmp_path):
     command = [sys.executable, "-m", "tests.gpu_check", "device=cpu", "size=tiny", f"out={tmp_path}/found.json"]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert answer.returncode == 0, answer.stdout[-5000:]
     found = {result["part"]: result for result in json.loads((tmp_path / "found.json").read_text())["results"]}
     outcomes = {name: result["outcome"] for name, result in found.items()}

@@ -1,0 +1,24 @@
+"""What we call of vLLM that only GPUs run, and its CPU build brings all the same: another worker, and another model runner."""
+
+import inspect
+
+import pytest
+from vllm.device_allocator.cumem import DEFERRABLE_TAGS
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as FirstRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from pipeline.generate.vllm_sleep import SLEEPS
+
+
+@pytest.mark.parametrize("runner", [FirstRunner, SecondRunner])
+def test_runners_hand_out_their_model(runner):
+    assert [*inspect.signature(runner.get_model).parameters] == ["self"]
+
+
+def test_the_worker_sleeps_by_level_and_wakes_by_part():
+    assert "level" in inspect.signature(Worker.sleep).parameters
+    assert "tags" in inspect.signature(Worker.wake_up).parameters
+    assert {"weights", "kv_cache"} == set(DEFERRABLE_TAGS)  # the first wake brings all other memory back
+    assert SLEEPS.keys() <= inspect.signature(EngineArgs).parameters.keys()
