@@ -2,9 +2,11 @@
 
     lengths, flops, cut, phase      what a step works on
     train_time, generate_time       seconds of its phases
+    rates                           what is assumed of programs
+    step, pace                      the phases of a step, and how long they take together: in turn, or ahead
     memory, ...                     bytes of the fullest rank
     calibration, split              what an earlier run measured; other divisions of nodes or GPUs
-    estimate, report                all of it together, and as a table
+    estimate, modes, report         all of it together, in other ways on the same GPUs, and as a table
 Needs the models' config.json alone: no weights, no torch. Every figure is an estimate.
 """
 

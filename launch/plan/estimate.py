@@ -12,16 +12,17 @@ from typing import Any
 from launch import backend, plan_refit
 from launch.model_files import described
 from launch.model_shape import ModelShape
-from launch.plan import calibration, generate_time, lengths, memory, pace, sharing, split, train_time
+from launch.plan import calibration, generate_time, lengths, memory, pace, sharing, split
 from launch.plan.calibration import Measured
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
 from launch.plan.pace import Pace
 from launch.plan.phase import Phase, seconds_by_clock
 from launch.plan.split import Split
+from launch.plan.step import components, priced, step_phases, validation_seconds
 from launch.preflight.space import saved_bytes
 from pipeline import config
-from pipeline.config import PAIRED, Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
+from pipeline.config import Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
 from pipeline.config.schema import PlanConfig
 
 GIGA = 1e9
@@ -228,7 +229,7 @@ def plan(recipe: Recipe, choice: backend.Choice, before: Path | None = None, pen
     train = memory.train(recipe, found)
     generate = memory.generate(recipe, found["policy"]) if generates(recipe) else None
     refit, unknown = _refit(recipe, described["policy"])
-    ratios = _ratios(earlier, pending) if earlier and _runs(recipe, generate) else {}
+    ratios = _ratios(earlier, pending) if earlier and _can_be_timed(recipe, generate) else {}
     made = Plan(recipe, choice, described, found, spread, train, generate, refit, unknown, [], 0.0, earlier, ratios, None)
     made = _timed(made, calibration.scaled(_refit_phases(recipe, generate, refit), ratios))
     if not made.phases or not made.fits or not split.movable(recipe):
@@ -264,7 +265,7 @@ def _untimed(plan: Plan, recipe: Recipe) -> Plan:
 def _timed(plan: Plan, refit: Sequence[Phase]) -> Plan:
     """Return a plan with its times, if these can be told. refit: its phases on the wire, calibrated."""
     recipe, generate = plan.recipe, plan.generate
-    if not _runs(recipe, generate):
+    if not _can_be_timed(recipe, generate):
         return plan
     phases = calibration.scaled(step_phases(recipe, plan.shapes, plan.lengths, generate), plan.ratios)
     validation = validation_seconds(recipe, plan.shapes, plan.lengths, generate)
@@ -273,24 +274,9 @@ def _timed(plan: Plan, refit: Sequence[Phase]) -> Plan:
     return replace(plan, phases=[*phases, *refit], validation=validation)
 
 
-def _runs(recipe: Recipe, generate: GenerateMemory | None) -> bool:
+def _can_be_timed(recipe: Recipe, generate: GenerateMemory | None) -> bool:
     """Whether times can be told: not without GPUs, nor without room for a KV cache."""
     return priced(recipe) and (generate is None or generate.tokens > 0)
-
-
-def priced(recipe: Recipe) -> bool:
-    """Whether all components have GPUs, so that times can be told."""
-    return all(component.gpus_per_node for component in components(recipe).values())
-
-
-def components(recipe: Recipe) -> dict[str, config.ComponentConfig]:
-    """Those that the job has."""
-    used = {"train": recipe.cluster.train}
-    if generates(recipe):
-        used["generate"] = recipe.cluster.generate
-    if config.serves_rewards(recipe):
-        used["reward"] = recipe.cluster.reward
-    return used
 
 
 def model_configs(recipe: Recipe, pending: Sequence[Path]) -> dict[str, Mapping[str, Any]]:
@@ -315,52 +301,6 @@ def _shapes(models: Mapping[str, Mapping[str, Any]]) -> dict[str, ModelShape]:
     return {name: ModelShape.of(model, f"{name}.model_name") for name, model in models.items()}
 
 
-# ---- times ----------------------------------------------------------------------------------------------------------------
-
-
-def step_phases(
-    recipe: Recipe,
-    shapes: Mapping[str, ModelShape],
-    lengths: Lengths,
-    generate: GenerateMemory | None,
-) -> list[Phase]:
-    """Of a step, in their order, not calibrated, but for what a refit moves."""
-    train = train_time.phases(recipe, shapes, lengths, hardware.gpu(recipe.cluster.train.gpu))
-    if generate is None:
-        return train
-    gpu = hardware.gpu(recipe.cluster.generate.gpu)
-    found = generate_time.phases(recipe, shapes["policy"], lengths, gpu, generate.tokens)
-    answers = generate_time.sampled(recipe)[1]
-    judge = recipe.cluster.reward if config.serves_rewards(recipe) else recipe.cluster.train
-    score = train_time.reward_phase(recipe, shapes, lengths, hardware.gpu(judge.gpu), answers)
-    found += [score] if score else []
-    found += train
-    if config.colocated(recipe):
-        found += sharing.phases(recipe, memory.train(recipe, dict(shapes)), generate)
-    return found
-
-
-def validation_seconds(
-    recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, generate: GenerateMemory | None
-) -> float | None:
-    """Of one validation, of max_val_samples of each data set, be they as many, and of as many answers to each; of pairs two
-    sequences each, with the reference's pass over them. None if max_val_samples is no bound."""
-    algorithm = section(recipe)
-    if not config.validates(recipe) or not (algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end):
-        return 0.0
-    samples = config.bound(algorithm.max_val_samples)
-    if samples is None:
-        return None
-    if generate is None:
-        gpu = hardware.gpu(recipe.cluster.train.gpu)
-        job = train_time.job(recipe, recipe.policy, shapes["policy"], lengths, gpu, recipe.cluster.train)
-        count = samples * (2 if recipe.algorithm in PAIRED else 1)
-        passes = 1 + train_time.needs(recipe).reference
-        return passes * sum(train_time.forward_pass(job, count)[1].values())
-    gpu, count = hardware.gpu(recipe.cluster.generate.gpu), samples * algorithm.val_num_generations_per_prompt
-    return generate_time.validation(recipe, shapes["policy"], lengths, gpu, generate.tokens, count)
-
-
 def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[plan_refit.Prediction | None, str]:
     """A refit's prediction, or why there is none."""
     if not generates(recipe):
@@ -373,7 +313,7 @@ def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[plan_refit.Predict
 
 def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: plan_refit.Prediction | None) -> list[Phase]:
     """What a refit moves, not calibrated; none if that is not known."""
-    if not _runs(recipe, generate):
+    if not _can_be_timed(recipe, generate):
         return []
     if config.colocated(recipe):
         return [sharing.refit(recipe, generate.received, refit)]

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from launch.plan import modes, sharing, split
 from launch.plan.cut import engines
-from launch.plan.estimate import Plan, components, priced
+from launch.plan.estimate import Plan
 from launch.plan.modes import Mode
+from launch.plan.step import components, priced
 from launch.plan_refit import cut_sizes
 from launch.units import plural as _plural
 from launch.units import seconds as _seconds
@@ -27,7 +28,13 @@ def text(plan: Plan, compared: Sequence[Mode] = ()) -> str:
     parts = [_headline(plan), _models(plan), _memory(plan)]
     if generates(plan.recipe):
         parts.append(_refit(plan))
-    parts += [_times(plan), _modes(plan, compared), _run(plan), _assumptions(plan), _verdict(plan)]
+    parts += [
+        _times(plan),
+        _modes(plan, compared) if compared else _waits(plan),
+        _run(plan),
+        _assumptions(plan),
+        _verdict(plan),
+    ]
     return "\n\n".join("\n".join(part) for part in map(list, parts) if part)
 
 
@@ -168,9 +175,13 @@ def _most(parts: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {share:.0%}" for share, name in shares[:3] if share > 0.05)
 
 
+def _waits(plan: Plan) -> Iterator[str]:
+    if plan.phases and plan.generate and not config.colocated(plan.recipe):
+        train, engines = plan.pace.train / plan.step, plan.pace.generate / plan.step
+        yield _line("waits", f"train ranks {train:.0%} of a step, engines {engines:.0%}; plan=true compares with other ways")
+
+
 def _modes(plan: Plan, compared: Sequence[Mode]) -> Iterator[str]:
-    if not compared:
-        return
     cost = "GPU-hours" if plan.steps else "GPU-s a step"
     columns = zip(("nodes", "GPUs", "a step", cost, "train waits", "engines wait"), MODE_WIDTHS, strict=True)
     yield f"{'the same nodes':26s}" + "".join(f"{name:>{width}s}" for name, width in columns)
@@ -203,10 +214,12 @@ def _choice(compared: Sequence[Mode]) -> str:
     told = []
     for mode in compared:
         if mode is not best and not mode.why_not:
-            gain = 1 - best.cost / mode.cost
-            less = f"{gain:.0%} fewer GPU-hours a step than {mode.name}"
-            told.append(less if gain >= 0 else f"{mode.name} takes {-gain:.0%} fewer, but trains on older rollouts")
-    keys = " ".join(f"{key}={str(value).lower()}" for key, value in best.changes.items())
+            if best.cost <= mode.cost:
+                told.append(f"{1 - best.cost / mode.cost:.0%} fewer GPU-hours a step than {mode.name}")
+            else:
+                but = ", but trains on older rollouts" if mode.name == "async" else ""
+                told.append(f"{mode.name} takes {1 - mode.cost / best.cost:.0%} fewer{but}")
+    keys = " ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in best.changes.items())
     return "; ".join([f"{best.name}: {', '.join(told) or 'nothing else fits'}", *([keys] if keys else [])])
 
 
@@ -306,7 +319,10 @@ def _unpriced(recipe: Recipe) -> str:
     if generates(recipe):
         left.append("environments on the CPU")
     if generates(recipe) and getattr(section(recipe), "use_dynamic_sampling", False):
-        left.append("batches of dynamic sampling after the first")
+        later = (
+            "groups that dynamic sampling passes over" if runs_ahead(recipe) else "batches of dynamic sampling after the first"
+        )
+        left.append(later)
     return f"not in these times: {', '.join(left)}"
 
 

@@ -15,13 +15,11 @@ from launch.plan import memory_load, memory_train
 from launch.plan.cut import train_cut
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
 from launch.plan.phase import Phase
+from launch.plan.rates import GLOO_GB_PER_S, PAGE_LOCKED, TCP_GB_PER_S
 from launch.plan_refit import Prediction
 from pipeline.config import Recipe, engine_ranks, hardware, ranks, ranks_per_node
 
 GIGA = 1e9
-PAGE_LOCKED = 0.8  # of PCIe's rate, which copies of page-locked host memory attain: an assumption, not a measurement
-GLOO_GB_PER_S = 2.0  # of a rank, over gloo within a node, from host memory to host memory: an assumption, not a measurement
-TCP_GB_PER_S = 2.5  # of a node, into it from others, which gloo reaches by TCP: 20 Gbit/s, an assumption, not a measurement
 MOVED = ("weights", "merged weights", "optimizer", "other models")
 """Parts of a train rank that go to the host and come back; gradients are dropped."""
 

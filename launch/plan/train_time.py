@@ -25,13 +25,10 @@ from launch.plan import flops
 from launch.plan.cut import GIGA, Cut, Links, train_cut
 from launch.plan.lengths import Lengths, sequences
 from launch.plan.phase import Phase
+from launch.plan.rates import OPTIMIZER_BYTES
 from pipeline import config
 from pipeline.config import PAIRED, PRECISIONS, ComponentConfig, PolicyConfig, Recipe, hardware, updates_per_step, uses_megatron
 from pipeline.config.hardware import GPU
-
-OPTIMIZER_BYTES = (
-    30  # of each parameter: float32 weight, gradient and two moments read, all but the gradient written, and a copy
-)
 
 
 @dataclass(frozen=True, slots=True)

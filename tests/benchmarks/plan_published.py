@@ -7,9 +7,10 @@ None is fitted to these lines, but two choices were made with a first comparison
 before it became the mean of its sources, 0.20 (with 0.25 the ratios of mixtures are up to 0.2 higher), and MEMORY_GB. Layouts,
 batches and lengths are the published ones; what was not published is said on the line.
 
-Those runs are colocated: the same GPUs train and generate in turn. Our step, too, is a rollout, then training, then a refit, so
-they are priced as two components of as many GPUs each; the refit is then ours, between disjoint ranks, and not theirs in place.
-The plan can price a colocated run (launch/plan/sharing.py); these lines do not ask it to, since it is nowhere measured yet.
+Most of those runs are colocated: the same GPUs train and generate in turn. Our step, too, is a rollout, then training, then a
+refit, so they are priced as two components of as many GPUs each; the refit is then ours, between disjoint ranks, and not theirs
+in place. The plan can price a colocated run (launch/plan/sharing.py); these lines do not ask it to, since nobody has measured
+it. Lines with "ahead" sample that many steps ahead of training, with refits in flight, on GPUs of their own, as ours do.
 
 Sources: NeMo-RL's post "Reinforcement Learning with NVIDIA NeMo-RL: Megatron-Core Support for Optimized Training Throughput"
 (v0.3, with phases and mean lengths of answers), and its performance summaries of v0.4 and v0.6 (whole steps and mean lengths of
@@ -49,6 +50,8 @@ class Line:
     why: str = ""  # it is off by more than 2
     prompts: int = 64  # of a step
     answers: int = 32  # of each
+    ahead: int = 0  # steps
+    generate: int = 0  # GPUs, of those that sample ahead; the rest train
 
 
 def megatron(tensor: int = 1, pipeline: int = 1, expert: int = 1, context: int = 1, recompute: bool = False) -> tuple[str, ...]:
@@ -89,6 +92,10 @@ IN_PLACE = (
     "the step alone is published. Their refit in place is published as 47 s for this model, ours takes 1 s between disjoint"
     " ranks. The work is small, 512 sequences at less than 0.01 of the GPUs' peak; the rest is what the plan leaves out:"
     " latencies of engines across four nodes and of 16 stages with 8 microbatches, and switching between the two uses of a GPU"
+)
+FEW = (
+    "the step alone is published, and the work is small, as in the lines above: the rest is what the plan leaves out, latencies"
+    " of engines across four nodes and of 16 stages with few microbatches"
 )
 SMALL = "engines of 1 GPU: 256 answers each at once"
 
@@ -222,19 +229,77 @@ LINES = [
         prompts=32,
         answers=16,
     ),
+    Line(
+        "v0.6, Qwen3-30B-A3B, 1 ahead",
+        "Qwen/Qwen3-30B-A3B",
+        32,
+        2,
+        3201 - PROMPT,
+        4096,
+        {"step": 152},
+        (*megatron(pipeline=2, expert=8), "policy.train_global_batch_size=2048", FORCED),
+        "no recomputation, as in their recipe",
+        ahead=1,
+        generate=16,
+    ),
+    Line(
+        "v0.6, Qwen3-30B-A3B, 8 ahead",
+        "Qwen/Qwen3-30B-A3B",
+        192,
+        2,
+        3206 - PROMPT,
+        4096,
+        {"step": 34.5},
+        megatron(expert=8),
+        "no recomputation, as in their recipe",
+        ahead=8,
+        generate=64,
+    ),
+    Line(
+        "v0.6, Qwen3-235B-A22B, 1 ahead",
+        "Qwen/Qwen3-235B-A22B",
+        256,
+        8,
+        5721 - PROMPT,
+        8192,
+        {"step": 231},
+        (*megatron(tensor=4, pipeline=8, expert=16, recompute=True), *stages(11, 11), FORCED),
+        "recomputation, as in their recipe",
+        prompts=16,
+        ahead=1,
+        generate=128,
+    ),
+    Line(
+        "v0.6, DeepSeek-V3, 1 ahead",
+        "unsloth/DeepSeek-V3-bf16",
+        512,
+        32,
+        710 - PROMPT,
+        1536,
+        {"step": 64.1},
+        (*megatron(pipeline=16, expert=16, recompute=True), *stages(3, 2), FORCED),
+        "recomputation, as in their recipe",
+        FEW,
+        prompts=32,
+        answers=16,
+        ahead=1,
+        generate=256,
+    ),
 ]
 
 
 def predicted(line: Line) -> Plan:
-    longest, nodes = line.longest, line.gpus // GPUS
+    longest, generate = line.longest, line.generate or line.gpus
+    train = line.gpus - line.generate
     recipe = config.load(
-        "llama8b_grpo",
+        "llama8b_grpo" if line.ahead else "llama8b_grpo_sync",
         [
             *line.layout,
             "run_dir=runs/published",
             f"policy.model_name={line.model}",
-            f"cluster.train.nodes={nodes}",
-            f"cluster.generate.nodes={nodes}",
+            f"cluster.train.nodes={train // GPUS}",
+            f"cluster.generate.nodes={generate // GPUS}",
+            f"grpo.async_grpo.max_trajectory_age_steps={max(1, line.ahead)}",
             f"grpo.num_prompts_per_step={line.prompts}",
             f"grpo.num_generations_per_prompt={line.answers}",
             f"policy.max_total_sequence_length={longest}",
@@ -243,7 +308,7 @@ def predicted(line: Line) -> Plan:
             f"policy.generation.max_new_tokens={longest}",
             f"cluster.train.gpu_memory_gb={MEMORY_GB}",
             f"cluster.generate.gpu_memory_gb={MEMORY_GB}",
-            "policy.generation.vllm_cfg.gpu_memory_utilization=0.6",
+            f"policy.generation.vllm_cfg.gpu_memory_utilization={0.8 if line.ahead else 0.6}",
             f"policy.generation.vllm_cfg.tensor_parallel_size={line.engine}",
             f"plan.prompt_tokens={PROMPT}",
             f"plan.answer_tokens={line.answer}",

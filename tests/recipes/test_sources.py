@@ -6,6 +6,7 @@ A source of NeMo-RL's is translated as an import would be, and both recipes are 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -103,6 +104,19 @@ def test_the_header_names_them(name: str) -> None:
     for given in CLAIMS["recipes"][name]["sources"]:
         source = sources.read(given["name"] if isinstance(given, dict) else given)
         assert source.path in unbroken, source.path
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_header_says_how_to_sample_and_train_in_turn(name: str) -> None:
+    """Of a recipe that samples ahead: by keys, or by the name of another. Others with ranks of their own say that they do."""
+    recipe, text = config.load(name), (config.RECIPES / f"{name}.yaml").read_text()
+    header = " ".join(line.removeprefix("#") for line in text.splitlines() if line.startswith("#"))
+    if config.runs_ahead(recipe):
+        other, keys = f"{name}_sync", re.findall(r"[a-z_]+(?:\.[a-z_]+)+=\w[\w.]*", header)
+        changed = config.load(other) if other in header else config.load(name, keys)
+        assert not config.runs_ahead(changed)
+    elif config.generates(recipe) and not config.colocated(recipe) and not recipe.needs:
+        assert "in turn" in header
 
 
 @pytest.mark.parametrize("name", [name for name in sources.names() if not sources.read(name).is_nemo_rls])

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.boxes import Box, Region
 from pipeline.config.cluster import NetworkConfig
+from pipeline.refit import simulate
 from pipeline.refit.plan import schedule
 from pipeline.refit.tables import Table, table
 
@@ -29,6 +30,7 @@ def test_where_a_node_has_all_of_the_model_no_byte_leaves_it(nodes, per_node, te
     engines = [list(range(first, first + size)) for first in range(count, 2 * count, size)]
     node = {rank: f"node{rank % count // per_node}" for rank in range(2 * count)}
     made = schedule(train, generate, engines, shapes, 2, 64 << 10, node, NetworkConfig())
-    ends = [pair for hop in made.hops() for pair in zip(hop.source.tolist(), hop.target.tolist(), strict=True)]
+    moved = simulate.messages(made)
+    ends = list(zip(moved.source.tolist(), moved.target.tolist(), strict=True))
     assert ends and all(node[source] == node[target] for source, target in ends)
     assert {target for _, target in ends} == set(generate)

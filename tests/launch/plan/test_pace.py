@@ -85,7 +85,7 @@ def test_against_the_loop_token_by_token(count, slots, age, training):
     assert pace.played(one, alone(one), train, refit, age)[0] == pytest.approx(sum(expected) / 3, rel=0.1)
 
 
-def _loop(load: Load, train: float, refit: float, age: int, seed: int, steps: int = 14, warm: int = 4) -> float:
+def _loop(load: Load, train: float, refit: float, age: int, seed: int, steps: int = 12, warm: int = 4) -> float:
     draw, scale, wanted = random.Random(seed), load.lengths.scale, int(load.count)
     buffer = Buffer(AsyncConfig(enabled=True, max_trajectory_age_steps=age, in_flight_weight_updates=True), wanted)
     waiting: list[list[int]] = []  # [prompt, tokens left, tokens had]

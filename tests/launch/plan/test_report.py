@@ -60,6 +60,7 @@ def test_sampling_ahead_of_training_hides_the_shorter_of_the_two():
     assert turns.step - hidden.step == pytest.approx(min(turns.seconds["rollout"], turns.seconds["train"]))
     assert ahead.step == pytest.approx(ahead.seconds["train"] + ahead.seconds["refit"])  # which takes longer than sampling
     assert "rollout and training at once, 2 rollouts under way" in text("llama8b_grpo")
+    assert "waits train ranks 0% of a step, engines 26%;" in " ".join(text("llama8b_grpo").split())
     assert "at once" in text("llama8b_grpo", drained) and "at once" not in text("llama8b_grpo_sync")
 
 

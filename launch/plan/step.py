@@ -1,0 +1,71 @@
+"""The phases of a step, and a validation, put together from those of training, generation and shared GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from launch.model_shape import ModelShape
+from launch.plan import generate_time, memory, sharing, train_time
+from launch.plan.lengths import Lengths
+from launch.plan.memory_parts import GenerateMemory
+from launch.plan.phase import Phase
+from pipeline import config
+from pipeline.config import PAIRED, Recipe, generates, hardware, section
+
+
+def priced(recipe: Recipe) -> bool:
+    """Whether all components have GPUs, so that times can be told."""
+    return all(component.gpus_per_node for component in components(recipe).values())
+
+
+def components(recipe: Recipe) -> dict[str, config.ComponentConfig]:
+    """Those that the job has."""
+    used = {"train": recipe.cluster.train}
+    if generates(recipe):
+        used["generate"] = recipe.cluster.generate
+    if config.serves_rewards(recipe):
+        used["reward"] = recipe.cluster.reward
+    return used
+
+
+def step_phases(
+    recipe: Recipe,
+    shapes: Mapping[str, ModelShape],
+    lengths: Lengths,
+    generate: GenerateMemory | None,
+) -> list[Phase]:
+    """Of a step, in their order, not calibrated, but for what a refit moves."""
+    train = train_time.phases(recipe, shapes, lengths, hardware.gpu(recipe.cluster.train.gpu))
+    if generate is None:
+        return train
+    gpu = hardware.gpu(recipe.cluster.generate.gpu)
+    found = generate_time.phases(recipe, shapes["policy"], lengths, gpu, generate.tokens)
+    answers = generate_time.sampled(recipe)[1]
+    judge = recipe.cluster.reward if config.serves_rewards(recipe) else recipe.cluster.train
+    score = train_time.reward_phase(recipe, shapes, lengths, hardware.gpu(judge.gpu), answers)
+    found += [score] if score else []
+    found += train
+    if config.colocated(recipe):
+        found += sharing.phases(recipe, memory.train(recipe, dict(shapes)), generate)
+    return found
+
+
+def validation_seconds(
+    recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, generate: GenerateMemory | None
+) -> float | None:
+    """Of one validation, of max_val_samples of each data set, be they as many, and of as many answers to each; of pairs two
+    sequences each, with the reference's pass over them. None if max_val_samples is no bound."""
+    algorithm = section(recipe)
+    if not config.validates(recipe) or not (algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end):
+        return 0.0
+    samples = config.bound(algorithm.max_val_samples)
+    if samples is None:
+        return None
+    if generate is None:
+        gpu = hardware.gpu(recipe.cluster.train.gpu)
+        job = train_time.job(recipe, recipe.policy, shapes["policy"], lengths, gpu, recipe.cluster.train)
+        count = samples * (2 if recipe.algorithm in PAIRED else 1)
+        passes = 1 + train_time.needs(recipe).reference
+        return passes * sum(train_time.forward_pass(job, count)[1].values())
+    gpu, count = hardware.gpu(recipe.cluster.generate.gpu), samples * algorithm.val_num_generations_per_prompt
+    return generate_time.validation(recipe, shapes["policy"], lengths, gpu, generate.tokens, count)
