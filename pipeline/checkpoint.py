@@ -24,6 +24,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,16 @@ class Checkpoints:
         self._config = config
         self.patience = patience
         self._partial: Path | None = None  # being written
+        self._seen: dict[Path, Checkpoint] = {}  # complete ones
 
     def all(self) -> list[Checkpoint]:
         """The complete ones, oldest first."""
         return _complete(self._folder)
+
+    def _kept(self) -> list[Checkpoint]:
+        """As `all`, without another look at the files of those that were complete before: each may have thousands."""
+        self._seen = {path: found for path in _folders(self._folder) if (found := self._seen.get(path) or _read(path))}
+        return list(self._seen.values())
 
     def latest(self) -> Checkpoint | None:
         """Rank 0 may be on another node than the one that wrote it, which sees names late: what attempts say is waited for."""
@@ -122,8 +129,7 @@ class Checkpoints:
         folder = self._folder / _name(step)
 
         def seal() -> None:
-            sizes = {str(path.relative_to(partial)): path.stat().st_size for path in _files(partial)}
-            record = {"version": VERSION, "step": step, "metric": metric, "state": state, "files": sizes}
+            record = {"version": VERSION, "step": step, "metric": metric, "state": state, "files": _sizes(partial)}
             write_durably(partial / COMPLETE, json.dumps(record))
 
         def move() -> None:
@@ -137,10 +143,12 @@ class Checkpoints:
             self._retrying(seal, partial)
             self._retrying(move, folder)
         self._partial = None
-        for checkpoint in superfluous(self.all(), self._config):
+        complete = Checkpoint(folder, step, metric, state)
+        self._seen[folder] = complete
+        for checkpoint in superfluous(self._kept(), self._config):
             gone = self._folder / f".{checkpoint.folder.name}.{self._attempt}.removed"
             _remove(checkpoint.folder, gone)
-        return Checkpoint(folder, step, metric, state)
+        return complete
 
     def _retrying(self, work: Callable[[], None], path: Path) -> None:
         retrying(work, "writing a checkpoint", path, self.patience)
@@ -215,13 +223,20 @@ def kept(run_dir: Path) -> str:
 
 def _complete(folder: Path) -> list[Checkpoint]:
     """Oldest first. What else lies there, such as a copy that somebody made of one (`step_000100_keep`), is none."""
+    return [checkpoint for path in _folders(folder) if (checkpoint := _read(path))]
+
+
+def _folders(folder: Path) -> list[Path]:
     folders = [path for path in folder.glob("step_*") if NAME.fullmatch(path.name)]
-    folders.sort(key=lambda path: int(path.name.removeprefix("step_")))
-    return [checkpoint for path in folders if (checkpoint := _read(path))]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def _files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != COMPLETE]
+def _sizes(folder: Path) -> dict[str, int]:
+    """Of each file. A file server answers many at once."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != COMPLETE]
+    with ThreadPoolExecutor(16) as pool:
+        sizes = pool.map(lambda path: path.stat().st_size, files)
+        return {str(path.relative_to(folder)): size for path, size in zip(files, sizes, strict=True)}
 
 
 def _remove(folder: Path, gone: Path | None = None) -> None:
@@ -241,7 +256,9 @@ def _read(folder: Path) -> Checkpoint | None:
     """The checkpoint in a folder, or None if it is not complete."""
     try:
         record = json.loads((folder / COMPLETE).read_text())
-        sizes = {name: (folder / name).stat().st_size for name in record["files"]}
+        with ThreadPoolExecutor(16) as pool:
+            sizes = pool.map(lambda name: (folder / name).stat().st_size, record["files"])
+            sizes = dict(zip(record["files"], sizes, strict=True))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     if sizes != record["files"]:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from pipeline import config
+from pipeline import checkpoint, config
 from pipeline.checkpoint import COMPLETE, VERSION, Checkpoint, Checkpoints, superfluous, version_problem
 from pipeline.config import CheckpointingConfig
 
@@ -106,6 +106,21 @@ def test_commit_removes_what_is_superfluous(tmp_path):
     for step, metric in ((1, 0.9), (2, 0.1), (3, 0.2)):
         save(checkpoints, step, metric)
     assert [c.step for c in checkpoints.all()] == [1, 3]
+
+
+def test_a_commit_does_not_look_through_the_files_of_earlier_checkpoints_again(tmp_path, monkeypatch):
+    """Each may have thousands, and rank 0 waits for the file system."""
+    looked = []
+    read = checkpoint._read
+    monkeypatch.setattr(checkpoint, "_read", lambda folder: looked.append(folder.name) or read(folder))
+    earlier = Checkpoints(tmp_path, "earlier", CheckpointingConfig(keep_top_k=2))
+    save(earlier, 1)
+    assert looked == []
+    checkpoints = Checkpoints(tmp_path, "attempt", CheckpointingConfig(keep_top_k=2))
+    for step in range(2, 6):
+        save(checkpoints, step, metric=-step)
+    assert looked == ["step_000001"]
+    assert [each.step for each in checkpoints.all()] == [2, 3, 5]
 
 
 def test_the_record_names_every_file(checkpoints):

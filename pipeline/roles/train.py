@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pipeline import config, train
 from pipeline.algorithms.base import Loss, Objective
@@ -240,7 +241,9 @@ class TrainRole:
     @verb("save")
     def restore(self, folder: str) -> None:
         with self._world.phase("read"):
-            wait_until_seen(Path(folder))
+            if self._world.place.local_rank == 0:  # what one rank of a node sees, all do; there may be thousands of files
+                wait_until_seen(Path(folder))
+            dist.barrier(self._world.own)
             for model in self._algorithm.losses:
                 self._models[model].load(self._place(model, folder))
 

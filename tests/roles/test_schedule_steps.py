@@ -43,7 +43,9 @@ def role(backend: str, path: Path, *overrides: str) -> TrainRole:
             *overrides,
         ],
     )
-    world = SimpleNamespace(own=dist.group.WORLD, rank=0, place=SimpleNamespace(run_dir=path), phase=contextlib.nullcontext)
+    world = SimpleNamespace(
+        own=dist.group.WORLD, rank=0, place=SimpleNamespace(local_rank=0, run_dir=path), phase=contextlib.nullcontext
+    )
     made = TrainRole(recipe, 0, world, algorithms.build(recipe), None)
     made.setup()
     return made
