@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from pipeline.remote import Remote
 from pipeline.sharing import Sharing
 from pipeline.startup import Startup
 from pipeline.timeline import Timeline
+from pipeline.train.background import Background
 from pipeline.types import DataPlace, Prompt, RolloutGroup, Sample
 
 Reply = TypeVar("Reply")
@@ -52,6 +54,7 @@ class Run:
     timeline: Timeline
     startup: Startup = field(default_factory=Startup)
     record: Callable[[], bytes] = bytes  # what a checkpoint keeps of rollouts
+    logging: Background = field(default_factory=Background)  # writes rollouts for people while the run goes on
     left: str | None = None  # why the run was left before its end, with everything saved
     _unsaved: Callable[[], None] | None = None  # saves the last step, if it is not yet
     _unsettled: Callable[[], None] | None = None  # commits a save that may still be under way
@@ -114,13 +117,23 @@ class Run:
         self.startup.end()
         self.attempt.check()
         if groups is not None:
-            metrics.log_rollouts(step, groups, self.tokenizer)
+            self.log_rollouts(metrics, step, groups, "step")
         metrics.log(step, values)
         self.deadline.stepped(values)
         self.settle()
         self._unsaved = functools.partial(self.save, step, position, values)
         if self.recipe.checkpointing.enabled and (last or step % self.recipe.checkpointing.save_period == 0):
             self._unsaved()
+
+    def log_rollouts(self, metrics: Metrics, step: int, groups: list[RolloutGroup], kind: str) -> None:
+        """In a thread, one step after another; all of them before the next checkpoint is complete."""
+        tokenizer = self._loggers_tokenizer
+        self.logging.start(lambda: metrics.log_rollouts(step, groups, tokenizer, kind))
+
+    @functools.cached_property
+    def _loggers_tokenizer(self) -> PreTrainedTokenizerBase:
+        """A tokenizer cannot be used by two threads at once: it raises "Already borrowed"."""
+        return copy.deepcopy(self.tokenizer)
 
     def must_leave(self) -> bool:
         """Asked between two steps: whether the run is to be left here. If so, the last step has been saved.
@@ -147,6 +160,7 @@ class Run:
         metrics.log_again(step, validate() | metrics.take_clocks())
         self.timeline.step_ended(step)
         self.startup.end()
+        self.logging.wait()
         metrics.close()
         return step
 
@@ -155,6 +169,7 @@ class Run:
         if self._unsaved and self.recipe.checkpointing.enabled:
             self._unsaved()
         self.settle(wait=True)
+        self.logging.wait()
 
     def save(self, step: int, position: dict[str, Any], values: dict[str, float]) -> None:
         """With checkpointing.async_save, `settle` makes it a checkpoint."""
@@ -170,6 +185,7 @@ class Run:
         metric = values.get(config.metric_name.replace(":", "/", 1)) if config.metric_name else None
 
         def commit() -> None:
+            self.logging.wait()
             self.attempt.check()
             self.checkpoints.commit(partial, step, metric, {"stream": position})
             self.attempt.progressed(step)
@@ -206,7 +222,7 @@ def run_online(
         with metrics.clock("validation"), sharing.generating():
             groups = experience.validate(validation)
         run.attempt.check()
-        metrics.log_rollouts(step, groups, run.tokenizer, kind="val")
+        run.log_rollouts(metrics, step, groups, "val")
         return validation_metrics(groups)
 
     run.startup.enter("first refit")

@@ -8,6 +8,7 @@ written, at the latest at the next start.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from pipeline.board import Board
-    from pipeline.types import Rollout, RolloutGroup
+    from pipeline.types import Prompt, Rollout, RolloutGroup
 
 Result = TypeVar("Result")
 
@@ -111,10 +112,11 @@ class Metrics:
         self, step: int, groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase, kind: str = "step"
     ) -> None:
         """A step's rollouts, one object per line, in rollouts/<kind>_<step>.jsonl; `kind` is "step" or "val"."""
-        records = [_record(group, sample, tokenizer) for group in groups for sample in range(len(group.rollouts))]
         path = self._rollouts / f"{kind}_{step:06d}.jsonl"
-        text = "".join(json.dumps(record) + "\n" for record in records[: self._config.num_rollouts_to_log])
+        records = itertools.islice(_records(groups, tokenizer), self._config.num_rollouts_to_log)
+        text = "".join(json.dumps(record) + "\n" for record in records)
         with self._going_on("rollouts", step):
+            self._patience.check()  # a later attempt may write there by now
             self._rollouts.mkdir(exist_ok=True)
             try:
                 append(path, 0, text.encode(), durable=False)
@@ -252,27 +254,38 @@ def _board(folder: Path, last: int) -> Board:
     return Board(folder, last)
 
 
-def _record(group: RolloutGroup, sample: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _records(groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:
+    for group in groups:
+        text, tokens = tokenizer.decode(group.prompt.tokens), group.prompt.tokens.tolist()
+        for sample, rollout in enumerate(group.rollouts):
+            yield _record(group.prompt, text, tokens, sample, rollout, tokenizer)
+
+
+def _record(
+    prompt: Prompt, text: str, tokens: list[int], sample: int, rollout: Rollout, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """Of episodes that were told something, `completion` has what was said and told, and `turns` tells which is which."""
-    rollout, prompt = group.rollouts[sample], group.prompt
-    turns = [
-        {
-            "said": tokenizer.decode(turn.completion.tokens),
-            "told": tokenizer.decode(turn.observation),
-            "said_tokens": len(turn.completion.tokens),
-            "told_tokens": len(turn.observation),
-        }
-        for turn in rollout.turns
-    ]
+    turns = []
+    if len(rollout.turns) > 1 or any(len(turn.observation) for turn in rollout.turns):
+        turns = [
+            {
+                "said": tokenizer.decode(turn.completion.tokens),
+                "told": tokenizer.decode(turn.observation),
+                "said_tokens": len(turn.completion.tokens),
+                "told_tokens": len(turn.observation),
+            }
+            for turn in rollout.turns
+        ]
+    completion = rollout.tokens
     return {
         "prompt_index": prompt.index,
         **({"dataset": prompt.dataset} if prompt.dataset else {}),
         "sample": sample,
-        "prompt": tokenizer.decode(prompt.tokens),
-        "prompt_tokens": prompt.tokens.tolist(),
-        "completion": tokenizer.decode(rollout.tokens),
-        "completion_tokens": rollout.tokens.tolist(),
-        **({"turns": turns} if any(turn["told_tokens"] for turn in turns) or len(turns) > 1 else {}),
+        "prompt": text,
+        "prompt_tokens": tokens,
+        "completion": tokenizer.decode(completion),
+        "completion_tokens": completion.tolist(),
+        **({"turns": turns} if turns else {}),
         "task": prompt.task,
         "reward": rollout.reward,
         **rollout.metrics,

@@ -1,5 +1,6 @@
 """What is saved when a run is left between two steps: `pipeline.coordinator.Run` over real checkpoints, without ranks."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,8 +51,8 @@ class Steps:
         self.metrics = Metrics(run_dir, LoggerConfig(tensorboard_enabled=False), None)
         self.lines = run_dir / "metrics.jsonl"
 
-    def end(self, step: int, last: bool = False) -> None:
-        self.run.end_step(self.metrics, step, last, POSITION, {"time/step": 1.0, "train/loss": step / 2})
+    def end(self, step: int, last: bool = False, groups: list | None = None) -> None:
+        self.run.end_step(self.metrics, step, last, POSITION, {"time/step": 1.0, "train/loss": step / 2}, groups)
 
     def left_behind(self, name: str) -> str | None:
         path = self.attempt.folder / name
@@ -162,3 +163,45 @@ def test_a_checkpoint_keeps_the_rollouts_that_no_step_has_trained_on(tmp_path):
     latest = steps.checkpoints.latest()
     assert latest.step == 2 and latest.rollouts() == b""
     assert not (latest.folder / "buffer.msgpack").exists()
+
+
+class Slow:
+    """Metrics that write rollouts when they are let."""
+
+    def __init__(self, of_steps: Metrics):
+        self.log, self.written, self.may = of_steps.log, [], threading.Event()
+
+    def log_rollouts(self, step, groups, tokenizer, kind):
+        assert self.may.wait(30)
+        if not groups:
+            raise ValueError("nothing to write")
+        self.written.append((kind, step))
+
+
+def test_rollouts_are_written_while_the_run_goes_on_and_before_the_checkpoint_that_counts_them(tmp_path):
+    steps = Steps(tmp_path, save_period=2)
+    steps.metrics = slow = Slow(steps.metrics)
+    steps.end(1, groups=["a group"])
+    assert not slow.written and [line["step"] for line in read(steps.lines)] == [1]
+    slow.may.set()
+    at_commit, commit = [], steps.checkpoints.commit
+
+    def noting(*arguments):
+        at_commit.extend(slow.written)
+        return commit(*arguments)
+
+    steps.checkpoints.commit = noting
+    steps.end(2, groups=["a group"])
+    assert at_commit == [("step", 1), ("step", 2)] and steps.checkpoints.latest().step == 2
+
+
+def test_an_error_in_writing_rollouts_ends_the_run_and_commits_nothing(tmp_path):
+    steps = Steps(tmp_path, save_period=2)
+    steps.metrics = slow = Slow(steps.metrics)
+    slow.may.set()
+    steps.end(1, groups=["a group"])
+    with pytest.raises(ValueError, match="nothing to write"):
+        steps.end(2, groups=[])
+    assert steps.checkpoints.latest() is None
+    with pytest.raises(ValueError, match="nothing to write"):
+        steps.run.finish()

@@ -12,14 +12,17 @@ def sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: float, co
 
     counts: False if the loss is to leave the sequence out, as it does with one that nobody could judge.
     """
-    before = len(prompt.tokens)
-    tokens = np.concatenate([prompt.tokens, rollout.tokens]).astype(np.int32)
-    mask = np.concatenate([np.zeros(before, np.bool_), rollout.drawn]) & (counts and not rollout.failure)
-    logprobs = np.concatenate([np.zeros(before), rollout.logprobs])
-    return Sample(
-        tokens,
-        mask,
-        np.where(mask, logprobs, 0).astype(np.float32),
-        np.where(mask, advantage, 0).astype(np.float32),
-        0.0 if rollout.failure else float(reward),
-    )
+    at, learned = len(prompt.tokens), counts and not rollout.failure
+    length = at + sum(len(turn.completion.tokens) + len(turn.observation) for turn in rollout.turns)
+    tokens, mask = np.empty(length, np.int32), np.zeros(length, np.bool_)
+    logprobs, advantages = np.zeros(length, np.float32), np.zeros(length, np.float32)
+    tokens[:at] = prompt.tokens
+    for turn in rollout.turns:
+        said, told = turn.completion.tokens, turn.observation
+        drawn = slice(at, at + len(said))
+        tokens[drawn] = said
+        if learned:
+            mask[drawn], logprobs[drawn], advantages[drawn] = True, turn.completion.logprobs, advantage
+        at += len(said) + len(told)
+        tokens[at - len(told) : at] = told
+    return Sample(tokens, mask, logprobs, advantages, 0.0 if rollout.failure else float(reward))
