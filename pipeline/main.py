@@ -39,7 +39,7 @@ def main(run_dir: Path) -> None:
     timeouts = recipe.cluster.timeouts
     place, realms = Place.from_environment(run_dir), Realms.of(recipe)
     try:
-        world = World(place, realms, open_store(place, timeouts.join))
+        world = World(place, realms, open_store(place, timeouts.join, timeouts.silence))
     except Exception as error:
         Failure.of(error, place, realms, Activity()).record(place.folder)
         raise
@@ -112,8 +112,7 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
     _, judges = [other.result() for other in others_up]
     refits = None
     if config.generates(recipe):
-        nodes = {rank: world.node(rank) for rank in range(world.size)}
-        refits = Refits(recipe, realms, train, generate, role.shapes, nodes)
+        refits = Refits(recipe, realms, train, generate, role.shapes, world.nodes())
     sharing = Sharing(shared, train, generate, refits)
     patience = Patience(storage_s, attempt.check, functools.partial(kept, run_dir))
     checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, patience)

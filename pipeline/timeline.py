@@ -2,8 +2,8 @@
 
     timeline = Timeline(about, realms)      # every rank; World.phase tells it what the rank does: `enter`
     timeline.write(folder)                  # into folder/timeline/rank00000.jsonl, by a thread
-    account = timeline.account()            # goes with every reply to rank 0 ...
-    timeline.heard(rank, account)           # ... which hears of all
+    account = timeline.account()            # since the last one; goes with every reply to rank 0 ...
+    timeline.heard(realm, account)          # ... which hears of all, or of sums of several ranks
     timeline.step_ended(step)               # rank 0: {"idle/train": 0.2, ...} since the call before
 
 A rank does one thing at a time, so a file is a row of spans without gaps. Its first line is `about` with the unix second at
@@ -83,7 +83,7 @@ def category(verb: str, phase: str) -> str:
 
 
 Account = tuple[float, float]
-"""Seconds that a rank has waited, of those that it has lived."""
+"""Seconds that one or more ranks have waited, of those that they have lived."""
 
 
 class Timeline:
@@ -97,8 +97,8 @@ class Timeline:
         self._about = {**about, "began": time.time()}
         self._now = (self._began, "join", "")  # (since, verb, phase)
         self._waited = 0.0
-        self._accounts: dict[int, Account] = {}
-        self._before: dict[int, Account] = {}  # at the last step's end
+        self._told: Account = (0.0, 0.0)  # by `account`
+        self._heard: dict[str, Account] | None = None  # of each realm since the last step's end; None: there was none yet
         self._ended: deque[Event] = deque(maxlen=100_000)  # a thread that hangs must not cost the memory
         self._writer: Writer | None = None
         self._quiet = max(FLUSH_S, sum(map(len, self._realms.values())) / QUIET_RANKS_PER_S)
@@ -113,15 +113,20 @@ class Timeline:
         self._now = (now, verb, phase)
 
     def account(self) -> Account:
+        """Since it was called before, or since the beginning."""
         now = time.monotonic()
         since, verb, phase = self._now
-        return self._waited + (now - since if category(verb, phase) in WAITING else 0.0), now - self._began
+        waited = self._waited + (now - since if category(verb, phase) in WAITING else 0.0)
+        before, self._told = self._told, (waited, now - self._began)
+        return self._told[0] - before[0], self._told[1] - before[1]
 
     # ---- rank 0 -------------------------------------------------------------------------------------------------------------
 
-    def heard(self, rank: int, account: Account) -> None:
-        """Another rank's account, which came with a reply."""
-        self._accounts[rank] = account
+    def heard(self, realm: str, account: Account) -> None:
+        """An account that came with a reply."""
+        if self._heard is not None:
+            waited, lived = self._heard.get(realm, (0.0, 0.0))
+            self._heard[realm] = (waited + account[0], lived + account[1])
 
     def step_ended(self, step: int) -> dict[str, float]:
         """The idle share of each realm since this was called before: the seconds its ranks waited, of those that they lived.
@@ -129,15 +134,9 @@ class Timeline:
         A rank's part ends with its last reply; ranks that have not replied since then have none. {} the first time.
         """
         self._ended.append((time.monotonic() - self._began, step))
-        self.heard(self._rank, self.account())
-        shares = {}
-        for name, ranks in self._realms.items():
-            pairs = [(self._accounts[r], self._before[r]) for r in ranks if r in self._accounts and r in self._before]
-            lived = sum(now[1] - then[1] for now, then in pairs)
-            if lived > 0:
-                shares[f"idle/{name}"] = sum(now[0] - then[0] for now, then in pairs) / lived
-        self._before = dict(self._accounts)
-        return shares
+        self.heard(self._about["realm"], self.account())
+        heard, self._heard = self._heard or {}, {}
+        return {f"idle/{name}": heard[name][0] / heard[name][1] for name in self._realms if heard.get(name, (0, 0))[1] > 0}
 
     # ---- the file -----------------------------------------------------------------------------------------------------------
 

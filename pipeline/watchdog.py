@@ -1,7 +1,7 @@
 """No silent hang, and the first failure first. A wait that goes on too long ends the run by name, and so does a rank's end.
 
-Every rank sends heartbeats to the store beside rank 0 and sees there whether a rank has failed. Rank 0 reads all of them and
-ends the run when
+Every rank sends heartbeats to the store beside rank 0, or to its node's relay, and sees there whether a rank has failed. Rank 0
+reads all of them and ends the run when
 - a rank is gone: the store sees its connection end (killed, out of memory, crashed in a library), or
 - a rank has been silent for `cluster.timeouts.silence` (stopped, or its node is gone; ten times that while it loads), or
 - a verb has outlasted its own timeout: the ranks that have not replied are named with the phase they are in, or
@@ -27,7 +27,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -37,7 +36,7 @@ from pipeline import signals
 from pipeline.config import TimeoutsConfig
 from pipeline.files import listed
 from pipeline.secrets import redacted
-from pipeline.world import Activity, Place, Realms, World
+from pipeline.world import Activity, Place, Realms, World, beat_s
 
 EXIT_STATUS = 124  # as timeout(1)
 EXIT_WITH_ANOTHER = 123  # another rank has failed first
@@ -146,12 +145,11 @@ class Watchdog:
         self._silence_s = timeouts.silence
         self._join_s = timeouts.join
         self._overdue = overdue
-        self._interval_s = min(1.0, timeouts.silence / 10)
+        self._interval_s = beat_s(world.size, timeouts.silence)
         self._stopped = threading.Event()
         self._news = threading.Event()  # for `_judge`
         self._watched = range(world.size) if world.rank == 0 else range(1)
-        self._store = world.store.clone()  # the main thread may sit in a blocking call on its own connection
-        self._store.set_timeout(timedelta(seconds=ECHO_S))  # of `_tell`
+        self._store = world.store.near()  # the main thread may sit in a blocking call on its own connection
         self._store.set_at_loss(f"lost/{world.rank}")
         self._answered = time.monotonic()
         self._joining_since: float | None = None  # some rank is in verb 'join'
@@ -219,7 +217,8 @@ class Watchdog:
     def _tell(self, rank: int) -> None:
         """All ranks, through the store, that `rank` has failed. The store ends with rank 0: it gives them time to look."""
         try:
-            self._store.clone().compare_set(FAILED, "", str(rank))  # on a connection that nobody is stuck in
+            store = self._world.store.clone(ECHO_S)  # a connection that nobody is stuck in
+            store.compare_set(FAILED, "", str(rank))
         except (dist.DistError, OSError):
             return  # they see that the store is gone, and find failure.json
         if self._world.rank == 0:
@@ -319,11 +318,24 @@ class Watchdog:
             time.sleep(0.1)  # it ends just after its connections
             why = f"the store's process beside rank 0 (train) has ended (status {process.poll()}): {self._cut}"
             self._end(Failure.here(self._world, why))
+        if process := self._world.store.relay_process:
+            time.sleep(0.1)
+            if (status := process.poll()) is not None:
+                self._end(Failure.here(self._world, f"the relay's process beside {self._name} has ended (status {status})"))
         deadline = time.monotonic() + LAST_WORD_S
         while time.monotonic() < deadline:
             if listed(self._world.place.folder / "failure.json"):
                 self._end_quietly("an earlier failure")
             time.sleep(0.1)
+        if self._world.store.relay and self._store_answers():
+            self._end(Failure.here(self._world, f"the relay of {self._world.place.node} is gone: {self._cut}"))
         rank_0 = self._heard[0][0] if 0 in self._heard else Beat(0, "an unknown node", "join", "")
         why = f"rank 0 (train), the coordinator, on {rank_0.node} is gone, and the store with it: {self._cut}"
         self._end(Failure(0, "train", rank_0.node, rank_0.verb, rank_0.phase, why))
+
+    def _store_answers(self) -> bool:
+        try:
+            self._world.store.clone(LAST_WORD_S)
+        except (dist.DistError, OSError):
+            return False
+        return True

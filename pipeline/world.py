@@ -4,17 +4,19 @@
 world is torch's default group, then makes the rank's own realm the default, because Megatron, FSDP and vLLM all take the
 default group for their own. Nobody else creates a cross-realm group.
 
-A `World` also carries the mail between ranks (`pipeline/store`, which lets in only who knows the run's secret; `remote`
-speaks through it) and the rank's activity: which verb it runs and in which phase. `watchdog.py` turns those into errors that
-name the missing rank.
+A `World` also carries the mail between ranks (`pipeline/store`, which lets in only who knows the run's secret; `remote` speaks
+through it; each node of a large world has a relay of it) and the rank's activity: which verb it runs and in which phase.
+`watchdog.py` turns those into errors that name the missing rank.
 
 Left out: rejoining after a rank was lost (the run restarts from its checkpoint instead).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +33,8 @@ from torch.distributed import distributed_c10d
 from pipeline import interface
 from pipeline.config import Recipe, colocated, engine_ranks, generates, ranks, serves_rewards
 from pipeline.files import listed
+from pipeline.sandbox import kernel
+from pipeline.store import relay
 from pipeline.store.client import RunStore
 from pipeline.store.proof import attempt_key
 from pipeline.store.server import Address, start
@@ -40,6 +44,11 @@ NEVER = timedelta(days=365)  # waits that the watchdog bounds
 REALMS = ("train", "generate", "reward")
 # In the store: an address of rank 0's node, as seen from another, and as its own ranks are to use it ("": nobody is elsewhere).
 REACHED, ADDRESS = "reached", "address"
+LAZY = "TORCH_GLOO_LAZY_INIT"  # read by torch
+RELAYED_FROM = 256
+"""Ranks from which on each node has a relay. Fewer cost rank 0's store little, and a relay is one more part that can fail."""
+BEATS_PER_S = 4096
+"""Heartbeats that rank 0 looks at in a second."""
 
 
 @dataclass(frozen=True)
@@ -143,9 +152,10 @@ class World:
         self.activity_changed.set()
         self.timeline.enter(activity.verb, activity.phase)
 
-    def node(self, rank: int) -> str:
-        """The node of any rank. Only after `wait_for_all`."""
-        return self.store.get(f"here/{rank}").decode()
+    def nodes(self) -> dict[int, str]:
+        """Of every rank. Only after `wait_for_all`."""
+        names = self.store.multi_get([f"here/{rank}" for rank in range(self.size)])
+        return {rank: name.decode() for rank, name in enumerate(names)}
 
     def describe(self, rank: int) -> str:
         return f"rank {rank} ({self.realms.name(rank)})"
@@ -165,10 +175,16 @@ def _device(place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank % torch.cuda.device_count())
 
 
-def open_store(place: Place, timeout_s: float) -> RunStore:
+def beat_s(size: int, silence_s: float) -> float:
+    """How often ranks tell what they do, and look at what others do. silence_s: `cluster.timeouts.silence`."""
+    return min(max(1.0, size / BEATS_PER_S), silence_s / 10)
+
+
+def open_store(place: Place, timeout_s: float, silence_s: float = 60.0, relayed_from: int = RELAYED_FROM) -> RunStore:
     """The store that rank 0 serves. Its port is fresh for each attempt and is told through the attempt's folder.
 
-    Raises TimeoutError if rank 0 does not appear, and what `attempt_key` and `RunStore` raise.
+    silence_s: `cluster.timeouts.silence`, for this node's relay. Raises TimeoutError if rank 0 or that does not appear, and
+    what `attempt_key`, `RunStore` and `relay.start` raise.
     """
     card = place.folder / "rendezvous.json"
     key = attempt_key(place.run_dir, place.folder.name)
@@ -176,6 +192,7 @@ def open_store(place: Place, timeout_s: float) -> RunStore:
         process, address = start(place.master, key)
         store = RunStore(address, key, timeout_s)
         store.process = process
+        store.set(f"relay/{place.node}", "")  # the store itself is near
         place.folder.mkdir(parents=True, exist_ok=True)
         beside = card.with_suffix(".tmp")
         beside.write_text(json.dumps(address._asdict()))
@@ -186,25 +203,46 @@ def open_store(place: Place, timeout_s: float) -> RunStore:
         if time.monotonic() > deadline:
             raise TimeoutError(f"verb 'join': rank 0 (train) has not appeared within {timeout_s:g} s (no {card})")
         time.sleep(0.1)
-    return RunStore(Address(**json.loads(card.read_text())), key, timeout_s)
+    address = Address(**json.loads(card.read_text()))
+    store = RunStore(address, key, timeout_s)
+    if place.size >= relayed_from:
+        _find_relay(store, place, address, key, silence_s)
+    return store
+
+
+def _find_relay(store: RunStore, place: Place, address: Address, key: bytes, silence_s: float) -> None:
+    """The first rank of a node that comes starts the node's relay; but on rank 0's node there is none."""
+    name = f"relay/{place.node}"
+    if not store.check([name]):
+        own = str(place.rank).encode()
+        if store.compare_set(f"{name}/by", "", own) == own:
+            store.relay_process, store.relay = relay.start(address, key, place.rank, beat_s(place.size, silence_s))
+            store.set(name, json.dumps(store.relay._asdict()))
+            return
+    try:
+        found = store.get(name)
+    except dist.DistStoreError:
+        starter, waited_s = int(store.get(f"{name}/by")), store.timeout.total_seconds()
+        raise TimeoutError(f"verb 'join': rank {starter} has not started {place.node}'s relay within {waited_s:g} s") from None
+    if found:
+        store.relay = Address(**json.loads(found))
 
 
 def wait_for_all(world: World, timeout_s: float) -> None:
     """Every rank says that it is here; rank 0 waits for all. Raises TimeoutError naming who has not come."""
-    own = f"here/{world.rank}"
     mine, rank_0 = world.store.addresses()
     if world.place.local_rank == 0 and not interface.is_loopback(mine):
         world.store.set(REACHED, rank_0)
-    world.store.set(own, world.place.node)
-    deadline = time.monotonic() + timeout_s
-    absent = range(1, world.size) if world.rank == 0 else ()
-    while absent:
-        if time.monotonic() > deadline:
-            names = ", ".join(world.describe(rank) for rank in absent)
-            raise TimeoutError(f"verb 'join': after {timeout_s:g} s (cluster.timeouts.join) there is no sign of {names}")
-        time.sleep(0.05)
-        nodes = world.store.exchange(own, world.place.node.encode(), [f"here/{rank}" for rank in absent])
-        absent = [rank for rank, node in zip(absent, nodes, strict=True) if node is None]
+    world.store.set(f"here/{world.rank}", world.place.node)
+    if world.rank:
+        return
+    others = [f"here/{rank}" for rank in range(1, world.size)]
+    try:
+        world.store.wait(others, timedelta(seconds=timeout_s))
+    except dist.DistStoreError:
+        nodes = world.store.exchange("here/0", world.place.node.encode(), others)
+        names = ", ".join(world.describe(rank) for rank, node in enumerate(nodes, 1) if node is None)
+        raise TimeoutError(f"verb 'join': after {timeout_s:g} s (cluster.timeouts.join) there is no sign of {names}") from None
 
 
 def carriers(device: torch.device) -> str:
@@ -213,7 +251,13 @@ def carriers(device: torch.device) -> str:
 
 
 def join(world: World) -> None:
-    """Form the spanning world and its groups, then make this rank's realm torch's default group. After `wait_for_all`."""
+    """Form the spanning world and its groups, then make this rank's realm torch's default group. After `wait_for_all`.
+
+    In a large world gloo connects two ranks when they first speak. Elsewhere each rank writes an address for each other one and
+    reads all that all have written, so that the store carries bytes by the cube of the ranks (3 MB for 64 of them), and has a
+    connection to every other rank. When two ranks first speak a send waits for its receiver, which must not happen inside a
+    refit: worlds whose refit goes over gloo connect all ranks here. `_meet_rank_0` sees to sends of rank 0 and to it.
+    """
     _choose_interface(world)
     # Of every group whose maker names no timeout, as those of FSDP's mesh and of vLLM: torch's 10 minutes would end a rank
     # before the watchdog says who is missing.
@@ -225,6 +269,10 @@ def join(world: World) -> None:
     os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"  # read by gloo: one request for all ranks' addresses, not two for each
     store = dist.PrefixStore("world", world.store)
     across = "gloo" if realms.colocated else backend
+    before = os.environ.get(LAZY)
+    lazy = before == "1" or (world.size >= RELAYED_FROM and world.carrier.type == "cuda")
+    if lazy:
+        os.environ[LAZY] = "1"  # for these groups; a library may send over its own in other ways
     dist.init_process_group(across, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
     world.spanning = dist.group.WORLD
     own = (realms.train, *realms.engines, *([realms.reward] if realms.reward else []))
@@ -233,6 +281,10 @@ def join(world: World) -> None:
         world.own = group if world.rank in members else world.own
     if realms.generate:
         world.refit = dist.new_group((0, *realms.generate), backend=across, timeout=NEVER)
+    if lazy:
+        if before is None:
+            del os.environ[LAZY]
+        _meet_rank_0(world)
     dist.group.WORLD = world.own
 
 
@@ -258,8 +310,22 @@ def _choose_interface(world: World) -> None:
         interface.use(address)
 
 
+def _meet_rank_0(world: World) -> None:
+    """So that no later send of rank 0, or to it, waits for the other end."""
+    if world.rank:
+        dist.send(torch.zeros(1), 0, group=world.spanning)
+        return
+    kernel.raise_open_files()
+    for rank in range(1, world.size):
+        dist.recv(torch.zeros(1), rank, group=world.spanning)
+
+
 def leave(world: World, timeout_s: float) -> None:
-    """The end of a run that went well: rank 0, whose end is the store's, goes last."""
+    """The end of a run that went well: rank 0, whose end is the store's, goes last. After the watchdog's."""
     world.store.set(f"bye/{world.rank}", "")
     if world.rank == 0:
         world.store.wait([f"bye/{rank}" for rank in range(world.size)], timedelta(seconds=timeout_s))
+    if relaying := world.store.relay_process:  # other ranks of this node may still go through it
+        relaying.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            relaying.wait(timeout_s)

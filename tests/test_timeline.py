@@ -328,8 +328,8 @@ def test_idle_shares_are_the_seconds_of_waiting_of_those_lived(clock):
         clock.now += 1
 
     def told() -> None:
-        for number, rank in enumerate(ranks[1:], 1):
-            ranks[0].heard(number, rank.account())
+        for realm, rank in zip(("train", "generate"), ranks[1:], strict=True):
+            ranks[0].heard(realm, rank.account())
 
     step("idle", "idle", "setup")
     told()

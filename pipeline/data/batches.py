@@ -10,9 +10,9 @@ from pipeline.types import DataPlace, GlobalCounts, Sample, Update
 def share(
     samples: list[Sample], policy: PolicyConfig, places: list[DataPlace], update_size: int, together: int = 1
 ) -> list[list[Update]]:
-    """For each train rank its updates, of `update_size` units over all ranks. A unit is `together` successive samples (2: the
-    answers of a pair), which stay side by side in one microbatch; policy.train_micro_batch_size and logprob_batch_size count
-    units too. Raises ValueError if the samples cannot be cut so.
+    """For each train rank its updates, of `update_size` units over all ranks; those who share a place share one list. A unit
+    is `together` successive samples (2: the answers of a pair), which stay side by side in one microbatch;
+    policy.train_micro_batch_size and logprob_batch_size count units too. Raises ValueError if the samples cannot be cut so.
     """
     if len(samples) % (update_size * together):
         what = f" of {together} samples each" if together > 1 else ""
@@ -21,7 +21,8 @@ def share(
     updates = [
         _share_one(units[i : i + update_size], together, policy, places[0].size) for i in range(0, len(units), update_size)
     ]
-    return [[update[place.rank] for update in updates] for place in places]
+    shares = [[update[data_rank] for update in updates] for data_rank in range(places[0].size)]
+    return [shares[place.rank] for place in places]
 
 
 def _share_one(units: list[list[Sample]], together: int, policy: PolicyConfig, data_ranks: int) -> list[Update]:

@@ -5,8 +5,9 @@
 
 A verb is a method of a role (`pipeline/roles/`) marked with @verb; it takes at most one argument. Arguments and replies are
 msgpack messages, typed by the method's annotations, with numpy arrays as raw bytes: never a pickle, because the ports of the
-process groups are open to everyone on the cluster. Small messages go through the queue that each rank has in rank 0's store; a
-body above `INLINE` bytes follows its message over the spanning group.
+process groups are open to everyone on the cluster. Small messages go through rank 0's store, one for all ranks that get the
+same and one for all that answer the same (`pipeline/store/mail.py`); a body above `INLINE` bytes follows its message over the
+spanning group, from rank to rank where several get it.
 
 A verb that outlasts its call returns a `Later`: rank 0 gets the answer in parts, and the rank serves other verbs meanwhile.
 

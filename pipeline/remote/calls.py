@@ -4,42 +4,57 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 
-from pipeline.remote.messages import INLINE, STOP, Envelope, decode, encode, follow, queue_of
+from pipeline.remote.messages import INLINE, STOP, Envelope, as_tensor, decode, encode, receive_body, send_body
 from pipeline.remote.verbs import run, signature
+from pipeline.store import mail
 from pipeline.watchdog import OfAnotherRank, Overdue
-from pipeline.world import NEVER, World
+from pipeline.world import World
 
 
 class RemoteError(OfAnotherRank):
     """A verb raised on another rank."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """What is asked of a realm, and how it answers."""
+
+    verb: str
+    realm: str
+    timeout_s: float
+    kind: Any  # of the reply
+    in_parts: bool
+
+
 class Future:
     """The replies of one call."""
 
-    def __init__(self, mailbox: Mailbox, verb: str, ranks: tuple[int, ...], timeout_s: float, reply: tuple[Any, bool]):
-        self.verb = verb
-        self.timeout_s = timeout_s
-        self.deadline = time.monotonic() + timeout_s
+    def __init__(self, mailbox: Mailbox, number: int, call: Call, ranks: tuple[int, ...]):
+        self.verb = call.verb
+        self.number = number
+        self.realm = call.realm
+        self.timeout_s = call.timeout_s
+        self.in_parts = call.in_parts
+        self.deadline = time.monotonic() + call.timeout_s
         self.sends: list = []  # bodies under way and their work handles
         self._mailbox = mailbox
         self._ranks = ranks
-        self._kind, self.in_parts = reply
+        self._kind = call.kind
         self._replies: dict[int, Any] = {rank: [] for rank in ranks} if self.in_parts else {}
-        self._ended: set[int] = set()
+        self._missing = set(ranks)
         self._fresh: list[tuple[int, Any]] = []
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not ended their answer."""
-        return [rank for rank in self._ranks if rank not in self._ended]
+        """The ranks whose answer has not come to its end. Of a plain call the store keeps what has come until all have."""
+        return sorted(self._missing)
 
     @property
     def suspects(self) -> list[int]:
@@ -49,10 +64,13 @@ class Future:
 
     @property
     def done(self) -> bool:
-        return not self.missing
+        return not self._missing
 
-    def accept(self, envelope: Envelope, body: bytes) -> None:
-        self.reply(envelope.rank, decode(body, self._kind), envelope.more)
+    def accept(self, ranks: list[int], body: bytes, more: bool) -> None:
+        """Ranks that have answered the same share one object."""
+        reply = decode(body, self._kind)
+        for rank in ranks:
+            self.reply(rank, reply, more)
 
     def reply(self, rank: int, reply: Any, more: bool = False) -> None:
         """What a rank has answered, or a part of it."""
@@ -63,7 +81,7 @@ class Future:
         if reply or not self.in_parts:
             self._fresh.append((rank, reply))
         if not more:
-            self._ended.add(rank)
+            self._missing.discard(rank)
 
     def take(self) -> list[tuple[int, Any]]:
         """(rank, its reply or a part of it) of all that came since this was called before. Does not wait. Parts that were taken
@@ -75,7 +93,7 @@ class Future:
 
     def result(self) -> list[Any]:
         """Wait for every rank; all that each has answered. Raises RemoteError if the verb raised on one."""
-        while self.missing:
+        while self._missing:
             self._mailbox.receive(f"wait for {self.verb}", self)
         return [self._replies[rank] for rank in self._ranks]
 
@@ -91,26 +109,39 @@ class Mailbox:
         self._awaited: Future | None = None  # by rank 0; None: any
         self._waiting_since: float | None = None  # rank 0, for a message
         self._store = world.store.clone()
-        self._store.set_timeout(NEVER)
+        self._asking = world.store.clone()  # the watchdog's
 
-    def open(self, verb: str, ranks: tuple[int, ...], timeout_s: float, reply: tuple[Any, bool]) -> tuple[int, Future]:
-        """reply: its type, and whether it comes in parts."""
+    def open(self, call: Call, ranks: tuple[int, ...]) -> Future:
         with self._lock:
-            call, self._next = self._next, self._next + 1
-            self._futures[call] = future = Future(self, verb, ranks, timeout_s, reply)
-        return call, future
+            number, self._next = self._next, self._next + 1
+            self._futures[number] = future = Future(self, number, call, ranks)
+        return future
 
-    def send(self, call: int, verb: str, rank: int, body: bytes) -> None:
-        follows = len(body) if len(body) > INLINE else 0
-        envelope = Envelope(call, self._world.rank, verb, b"" if follows else body, min(self._futures), follows)
-        self._store.queue_push(queue_of(rank), msgspec.msgpack.encode(envelope))
-        if follows:
-            tensor = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-            work = dist.isend(tensor, rank, group=self._world.spanning)
-            self._futures[call].sends.append((tensor, work))
+    def send(self, future: Future, parts: Iterable[tuple[list[int], bytes]]) -> None:
+        """parts: ranks, and the body that they get."""
+        pieces: list[mail.Send] = []
+        size, settled = mail.BATCH, min(self._futures)
+        for ranks, body in parts:
+            if not ranks:
+                continue  # rank 0 alone is asked
+            follows = len(body) if len(body) > INLINE else 0
+            who = tuple(ranks) if follows else ()
+            envelope = Envelope(future.number, future.verb, b"" if follows else body, settled, follows, who)
+            message = msgspec.msgpack.encode(envelope)
+            if size >= mail.BATCH:
+                pieces.append(mail.Send(future.number, [], future.in_parts, False))
+                size = 0
+            pieces[-1].parts.append((ranks, message))
+            size += len(message) + 5 * len(ranks)
+            if follows:
+                future.sends.append(send_body(self._world, as_tensor(body), future.number, ranks[0]))
+        if pieces:
+            pieces[-1] = msgspec.structs.replace(pieces[-1], last=True)
+        for piece in pieces:
+            self._store.tell(piece)
 
     def receive(self, phase: str, awaited: Future | None = None) -> None:
-        """Take one message from the queue, waiting for it. awaited: the future it is wanted for, if it is for one.
+        """Take in what answers there are, waiting for one. awaited: the future it is wanted for, if it is for one.
 
         Raises RuntimeError where no call is open, so that none would ever come."""
         if not self._futures:
@@ -118,29 +149,30 @@ class Mailbox:
         self._awaited = awaited
         with self._world.phase(phase, verb="idle"):
             self._waiting_since = time.monotonic()
-            message = self._store.queue_pop(queue_of(0))
+            answers = self._store.collect(block=True)
             self._waiting_since = None
-        self._sort(message)
+        for answer in answers:
+            self._sort(answer)
 
     def poll(self) -> bool:
-        """Take one message from the queue, if there is one."""
-        try:
-            message = self._store.queue_pop(queue_of(0), block=False)
-        except dist.QueueEmptyError:
-            return False
-        self._sort(message)
-        return True
+        """Take in what answers there are, if there are some."""
+        answers = self._store.collect(block=False)
+        for answer in answers:
+            self._sort(answer)
+        return bool(answers)
 
-    def _sort(self, message: bytes) -> None:
-        envelope = msgspec.msgpack.decode(message, type=Envelope)
-        self._world.timeline.heard(envelope.rank, envelope.account)
-        if envelope.error:
-            name = self._world.describe(envelope.rank)
-            raise RemoteError(f"verb '{envelope.verb}' failed on {name}:\n{envelope.error}")
-        body = follow(self._world, envelope)
+    def _sort(self, answer: mail.Answer) -> None:
+        if answer.error:
+            name = self._world.describe(answer.ranks[0])
+            raise RemoteError(f"verb '{answer.verb}' failed on {name}:\n{answer.error}")
+        body = answer.body
+        if answer.follows:
+            body = receive_body(self._world, answer.follows, answer.call, answer.ranks[0]).numpy().tobytes()
         with self._lock:
-            self._futures[envelope.call].accept(envelope, body)
-        self.settle(envelope.call)
+            future = self._futures[answer.call]
+            self._world.timeline.heard(future.realm, answer.account)
+            future.accept(answer.ranks, body, answer.more)
+        self.settle(answer.call)
 
     def settle(self, call: int) -> None:
         """Forget the call if every rank has answered."""
@@ -153,57 +185,77 @@ class Mailbox:
         queue while rank 0 is busy: it is late when rank 0 has waited so long for it, or for any message at all."""
         now, since, awaited = time.monotonic(), self._waiting_since, self._awaited
         with self._lock:
-            open_ = [future for future in self._futures.values() if future.missing]
-        late = [future for future in open_ if not future.in_parts and now > future.deadline][:1]
-        if not late and since is not None:
-            waited_for = [future for future in open_ if future.in_parts and awaited in (None, future)]
-            late = [future for future in waited_for if now > max(since + future.timeout_s, future.deadline)]
+            open_ = [future for future in self._futures.values() if not future.done]
+        for future in open_:
+            if not future.in_parts and now > future.deadline and (missing := self._unanswered(future)):
+                return Overdue(future.verb, future.timeout_s, missing)
+        if since is None:
+            return None
+        waited_for = [future for future in open_ if future.in_parts and awaited in (None, future)]
+        late = [future for future in waited_for if now > max(since + future.timeout_s, future.deadline)]
         if not late:
             return None
         return Overdue(late[0].verb, late[0].timeout_s, sorted({rank for future in late for rank in future.suspects}))
+
+    def _unanswered(self, future: Future) -> list[int]:
+        """What the store knows, and rank 0's own part, which runs here."""
+        try:
+            return [*({self._world.rank} & set(future.missing)), *self._asking.unanswered(future.number)]
+        except dist.DistError:
+            return []  # the watchdog's own connection tells of it
 
 
 class Remote:
     """A realm as rank 0 sees it: each verb of its role is a method that returns a Future.
 
-    `parts`, instead of the argument, is a list with one argument per rank. `role` is rank 0's own, if it is in the realm.
+    `parts`, instead of the argument, is a list with one argument per rank; ranks that get the same object share one message.
+    `role` is rank 0's own, if it is in the realm.
     """
 
     def __init__(self, mailbox: Mailbox, world: World, ranks: tuple[int, ...], kind: type, timeouts: Any, role: Any = None):
         self._mailbox = mailbox
         self._world = world
         self._ranks = ranks
+        self._others = [rank for rank in ranks if rank != world.rank]
+        self._realm = world.realms.name(ranks[0]) if ranks else ""
         self._kind = kind
         self._timeouts = timeouts
         self._role = role
 
     def hear(self, block: bool) -> bool:
-        """Take in one message, of any realm, into its future; False if there is none and it is not waited for."""
+        """Take in the messages that there are, of any realm, into their futures; False if there are none and none is waited
+        for."""
         if not block:
             return self._mailbox.poll()
-        self._mailbox.receive(f"wait for {self._world.realms.name(self._ranks[0])}")
+        self._mailbox.receive(f"wait for {self._realm}")
         return True
 
     def __getattr__(self, name: str) -> Callable[..., Future]:
-        _, *reply = signature(self._kind, name)
+        _, kind, in_parts = signature(self._kind, name)
         timeout_s = getattr(self._timeouts, getattr(self._kind, name).timeout)
+        asked = Call(name, self._realm, timeout_s, kind, in_parts)
 
         def call(argument: Any = None, *, parts: list[Any] | None = None) -> Future:
-            number, future = self._mailbox.open(name, self._ranks, timeout_s, tuple(reply))
-            shared = encode(argument) if parts is None else None
-            for i, rank in enumerate(self._ranks):
-                if rank != self._world.rank:
-                    self._mailbox.send(number, name, rank, encode(parts[i]) if parts is not None else shared)
+            future = self._mailbox.open(asked, self._ranks)
+            self._mailbox.send(future, [(self._others, encode(argument))] if parts is None else self._each(parts))
             if self._role is not None:
                 own = argument if parts is None else parts[self._ranks.index(self._world.rank)]
                 future.reply(self._world.rank, run(self._world, self._role, name, own))
-            self._mailbox.settle(number)
+            self._mailbox.settle(future.number)
             return future
 
         return call
 
+    def _each(self, parts: list[Any]) -> Iterable[tuple[list[int], bytes]]:
+        """Each object that ranks get, encoded once, and these ranks."""
+        members: dict[int, tuple[list[int], Any]] = {}
+        for rank, part in zip(self._ranks, parts, strict=True):
+            if rank != self._world.rank:
+                members.setdefault(id(part), ([], part))[0].append(rank)
+        return ((ranks, encode(part)) for ranks, part in members.values())
+
 
 def stop(world: World) -> None:
     """Tell every other rank that the run is over."""
-    for rank in range(1, world.size):
-        world.store.queue_push(queue_of(rank), msgspec.msgpack.encode(Envelope(-1, 0, STOP, b"")))
+    message = msgspec.msgpack.encode(Envelope(mail.NO_CALL, STOP, b""))
+    world.store.clone().tell(mail.Send(mail.NO_CALL, [(list(range(1, world.size)), message)]))

@@ -1,7 +1,11 @@
-"""What travels: envelopes through the store, and bodies that are too large for it over the spanning group."""
+"""What travels: verbs and answers through the store, and bodies that are too large for it over the spanning group.
+
+A large body that several ranks get goes to the first of them, and from each to two others: rank 0 sends it once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,22 +15,20 @@ import torch.distributed as dist
 
 from pipeline.world import World
 
-INLINE = 1 << 20  # bytes; the store refuses messages above 8 MiB
+INLINE = 64 << 10  # bytes; the store is one process for all ranks
 STOP = "stop"
+TAGS = 1 << 19  # those from 1 << 20 on are of `node_checks.network`
 
 
 class Envelope(msgspec.Struct, array_like=True):
-    """What travels through the store."""
+    """A verb on its way to ranks."""
 
     call: int
-    rank: int  # the sender's
     verb: str
     body: bytes  # empty if it follows over the spanning group
     settled: int = 0  # rank 0 has taken the replies to all calls below this number
     follows: int = 0  # bytes that follow
-    error: str = ""  # the traceback, instead of a reply
-    more: bool = False  # other parts of the answer follow
-    account: tuple[float, float] = (0.0, 0.0)  # seconds that the sender has waited, of those that it has lived
+    ranks: tuple[int, ...] = ()  # that these are to reach: each has them from the one that `route` says
 
 
 def encode(message: Any) -> bytes:
@@ -51,13 +53,29 @@ def _decode_array(kind: type, value: Any) -> Any:
     raise NotImplementedError(f"a {kind.__name__} cannot be received")
 
 
-def follow(world: World, envelope: Envelope) -> bytes:
-    if not envelope.follows:
-        return envelope.body
-    tensor = torch.empty(envelope.follows, dtype=torch.uint8)
-    dist.recv(tensor, envelope.rank, group=world.spanning)
-    return tensor.numpy().tobytes()
+Sending = tuple[torch.Tensor, dist.Work]
+"""A body under way, which must live until it has arrived."""
 
 
-def queue_of(rank: int) -> str:
-    return f"queue/{rank}"
+def send_body(world: World, body: torch.Tensor, call: int, to: int) -> Sending:
+    return body, dist.isend(body, to, group=world.spanning, tag=call % TAGS)
+
+
+def receive_body(world: World, size: int, call: int, source: int) -> torch.Tensor:
+    """size: in bytes."""
+    body = torch.empty(size, dtype=torch.uint8)
+    dist.recv(body, source, group=world.spanning, tag=call % TAGS)
+    return body
+
+
+def as_tensor(body: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(body), dtype=torch.uint8)
+
+
+def route(ranks: Sequence[int], rank: int) -> tuple[int, list[int]]:
+    """(from whom a rank has a body that `ranks` get, to whom it hands it on): a binary tree below rank 0.
+
+    Worked example, ranks [1, 2, 3, 5]: 0 -> 1, 1 -> 2 and 3, 2 -> 5.
+    """
+    place = ranks.index(rank)
+    return ranks[(place - 1) // 2] if place else 0, list(ranks[2 * place + 1 : 2 * place + 3])

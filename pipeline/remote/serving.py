@@ -10,12 +10,22 @@ from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
-import torch
-import torch.distributed as dist
 
-from pipeline.remote.messages import INLINE, STOP, Envelope, decode, encode, follow, queue_of
+from pipeline.remote.messages import (
+    INLINE,
+    STOP,
+    Envelope,
+    Sending,
+    as_tensor,
+    decode,
+    encode,
+    receive_body,
+    route,
+    send_body,
+)
 from pipeline.remote.verbs import run, signature
-from pipeline.world import NEVER, World
+from pipeline.store import mail
+from pipeline.world import World
 
 
 @runtime_checkable
@@ -35,22 +45,24 @@ class _Inbox:
     """A rank's verbs. A thread fetches them, so that to look for one costs the store nothing."""
 
     def __init__(self, world: World, news: threading.Event):
-        self._store = world.store.clone()
-        self._store.set_timeout(NEVER)
-        self._queue = queue_of(world.rank)
+        self._store = world.store.near()
+        self._rank = world.rank
         self._news = news
-        self._come: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        self._come: queue.SimpleQueue[Envelope | Exception] = queue.SimpleQueue()
         threading.Thread(target=self._fetch, name="inbox", daemon=True).start()
 
     def _fetch(self) -> None:
-        verb = ""
-        while verb != STOP:
-            try:
-                message: bytes | Exception = self._store.queue_pop(self._queue)
-                verb = msgspec.msgpack.decode(message, type=Envelope).verb
-            except Exception as error:  # raised where the verb is awaited
-                message, verb = error, STOP
-            self._come.put(message)
+        try:
+            self._store.tell(mail.Subscribe([self._rank]))
+            verb = ""
+            while verb != STOP:
+                for message in self._store.next_mail():
+                    envelope = msgspec.msgpack.decode(message, type=Envelope)
+                    verb = envelope.verb
+                    self._come.put(envelope)
+                self._news.set()
+        except Exception as error:  # raised where the verb is awaited
+            self._come.put(error)
             self._news.set()
 
     def waits(self) -> bool:
@@ -58,19 +70,19 @@ class _Inbox:
         return not self._come.empty()
 
     def take(self) -> Envelope:
-        message = self._come.get()
-        if isinstance(message, Exception):
-            raise message
-        return msgspec.msgpack.decode(message, type=Envelope)
+        come = self._come.get()
+        if isinstance(come, Exception):
+            raise come
+        return come
 
 
 class _Outbox:
-    """A rank's answers."""
+    """A rank's answers, and what it hands on to others."""
 
     def __init__(self, world: World):
         self._world = world
-        self._store = world.store.clone()
-        self._sends: list[tuple] = []  # (call, body under way, its work handle), alive until rank 0 has them
+        self._store = world.store.near()
+        self._sends: list[tuple[int, Sending]] = []  # by call: bodies under way, alive until rank 0 has all answers
 
     def settle(self, settled: int) -> None:
         self._sends = [send for send in self._sends if send[0] >= settled]
@@ -79,11 +91,19 @@ class _Outbox:
         body = encode(reply)
         follows = len(body) if len(body) > INLINE else 0
         account = self._world.timeline.account()
-        answer = Envelope(call, self._world.rank, verb, b"" if follows else body, 0, follows, error, more, account)
-        self._store.queue_push(queue_of(0), msgspec.msgpack.encode(answer))
+        answer = mail.Answer(call, [self._world.rank], verb, b"" if follows else body, follows, error, more, account)
+        self._store.tell(mail.Answers([answer]))
         if follows:  # not waited for: rank 0 may first want this rank inside a collective
-            tensor = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-            self._sends.append((call, tensor, dist.isend(tensor, 0, group=self._world.spanning)))
+            self._sends.append((call, send_body(self._world, as_tensor(body), call, 0)))
+
+    def body(self, envelope: Envelope) -> bytes:
+        """What a verb comes with. A large one is handed on to those that have it from here."""
+        if not envelope.follows:
+            return envelope.body
+        source, onward = route(envelope.ranks, self._world.rank)
+        body = receive_body(self._world, envelope.follows, envelope.call, source)
+        self._sends += [(envelope.call, send_body(self._world, body, envelope.call, rank)) for rank in onward]
+        return body.numpy().tobytes()
 
     @contextmanager
     def told(self, call: int = -1) -> Iterator[None]:
@@ -118,7 +138,7 @@ def _serve(world: World, role: Any, envelope: Envelope, outbox: _Outbox) -> None
     call, name = envelope.call, envelope.verb
     with world.phase("receive", verb=name):
         argument, _, in_parts = signature(type(role), name)
-        message = decode(follow(world, envelope), argument)
+        message = decode(outbox.body(envelope), argument)
     reply = run(world, role, name, message)
     if in_parts:
         reply.send_by(lambda items, more: outbox.put(call, name, items, more))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 from pipeline.world import World
@@ -52,6 +53,7 @@ class Later(Generic[Item]):
             self._send(items, not self.ended)
 
 
+@cache
 def signature(role: type, name: str) -> tuple[Any, Any, bool]:
     """(type of the argument or None, type of the reply, whether that comes in parts) of a verb.
 

@@ -16,14 +16,16 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from pipeline.store import proof, table
+from pipeline.store import mail, proof, table
 from pipeline.store.server import PROVE_S, Address
 
 PATIENCE_S = 30.0  # beyond a request's own timeout, for a store that is busy
 LONGEST_S = 1e6  # a socket knows no longer timeout
+FOREVER_S = 3e7  # a year; the watchdog bounds such waits
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(table.Reply).decode
+_decode_answers = msgspec.msgpack.Decoder(mail.Collected).decode
 
 
 class RunStore(dist.Store):
@@ -41,6 +43,8 @@ class RunStore(dist.Store):
         self._turn = threading.Lock()
         self._clones: list[RunStore] = []  # torch holds only the C++ part of one that it asks for
         self.process: subprocess.Popen | None = None  # the store's, on the rank that has started it
+        self.relay: Address | None = None  # this node's, if it has one
+        self.relay_process: subprocess.Popen | None = None  # the relay's, on the rank that has started it
         self._connect(time.monotonic() + timeout_s)
 
     # ---- the connection -----------------------------------------------------------------------------------------------------
@@ -73,16 +77,18 @@ class RunStore(dist.Store):
             rest = rest[count:]
         return bytes(data)
 
-    def _ask(self, request: table.Request, timeout_s: float = 0.0) -> Any:
-        """timeout_s: how long the store itself may wait before it answers."""
-        message = _encode(request)
+    def _speak(self, request: table.Request | None, replied: bool, timeout_s: float = 0.0) -> bytes:
+        """Send a request, if there is one, and wait for a reply, if one follows."""
+        message = _encode(request) if request else None
         with self._turn:
-            sealed = self._channel.seal(message)
+            sealed = self._channel.seal(message) if message else b""
             try:
                 self._socket.settimeout(timeout_s + PATIENCE_S if timeout_s < LONGEST_S else None)
                 self._socket.sendall(sealed)
+                if not replied:
+                    return b""
                 header = self._receive(proof.HEADER)
-                reply = _decode(self._channel.verify(header, self._receive(self._channel.length(header))))
+                return self._channel.verify(header, self._receive(self._channel.length(header)))
             except (OSError, proof.NotProven) as error:
                 self._socket.close()  # or the next would read this one's answer
                 host, port = self._address
@@ -90,6 +96,10 @@ class RunStore(dist.Store):
             except BaseException:
                 self._socket.close()
                 raise
+
+    def _ask(self, request: table.Request, timeout_s: float = 0.0) -> Any:
+        """timeout_s: how long the store itself may wait before it answers."""
+        reply = _decode(self._speak(request, True, timeout_s))
         if reply.error == table.TIMED_OUT:
             what = getattr(request, "queue", None) or ", ".join(request.keys)
             raise dist.DistStoreError(f"the store has no {what} after {timeout_s:g} s")
@@ -157,10 +167,17 @@ class RunStore(dist.Store):
     def has_extended_api(self) -> bool:
         return True
 
-    def clone(self) -> RunStore:
-        clone = RunStore(self._address, self._key, self._seconds())
+    def clone(self, timeout_s: float | None = None) -> RunStore:
+        """timeout_s: the clone's; None: as this one's."""
+        clone = RunStore(self._address, self._key, self._seconds() if timeout_s is None else timeout_s)
         self._clones.append(clone)
         return clone
+
+    def near(self) -> RunStore:
+        """A connection for mail and heartbeats: to this node's relay, if there is one, else to the store itself."""
+        near = RunStore(self.relay or self._address, self._key, self._seconds())
+        self._clones.append(near)
+        return near
 
     deleteKey = delete_key  # by these names C++ asks for them
     getNumKeys = num_keys
@@ -169,7 +186,7 @@ class RunStore(dist.Store):
 
     def exchange(self, key: str, value: bytes, keys: list[str]) -> list[bytes | None]:
         """Set `key` and look at `keys`, None for those that are not there. One request, which never waits."""
-        return self._ask(table.Exchange(key, value, keys))
+        return self._ask(table.Exchange({key: value}, keys))
 
     def addresses(self) -> tuple[str, str]:
         """Return (this end's, rank 0's) IP address of the connection."""
@@ -178,6 +195,24 @@ class RunStore(dist.Store):
     def set_at_loss(self, key: str) -> None:
         """The store sets `key` when this connection ends, by whatever cause. An empty key takes that back."""
         self._ask(table.Will(key))
+
+    # ---- mail (`mail.py`) -----------------------------------------------------------------------------------------------
+
+    def tell(self, request: mail.Told) -> None:
+        """Something that is not replied to. On a connection that is asked nothing else, or from the thread that asks."""
+        self._speak(request, False)
+
+    def next_mail(self) -> list[bytes]:
+        """Wait for mail that this connection has subscribed for. It is good for nothing else then."""
+        return [message for _, _, message in _decode(self._speak(None, True, LONGEST_S)).value]
+
+    def collect(self, block: bool) -> list[mail.Answer]:
+        """On rank 0: some answers, in the order in which they came. Without `block` there may be none."""
+        timeout_s = FOREVER_S if block else 0.0
+        return _decode_answers(self._speak(mail.Collect(timeout_s), True, timeout_s)).value
+
+    def unanswered(self, call: int) -> list[int]:
+        return self._ask(mail.Unanswered(call))
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -96,6 +96,19 @@ class Channel:
         return message
 
 
+def next_message(channel: Channel, buffer: bytearray) -> bytes | None:
+    """Take the first message out of what has come, if it is there to its end. Raises NotProven."""
+    if len(buffer) < HEADER:
+        return None
+    header = bytes(buffer[:HEADER])
+    end = HEADER + Channel.length(header)
+    if len(buffer) < end:
+        return None
+    message = bytes(buffer[HEADER:end])
+    del buffer[:end]
+    return channel.verify(header, message)
+
+
 def challenge() -> bytes:
     return GREETING + os.urandom(NONCE)
 

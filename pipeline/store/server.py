@@ -1,5 +1,8 @@
 """The store's process, beside rank 0: `python -m pipeline.store.server`, which `start` starts, and which ends with rank 0.
 
+It holds a table of keys and queues (`table.py`), which torch uses too, and takes verbs and answers to whom they are for
+(`mail.py`). Nodes of a large world have a relay each (`relay.py`), which speaks for their ranks.
+
 Its first line of input, JSON, has what it needs; it prints the port on which it listens; its input's end is its end. The key is
 on no command line and in no environment, where others could see it.
 
@@ -20,13 +23,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from pipeline.sandbox import kernel
-from pipeline.store import proof
+from pipeline.store import mail, proof
 from pipeline.store.table import ANY, EMPTY, TIMED_OUT, Missing, Pop, Reply, Request, Set, Table, Will
+
+if TYPE_CHECKING:
+    from pipeline.store.relay import Relay
 
 ROOT = Path(__file__).parents[2]
 PROVE_S = 10.0
@@ -34,7 +40,7 @@ UNPROVEN = 2048
 TOLD = 20  # refusals that are printed
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(ANY).decode
+_decode = msgspec.msgpack.Decoder(ANY | mail.ANY).decode
 
 
 class Address(NamedTuple):
@@ -42,20 +48,62 @@ class Address(NamedTuple):
     port: int
 
 
-class Store:
-    """The table, who waits for what is not there yet, and who has connected without a proof."""
+class Door:
+    """Who has connected without a proof, and who was refused."""
 
     def __init__(self, key: bytes):
         self.key = key
-        self.table = Table()
         self.unproven: dict[Connection, None] = {}  # oldest first
-        self._waiting: dict[tuple[str, ...], dict[Connection, Request]] = {}  # in the order they came
         self._told: set[tuple[str, str]] = set()
+
+    def admit(self, connection: Connection) -> None:
+        self.unproven[connection] = None
+        if len(self.unproven) > UNPROVEN:
+            next(iter(self.unproven)).refuse("too many have connected without a proof")
+
+    def tell(self, host: str, why: str) -> None:
+        """Once for each host and reason, and not without end: a stranger must not fill the disk."""
+        if (host, why) in self._told or len(self._told) >= TOLD:
+            return
+        self._told.add((host, why))
+        more = "; more are not told" if len(self._told) == TOLD else ""
+        with contextlib.suppress(OSError):  # a full disk ends no run here
+            print(f"hetstep: refused a connection from {host}: {why}{more}", file=sys.stderr, flush=True)
+
+    def change_will(self, before: str, after: str) -> None:
+        """What is to be set when some connection ends; empty: nothing."""
+
+    async def rest(self) -> None:
+        """Wait for those who still need this process, once its input has ended."""
+
+
+class Store(Door):
+    """The table, the mail, and who waits for what is not there yet."""
+
+    def __init__(self, key: bytes):
+        super().__init__(key)
+        self.table = Table()
+        self._post, self._calls = mail.Post(), mail.Calls()
+        self._waiting: dict[tuple[str, ...], dict[Connection, Request]] = {}  # in the order they came
+
+    def hear(self, connection: Connection, request: mail.Told) -> None:
+        """Take in what is not replied to."""
+        match request:
+            case mail.Subscribe(ranks):
+                self._post.subscribe(connection, ranks)
+            case mail.Send(call, parts):
+                self._calls.begin(request)
+                self._post.send(call, parts)
+            case mail.Answers(answers):
+                for answer in answers:
+                    self._calls.accept(answer)
+        if self._calls.ready():
+            self.wake(("answers",))
 
     def ask(self, connection: Connection, request: Request) -> None:
         """Answer now, or when what it waits for is there."""
         try:
-            value = self.table.apply(request)
+            value = (self._calls if isinstance(request, mail.Collect | mail.Unanswered) else self.table).apply(request)
         except Missing as missing:
             if isinstance(request, Pop) and request.timeout_s == 0:
                 connection.reply(Reply(error=EMPTY))
@@ -81,23 +129,16 @@ class Store:
         if not waiting:
             self._waiting.pop(slot, None)
 
-    def admit(self, connection: Connection) -> None:
-        self.unproven[connection] = None
-        if len(self.unproven) > UNPROVEN:
-            next(iter(self.unproven)).refuse("too many have connected without a proof")
-
-    def tell(self, host: str, why: str) -> None:
-        """Once for each host and reason, and not without end: a stranger must not fill the disk."""
-        if (host, why) in self._told or len(self._told) >= TOLD:
-            return
-        self._told.add((host, why))
-        more = "; more are not told" if len(self._told) == TOLD else ""
-        with contextlib.suppress(OSError):  # a full disk ends no run here
-            print(f"hetstep: refused a connection from {host}: {why}{more}", file=sys.stderr, flush=True)
+    def part(self, connection: Connection, will: str) -> None:
+        """A connection has ended, perhaps with a key that is to be set then."""
+        self._post.leave(connection)
+        if will:
+            self.table.apply(Set(will, b""))
+            self.wake(("key", will))
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, store: Store):
+    def __init__(self, store: Store | Relay):
         self._store = store
         self._buffer = bytearray()
         self._channel: proof.Channel | None = None
@@ -140,25 +181,16 @@ class Connection(asyncio.Protocol):
         try:
             if not self._channel:
                 self._prove()
-            while self._channel and (message := self._message()) is not None:
+            while self._channel and (message := proof.next_message(self._channel, self._buffer)) is not None:
                 self._handle(_decode(message))
         except (proof.NotProven, msgspec.DecodeError) as error:
             self.refuse(str(error))
 
-    def _message(self) -> bytes | None:
-        """The next whole one."""
-        if len(self._buffer) < proof.HEADER:
-            return None
-        header = bytes(self._buffer[: proof.HEADER])
-        end = proof.HEADER + proof.Channel.length(header)
-        if len(self._buffer) < end:
-            return None
-        message = bytes(self._buffer[proof.HEADER : end])
-        del self._buffer[:end]
-        return self._channel.verify(header, message)
-
     def _handle(self, request: Request) -> None:
-        if isinstance(request, Will):
+        if isinstance(request, mail.Told):
+            self._store.hear(self, request)
+        elif isinstance(request, Will):
+            self._store.change_will(self._will, request.key)
             self._will = request.key
             self.reply(Reply())
         else:
@@ -170,6 +202,10 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         self._slot = None
         self._transport.write(self._channel.seal(_encode(reply)))
+
+    def push(self, value: Any) -> None:
+        """What it has subscribed for."""
+        self._transport.write(self._channel.seal(_encode(Reply(value, pushed=True))))
 
     def wait(self, slot: tuple[str, ...], timeout_s: float) -> None:
         """What was asked for is not there yet."""
@@ -192,10 +228,8 @@ class Connection(asyncio.Protocol):
         if self._slot:
             self._store.forget(self, self._slot)
             self._slot = None
-        if self._will:
-            will, self._will = Set(self._will, b""), ""
-            self._store.table.apply(will)
-            self._store.wake(("key", will.key))
+        will, self._will = self._will, ""
+        self._store.part(self, will)
 
 
 # ---- the process --------------------------------------------------------------------------------------------------------
@@ -206,18 +240,23 @@ def start(host: str, key: bytes) -> tuple[subprocess.Popen, Address]:
 
     host: how other ranks reach this machine. Raises RuntimeError if it does not start.
     """
+    return launch("pipeline.store.server", host, {"key": key.hex()})
+
+
+def launch(module: str, host: str, told: dict[str, Any]) -> tuple[subprocess.Popen, Address]:
+    """As `start`, of any module that takes what it needs from its input as this one does."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline.store.server"],
+        [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
         text=True,
     )
-    process.stdin.write(json.dumps({"parent": os.getpid(), "address": host, "key": key.hex()}) + "\n")
+    process.stdin.write(json.dumps({"parent": os.getpid(), "address": host, **told}) + "\n")
     process.stdin.flush()
     port = process.stdout.readline()
     if not port:
-        raise RuntimeError(f"the store's process has ended with status {process.wait()} before it listened")
+        raise RuntimeError(f"the process of {module} has ended with status {process.wait()} before it listened")
     return process, Address(host, int(port))
 
 
@@ -233,7 +272,8 @@ def _listen(address: str) -> socket.socket:
 
 
 def _live_with(parent: int) -> None:
-    """End when rank 0 does, and not before: Slurm sends its signals to all processes, and rank 0 may then want to save."""
+    """End when the rank that started this does, and not before: Slurm sends its signals to all processes, and rank 0 may then
+    want to save."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     kernel.die_with_parent()
@@ -242,21 +282,28 @@ def _live_with(parent: int) -> None:
     kernel.raise_open_files()  # a rank has three connections
 
 
-async def _serve(key: bytes, listener: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    store = Store(key)
+async def serve(store: Store | Relay, address: str) -> None:
+    """Until the input ends, and nobody needs it."""
+    loop, listener = asyncio.get_running_loop(), _listen(address)
     server = await loop.create_server(lambda: Connection(store), sock=listener, backlog=4096)
     ended = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), ended.set)
     print(listener.getsockname()[1], flush=True)
     async with server:
         await ended.wait()
+        await store.rest()
+
+
+def take_told() -> dict[str, Any]:
+    """What the process that started this one has to say; this one ends with it."""
+    told = json.loads(sys.stdin.readline())
+    _live_with(told["parent"])
+    return told
 
 
 def main() -> None:
-    told = json.loads(sys.stdin.readline())
-    _live_with(told["parent"])
-    asyncio.run(_serve(bytes.fromhex(told["key"]), _listen(told["address"])))
+    told = take_told()
+    asyncio.run(serve(Store(bytes.fromhex(told["key"])), told["address"]))
 
 
 if __name__ == "__main__":

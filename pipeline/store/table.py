@@ -96,10 +96,9 @@ class Length(Request):
 
 
 class Exchange(Request):
-    """Set one key and look at others, without waiting: the reply has None for those that are not there."""
+    """Set keys and look at others, without waiting: the reply has None for those that are not there."""
 
-    key: str
-    value: bytes
+    values: dict[str, bytes]
     keys: list[str]
 
 
@@ -132,6 +131,7 @@ ANY = (
 class Reply(msgspec.Struct, array_like=True):
     value: Any = None
     error: str = ""  # TIMED_OUT, EMPTY, or what is wrong with the request
+    pushed: bool = False  # it answers no request (`mail.py`)
 
 
 TIMED_OUT = "timed out"
@@ -139,7 +139,7 @@ EMPTY = "empty"
 
 
 class Missing(Exception):
-    """A request must wait until something is put into this slot: ("key", name) or ("queue", name)."""
+    """A request must wait until something is put into this slot: ("key", name), ("queue", name) or ("answers",)."""
 
     def __init__(self, *slot: str):
         self.slot = slot
@@ -160,8 +160,10 @@ class Table:
     def filled(self, request: Request) -> Iterator[tuple[str, str]]:
         """The slots that this request has put something into."""
         match request:
-            case Set(key) | Add(key) | Append(key) | CompareSet(key) | Exchange(key):
+            case Set(key) | Add(key) | Append(key) | CompareSet(key):
                 yield "key", key
+            case Exchange(values):
+                yield from (("key", key) for key in values)
             case MultiSet(keys):
                 yield from (("key", key) for key in keys)
             case Push(queue):
@@ -231,7 +233,7 @@ class Table:
         return len(self._queues.get(request.queue, ()))
 
     def _exchange(self, request: Exchange) -> list[bytes | None]:
-        self._values[request.key] = request.value
+        self._values.update(request.values)
         return [self._values.get(key) for key in request.keys]
 
     _METHODS = {  # noqa: RUF012 never changed

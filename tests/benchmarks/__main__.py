@@ -7,6 +7,7 @@
     python -m tests.benchmarks sft              SFT against TRL's: losses over 3 seeds, in one picture, and CPU seconds
     python -m tests.benchmarks dpo              DPO, so too
     python -m tests.benchmarks refit            planned against broadcast and bare gloo; the planner; against published figures
+    python -m tests.benchmarks verbs            what a verb and a step's verbs cost rank 0 and its store, to 64 to 8,192 ranks
     python -m tests.benchmarks profile CASE     where our step's time goes; with --backend megatron or fsdp, a training step's
     python -m tests.benchmarks tune CASE        CPU seconds by size of microbatch, TRL's and ours
 
@@ -44,7 +45,9 @@ _PACKED_TOKENS = (512, 1024, 1536, 2048, 8192)  # tried by `tune`
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
-    parser.add_argument("command", nargs="?", choices=("compare", "backends", "compiled", *LESSONS, "refit", "profile", "tune"))
+    parser.add_argument(
+        "command", nargs="?", choices=("compare", "backends", "compiled", *LESSONS, "refit", "verbs", "profile", "tune")
+    )
     parser.add_argument("case", nargs="?", choices=CASES)
     parser.add_argument("--backend", choices=(*BACKENDS, *TRAIN_BACKENDS), default=BACKENDS[0], help="what is profiled")
     arguments = parser.parse_args()
@@ -65,6 +68,8 @@ def main() -> None:
     if arguments.command in (None, "refit"):
         for name in ("transfer", "plan", "published"):  # in processes of their own: the planner's memory is measured
             subprocess.run([sys.executable, "-m", f"tests.benchmarks.refit_{name}"], env=os.environ | ENVIRONMENT, check=True)
+    if arguments.command == "verbs":
+        subprocess.run([sys.executable, "-m", "tests.benchmarks.verbs"], check=True)
     if arguments.command == "profile":
         for case in chosen or STEP_CASES:
             command = [sys.executable, "-m", "tests.benchmarks.profile", case.name, str(_checkpoint(case)), arguments.backend]

@@ -8,8 +8,8 @@ def start(tmp_path):
     """Start the ranks of a scenario; they are ended with the test."""
     worlds = []
 
-    def begin(scenario: str) -> World:
-        worlds.append(World(tmp_path / scenario, scenario))
+    def begin(scenario: str, per_node: int = 1) -> World:
+        worlds.append(World(tmp_path / scenario, scenario, per_node))
         return worlds[-1]
 
     yield begin

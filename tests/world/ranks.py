@@ -103,6 +103,9 @@ def check(train: Remote, generate: Remote, reward: Remote) -> None:
     replies = generate.double(Message(np.arange(3, dtype=np.int32), "rank ")).result()
     assert [reply.text for reply in replies] == ["rank 2", "rank 3", "rank 4"]
     assert all(reply.array.tolist() == [0, 2, 4] and reply.array.dtype == np.int32 for reply in replies)
+    same = Message(np.random.default_rng(9).random((1000, 400)), "same")  # one body, handed on from rank to rank
+    for i, reply in enumerate(generate.double(same).result()):
+        assert reply.text == f"same{i + 2}" and (reply.array == same.array * 2).all()
     large = [np.random.default_rng(i).random((1000, 300 + i)) for i in range(3)]  # above INLINE
     ahead = [generate.double(parts=[Message(array, str(turn)) for array in large]) for turn in range(3)]
     scored = reward.realm()
@@ -131,7 +134,7 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
     realms = replace(REALMS, reward=tuple(range(5, place.size)))
     if scenario == "absent" and place.rank == 3:
         return
-    store = open_store(place, timeouts.join)
+    store = open_store(place, timeouts.join, timeouts.silence, int(os.environ.get("RELAYED_FROM", 256)))
     world = World(place, realms, store)
     mailbox = Mailbox(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
@@ -178,6 +181,8 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
         watchdog.fail(error)
         traceback.print_exc()
         os._exit(1)
+    if "SLOW_END" in os.environ and world.store.relay and not world.store.relay_process:
+        time.sleep(2)
     watchdog.stop()
     leave(world, timeouts.silence)
     os._exit(0)

@@ -5,10 +5,13 @@ import threading
 import time
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
-from pipeline.remote import Later, Mailbox, Remote, RemoteError, serve, stop, verb
+from pipeline.remote import Later, Mailbox, Remote, RemoteError, calls, serve, stop, verb
+from pipeline.remote.messages import INLINE, Envelope, route
+from pipeline.store import mail
 from pipeline.store.client import RunStore
 from pipeline.store.server import start
 from pipeline.world import Place, Realms, World
@@ -177,7 +180,7 @@ def test_an_answer_in_parts_is_overdue_only_while_rank_0_waits_for_anything(job)
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert (late.verb, late.timeout_s, late.missing) == ("nothing", Timeouts.short, [1])
-    mailbox._store.clone().queue_push("queue/0", _error())
+    mailbox._asking.tell(mail.Answers([mail.Answer(mail.NO_CALL, [1], "nothing", b"", error="enough")]))
     waiting.join(30)
 
 
@@ -188,6 +191,42 @@ def test_a_plain_call_is_overdue_whatever_rank_0_does(job):
     assert mailbox.overdue().verb == "slow"
     slow.result()
     assert mailbox.overdue() is None
+
+
+def test_what_several_ranks_get_is_encoded_and_sent_once(tmp_path, monkeypatch):
+    key, sent, encoded = os.urandom(32), [], []
+    process, address = start("127.0.0.1", key)
+    realms = Realms(train=tuple(range(7)), generate=(), engines=())
+    world = World(Place(0, 7, 0, "here", "127.0.0.1", tmp_path), realms, RunStore(address, key, 60))
+    monkeypatch.setattr(calls, "send_body", lambda world, body, call, to: sent.append((len(body), to)))
+    encode = calls.encode
+    monkeypatch.setattr(calls, "encode", lambda message: encoded.append(message) or encode(message))
+    remote = Remote(Mailbox(world), world, realms.train, Counter, Timeouts(), Counter())
+    one, other = "1" * (INLINE + 1), "2" * (INLINE + 1)
+    future = remote.ask(parts=[one, one, other, one, other, one, one])
+    assert future.missing == [1, 2, 3, 4, 5, 6]
+    assert [to for _, to in sent] == [1, 2] and encoded == [one, other]
+    inbox = world.store.clone()
+    inbox.tell(mail.Subscribe([5]))
+    (message,) = inbox.next_mail()
+    envelope = msgspec.msgpack.decode(message, type=Envelope)
+    assert envelope.ranks == (1, 3, 5, 6) and envelope.follows == sent[0][0] and not envelope.body
+    process.kill()
+    process.wait(10)
+    process.stdin.close()
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("ranks", [[4], [1, 2, 3, 5, 8, 13, 21], list(range(3, 40))])
+def test_a_body_reaches_every_rank_once_and_no_rank_sends_more_than_two(ranks):
+    taken, waiting = [], [(0, ranks[0])]
+    while waiting:
+        sender, rank = waiting.pop()
+        source, onward = route(ranks, rank)
+        assert source == sender and len(onward) <= 2
+        taken.append(rank)
+        waiting += [(rank, other) for other in onward]
+    assert sorted(taken) == ranks
 
 
 def test_a_rank_without_a_store_ends(tmp_path):
@@ -202,12 +241,3 @@ def test_a_rank_without_a_store_ends(tmp_path):
     process.wait(10)
     process.stdin.close()
     process.stdout.close()
-
-
-def _error() -> bytes:
-    """To end a wait."""
-    import msgspec
-
-    from pipeline.remote.messages import Envelope
-
-    return msgspec.msgpack.encode(Envelope(-1, 1, "nothing", b"", error="enough"))

@@ -100,7 +100,7 @@ def test_a_recorded_conversation_is_good_for_nothing(address, key):
         stranger.sendall(answer + message)
         assert refused(stranger)
     connection.sendall(message)  # the same once more, injected into the connection that it was made for
-    read(connection, proof.HEADER + 2)
+    read(connection, proof.HEADER + 3)
     assert refused(connection)
 
 

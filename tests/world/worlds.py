@@ -13,8 +13,10 @@ SIZE = 7
 
 
 class World:
-    def __init__(self, run_dir: Path, scenario: str):
+    def __init__(self, run_dir: Path, scenario: str, per_node: int = 1):
+        """per_node: ranks; from two on each node but rank 0's has a relay."""
         self.run_dir = run_dir
+        self.per_node = per_node
         run_dir.mkdir(exist_ok=True)
         write_secret(run_dir)
         self.logs = [run_dir / f"{rank}.log" for rank in range(SIZE)]
@@ -25,7 +27,8 @@ class World:
             "HETSTEP_RANK": str(rank),
             "HETSTEP_WORLD_SIZE": str(SIZE),
             "HETSTEP_LOCAL_RANK": str(rank),
-            "HETSTEP_NODE": f"node{rank}",
+            "HETSTEP_NODE": f"node{rank // self.per_node}",
+            "RELAYED_FROM": "2" if self.per_node > 1 else "256",
             "HETSTEP_MASTER_ADDR": "127.0.0.1",
             "HETSTEP_ATTEMPT": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -1,0 +1,238 @@
+"""A node's relay: `python -m pipeline.store.relay`, which the first rank of a node starts (`world.py`), and which ends with it.
+
+It stands between the ranks of its node and the store of rank 0, for mail and heartbeats alone, so that rank 0's store has one
+connection for a node's mail, not one for each rank, and one message where eight would say the same:
+
+- A verb comes once for all ranks of the node, and goes to each.
+- Equal answers of its ranks go on as one, when all that were asked have answered, or after HOLD_S. Errors and parts of answers
+  go on at once, and what came before them goes first.
+- Heartbeats are kept, and those that have changed go on together, every `interval_s`. What its ranks look at is as old as that.
+- A rank whose connection is lost is told of at once. The relay's own end is told as the loss of the rank that started it, which
+  waits at the end of a run until the others need it no more.
+
+Ranks prove themselves to it, and it to the store, as everyone does (`proof.py`). It listens on this machine alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from pipeline.store import mail, proof
+from pipeline.store.server import Address, Connection, Door, launch, serve, take_told
+from pipeline.store.table import Exchange, Reply, Request, Set, Will
+
+HOLD_S = 0.02
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Reply).decode
+
+
+def start(upstream: Address, key: bytes, rank: int, interval_s: float) -> tuple[subprocess.Popen, Address]:
+    """Start a relay on this machine. It lives as long as the calling thread and the returned handle.
+
+    upstream: the store's. rank: who starts it. interval_s: between two exchanges of heartbeats with the store.
+    """
+    told = {"key": key.hex(), "upstream": list(upstream), "rank": rank, "interval_s": interval_s}
+    return launch("pipeline.store.relay", "127.0.0.1", told)
+
+
+class Upstream(asyncio.Protocol):
+    """The connection to the store. Requests are sent without waiting; of the replies only those with values are looked at."""
+
+    def __init__(self, key: bytes, relay: Relay):
+        self._key, self._relay = key, relay
+        self._buffer = bytearray()
+        self._answer = b""
+        self._channel: proof.Channel | None = None
+        self.proven: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def send(self, request: Request) -> None:
+        self._transport.write(self._channel.seal(_encode(request)))
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        try:
+            if not self._channel and not self._prove():
+                return
+            while (message := proof.next_message(self._channel, self._buffer)) is not None:
+                reply = _decode(message)
+                if reply.pushed:
+                    self._relay.deliver(reply.value)
+                elif isinstance(reply.value, list):
+                    self._relay.see(reply.value)
+        except (proof.NotProven, PermissionError, msgspec.DecodeError):
+            self._transport.close()
+
+    def _prove(self) -> bool:
+        """Whether both ends are proven."""
+        if not self._answer and len(self._buffer) >= proof.CHALLENGE:
+            self._challenge = bytes(self._buffer[: proof.CHALLENGE])
+            del self._buffer[: proof.CHALLENGE]
+            self._answer = proof.answer(self._key, self._challenge)
+            self._transport.write(self._answer)
+        if not self._answer or len(self._buffer) < proof.MAC:
+            return False
+        own = bytes(self._buffer[: proof.MAC])
+        del self._buffer[: proof.MAC]
+        self._channel = proof.open_channel(self._key, self._challenge, self._answer, own)
+        self.proven.set_result(None)
+        return True
+
+
+class Relay(Door):
+    """What `server.Connection` asks of a store, for the ranks of one node."""
+
+    def __init__(self, key: bytes, rank: int):
+        super().__init__(key)
+        self._will = f"lost/{rank}"
+        self._wills: set[str] = set()  # of ranks here
+        self._at_rest = asyncio.Event()  # there are none
+        self._at_rest.set()
+        self._post = mail.Post()
+        self._due: Counter[int] = Counter()  # of each call: the ranks here that have not ended their answer
+        self._held: dict[tuple[int, bytes], mail.Answer] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._beats: dict[str, bytes] = {}  # that have changed
+        self._seen: dict[str, bytes | None] = {}  # what ranks here look at
+        self._looked: list[str] = []  # asked of the store, which has not replied yet
+
+    def connect(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        upstream.send(Will(self._will))
+
+    # ---- what ranks of this node ask ------------------------------------------------------------------------------------
+
+    def hear(self, connection: Connection, request: mail.Told) -> None:
+        match request:
+            case mail.Subscribe(ranks):
+                self._post.subscribe(connection, ranks)
+                self._upstream.send(request)
+            case mail.Answers(answers):
+                for answer in answers:
+                    self._take(answer)
+            case _:
+                connection.refuse("only rank 0 sends verbs")
+
+    def ask(self, connection: Connection, request: Request) -> None:
+        if not isinstance(request, Exchange):
+            connection.reply(Reply(error="a relay takes mail and heartbeats alone"))
+            return
+        self._beats |= request.values
+        for key in request.keys:
+            self._seen.setdefault(key, None)
+        connection.reply(Reply([self._seen[key] for key in request.keys]))
+
+    def part(self, connection: Connection, will: str) -> None:
+        self._post.leave(connection)
+        if will:
+            self._upstream.send(Set(will, b""))
+            self._wills.discard(will)
+            self._look_for_rest()
+
+    def change_will(self, before: str, after: str) -> None:
+        self._wills.discard(before)
+        self._wills |= {after} - {""}
+        if before == self._will and not after:
+            self._upstream.send(Will(""))
+        self._look_for_rest()
+
+    async def rest(self) -> None:
+        """Until all ranks have taken back what is to be set at their loss: those may end earlier that others go through."""
+        await self._at_rest.wait()
+
+    def _look_for_rest(self) -> None:
+        if self._wills:
+            self._at_rest.clear()
+        else:
+            self._at_rest.set()
+
+    # ---- answers ----------------------------------------------------------------------------------------------------------
+
+    def _take(self, answer: mail.Answer) -> None:
+        if not answer.more and answer.call in self._due:
+            self._due[answer.call] -= len(answer.ranks)
+            if not self._due[answer.call]:
+                del self._due[answer.call]
+        if not mail.final(answer):
+            self._flush([answer])
+            return
+        mail.join(self._held, answer)
+        if answer.call not in self._due:
+            self._flush()
+        elif not self._timer:
+            self._timer = asyncio.get_running_loop().call_later(HOLD_S, self._flush)
+
+    def _flush(self, last: list[mail.Answer] | None = None) -> None:
+        """What is held, in the order in which it came, and then `last`."""
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        answers = [*self._held.values(), *(last or [])]
+        self._held = {}
+        batch: list[mail.Answer] = []
+        size = 0
+        for answer in answers:
+            if batch and size > mail.BATCH:
+                self._upstream.send(mail.Answers(batch))
+                batch, size = [], 0
+            batch.append(answer)
+            size += len(answer.body) + len(answer.error)
+        if batch:
+            self._upstream.send(mail.Answers(batch))
+
+    # ---- the store ----------------------------------------------------------------------------------------------------------
+
+    def deliver(self, messages: list[tuple[int, list[int], bytes]]) -> None:
+        for call, ranks, message in messages:
+            if call != mail.NO_CALL:
+                self._due[call] += len(ranks)
+            self._post.send(call, [(ranks, message)])
+
+    def beat(self) -> None:
+        """Exchange heartbeats with the store, unless it still owes the last reply."""
+        if not self._looked and (self._beats or self._seen):
+            self._looked = list(self._seen)
+            self._upstream.send(Exchange(self._beats, self._looked))
+            self._beats = {}
+
+    def see(self, values: list[bytes | None]) -> None:
+        """What the store replies to `beat`."""
+        self._seen |= dict(zip(self._looked, values, strict=True))
+        self._looked = []
+
+
+async def _run(told: dict[str, Any]) -> None:
+    key = bytes.fromhex(told["key"])
+    relay, loop = Relay(key, told["rank"]), asyncio.get_running_loop()
+    _, upstream = await loop.create_connection(lambda: Upstream(key, relay), *told["upstream"])
+    await asyncio.wait_for(asyncio.wait([upstream.proven, upstream.lost], return_when=asyncio.FIRST_COMPLETED), 30)
+    relay.connect(upstream)
+
+    async def beat() -> None:
+        while True:
+            relay.beat()
+            await asyncio.sleep(told["interval_s"])
+
+    tasks = [asyncio.ensure_future(work) for work in (beat(), serve(relay, told["address"]), upstream.lost)]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+
+def main() -> None:
+    asyncio.run(_run(take_told()))
+
+
+if __name__ == "__main__":
+    main()

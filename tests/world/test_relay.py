@@ -1,0 +1,109 @@
+"""A relay on each node: seven ranks on three nodes, of which all but rank 0's have one.
+
+What ranks say, and what is said of them, is as without."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+from pipeline.store import server
+from pipeline.store.client import RunStore
+from pipeline.world import Place, _find_relay
+from tests.world.worlds import SIZE
+
+GAVE_UP, WITH_ANOTHER = 124, 123
+PER_NODE = 3
+
+
+def relays(world) -> dict[int, int]:
+    """Process -> the rank that has started it."""
+    ranks = {process.pid: rank for rank, process in enumerate(world.processes)}
+    listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout.splitlines()
+    found = (line.split() for line in listed if "pipeline.store.relay" in line)
+    return {int(pid): ranks[int(parent)] for pid, parent, *_ in found if int(parent) in ranks}
+
+
+def test_messages_through_relays_which_stay_until_the_last_rank_of_a_node_has_ended(start, monkeypatch):
+    """And between ranks that gloo connects when they first speak, as in a large world: bodies that go from rank to rank."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    monkeypatch.setenv("SLOW_END", "1")  # of those that have not started one
+    world = start("check", PER_NODE)
+    assert world.wait() == [0] * SIZE, [log.read_text()[-2000:] for log in world.logs]
+    assert "checked" in world.log(0)
+    assert not list(world.run_dir.glob("attempts/*/failure.json"))
+
+
+def test_an_error_on_one_of_many_ranks_comes_at_once_with_its_traceback(start):
+    world = start("fail", PER_NODE)
+    statuses = world.wait()
+    assert statuses[3] == 1 and all(statuses), statuses
+    failure = world.failure()
+    assert (failure["rank"], failure["host"], failure["verb"]) == (3, "node1", "fail")
+    assert 'raise ValueError("the engine is on fire")' in failure["traceback"]
+
+
+def test_a_late_rank_is_named_and_not_those_of_its_node_that_have_answered(start):
+    world = start("hang-generate", PER_NODE)
+    assert world.processes[0].wait(120) == GAVE_UP
+    message = world.failure()["message"]
+    assert "verb 'hang' has not ended after 5 s" in message
+    assert "rank 4 (generate) on node1, in verb 'hang', phase 'decode'" in message
+    assert "rank 3" not in message and "rank 2" not in message
+    assert all(code != 0 for code in world.wait())
+
+
+@pytest.mark.parametrize("victim", [3, pytest.param(4, marks=pytest.mark.full)])
+def test_a_killed_rank_is_named_be_it_the_one_whose_relay_ends_with_it(start, victim):
+    world = start("linger", PER_NODE)
+    world.until("ready")
+    time.sleep(1)  # until rank 0 has heard of all
+    first = set(relays(world).values())
+    assert len(first) == 2 and first & {3, 4, 5} and 6 in first
+    victim = next(iter(first - {6})) if victim == 3 else next(rank for rank in (3, 4, 5) if rank not in first)
+    world.processes[victim].kill()
+    statuses = world.wait(120)
+    failure = world.failure()
+    assert failure["rank"] == victim and failure["host"] == "node1", failure
+    assert re.search(rf"died without a word .*: rank {victim} ", failure["message"])
+    assert all(statuses)
+
+
+@pytest.mark.full
+def test_the_end_of_a_relay_ends_the_run_by_the_rank_that_started_it(start):
+    world = start("linger", PER_NODE)
+    world.until("ready")
+    pid, rank = next((pid, rank) for pid, rank in relays(world).items() if rank != 6)
+    os.kill(pid, signal.SIGKILL)
+    assert all(world.wait(120))
+    assert world.failure()["rank"] == rank, world.failure()
+
+
+@pytest.mark.full
+def test_a_stopped_rank_behind_a_relay_is_named(start):
+    world = start("linger", PER_NODE)
+    world.until("ready")
+    time.sleep(1)
+    victim = next(rank for rank in (3, 4, 5) if rank not in relays(world).values())
+    os.kill(world.processes[victim].pid, signal.SIGSTOP)
+    assert all(process.wait(120) != 0 for rank, process in enumerate(world.processes) if rank != victim)
+    assert re.search(rf"not heard from for 4 s.*rank {victim} \(", world.failure()["message"]), world.failure()
+
+
+def test_a_relay_that_does_not_start_is_named_with_its_rank(tmp_path):
+    key = os.urandom(32)
+    process, address = server.start("127.0.0.1", key)
+    store = RunStore(address, key, 0.5)
+    store.set("relay/node1/by", "3")  # which then hangs
+    place = Place(4, 7, 4, "node1", "127.0.0.1", tmp_path)
+    with pytest.raises(TimeoutError, match=r"verb 'join': rank 3 has not started node1's relay within 0\.5 s"):
+        _find_relay(store, place, address, key, 60.0)
+    store.set("relay/node1", "")
+    _find_relay(store, place, address, key, 60.0)
+    assert store.relay is None  # the node of rank 0
+    process.stdin.close()
+    process.wait(10)
+    process.stdout.close()
