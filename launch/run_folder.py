@@ -68,6 +68,7 @@ MAY_DIFFER = (
     "policy.generation.colocated.*",
     "policy.dtensor_cfg.tensor_parallel_size",
     "policy.dtensor_cfg.activation_checkpointing",
+    "policy.dtensor_cfg.recompute_granularity",
     "policy.dtensor_cfg.cpu_offload",
     "policy.dtensor_cfg.compile",
     "policy.megatron_cfg.*_parallel_size",

@@ -51,6 +51,20 @@ def test_what_is_written_is_read_back(write, tmp_path):
             ["policy.dtensor_cfg.compile=true", "policy.dtensor_cfg.tensor_parallel_size=2", "cluster.train.ranks_per_node=2"],
             "policy.dtensor_cfg.compile: got true with policy.dtensor_cfg.tensor_parallel_size=2",
         ),
+        (MINIMAL, ["policy.dtensor_cfg.recompute_granularity=some"], "'some' is not one of: full, selective"),
+        (
+            MINIMAL,
+            ["policy.dtensor_cfg.recompute_granularity=selective"],
+            "says nothing while policy.dtensor_cfg.activation_checkpointing is false",
+        ),
+        (
+            MINIMAL,
+            [
+                f"policy.dtensor_cfg.{key}"
+                for key in ("activation_checkpointing=true", "recompute_granularity=selective", "compile=true")
+            ],
+            "policy.dtensor_cfg.recompute_granularity: got selective with policy.dtensor_cfg.compile=true",
+        ),
         (MINIMAL, ["loss_fn.reference_policy_kl_type=k4"], "is not one of: k1, k2, k3"),
         (MINIMAL, ["policy.generation.temperature=0"], "must be above 0"),
         (MINIMAL, ["policy.generation.vllm_cfg.max_model_len=513"], "513 is above policy.max_total_sequence_length 512"),

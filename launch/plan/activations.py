@@ -10,6 +10,10 @@ bytes of a number (2 or 4).
     norms of q and k  (4 + c) (q + k)    their output goes into rotary embeddings, which do not save it
     MLP               4 c i             gate, up, silu(gate), product
     experts           c (2h + 4i)       of each token's copies: input, gate and up, silu, product, output before its weight
+    recomputed selectively (`pipeline/train/recompute.py`), in place of all above
+    layer's input     c h
+    attention         c (q + k + v + o + h)   outputs of its products, and its own; 4 per head: log-sum-exp
+    MLP, experts      c (2i + h)        outputs of their products; of experts, of each token's copies
   Megatron-Core's local modules (no TransformerEngine: CPU)
     RMSNorm           (8 + c) h + 4     input and normalized value as float32, the output
     attention         c (q + 2k) c (q + k + o)   the joint projection, of which the values are a view; after rotary embeddings
@@ -123,6 +127,21 @@ def hugging_face(shape: ModelShape, sparse: bool, passage: Passage) -> Layer:
         backward = c * (2 * width + w.hidden)
         forward = max(forward, c * (2 * w.hidden + 3 * width))
     return _of_tokens(passage, saved, c * w.hidden, backward, forward)
+
+
+def selected(shape: ModelShape, sparse: bool, passage: Passage) -> float:
+    """Bytes that a layer of Hugging Face's keeps in place of `Layer.saved` where it is recomputed selectively."""
+    c, w = passage.size, Widths.of(shape, passage)
+    kept = c * (2 * w.hidden + w.query + w.key + w.value + w.output) + 4 * w.heads
+    _, _, latent = norms(shape)
+    if latent:
+        kept += c * (latent + ROTARY)
+    if sparse:
+        copies, width, shared = shape.experts_per_token, shape.expert_width / passage.expert_tensor, shape.shared_width
+        kept += c * (copies * (2 * width + w.hidden) + (2 * shared / passage.tensor + w.hidden if shared else 0))
+    else:
+        kept += c * (2 * shape.dense_width / passage.tensor + w.hidden)
+    return passage.tokens * kept
 
 
 def megatron(shape: ModelShape, sparse: bool, passage: Passage) -> Layer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.plan.activations import Layer, Passage, final_norm, hugging_face
+from launch.plan.activations import Layer, Passage, final_norm, hugging_face, selected
 from launch.plan.cut import Cut
 from launch.plan.memory_head import head
 from launch.plan.memory_load import Load, Model
@@ -139,12 +139,14 @@ class FSDP:
         counts = {True: shape.sparse_layers, False: shape.dense_layers}
         last = layers[self._kinds[0]]
         norm, of_head = final_norm(shape, self.passage(tokens), False), head(self.model, tokens, self.cut.tensor)
-        saved = sum(counts[sparse] * (layer.input if recomputes else layer.saved) for sparse, layer in layers.items())
+        kept = {sparse: self._kept(sparse, layer, tokens) for sparse, layer in layers.items()}
+        saved = sum(counts[sparse] * kept[sparse] for sparse in layers)
+        again = last.saved - kept[self._kinds[0]] + last.input if recomputes else 0.0
         missing = {} if load.microbatches > 1 or self.offloads or self.adapted else {"gradients": -4 * self.parameters}
         flying = self._in_flight()
         at_head = {"activations": saved + norm.saved, "logits": max(of_head.forward, of_head.saved + of_head.backward)}
         yield "backward of the head", add(at_head, {"buffers": 0 if self.plain else self._gathered(2)}, missing)
-        held = {"activations": saved + (last.saved if recomputes else 0), "buffers": flying}
+        held = {"activations": saved + again, "buffers": flying}
         yield "backward of the norm", add({"activations": saved + norm.backward, "buffers": flying}, missing)
         yield "backward of the last layer", add(held, {"activations": last.backward}, missing)
         if recomputes and shape.layers > 1:  # the layer behind it is being reduced
@@ -155,6 +157,15 @@ class FSDP:
             yield "reduction of the first layer", self._reduction(0.0, {})
             yield "reduction of the root", {"buffers": (2 * c + 4 + 4 / self.cut.data) * self.root}
         yield "optimizer", {}
+
+    def _kept(self, sparse: bool, layer: Layer, tokens: float) -> float:
+        """Of a layer, from the forward pass to the backward pass."""
+        dtensor = self.model.policy.dtensor_cfg
+        if not dtensor.activation_checkpointing:
+            return layer.saved
+        if dtensor.recompute_granularity == "full":
+            return layer.input
+        return selected(self.model.shape, sparse, self.passage(tokens))
 
     def _in_flight(self) -> float:
         """While a layer goes backward: its weights and the next one's, the root's, and the head's gradient."""

@@ -124,7 +124,8 @@ def update(job: Job, count: float) -> tuple[float, dict[str, float]]:
 def recomputed(job: Job, count: float) -> float:
     """The share of the forward pass that is computed again in the backward pass."""
     if not uses_megatron(job.policy):
-        return float(job.policy.dtensor_cfg.activation_checkpointing)
+        dtensor = job.policy.dtensor_cfg  # selectively, no matrix product is
+        return float(dtensor.activation_checkpointing and dtensor.recompute_granularity == "full")
     megatron = job.policy.megatron_cfg
     if not megatron.activation_checkpointing:
         return 0.0

@@ -100,7 +100,8 @@ def problems(recipe: Recipe) -> Iterator[str]:
 
 def unusable(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """(key, problem) of values that are wrong whatever the others are."""
-    for key, choices in (CHOICES | algorithm_checks.CHOICES | async_checks.CHOICES | megatron_checks.CHOICES).items():
+    of_sections = algorithm_checks.CHOICES | async_checks.CHOICES | dtensor_checks.CHOICES | megatron_checks.CHOICES
+    for key, choices in (CHOICES | of_sections).items():
         if (value := _select(recipe, key)) not in choices:
             yield key, f"{key}: '{value}' is not one of: {', '.join(str(c) for c in choices if c is not None)}"
     for key, least in (AT_LEAST | algorithm_checks.AT_LEAST | async_checks.AT_LEAST | megatron_checks.AT_LEAST).items():

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pipeline.config.layout import DTENSOR
 from pipeline.config.schema import PolicyConfig
 
+CHOICES = {f"{DTENSOR}.recompute_granularity": ("full", "selective")}
+
 
 def check_dtensor(policy: PolicyConfig) -> Iterator[str]:
     """A problem for each pair of keys that cannot be had together."""
@@ -15,4 +17,14 @@ def check_dtensor(policy: PolicyConfig) -> Iterator[str]:
         yield (
             f"{DTENSOR}.compile: got true with {DTENSOR}.tensor_parallel_size={dtensor.tensor_parallel_size}; expected 1, since"
             f" torch cannot compile these layers cut. Try {DTENSOR}.compile=false"
+        )
+    selective = dtensor.recompute_granularity == "selective"
+    if selective and not dtensor.activation_checkpointing:
+        yield (
+            f"{DTENSOR}.recompute_granularity: says nothing while {DTENSOR}.activation_checkpointing is false; set that to true"
+        )
+    if selective and dtensor.compile:
+        yield (
+            f"{DTENSOR}.recompute_granularity: got selective with {DTENSOR}.compile=true; expected full, since operators inside"
+            f" compiled layers cannot be chosen. Try {DTENSOR}.compile=false"
         )

@@ -55,9 +55,11 @@ class LoRAConfig:
 class DTensorConfig:
     enabled: Optional[bool] = None  # null: launch/backend.py chooses at submission
     tensor_parallel_size: int = 1
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = False  # without it the next key says nothing
+    recompute_granularity: str = "full"  # full, selective: outputs of matrix products and attention are kept
     cpu_offload: bool = False
-    # torch.compile of decoder layers: pipeline/train/compiled.py. null: on GPUs, of dense models without tensor parallelism.
+    # torch.compile of decoder layers: pipeline/train/compiled.py. null: on GPUs, of dense models without tensor parallelism and
+    # selective recomputation.
     # It rounds otherwise than eager layers do; on the same machine it resumes to the last bit.
     compile: Optional[bool] = None
     lora_cfg: LoRAConfig = field(default_factory=LoRAConfig)

@@ -12,7 +12,8 @@ How the compiler cuts reductions depends on the sizes that it first sees. Trial 
 built, make that choice the same in every start, and Inductor's deterministic mode decides nothing by timing: on the same
 machine a resumed run equals the uninterrupted one.
 
-Left out: tensor parallelism. torch 2.13 fails to trace its DTensor hooks with dynamic shapes (RecursionError).
+Left out: tensor parallelism (torch 2.13 fails to trace its DTensor hooks with dynamic shapes: RecursionError), and selective
+recomputation, which does not see into compiled graphs.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def wanted(policy: PolicyConfig, device: torch.device, mixture: bool) -> bool:
 
     Print a line where null would compile but cannot. Raise ValueError where the key is true and the model cannot be compiled.
     """
-    asked, tensor_size = policy.dtensor_cfg.compile, policy.dtensor_cfg.tensor_parallel_size
-    if asked is False or (asked is None and (device.type != "cuda" or mixture or tensor_size > 1)):
+    dtensor, asked = policy.dtensor_cfg, policy.dtensor_cfg.compile
+    tensor_size, selective = dtensor.tensor_parallel_size, dtensor.recompute_granularity == "selective"
+    if asked is False or (asked is None and (device.type != "cuda" or mixture or tensor_size > 1 or selective)):
         return False
     if asked and tensor_size > 1:
         raise ValueError(f"{KEY}: got true with policy.dtensor_cfg.tensor_parallel_size={tensor_size}; expected 1. Try false")

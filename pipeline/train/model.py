@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
@@ -31,6 +30,7 @@ from pipeline.train.base import Use
 from pipeline.train.initial_weights import initial_weights
 from pipeline.train.logprobs import VocabularyShard, packed_outputs
 from pipeline.train.lora import Adapter
+from pipeline.train.recompute import recompute
 from pipeline.train.shards import local, local_box
 from pipeline.train.truncation import Truncation
 from pipeline.types import Outputs
@@ -110,8 +110,7 @@ def build(policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, s
     if model.compiled:
         compiled.compile_layers(layers)
     if policy.dtensor_cfg.activation_checkpointing:
-        for layer in layers:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        recompute(layers, policy.dtensor_cfg.recompute_granularity)
     if mesh is not None:
         _shard(model, layers, mesh["data"], policy.precision, offload)
     model.to_empty(device=torch.device("cpu") if offload else device)

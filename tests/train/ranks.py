@@ -159,12 +159,13 @@ def check_random_weights(layout: Layout, folder: Path, family: str) -> None:
 
 def check_activation_checkpointing(layout: Layout, folder: Path) -> None:
     found = []
-    for on in (False, True):
-        trained = backend(cases.policy(folder / "qwen3"), layout, activation_checkpointing=on)
+    for on, granularity in ((False, "full"), (True, "full"), (True, "selective")):
+        settings = {"activation_checkpointing": on, "recompute_granularity": granularity}
+        trained = backend(cases.policy(folder / "qwen3"), layout, **settings)
         trained.step([cases.pack(chosen) for chosen in shares(layout)[trained.data_rank]], cases.loss)
         found.append(gradients(trained))
     for name, gradient in found[0].items():
-        assert torch.equal(gradient, found[1][name]), name
+        assert torch.equal(gradient, found[1][name]) and torch.equal(gradient, found[2][name]), name
 
 
 def check_bfloat16(layout: Layout, folder: Path, family: str) -> None:

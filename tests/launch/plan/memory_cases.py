@@ -93,6 +93,16 @@ def _grid() -> list[Case]:
     return found
 
 
+def _selective() -> list[Case]:
+    """FSDP2 with activations recomputed selectively."""
+    on = (f"{FSDP}.enabled=true", f"{FSDP}.activation_checkpointing=true", f"{FSDP}.recompute_granularity=selective")
+    return [
+        Case(f"fsdp_{model}_1_{precision}_selective", model=model, overrides=(*BATCHES, *on, f"policy.precision={precision}"))
+        for model in ("tiny", "tiny_moe")
+        for precision in ("float32", "bfloat16")
+    ]
+
+
 def _layouts() -> list[Case]:
     sizes = {
         "fsdp_tp2": (FSDP, {"tensor_parallel_size": 2}),
@@ -139,5 +149,5 @@ def _large() -> list[Case]:
     return found
 
 
-CASES = {case.name: case for case in (*_grid(), *_layouts(), *_recipes(), *_large())}
+CASES = {case.name: case for case in (*_grid(), *_selective(), *_layouts(), *_recipes(), *_large())}
 MEDIUM_CASES = [name for name, case in CASES.items() if case.changes == MEDIUM]

@@ -1,0 +1,49 @@
+"""Activation checkpointing of decoder layers: what the backward pass computes again.
+
+full: all of a layer but its input. selective: all but the outputs of matrix products and of attention, which are kept, as
+torchtitan's selective checkpointing of operators does. The same operations run in either, so the results are the same to the
+last bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+# By name: some belong to one device only, and the last comes with transformers' experts where torch has no grouped product.
+KEPT = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::_grouped_mm",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn",
+    "transformers::grouped_mm_fallback",
+}
+
+
+def recompute(layers: Iterable[nn.Module], granularity: str) -> None:
+    """Checkpoint the forward of each layer, in place. granularity: "full" or "selective"."""
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if granularity == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)
+
+
+def _policy(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = isinstance(operator, torch._ops.OpOverload) and operator._schema.name in KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
