@@ -70,6 +70,7 @@ MAY_DIFFER = (
     "policy.dtensor_cfg.activation_checkpointing",
     "policy.dtensor_cfg.recompute_granularity",
     "policy.dtensor_cfg.cpu_offload",
+    "policy.dtensor_cfg.reference_cpu_offload",
     "policy.dtensor_cfg.compile",
     "policy.megatron_cfg.*_parallel_size",
     "policy.megatron_cfg.sequence_parallel",

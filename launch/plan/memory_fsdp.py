@@ -90,15 +90,19 @@ class FSDP:
                 "gradients": 4 * trained,
                 "optimizer": 8 * trained,
             }
-        return {"weights": 4 * self.parameters, "gradients": 4 * self.parameters, "optimizer": 8 * self.parameters}
+        held = {"weights": 4 * self.parameters, "gradients": 4 * self.parameters, "optimizer": 8 * self.parameters}
+        stays = self.cuda and not self.model.policy.dtensor_cfg.reference_cpu_offload
+        return held | ({"other models": self.reference} if stays else {})
+
+    @property
+    def reference(self) -> float:
+        return self.model.size * self.parameters if self.model.reference and not self.adapted else 0.0
 
     @property
     def host(self) -> float:
-        """Reference weights; while those are used, the policy's too; and what is offloaded."""
-        share = self.parameters
-        size = 4 if self.model.trained and not self.adapted else self.model.size
-        reference = 2 * size * share if self.model.reference and not self.adapted else 0.0
-        return reference + (share * (16 if self.model.trained else size) if self.offloads else 0.0)
+        """What is offloaded, and reference weights."""
+        reference = 0.0 if "other models" in self.resident else self.reference
+        return reference + (self.parameters * (16 if self.model.trained else self.model.size) if self.offloads else 0.0)
 
     # ---- phases ---------------------------------------------------------------------------------------------------------
 
@@ -110,7 +114,10 @@ class FSDP:
 
     def phases(self, load: Load) -> Iterator[tuple[str, Parts]]:
         """(what happens, bytes on the device besides `resident`; negative where gradients are not there yet)"""
-        yield "log-probs", self._forward(load.forward_tokens)
+        forward = self._forward(load.forward_tokens)
+        yield "log-probs", forward
+        if self.cuda and self.reference and not self.offloads and "other models" not in self.resident:
+            yield "log-probs of the reference", add(forward, {"other models": self.reference})
         if self.model.trained:
             yield from self._training(load)
 

@@ -16,7 +16,7 @@ PARTS = (
     "activations",  # what layers keep for their backward pass, and what one of them works in
     "logits",  # of a chunk, with what the softmax and its gradient work in
     "buffers",  # gathered weights, gradients under way, staging of the refit, the step's packed batches
-    "other models",  # critic, teacher, reward model; on a CPU rank also the copy that is the reference policy
+    "other models",  # critic, teacher, reward model, the reference policy (Megatron-Core: on a CPU rank)
     "KV cache",
     "runtime",  # of a GPU: CUDA context, libraries' workspaces, NCCL; CUDA graphs
 )

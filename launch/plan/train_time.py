@@ -278,11 +278,12 @@ def _without_head(job: Job) -> Job:
 
 
 def _swapped(job: Job) -> dict[str, float]:
-    """The policy's weights go to the host, the reference's come, and the policy's come back."""
+    """FSDP2: the reference's weights come from the host. Megatron-Core: the policy's go there, the reference's come, and the
+    policy's come back."""
     if not uses_megatron(job.policy):
-        if job.policy.dtensor_cfg.lora_cfg.enabled:
-            return {}  # the reference is the model without its adapters
-        return {"host copies": 3 * 4 * job.shape.parameters / job.cut.ranks / _host(job)}
+        dtensor = job.policy.dtensor_cfg
+        # With adapters the reference is the model without them.
+        return _fetched(job, dtensor.reference_cpu_offload and not dtensor.lora_cfg.enabled)
     return {"host copies": 3 * job.itemsize * sum(job.cut.held(job.shape)) / _host(job)}
 
 

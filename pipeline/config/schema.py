@@ -58,6 +58,8 @@ class DTensorConfig:
     activation_checkpointing: bool = False  # without it the next key says nothing
     recompute_granularity: str = "full"  # full, selective: outputs of matrix products and attention are kept
     cpu_offload: bool = False
+    # The reference policy's weights, in policy.precision, are in page-locked host memory while it does not compute
+    reference_cpu_offload: bool = True
     # torch.compile of decoder layers: pipeline/train/compiled.py. null: on GPUs, of dense models without tensor parallelism and
     # selective recomputation.
     # It rounds otherwise than eager layers do; on the same machine it resumes to the last bit.

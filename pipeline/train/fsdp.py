@@ -13,6 +13,7 @@ Left out: pipeline, context, expert and sequence parallelism, dropout.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from pipeline.models.layout import Shape, restrict
 from pipeline.train import compiled, lora, state
 from pipeline.train.attention import Packing, check_batch
 from pipeline.train.base import Loss, Use
-from pipeline.train.model import build
+from pipeline.train.model import PackedModel, build
 from pipeline.train.offload import Offload
 from pipeline.train.optimizer import Schedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
@@ -71,9 +72,14 @@ class FSDPBackend:
         self._shapes, _ = checkpoint_shapes(self._model.hf.config, use.head)  # of the tensors on disk, in a checkpoint's order
         self._tensor_group = mesh.get_group("tensor") if mesh is not None else None
         self._vocabulary = self._model.hf.get_input_embeddings().weight.shape[0]
-        self._reference: list[torch.Tensor] | None = None
+        self._reference: PackedModel | None = None
+        self._away: Offload | None = None  # of the reference, while it does not compute
         if use.reference and not self._model.adapters:
-            self._reference = [local(p).to("cpu", copy=True) for p in self._parameters.values()]
+            frozen = dataclasses.replace(use, trained=False, reference=False)
+            self._reference = build(policy, self.device, mesh, seed, frozen, like=self._model)
+            if policy.dtensor_cfg.reference_cpu_offload and self.device.type == "cuda":
+                self._away = Offload(self.device)
+                self._away.out(self._reference_weights(), frozen=True)
         self._merged: lora.Merged | None = None  # weights with adapters, from when they are first asked for
         self._offload = Offload(self.device)
         if use.trained:
@@ -92,8 +98,8 @@ class FSDPBackend:
         """Compile what is compiled at the first call, on batches that are the same in every start. Collective."""
         for tokens, positions, packing in compiled.trials(self._policy, self.device):
             if self._use.reference:
-                with torch.no_grad(), self._reference_weights():
-                    self._model(tokens, positions, packing, truncated=False)
+                with torch.no_grad(), self._reference_model() as reference:
+                    reference(tokens, positions, packing, truncated=False)
             with torch.set_grad_enabled(self._use.trained):
                 outputs = self._model(tokens, positions, packing, truncated=False)
             if self._use.trained:
@@ -110,10 +116,15 @@ class FSDPBackend:
         if top_k and self._use.head == "values":
             raise ValueError("a model with a value head has no most likely tokens")
         self._check(batches)
-        with torch.no_grad(), self._reference_weights() if model == "reference" else contextlib.nullcontext():
-            outputs = [self._outputs(batch, top_k=top_k, truncated=model == "policy") for batch in batches]
+        if model == "policy":
+            with torch.no_grad():
+                outputs = [self._outputs(batch, top_k=top_k) for batch in batches]
             self._reshard()
-        return outputs
+            return outputs
+        with torch.no_grad(), self._reference_model() as reference:
+            return [
+                reference(batch.tokens, batch.positions, Packing.of(batch), top_k=top_k, truncated=False) for batch in batches
+            ]
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
         """Raises ValueError for a model that is not trained."""
@@ -156,9 +167,9 @@ class FSDPBackend:
             if batch.teacher is not None and batch.teacher.tokens.max() >= self._vocabulary:
                 raise ValueError(f"a teacher's tokens do not fit a vocabulary of {self._vocabulary}")
 
-    def _outputs(self, batch: PackedBatch, teacher: TopK | None = None, top_k: int = 0, truncated: bool = True) -> Outputs:
+    def _outputs(self, batch: PackedBatch, teacher: TopK | None = None, top_k: int = 0) -> Outputs:
         candidates = teacher.tokens if teacher else None
-        return self._model(batch.tokens, batch.positions, Packing.of(batch), candidates, top_k, truncated)
+        return self._model(batch.tokens, batch.positions, Packing.of(batch), candidates, top_k)
 
     def _reshard(self) -> None:
         # The root keeps its weights gathered after a forward pass, for a backward pass that does not come here.
@@ -166,22 +177,27 @@ class FSDPBackend:
             self._model.reshard()
 
     @contextlib.contextmanager
-    def _reference_weights(self) -> Iterator[None]:
+    def _reference_model(self) -> Iterator[PackedModel]:
+        """The reference, on the device within the block."""
         if not self._use.reference:
             raise ValueError("no reference weights were kept; construct the backend with Use(reference=True)")
         if self._model.adapters:
             with lora.without(self._model.adapters):
-                yield
+                yield self._model
+            self._reshard()
             return
-        ours = [local(parameter) for parameter in self._parameters.values()]
-        kept = [tensor.to("cpu", copy=True) for tensor in ours]
+        if self._away is not None:
+            self._away.back()
         try:
-            for tensor, reference in zip(ours, self._reference, strict=True):
-                tensor.copy_(reference)
-            yield
+            yield self._reference
         finally:
-            for tensor, policy in zip(ours, kept, strict=True):
-                tensor.copy_(policy)
+            if isinstance(self._reference, FSDPModule):
+                self._reference.reshard()
+            if self._away is not None:
+                self._away.out(self._reference_weights(), frozen=True)
+
+    def _reference_weights(self) -> list[torch.Tensor]:
+        return [local(parameter) for parameter in self._reference.hf.parameters()]
 
     # ---- turns on the device --------------------------------------------------------------------------------------------
 
@@ -199,6 +215,8 @@ class FSDPBackend:
             changing += [local(value) for value in states if torch.is_tensor(value)]
         self._offload.out(changing, keep=read)
         frozen = [local(parameter) for parameter in self._parameters.values() if not parameter.requires_grad]
+        if self._reference is not None:
+            frozen += self._reference_weights()
         self._offload.out(frozen, keep=read, frozen=True)
 
     def reload(self) -> None:

@@ -75,11 +75,14 @@ class PackedModel(nn.Module):
         return packed_outputs(hidden, weight, tokens, positions, *options, self._truncation if truncated else None)
 
 
-def build(policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, seed: int, use: Use) -> PackedModel:
+def build(
+    policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, seed: int, use: Use, like: PackedModel | None = None
+) -> PackedModel:
     """The model with its initial weights, cut over `mesh` (dimensions "data" and "tensor"; None: one rank, whole).
 
-    Weights are float32 where they are trained, else (adapters' base too) in policy.precision. Raises ValueError, naming the key
-    of the recipe, if this model cannot be used so here.
+    like: the same model, cut alike; take the weights that it has now, not those on disk. Weights are float32 where they are
+    trained, else (adapters' base too) in policy.precision. Raises ValueError, naming the key of the recipe, if this model
+    cannot be used so here.
     """
     config = model_config(policy, use.head)
     check_attention(config, policy.max_total_sequence_length)
@@ -89,8 +92,8 @@ def build(policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, s
     _check_model(hf, use)
     # transformers gives the padding token's embedding no gradient. Here nothing is padded: where that token is, it was sampled.
     hf.get_input_embeddings().padding_idx = None
-    hf.requires_grad_(use.trained)
-    read = initial_weights(policy, config, seed, use.head)
+    hf.requires_grad_(use.trained or like is not None)  # compiled layers are then the same graphs as those of `like`
+    read = initial_weights(policy, config, seed, use.head) if like is None else None
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
 
@@ -121,7 +124,10 @@ def build(policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, s
     parameters = dict(hf.named_parameters())
     model.layout = {name: model.layout[name] for name in parameters if name in model.layout}
     for name, pieces in model.layout.items():
-        place(local(parameters[name]), restrict(pieces, local_box(parameters[name])), read)
+        if like is not None:
+            local(parameters[name]).copy_(local(like.hf.get_parameter(name)))
+        else:
+            place(local(parameters[name]), restrict(pieces, local_box(parameters[name])), read)
     lora.initialize(model.adapters, parameters, policy.dtensor_cfg.lora_cfg.lora_A_init, seed)
     return model
 

@@ -96,6 +96,16 @@ def _in_a_cache_of_its_own(layout: Layout, folder: Path, cache: str) -> FSDPBack
     return backend(folder / "qwen3", layout, compiled=True)
 
 
+def check_reference(layout: Layout, folder: Path) -> None:
+    """The reference runs the policy's graphs, so at first it says the same to the last bit."""
+    before = graphs()
+    trained = backend(folder / "qwen3", layout, True, Use(reference=True), precision="bfloat16")
+    batches = [cases.pack(chosen) for chosen in BATCHES]
+    for policy, reference in zip(trained.forward(batches), trained.forward(batches, "reference"), strict=True):
+        assert torch.equal(policy.logprobs, reference.logprobs)
+    assert graphs() - before == PER_LAYER
+
+
 def check_adapters(layout: Layout, folder: Path) -> None:
     settings = {"use": Use(reference=True), "lora_cfg": LoRAConfig(True)}
     compiled, eager = (backend(folder / "qwen3", layout, on, **settings) for on in (True, False))

@@ -39,6 +39,11 @@ def test_adapters_and_the_model_without_them(models, fresh):
 
 
 @pytest.mark.full
+def test_the_reference(models, fresh):
+    compiled.check_reference(ONE, models)
+
+
+@pytest.mark.full
 def test_two_ranks(models):
     ranks.run(compiled.check_two_ranks, Layout(2, 1), models)
 

@@ -24,6 +24,7 @@ from transformers import (
 from pipeline.config import OptimizerConfig
 from pipeline.train.base import Use
 from pipeline.train.fsdp import FSDPBackend
+from pipeline.train.offload import Offload
 from tests.train import cases, ranks
 from tests.train.ranks import Layout
 
@@ -101,6 +102,37 @@ def test_reference_is_the_initial_policy(models):
     assert torch.equal(trained.forward(batches, "reference")[0].logprobs, before)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in trained.weights())
     assert torch.equal(trained.forward(batches)[0].logprobs, after)
+
+
+@pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
+def test_the_reference_in_half_precision_is_what_the_float32_weights_were(models, family):
+    """Those are rounded before they compute, so the log-probs are the same to the last bit."""
+    trained = ranks.backend(cases.policy(models / family, precision="bfloat16"), use=Use(reference=True))
+    batches = [cases.pack(ALL[:4]), cases.pack(ALL[4:])]
+    before = [out.logprobs for out in trained.forward(batches)]
+    trained.step(batches, cases.loss)
+    weights = trained._reference_weights()
+    assert {tensor.dtype for tensor in weights} == {torch.bfloat16}
+    trained._away = Offload(trained.device)  # as on a GPU, where they are in host memory between two passes
+    trained._away.out(weights, frozen=True)
+    for _ in range(2):
+        assert not any(tensor.untyped_storage().nbytes() for tensor in weights)
+        reference = [out.logprobs for out in trained.forward(batches, "reference")]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(reference, before, strict=True))
+    trained.offload()
+    trained.reload()
+    assert all(torch.equal(o.logprobs, b) for o, b in zip(trained.forward(batches, "reference"), before, strict=True))
+    assert not torch.equal(trained.forward(batches)[0].logprobs, before[0])
+
+
+def test_a_reference_that_stays_on_the_device_leaves_with_the_rest(models):
+    trained = ranks.backend(cases.policy(models / "qwen3"), use=Use(reference=True), reference_cpu_offload=False)
+    batches = [cases.pack(ALL)]
+    before = trained.forward(batches, "reference")[0].logprobs
+    trained.offload(keep_weights=True)
+    assert not any(tensor.untyped_storage().nbytes() for tensor in trained._reference_weights())
+    trained.reload()
+    assert torch.equal(trained.forward(batches, "reference")[0].logprobs, before)
 
 
 def test_reference_must_have_been_kept(models):

@@ -141,7 +141,12 @@ def test_models_beside_the_policy_count():
     critic = 16 * (LLAMA.parameters - LLAMA.output + LLAMA.hidden) / 16
     assert both.parts["other models"] == pytest.approx(critic, rel=1e-6)
     assert "other models" not in alone.parts
-    assert alone.host == pytest.approx(2 * 4 * LLAMA.parameters / 16)  # the reference, and the policy while that is used
+    reference = 2 * LLAMA.parameters / 16
+    assert alone.host == pytest.approx(reference)
+    kept = trained("cluster.train.nodes=2", "policy.dtensor_cfg.reference_cpu_offload=false")
+    assert (kept.host, kept.parts["other models"]) == (0, pytest.approx(reference))
+    phase, of_reference = "log-probs, policy", "log-probs of the reference, policy"
+    assert alone.phases[of_reference] - alone.phases[phase] == pytest.approx(reference)
 
 
 def test_offloaded_weights_are_on_the_host():
