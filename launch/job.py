@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from launch import cuda_variables
 from launch.nodes import Guest
 from launch.slurm_client import cluster_name
 from pipeline.config import ComponentConfig, Recipe, RecipeError, colocated, generates, serves_rewards, uses_megatron
@@ -136,7 +137,8 @@ def own_pickle(folder: Path, job_id: str) -> None:
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     """The job's components, in rank order. Backends' variables are set before Python starts: some are read on import."""
     cluster = recipe.cluster
-    trainers = (recipe.policy.megatron_cfg.env_vars or {}) if uses_megatron(recipe.policy) else {}
+    own = (recipe.policy.megatron_cfg.env_vars or {}) if uses_megatron(recipe.policy) else {}
+    trainers = cuda_variables.of_train_ranks(recipe) | own
     parts = {"train": _with_variables(cluster.train, trainers)}
     if generates(recipe):
         parts["generate"] = _with_variables(cluster.generate, recipe.policy.generation.vllm_cfg.env_vars)

@@ -191,6 +191,27 @@ def test_what_is_written_for_the_ranks_is_the_choice(load, tmp_path):
     assert components(fsdp)["train"].env_vars == {}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "value"),
+    [
+        ([f"{KEY}.tensor_model_parallel_size=2"], "1"),
+        ([f"{KEY}.context_parallel_size=2"], "1"),
+        ([], None),
+        ([f"{KEY}.tensor_model_parallel_size=2", "cluster.train.gpu=b200"], None),
+        ([f"{KEY}.tensor_model_parallel_size=2", "cluster.train.gpus_per_node=0", "cluster.train.ranks_per_node=2"], None),
+        ([f"{KEY}.tensor_model_parallel_size=2", f"{KEY}.env_vars={{CUDA_DEVICE_MAX_CONNECTIONS: '8'}}"], "8"),
+        ([f"{KEY}.tensor_model_parallel_size=2", "cluster.train.env_vars={CUDA_DEVICE_MAX_CONNECTIONS: '8'}"], "8"),
+    ],
+)
+def test_megatron_gets_one_connection_where_it_relies_on_the_order_of_kernels(load, overrides, value):
+    recipe = load(model("llama"), f"{KEY}.enabled=true", "cluster.train.gpus_per_node=2", *overrides)
+    found = components(recipe)
+    assert found["train"].env_vars.get("CUDA_DEVICE_MAX_CONNECTIONS") == value
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found["generate"].env_vars
+    of_fsdp = components(config.decided(recipe, "dtensor"))["train"].env_vars
+    assert of_fsdp.get("CUDA_DEVICE_MAX_CONNECTIONS") == recipe.cluster.train.env_vars.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
+
 # ---- sizes ----------------------------------------------------------------------------------------------------------------
 
 

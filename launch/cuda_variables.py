@@ -1,0 +1,24 @@
+"""Variables that CUDA reads when it starts in a rank, so that they must be set before Python does."""
+
+from __future__ import annotations
+
+from pipeline.config import Recipe, hardware, uses_megatron
+
+BLACKWELL = 10  # its compute capability
+
+
+def of_train_ranks(recipe: Recipe) -> dict[str, str]:
+    """Return CUDA_DEVICE_MAX_CONNECTIONS=1 for Megatron-Core where tensor or context parallelism cuts what a layer computes.
+
+    With one connection, kernels start in the order of their calls. Megatron-Core relies on that to start a collective before
+    the product that hides it (megatron/core/tensor_parallel/layers.py, "Here we rely on CUDA_DEVICE_MAX_CONNECTIONS=1").
+    Megatron-LM requires it for the same layouts and devices (megatron/training/arguments.py): Blackwell no longer needs it,
+    and FSDP overlaps less with it. What the recipe sets itself goes before this.
+    """
+    megatron, component = recipe.policy.megatron_cfg, recipe.cluster.train
+    cuts = megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1
+    if not (uses_megatron(recipe.policy) and cuts and component.gpus_per_node):
+        return {}
+    if hardware.gpu(component.gpu).compute_capability >= BLACKWELL:
+        return {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
