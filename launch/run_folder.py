@@ -71,6 +71,8 @@ MAY_DIFFER = (
     "policy.dtensor_cfg.recompute_granularity",
     "policy.dtensor_cfg.cpu_offload",
     "policy.dtensor_cfg.reference_cpu_offload",
+    "policy.dtensor_cfg.use_liger_kernel",
+    "policy.dtensor_cfg.flash_attention",
     "policy.dtensor_cfg.compile",
     "policy.megatron_cfg.*_parallel_size",
     "policy.megatron_cfg.sequence_parallel",

@@ -51,6 +51,12 @@ def test_what_is_written_is_read_back(write, tmp_path):
             ["policy.dtensor_cfg.compile=true", "policy.dtensor_cfg.tensor_parallel_size=2", "cluster.train.ranks_per_node=2"],
             "policy.dtensor_cfg.compile: got true with policy.dtensor_cfg.tensor_parallel_size=2",
         ),
+        (MINIMAL, ["policy.dtensor_cfg.flash_attention=4"], "policy.dtensor_cfg.flash_attention: '4' is not one of: 2, 3"),
+        (
+            MINIMAL,
+            ["policy.dtensor_cfg.use_liger_kernel=true", "policy.dtensor_cfg.compile=true"],
+            "policy.dtensor_cfg.use_liger_kernel: got true with policy.dtensor_cfg.compile=true",
+        ),
         (MINIMAL, ["policy.dtensor_cfg.recompute_granularity=some"], "'some' is not one of: full, selective"),
         (
             MINIMAL,

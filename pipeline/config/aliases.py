@@ -114,6 +114,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("chat_template", "chat_template_path"), ("policy.tokenizer.chat_template",)),
     **dict.fromkeys(("dtype", "torch_dtype", "bf16", "fp16", "mixed_precision"), ("policy.precision",)),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "enable_gradient_checkpointing"), RECOMPUTE),
+    **dict.fromkeys(("use_liger_kernel", "use_liger", "liger_kernel"), ("policy.dtensor_cfg.use_liger_kernel",)),
+    **dict.fromkeys(("torch_compile", "use_torch_compile"), ("policy.dtensor_cfg.compile",)),
     **dict.fromkeys(("use_peft", "use_lora", "lora"), (f"{LORA}.enabled",)),
     **dict.fromkeys(("lora_r", "lora_rank"), (f"{LORA}.dim",)),
     "lora_alpha": (f"{LORA}.alpha",),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pipeline.config.layout import DTENSOR
 from pipeline.config.schema import PolicyConfig
 
-CHOICES = {f"{DTENSOR}.recompute_granularity": ("full", "selective")}
+CHOICES = {f"{DTENSOR}.recompute_granularity": ("full", "selective"), f"{DTENSOR}.flash_attention": (2, 3)}
 
 
 def check_dtensor(policy: PolicyConfig) -> Iterator[str]:
@@ -27,4 +27,9 @@ def check_dtensor(policy: PolicyConfig) -> Iterator[str]:
         yield (
             f"{DTENSOR}.recompute_granularity: got selective with {DTENSOR}.compile=true; expected full, since operators inside"
             f" compiled layers cannot be chosen. Try {DTENSOR}.compile=false"
+        )
+    if dtensor.use_liger_kernel and dtensor.compile:
+        yield (
+            f"{DTENSOR}.use_liger_kernel: got true with {DTENSOR}.compile=true; expected one of the two, which fuse the same"
+            f" operations. Try {DTENSOR}.compile=false"
         )

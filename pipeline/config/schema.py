@@ -60,8 +60,11 @@ class DTensorConfig:
     cpu_offload: bool = False
     # The reference policy's weights, in policy.precision, are in page-locked host memory while it does not compute
     reference_cpu_offload: bool = True
-    # torch.compile of decoder layers: pipeline/train/compiled.py. null: on GPUs, of dense models without tensor parallelism and
-    # selective recomputation.
+    # Liger's norms, rotary embeddings and MLPs in place of transformers': pip install 'hetstep[liger]', for GPUs
+    use_liger_kernel: bool = False
+    flash_attention: int = 2  # 2: torch's own; 3: FlashAttention-3, where flash_attn_interface is installed, on Hopper
+    # torch.compile of decoder layers: pipeline/train/compiled.py. null: on GPUs, of dense models without tensor parallelism,
+    # selective recomputation and Liger's kernels.
     # It rounds otherwise than eager layers do; on the same machine it resumes to the last bit.
     compile: Optional[bool] = None
     lora_cfg: LoRAConfig = field(default_factory=LoRAConfig)

@@ -42,7 +42,8 @@ def wanted(policy: PolicyConfig, device: torch.device, mixture: bool) -> bool:
     """
     dtensor, asked = policy.dtensor_cfg, policy.dtensor_cfg.compile
     tensor_size, selective = dtensor.tensor_parallel_size, dtensor.recompute_granularity == "selective"
-    if asked is False or (asked is None and (device.type != "cuda" or mixture or tensor_size > 1 or selective)):
+    others = mixture or tensor_size > 1 or selective or dtensor.use_liger_kernel
+    if asked is False or (asked is None and (device.type != "cuda" or others)):
         return False
     if asked and tensor_size > 1:
         raise ValueError(f"{KEY}: got true with policy.dtensor_cfg.tensor_parallel_size={tensor_size}; expected 1. Try false")

@@ -28,6 +28,7 @@ from pipeline.train import compiled, lora, tensor_parallel
 from pipeline.train.attention import NAME, Packing
 from pipeline.train.base import Use
 from pipeline.train.initial_weights import initial_weights
+from pipeline.train.kernels import use_kernels
 from pipeline.train.logprobs import VocabularyShard, packed_outputs
 from pipeline.train.lora import Adapter
 from pipeline.train.recompute import recompute
@@ -109,6 +110,7 @@ def build(
         if use.head == "logprobs":
             model.shard = tensor_parallel.vocabulary_shard(hf, mesh["tensor"])
     layers = [module for module in hf.modules() if type(module).__name__ in hf._no_split_modules]
+    use_kernels(policy, hf, device)
     model.compiled = compiled.wanted(policy, device, mixture=any(parameter.dim() > 2 for parameter in hf.parameters()))
     if model.compiled:
         compiled.compile_layers(layers)

@@ -60,7 +60,6 @@ DTENSOR = under(
         Changed(("automodel_kwargs.backend.gate_precision",), (None,), "transformers' router has its own precision"),
         ignored(
             "automodel_kwargs.backend.*",
-            "automodel_kwargs.use_liger_kernel",
             "automodel_kwargs.use_sdpa_patching",
             "automodel_kwargs.attn_implementation",
             "automodel_kwargs.force_hf",
@@ -221,6 +220,8 @@ def _dtensor(ledger: Ledger) -> None:
     ledger.put("checkpointing.async_save", False, f"{section}.enabled")
     environment_variables(ledger, f"{section}.env_vars", "cluster.train.env_vars")
     _lora(ledger)
+    if (liger := ledger.take(f"{section}.automodel_kwargs.use_liger_kernel")) is not None:
+        ledger.put(f"{section}.use_liger_kernel", liger, f"{section}.automodel_kwargs.use_liger_kernel")
     apply(ledger, under("policy", DTENSOR))
 
 

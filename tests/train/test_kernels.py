@@ -1,0 +1,62 @@
+"""Liger's kernels and FlashAttention-3: refused clearly without them; by them on a GPU."""
+
+import importlib.util
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
+
+from pipeline.models.hugging_face import meta_model
+from pipeline.train.kernels import use_kernels
+from tests.train import cases, ranks
+from tests.train.ranks import Layout
+
+ALL = list(range(len(cases.LENGTHS)))
+KEYS = [("use_liger_kernel", True, "liger_kernel"), ("flash_attention", 3, "flash_attn_interface")]
+
+
+@pytest.mark.parametrize("key, value", [(key, value) for key, value, _ in KEYS])
+def test_a_cpu_has_none_of_them(models, realm, key, value):
+    with pytest.raises(ValueError, match=rf"policy\.dtensor_cfg\.{key}: got .* on cpu; expected a GPU"):
+        ranks.backend(cases.policy(models / "qwen3"), Layout(1, 1), **{key: value})
+
+
+@pytest.mark.parametrize("key, value, package", KEYS)
+def test_what_is_not_installed_is_named(key, value, package):
+    if importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    policy = cases.policy("unused")
+    setattr(policy.dtensor_cfg, key, value)
+    with pytest.raises(ValueError, match=rf"policy\.dtensor_cfg\.{key}: got .*, but {package} is not installed"):
+        use_kernels(policy, meta_model(cases.configs()["qwen3"]), torch.device("cuda"))
+
+
+@pytest.fixture
+def nccl():
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key, value, package", [*KEYS, ("compile", True, "triton")])
+def test_on_a_gpu_they_agree_with_torch_s_own(models, nccl, key, value, package):
+    pytest.importorskip(package)
+    if key == "flash_attention" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("FlashAttention-3 is for Hopper")
+    batch, found = cases.pack(ALL, "cuda"), []
+    try:
+        for settings in ({"compile": False}, {"compile": False, key: value}):
+            trained = ranks.backend(cases.policy(models / "qwen3", precision="bfloat16"), Layout(1, 1), **settings)
+            logprobs = trained.forward([batch])[0].logprobs
+            trained.step([batch], cases.loss)
+            found.append((logprobs, ranks.gradients(trained)))
+        assert (current_flash_attention_impl() == "FA3") == (key == "flash_attention")
+    finally:
+        if current_flash_attention_impl():
+            restore_flash_attention_impl()
+    (theirs, gradients), (ours, of_ours) = found
+    assert (ours - theirs).abs().max() < 0.3
+    ranks.assert_near(of_ours, gradients, 0.1)
