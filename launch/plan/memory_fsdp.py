@@ -92,7 +92,7 @@ class FSDP:
             }
         held = {"weights": 4 * self.parameters, "gradients": 4 * self.parameters, "optimizer": 8 * self.parameters}
         stays = self.cuda and not self.model.policy.dtensor_cfg.reference_cpu_offload
-        return held | ({"other models": self.reference} if stays else {})
+        return held | ({"other models": self.reference} if stays and self.reference else {})
 
     @property
     def reference(self) -> float:

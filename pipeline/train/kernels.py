@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Callable
 
 import torch
-from torch.nn.attention import activate_flash_attention_impl
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from transformers import PreTrainedModel
 
 from pipeline.config import PolicyConfig
@@ -57,4 +57,5 @@ def _flash_attention_3(device: torch.device) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     if major != HOPPER:
         raise ValueError(f"{key} on a GPU of compute capability {major}.{minor}; expected Hopper, {HOPPER}.0. Try 2")
-    activate_flash_attention_impl("FA3")
+    if current_flash_attention_impl() != "FA3":
+        activate_flash_attention_impl("FA3")
