@@ -46,7 +46,7 @@ def run(work, layout: Layout, folder: Path) -> None:
 
 def _process(rank: int, size: int, work, layout: Layout, folder: Path, store: Path) -> None:
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=120)
+    timeout = datetime.timedelta(seconds=300)  # to compile takes minutes where others use the cores
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     world = dist.group.WORLD
     realm = dist.new_group(list(range(layout.ranks)))
