@@ -15,9 +15,8 @@ from pathlib import Path
 from submitit.core import plugins
 from submitit.core.job_environment import JobEnvironment
 
-from launch import rank_log
 from launch.job import own_pickle
-from pipeline import signals
+from pipeline import rank_log, signals
 
 
 class HetstepJobEnvironment(JobEnvironment):

@@ -19,7 +19,8 @@ DOWNHILL = [
     ("watchdog", "metrics"),
     ("world", "checkpoint", "data", "models", "attempt", "board"),
     ("config", "types", "boxes", "store"),
-    ("files", "interface", "secrets", "signals", "startup", "timeline", "sandbox", "own_code"),
+    ("encoding", "files", "interface", "signals", "startup", "timeline", "sandbox", "own_code", "rank_log"),
+    ("secrets",),
 ]
 HEAVY = ("torch", "transformers", "vllm", "megatron", "datasets", "tensorboard")
 LEVEL = {part: level for level, parts in enumerate(DOWNHILL) for part in parts}

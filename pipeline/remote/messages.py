@@ -6,13 +6,13 @@ A large body that several ranks get goes to the first of them, and from each to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from pipeline.encoding import decode as decode
+from pipeline.encoding import encode as encode
 from pipeline.world import World
 
 INLINE = 64 << 10  # bytes; the store is one process for all ranks
@@ -29,28 +29,6 @@ class Envelope(msgspec.Struct, array_like=True):
     settled: int = 0  # rank 0 has taken the replies to all calls below this number
     follows: int = 0  # bytes that follow
     ranks: tuple[int, ...] = ()  # that these are to reach: each has them from the one that `route` says
-
-
-def encode(message: Any) -> bytes:
-    return msgspec.msgpack.encode(message, enc_hook=_encode_array)
-
-
-def decode(body: bytes, kind: Any) -> Any:
-    """Raises msgspec.ValidationError if the body is not a `kind`."""
-    return msgspec.msgpack.decode(body, type=kind, dec_hook=_decode_array)
-
-
-def _encode_array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return [value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()]
-    raise NotImplementedError(f"a {type(value).__name__} cannot be sent")
-
-
-def _decode_array(kind: type, value: Any) -> Any:
-    if kind is np.ndarray:
-        dtype, shape, data = value
-        return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
-    raise NotImplementedError(f"a {kind.__name__} cannot be received")
 
 
 Sending = tuple[torch.Tensor, dist.Work]

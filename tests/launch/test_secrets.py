@@ -157,7 +157,7 @@ def test_a_rank_loads_no_code_that_others_could_have_written(tmp_path):
 def test_what_a_rank_prints_goes_to_its_log_without_secrets(tmp_path):
     program = """
 import logging, os, sys, warnings
-from launch import rank_log
+from pipeline import rank_log
 rank_log.guard()
 print("printed", os.environ["HF_TOKEN"])
 logging.getLogger("x").warning("logged %s", os.environ["HF_TOKEN"])

@@ -213,7 +213,7 @@ def test_a_checkpoint_that_this_node_does_not_see_yet_is_waited_for(tmp_path):
 
 PRINTS = """
 import sys
-from launch import rank_log
+from pipeline import rank_log
 rank_log.guard()
 for i in range(400):
     print("a line of a hundred characters" * 3, flush=True)

@@ -15,13 +15,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from launch import run_folder
-from launch.rank_log import Guarded
 from pipeline import config
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept
 from pipeline.config import CheckpointingConfig, LoggerConfig
 from pipeline.files import NONE, Patience, retrying, write_durably
 from pipeline.metrics import Metrics, read
+from pipeline.rank_log import Guarded
 from pipeline.train.background import Background
 from pipeline.train.export import write_model
 from pipeline.train.megatron.streaming import write_tensors
