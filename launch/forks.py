@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 PRELOADED = "pipeline.main"
+ENVIRONMENTS = "pipeline.rollout.environment_process"
 
 
 def common(environments: list[dict[str, str]]) -> dict[str, str]:
@@ -50,7 +51,8 @@ def start(main: Callable[[], None], environment: dict[str, str], log: BinaryIO, 
     """Fork a process that calls `prepare()` and then `main()`; return its id. Call `imported()` first.
 
     It has `environment` besides this process's variables, writes its output to `log`, reads nothing, leads a process group of
-    its own, and has Python's own handlers of signals, as if it had been executed.
+    its own, and has Python's own handlers of signals, as if it had been executed. A generate rank forks the process of its
+    environments first, while it has one thread.
     """
     before = dict(os.environ)
     os.environ.update(environment)
@@ -73,6 +75,8 @@ def start(main: Callable[[], None], environment: dict[str, str], log: BinaryIO, 
         os.dup2(log.fileno(), 2)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True, write_through=True)
+        if environment.get("HETSTEP_COMPONENT") == "generate":
+            importlib.import_module(ENVIRONMENTS).fork_early()
         main()
     except BaseException:
         traceback.print_exc()

@@ -66,6 +66,7 @@ MAY_DIFFER = (
     "env.*.served_by",
     "env.*.cpu_offload",
     "policy.generation.colocated.*",
+    "policy.generation.environment_process",
     "policy.dtensor_cfg.tensor_parallel_size",
     "policy.dtensor_cfg.activation_checkpointing",
     "policy.dtensor_cfg.recompute_granularity",

@@ -122,6 +122,8 @@ class GenerationConfig:
     val_top_k: Optional[int] = "${.top_k}"  # type: ignore[assignment]
     stop_token_ids: Optional[list[int]] = None  # end an answer besides the tokenizer's and the model's own end tokens
     max_num_seqs: int = 256  # completions that one engine decodes at once
+    # Whether environments run in a process of their own beside each engine, else in threads of the engine's process
+    environment_process: bool = True
     refit_transport: str = "planned"  # planned, delta: each rank receives its own shard; broadcast: all of it, from rank 0
     refit_cfg: RefitConfig = field(default_factory=RefitConfig)
     vllm_cfg: VLLMConfig = field(default_factory=VLLMConfig)

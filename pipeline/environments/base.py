@@ -25,8 +25,9 @@ class Outcome:
 class Environment(Protocol):
     """One object serves all episodes of its kind on an engine. To derive from it gives what is not abstract here.
 
-    It runs in threads beside the engine. A `step` that raises, or takes longer than `env.<name>.timeout_s`, costs that
-    episode, not the run; a step that outlasts it should end itself, as nothing else can end a thread.
+    It runs in threads of a process beside the engine; of the engine's own with policy.generation.environment_process=false. A
+    `step` that raises, or takes longer than `env.<name>.timeout_s`, costs that episode, not the run; one that ends the process
+    costs the episodes in it. A step that outlasts its time should end itself, as nothing else can end a thread.
     """
 
     workers: int = 1  # how many episodes may be in `reset` or `step` at once; 1: one at a time

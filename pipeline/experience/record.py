@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.remote import decode, encode
+from pipeline.encoding import decode, encode
 from pipeline.types import Prompt, Rollout, RolloutGroup, Span
 
 

@@ -15,7 +15,6 @@ There are no timeouts here: `overdue` tells the watchdog which calls are late an
 """
 
 from pipeline.remote.calls import Future, Mailbox, Remote, RemoteError, stop
-from pipeline.remote.messages import decode, encode
 from pipeline.remote.serving import Working, serve
 from pipeline.remote.verbs import Later, verb
 
@@ -26,8 +25,6 @@ __all__ = [
     "Remote",
     "RemoteError",
     "Working",
-    "decode",
-    "encode",
     "serve",
     "stop",
     "verb",

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from pipeline.remote.messages import INLINE, STOP, Envelope, as_tensor, decode, encode, receive_body, send_body
+from pipeline.encoding import decode, encode
+from pipeline.remote.messages import INLINE, STOP, Envelope, as_tensor, receive_body, send_body
 from pipeline.remote.verbs import run, signature
 from pipeline.store import mail
 from pipeline.watchdog import OfAnotherRank, Overdue

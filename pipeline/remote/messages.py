@@ -11,8 +11,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from pipeline.encoding import decode as decode
-from pipeline.encoding import encode as encode
 from pipeline.world import World
 
 INLINE = 64 << 10  # bytes; the store is one process for all ranks

@@ -11,14 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from pipeline.encoding import decode, encode
 from pipeline.remote.messages import (
     INLINE,
     STOP,
     Envelope,
     Sending,
     as_tensor,
-    decode,
-    encode,
     receive_body,
     route,
     send_body,

@@ -5,22 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from pipeline import config, generate
+from pipeline import generate
 from pipeline.boxes import Region
 from pipeline.config import Recipe
-from pipeline.data.chat import load_tokenizer
-from pipeline.data.observations import Observations
-from pipeline.environments import registry as environments
 from pipeline.generate.base import GenerateBackend, Part
 from pipeline.refit.base import Commit, Refit, Report
 from pipeline.refit.tables import RankPlan, Table, table
 from pipeline.remote import Later, verb
+from pipeline.rollout import environment_threads
 from pipeline.rollout.driver import Driver
-from pipeline.rollout.environment_pool import EnvironmentPool
-from pipeline.rollout.hearing import Hearing
+from pipeline.rollout.environment_process import EnvironmentProcess
+from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentSettings
 from pipeline.rollout.lockstep import VERB, Lockstep
 from pipeline.rollout.work import Finished, RolloutWork, Unfinished
-from pipeline.sandbox import kernel
 from pipeline.world import World
 
 
@@ -39,34 +36,36 @@ class GenerateRole:
         self._lockstep = Lockstep(world.own if len(self._engine) > 1 else None)
         self._leads = world.rank == self._engine[0]
         self._driver: Driver | None = None  # where it leads
-        self._pool: EnvironmentPool | None = None  # likewise
+        self._environments: EnvironmentExecutor | None = None  # likewise
         self._backend: GenerateBackend | None = None
         self.news = threading.Event()
 
     @verb("setup")
     def setup(self) -> None:
         policy = self._recipe.policy
+        process = self._start_process() if self._leads else None  # it loads while the engine does
         with self._world.phase("load engine"):
             self._backend = generate.build(policy, len(self._engine), self._engine.index(self._world.rank), self._seed)
             if self._world.realms.colocated and policy.generation.refit_transport != "broadcast":
                 self._backend.layout()  # vLLM finds it by running loaders, which need the weights' memory; soon they sleep
         if self._leads:
             with self._world.phase("load environments"):
-                self._driver = self._lead(self._backend)
+                self._lead(self._backend, process)
 
-    def _lead(self, backend: GenerateBackend) -> Driver:
-        recipe = self._recipe
-        policy = recipe.policy
-        tokenizer = load_tokenizer(policy.tokenizer)
-        observations = None
-        if config.section(recipe).max_rollout_turns > 1:
-            observations = Observations(tokenizer, policy.tokenizer, recipe.data.apply_chat_template)
-        kernel.raise_open_files()  # an open session of an interpreter has four
-        judged_by = environments.build(recipe.env)
-        self._pool = EnvironmentPool(judged_by, {name: env.timeout_s for name, env in recipe.env.items()}, self.news)
-        hearing = Hearing(judged_by, tokenizer, observations, policy.generation.vllm_cfg.max_model_len)
-        most = policy.generation.max_num_seqs
-        return Driver(backend, hearing, self._pool, self._lockstep, self._world, self.news, most)
+    def _start_process(self) -> EnvironmentProcess | None:
+        """None: environments run in threads of this process."""
+        elsewhere = all(environment.kind == "reward_model" for environment in self._recipe.env.values())
+        if elsewhere or not self._recipe.policy.generation.environment_process:
+            return None
+        return EnvironmentProcess(EnvironmentSettings.of(self._recipe), self.news)
+
+    def _lead(self, backend: GenerateBackend, process: EnvironmentProcess | None) -> None:
+        if process:
+            process.wait_until_loaded()
+        self._environments = process or environment_threads.load(EnvironmentSettings.of(self._recipe), self.news)
+        generation = self._recipe.policy.generation
+        most, longest = generation.max_num_seqs, generation.vllm_cfg.max_model_len
+        self._driver = Driver(backend, self._environments, self._lockstep, self._world, self.news, most, longest)
 
     # ---- weights ------------------------------------------------------------------------------------------------------------
 
@@ -148,8 +147,8 @@ class GenerateRole:
             self._lockstep.follow(self._backend, self._world)
 
     def close(self) -> None:
-        if self._pool:
-            self._pool.close()
+        if self._environments:
+            self._environments.close()
 
 
 def _nothing() -> Later:

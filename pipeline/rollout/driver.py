@@ -1,8 +1,8 @@
 """Many episodes on one engine, on the rank that leads it: prompts in, groups of judged rollouts out.
 
-Between two steps of the engine the driver gives it what is to be drawn next and gives environments, in threads, what has been
-said. So the engine goes on while some environment thinks. Episodes begin in the order of the works, urgent ones first, the
-samples of a prompt one after another; at most `max_num_seqs` of them may still ask the engine, the others have not begun. A
+Between two steps of the engine the driver gives it what is to be drawn next and gives environments, which run beside it, what
+has been said. So the engine goes on while some environment thinks. Episodes begin in the order of the works, urgent ones first,
+the samples of a prompt one after another; at most `max_num_seqs` of them may still ask the engine, the others have not begun. A
 group is answered as soon as all its episodes have ended.
 
 All that can begin of a work has begun before the first step after it came, and an episode's place is free as soon as it has
@@ -20,9 +20,10 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.generate.base import GenerateBackend
 from pipeline.remote import Later
-from pipeline.rollout.environment_pool import EnvironmentPool, Failure
+from pipeline.rollout.environment_pool import Failure
+from pipeline.rollout.environment_threads import EnvironmentExecutor
 from pipeline.rollout.episode import Episode
-from pipeline.rollout.hearing import Heard, Hearing
+from pipeline.rollout.hearing import Heard
 from pipeline.rollout.lockstep import STEP, WAIT, Lockstep, Move, make, waiting, working
 from pipeline.rollout.work import Finished, RolloutWork, Unfinished
 from pipeline.types import Completion, Rollout, RolloutGroup, Turn
@@ -45,22 +46,23 @@ class Driver:
     def __init__(
         self,
         engine: GenerateBackend,
-        hearing: Hearing,
-        pool: EnvironmentPool,
+        environments: EnvironmentExecutor,
         lockstep: Lockstep,
         world: World,
         news: threading.Event,
         max_num_seqs: int,
+        max_length: int,
     ):
-        self._engine, self._hearing, self._pool, self._lockstep, self._world = engine, hearing, pool, lockstep, world
-        self._news, self._max_num_seqs = news, max_num_seqs
+        """max_length: tokens of a prompt and all that follows."""
+        self._engine, self._environments, self._lockstep, self._world = engine, environments, lockstep, world
+        self._news, self._max_num_seqs, self._max_length = news, max_num_seqs, max_length
         self._works: dict[int, _Open] = {}
         self._urgent: deque[Episode] = deque()  # that have not begun
         self._waiting: deque[Episode] = deque()  # likewise
         self._under_way: set[Episode] = set()  # that may still ask the engine
         self._next: deque[Episode] = deque()  # of these, those whose next turn is to be drawn
         self._speaking: dict[str, Episode] = {}  # by the request in the engine
-        self._judged: set[Episode] = set()  # whose environment is asked
+        self._judged: dict[str, Episode] = {}  # by its id: whose environment is asked
         self._cutting: list[str] = []  # requests that are to end where they are
         self._drains: list[Later[None]] = []
         self._draining = False
@@ -118,7 +120,7 @@ class Driver:
         self._end_drains()
 
     def _cut(self, episode: Episode) -> None:
-        speaking, judged = episode.request_id in self._speaking, episode in self._judged
+        speaking, judged = episode.request_id in self._speaking, episode.id in self._judged
         if speaking and not episode.cut:
             self._cutting.append(episode.request_id)
         episode.cut = True
@@ -144,7 +146,7 @@ class Driver:
                 self._lockstep.announce(WAIT)
                 with waiting(self._world):
                     while self._judged and not self._can_step and not verb_waits():
-                        self._news.wait(self._pool.seconds_left())
+                        self._news.wait(self._environments.seconds_left())
                         self._news.clear()  # before all that it may be about is looked at
                         self._take_judged()
             else:
@@ -187,12 +189,12 @@ class Driver:
             self._end(episode, episode.cut_short())
             return
         episode.said = completion
-        self._judged.add(episode)
-        self._pool.submit(episode.prompt.environment, episode, self._hearing.call(episode))
+        self._judged[episode.id] = episode
+        self._environments.submit(episode.told(self._max_length))
 
     def _take_judged(self) -> None:
-        for episode, answer in self._pool.take():
-            self._judged.remove(episode)
+        for name, answer in self._environments.take():
+            episode = self._judged.pop(name)
             if isinstance(answer, Failure):
                 self._end(episode, episode.failed(answer.why))
             else:
@@ -216,6 +218,7 @@ class Driver:
     def _end(self, episode: Episode, rollout: Rollout) -> None:
         of_work = self._works[episode.work.number]
         self._under_way.discard(episode)
+        self._environments.forget(episode.id)
         del of_work.episodes[episode.place, episode.sample]
         of_work.ended[episode.place][episode.sample] = rollout
         self._finish(of_work, episode.place)

@@ -209,4 +209,9 @@ def _brief(error: BaseException) -> str:
     """One line: what it is, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{where}"
+    return encodable(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{where}")
+
+
+def encodable(text: str) -> str:
+    """Write what UTF-8 has no bytes for (half a surrogate pair, which a model can write as JSON) as its code."""
+    return text.encode(errors="backslashreplace").decode()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
+from pipeline.rollout.hearing import Said
 from pipeline.rollout.work import RolloutWork
 from pipeline.types import NOTHING_SAID, Completion, Prompt, Request, Rollout, Span, Turn
 
@@ -23,7 +23,6 @@ class Episode:
     work: RolloutWork
     place: int  # of its group in the work
     sample: int
-    state: Any = None  # the environment's, from `reset` on
     turns: list[Turn] = field(default_factory=list)  # that are over; the environment has answered
     said: Completion | None = None  # that the environment is judging
     reward: float = 0.0
@@ -38,9 +37,14 @@ class Episode:
         return self.work.prompts[self.place]
 
     @property
+    def id(self) -> str:
+        """Unique among the episodes of an engine that are open."""
+        return f"{self.work.number}/{self.place}/{self.sample}"
+
+    @property
     def request_id(self) -> str:
         """Of the turn that comes next, or is being drawn."""
-        return f"{self.work.number}/{self.place}/{self.sample}/{len(self.turns)}"
+        return f"{self.id}/{len(self.turns)}"
 
     @property
     def last_turn(self) -> bool:
@@ -57,6 +61,12 @@ class Episode:
         """For the turn that comes next."""
         seed = sampling_seed(self.work.seed, self.work.purpose, self.prompt.index, self.sample, len(self.turns))
         return Request(self.request_id, self.tokens, seed, self.work.sampling)
+
+    def told(self, max_length: int) -> Said:
+        """What the environment is to hear: `said`. max_length: tokens of a prompt and all that follows."""
+        room = max_length - len(self.tokens) - len(self.said.tokens) - 1
+        begins = None if self.turns else self.prompt
+        return Said(self.id, str(self), self.prompt.environment, begins, self.said.tokens, self.last_turn, room)
 
     def drawn(self) -> list[Span]:
         """Of all turns but the one that is being drawn."""

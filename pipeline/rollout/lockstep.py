@@ -14,8 +14,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from pipeline.encoding import decode, encode
 from pipeline.generate.base import GenerateBackend
-from pipeline.remote import decode, encode
 from pipeline.types import Completion, Request
 from pipeline.world import World
 

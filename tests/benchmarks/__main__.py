@@ -1,12 +1,13 @@
 """`python -m tests.benchmarks`, from the repository's root: GRPO, SFT and DPO against TRL 1.16, train backends, the refit.
 
-    python -m tests.benchmarks                  all tables of the next six; a CASE after one of three is for that one alone
+    python -m tests.benchmarks                  all tables of the next seven; a CASE after one of three is for that one alone
     python -m tests.benchmarks compare CASE     the GRPO step against TRL's: 0.8M, 32M
     python -m tests.benchmarks backends CASE    packed against padded, Megatron-Core against FSDP2: 0.8M-skewed, 32M-half
     python -m tests.benchmarks compiled CASE    compiled decoder layers against eager ones: 32M-half
     python -m tests.benchmarks sft              SFT against TRL's: losses over 3 seeds, in one picture, and CPU seconds
     python -m tests.benchmarks dpo              DPO, so too
     python -m tests.benchmarks refit            planned against broadcast and bare gloo; the planner; against published figures
+    python -m tests.benchmarks environments     what busy environments take from the engine, in threads and in a process
     python -m tests.benchmarks verbs            what a verb and a step's verbs cost rank 0 and its store, to 64 to 8,192 ranks
     python -m tests.benchmarks profile CASE     where our step's time goes; with --backend megatron or fsdp, a training step's
     python -m tests.benchmarks tune CASE        CPU seconds by size of microbatch, TRL's and ours
@@ -46,7 +47,9 @@ _PACKED_TOKENS = (512, 1024, 1536, 2048, 8192)  # tried by `tune`
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
     parser.add_argument(
-        "command", nargs="?", choices=("compare", "backends", "compiled", *LESSONS, "refit", "verbs", "profile", "tune")
+        "command",
+        nargs="?",
+        choices=("compare", "backends", "compiled", *LESSONS, "refit", "environments", "verbs", "profile", "tune"),
     )
     parser.add_argument("case", nargs="?", choices=CASES)
     parser.add_argument("--backend", choices=(*BACKENDS, *TRAIN_BACKENDS), default=BACKENDS[0], help="what is profiled")
@@ -68,6 +71,8 @@ def main() -> None:
     if arguments.command in (None, "refit"):
         for name in ("transfer", "plan", "published"):  # in processes of their own: the planner's memory is measured
             subprocess.run([sys.executable, "-m", f"tests.benchmarks.refit_{name}"], env=os.environ | ENVIRONMENT, check=True)
+    if arguments.command in (None, "environments"):
+        subprocess.run([sys.executable, "-m", "tests.benchmarks.environments"], env=os.environ | ENVIRONMENT, check=True)
     if arguments.command == "verbs":
         subprocess.run([sys.executable, "-m", "tests.benchmarks.verbs"], check=True)
     if arguments.command == "profile":

@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 
 from pipeline.boxes import whole
+from pipeline.encoding import decode, encode
 from pipeline.refit.base import Report
 from pipeline.refit.broadcast import BroadcastRefit
 from pipeline.refit.tables import Plan
 from pipeline.refit.transfer import TAG
-from pipeline.remote import decode, encode
 from tests.refit import ranks
 from tests.refit.ranks import GENERATE, TRAIN, Generate, Model, Train, World
 

@@ -46,8 +46,9 @@ import torch
 
 from pipeline.config import TimeoutsConfig
 from pipeline.data.packing import plan_microbatches
+from pipeline.encoding import encode
 from pipeline.refit.base import Commit, Report
-from pipeline.remote import Later, Mailbox, Remote, calls, encode, serve, stop, verb
+from pipeline.remote import Later, Mailbox, Remote, calls, serve, stop, verb
 from pipeline.rollout.work import Finished, RolloutWork
 from pipeline.store import relay
 from pipeline.store.client import RunStore

@@ -1,5 +1,9 @@
 """An environment in which even an untrained model earns something."""
 
+import os
+import signal
+from pathlib import Path
+
 from pipeline.environments.base import Environment, Outcome
 from pipeline.types import Prompt
 
@@ -10,3 +14,18 @@ class Digits(Environment):
     def step(self, prompt: Prompt, text: str) -> Outcome:
         share = sum(character.isdigit() for character in text) / max(1, len(text))
         return Outcome(share, {"accuracy": float(share > 0.5)})
+
+
+class DiesOnce(Digits):
+    """The first answer that it is asked about, on whatever rank, ends the process."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = Path(mark)
+
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        try:
+            self._mark.touch(exist_ok=False)
+        except FileExistsError:
+            return super().step(prompt, text)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("it is dead")

@@ -19,12 +19,12 @@ import torch.multiprocessing as mp
 from pipeline.boxes import Box, Piece, Region, region, whole
 from pipeline.config import RefitConfig
 from pipeline.config.cluster import NetworkConfig
+from pipeline.encoding import decode, encode
 from pipeline.refit.base import Report
 from pipeline.refit.digest import compare
 from pipeline.refit.plan import schedule
 from pipeline.refit.planned import PlannedRefit
 from pipeline.refit.tables import Plan, table
-from pipeline.remote import decode, encode
 from tests import fork_server
 
 TRAIN, GENERATE = (0, 1), (2, 3)

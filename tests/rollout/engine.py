@@ -17,6 +17,7 @@ from pipeline.environments.base import Environment, Outcome
 from pipeline.generate.transformers import TransformersBackend
 from pipeline.rollout.driver import Driver
 from pipeline.rollout.environment_pool import EnvironmentPool
+from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentThreads
 from pipeline.rollout.hearing import Hearing
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.work import RolloutWork
@@ -78,21 +79,26 @@ class Bench:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        environments: dict[str, Environment],
+        environments: dict[str, Environment] | Callable[[threading.Event], EnvironmentExecutor],
         max_num_seqs: int = 32,
         limit_s: float = 60.0,
     ):
+        """environments: to run in threads; or what makes their executor, given its news."""
         engine = _engine(checkpoint.folder)
         load(engine, checkpoint.weights().items(), version=7)
         engine.cut(list(engine.progress()))  # what a test has left
         self.engine = Noted(engine)
         self.world = NoWorld()
         self.news = threading.Event()
-        tokenizer = load_tokenizer(TokenizerConfig(name=str(checkpoint.folder)))
-        observations = Observations(tokenizer, TokenizerConfig(name=str(checkpoint.folder)), chat=False)
-        self.pool = EnvironmentPool(environments, dict.fromkeys(environments, limit_s), self.news, grace_s=0.0)
-        hearing = Hearing(environments, tokenizer, observations, MAX_MODEL_LEN)
-        self.driver = Driver(self.engine, hearing, self.pool, Lockstep(None), self.world, self.news, max_num_seqs)
+        if callable(environments):
+            executor = environments(self.news)
+        else:
+            tokenizer = load_tokenizer(TokenizerConfig(name=str(checkpoint.folder)))
+            observations = Observations(tokenizer, TokenizerConfig(name=str(checkpoint.folder)), chat=False)
+            pool = EnvironmentPool(environments, dict.fromkeys(environments, limit_s), self.news, grace_s=0.0)
+            executor = EnvironmentThreads(Hearing(environments, tokenizer, observations), pool)
+        lockstep = Lockstep(None)
+        self.driver = Driver(self.engine, executor, lockstep, self.world, self.news, max_num_seqs, MAX_MODEL_LEN)
 
     def work(self, until: Callable[[], bool] = lambda: False) -> None:
         """Until a verb waits, or all is done."""

@@ -6,8 +6,10 @@ import threading
 
 import pytest
 
+from pipeline.encoding import decode, encode
 from pipeline.environments.base import Environment, Outcome
 from pipeline.rollout import environment_pool
+from pipeline.types import Rollout
 from tests.rollout.engine import Bench, by_place, prompts, work
 
 NEVER = threading.Event()
@@ -35,6 +37,8 @@ class Naughty(Environment):
                 return Outcome(float("nan"))
             case 7:
                 return Outcome(1.0, {"accuracy": "high"})
+            case 8:
+                raise ValueError("no text: \ud800")
         return Outcome(1.0)
 
 
@@ -47,20 +51,22 @@ EXPECTED = [
     r"its answer raised TypeError: step returned a float, not an Outcome at .*",
     r"its answer raised ValueError: step returned the reward nan at .*",
     r"its answer raised ValueError: could not convert string to float: 'high' at .*",
+    r"step raised ValueError: no text: \\ud800 at .*",
 ]
 
 
 def test_each_failure_costs_its_episode_and_says_why(checkpoint, capsys):
     """With one thread for all of them: who hangs is replaced."""
     bench = Bench(checkpoint, {"naughty": Naughty()}, limit_s=0.3)
-    later = bench.driver.rollout(work(0, prompts(10, "naughty"), samples=1))
+    later = bench.driver.rollout(work(0, prompts(11, "naughty"), samples=1))
     bench.work()
-    rollouts = [by_place(later.unsent)[place][0] for place in range(10)]
-    assert [rollout.failure for rollout in rollouts[8:]] == ["", ""]
-    assert [rollout.reward for rollout in rollouts] == [0.0] * 8 + [1.0] * 2
+    rollouts = [by_place(later.unsent)[place][0] for place in range(11)]
+    assert [rollout.failure for rollout in rollouts[9:]] == ["", ""]
+    assert [rollout.reward for rollout in rollouts] == [0.0] * 9 + [1.0] * 2
     for rollout, expected in zip(rollouts, EXPECTED, strict=False):
         assert re.fullmatch(expected, rollout.failure), rollout.failure
         assert len(rollout.turns) == 1 and rollout.drawn_tokens > 0
+    assert decode(encode(rollouts), list[Rollout])  # they can be sent
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hetstep: env.naughty: ")]
     assert len(lines) == environment_pool.TOLD_AT_ONCE
     assert any(re.search(r"train prompt 3, sample 0, turn 0 failed: step raised KeyError", line) for line in lines)

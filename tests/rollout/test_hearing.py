@@ -25,13 +25,13 @@ def test_the_turn_ends_once(last, finish):
     """The engine may stop at other tokens too: the "]" of a call, a second end-of-sequence token."""
     tokenizer = load_tokenizer(TokenizerConfig(name=str(RECIPES / "tiny"), chat_template=CHATML))
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-    hearing = Hearing({"told": Answers()}, tokenizer, Observations(tokenizer, TokenizerConfig(), chat=True), 1000)
+    hearing = Hearing({"told": Answers()}, tokenizer, Observations(tokenizer, TokenizerConfig(), chat=True))
     said = np.asarray(tokenizer("[17+4" + last, add_special_tokens=False).input_ids, np.int32)
     prompt = Prompt(0, np.asarray([1], np.int32), "told", {"answer": "21"})
     work = RolloutWork(0, [prompt], 1, "train", 42, Sampling(max_new_tokens=20), max_turns=2)
     episode = Episode(work, 0, 0)
     episode.said = Completion("0", said, np.zeros(len(said), np.float32), (Span(0, len(said)),), finish)
-    heard = hearing.call(episode)(lambda part: None)
+    heard = hearing.call(episode.told(1000))(lambda part: None)
     between = tokenizer.decode(np.concatenate([said, heard.observation])).partition("[17+4")[2]
     other = last if last != "<|im_end|>" else ""
     assert between == other + "<|im_end|>\n<|im_start|>user\n21<|im_end|>\n<|im_start|>assistant\n"

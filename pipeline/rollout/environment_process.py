@@ -1,0 +1,306 @@
+"""The process of an engine's environments, as the engine's rank sees it.
+
+What environments compute there does not hold Python's lock in the engine's process, and what they break they break there. If
+the process dies (of the memory that an answer takes, of a library's crash), or if a call holds Python's lock so long that
+nothing is heard from it, another process takes its place. Turns that it was judging fail, and so do the next turns of episodes
+that it held; first turns that it was not judging are judged by its successor.
+
+Two threads of the rank carry the messages, so that neither end ever waits for the other one to read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pipeline.rollout import environment_server
+from pipeline.rollout.environment_messages import BEAT_S, CALLS, Order, Report, frame, messages
+from pipeline.rollout.environment_pool import CLOSE_S, Failure
+from pipeline.rollout.environment_threads import EnvironmentSettings
+from pipeline.rollout.hearing import Heard, Said, ends
+
+ROOT = Path(__file__).parents[2]
+SILENCE_S = 30.0
+"""Beyond the longest `timeout_s`: how long nothing is heard before the process is taken for one that never answers. Loading a
+library holds Python's lock too."""
+IDLE_DEATHS = 3
+"""Deaths in a row that cost no turn. One more ends the run: its environments cannot run here."""
+
+
+class Handle(Protocol):
+    """The part of `subprocess.Popen` that is used here."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float) -> int: ...
+
+
+class _Forked:
+    """A fork of this process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._status = pid, None
+
+    def poll(self) -> int | None:
+        if self._status is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self._status = os.waitstatus_to_exitcode(found[1])
+        return self._status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("environments", timeout)
+            time.sleep(0.01)
+        return status
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A process that waits for its settings."""
+
+    handle: Handle
+    connection: socket.socket
+    judging: mmap.mmap  # [CALLS] bytes
+
+
+_early: list[Started] = []
+
+
+def spawn() -> Started:
+    """Start a process that shares nothing with this one. It ends with the thread that calls this."""
+    ours, its = socket.socketpair()
+    memory = os.memfd_create("judging")
+    os.ftruncate(memory, CALLS)
+    judging = mmap.mmap(memory, CALLS)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", environment_server.__name__, str(its.fileno()), str(memory), str(os.getpid())]
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=(its.fileno(), memory), env={**os.environ, "PYTHONPATH": path}
+        )
+    finally:
+        its.close()
+        os.close(memory)
+    return Started(process, ours, judging)
+
+
+def fork_early() -> None:
+    """Fork a process for the next `EnvironmentProcess` of this process, with all that is imported already.
+
+    Call it in the main thread while there is no other thread, and nothing has looked for a GPU.
+    """
+    ours, its = socket.socketpair()
+    judging, rank = mmap.mmap(-1, CALLS), os.getpid()
+    if pid := os.fork():
+        its.close()
+        _early.append(Started(_Forked(pid), ours, judging))
+        return
+    status = 1
+    try:
+        ours.close()
+        environment_server.run(its, judging, rank)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _next() -> Started:
+    return _early.pop() if _early else spawn()
+
+
+class _Process:
+    """One process from its start to its end."""
+
+    def __init__(self, started: Started, settings: EnvironmentSettings, news: threading.Event) -> None:
+        self.handle, self.judging = started.handle, started.judging
+        self.reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()  # None: no more come
+        self.loaded = False
+        self._connection, self._news = started.connection, news
+        self._unsent: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._unsent.put(frame(settings))
+        self._reader = threading.Thread(target=self._read, name="environment reports", daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._write, name="environment orders", daemon=True).start()
+
+    def send(self, order: Order) -> None:
+        self._unsent.put(frame(order))
+
+    def _write(self) -> None:
+        """What has gathered goes at once."""
+        while content := self._unsent.get():
+            parts = [content]
+            while not self._unsent.empty():
+                parts.append(self._unsent.get())
+            try:
+                self._connection.sendall(b"".join(parts))
+            except OSError:
+                return  # it is gone, as `_read` sees
+            if not parts[-1]:
+                return
+
+    def _read(self) -> None:
+        try:
+            for report in messages(self._connection.makefile("rb"), Report):
+                self.reports.put(report)
+                self._news.set()
+        except OSError:
+            pass  # likewise
+        finally:
+            self.reports.put(None)
+            self._news.set()
+
+    def ended(self) -> bool:
+        """Return whether it has died. Then all that it has said is in `reports`."""
+        if self.handle.poll() is None:
+            return False
+        self._reader.join(BEAT_S)  # what it has forked may hold the connection open
+        return True
+
+    def end(self) -> str:
+        """Kill it if it lives; return how it ended."""
+        self.handle.kill()
+        status = self.handle.wait(CLOSE_S)
+        self._unsent.put(b"")
+        self._connection.shutdown(socket.SHUT_RDWR)
+        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+    def close(self) -> None:
+        """Let it close its environments; kill it if that does not end."""
+        self.send(Order())
+        try:
+            self.handle.wait(CLOSE_S + BEAT_S)
+        except subprocess.TimeoutExpired:
+            pass
+        self.end()
+
+
+class EnvironmentProcess:
+    """Runs environments in a process of their own: an `EnvironmentExecutor`, for the thread that makes it."""
+
+    def __init__(self, settings: EnvironmentSettings, news: threading.Event) -> None:
+        """Does not wait until the environments are loaded."""
+        self._settings, self._news = settings, news
+        longest = max((environment.timeout_s for environment in settings.env.values()), default=0.0)
+        self._patience_s = longest + settings.grace_s + SILENCE_S
+        self._process = _Process(_next(), settings, news)
+        self._number = 0
+        self._calls: dict[int, Said] = {}  # that have no answer
+        self._held: dict[str, _Process] = {}  # episodes that have not ended
+        self._failed: list[tuple[str, Failure]] = []  # not by an environment's word
+        self._silent_s, self._looked = 0.0, time.monotonic()
+        self._idle_deaths = 0
+
+    def wait_until_loaded(self) -> None:
+        """Raises what building the environments raised, ValueError for most, and RuntimeError if the process ends."""
+        self._take(self._process.reports.get())
+        if not self._process.loaded:
+            raise RuntimeError(f"the environments' process {self._process.end()} before its environments were loaded")
+
+    def submit(self, said: Said) -> None:
+        if said.prompt is not None:
+            self._held[said.episode] = self._process
+        elif self._held[said.episode] is not self._process:
+            self._failed.append((said.episode, Failure("the environments' process that held the episode has ended")))
+            return
+        if not self._calls:
+            self._silent_s = 0.0
+        self._number = (self._number + 1) % CALLS
+        self._calls[self._number] = said
+        self._process.judging[self._number] = 0
+        self._process.send(Order(self._number, said))
+
+    def take(self) -> list[tuple[str, Heard | Failure]]:
+        answers = self._take_reports()
+        if self._process.ended():
+            answers += self._take_reports()
+            self._begin_anew(self._process.end())
+        elif self._is_silent():
+            self._process.end()
+            self._begin_anew(f"said nothing for {self._patience_s:g} s (a call of it holds Python's lock), and was killed")
+        failed, self._failed = self._failed, []
+        for episode, _ in failed:
+            self.forget(episode)
+        return answers + failed
+
+    def seconds_left(self) -> float | None:
+        if self._failed:
+            return 0.0
+        return BEAT_S if self._calls else None
+
+    def forget(self, episode: str) -> None:
+        if self._held.pop(episode, None) is self._process:
+            self._process.send(Order(forget=episode))
+
+    def close(self) -> None:
+        self._process.close()
+
+    def _take_reports(self) -> list[tuple[str, Heard | Failure]]:
+        answers = []
+        while not self._process.reports.empty():
+            answers += self._take(self._process.reports.get())
+        return answers
+
+    def _take(self, report: Report | None) -> list[tuple[str, Heard | Failure]]:
+        if report is None:
+            return []
+        if report.error:
+            kind = ValueError if report.error == "ValueError" else RuntimeError
+            told = report.message if report.error == kind.__name__ else f"{report.error}: {report.message}"
+            error = kind(told)
+            error.add_note(f"In the environments' process:\n{report.traceback}")
+            raise error
+        self._process.loaded, self._silent_s = True, 0.0
+        answers = []
+        for one in report.answers:
+            said = self._calls.pop(one.call)
+            answer = Failure(one.failure) if one.heard is None else one.heard
+            if ends(said, answer):
+                self._held.pop(said.episode, None)
+            answers.append((said.episode, answer))
+        return answers
+
+    def _is_silent(self) -> bool:
+        """A look counts for a beat at most: this process may have been stopped with the other one."""
+        now = time.monotonic()
+        if self._calls and self._process.loaded:
+            self._silent_s += min(now - self._looked, BEAT_S)
+        self._looked = now
+        return self._silent_s > self._patience_s
+
+    def _begin_anew(self, how: str) -> None:
+        """The process has ended."""
+        dead, calls, self._calls = self._process, self._calls, {}
+        lost = [said for call, said in calls.items() if said.prompt is None or dead.judging[call]]
+        others = [said for call, said in calls.items() if said.prompt is not None and not dead.judging[call]]
+        self._idle_deaths = 0 if lost else self._idle_deaths + 1
+        why = f"the environments' process {how}"
+        if self._idle_deaths > IDLE_DEATHS:
+            raise RuntimeError(f"{why}; it is the {self._idle_deaths}th time in a row that it ends while it judges nothing")
+        print(f"hetstep: {why}: {len(lost)} turns that it was judging fail, another process takes its place", flush=True)
+        self._failed += [(said.episode, Failure(why)) for said in lost]
+        self._process, self._silent_s = _Process(_next(), self._settings, self._news), 0.0
+        for said in others:
+            self.submit(said)
