@@ -27,7 +27,8 @@ from typing import Protocol
 from launch import cuda_variables
 from launch.nodes import Guest
 from launch.slurm_client import cluster_name
-from pipeline.config import ComponentConfig, Recipe, RecipeError, colocated, generates, serves_rewards, uses_megatron
+from pipeline import config
+from pipeline.config import ComponentConfig, Recipe, RecipeError, colocated, uses_megatron
 from pipeline.files import wait_for, write_durably
 
 ROOT = Path(__file__).parent.parent
@@ -136,15 +137,11 @@ def own_pickle(folder: Path, job_id: str) -> None:
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     """The job's components, in rank order. Backends' variables are set before Python starts: some are read on import."""
-    cluster = recipe.cluster
     own = (recipe.policy.megatron_cfg.env_vars or {}) if uses_megatron(recipe.policy) else {}
     trainers = cuda_variables.of_train_ranks(recipe) | own
-    parts = {"train": _with_variables(cluster.train, trainers)}
-    if generates(recipe):
-        parts["generate"] = _with_variables(cluster.generate, recipe.policy.generation.vllm_cfg.env_vars)
-    if serves_rewards(recipe):
-        parts["reward"] = _with_variables(cluster.reward, trainers)  # the reward model runs in the train backend
-    guests = ("generate",) if colocated(recipe) else tuple(parts)[1:] if cluster.share_nodes else ()
+    variables = {"train": trainers, "generate": recipe.policy.generation.vllm_cfg.env_vars, "reward": trainers}
+    parts = {name: _with_variables(part, variables[name]) for name, part in config.components(recipe).items()}
+    guests = ("generate",) if colocated(recipe) else tuple(parts)[1:] if recipe.cluster.share_nodes else ()
     return parts | {name: Guest(**vars(parts[name]), takes_turns=colocated(recipe)) for name in guests}
 
 

@@ -1,4 +1,4 @@
-"""Which components share nodes, what is asked of Slurm for those, and what each component's ranks take of a node.
+"""Says which components share nodes, what is asked of Slurm for them, and what each component's ranks take of a node.
 
 A component has nodes of its own or is a guest on those of the component before it: it takes turns with it on the same GPUs
 (policy.generation.colocated), or has GPUs of its own beside it (cluster.share_nodes).

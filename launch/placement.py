@@ -17,10 +17,10 @@ from typing import Any
 
 from launch import backend, executor, gpus
 from launch.job import components
-from launch.nodes import takes_turns
+from launch.nodes import groups, hosts, takes_turns
 from launch.units import plural
 from pipeline import config
-from pipeline.config import Loaded, Recipe, RecipeError, collected, layers, ranks, ranks_per_node
+from pipeline.config import Loaded, Recipe, RecipeError, collected, hardware, layers, ranks, ranks_per_node
 from pipeline.config.cluster import SHARED
 
 Changes = dict[str, Any]
@@ -65,6 +65,16 @@ def problems(recipe: Recipe) -> Iterator[str]:
         having = ", ".join(f"cluster.{name}" for name in parts if name not in without)
         key = f"cluster.{without[0]}.gpus_per_node"
         yield f"{key}: got 0; expected GPUs as {having} has, since all ranks join each other over NCCL. Try {key}=1"
+
+
+def notes(recipe: Recipe) -> Iterator[str]:
+    """Yield where more GPUs of a node are asked for than `recipes/hardware/` describes. Slurm, which may know, is not asked."""
+    parts = components(recipe)
+    for names, host in zip(groups(parts), hosts(parts).values(), strict=True):
+        gpu = hardware.gpu(host.gpu)
+        if not gpu.nvlink_crosses_nodes and host.gpus_per_node > gpu.nvlink_gpus:
+            keys = " + ".join(f"cluster.{name}.gpus_per_node" for name in names if not takes_turns(parts[name]))
+            yield f"{keys}: got {host.gpus_per_node} on each node; nodes with {host.gpu} usually have {gpu.nvlink_gpus}"
 
 
 def torch_has_cuda() -> bool:

@@ -113,6 +113,7 @@ def file_problems(recipe: Recipe, chosen: executor.Choice, pending: list[Path], 
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
     yield from storage.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
     notes += libraries.unchecked(recipe)
+    notes += placement.notes(recipe)
     if unreachable:
         told = f"cluster.executor: got slurm, but {unreachable}. Try it where a controller answers, or cluster.executor=local"
         notes += [told] if dry else []

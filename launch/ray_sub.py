@@ -29,8 +29,11 @@ NOT_HERE = {
 }
 
 
-def understood(environment: Mapping[str, str], arguments: list[str]) -> tuple[list[str], list[str]]:
-    """(overrides to go before `arguments`, lines to be printed)."""
+def understood(environment: Mapping[str, str], arguments: list[str], shares_nodes: bool = False) -> tuple[list[str], list[str]]:
+    """Return (overrides to go before `arguments`, lines to be printed).
+
+    shares_nodes: components divide the GPUs of a node, so each has its own part of GPUS_PER_NODE.
+    """
     values: dict[str, object] = {}
     lines = []
     if container := environment.get("CONTAINER"):
@@ -40,7 +43,10 @@ def understood(environment: Mapping[str, str], arguments: list[str]) -> tuple[li
     if mounts := environment.get("MOUNTS"):
         values["container_mounts"] = json.dumps([mount for mount in mounts.split(",") if mount])
     if gpus := environment.get("GPUS_PER_NODE"):
-        values["gpus_per_node"] = gpus
+        if shares_nodes:
+            lines.append("GPUS_PER_NODE: not used; with cluster.share_nodes=true each component has its own gpus_per_node")
+        else:
+            values["gpus_per_node"] = gpus
     if cpus := environment.get("CPUS_PER_WORKER"):
         if gpus and gpus.isdigit() and int(gpus) and cpus.isdigit():
             values["cpus_per_task"] = max(1, int(cpus) // int(gpus))
@@ -56,6 +62,18 @@ def understood(environment: Mapping[str, str], arguments: list[str]) -> tuple[li
     lines += [f"{override}, from the environment, as ray.sub has it" for override in overrides if ".reward." not in override]
     lines += [f"{name}: {why}" for name, why in NOT_HERE.items() if environment.get(name)]
     return overrides, lines
+
+
+def shares_nodes(arguments: list[str]) -> bool:
+    """Return whether the recipe's components divide the GPUs of each node. What is wrong with it is told by `submit`."""
+    from launch import submit
+    from pipeline import config
+
+    try:
+        request = submit.parse(arguments)
+        return request.recipe is not None and config.inspect(request.recipe, request.overrides).recipe.cluster.share_nodes
+    except config.RecipeError:
+        return False
 
 
 def main(arguments: list[str]) -> int:
@@ -74,7 +92,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(
         signal.SIGUSR2, lambda *_: None
     )  # before there are ranks to be told, see BatchStepsJob; not SIG_IGN, which they inherit
-    overrides, lines = understood(os.environ, arguments)
+    overrides, lines = understood(os.environ, arguments, shares_nodes(arguments))
     for line in lines:
         print(f"# {line}", flush=True)
     chosen = [] if any(argument.startswith("cluster.executor=") for argument in arguments) else ["cluster.executor=allocation"]

@@ -19,7 +19,7 @@ from launch.plan.memory_parts import GenerateMemory, TrainMemory
 from launch.plan.pace import Pace
 from launch.plan.phase import Phase, seconds_by_clock
 from launch.plan.split import Split
-from launch.plan.step import components, priced, step_phases, validation_seconds
+from launch.plan.step import priced, step_phases, validation_seconds
 from launch.preflight.space import saved_bytes
 from pipeline import config
 from pipeline.config import Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
@@ -91,7 +91,7 @@ class Plan:
     @property
     def gpus(self) -> int:
         guests = {"generate"} if config.colocated(self.recipe) else set()
-        return sum(c.nodes * c.gpus_per_node for name, c in components(self.recipe).items() if name not in guests)
+        return sum(c.nodes * c.gpus_per_node for name, c in config.components(self.recipe).items() if name not in guests)
 
     @cached_property
     def turns(self) -> tuple[sharing.Turn, ...]:
@@ -232,9 +232,10 @@ def plan(recipe: Recipe, choice: backend.Choice, before: Path | None = None, pen
     ratios = _ratios(earlier, pending) if earlier and _can_be_timed(recipe, generate) else {}
     made = Plan(recipe, choice, described, found, spread, train, generate, refit, unknown, [], 0.0, earlier, ratios, None)
     made = _timed(made, calibration.scaled(_refit_phases(recipe, generate, refit), ratios))
-    if not made.phases or not made.fits or not split.movable(recipe):
+    if not made.phases or not split.movable(recipe):
         return made
-    return replace(made, split=split.better(recipe, made.step, lambda other: step_elsewhere(made, other)))
+    now = made.step if made.fits else math.inf
+    return replace(made, split=split.better(recipe, now, lambda other: step_elsewhere(made, other)))
 
 
 def elsewhere(plan: Plan, recipe: Recipe) -> Plan:

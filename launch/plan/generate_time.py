@@ -128,6 +128,7 @@ class Load:
 
 
 def load(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPU, cache_tokens: float) -> Load:
+    """Return what the fullest engine has to sample in a step."""
     prompts, answers = sampled(recipe)
     own = math.ceil(prompts / engines(recipe.policy, recipe.cluster.generate)) * answers / prompts
     return Load(engine(recipe, shape, gpu), own, slots(recipe, cache_tokens, lengths), lengths, answers)

@@ -1,4 +1,4 @@
-"""The same recipe and GPUs in other ways: sampling ahead of training, in turn, and on GPUs that both share.
+"""Plans the recipe on its GPUs in other ways: sampling ahead of training, in turn, and on GPUs that both share.
 
     async        grpo.async_grpo: engines go on while the train ranks learn
     sync         each waits for the other, on ranks of its own
@@ -55,21 +55,32 @@ def of(recipe: Recipe) -> str:
 
 
 def compare(plan: Plan) -> list[Mode]:
-    """Return all modes, the recipe's own among them; none where its times are not told."""
-    return [_mode(plan, name) for name in NAMES] if plan.phases and plan.generate else []
+    """Return all modes; none where the recipe's times are not told.
+
+    The recipe's own mode is there as it is, without changes, and once more if another division of its nodes is better.
+    """
+    found: list[Mode] = []
+    if plan.phases and plan.generate:
+        for name in NAMES:
+            own = name == of(plan.recipe)
+            found += [Mode(name, {}, plan, _unfit(plan))] if own else []
+            found += [_mode(plan, name)] if not own or plan.split else []
+    return found
 
 
 def choose(modes: Sequence[Mode]) -> Mode | None:
-    """Return the mode with the fewest GPU-hours; None if none fits."""
-    fitting = {mode.name: mode for mode in modes if not mode.why_not}
-    least = min((mode.cost for mode in fitting.values()), default=0.0)
-    order = (fitting[name] for name in (*ON_POLICY, "async") if name in fitting)
-    return next((mode for mode in order if mode.cost * (1 - split.WORTH) <= least), None)
+    """Return the mode with the fewest GPU-hours; None if none fits. Of modes that are alike the first of `_preference`."""
+    fitting = [mode for mode in modes if not mode.why_not]
+    least = min((mode.cost for mode in fitting), default=0.0)
+    return next((mode for mode in sorted(fitting, key=_preference) if mode.cost * (1 - split.WORTH) <= least), None)
+
+
+def _preference(mode: Mode) -> tuple[bool, bool, int]:
+    """Return what modes are sorted by: on-policy ones first, of these the recipe as it is."""
+    return mode.name == "async", bool(mode.changes), NAMES.index(mode.name)
 
 
 def _mode(plan: Plan, name: str) -> Mode:
-    if name == of(plan.recipe):
-        return Mode(name, {}, plan, _unfit(plan))
     with collected(refused := []):
         other = _best(plan, _ways(plan.recipe, name))
         same = other.cluster == plan.recipe.cluster
@@ -152,6 +163,8 @@ def _changes(recipe: Recipe, other: Recipe, name: str) -> Changes:
 
 def _keys(recipe: Recipe, name: str) -> Changes:
     """Return what makes the recipe so, but for sizes of components. Raises RecipeError."""
+    if name == of(recipe):
+        return {}
     if name == "colocated":
         return placement.in_turn(recipe)
     keys: Changes = {"policy.generation.colocated.enabled": False} if config.colocated(recipe) else {}

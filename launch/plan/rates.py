@@ -7,10 +7,11 @@ A key that makes a run faster is priced by a line here, or a share there, and wh
 """
 
 OPTIMIZER_BYTES = 30
-"""Of each parameter: float32 weight, gradient and two moments read, all but the gradient written, and a copy in bfloat16."""
+"""Bytes that an update moves for each parameter: float32 weight, gradient and two moments are read, all but the gradient are
+written, and a copy in bfloat16."""
 PAGE_LOCKED = 0.8
-"""Of the rate of the link to the host, which copies of page-locked memory attain. Assumed, not measured."""
+"""Share of the host link's rate that copies of page-locked memory attain. Assumed, not measured."""
 GLOO_GB_PER_S = 2.0
-"""Of a rank, over gloo within a node, from host memory to host memory. Assumed, not measured."""
+"""GB/s of a rank over gloo within a node, from host memory to host memory. Assumed, not measured."""
 TCP_GB_PER_S = 2.5
-"""Of a node, into it from others, which gloo reaches by TCP: 20 Gbit/s. Assumed, not measured."""
+"""GB/s into a node from others over TCP, which gloo uses: 20 Gbit/s. Assumed, not measured."""

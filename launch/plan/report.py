@@ -9,7 +9,7 @@ from launch.plan import modes, sharing, split
 from launch.plan.cut import engines
 from launch.plan.estimate import Plan
 from launch.plan.modes import Mode
-from launch.plan.step import components, priced
+from launch.plan.step import priced
 from launch.plan_refit import cut_sizes
 from launch.units import plural as _plural
 from launch.units import seconds as _seconds
@@ -45,7 +45,7 @@ def _line(label: str, what: str) -> str:
 def _headline(plan: Plan) -> Iterator[str]:
     recipe = plan.recipe
     yield f"{recipe.name}: the plan of {recipe.algorithm}. All figures are estimates"
-    for name, component in components(recipe).items():
+    for name, component in config.components(recipe).items():
         same = ", the same GPUs in turn" if name == "generate" and config.colocated(recipe) else ""
         if name != "train" and recipe.cluster.share_nodes:
             same = ", of the same nodes"
@@ -147,7 +147,9 @@ def _refit(plan: Plan) -> Iterator[str]:
 
 def _times(plan: Plan) -> Iterator[str]:
     if not plan.phases:
-        without = [f"cluster.{name}" for name, component in components(plan.recipe).items() if not component.gpus_per_node]
+        without = [
+            f"cluster.{name}" for name, component in config.components(plan.recipe).items() if not component.gpus_per_node
+        ]
         why = f"no GPUs in {' and '.join(without)}" if without else "an engine has no room for a KV cache"
         yield _line("times", f"not told: {why}")
         return
@@ -215,12 +217,17 @@ def _choice(compared: Sequence[Mode]) -> str:
     for mode in compared:
         if mode is not best and not mode.why_not:
             if best.cost <= mode.cost:
-                told.append(f"{1 - best.cost / mode.cost:.0%} fewer GPU-hours a step than {mode.name}")
+                told.append(f"{1 - best.cost / mode.cost:.0%} fewer GPU-hours than {_named(mode, best)}")
             else:
                 but = ", but trains on older rollouts" if mode.name == "async" else ""
-                told.append(f"{mode.name} takes {1 - mode.cost / best.cost:.0%} fewer{but}")
+                told.append(f"{_named(mode, best)} takes {1 - mode.cost / best.cost:.0%} fewer{but}")
     keys = " ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in best.changes.items())
     return "; ".join([f"{best.name}: {', '.join(told) or 'nothing else fits'}", *([keys] if keys else [])])
+
+
+def _named(mode: Mode, best: Mode) -> str:
+    """Return a mode's name, told apart from the best one's."""
+    return "the recipe as it is" if mode.name == best.name and not mode.changes else mode.name
 
 
 def _run(plan: Plan) -> Iterator[str]:
@@ -270,18 +277,19 @@ def _split(plan: Plan) -> Iterator[str]:
         if plan.ratios
         else "by these estimates alone; a few measured steps would tell better"
     )
-    if plan.split is None:
-        yield _line("split", f"no other division makes a step clearly shorter, {by}")
+    better = plan.split
+    if better is None:
+        yield _line("split", f"no other division {'makes a step clearly shorter' if plan.fits else 'fits either'}, {by}")
     else:
-        better = plan.split
-        yield _line("split", f"{better} would take {_seconds(better.seconds)} a step, {better.gain:.0%} less, {by}")
+        gain = f"{better.gain:.0%} less" if plan.fits else "and fits"
+        yield _line("split", f"{better} would take {_seconds(better.seconds)} a step, {gain}, {by}")
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:
     recipe = plan.recipe
     yield _line("assumed", f"{plan.lengths.source}; the longest {plan.lengths.limit:,.0f}, between them exponential")
     if priced(recipe):
-        kinds = {(on.gpu, hardware.nvlink_gpus(on)): name for name, on in reversed(components(recipe).items())}
+        kinds = {(on.gpu, hardware.nvlink_gpus(on)): name for name, on in reversed(config.components(recipe).items())}
         for name in kinds.values():
             yield _line("", _hardware(plan, name))
         network = recipe.cluster.network
@@ -328,7 +336,7 @@ def _unpriced(recipe: Recipe) -> str:
 
 def _verdict(plan: Plan) -> Iterator[str]:
     problems, warnings = list(plan.problems()), list(plan.warnings())
-    if not any(component.gpus_per_node for component in components(plan.recipe).values()):
+    if not any(component.gpus_per_node for component in config.components(plan.recipe).values()):
         yield _line("verdict", "no GPUs: memory is the host's, which is not described")
         return
     yield _line("verdict", "fits, by these estimates" if plan.fits else "does not fit")

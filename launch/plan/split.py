@@ -17,7 +17,7 @@ class Split:
     train: int  # its value
     generate: int
     seconds: float  # of a step
-    now: float
+    now: float  # seconds of a step as it is; infinity if that does not fit
 
     @property
     def gain(self) -> float:

@@ -10,22 +10,12 @@ from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory
 from launch.plan.phase import Phase
 from pipeline import config
-from pipeline.config import PAIRED, Recipe, generates, hardware, section
+from pipeline.config import PAIRED, Recipe, hardware, section
 
 
 def priced(recipe: Recipe) -> bool:
-    """Whether all components have GPUs, so that times can be told."""
-    return all(component.gpus_per_node for component in components(recipe).values())
-
-
-def components(recipe: Recipe) -> dict[str, config.ComponentConfig]:
-    """Those that the job has."""
-    used = {"train": recipe.cluster.train}
-    if generates(recipe):
-        used["generate"] = recipe.cluster.generate
-    if config.serves_rewards(recipe):
-        used["reward"] = recipe.cluster.reward
-    return used
+    """Return whether all components have GPUs, so that times can be told."""
+    return all(component.gpus_per_node for component in config.components(recipe).values())
 
 
 def step_phases(
@@ -34,7 +24,7 @@ def step_phases(
     lengths: Lengths,
     generate: GenerateMemory | None,
 ) -> list[Phase]:
-    """Of a step, in their order, not calibrated, but for what a refit moves."""
+    """Return the phases of a step in their order, without calibration, but for what a refit moves."""
     train = train_time.phases(recipe, shapes, lengths, hardware.gpu(recipe.cluster.train.gpu))
     if generate is None:
         return train
@@ -53,8 +43,11 @@ def step_phases(
 def validation_seconds(
     recipe: Recipe, shapes: Mapping[str, ModelShape], lengths: Lengths, generate: GenerateMemory | None
 ) -> float | None:
-    """Of one validation, of max_val_samples of each data set, be they as many, and of as many answers to each; of pairs two
-    sequences each, with the reference's pass over them. None if max_val_samples is no bound."""
+    """Return the seconds of one validation; None if max_val_samples is no bound.
+
+    Each data set is taken to have max_val_samples records. Of preference data each has two sequences, which the reference
+    passes over too.
+    """
     algorithm = section(recipe)
     if not config.validates(recipe) or not (algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end):
         return 0.0

@@ -70,10 +70,15 @@ def fitting(cluster: SlurmCluster, partition: Fields, request: Request) -> list[
 
 
 def counted(request: Request, nodes: list[Node]) -> Request:
-    """Return what limits count, at least: of whole nodes all CPUs and GPUs. nodes: those that would do."""
-    if not request.whole:
-        return request
-    return replace(request, cpus=min(node.cpus for node in nodes), gpus=min(node.gpus for node in nodes))
+    """Return what limits count, at least: of whole nodes all CPUs and GPUs, and all memory where all is asked for.
+
+    nodes: those that would do.
+    """
+    if request.all_memory:
+        request = replace(request, memory_mb=min(node.memory_mb for node in nodes))
+    if request.whole:
+        request = replace(request, cpus=min(node.cpus for node in nodes), gpus=min(node.gpus for node in nodes))
+    return request
 
 
 def problems_together(sets: dict[str, tuple[int, set[str]]]) -> Iterator[str]:

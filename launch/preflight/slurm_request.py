@@ -22,7 +22,7 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class Request:
-    """That of one component, and of those that share its nodes."""
+    """What one component asks for, together with those that share its nodes."""
 
     key: str  # cluster.train
     together: tuple[str, ...]  # the keys of the components whose needs are added up, itself the first
@@ -32,6 +32,7 @@ class Request:
     cpus: int  # on each node, at least
     gpus: int  # on each node
     memory_mb: float  # on each node; 0: nothing is said, or all that there is
+    all_memory: bool
     partitions: tuple[str, ...]  # any of them will do; none: Slurm's default
     account: str | None
     qos: str | None
@@ -59,6 +60,7 @@ def requests(recipe: Recipe) -> list[Request]:
                 cpus=ranks_per_node(component) * (component.cpus_per_task or 1),
                 gpus=component.gpus_per_node,
                 memory_mb=_memory(memory(component)) or 0,
+                all_memory=memory(component) == "0",
                 partitions=tuple(partition.split(",")) if partition else (),
                 whole=takes_whole_nodes(component),
                 **given,
@@ -96,8 +98,8 @@ def notes(recipe: Recipe) -> Iterator[str]:
         open_keys = [key for key in ("cpus_per_task", "mem") if getattr(component, key) is None]
         if component.gpus_per_node and not takes_whole_nodes(component) and open_keys:
             yield (
-                f"cluster.{name}.{', '.join(open_keys)}: null with exclusive=false, so that Slurm's defaults hold, which may be"
-                " one CPU for each rank and little memory"
+                f"cluster.{name}.{', '.join(open_keys)}: got null with exclusive=false; Slurm then gives its defaults,"
+                f" which may be one CPU for each rank and little memory. Try a value, or cluster.{name}.exclusive=true"
             )
 
 

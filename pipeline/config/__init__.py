@@ -26,7 +26,7 @@ from pipeline.config.algorithms import (
     ValueLossConfig,
     bound,
 )
-from pipeline.config.checks import problems, validate
+from pipeline.config.checks import components, problems, validate
 from pipeline.config.cluster import (
     SHARED,
     ClusterConfig,
@@ -184,6 +184,7 @@ __all__ = [
     "collected",
     "colocated",
     "complete",
+    "components",
     "conversation",
     "critic",
     "decided",

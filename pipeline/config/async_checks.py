@@ -40,7 +40,8 @@ def _findings(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
         ahead and colocated(recipe),
         f"{KEY}.max_trajectory_age_steps",
         f"{config.max_trajectory_age_steps} lets engines sample while others train, and with"
-        " policy.generation.colocated.enabled=true they have the same GPUs in turn; 0, or ranks of their own",
+        f" policy.generation.colocated.enabled=true they have the same GPUs in turn; try {KEY}.enabled=false (recipes whose"
+        " names end in _sync have it), or policy.generation.colocated.enabled=false",
     )
     yield (
         grpo.use_dynamic_sampling and not ahead,

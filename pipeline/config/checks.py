@@ -189,8 +189,8 @@ def _check_world(recipe: Recipe) -> Iterator[str]:
     yield from _check_gpus(recipe)
 
 
-def _components(recipe: Recipe) -> dict[str, ComponentConfig]:
-    """Return those that the job has."""
+def components(recipe: Recipe) -> dict[str, ComponentConfig]:
+    """Return the components that the job has, in rank order."""
     cluster = recipe.cluster
     parts = {"train": cluster.train}
     if generates(recipe):
@@ -201,8 +201,8 @@ def _components(recipe: Recipe) -> dict[str, ComponentConfig]:
 
 
 def _check_gpus(recipe: Recipe) -> Iterator[str]:
-    """A problem for each component with more ranks than GPUs on a node."""
-    for name, component in _components(recipe).items():
+    """Yield a problem for each component with more ranks than GPUs on a node."""
+    for name, component in components(recipe).items():
         alone = name == "generate" and colocated(recipe) and engine_ranks(recipe.policy.generation.vllm_cfg) == 1
         if 0 < component.gpus_per_node < ranks_per_node(component) and not alone:
             yield (
@@ -213,7 +213,7 @@ def _check_gpus(recipe: Recipe) -> Iterator[str]:
 
 
 def _check_shared_nodes(recipe: Recipe) -> Iterator[str]:
-    """A problem for what components on the same nodes cannot differ in, and for two ways to share nodes at once."""
+    """Yield a problem for each key in which components on the same nodes cannot differ, or if they also take turns."""
     key = "cluster.share_nodes"
     if colocated(recipe):
         yield (
@@ -221,7 +221,7 @@ def _check_shared_nodes(recipe: Recipe) -> Iterator[str]:
             f" their nodes. Try {key}=false, or {COLOCATED}=false and a gpus_per_node for each component"
         )
         return
-    for name, component in _components(recipe).items():
+    for name, component in components(recipe).items():
         for setting in OF_NODES:
             if (asked := getattr(component, setting)) != (shared := getattr(recipe.cluster.train, setting)):
                 yield (

@@ -110,7 +110,8 @@ class Readers:
         if section in ALGORITHMS and f"{self.algorithm}.{rest}" in typed.keys(Recipe):
             ways.append(f"{self.algorithm}.{rest}")
         if backend := next((name for name, section in SECTIONS.items() if _within(key, (section,))), None):
-            ways.append(f"{SECTIONS[backend]}.enabled=true")
+            others = [f"{section}.enabled=false" for name, section in SECTIONS.items() if name != backend]
+            ways.append(" ".join([*others, f"{SECTIONS[backend]}.enabled=true"]))
         return f"try {' or '.join(dict.fromkeys(ways))}" if ways else "leave it out"
 
 

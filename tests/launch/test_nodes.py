@@ -200,5 +200,5 @@ def test_threads_of_ranks_beside_each_other(load):
 def test_what_slurm_gives_a_part_of_a_node_is_noted(load):
     part = ("cluster.train.exclusive=false", "cluster.train.cpus_per_task=8", *FOUR_AND_TWO)
     (note,) = slurm_request.notes(load(*part))
-    assert note.startswith("cluster.train.mem: null with exclusive=false, so that Slurm's defaults hold")
+    assert note.startswith("cluster.train.mem: got null with exclusive=false; Slurm then gives its defaults")
     assert not list(slurm_request.notes(load(*part, "cluster.train.mem=default")))

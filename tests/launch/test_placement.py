@@ -151,3 +151,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def test_more_gpus_on_a_node_than_it_usually_has_are_noted():
+    shared = ["cluster.share_nodes=true", "cluster.train.gpus_per_node=12", "cluster.generate.gpus_per_node=4"]
+    (note,) = placement.notes(config.load("llama8b_grpo", shared))
+    keys = "cluster.train.gpus_per_node + cluster.generate.gpus_per_node"
+    assert note == f"{keys}: got 16 on each node; nodes with h100 usually have 8"
+    assert not list(placement.notes(config.load("llama8b_grpo")))
+    assert not list(placement.notes(config.load("llama8b_grpo", ["cluster.train.gpu=gb200", "cluster.train.gpus_per_node=16"])))

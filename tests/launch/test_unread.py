@@ -24,11 +24,11 @@ def unread(name, *overrides):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ([RATE], "optimizer.lr: FSDP2 trains, which does not read it; try policy.optimizer.kwargs.lr or policy.megatron_cfg"),
+        ([RATE], "optimizer.lr: FSDP2 trains, which does not read it; try policy.optimizer.kwargs.lr or policy.dtensor"),
         ([RATE, DTENSOR], "policy.megatron_cfg.optimizer.lr: FSDP2 trains"),
         (
             [MEGATRON, "policy.dtensor_cfg.activation_checkpointing=true"],
-            "Megatron-Core trains, which does not read it; try pol",
+            "try policy.megatron_cfg.enabled=false policy.dtensor_cfg.enabled=true",
         ),
         (
             [MEGATRON, RATE, "policy.optimizer.kwargs.lr=1e-4"],

@@ -207,3 +207,13 @@ def test_what_means_nothing_here_is_said_in_a_line():
     assert overrides == []
     assert [line.partition(":")[0] for line in lines] == ["CPUS_PER_WORKER", "COMMAND", "BASE_LOG_DIR"]
     assert ray_sub.understood({"PATH": "/bin"}, ["recipe=x"]) == ([], [])
+
+
+def test_gpus_per_node_is_of_all_components_on_shared_nodes():
+    halves = [f"cluster.{part}.gpus_per_node=4" for part in ("train", "generate")]
+    shared = ["recipe=llama8b_grpo", "cluster.share_nodes=true", *halves]
+    assert ray_sub.shares_nodes(shared) and not ray_sub.shares_nodes(["recipe=llama8b_grpo"])
+    assert not ray_sub.shares_nodes(["recipe=nowhere"])
+    overrides, lines = ray_sub.understood({"GPUS_PER_NODE": "8", "CPUS_PER_WORKER": "96"}, ["recipe=x"], shares_nodes=True)
+    assert overrides == [f"cluster.{part}.cpus_per_task=12" for part in ("train", "generate", "reward")]
+    assert lines[0].startswith("GPUS_PER_NODE: not used")

@@ -74,7 +74,7 @@ def test_the_fewest_gpu_hours_are_chosen():
     assert best.name == "async" and best.cost < found["colocated"].cost < found["sync"].cost
     assert found["sync"].plan.pace.train > 0 < found["sync"].plan.pace.generate and found["colocated"].moving > 0
     text = told("llama8b_grpo")
-    assert "async, as it is 1 + 1 16" in text and "choice async: " in text and "fewer GPU-hours a step than sync" in text
+    assert "async, as it is 1 + 1 16" in text and "choice async: " in text and "fewer GPU-hours than sync" in text
     assert "grpo.async_grpo.enabled=true" not in text  # it is so already
     other = told("llama8b_grpo_sync")
     keys = "grpo.async_grpo.enabled=true loss_fn.use_importance_sampling_correction=true"  # what else it takes is there
@@ -98,6 +98,25 @@ def test_the_gpus_of_one_node_are_divided_or_shared(overrides):
     shared = {name: mode.plan.recipe.cluster for name, mode in found.items()}
     assert [shared[name].share_nodes for name in modes.NAMES] == [True, True, False]
     assert shared["colocated"].train.gpus_per_node == shared["colocated"].generate.gpus_per_node == 8
+
+
+def test_the_recipe_s_own_mode_is_compared_at_its_best_division():
+    """So that `choice` and `split` advise the same."""
+    nodes = ("cluster.train.nodes=1", "cluster.generate.nodes=5")
+    rows = modes.compare(planned("llama8b_grpo", *nodes))
+    assert [mode.name for mode in rows] == ["async", "async", "sync", "colocated"] and not rows[0].changes
+    best = modes.choose(rows)
+    assert best is rows[1] and best.cost < rows[0].cost
+    split = planned("llama8b_grpo", *nodes).split
+    assert best.changes == {"cluster.train.nodes": split.train, "cluster.generate.nodes": split.generate}
+    assert "fewer GPU-hours than the recipe as it is" in told("llama8b_grpo", *nodes)
+
+
+def test_a_division_that_fits_is_named_where_the_recipe_s_own_does_not():
+    shared = ("cluster.share_nodes=true", "cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=6")
+    rows = modes.compare(planned("llama8b_grpo", *ONE_NODE, *shared))
+    assert rows[0].name == rows[1].name == "async" and rows[0].why_not and not rows[1].why_not
+    assert "a step, and fits" in told("llama8b_grpo", *ONE_NODE, *shared)
 
 
 def test_a_better_division_is_taken():
