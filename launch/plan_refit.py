@@ -46,6 +46,7 @@ from pipeline.config import (
     generates,
     ranks,
     ranks_per_node,
+    refits_by_ipc,
     refuse,
     uses_megatron,
 )
@@ -259,7 +260,7 @@ def cut_sizes(section: object) -> str:
 def _table(predicted: Prediction) -> list[str]:
     """Min, mean and max over the ranks of a realm."""
     schedule, load, train = predicted.schedule, predicted.timeline.loads, ranks(predicted.recipe.cluster.train)
-    out, staged = load.sent.sum(0), load.staging()
+    out, staged = load.sent.sum(0), load.staging(refits_by_ipc(predicted.recipe))
     sends, receives = load.sends.sum(0), load.receives.sum(0)
     rows = [
         ("bytes out of a train rank", predicted.sent, _size),

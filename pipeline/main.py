@@ -12,7 +12,7 @@ import torch
 from pipeline import algorithms, config, experience, node_checks, own_code, remote
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
-from pipeline.config import PolicyConfig, Recipe
+from pipeline.config import Recipe
 from pipeline.coordinator import Run, run_offline, run_online
 from pipeline.data import build_streams
 from pipeline.data.chat import load_tokenizer
@@ -75,7 +75,7 @@ def main(run_dir: Path) -> None:
 
 
 def _role(recipe: Recipe, world: World) -> TrainRole | GenerateRole | RewardRole:
-    refit = _refit(recipe.policy, world) if world.refit else None
+    refit = _refit(recipe, world) if world.refit else None
     seed = config.section(recipe).seed
     if world.realm == "train":
         return TrainRole(recipe, seed, world, algorithms.build(recipe), refit)
@@ -84,11 +84,12 @@ def _role(recipe: Recipe, world: World) -> TrainRole | GenerateRole | RewardRole
     return GenerateRole(recipe, seed, world, refit)
 
 
-def _refit(policy: PolicyConfig, world: World) -> Refit:
-    generation = policy.generation
+def _refit(recipe: Recipe, world: World) -> Refit:
+    generation = recipe.policy.generation
     if generation.refit_transport == "broadcast":
         return BroadcastRefit(world, generation.refit_cfg.bucket_bytes)
-    return PlannedRefit(world, generation.refit_cfg, getattr(torch, policy.precision), generation.refit_transport)
+    precision, ipc = getattr(torch, recipe.policy.precision), config.refits_by_ipc(recipe)
+    return PlannedRefit(world, generation.refit_cfg, precision, generation.refit_transport, ipc)
 
 
 def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, role: TrainRole, startup: Startup) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from launch.model_shape import ModelShape
 from launch.plan.activations import latent_projections
 from launch.plan.memory_parts import RUNTIME, GenerateMemory, add
-from pipeline.config import PRECISIONS, Recipe, RecipeError
+from pipeline.config import PRECISIONS, Recipe, RecipeError, refits_by_ipc
 from pipeline.config.hardware import memory_gb
 
 BLOCK = {True: 16, False: 128}  # tokens of a block of the KV cache, on a GPU and on a CPU (vllm/platforms/cpu.py)
@@ -177,13 +177,17 @@ def _cpu_cache(rank: Rank, longest: int, sequences: int) -> float:
 
 
 def _staging(recipe: Recipe, rank: Rank) -> float:
-    """Two rounds received and one passed on (`pipeline.refit.planned`), none larger than the rank's weights."""
+    """Two rounds received and one passed on (`pipeline.refit.planned`), none larger than the rank's weights. With IPC two are
+    passed on, and two are received only from other nodes (`pipeline.refit.shared_memory`)."""
     generation = recipe.policy.generation
     bucket, own = generation.refit_cfg.bucket_bytes, rank.size * rank.parameters
     if generation.refit_transport == "broadcast":
         return bucket + rank.size * rank.shape.vocabulary * rank.shape.hidden
     base = own if generation.refit_transport == "delta" else 0.0
-    return 3 * min(bucket, own) + base
+    rounds = 3
+    if refits_by_ipc(recipe):
+        rounds = 2 if recipe.cluster.generate.nodes == 1 else 4
+    return rounds * min(bucket, own) + base
 
 
 def _transformers(recipe: Recipe, shape: ModelShape, size: int, cuda: bool) -> GenerateMemory:

@@ -15,3 +15,6 @@ GLOO_GB_PER_S = 2.0
 """GB/s of a rank over gloo within a node, from host memory to host memory. Assumed, not measured."""
 TCP_GB_PER_S = 2.5
 """GB/s into a node from others over TCP, which gloo uses: 20 Gbit/s. Assumed, not measured."""
+IPC_GB_PER_S = 20.0
+"""GB/s into a rank through memory that it maps. slime's buckets over CUDA IPC bring the 61 GB of Qwen3-30B-A3B in bfloat16 to
+engines on the same 8 H200 in 3.0 s, loading included: github.com/vllm-project/vime/issues/175. Not measured here."""

@@ -134,7 +134,8 @@ def _refit(plan: Plan) -> Iterator[str]:
     moved = f"{sent} leave the busiest train rank, {received} reach a generate rank"
     if plan.turns:
         took = f", {_seconds(plan.seconds['refit'])} with taking turns" if "refit" in plan.seconds else ""
-        yield _line("refit", f"{moved}, through host memory{took}")
+        way = "by CUDA IPC" if config.refits_by_ipc(plan.recipe) else "through host memory"
+        yield _line("refit", f"{moved}, {way}{took}")
         return
     floor, limit = refit.floor
     transport = plan.recipe.policy.generation.refit_transport

@@ -15,9 +15,9 @@ from launch.plan import memory_load, memory_train
 from launch.plan.cut import train_cut
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
 from launch.plan.phase import Phase
-from launch.plan.rates import GLOO_GB_PER_S, PAGE_LOCKED, TCP_GB_PER_S
+from launch.plan.rates import GLOO_GB_PER_S, IPC_GB_PER_S, PAGE_LOCKED, TCP_GB_PER_S
 from launch.plan_refit import Prediction
-from pipeline.config import Recipe, engine_ranks, hardware, ranks, ranks_per_node
+from pipeline.config import Recipe, engine_ranks, hardware, ranks, ranks_per_node, refits_by_ipc
 
 GIGA = 1e9
 MOVED = ("weights", "merged weights", "optimizer", "other models")
@@ -85,11 +85,14 @@ def phases(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> Iter
 
 
 def refit(recipe: Recipe, received: float, planned: Prediction | None) -> Phase:
-    """NCCL joins no two ranks on one GPU, so weights go through host memory. received: bytes of a generate rank. planned: None
-    where the layouts are not known."""
+    """NCCL joins no two ranks on one GPU, so weights go through memory that both ranks map, or through host memory. received:
+    bytes of a generate rank. planned: None where the layouts are not known."""
     across = _across(recipe, received, planned)
-    near = received - across / ranks_per_node(recipe.cluster.generate)
-    parts = {"gloo": near / (GLOO_GB_PER_S * GIGA), "to and from the host": 2 * received / _rate(recipe)}
+    far = across / ranks_per_node(recipe.cluster.generate)
+    near, by_ipc = received - far, refits_by_ipc(recipe)
+    parts = {"CUDA IPC": near / (IPC_GB_PER_S * GIGA)} if by_ipc else {"gloo": near / (GLOO_GB_PER_S * GIGA)}
+    if by_host := far if by_ipc else received:
+        parts["to and from the host"] = 2 * by_host / _rate(recipe)
     if across:
         parts["gloo between nodes"] = across / (TCP_GB_PER_S * GIGA)
     return Phase("refit", "weights to the engines", 0.0, parts)
@@ -120,7 +123,12 @@ def assumed(recipe: Recipe) -> str:
         if recipe.cluster.train.nodes > 1
         else ""
     )
+    within = (
+        f"{IPC_GB_PER_S:g} GB/s a rank by CUDA IPC"
+        if refits_by_ipc(recipe)
+        else f"{GLOO_GB_PER_S:g} GB/s a rank through host memory"
+    )
     return (
         f"ranks that share a GPU: page-locked copies reach {PAGE_LOCKED:.0%} of the host link's {gpu.host_gb_per_s:g} GB/s, a"
-        f" refit {GLOO_GB_PER_S:g} GB/s a rank through host memory{between}; an engine sleeps and wakes in no time"
+        f" refit {within}{between}; an engine sleeps and wakes in no time"
     )

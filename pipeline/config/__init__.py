@@ -53,7 +53,7 @@ from pipeline.config.data import (
 )
 from pipeline.config.environments import TOOLS, ToolArguments, arguments_of, arguments_of_tool, own_kind, tools_of
 from pipeline.config.errors import RecipeError, collected, refuse
-from pipeline.config.layout import Backend, asked_backend, check_expert_layout, colocated, decided
+from pipeline.config.layout import Backend, asked_backend, check_expert_layout, colocated, decided, refits_by_ipc
 from pipeline.config.megatron import (
     MEGATRON_MODEL_TYPES,
     MegatronCheckpointConfig,
@@ -212,6 +212,7 @@ __all__ = [
     "ranks_per_node",
     "read",
     "recognized",
+    "refits_by_ipc",
     "refuse",
     "reward_environment",
     "reward_model",

@@ -22,6 +22,7 @@ CHOICES = {
     "policy.generation.backend": ("vllm", "transformers"),
     "policy.generation.vllm_cfg.precision": ("auto", "fp8"),
     "policy.generation.refit_transport": ("planned", "delta", "broadcast"),
+    "policy.generation.colocated.refit": ("ipc", "host"),
     "data.overlong_prompts": ("error", "drop"),
     "data.unknown_tokens": ("error", "keep", "drop"),
     "data.bad_records": ("error", "drop"),

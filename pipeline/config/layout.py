@@ -52,6 +52,12 @@ def colocated(recipe: Recipe) -> bool:
     return generates(recipe) and recipe.policy.generation.colocated.enabled
 
 
+def refits_by_ipc(recipe: Recipe) -> bool:
+    """Return whether train and generate ranks of a node map the memory that a refit is staged in."""
+    generation = recipe.policy.generation
+    return colocated(recipe) and generation.colocated.refit == "ipc" and generation.refit_transport != "broadcast"
+
+
 def decided(recipe: Recipe, backend: Backend) -> Recipe:
     """The same recipe with both `enabled` keys set."""
     policy, megatron = recipe.policy, backend == "megatron"

@@ -86,6 +86,9 @@ class OptimizerConfig:
 @dataclass
 class ColocatedConfig:
     enabled: bool = False
+    # How a refit moves weights within a node. ipc: in memory of the sender that the receivers map, by CUDA IPC on GPUs; as host
+    # where they cannot. host: through host memory, by gloo, as refit_transport=broadcast does anyway.
+    refit: str = "ipc"
 
 
 @dataclass
@@ -105,7 +108,9 @@ class VLLMConfig:
 
 @dataclass
 class RefitConfig:
-    bucket_bytes: int = 256 << 20  # what a rank sends, or receives, in one round; it stages at most three times as much
+    # What a rank sends, or receives, in one round. It stages at most three times as much; four times where ranks share GPUs on
+    # several nodes.
+    bucket_bytes: int = 256 << 20
     digest: bool = True  # after every refit both ends prove that they hold the same values
 
 

@@ -87,7 +87,7 @@ class Refits:
 
     def _measure(self, sent: dict[int, Report], received: dict[int, Report], seconds: float) -> dict[str, float]:
         """Bytes; where the time went; and the rate of the busiest rank against what the described network allows it. Ranks that
-        share GPUs do not refit over that network: theirs says how far gloo is from it."""
+        share GPUs do not refit over that network: theirs says how far what they use instead is from it."""
         every = [*sent.values(), *received.values()]
         longest = max(report.total for report in every)
         pack = max(report.pack for report in sent.values())

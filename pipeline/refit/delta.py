@@ -185,7 +185,7 @@ class Delta:
 
     def _encode(self, message: Message, round: int) -> list[int]:
         """The codes. What goes is one piece of the staging."""
-        at, codes = message.starts[0], []
+        room, at, codes = self._sends.room(message, round), 0, []
         for item in message.items:
             view, size, dtype = self._sends.view(item), self._sends.sizes[item], self._sends.dtypes[item]
             if not self._sends.in_one_piece(item, view) or view.storage_offset() * dtype.itemsize % WORD:
@@ -195,25 +195,25 @@ class Delta:
             self._clock.lap("digest")
             new = view.view(-1)
             kept = self._bases.sent[self._starts[item] : self._starts[item] + size].view(dtype)
-            codes.append(encode(new, kept if self._base else None, self._sends.staging(round)[at:]))
+            codes.append(encode(new, kept if self._base else None, room[at:]))
             kept.copy_(new)
             at += encoded_bytes(codes[-1], len(new), dtype.itemsize)
-        self._add(message, at, round)
+        self._add(message.peer, room[:at])
         self._clock.lap("pack")
         return codes
 
-    def _add(self, message: Message, end: int, round: int) -> None:
-        if end > message.starts[0]:
-            self._outgoing.append((message.peer, self._sends.staging(round)[message.starts[0] : end]))
+    def _add(self, peer: int, body: torch.Tensor) -> None:
+        if len(body):
+            self._outgoing.append((peer, body))
 
     def outgoing(self, round: int) -> Mail:
         if self._sends.relays:
             for message in self._sends.messages[round]:
-                at = message.starts[0]
+                room, at = self._sends.room(message, round), 0
                 for body in (self._bodies[self._sends.sources[item]] for item in message.items):
-                    self._sends.staging(round)[at : at + len(body)].copy_(body)
+                    room[at : at + len(body)].copy_(body)
                     at += len(body)
-                self._add(message, at, round)
+                self._add(message.peer, room[:at])
         return self._outgoing
 
     def incoming(self, round: int) -> Mail:
@@ -227,17 +227,17 @@ class Delta:
                     f"delta: rank {message.peer} sends what changed in refit {refit} since refit {base}, but this is refit"
                     f" {self._bases.refit} here and the base is {self._base or 'lost'}: a refit before this one has failed"
                 )
-            at = message.starts[0]
+            room, at = self._receives.room(message, round), 0
             for item, code in zip(message.items, codes, strict=True):
                 if not base and code % _MODES != FULL:
                     raise RefitError(f"delta: rank {message.peer} sends changes without a base")
                 size = encoded_bytes(code, self._receives.numels[item], self._receives.dtypes[item].itemsize)
-                self._codes[item], self._bodies[item] = code, self._receives.staging(round)[at : at + size]
+                self._codes[item], self._bodies[item] = code, room[at : at + size]
                 at += size
             if at > message.starts[-1]:
                 raise RefitError(f"delta: rank {message.peer} announces more bytes than its items have")
-            if at > message.starts[0]:
-                mail.append((message.peer, self._receives.staging(round)[message.starts[0] : at]))
+            if at:
+                mail.append((message.peer, room[:at]))
         return mail
 
     def apply(self, round: int) -> None:

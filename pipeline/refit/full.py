@@ -9,7 +9,8 @@ from pipeline.refit.transfer import Clock, Mail
 
 
 class Full:
-    """Nothing is copied that lies in one piece at that end: it is sent from, or received into, the tensor itself."""
+    """Nothing is copied that lies in one piece at that end: it is sent from, or received into, the tensor itself. What both
+    ends map is copied into that memory and out of it."""
 
     def __init__(self, sends: Sends, receives: Receives, clock: Clock):
         self._sends = sends
@@ -36,7 +37,8 @@ class Full:
         """[bytes] uint8"""
         sends = self._sends
         values = [self._values(item) for item in message.items[first:last]]
-        if last - first == 1 and sends.in_one_piece(message.items[first], values[0]):
+        alone = last - first == 1 and message.peer not in sends.near
+        if alone and sends.in_one_piece(message.items[first], values[0]):
             part = values[0].view(-1).view(torch.uint8)
         else:
             for i, value in enumerate(values):
@@ -56,7 +58,8 @@ class Full:
         receives, mail = self._receives, []
         for message in receives.messages[round]:
             for first, last in message.parts:
-                target = self._target(message, first) if last - first == 1 else None
+                alone = last - first == 1 and message.peer not in receives.near
+                target = self._target(message, first) if alone else None
                 if target is not None:
                     self._landed[message.items[first]] = target
                     self._written.add(message.items[first])

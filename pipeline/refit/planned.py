@@ -19,6 +19,7 @@ from pipeline.generate.base import WeightUpdate
 from pipeline.refit.base import NOTHING, Report
 from pipeline.refit.delta import Bases, Delta
 from pipeline.refit.full import Full
+from pipeline.refit.shared_memory import share_staging
 from pipeline.refit.sides import Receives, Sends
 from pipeline.refit.tables import RankPlan
 from pipeline.refit.transfer import Clock, Wire, run
@@ -27,12 +28,14 @@ from pipeline.world import World
 
 
 class PlannedRefit:
-    def __init__(self, world: World, config: RefitConfig, precision: torch.dtype, transport: str):
-        """precision: the policy's. transport: "planned", or "delta": only what changed since the last refit."""
+    def __init__(self, world: World, config: RefitConfig, precision: torch.dtype, transport: str, ipc: bool = False):
+        """precision: the policy's. transport: "planned", or "delta": only what changed since the last refit. ipc: receivers map
+        the staging of senders on their node, where they can, and read it there."""
         self._world = world
         self._config = config
         self._precision = precision
         self._transport = transport
+        self._ipc = ipc
         self._plan: RankPlan
         self._bases: Bases
         self._sends: Sends
@@ -45,8 +48,11 @@ class PlannedRefit:
         self._bases = Bases()
         self._sends = Sends(plan, *settings)
         self._receives = Receives(plan, units or (), *settings)
-        self._sends.allocate(1 if self._sends.relays else 2)
-        self._receives.allocate(2)
+        if self._ipc:
+            share_staging(self._world, self._sends, self._receives)
+        else:
+            self._sends.allocate(1 if self._sends.relays else 2)
+            self._receives.allocate(2)
 
     def send(self, backend: TrainBackend) -> Report:
         self._sends.bind(backend)
@@ -63,7 +69,7 @@ class PlannedRefit:
             if side.digest:
                 side.digest.clear()
         clock = Clock(self._world.device)
-        wire = Wire(self._world)
+        wire = Wire(self._world, self._sends.near, self._receives.near)
         if self._transport == "delta":
             run(self._world, wire, self._plan, Delta(wire, *sides, self._bases, clock), clock)
         else:

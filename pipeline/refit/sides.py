@@ -2,7 +2,8 @@
 
 A message is all items of one round from one rank to another, in the order of the plan. It travels in parts: an item of
 `DIRECT` bytes or more is a part of its own, so that each end may leave out its staging where the item lies in one piece in the
-wire's type; smaller ones that follow each other share a part. Items begin at multiples of `ALIGNMENT` bytes.
+wire's type; smaller ones that follow each other share a part. Items begin at multiples of `ALIGNMENT` bytes. Where both ends
+map the sender's staging (`pipeline/refit/shared_memory.py`), the sender stages all items and the receiver reads them there.
 
 All of this is computed once. Per item and refit there remain a view, a copy and a sum.
 """
@@ -10,7 +11,7 @@ All of this is computed once. Per item and refit there remain a view, a copy and
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +33,9 @@ class Message(NamedTuple):
 
     peer: int
     items: list[int]  # rows of the rank's `Items`
-    starts: list[int]  # bytes into the round's staging: where each item begins, and where the message ends
+    starts: list[int]  # bytes into the message: where each item begins, and where the message ends
     parts: list[tuple[int, int]]  # places in `items`: the first of a part, and the one behind its last
+    at: int  # bytes into the round's staging, or into the peer's memory where this rank reads it there
 
 
 class Side:
@@ -60,28 +62,45 @@ class Side:
         self.sizes = [numel * dtype.itemsize for numel, dtype in zip(self.numels, self.dtypes, strict=True)]
         self.messages = _messages(items, self.sizes, rounds)
         self.digest = Digest(items, dims, self.dtypes, device) if digest else None
+        self.near: Collection[int] = ()  # ranks whose messages, from here or to here, lie in memory that both ends map
         self._device = device
         self._staging: list[torch.Tensor] = []
 
-    def allocate(self, buffers: int) -> None:
-        """Memory for as many rounds at a time. Kept from one refit to the next."""
-        if not self._staging:
-            size = max((messages[-1].starts[-1] for messages in self.messages if messages), default=0)
-            self._staging = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(buffers)]
+    @property
+    def peers(self) -> list[int]:
+        """Return the ranks at the other ends."""
+        return np.unique(self.items.peer).tolist()
 
-    def staging(self, round: int) -> torch.Tensor:
-        """[bytes] uint8"""
-        return self._staging[round % len(self._staging)]
+    @property
+    def round_bytes(self) -> int:
+        """Return the bytes that this rank stages of the largest round."""
+        staged = ([message for message in messages if self.stages(message)] for messages in self.messages)
+        return max((messages[-1].at + messages[-1].starts[-1] for messages in staged if messages), default=0)
+
+    def stages(self, message: Message) -> bool:
+        """Return whether the message has a place in this rank's own staging."""
+        return True
+
+    def allocate(self, buffers: int, memory: torch.Tensor | None = None) -> None:
+        """Take memory for as many rounds at a time, kept from one refit to the next. memory: [buffers * round_bytes] uint8."""
+        size = self.round_bytes
+        if memory is None:
+            memory = torch.empty(buffers * size, dtype=torch.uint8, device=self._device)
+        self._staging = list(memory.view(buffers, size))
+
+    def room(self, message: Message, round: int) -> torch.Tensor:
+        """Return the memory in which a message is packed, or received, [bytes] uint8."""
+        return self._staging[round % len(self._staging)][message.at : message.at + message.starts[-1]]
 
     def staged(self, message: Message, place: int, round: int) -> torch.Tensor:
         """The staging of an item, [numel] of the wire's type."""
         start, item = message.starts[place], message.items[place]
-        return self.staging(round)[start : start + self.sizes[item]].view(self.dtypes[item])
+        return self.room(message, round)[start : start + self.sizes[item]].view(self.dtypes[item])
 
     def part(self, message: Message, first: int, last: int, round: int) -> torch.Tensor:
         """The staging of a part, [bytes] uint8."""
         end = message.starts[last - 1] + self.sizes[message.items[last - 1]]
-        return self.staging(round)[message.starts[first] : end]
+        return self.room(message, round)[message.starts[first] : end]
 
     def _view(self, tensor: torch.Tensor, item: int) -> torch.Tensor:
         return tensor.as_strided(self.shapes[item], self.strides[item], tensor.storage_offset() + self._offsets[item])
@@ -116,6 +135,15 @@ class Sends(Side):
         """For one refit."""
         self._local = functools.cache(backend.local)
 
+    def places(self) -> dict[int, list[int]]:
+        """Return, by receiver, the bytes into the whole staging at which its message of each round begins; -1: it has none."""
+        found = {peer: [-1] * len(self.messages) for peer in self.peers}
+        for round, messages in enumerate(self.messages):
+            start = round % len(self._staging) * len(self._staging[0])
+            for message in messages:
+                found[message.peer][round] = start + message.at
+        return found
+
     def view(self, item: int) -> torch.Tensor:
         """The item where it lies in this rank's tensors, in its shape on disk. Only where the rank does not relay it."""
         return self._view(self._local(self.regions[item].tensor), item)
@@ -133,6 +161,29 @@ class Receives(Side):
         for unit in plan.order.tolist():
             self._finished[int(plan.finish_round[unit])].append(names[unit])
         self._update: WeightUpdate
+        self._memories: dict[int, torch.Tensor] = {}
+
+    def read_from(self, memories: Mapping[int, tuple[torch.Tensor, Sequence[int]]]) -> None:
+        """Read what these ranks send where they stage it. Called before `allocate`. memories: of each rank its staging, [bytes]
+        uint8, and this rank's part of its `Sends.places`."""
+        self.near = frozenset(memories)
+        self._memories = {peer: memory for peer, (memory, _) in memories.items()}
+        for round, messages in enumerate(self.messages):
+            end = 0
+            for i, message in enumerate(messages):
+                if message.peer in memories:
+                    messages[i] = message._replace(at=memories[message.peer][1][round])
+                else:
+                    messages[i] = message._replace(at=end)
+                    end += message.starts[-1]
+
+    def stages(self, message: Message) -> bool:
+        return message.peer not in self._memories
+
+    def room(self, message: Message, round: int) -> torch.Tensor:
+        if self.stages(message):
+            return super().room(message, round)
+        return self._memories[message.peer][message.at : message.at + message.starts[-1]]
 
     def bind(self, update: WeightUpdate) -> None:
         """For one refit."""
@@ -177,7 +228,8 @@ def _messages(items: Items, sizes: Sequence[int], rounds: int) -> list[list[Mess
     cuts = np.flatnonzero((ends[1:] != ends[:-1]).any(axis=1)) + 1
     for members in np.split(order, cuts) if len(order) else ():
         round, peer = int(items.round[members[0]]), int(items.peer[members[0]])
-        message = Message(peer, members.tolist(), [found[round][-1].starts[-1] if found[round] else 0], [])
+        before = found[round][-1] if found[round] else None
+        message = Message(peer, members.tolist(), [0], [], before.at + before.starts[-1] if before else 0)
         apart = True  # the next item begins a part
         for place, item in enumerate(message.items):
             message.starts.append(message.starts[-1] + padded(sizes[item]))

@@ -88,9 +88,12 @@ class Loads:
     def received(self) -> np.ndarray:
         return self.nic_in + self.node_in
 
-    def staging(self) -> np.ndarray:
+    def staging(self, ipc: bool = False) -> np.ndarray:
         """[ranks] bytes that each rank stages: two of its largest rounds each way, but one of sends where it relays, since it
-        then packs no earlier than it posts (`pipeline/refit/planned.py`)."""
+        then packs no earlier than it posts (`pipeline/refit/planned.py`). ipc: what comes from its node is read where the
+        sender stages it, and a sender stages two rounds even if it relays (`pipeline/refit/shared_memory.py`)."""
+        if ipc:
+            return 2 * (self.sent.max(0, initial=0) + self.nic_in.max(0, initial=0))
         return self.sent.max(0, initial=0) * np.where(self.relays, 1, 2) + 2 * self.received.max(0, initial=0)
 
 

@@ -6,6 +6,11 @@ must first have it, so it waits before it posts; everybody else posts first, and
 messages apart from other mail over the spanning group, and from each other: what is lost leaves its receiver waiting for it by
 name, and is never taken for the next message.
 
+Between ranks that both map the sender's staging (`pipeline/refit/shared_memory.py`) a round is not sent: a notice says that it
+is packed, the receiver reads it where it lies, and a receipt says that it is read. A sender that has two rounds' staging waits
+for the receipts of round r - 2 before it packs round r. A receiver applies and acknowledges a round before it waits for
+receipts of its own, so ranks that relay in a ring never wait for each other in a circle.
+
 Left out: what the messages hold (an `Encoding`: `pipeline/refit/full.py`, `pipeline/refit/delta.py`), and timeouts, which are
 the watchdog's: it names the phase, which says whom the rank waits for.
 """
@@ -14,7 +19,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +31,7 @@ from pipeline.refit.tables import RankPlan
 from pipeline.world import World
 
 TAG = 1  # the first; other mail over the spanning group has 0
+RECEIPT = 1 << 30  # the first of receipts, which go the other way than what they are for
 
 Mail = list[tuple[int, torch.Tensor]]
 """(the other end's global rank, contiguous uint8), in the order in which both ends post them."""
@@ -84,34 +91,80 @@ class Posted:
     """Messages on their way, and what they are received into, where that is not where they belong."""
 
     works: list[dist.Work]
-    out: Mail  # in the carrier's memory, which must live until they are sent
+    held: Mail  # in the carrier's memory, which must live until they are sent or received
     landed: list[tuple[torch.Tensor, torch.Tensor]]  # (where it belongs, where it is received)
+    sources: list[int] = field(default_factory=list)  # ranks in whose memory the rest lies
+    receipts: list[dist.Work] = field(default_factory=list)  # of ranks that read in this rank's memory
 
 
 class Wire:
     """Posts, waits, and counts bytes, of one refit. What the group cannot carry from where it lies goes through the carrier's
     memory: with ranks that share a GPU through page-locked host memory, which torch keeps for the next message."""
 
-    def __init__(self, world: World):
+    def __init__(self, world: World, readers: Collection[int] = (), sources: Collection[int] = ()):
+        """readers: ranks that map what this rank stages. sources: ranks of which this rank maps what they stage."""
         self.device = world.device
         self.sent = self.received = 0
         self._world = world
+        self._readers, self._sources = readers, sources
         self._to: Counter[int] = Counter()  # messages so far, by their other end
         self._from: Counter[int] = Counter()
+        self._receipts_to: Counter[int] = Counter()
+        self._receipts_from: Counter[int] = Counter()
+        self._acknowledged = Posted([], [], [])
 
     def post(self, out: Mail, into: Mail) -> Posted:
+        """Send and receive over the group."""
+        self._count(out, into)
+        return self._post(out, into)
+
+    def post_round(self, out: Mail, into: Mail) -> Posted:
+        """Send and receive what a round packs: over the group, or by a notice where both ends map it."""
+        self._count(out, into)
+        readers = list(dict.fromkeys(peer for peer, _ in out if peer in self._readers))
+        sources = list(dict.fromkeys(peer for peer, _ in into if peer in self._sources))
+        if readers:
+            self._settle()  # it is packed before they are told
+        posted = self._post(
+            [(peer, tensor) for peer, tensor in out if peer not in self._readers] + self._notices(readers),
+            [(peer, tensor) for peer, tensor in into if peer not in self._sources] + self._notices(sources),
+        )
+        receipts = self._notices(readers)
+        posted.held.extend(receipts)
+        posted.sources.extend(sources)
+        posted.receipts.extend(post(self._world, [], _tagged(receipts, self._receipts_from, RECEIPT)))
+        return posted
+
+    def acknowledge(self, posted: Posted) -> None:
+        """Tell the ranks in whose memory a round lay that it is read."""
+        if posted.sources:
+            self._settle()
+            receipts = self._notices(posted.sources)
+            self._acknowledged.held.extend(receipts)
+            self._acknowledged.works.extend(post(self._world, _tagged(receipts, self._receipts_to, RECEIPT), []))
+
+    def close(self) -> None:
+        """Wait until the last receipts are sent."""
+        self.wait(self._acknowledged)
+
+    def _notices(self, peers: list[int]) -> Mail:
+        return [(peer, torch.zeros(1, dtype=torch.uint8, device=self._world.carrier)) for peer in peers]
+
+    def _count(self, out: Mail, into: Mail) -> None:
         self.sent += sum(tensor.numel() for _, tensor in out)
         self.received += sum(tensor.numel() for _, tensor in into)
+
+    def _post(self, out: Mail, into: Mail) -> Posted:
         carried = [(peer, self._carried(tensor)) for peer, tensor in out]
         landing = [(peer, self._carried(tensor)) for peer, tensor in into]
         for (_, at), (_, tensor) in zip(carried, out, strict=True):
             if at is not tensor:
                 at.copy_(tensor, non_blocking=True)
-        if out and carried[0][1] is not out[0][1]:
+        if any(at is not tensor for (_, at), (_, tensor) in zip(carried, out, strict=True)):
             self._settle()  # the copies are made before gloo reads them
         works = post(self._world, _tagged(carried, self._to), _tagged(landing, self._from))
         pairs = ((tensor, at) for (_, tensor), (_, at) in zip(into, landing, strict=True))
-        return Posted(works, carried, [(tensor, at) for tensor, at in pairs if at is not tensor])
+        return Posted(works, carried + landing, [(tensor, at) for tensor, at in pairs if at is not tensor])
 
     def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory of the tensor's size from which the group carries: its own where that will do."""
@@ -133,11 +186,11 @@ class Wire:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def _tagged(mail: Mail, so_far: Counter[int]) -> Tagged:
+def _tagged(mail: Mail, so_far: Counter[int], first: int = TAG) -> Tagged:
     """Both ends count the messages between them in the same order."""
     tagged = []
     for peer, tensor in mail:
-        tagged.append((peer, tensor, TAG + so_far[peer]))
+        tagged.append((peer, tensor, first + so_far[peer]))
         so_far[peer] += 1
     return tagged
 
@@ -162,12 +215,26 @@ def run(world: World, wire: Wire, plan: RankPlan, encoding: Encoding, clock: Clo
     """All rounds of one rank."""
     relays = bool((plan.sends.source >= 0).any())
     phases = _phases(plan)
-    under_way = Posted([], [], [])
+    under_way: dict[int, Posted] = {}
 
     def wait(round: int) -> None:
         with world.phase(phases[round]):
-            wire.wait(under_way)
+            wire.wait(under_way[round])
         clock.lap("wire")
+
+    def apply(round: int) -> None:
+        encoding.apply(round)
+        wire.acknowledge(under_way[round])
+        clock.lap("wire")
+
+    def reclaim(round: int) -> None:
+        """Wait until the staging of a round may be written to again."""
+        posted = under_way.pop(round, None)
+        if posted and posted.receipts:
+            with world.phase(phases[round]):
+                for work in posted.receipts:
+                    work.wait()
+            clock.lap("wire")
 
     encoding.pack(0)
     for round in range(plan.rounds):
@@ -175,19 +242,25 @@ def run(world: World, wire: Wire, plan: RankPlan, encoding: Encoding, clock: Clo
             into = encoding.incoming(round)
         if relays and round:
             wait(round - 1)
+            reclaim(round - 2)
         out = encoding.outgoing(round)
         clock.lap("pack")
-        posted = wire.post(out, into)
+        under_way[round] = wire.post_round(out, into)
         clock.lap("wire")  # gloo sends in this thread what it can
         if round and not relays:
             wait(round - 1)
-        under_way = posted
         if round:
-            encoding.apply(round - 1)
+            apply(round - 1)
         if round + 1 < plan.rounds:
+            if not relays:
+                reclaim(round - 1)
             encoding.pack(round + 1)
     wait(plan.rounds - 1)
-    encoding.apply(plan.rounds - 1)
+    apply(plan.rounds - 1)
+    for round in sorted(under_way):
+        reclaim(round)
+    with world.phase(phases[-1]):
+        wire.close()
 
 
 def _phases(plan: RankPlan) -> list[str]:

@@ -1,4 +1,5 @@
-"""The refit between processes of this machine: planned against broadcast and against bare gloo, and the bytes of a delta.
+"""The refit between processes of this machine: planned against broadcast and against bare gloo, by wire and through memory that
+both ends map, and the bytes of a delta.
 
     refit_transfer.main()      runs it all and prints the tables
 
@@ -42,6 +43,7 @@ TURNS = 9
 WARM_UP = 2
 CHANGED = (0.01, 0.05, 0.5)
 BARE, BROADCAST, PLANNED, UNPROVEN = "bare gloo", "broadcast", "planned", "planned, no digest"
+MAPPED, UNPROVEN_MAPPED = "planned, ipc", "planned, ipc, no digest"  # policy.generation.colocated.refit
 
 
 def llama() -> Model:
@@ -167,11 +169,12 @@ def take_turns(world: World, folder: Path, argument: None) -> None:
         for held in own.regions:
             own.local(held.name).normal_(generator=rng)
 
-    def refit(transport: str, digest: bool) -> Callable[[], Report]:
-        return functools.partial(refit_once, world, ranks.prepared(world, own, PRECISION, transport, plan, digest), own)
+    def refit(transport: str, digest: bool, ipc: bool = False) -> Callable[[], Report]:
+        return functools.partial(refit_once, world, ranks.prepared(world, own, PRECISION, transport, plan, digest, ipc), own)
 
     contenders = {BARE: Bare(world, plan), BROADCAST: Broadcast(world, model, own)}
     contenders |= {PLANNED: refit("planned", True), UNPROVEN: refit("planned", False)}
+    contenders |= {MAPPED: refit("planned", True, ipc=True), UNPROVEN_MAPPED: refit("planned", False, ipc=True)}
     changes = {delta(share): (share, refit("delta", True)) for share in CHANGED}
     turns: dict[str, list[Turn]] = {name: [] for name in (*contenders, *changes)}
     for _ in range(WARM_UP + TURNS):
@@ -220,6 +223,8 @@ def main() -> None:
         ("broadcast / planned", BROADCAST, PLANNED),
         ("bare gloo / planned", BARE, PLANNED),
         ("bare gloo / planned, no digest", BARE, UNPROVEN),
+        ("planned / planned, ipc", PLANNED, MAPPED),
+        ("the same without a digest", UNPROVEN, UNPROVEN_MAPPED),
         *((f"{delta(share)} / planned", delta(share), PLANNED) for share in CHANGED),
     ):
         wall, cpu = (median(first[one], part) / median(first[other], part) for part in ("wall", "cpu"))

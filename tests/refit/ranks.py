@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -80,6 +81,7 @@ class World:
     refit: dist.ProcessGroup | None  # rank 0 and the generate ranks
     carrier: torch.device | None = None  # None: the device
     phases: list[str] = field(default_factory=list)
+    place: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(node="one"))
 
     def __post_init__(self):
         self.carrier = self.carrier or self.device
@@ -90,37 +92,39 @@ class World:
         yield
 
 
-def run(work, folder: Path, argument=None, cuda: bool = False) -> None:
-    """`work(world, folder, argument)` on four ranks. Raises what any of them raised first."""
+def run(work, folder: Path, argument=None, cuda: str = "") -> None:
+    """`work(world, folder, argument)` on four ranks. Raises what any of them raised first. cuda: "apart", a GPU for each rank
+    and NCCL; "shared", what GPUs there are and gloo."""
     _start(work, folder, argument, cuda).join()
 
 
 def run_to_the_end(work, folder: Path, argument) -> None:
     """The same, but whatever becomes of one rank, the others go on until they are done or hear of it."""
-    for process in _start(work, folder, argument, False, timeout_s=5).processes:
+    for process in _start(work, folder, argument, "", timeout_s=5).processes:
         process.join()
 
 
-def _start(work, folder: Path, argument, cuda: bool, timeout_s: int = 60) -> mp.ProcessContext:
+def _start(work, folder: Path, argument, cuda: str, timeout_s: int = 60) -> mp.ProcessContext:
     arguments = (work, folder, argument, cuda, timeout_s)
     if cuda:
         return mp.start_processes(_process, arguments, nprocs=4, start_method="spawn", join=False)
     return fork_server.start(_process, arguments, 4)
 
 
-def _process(rank: int, work, folder: Path, argument, cuda: bool, timeout_s: int) -> None:
+def _process(rank: int, work, folder: Path, argument, cuda: str, timeout_s: int) -> None:
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if cuda == "apart" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, init_method=f"file://{folder / 'store'}", rank=rank, world_size=4, timeout=timeout)
     spanning = dist.group.WORLD
     realms = [dist.new_group(ranks, timeout=timeout) for ranks in (TRAIN, GENERATE)]
     refit = dist.new_group((0, *GENERATE), timeout=timeout)
     own = dist.group.WORLD = realms[rank in GENERATE]  # as in a run
-    work(World(rank, device, spanning, own, refit if rank != 1 else None), folder, argument)
+    carrier = torch.device("cpu") if cuda == "shared" else device
+    work(World(rank, device, spanning, own, refit if rank != 1 else None, carrier), folder, argument)
     dist.barrier(group=spanning)
     dist.group.WORLD = spanning
     dist.destroy_process_group()
@@ -265,9 +269,15 @@ def planned(
 
 
 def prepared(
-    world: World, backend: Train | Generate, precision: torch.dtype, transport: str, plan: Plan, digest: bool = True
+    world: World,
+    backend: Train | Generate,
+    precision: torch.dtype,
+    transport: str,
+    plan: Plan,
+    digest: bool = True,
+    ipc: bool = False,
 ) -> PlannedRefit:
-    refit = PlannedRefit(world, RefitConfig(digest=digest), precision, transport)
+    refit = PlannedRefit(world, RefitConfig(digest=digest), precision, transport, ipc)
     units = backend.units if isinstance(backend, Generate) else None
     refit.prepare(backend.regions, units, plan.ranks[world.rank])
     return refit

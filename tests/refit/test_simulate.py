@@ -132,8 +132,14 @@ def test_items_of_one_round_and_pair_are_one_message():
 
 
 def test_staging_is_two_rounds_each_way_and_one_of_relays():
-    staged = loads(messages((0, 0, 1, 3), (1, 0, 1, 5), (1, 1, 2, 3, True), (2, 0, 1, 4)), apart(3)).staging()
-    assert staged.tolist() == [2 * 5, 2 * 5 + 3, 2 * 3]
+    rows = messages((0, 0, 1, 3), (1, 0, 1, 5), (1, 1, 2, 3, True), (2, 0, 1, 4))
+    assert loads(rows, apart(3)).staging().tolist() == [2 * 5, 2 * 5 + 3, 2 * 3]
+
+
+def test_staging_with_ipc_is_two_rounds_that_are_sent_and_two_that_come_from_other_nodes():
+    rows = messages((0, 0, 1, 3), (1, 0, 1, 5), (1, 1, 2, 3, True), (2, 0, 1, 4))
+    for nodes, expected in (((0, 0, 0), [2 * 5, 2 * 3, 0]), ((0, 0, 1), [2 * 5, 2 * 3, 2 * 3])):
+        assert loads(rows, np.array(nodes)).staging(ipc=True).tolist() == expected
 
 
 def test_no_plan_beats_the_floor():

@@ -74,7 +74,7 @@ def test_what_the_group_cannot_carry_goes_through_memory_that_it_can(transport, 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="four ranks need a GPU each")
 @pytest.mark.parametrize("transport", ["planned", "delta"])
 def test_the_same_over_nccl(transport, tmp_path):
-    ranks.run(transfers, tmp_path, transport, cuda=True)
+    ranks.run(transfers, tmp_path, transport, cuda="apart")
 
 
 # ---- faults -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from pipeline import algorithms, config, generate
+from pipeline import algorithms, config, generate, main
 from pipeline.roles import GenerateRole, TrainRole
 from pipeline.world import Place, Realms, World
 
@@ -48,6 +48,20 @@ def test_an_engine_sleeps_only_after_it_has_its_layout(transport, tmp_path, monk
         assert role._backend._layout is None
     else:
         assert role._regions() == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("keys", "by_ipc"),
+    [((), True), (("policy.generation.colocated.refit=host",), False), (("policy.generation.colocated.enabled=false",), False)],
+)
+def test_a_refit_goes_by_ipc_where_ranks_share_gpus(keys, by_ipc, tmp_path):
+    recipe = config.load("tiny_grpo", [f"run_dir={tmp_path}", "policy.generation.colocated.enabled=true", *keys])
+    assert main._refit(recipe, world(0, tmp_path))._ipc == by_ipc
+
+
+def test_what_a_refit_goes_through_is_chosen_by_name(tmp_path):
+    with pytest.raises(config.RecipeError, match=r"colocated\.refit: 'nvlink' is not one of: ipc, host"):
+        config.load("tiny_grpo", [f"run_dir={tmp_path}", "policy.generation.colocated.refit=nvlink"])
 
 
 def test_a_trainer_that_leaves_takes_the_steps_batches_along(tmp_path):

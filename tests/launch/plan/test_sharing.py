@@ -9,6 +9,8 @@ from pipeline import config
 from pipeline.config import hardware
 
 SHARED = ("policy.generation.colocated.enabled=true",)
+BY_HOST = ("policy.generation.colocated.refit=host",)
+BROADCAST = ("policy.generation.refit_transport=broadcast",)
 GIGA = 1e9
 
 
@@ -52,8 +54,10 @@ def test_a_step_pays_for_the_moves_and_for_half_the_gpus():
     moved = found.train.parts["weights"] + found.train.parts["optimizer"]
     assert found.seconds["train"] == pytest.approx(apart.seconds["train"] + moved / rate)
     weights = found.generate.parts["weights"]
+    assert found.seconds["refit"] == pytest.approx(moved / rate + weights / (sharing.IPC_GB_PER_S * GIGA))
     expected = moved / rate + 2 * weights / rate + weights / (sharing.GLOO_GB_PER_S * GIGA)
-    assert found.seconds["refit"] == pytest.approx(expected)
+    for keys in (BY_HOST, BROADCAST):
+        assert made(*SHARED, *keys).seconds["refit"] == pytest.approx(expected)
     assert not split.movable(found.recipe) and found.split is None
 
 
@@ -70,18 +74,32 @@ def test_all_that_travels_stays_on_its_node():
     assert all(names[rank] == names[16 + rank] for rank in range(16))
 
 
-@pytest.mark.parametrize("trainer", ["dtensor_cfg", "megatron_cfg"])
-def test_between_nodes_it_goes_over_tcp(trainer):
-    """Each of 16 ranks of FSDP2 has a sixteenth; with Megatron-Core each rank has it all."""
+def test_what_is_read_where_it_lies_is_staged_once():
+    """Of three rounds an engine's rank that passes on keeps its own two; between nodes two more come by the wire."""
     nodes = ("cluster.train.nodes=2", "cluster.generate.nodes=2")
+    by_host, by_ipc, across = (made(*SHARED, *keys).generate for keys in (BY_HOST, (), nodes))
+    bucket = made().recipe.policy.generation.refit_cfg.bucket_bytes
+    assert by_host.parts["buffers"] - by_ipc.parts["buffers"] == bucket
+    assert across.parts["buffers"] - by_ipc.parts["buffers"] == 2 * bucket
+
+
+@pytest.mark.parametrize("by", ["ipc", "host"])
+@pytest.mark.parametrize("trainer", ["dtensor_cfg", "megatron_cfg"])
+def test_between_nodes_it_goes_over_tcp(trainer, by):
+    """Each of 16 ranks of FSDP2 has a sixteenth; with Megatron-Core each rank has it all."""
+    nodes = ("cluster.train.nodes=2", "cluster.generate.nodes=2", f"policy.generation.colocated.refit={by}")
     found = made(*SHARED, *nodes, "policy.dtensor_cfg.enabled=false", f"policy.{trainer}.enabled=true")
     parts = {phase.name: phase.parts for phase in found.phases}["weights to the engines"]
     weights = found.generate.parts["weights"]
-    near = parts["gloo"] * sharing.GLOO_GB_PER_S * GIGA
+    name, rate = ("CUDA IPC", sharing.IPC_GB_PER_S) if by == "ipc" else ("gloo", sharing.GLOO_GB_PER_S)
+    near = parts[name] * rate * GIGA
     far = parts.get("gloo between nodes", 0.0) * sharing.TCP_GB_PER_S * GIGA
     assert near + far / 8 == pytest.approx(weights)
     assert far == (pytest.approx(0.5 * weights, rel=0.01) if trainer == "dtensor_cfg" else 0.0)  # once to a node
     unknown = sharing.refit(found.recipe, weights, None).parts  # taken to be as FSDP2
+    copied = 2 * (far / 8 if by == "ipc" else weights)
+    link = sharing.PAGE_LOCKED * GIGA * hardware.gpu("h100").host_gb_per_s
+    assert parts.get("to and from the host", 0.0) == pytest.approx(copied / link)
     assert unknown["gloo between nodes"] == 0.5 * weights / (sharing.TCP_GB_PER_S * GIGA)
     assert "GLOO_SOCKET_IFNAME" in sharing.assumed(found.recipe) and "GLOO" not in sharing.assumed(made(*SHARED).recipe)
 
@@ -103,6 +121,7 @@ def test_what_does_not_fit_in_turn_is_told_with_what_helps():
     assert not full.fits
     assert any("in the rollout" in text and "and has 80" in text for text in full.warnings())
     text = " ".join(report.text(made(*SHARED)).split())
-    for part in ("the same GPUs in turn", "a GPU holds in rollout", "through host memory", "ranks that share a GPU:"):
+    for part in ("the same GPUs in turn", "a GPU holds in rollout", "by CUDA IPC", "ranks that share a GPU:"):
         assert part in text, part
+    assert "through host memory" in " ".join(report.text(made(*SHARED, *BY_HOST)).split())
     assert "fits, by these estimates" in text

@@ -1,0 +1,166 @@
+"""Staging that ranks of one node share: the sender packs into its own memory, and the receivers map that and read it there.
+
+On GPUs it is memory of the sender's device, which the others open by CUDA IPC: the ranks that share this GPU, and those on
+other GPUs of the node, over NVLink or PCIe. On a CPU it is an anonymous file (memfd), which another process opens through the
+/proc of the one that made it. Such a file has no name that could be left behind in /dev/shm, and is not bound by the size of
+that; it goes with the last process that maps it, however that ends. The ranks find out once, when they get their plan, who can
+map what. A pair that cannot, as on two nodes or in containers that hide their processes from each other, uses the group.
+
+Who may write and who may read when is up to `pipeline/refit/transfer.py`.
+
+Left out: the file of reference counters, 80 kB in /dev/shm, that torch makes where it shares CUDA memory. torch removes it
+when the sender ends by itself, not when the sender is killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import msgspec
+import torch
+
+from pipeline.refit.sides import Receives, Sends
+from pipeline.refit.transfer import post
+from pipeline.world import World
+
+BUFFERS = 2  # rounds that a sender stages at a time
+_EXPANDABLE = "expandable_segments"
+_ELSEWHERE = "it is on another node"
+
+
+class Handle(msgspec.Struct):
+    """How another process maps a rank's memory."""
+
+    node: str
+    size: int  # bytes
+    file: tuple[int, int, int, int] | None = None  # process, descriptor; the file's device and inode, which prove that it is it
+    cuda: tuple[bytes, int, int, bytes, int, bytes] | None = None  # as torch shares a storage, without device and event's state
+    problem: str = ""  # why there is neither
+
+
+class Offer(msgspec.Struct):
+    """What a sender tells a receiver."""
+
+    handle: Handle
+    places: list[int]  # the receiver's, of `Sends.places`
+
+
+def share_staging(world: World, sends: Sends, receives: Receives) -> None:
+    """Give both sides their memory, shared with all peers that can map it. Every rank of a plan calls this at the same time."""
+    memory, handle, descriptor = _shareable(BUFFERS * sends.round_bytes, world.device, world.place.node)
+    sends.allocate(BUFFERS, memory)
+    offers = {peer: msgspec.msgpack.encode(Offer(handle, places)) for peer, places in sends.places().items()}
+    with world.phase(f"share memory with ranks {_listed(sends.peers + receives.peers)}"):
+        memories, answers = {}, {}
+        for peer, body in _exchange(world, offers, receives.peers).items():
+            offer = msgspec.msgpack.decode(body, type=Offer)
+            try:
+                memories[peer] = (_mapped(offer.handle, world.device, world.place.node), offer.places)
+                answers[peer] = b""
+            except (OSError, RuntimeError) as error:  # they send each other messages instead
+                answers[peer] = str(error).encode()
+        problems = _exchange(world, answers, sends.peers)
+    if descriptor is not None:
+        os.close(descriptor)
+    sends.near = frozenset(peer for peer, problem in problems.items() if not problem)
+    receives.read_from(memories)
+    receives.allocate(BUFFERS)
+    _tell(world, {peer: problem.decode() for peer, problem in problems.items()})
+
+
+def _tell(world: World, problems: Mapping[int, str]) -> None:
+    """Name what goes over the group although it stays on this node."""
+    near = {peer: problem for peer, problem in problems.items() if problem and problem != _ELSEWHERE}
+    if near:
+        print(
+            f"refit: rank {world.rank} sends to ranks {_listed(near)} of its node through host memory"
+            f" (policy.generation.colocated.refit=host), as they cannot map its memory: {next(iter(near.values()))}",
+            flush=True,
+        )
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------------
+
+
+def _shareable(size: int, device: torch.device, node: str) -> tuple[torch.Tensor, Handle, int | None]:
+    """Allocate memory that others can map. Return it, [size] uint8, its handle, and the descriptor to close once they have. If
+    it cannot be shared, it is plain memory and the handle says why."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8, device=device), Handle(node, 0, problem="nothing is sent"), None
+    try:
+        if device.type == "cuda":
+            with _inexpandable():
+                memory = torch.empty(size, dtype=torch.uint8, device=device)
+            _, *shared, _ = memory.untyped_storage()._share_cuda_()
+            return memory, Handle(node, size, cuda=tuple(shared)), None
+        descriptor = os.memfd_create("refit")
+        os.ftruncate(descriptor, size)
+        memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        about = os.fstat(descriptor)
+        return memory, Handle(node, size, file=(os.getpid(), descriptor, about.st_dev, about.st_ino)), descriptor
+    except (OSError, RuntimeError) as error:
+        return torch.empty(size, dtype=torch.uint8, device=device), Handle(node, size, problem=str(error)), None
+
+
+def _mapped(handle: Handle, device: torch.device, node: str) -> torch.Tensor:
+    """Map another rank's memory, [size] uint8. Raises OSError or RuntimeError if that cannot be done here."""
+    if handle.node != node:
+        raise OSError(_ELSEWHERE)
+    if handle.cuda and device.type == "cuda":
+        # CUDA maps memory of any GPU of the node that this rank's own device can reach, even if CUDA_VISIBLE_DEVICES hides it,
+        # so the device's number here is not the sender's. No event is waited for: a round is read after a notice of it.
+        storage = torch.UntypedStorage._new_shared_cuda(device.index, *handle.cuda, False)
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    if handle.file and device.type == "cpu":
+        process, descriptor, *identity = handle.file
+        path = f"/proc/{process}/fd/{descriptor}"
+        about = os.stat(path)
+        if [about.st_dev, about.st_ino] != identity:
+            raise OSError(f"{path} is not its memory here, where processes have other numbers")
+        with open(path, "r+b", buffering=0) as file:
+            return torch.frombuffer(mmap.mmap(file.fileno(), handle.size), dtype=torch.uint8)
+    raise OSError(handle.problem or f"it is not memory of a {device.type}")
+
+
+@contextmanager
+def _inexpandable() -> Iterator[None]:
+    """Let torch allocate by cudaMalloc: expandable segments are shared through pidfd_getfd, for which containers seldom give
+    the right. All settings are written, since torch resets those that a new string does not name."""
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    if not settings.get(_EXPANDABLE):
+        yield
+        return
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    before = next((settings[name] for name in names if settings.get(name)), f"{_EXPANDABLE}:True")
+    others = [setting for setting in before.split(",") if not setting.strip().startswith(_EXPANDABLE)]
+    torch._C._accelerator_setAllocatorSettings(",".join([*others, f"{_EXPANDABLE}:False"]))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
+# ---- messages -----------------------------------------------------------------------------------------------------------
+
+
+def _exchange(world: World, out: Mapping[int, bytes], into: Collection[int]) -> dict[int, bytes]:
+    """Send these ranks each its bytes; return what those ranks sent here."""
+    lengths = {peer: torch.zeros(1, dtype=torch.int64) for peer in into}
+    _pass(world, {peer: torch.tensor([len(body)]) for peer, body in out.items()}, lengths)
+    bodies = {peer: torch.zeros(int(length), dtype=torch.uint8) for peer, length in lengths.items()}
+    filled = {peer: torch.frombuffer(bytearray(body), dtype=torch.uint8) for peer, body in out.items() if body}
+    _pass(world, filled, {peer: body for peer, body in bodies.items() if len(body)})
+    return {peer: body.numpy().tobytes() for peer, body in bodies.items()}
+
+
+def _pass(world: World, out: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor]) -> None:
+    tagged = ([(peer, tensor, 0) for peer, tensor in mail.items()] for mail in (out, into))
+    for work in post(world, *tagged):
+        work.wait()
+
+
+def _listed(ranks: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(set(ranks))))
