@@ -28,7 +28,7 @@ def unread(name, *overrides):
         ([RATE, DTENSOR], "policy.megatron_cfg.optimizer.lr: FSDP2 trains"),
         (
             [MEGATRON, "policy.dtensor_cfg.activation_checkpointing=true"],
-            "try policy.megatron_cfg.enabled=false policy.dtensor_cfg.enabled=true",
+            "policy.megatron_cfg.enabled=false policy.dtensor_cfg.enabled=true",
         ),
         (
             [MEGATRON, RATE, "policy.optimizer.kwargs.lr=1e-4"],
