@@ -325,6 +325,8 @@ def _hardware(plan: Plan, component: str) -> str:
 
 def _unpriced(recipe: Recipe) -> str:
     left = ["the run's start", "checkpoints", "packing on the CPU"]
+    if not uses_megatron(recipe.policy):
+        left.append("what policy.dtensor_cfg.compile, use_liger_kernel and flash_attention save")
     if generates(recipe):
         left.append("environments on the CPU")
     if generates(recipe) and getattr(section(recipe), "use_dynamic_sampling", False):
