@@ -18,17 +18,26 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    """Return whether `address`, an IPv4 or IPv6 address, is one at which a machine reaches only itself."""
+    return _parsed(address).is_loopback
+
+
+def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return the address without its zone (fe80::1%eth0), and as IPv4 where a socket of both versions writes ::ffff:10.0.0.7.
+
+    Python before 3.13 takes ::ffff:127.0.0.1 for no loopback address. Raises ValueError if it is no address.
+    """
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return getattr(parsed, "ipv4_mapped", None) or parsed
 
 
 def of(address: str) -> str | None:
     """Return the name of this machine's interface that has `address`, an IPv4 or IPv6 address; None if none has."""
-    wanted = ipaddress.ip_address(address.partition("%")[0])
-    wanted = getattr(wanted, "ipv4_mapped", None) or wanted  # of a socket that speaks both
+    wanted = _parsed(address)
     for name, addresses in psutil.net_if_addrs().items():
         for found in addresses:
             try:
-                if ipaddress.ip_address(found.address.partition("%")[0]) == wanted:
+                if _parsed(found.address) == wanted:
                     return name
             except ValueError:  # a hardware address
                 continue

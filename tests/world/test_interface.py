@@ -27,6 +27,17 @@ def other_address() -> tuple[str, str]:
     pytest.skip("this machine has no interface but loopback")
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1", "::ffff:127.0.0.1"])
+def test_loopback_is_known_in_every_notation(address):
+    assert interface.is_loopback(address)
+
+
+def test_an_ipv4_address_in_ipv6_notation_is_the_same_address():
+    name, address = other_address()
+    assert not interface.is_loopback(f"::ffff:{address}")
+    assert interface.of(f"::ffff:{address}") == name
+
+
 def can_unshare() -> bool:
     return subprocess.run(["unshare", "-mu", "true"], capture_output=True).returncode == 0
 
