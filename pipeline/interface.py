@@ -25,7 +25,7 @@ def is_loopback(address: str) -> bool:
 def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Return the address without its zone (fe80::1%eth0), and as IPv4 where a socket of both versions writes ::ffff:10.0.0.7.
 
-    Python before 3.13 takes ::ffff:127.0.0.1 for no loopback address. Raises ValueError if it is no address.
+    Python 3.11.7 says of ::ffff:127.0.0.1 that it is not loopback. Raises ValueError if it is no address.
     """
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return getattr(parsed, "ipv4_mapped", None) or parsed

@@ -45,7 +45,9 @@ def sights(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], realms: Re
         on = {node: there for node, there in on.items() if there}
         looks = {node: next((sight.node for sight in there if sight.node), None) for node, there in on.items()}
         for name in sorted({name for look in looks.values() if look for name in look.versions}):
-            blame(odd({node: look.versions.get(name, "none") for node, look in looks.items() if look}, f"{name} ({component})"))
+            # NCCL need not tell its network, and a node that lacks any other of these is odd.
+            tell = [node for node, look in looks.items() if look and (name in look.versions or name != NETWORK)]
+            blame(odd({node: looks[node].versions.get(name, "none") for node in tell}, f"{name} ({component})"))
         kinds = {node: " and ".join(sorted({s.gpu.name for s in there if s.gpu and s.gpu.name})) for node, there in on.items()}
         blame(odd({node: kind for node, kind in kinds.items() if kind}, f"its GPUs ({component})"))
         most_gb = max((s.gpu.memory_gb for there in on.values() for s in there if s.gpu), default=0.0)

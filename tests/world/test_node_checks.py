@@ -273,6 +273,19 @@ def test_components_whose_images_cannot_talk_are_named_with_their_images():
     assert sorted(judged(seen, 4, 1, realms)) == ["n0", "n1"]
 
 
+def test_a_node_that_does_not_tell_its_network_is_not_to_blame():
+    told = {look.BUILD: "2.13.0 (x)", look.NCCL: "2.30.7", look.NETWORK: "IB"}
+    silent = {look.BUILD: "2.13.0 (x)", look.NCCL: "2.30.7"}
+    realms = Realms((0, 1, 2, 3), (), ())
+    assert judged(with_versions(told, silent, told, told), 4, 1, realms) == {}
+    assert judged(with_versions(told, silent, silent, silent), 4, 1, realms) == {}
+    found = judged(with_versions(told, silent, told | {look.NETWORK: "Socket"}, told), 4, 1, realms)
+    assert found == {"n2": ["NCCL's network (train): Socket, but IB on 2 others"]}
+    without_nccl = {look.BUILD: "2.13.0 (x)", look.NETWORK: "IB"}  # that is an older or another image
+    found = judged(with_versions(told, without_nccl, told, told), 4, 1, realms)
+    assert found == {"n1": ["NCCL (train): none, but 2.30.7 on 3 others"]}
+
+
 def test_where_nobody_can_tell_which_is_right_it_is_said():
     (one,), (other,) = judge.odd({"a": "1", "b": "2"}, "x").values()
     assert isinstance(one, judge.Undecided) and isinstance(other, judge.Undecided)
