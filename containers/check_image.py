@@ -3,10 +3,9 @@
 Says whether the image holds what ranks need and fits the other image, and writes its build of PyTorch, with CUDA and NCCL, to
 the file BUILD. OTHER is the file that this left in the other image, where that was built first.
 
-Ranks of both images form one world. Its store and gloo have no versions of their own to agree upon, so PyTorch's release and
-CUDA's must be the same, and NCCL must be of one version. Builds of one release may differ (NVIDIA's is of another commit than
-PyPI's): the whole of both is told then, for whoever looks for a reason later. Ends with status 1 and what is wrong. Leaves out
-whether there are GPUs: an image is built where there are none.
+Ranks of both images form one world, so their builds must agree as pipeline/builds.py says. Where they differ in anything else,
+the whole of both is told, for whoever looks for a reason later. Ends with status 1 and what is wrong. Leaves out whether there
+are GPUs: an image is built where there are none.
 """
 
 from __future__ import annotations
@@ -19,6 +18,11 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of containers/
+
+from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
 
 FOLDER = Path(__file__).resolve().parent
 OF_THE_BASE = {"train": {"transformer_engine": "2.17"}, "generate": {"vllm": "0.32.0"}}
@@ -46,14 +50,13 @@ def problems(kind: str, nccl: str, folder: Path = FOLDER) -> Iterator[str]:
 
     if not torch.backends.cuda.is_built():
         yield f"torch: {torch.__version__} is built without CUDA"
-    elif (found := build()["nccl"]) != nccl:
+    elif (found := build()[NCCL]) != nccl:
         yield f"NCCL: {found}, but {nccl} is the other image's; another base, or the same NCCL_VERSION in both Dockerfiles"
     for library in ("libibverbs.so.1", "libmlx5.so.1"):
         try:
             ctypes.CDLL(library)
         except OSError as error:
             yield f"{library}: {error}; without it NCCL takes sockets. Install rdma-core and ibverbs-providers"
-    sys.path.insert(0, str(folder.parent))
     for module in (*ALSO[kind], *RANKS_IMPORT):
         try:
             importlib.import_module(module)
@@ -67,17 +70,16 @@ def build() -> dict[str, str]:
 
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.backends.cuda.is_built() else "none"
     version = torch.version
-    return {"torch": str(torch.__version__), "git": str(version.git_version), "cuda": str(version.cuda), "nccl": nccl}
+    return {TORCH: str(torch.__version__), "git": str(version.git_version), CUDA: str(version.cuda), NCCL: nccl}
 
 
 def differences(own: dict[str, str], other: dict[str, str]) -> tuple[list[str], list[str]]:
     """Return (why ranks of two builds cannot form one world, in what else they differ)."""
-    same = {"torch": r"\d+\.\d+\.\d+", "cuda": r"\d+", "nccl": r".*"}  # the part that must be
-    wrong = []
-    for name, part in same.items():
-        mine, theirs = (re.match(part, of[name]) for of in (own, other))
-        if not mine or not theirs or mine[0] != theirs[0]:
-            wrong.append(f"{name}: {own[name]} here, {other[name]} in the other image; ranks of both form one world")
+    wrong = [
+        f"{name}: {own[name]} here, {other[name]} in the other image; ranks of both form one world"
+        for name in MUST_MATCH
+        if common_part(name, own[name]) != common_part(name, other[name])
+    ]
     notes = [f"{name}: {own[name]} here, {other[name]} in the other image" for name in own if own[name] != other[name]]
     return wrong, [] if wrong else notes
 

@@ -91,23 +91,23 @@ def test_both_images_take_one_network():
     assert "rdma-core libibverbs1 ibverbs-providers" in installed.partition("if [[ $kind == generate ]]")[2]
 
 
-NVIDIAS = {"torch": "2.13.0a0+1b2c3d4.nv26.07", "git": "1b2c3d4", "cuda": "13.2", "nccl": "2.30.7"}
-PYPIS = {"torch": "2.13.0+cu130", "git": "5e6f7a8", "cuda": "13.0", "nccl": "2.30.7"}
+NVIDIAS = {"torch": "2.13.0a0+1b2c3d4.nv26.07", "git": "1b2c3d4", "CUDA": "13.2", "NCCL": "2.30.7"}
+PYPIS = {"torch": "2.13.0+cu130", "git": "5e6f7a8", "CUDA": "13.0", "NCCL": "2.30.7"}
 
 
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
         ({}, []),
-        ({"nccl": "2.27.5"}, ["nccl: 2.30.7 here, 2.27.5 in the other image; ranks of both form one world"]),
+        ({"NCCL": "2.27.5"}, ["NCCL: 2.30.7 here, 2.27.5 in the other image; ranks of both form one world"]),
         ({"torch": "2.13.1+cu130"}, ["torch: 2.13.0a0+1b2c3d4.nv26.07 here, 2.13.1+cu130 in the other image; ranks"]),
-        ({"torch": "2.13.0+cu128", "cuda": "12.8"}, ["cuda: 13.2 here, 12.8 in the other image; ranks"]),
+        ({"torch": "2.13.0+cu128", "CUDA": "12.8"}, ["CUDA: 13.2 here, 12.8 in the other image; ranks"]),
     ],
 )
 def test_whole_builds_are_compared(changes, wrong):
     found, notes = differences(NVIDIAS, PYPIS | changes)
     assert [why.startswith(told) for why, told in zip(found, wrong, strict=True)] == [True] * len(wrong)
-    assert [note.partition(":")[0] for note in notes] == ([] if wrong else ["torch", "git", "cuda"])
+    assert [note.partition(":")[0] for note in notes] == ([] if wrong else ["torch", "git", "CUDA"])
     assert differences(PYPIS, PYPIS) == ([], [])
 
 
@@ -120,10 +120,10 @@ def test_the_other_image_s_record_is_read(tmp_path, monkeypatch, capsys):
     other.write_text(json.dumps(PYPIS))
     assert main("train", "2.30.7", str(own), str(other)) == 0
     assert "note: torch: 2.13.0a0+1b2c3d4.nv26.07 here, 2.13.0+cu130 in the other image\n" in capsys.readouterr().out
-    other.write_text(json.dumps(PYPIS | {"nccl": "2.27.5"}))
+    other.write_text(json.dumps(PYPIS | {"NCCL": "2.27.5"}))
     own.unlink()
     assert main("train", "2.30.7", str(own), str(other)) == 1
-    assert "nccl: 2.30.7 here" in capsys.readouterr().out and not own.exists()
+    assert "NCCL: 2.30.7 here" in capsys.readouterr().out and not own.exists()
 
 
 @pytest.mark.long

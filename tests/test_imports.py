@@ -19,7 +19,7 @@ DOWNHILL = [
     ("watchdog", "metrics"),
     ("world", "checkpoint", "data", "models", "attempt", "board"),
     ("config", "types", "boxes", "store"),
-    ("encoding", "files", "interface", "signals", "startup", "timeline", "sandbox", "own_code", "rank_log"),
+    ("builds", "encoding", "files", "interface", "signals", "startup", "timeline", "sandbox", "own_code", "rank_log"),
     ("secrets",),
 ]
 HEAVY = ("torch", "transformers", "vllm", "megatron", "datasets", "tensorboard")

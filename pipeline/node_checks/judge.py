@@ -10,8 +10,9 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping
 
+from pipeline.builds import CUDA, MUST_MATCH, TORCH, common_part
 from pipeline.config import ClusterConfig, ComponentConfig, ranks_per_node
-from pipeline.node_checks.look import BUILD, GPU, NCCL, NETWORK, Sight
+from pipeline.node_checks.look import GPU, NETWORK, Sight
 from pipeline.node_checks.network import Link, Pair, sort_out
 from pipeline.world import Realms
 
@@ -96,14 +97,16 @@ def images(seen: Mapping[int, Sight], realms: Realms, cluster: ClusterConfig) ->
     found: dict[str, dict[str, str]] = {}  # what -> component -> what most of its nodes have
     for component in ("train", "generate", "reward"):
         there = [seen[rank].node.versions for rank in getattr(realms, component) if rank in seen and seen[rank].node]
-        for name in (BUILD, NCCL, NETWORK):
+        for name in (*MUST_MATCH, NETWORK):
             counts = Counter(versions[name] for versions in there if name in versions).most_common(1)
-            if counts and (name == BUILD or not realms.colocated):
+            if counts and (name == TORCH or not realms.colocated):
                 found.setdefault(name, {})[component] = counts[0][0]
-    releases = {component: ".".join(build.split(".")[:2]) for component, build in found.get(BUILD, {}).items()}
-    apart = [_apart("torch's release", releases, cluster)]
-    apart += [_apart(name, found.get(name, {}), cluster) for name in (NCCL, NETWORK)]
-    return [why for why in apart if why], [why for why in [_apart("torch's build", found.get(BUILD, {}), cluster)] if why]
+    told = {TORCH: "torch's release", CUDA: "CUDA's major release"}
+    parts = {name: {of: common_part(name, version) for of, version in found.get(name, {}).items()} for name in MUST_MATCH}
+    parts[NETWORK] = found.get(NETWORK, {})
+    apart = [_apart(told.get(name, name), values, cluster) for name, values in parts.items()]
+    notes = [_apart(f"{name}'s build", found.get(name, {}), cluster) for name in (TORCH, CUDA)]
+    return [why for why in apart if why], [why for why in notes if why]
 
 
 def _apart(what: str, values: Mapping[str, str], cluster: ClusterConfig) -> str:

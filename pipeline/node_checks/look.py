@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from pipeline.builds import CUDA, NCCL, TORCH
 from pipeline.config import ComponentConfig
 from pipeline.node_checks import nccl
 from pipeline.world import Place
@@ -27,8 +28,8 @@ SOURCES = ("pipeline", "launch")
 SHARED_S = 15.0
 """How long another node's file may take to be seen. Its name is new, so no NFS client has cached that it does not exist
 (lookupcache, nfs(5)); this is for a slow server."""
-BUILD, NCCL, NETWORK = "torch", "NCCL", "NCCL's network"
-"""Of a component's versions, those that images share or not."""
+NETWORK = "NCCL's network"
+"""Told among a component's versions, beside those of pipeline/builds.py."""
 DRIVERS = {12: 525, 13: 580}
 """The oldest driver for a release of CUDA (its release notes, "CUDA Driver"), but for data-center GPUs with cuda-compat."""
 SMI_S = 20.0
@@ -165,7 +166,9 @@ def code_digest(root: Path) -> str:
 
 
 def versions(uses_gpus: bool) -> dict[str, str]:
-    found = {"python": platform.python_version(), BUILD: torch_build()}
+    found = {"python": platform.python_version(), TORCH: torch_build()}
+    if uses_gpus and torch.version.cuda:
+        found[CUDA] = torch.version.cuda
     if uses_gpus and torch.cuda.is_available():
         found[NCCL] = ".".join(map(str, torch.cuda.nccl.version()))
     if uses_gpus and (driver := driver_version()):
@@ -174,8 +177,8 @@ def versions(uses_gpus: bool) -> dict[str, str]:
 
 
 def torch_build() -> str:
-    """Return the whole of it, such as "2.13.0+cu130 (1a2b3c4d5e6f, CUDA 13.0)": builds of one release may differ."""
-    return f"{torch.__version__} ({(torch.version.git_version or 'unknown')[:12]}, CUDA {torch.version.cuda})"
+    """Return the version and the commit, such as "2.13.0+cu130 (1a2b3c4d5e6f)": builds of one release may differ."""
+    return f"{torch.__version__} ({(torch.version.git_version or 'unknown')[:12]})"
 
 
 def driver_version() -> str | None:

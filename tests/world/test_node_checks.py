@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from launch.attempts import PastAttempt
-from pipeline import config
+from pipeline import builds, config
 from pipeline.config import ClusterConfig, ComponentConfig, RecipeError
 from pipeline.node_checks import judge, look, nccl, network
 from pipeline.node_checks.look import GPU, Node, Sight
@@ -250,21 +250,24 @@ def test_components_whose_images_cannot_talk_are_named_with_their_images():
         train=ComponentConfig(container_image="/a.sqsh"), generate=ComponentConfig(container_image="/b.sqsh")
     )
     realms = Realms((0, 1), (2, 3), ((2,), (3,)))
-    one = {look.BUILD: "2.13.0 (x)", look.NCCL: "2.30.7", look.NETWORK: "IB"}
+    one = {builds.TORCH: "2.13.0 (x)", builds.CUDA: "13.0", builds.NCCL: "2.30.7", look.NETWORK: "IB"}
     assert judge.images(with_versions(one, one, one, one), realms, cluster) == ([], [])
     for changed, told in (
-        ({look.NCCL: "2.27.5"}, "NCCL is 2.30.7 in cluster.train.container_image=/a.sqsh, 2.27.5 in"),
+        ({builds.NCCL: "2.27.5"}, "NCCL is 2.30.7 in cluster.train.container_image=/a.sqsh, 2.27.5 in"),
         ({look.NETWORK: "Socket"}, "NCCL's network is IB in cluster.train.container_image=/a.sqsh, Socket in"),
-        ({look.BUILD: "2.12.1 (x)"}, "torch's release is 2.13 in cluster.train.container_image=/a.sqsh, 2.12 in"),
+        ({builds.TORCH: "2.12.1 (x)"}, "torch's release is 2.13.0 in cluster.train.container_image=/a.sqsh, 2.12.1 in"),
+        ({builds.TORCH: "2.13.1 (x)"}, "torch's release is 2.13.0 in cluster.train.container_image=/a.sqsh, 2.13.1 in"),
+        ({builds.CUDA: "12.8"}, "CUDA's major release is 13 in cluster.train.container_image=/a.sqsh, 12 in"),
     ):
         other = one | changed
         seen = with_versions(one, one, other, other)
         (why,), notes = judge.images(seen, realms, cluster)
         assert why == f"{told} cluster.generate.container_image=/b.sqsh"
-        assert len(notes) == (look.BUILD in changed)
+        assert len(notes) == len({builds.TORCH, builds.CUDA} & set(changed))
         shared = judge.images(seen, replace(realms, colocated=True), cluster)  # they talk over gloo
-        assert len(shared[0]) == (look.BUILD in changed)
-    build = one | {look.BUILD: "2.13.0a0+nv26.07 (y)"}
+        assert len(shared[0]) == (builds.TORCH in changed)
+    assert judge.images(with_versions(one, one, *[one | {builds.CUDA: "13.2"}] * 2), realms, cluster)[0] == []
+    build = one | {builds.TORCH: "2.13.0a0+nv26.07 (y)"}
     apart, (note,) = judge.images(with_versions(one, one, build, build), realms, cluster)
     assert apart == [] and "2.13.0 (x) in" in note and "2.13.0a0+nv26.07 (y) in" in note
     odd = one | {look.NETWORK: "Socket"}  # a node without its network card's devices: it is the node, not the image
@@ -274,14 +277,14 @@ def test_components_whose_images_cannot_talk_are_named_with_their_images():
 
 
 def test_a_node_that_does_not_tell_its_network_is_not_to_blame():
-    told = {look.BUILD: "2.13.0 (x)", look.NCCL: "2.30.7", look.NETWORK: "IB"}
-    silent = {look.BUILD: "2.13.0 (x)", look.NCCL: "2.30.7"}
+    told = {builds.TORCH: "2.13.0 (x)", builds.NCCL: "2.30.7", look.NETWORK: "IB"}
+    silent = {builds.TORCH: "2.13.0 (x)", builds.NCCL: "2.30.7"}
     realms = Realms((0, 1, 2, 3), (), ())
     assert judged(with_versions(told, silent, told, told), 4, 1, realms) == {}
     assert judged(with_versions(told, silent, silent, silent), 4, 1, realms) == {}
     found = judged(with_versions(told, silent, told | {look.NETWORK: "Socket"}, told), 4, 1, realms)
     assert found == {"n2": ["NCCL's network (train): Socket, but IB on 2 others"]}
-    without_nccl = {look.BUILD: "2.13.0 (x)", look.NETWORK: "IB"}  # that is an older or another image
+    without_nccl = {builds.TORCH: "2.13.0 (x)", look.NETWORK: "IB"}  # that is an older or another image
     found = judged(with_versions(told, without_nccl, told, told), 4, 1, realms)
     assert found == {"n1": ["NCCL (train): none, but 2.30.7 on 3 others"]}
 
@@ -350,7 +353,7 @@ def test_a_real_gpu_is_seen_as_it_is():
     assert gpu.memory_gb > 1 and gpu.name == torch.cuda.get_device_name(0)
     errors, driver = look.memory_errors()
     assert driver == "" and set(errors.values()) <= {0}
-    assert {look.NCCL, "driver"} <= set(look.versions(uses_gpus=True))
+    assert {builds.NCCL, "driver"} <= set(look.versions(uses_gpus=True))
     assert nccl.network(gpu.uuid)
 
 
