@@ -53,7 +53,7 @@ class Findings:
     sights: dict[int, Sight] = field(default_factory=dict)  # of each rank that answered
     links: dict[Pair, Link] = field(default_factory=dict)  # of the first ranks of two nodes
     problems: dict[str, list[str]] = field(default_factory=dict)  # of each node that has some
-    apart: list[str] = field(default_factory=list)  # why the components' images cannot form one world
+    apart: dict[str, str] = field(default_factory=dict)  # what -> why the components cannot form one world
     notes: list[str] = field(default_factory=list)  # in what else they differ
 
     def blame(self, found: dict[str, list[str]]) -> None:
@@ -141,7 +141,7 @@ def _lead(world: World, cluster: ClusterConfig) -> None:
     write_durably(world.place.folder / "nodes.json", json.dumps(record, indent=1) + "\n")
     print(table.text(record), flush=True)
     if findings.apart:
-        _fail_images(world, findings)
+        _fail_apart(world, findings, cluster)
     if findings.problems:
         _fail(world, findings)
 
@@ -157,7 +157,7 @@ def _nodes(world: World) -> dict[str, list[int]]:
 def _measure(world: World, findings: Findings, least: float | None) -> None:
     """The ring of those nodes that can be talked to; then once more, with others, who may be slow."""
     members = [ranks[0] for ranks in findings.ranks.values() if set(ranks) <= set(findings.sights)]
-    rounds = network.ring([] if findings.apart else members)  # a message between such images would never arrive
+    rounds = network.ring([] if findings.apart else members)  # a message between such components would never arrive
     for turn in range(network.TURNS):
         _tell(world, f"rounds/{turn}", rounds)
         links, bound = network.exchange(world, turn, rounds), network.bound_s(len(rounds))
@@ -196,12 +196,11 @@ def _silent(world: World, nodes: dict[str, list[int]], absent: set[int], timeout
     return found
 
 
-def _fail_images(world: World, findings: Findings) -> None:
+def _fail_apart(world: World, findings: Findings, cluster: ClusterConfig) -> None:
     """Name the components that differ to people. No node is to blame, and none is left out."""
-    headline = "the components' images do not form one world"
-    how = "Try images that containers/build.sh made of one version, and the same NCCL_* variables in both (env_vars)"
+    headline, how = judge.remedy(findings.apart, world.realms, cluster)
     others = "".join(f"; {node}: {'; '.join(why)}" for node, why in findings.problems.items())
-    message = f"{headline}: {'; '.join(findings.apart)}. {how}{others}"
+    message = f"{headline}: {'; '.join(findings.apart.values())}. {how}{others}"
     Failure(world.rank, world.realm, world.place.node, VERB, "", message).record(world.place.folder)
     raise BadNodes(headline)
 

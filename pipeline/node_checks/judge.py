@@ -89,8 +89,8 @@ def odd(values: Mapping[str, str], what: str) -> Problems:
     }
 
 
-def images(seen: Mapping[int, Sight], realms: Realms, cluster: ClusterConfig) -> tuple[list[str], list[str]]:
-    """Return (why components cannot form one world, in what else they differ). It is their images then, and no node.
+def images(seen: Mapping[int, Sight], realms: Realms, cluster: ClusterConfig) -> tuple[dict[str, str], list[str]]:
+    """Return ({what: why components cannot form one world}, in what else they differ). No single node is to blame for either.
 
     Components that share their GPUs in turn talk over gloo, so only torch's release counts there.
     """
@@ -104,20 +104,33 @@ def images(seen: Mapping[int, Sight], realms: Realms, cluster: ClusterConfig) ->
     told = {TORCH: "torch's release", CUDA: "CUDA's major release"}
     parts = {name: {of: common_part(name, version) for of, version in found.get(name, {}).items()} for name in MUST_MATCH}
     parts[NETWORK] = found.get(NETWORK, {})
-    apart = [_apart(told.get(name, name), values, cluster) for name, values in parts.items()]
+    apart = {name: _apart(told.get(name, name), values, cluster) for name, values in parts.items()}
     notes = [_apart(f"{name}'s build", found.get(name, {}), cluster) for name in (TORCH, CUDA)]
-    return [why for why in apart if why], [why for why in notes if why]
+    return {name: why for name, why in apart.items() if why}, [why for why in notes if why]
+
+
+def remedy(apart: Mapping[str, str], realms: Realms, cluster: ClusterConfig) -> tuple[str, str]:
+    """Return (what keeps components from forming one world, what to try). apart: as `images` returns it, not empty."""
+    components = [name for name in ("train", "generate", "reward") if getattr(realms, name)]
+    every = " and ".join(f"cluster.{name}" for name in components)
+    if len({getattr(cluster, name).container_image for name in components}) > 1:
+        how = "Try images that containers/build.sh made of one version, and the same NCCL_* variables in both (env_vars)"
+        return "the components' images do not form one world", how
+    if set(apart) == {NETWORK}:
+        return "the components take different networks", f"Try env_vars: {{NCCL_NET: Socket}} in {every}"
+    how = f"Try a python that has the same PyTorch, CUDA and NCCL in {every}"
+    return "the components' installations do not form one world", how
 
 
 def _apart(what: str, values: Mapping[str, str], cluster: ClusterConfig) -> str:
-    """Return in what components differ, and where each runs; "" if they do not."""
+    """Return in what components differ, with their images where those differ too; "" if they do not."""
     if len(set(values.values())) < 2:
         return ""
-    parts = [
-        f"{value} in cluster.{name}.container_image={getattr(cluster, name).container_image or 'null'}"
-        for name, value in values.items()
-    ]
-    return f"{what} is {', '.join(parts)}"
+    images = {name: getattr(cluster, name).container_image for name in values}
+    keys = {name: f"cluster.{name}" for name in values}
+    if len(set(images.values())) > 1:
+        keys = {name: f"{key}.container_image={images[name] or 'null'}" for name, key in keys.items()}
+    return f"{what} is {', '.join(f'{value} in {keys[name]}' for name, value in values.items())}"
 
 
 def _space(there: list[Sight]) -> list[str]:

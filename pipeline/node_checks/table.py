@@ -40,7 +40,7 @@ def record(findings: Findings, seconds: float) -> dict[str, Any]:
             "cpu": looks[0].cpu if looks else None,
             "free_gb": {folder: round(free, 3) for look in looks for folder, free in look.free_gb.items()},
         }
-    return {"seconds": round(seconds, 3), "nodes": nodes, "images": findings.apart, "notes": findings.notes}
+    return {"seconds": round(seconds, 3), "nodes": nodes, "images": [*findings.apart.values()], "notes": findings.notes}
 
 
 def _speeds(findings: Findings) -> dict[str, dict[str, float]]:
@@ -90,7 +90,7 @@ def summary(record: dict[str, Any]) -> str:
     nodes = record["nodes"]
     bad = sum(1 for node in nodes.values() if node["problems"])
     parts = [f"hetstep: {len(nodes)} node{'s' if len(nodes) > 1 else ''} checked in {record['seconds']:.2f} s"]
-    parts.append(f"{bad} failed" if bad else "the images do not fit" if record["images"] else "all well")
+    parts.append(f"{bad} failed" if bad else "the components do not fit" if record["images"] else "all well")
     if speeds := [(speed, name, peer) for name, node in nodes.items() for peer, speed in node["gb_per_s"].items()]:
         speed, one, other = min(speeds)
         parts.append(f"the slowest way {speed:.3g} GB/s ({one} - {other})")

@@ -251,7 +251,7 @@ def test_components_whose_images_cannot_talk_are_named_with_their_images():
     )
     realms = Realms((0, 1), (2, 3), ((2,), (3,)))
     one = {builds.TORCH: "2.13.0 (x)", builds.CUDA: "13.0", builds.NCCL: "2.30.7", look.NETWORK: "IB"}
-    assert judge.images(with_versions(one, one, one, one), realms, cluster) == ([], [])
+    assert judge.images(with_versions(one, one, one, one), realms, cluster) == ({}, [])
     for changed, told in (
         ({builds.NCCL: "2.27.5"}, "NCCL is 2.30.7 in cluster.train.container_image=/a.sqsh, 2.27.5 in"),
         ({look.NETWORK: "Socket"}, "NCCL's network is IB in cluster.train.container_image=/a.sqsh, Socket in"),
@@ -261,19 +261,39 @@ def test_components_whose_images_cannot_talk_are_named_with_their_images():
     ):
         other = one | changed
         seen = with_versions(one, one, other, other)
-        (why,), notes = judge.images(seen, realms, cluster)
+        apart, notes = judge.images(seen, realms, cluster)
+        (why,) = apart.values()
         assert why == f"{told} cluster.generate.container_image=/b.sqsh"
         assert len(notes) == len({builds.TORCH, builds.CUDA} & set(changed))
         shared = judge.images(seen, replace(realms, colocated=True), cluster)  # they talk over gloo
         assert len(shared[0]) == (builds.TORCH in changed)
-    assert judge.images(with_versions(one, one, *[one | {builds.CUDA: "13.2"}] * 2), realms, cluster)[0] == []
+    assert judge.images(with_versions(one, one, *[one | {builds.CUDA: "13.2"}] * 2), realms, cluster)[0] == {}
     build = one | {builds.TORCH: "2.13.0a0+nv26.07 (y)"}
     apart, (note,) = judge.images(with_versions(one, one, build, build), realms, cluster)
-    assert apart == [] and "2.13.0 (x) in" in note and "2.13.0a0+nv26.07 (y) in" in note
+    assert apart == {} and "2.13.0 (x) in" in note and "2.13.0a0+nv26.07 (y) in" in note
     odd = one | {look.NETWORK: "Socket"}  # a node without its network card's devices: it is the node, not the image
     seen = with_versions(one, odd, one, one)
-    assert judge.images(seen, realms, cluster) == ([], [])
+    assert judge.images(seen, realms, cluster) == ({}, [])
     assert sorted(judged(seen, 4, 1, realms)) == ["n0", "n1"]
+
+
+@pytest.mark.parametrize("image", [None, "/a.sqsh"])
+def test_components_of_one_image_are_not_told_to_change_it(image):
+    """As train nodes with InfiniBand and generate nodes with Ethernet."""
+    one = ComponentConfig(container_image=image)
+    cluster, realms = ClusterConfig(train=one, generate=replace(one)), Realms((0,), (1,), ((1,),))
+    told = {builds.TORCH: "2.13.0 (x)", builds.CUDA: "13.0", builds.NCCL: "2.30.7", look.NETWORK: "IB"}
+    apart, _ = judge.images(with_versions(told, told | {look.NETWORK: "Socket"}), realms, cluster)
+    assert list(apart.values()) == ["NCCL's network is IB in cluster.train, Socket in cluster.generate"]
+    how = "Try env_vars: {NCCL_NET: Socket} in cluster.train and cluster.generate"
+    assert judge.remedy(apart, realms, cluster) == ("the components take different networks", how)
+    apart, _ = judge.images(with_versions(told, told | {builds.NCCL: "2.27.5"}), realms, cluster)
+    assert judge.remedy(apart, realms, cluster) == (
+        "the components' installations do not form one world",
+        "Try a python that has the same PyTorch, CUDA and NCCL in cluster.train and cluster.generate",
+    )
+    other = replace(cluster, generate=ComponentConfig(container_image="/b.sqsh"))
+    assert "Try images that containers/build.sh made" in judge.remedy(apart, realms, other)[1]
 
 
 def test_a_node_that_does_not_tell_its_network_is_not_to_blame():
@@ -546,12 +566,15 @@ def test_where_all_nodes_fail_none_is_left_out(tmp_path):
     assert "3 of 3 nodes failed the checks, so it is the recipe, or what they share: node0: /" in attempt.failure["message"]
 
 
-def test_images_that_take_other_networks_are_named_and_no_node_is_left_out(tmp_path):
+def test_components_that_take_other_networks_are_named_and_no_node_is_left_out(tmp_path):
     """Before any message, for it would never arrive."""
     status, record, attempt = check_nodes(tmp_path, ["a", "b"], {"a": "one network", "b": "other network"})
     assert status != 0
     assert attempt.bad_nodes == {} and not (tmp_path / "attempts/1/bad_nodes").exists()
-    assert "NCCL's network is IB in cluster.train.container_image=null, Socket in" in attempt.failure["message"]
+    assert attempt.failure["message"] == (
+        "the components take different networks: NCCL's network is IB in cluster.train, Socket in cluster.generate."
+        " Try env_vars: {NCCL_NET: Socket} in cluster.train and cluster.generate"
+    )
     assert record["nodes"]["a"]["gb_per_s"] == {} and len(record["images"]) == 1
 
 
