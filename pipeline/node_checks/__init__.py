@@ -206,20 +206,23 @@ def _fail_apart(world: World, findings: Findings, cluster: ClusterConfig) -> Non
 
 
 def _fail(world: World, findings: Findings) -> None:
-    """Name the bad nodes to people, and those that are surely bad to whoever starts the run again. All of many are named to
-    people only."""
+    """Name the bad nodes to people, and those that are surely bad to whoever starts the run again.
+
+    Where all of more than two nodes are bad, only people are told. Raises BadNodes.
+    """
     bad = {node: "; ".join(findings.problems[node]) for node in findings.ranks if node in findings.problems}
     total = len(findings.ranks)
-    headline = f"{len(bad)} of {total} nodes failed the checks" if total > 1 else "the node failed its checks"
-    if len(bad) == total > 2:
+    headline, how = f"{len(bad)} of {total} nodes failed the checks" if total > 1 else "the node failed its checks", ""
+    undecided = {node for node, why in findings.problems.items() if all(isinstance(line, judge.Undecided) for line in why)}
+    surely = {node: why for node, why in bad.items() if node not in undecided}
+    if not surely:
+        headline += ", which differ: nobody can tell which is right, so none is left out and the run stops"
+        how = ". Try without the wrong one: sbatch --exclude=NODE ... launch/hetstep.sbatch"
+    elif len(bad) == total > 2:
         headline += ", so it is the recipe, or what they share"
     else:
-        undecided = {n for n, why in findings.problems.items() if all(isinstance(line, judge.Undecided) for line in why)}
-        if surely := {node: why for node, why in bad.items() if node not in undecided}:
-            Attempt(world.place.folder).tell_bad_nodes(surely)
-        else:
-            headline += ", which differ, and none is left out: nobody can tell which is right"
-    message = f"{headline}: {'; '.join(f'{node}: {why}' for node, why in bad.items())}"
+        Attempt(world.place.folder).tell_bad_nodes(surely)
+    message = f"{headline}: {'; '.join(f'{node}: {why}' for node, why in bad.items())}{how}"
     first = next(iter(bad))
     rank = findings.ranks[first][0]
     Failure(rank, world.realms.name(rank), first, VERB, "", message).record(world.place.folder)

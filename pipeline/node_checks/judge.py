@@ -1,18 +1,19 @@
 """Who is odd: each function takes what was seen and returns {node: [what is wrong with it]}, for people.
 
-Where nodes are compared with each other the majority is right. Between two nodes, or without a majority, both are named. What
-was measured between two counts against both; what is only different (`Undecided`) leaves neither out of a next start.
+Where nodes are compared with each other the majority is right. Nodes of a component without a majority are compared with those
+of the other components too, in what all nodes must share (`ONE_FOR_ALL`). If that gives no majority either, all are named, and
+none is left out (`Undecided`). What was measured between two nodes counts against both.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from pipeline.builds import CUDA, MUST_MATCH, TORCH, common_part
+from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
 from pipeline.config import ClusterConfig, ComponentConfig, ranks_per_node
-from pipeline.node_checks.look import GPU, NETWORK, Sight
+from pipeline.node_checks.look import GPU, NETWORK, Node, Sight
 from pipeline.node_checks.network import Link, Pair, sort_out
 from pipeline.world import Realms
 
@@ -25,6 +26,8 @@ MEMORY_SHARE = 0.9
 LEAST_FREE_GB = 0.016
 """Of a temporary folder. In /dev/shm NCCL takes about 10 MB for a connection, gloo and vLLM's queues more; in $TMPDIR compilers
 keep their output. With less than 16 MiB nothing of that starts, and the error that comes then is a bus error without a word."""
+ONE_FOR_ALL = ("driver", NCCL, NETWORK)
+"""Versions that the nodes of all components have alike: the driver is the node's, whatever the image, and NCCL must be one."""
 
 
 class Undecided(str):
@@ -44,20 +47,32 @@ def sights(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], realms: Re
         config: ComponentConfig = getattr(cluster, component)
         on = {node: [seen[rank] for rank in ranks if rank in members and rank in seen] for node, ranks in nodes.items()}
         on = {node: there for node, there in on.items() if there}
-        looks = {node: next((sight.node for sight in there if sight.node), None) for node, there in on.items()}
-        for name in sorted({name for look in looks.values() if look for name in look.versions}):
+        looks = {node: look for node, there in on.items() if (look := _look(there))}
+        others = {node: look for node, ranks in nodes.items() if node not in on and (look := _look(_seen(ranks, seen)))}
+        for name in sorted({name for look in looks.values() for name in look.versions}):
             # NCCL need not tell its network, and a node that lacks any other of these is odd.
-            tell = [node for node, look in looks.items() if look and (name in look.versions or name != NETWORK)]
-            blame(odd({node: looks[node].versions.get(name, "none") for node in tell}, f"{name} ({component})"))
+            tell = {node: look for node, look in looks.items() if name in look.versions or name != NETWORK}
+            values = {node: look.versions.get(name, "none") for node, look in tell.items()}
+            elsewhere = [look.versions[name] for look in others.values() if name in look.versions and name in ONE_FOR_ALL]
+            blame(odd(values, f"{name} ({component})", elsewhere))
         kinds = {node: " and ".join(sorted({s.gpu.name for s in there if s.gpu and s.gpu.name})) for node, there in on.items()}
         blame(odd({node: kind for node, kind in kinds.items() if kind}, f"its GPUs ({component})"))
         most_gb = max((s.gpu.memory_gb for there in on.values() for s in there if s.gpu), default=0.0)
         for node, there in on.items():
             blame({node: [*_space(there), *(_gpus(there, config, component, most_gb) if config.gpus_per_node else [])]})
     blame({} if realms.colocated else _used_by_several(nodes, seen, realms))
-    code = {node: next((seen[r].node.code for r in ranks if r in seen and seen[r].node), None) for node, ranks in nodes.items()}
-    blame(odd({node: digest for node, digest in code.items() if digest}, "the code in pipeline/ and launch/, digest"))
+    code = {node: look.code for node, ranks in nodes.items() if (look := _look(_seen(ranks, seen)))}
+    blame(odd(code, "the code in pipeline/ and launch/, digest"))
     return {node: why for node, why in found.items() if why}
+
+
+def _seen(ranks: Iterable[int], seen: Mapping[int, Sight]) -> list[Sight]:
+    return [seen[rank] for rank in ranks if rank in seen]
+
+
+def _look(there: Iterable[Sight]) -> Node | None:
+    """Return what the first of these ranks that looked at its node saw of it, or None if none did."""
+    return next((sight.node for sight in there if sight.node), None)
 
 
 def _used_by_several(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], realms: Realms) -> Problems:
@@ -75,16 +90,21 @@ def _used_by_several(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], 
     return found
 
 
-def odd(values: Mapping[str, str], what: str) -> Problems:
-    """values: of each node."""
-    counts = Counter(values.values()).most_common()
+def odd(values: Mapping[str, str], what: str, elsewhere: Sequence[str] = ()) -> Problems:
+    """Return what is wrong with the nodes whose value is not the usual one. values: of each node.
+
+    elsewhere: the values of other nodes, which must be the same. They decide only what most of `values` do not.
+    """
+    counts = Counter(values.values())
     if len(counts) < 2:
         return {}
-    usual, number = counts[0]
-    if len(values) > 2 and number > len(values) / 2:
-        return {node: [f"{what}: {value}, but {usual} on {number} others"] for node, value in values.items() if value != usual}
+    for votes in (counts, counts + Counter(elsewhere)):
+        usual, number = votes.most_common(1)[0]
+        if usual in counts and number > votes.total() / 2:
+            bad = {node: value for node, value in values.items() if value != usual}
+            return {node: [f"{what}: {value}, but {usual} on {number} others"] for node, value in bad.items()}
     return {
-        node: [Undecided(f"{what}: {value}, but {' or '.join(v for v, _ in counts if v != value)} elsewhere")]
+        node: [Undecided(f"{what}: {value}, but {' or '.join(v for v, _ in counts.most_common() if v != value)} elsewhere")]
         for node, value in values.items()
     }
 
@@ -98,9 +118,10 @@ def images(seen: Mapping[int, Sight], realms: Realms, cluster: ClusterConfig) ->
     for component in ("train", "generate", "reward"):
         there = [seen[rank].node.versions for rank in getattr(realms, component) if rank in seen and seen[rank].node]
         for name in (*MUST_MATCH, NETWORK):
-            counts = Counter(versions[name] for versions in there if name in versions).most_common(1)
-            if counts and (name == TORCH or not realms.colocated):
-                found.setdefault(name, {})[component] = counts[0][0]
+            counts = Counter(versions[name] for versions in there if name in versions)
+            usual, number = counts.most_common(1)[0] if counts else ("", 0)
+            if 2 * number > counts.total() and (name == TORCH or not realms.colocated):
+                found.setdefault(name, {})[component] = usual
     told = {TORCH: "torch's release", CUDA: "CUDA's major release"}
     parts = {name: {of: common_part(name, version) for of, version in found.get(name, {}).items()} for name in MUST_MATCH}
     parts[NETWORK] = found.get(NETWORK, {})

@@ -274,7 +274,7 @@ def test_components_whose_images_cannot_talk_are_named_with_their_images():
     odd = one | {look.NETWORK: "Socket"}  # a node without its network card's devices: it is the node, not the image
     seen = with_versions(one, odd, one, one)
     assert judge.images(seen, realms, cluster) == ({}, [])
-    assert sorted(judged(seen, 4, 1, realms)) == ["n0", "n1"]
+    assert sorted(judged(seen, 4, 1, realms)) == ["n1"]
 
 
 @pytest.mark.parametrize("image", [None, "/a.sqsh"])
@@ -314,6 +314,36 @@ def test_where_nobody_can_tell_which_is_right_it_is_said():
     assert isinstance(one, judge.Undecided) and isinstance(other, judge.Undecided)
     ((sure,),) = judge.odd({"a": "1", "b": "2", "c": "1"}, "x").values()
     assert not isinstance(sure, judge.Undecided)
+
+
+def drivers(train: list[str], generate: list[str]) -> tuple[list[str], list[str]]:
+    """Return (the nodes that are surely odd, those of which nobody can tell)."""
+    size, first = len(train) + len(generate), len(train)
+    realms = Realms(tuple(range(first)), tuple(range(first, size)), ())
+    found = judged(with_versions(*({"driver": version} for version in train + generate)), size, 1, realms)
+    undecided = [node for node, why in found.items() if isinstance(why[0], judge.Undecided)]
+    return [node for node in found if node not in undecided], undecided
+
+
+def test_nodes_of_the_other_components_decide_which_of_two_drivers_is_stale():
+    assert drivers(["580", "580", "580"], ["580", "570"]) == (["n4"], [])
+    assert drivers(["580"], ["570", "580"]) == (["n1"], [])
+    assert drivers(["580", "570"], ["580", "570"]) == ([], ["n0", "n1", "n2", "n3"])
+    assert drivers(["580", "580", "580"], ["570", "590"]) == ([], ["n3", "n4"])  # nodes of another kind, it may be
+    assert drivers(["580", "580", "580"], ["570", "570"]) == ([], [])
+
+
+def test_each_component_may_have_a_python_of_its_own():
+    seen = with_versions(*[{"python": "3.11.7"}] * 4, {"python": "3.12.1"})
+    assert sorted(judged(seen, 5, 1, Realms((0, 1, 2), (3, 4), ()))) == ["n3", "n4"]
+
+
+def test_nodes_of_the_other_components_decide_which_of_two_networks_is_wrong():
+    realms, cluster = Realms((0, 1, 2), (3, 4), ((3,), (4,))), ClusterConfig()
+    told, without_card = {look.NETWORK: "IB"}, {look.NETWORK: "Socket"}
+    seen = with_versions(told, told, told, without_card, told)
+    assert list(judged(seen, 5, 1, realms)) == ["n3"]
+    assert judge.images(seen, realms, cluster) == ({}, [])
 
 
 def test_components_on_one_node_have_gpus_of_their_own():
@@ -578,11 +608,15 @@ def test_components_that_take_other_networks_are_named_and_no_node_is_left_out(t
     assert record["nodes"]["a"]["gb_per_s"] == {} and len(record["images"]) == 1
 
 
-def test_of_two_nodes_that_differ_none_is_left_out(tmp_path):
-    status, record, attempt = check_nodes(tmp_path, ["a", "b"], {"b": "older Python"})
+@pytest.mark.parametrize("nodes", [["a", "b"], ["a", "b", "c", "d"]])
+def test_of_as_many_nodes_that_differ_none_is_left_out(tmp_path, nodes):
+    status, record, attempt = check_nodes(tmp_path, nodes, dict.fromkeys(nodes[1::2], "older Python"))
     assert status != 0
     assert not (tmp_path / "attempts/1/bad_nodes").exists()
-    assert "2 of 2 nodes failed the checks, which differ, and none is left out" in attempt.failure["message"]
+    message = attempt.failure["message"]
+    assert f"{len(nodes)} of {len(nodes)} nodes failed the checks, which differ: nobody can tell which is right, so" in message
+    assert ", so none is left out and the run stops: a: python (train): 3." in message
+    assert message.endswith(" elsewhere. Try without the wrong one: sbatch --exclude=NODE ... launch/hetstep.sbatch")
     assert record["nodes"]["b"]["problems"][0].startswith("python (train): 3.1, but 3.")
 
 
