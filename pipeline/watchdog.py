@@ -252,7 +252,7 @@ class Watchdog:
                 self._blame(joining, f"the world has not formed after {self._join_s:g} s (cluster.timeouts.join)")
 
     def _excuse(self, now: float) -> None:
-        """This process did not run, or a library held the interpreter: nobody could be heard, so nobody counts as silent."""
+        """Forget how long ranks have been silent: this process heard none while it was stopped or a library held the GIL."""
         self._answered = now
         for rank, (beat, _) in dict(self._heard).items():
             self._heard[rank] = (beat, now)

@@ -42,8 +42,10 @@ from pipeline.timeline import Timeline
 
 NEVER = timedelta(days=365)  # waits that the watchdog bounds
 REALMS = ("train", "generate", "reward")
-# In the store: an address of rank 0's node, as seen from another, and as its own ranks are to use it ("": nobody is elsewhere).
-REACHED, ADDRESS = "reached", "address"
+REACHED = "reached"
+"""This key of the store holds the address at which ranks reach rank 0's node. It is missing where all do so over loopback."""
+ADDRESS = "address"
+"""This key holds the address that ranks which reach rank 0 over loopback use for gloo. It is empty where all ranks do."""
 LAZY = "TORCH_GLOO_LAZY_INIT"  # read by torch
 RELAYED_FROM = 256
 """Ranks from which on each node has a relay. Fewer cost rank 0's store little, and a relay is one more part that can fail."""
@@ -176,7 +178,10 @@ def _device(place: Place) -> torch.device:
 
 
 def beat_s(size: int, silence_s: float) -> float:
-    """How often ranks tell what they do, and look at what others do. silence_s: `cluster.timeouts.silence`."""
+    """Return the seconds between two heartbeats of a rank, in which it tells what it does and looks at what others do.
+
+    silence_s: `cluster.timeouts.silence`.
+    """
     return min(max(1.0, size / BEATS_PER_S), silence_s / 10)
 
 
@@ -299,7 +304,11 @@ def connect(world: World) -> None:
 
 
 def _choose_interface(world: World) -> None:
-    """Set gloo's. Where this rank reaches rank 0 over loopback, it is the one at which ranks of other nodes do."""
+    """Set gloo's network interface, unless the user has chosen one.
+
+    It is the one over which this rank reaches rank 0. On rank 0's node that may be loopback: then it is the one at which ranks
+    of other nodes reach rank 0, and gloo chooses for itself if there are none.
+    """
     given = interface.check_given()
     mine, _ = world.store.addresses()
     alone = interface.is_loopback(mine)
@@ -311,7 +320,7 @@ def _choose_interface(world: World) -> None:
 
 
 def _meet_rank_0(world: World) -> None:
-    """So that no later send of rank 0, or to it, waits for the other end."""
+    """Connect every rank with rank 0, so that no later send between the two waits for the other end."""
     if world.rank:
         dist.send(torch.zeros(1), 0, group=world.spanning)
         return

@@ -76,7 +76,7 @@ def _look(there: Iterable[Sight]) -> Node | None:
 
 
 def _used_by_several(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], realms: Realms) -> Problems:
-    """GPUs that ranks of more than one component use."""
+    """Return the nodes on which ranks of more than one component use the same GPU, and which ranks those are."""
     found: Problems = {}
     for node, ranks in nodes.items():
         users: dict[str, dict[str, int]] = {}
