@@ -232,7 +232,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Of each file. A file server answers many at once."""
+    """Return the size of each file in bytes, by path within the folder. A file server answers many questions at once."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != COMPLETE]
     with ThreadPoolExecutor(16) as pool:
         sizes = pool.map(lambda path: path.stat().st_size, files)

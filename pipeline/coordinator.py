@@ -126,7 +126,7 @@ class Run:
             self._unsaved()
 
     def log_rollouts(self, metrics: Metrics, step: int, groups: list[RolloutGroup], kind: str) -> None:
-        """In a thread, one step after another; all of them before the next checkpoint is complete."""
+        """Write rollouts in a thread, one step after another; all of them before the next checkpoint is complete."""
         tokenizer = self._loggers_tokenizer
         self.logging.start(lambda: metrics.log_rollouts(step, groups, tokenizer, kind))
 

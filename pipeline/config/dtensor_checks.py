@@ -11,7 +11,7 @@ CHOICES = {f"{DTENSOR}.recompute_granularity": ("full", "selective"), f"{DTENSOR
 
 
 def check_dtensor(policy: PolicyConfig) -> Iterator[str]:
-    """A problem for each pair of keys that cannot be had together."""
+    """Yield a problem for each pair of keys that cannot be had together."""
     dtensor = policy.dtensor_cfg
     if dtensor.compile and dtensor.tensor_parallel_size > 1:
         yield (
