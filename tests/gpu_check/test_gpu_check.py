@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline import config
 from tests.gpu_check import parts, table
 from tests.gpu_check.__main__ import main, run
 from tests.gpu_check.parts import Part, Setting
@@ -49,7 +50,6 @@ def test_a_part_whose_packages_are_missing_is_left_out(tmp_path):
     ("program", "outcome", "note"),
     [
         ("""print('gpu_check: {"numbers": {"tokens/s": 7}, "note": "n"}')""", PASSED, "n"),
-        ("""print('gpu_check: {"left_out": "why"}')""", LEFT_OUT, "why"),
         ("raise SystemExit(3)", FAILED, "it ended with status 3"),
         ("pass", FAILED, "it ended with status 0"),
         ("import os; os.abort()", FAILED, "it ended with status -6"),
@@ -88,6 +88,13 @@ def test_what_comes_of_an_area_of_tests(tmp_path, body, outcome, note):
     assert bool(result.log) == (outcome == FAILED)
 
 
+def test_compiled_layers_are_measured_beside_eager_ones():
+    """On a GPU; where the key is null, layers are compiled there."""
+    recipes = {name: config.load("tiny_sft", list(keys)) for name, keys in parts.STEPS.items() if "FSDP2" in name}
+    asked = {name: recipe.policy.dtensor_cfg.compile for name, recipe in recipes.items()}
+    assert asked == {"FSDP2": None, "FSDP2, eager": False}
+
+
 def test_every_test_that_needs_a_gpu_is_of_an_area():
     files = {ROOT / path for _, *paths in parts.AREAS.values() for path in paths}
     marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()}
@@ -124,9 +131,8 @@ def test_all_of_it_on_the_cpu(tmp_path):
     outcomes = {name: result["outcome"] for name, result in found.items()}
     tests = [name for name in outcomes if name.startswith("tests: ")]
     assert {outcomes.pop(name) for name in tests} == {LEFT_OUT} and len(tests) == len(parts.AREAS)
-    known = outcomes.pop("train: FSDP2, compiled")  # left out by a version without the key
-    assert known in (PASSED, LEFT_OUT)
-    measured = {"train: FSDP2", "train: Megatron-Core", "decode: vllm", "decode: transformers", "refit: planned"}
+    trained = {f"train: {name}" for name in ("FSDP2", "FSDP2, eager", "Megatron-Core")}
+    measured = trained | {"decode: vllm", "decode: transformers", "refit: planned"}
     assert outcomes == dict.fromkeys({"run: tiny_sft", "run: tiny_grpo", *measured}, PASSED)
     for name in measured:
         numbers = found[name]["numbers"]
