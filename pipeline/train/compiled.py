@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 
@@ -33,43 +34,63 @@ from pipeline.train.attention import NAME, Packing, packed_attention
 
 KEY = "policy.dtensor_cfg.compile"
 OPTIONS = {"deterministic": True}  # Inductor's
+DEVICES = ("cuda",)  # where null compiles
+GCC = "C compiler (gcc, clang or CC)"
+GXX = "C++ compiler (g++ or CXX)"
+TRITON = "triton that supports this GPU"
+NEEDS = (GCC, GXX, TRITON)  # of Inductor, whatever the device
 
 
 def wanted(policy: PolicyConfig, device: torch.device, mixture: bool) -> bool:
     """Return whether to compile layers: as the key says, or, where it is null, on GPUs what is known to compile.
 
-    Print a line where null would compile but cannot. Raise ValueError where the key is true and the model cannot be compiled.
+    Where null would compile, the call is collective over the default group: all ranks compile or none does, since compiled
+    layers have trial passes. If one cannot, the first rank prints which one and why. Raise ValueError where the key is true
+    and the model cannot be compiled on this rank.
     """
     dtensor, asked = policy.dtensor_cfg, policy.dtensor_cfg.compile
     tensor_size, selective = dtensor.tensor_parallel_size, dtensor.recompute_granularity == "selective"
     others = mixture or tensor_size > 1 or selective or dtensor.use_liger_kernel
-    if asked is False or (asked is None and (device.type != "cuda" or others)):
+    if asked is False or (asked is None and (device.type not in DEVICES or others)):
         return False
     if asked and tensor_size > 1:
         raise ValueError(f"{KEY}: got true with policy.dtensor_cfg.tensor_parallel_size={tensor_size}; expected 1. Try false")
     lacking = missing(device)
-    if lacking and asked:
-        raise ValueError(f"{KEY}: got true, but there is no {lacking}; expected one. Install it, or try false")
-    if lacking:
-        print(f"hetstep: {KEY}: layers run eagerly, because there is no {lacking}", flush=True)
-    return not lacking
+    if asked:
+        if lacking:
+            raise ValueError(f"{KEY}: got true, but there is no {lacking}; expected one. Install it, or try false")
+        return True
+    first = _first_lack(lacking, device)
+    if first and dist.get_rank() == 0:
+        print(f"hetstep: {KEY}: layers run eagerly, because rank {first[0]} of this component has no {first[1]}", flush=True)
+    return first is None
+
+
+def _first_lack(lacking: str | None, device: torch.device) -> tuple[int, str] | None:
+    """Return the first rank of the default group that lacks something, and what; None if no rank does. Collective."""
+    none = dist.get_world_size() * len(NEEDS)
+    mine = none if lacking is None else dist.get_rank() * len(NEEDS) + NEEDS.index(lacking)
+    least = torch.tensor(mine, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    rank, what = divmod(int(least), len(NEEDS))
+    return None if least == none else (rank, NEEDS[what])
 
 
 def missing(device: torch.device) -> str | None:
-    """Return what Inductor needs on this machine and does not find."""
+    """Return which of NEEDS Inductor lacks on this machine for such a device."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
 
     if device.type == "cuda":
         if not has_triton():
-            return "triton that supports this GPU"
+            return TRITON
         # As triton/runtime/build.py looks for it.
-        return None if "CC" in os.environ or shutil.which("gcc") or shutil.which("clang") else "C compiler (gcc, clang or CC)"
+        return None if "CC" in os.environ or shutil.which("gcc") or shutil.which("clang") else GCC
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        return "C++ compiler (g++ or CXX)"
+        return GXX
     return None
 
 

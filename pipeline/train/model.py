@@ -111,7 +111,8 @@ def build(
             model.shard = tensor_parallel.vocabulary_shard(hf, mesh["tensor"])
     layers = [module for module in hf.modules() if type(module).__name__ in hf._no_split_modules]
     use_kernels(policy, hf, device)
-    model.compiled = compiled.wanted(policy, device, mixture=any(parameter.dim() > 2 for parameter in hf.parameters()))
+    mixture = any(parameter.dim() > 2 for parameter in hf.parameters())
+    model.compiled = like.compiled if like is not None else compiled.wanted(policy, device, mixture)
     if model.compiled:
         compiled.compile_layers(layers)
     if policy.dtensor_cfg.activation_checkpointing:

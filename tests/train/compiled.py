@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from pathlib import Path
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from pipeline.config import LoRAConfig, SequencePackingConfig
+from pipeline.train import compiled as subject
 from pipeline.train.base import Use
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.train.shards import local
@@ -22,7 +26,9 @@ NEAR = 1e-5  # of log-probs; of gradients, as a share of the largest
 BATCHES = ([0, 3], [1, 2, 4], list(range(len(cases.LENGTHS))), [6], [5, 6, 7])
 
 
-def backend(model: Path, layout: Layout, compiled: bool, use: Use | None = None, precision="float32", **dtensor) -> FSDPBackend:
+def backend(
+    model: Path, layout: Layout, compiled: bool | None, use: Use | None = None, precision="float32", **dtensor
+) -> FSDPBackend:
     policy = cases.policy(model, precision=precision, sequence_packing=SequencePackingConfig(train_mb_tokens=128))
     return ranks.backend(policy, layout, use, compile=compiled, **dtensor)
 
@@ -71,6 +77,24 @@ def _gradients(trained: FSDPBackend) -> dict[str, torch.Tensor]:
 
 def check_two_ranks(layout: Layout, folder: Path) -> None:
     check_agrees(layout, folder / "qwen3")
+
+
+def check_ranks_agree(layout: Layout, folder: Path) -> None:
+    """One rank has no compiler: none compiles, and all train."""
+    subject.DEVICES = ("cpu",)
+    if dist.get_rank() == 1:
+        torch._inductor.config.cpp.cxx = ("there-is-no-such-compiler",)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        trained = backend(folder / "qwen3", layout, compiled=None)
+    expected = (
+        f"{subject.KEY}: layers run eagerly, because rank 1 of this component has no C++ compiler"
+        if dist.get_rank() == 0
+        else ""
+    )
+    assert expected in said.getvalue() and bool(expected) == bool(said.getvalue())
+    trained.step([cases.pack([0, 3])], cases.loss)
+    assert not trained._model.compiled and graphs() == 0
 
 
 def train_and_save(layout: Layout, folder: Path) -> None:

@@ -66,6 +66,7 @@ def wanted(value: bool | None, device: str, mixture: bool = False, tensor: int =
 
 def test_null_compiles_dense_layers_on_gpus(monkeypatch):
     monkeypatch.setattr(subject, "missing", lambda device: None)
+    monkeypatch.setattr(subject, "_first_lack", lambda lacking, device: None)
     assert wanted(None, "cuda") and not wanted(None, "cpu") and not wanted(False, "cuda")
     assert not wanted(None, "cuda", mixture=True) and not wanted(None, "cuda", tensor=2)
     assert wanted(True, "cpu") and wanted(True, "cuda", mixture=True)
@@ -73,13 +74,17 @@ def test_null_compiles_dense_layers_on_gpus(monkeypatch):
         wanted(True, "cuda", tensor=2)
 
 
-def test_without_a_compiler(monkeypatch, capsys):
+def test_without_a_compiler(monkeypatch):
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("there-is-no-such-compiler",))
     with pytest.raises(ValueError, match=r"compile: got true, but there is no C\+\+ compiler"):
         wanted(True, "cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a triton")
-def test_null_without_triton_says_that_layers_run_eagerly(capsys):
-    assert not wanted(None, "cuda")
-    assert "policy.dtensor_cfg.compile: layers run eagerly, because there is no triton" in capsys.readouterr().out
+def test_without_triton():
+    assert subject.missing(torch.device("cuda")) == subject.TRITON
+
+
+@pytest.mark.timeout(120)
+def test_null_compiles_on_all_ranks_or_on_none(models):
+    ranks.run(compiled.check_ranks_agree, Layout(2, 1), models)
