@@ -88,7 +88,7 @@ def versions() -> dict[str, str | None]:
 
 AREAS: dict[str, tuple] = {  # area -> modules that its tests import, then files
     "nodes": (("pytest",), "tests/world/test_node_checks.py"),
-    "FSDP2": (("pytest", "peft"), "tests/train/test_cuda.py", "tests/train/test_offload.py"),
+    "FSDP2": (("pytest", "peft"), *(f"tests/train/test_{name}.py" for name in ("cuda", "compiled_cuda", "kernels", "offload"))),
     "Megatron-Core": (("pytest", "megatron.core"), "tests/train/megatron/test_cuda.py"),
     "memory": (("pytest", "megatron.core", "peft"), "tests/launch/plan/test_memory_cuda.py"),
     "vLLM": (("pytest", "vllm"), *(f"tests/generate/test_{name}.py" for name in ("vllm", "in_flight", "fp8"))),

@@ -41,7 +41,7 @@ def nccl():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("key, value, package", [*KEYS, ("compile", True, "triton")])
+@pytest.mark.parametrize("key, value, package", KEYS)
 def test_on_a_gpu_they_agree_with_torch_s_own(models, nccl, key, value, package):
     pytest.importorskip(package)
     if key == "flash_attention" and torch.cuda.get_device_capability()[0] != 9:

@@ -1,0 +1,56 @@
+"""Compiled decoder layers against eager ones on a GPU, through Inductor's triton."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.train import compiled
+from tests.train.ranks import Layout
+
+pytestmark = pytest.mark.gpu
+ONE = Layout(1, 1)
+
+
+def _join() -> None:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+
+
+@pytest.fixture
+def nccl():
+    torch._dynamo.reset()
+    _join()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("precision", compiled.NEAR)
+def test_compiled_layers_agree_with_eager_ones(models, nccl, precision):
+    compiled.check_agrees(ONE, models / "qwen3", precision)
+
+
+def test_null_compiles(models, nccl):
+    assert compiled.backend(models / "qwen3", ONE, None)._model.compiled
+
+
+def test_the_reference(models, nccl):
+    compiled.check_reference(ONE, models)
+
+
+@pytest.mark.parametrize("precision", compiled.NEAR)
+def test_a_resumed_run_equals_the_uninterrupted_one(models, tmp_path, precision):
+    (tmp_path / "qwen3").symlink_to(models / "qwen3")
+    for work in (compiled.train_and_save, compiled.resume):
+        mp.start_processes(_alone, (work, tmp_path, precision), nprocs=1, start_method="spawn")
+
+
+def _alone(_: int, work: Callable[[Layout, Path, str], None], folder: Path, precision: str) -> None:
+    """Do the work in a process that is all of the world."""
+    _join()
+    work(ONE, folder, precision)
+    dist.destroy_process_group()
