@@ -65,7 +65,8 @@ class DTensorConfig:
     flash_attention: int = 2  # 2: torch's own; 3: FlashAttention-3, where flash_attn_interface is installed, on Hopper
     # torch.compile of decoder layers: pipeline/train/compiled.py. null: on GPUs, of dense models without tensor parallelism,
     # selective recomputation and Liger's kernels.
-    # It rounds otherwise than eager layers do; on the same machine it resumes to the last bit.
+    # It rounds otherwise than eager layers do; on the same machine it resumes to the last bit. The model is compiled on a full
+    # microbatch of sequences of max_total_sequence_length tokens, so memory must suffice for that even if no data are so long.
     compile: Optional[bool] = None
     lora_cfg: LoRAConfig = field(default_factory=LoRAConfig)
 

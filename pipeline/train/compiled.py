@@ -18,6 +18,7 @@ recomputation, which does not see into compiled graphs.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -118,6 +119,21 @@ def _in_one_mode(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         return output if kept else output.detach()
 
     return forward
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(policy: PolicyConfig) -> Iterator[None]:
+    """Add to torch.OutOfMemoryError of the trial passes what they are and which keys to try."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        longest = policy.max_total_sequence_length
+        error.add_note(
+            f"{KEY}: compiled layers are tried out with a full microbatch of sequences of"
+            f" policy.max_total_sequence_length={longest} tokens. Try {KEY}=false if the data have no such sequences, else"
+            " smaller microbatches or policy.dtensor_cfg.activation_checkpointing=true"
+        )
+        raise
 
 
 def trials(policy: PolicyConfig, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor, Packing]]:

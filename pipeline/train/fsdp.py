@@ -87,7 +87,7 @@ class FSDPBackend:
             lora_cfg, random_seed = policy.dtensor_cfg.lora_cfg, seed if policy.random_init else None
             self._lora_record = lora.record(lora_cfg, random_seed) if self._model.adapters else None
         if self._model.compiled:
-            with use.phase("compile"):
+            with use.phase("compile"), compiled.out_of_memory_explained(policy):
                 self._try_out()
 
     def _new_optimizer(self) -> tuple[torch.optim.Optimizer, Schedule]:
@@ -95,9 +95,12 @@ class FSDPBackend:
         return optimizer, Schedule(optimizer, self._policy.scheduler)
 
     def _try_out(self) -> None:
-        """Compile what is compiled at the first call, on batches that are the same in every start. Collective."""
+        """Compile what is compiled at the first call, on batches that are the same in every start. Collective.
+
+        A reference model of its own runs the policy's graphs; the policy without its adapters has other ones.
+        """
         for tokens, positions, packing in compiled.trials(self._policy, self.device):
-            if self._use.reference:
+            if self._use.reference and self._model.adapters:
                 with torch.no_grad(), self._reference_model() as reference:
                     reference(tokens, positions, packing, truncated=False)
             with torch.set_grad_enabled(self._use.trained):

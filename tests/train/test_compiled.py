@@ -6,6 +6,7 @@ import torch._dynamo
 import torch._inductor.config
 
 from pipeline.train import compiled as subject
+from pipeline.train.fsdp import FSDPBackend
 from tests.train import cases, compiled, ranks
 from tests.train.ranks import Layout
 
@@ -53,6 +54,16 @@ def test_a_resumed_run_equals_the_uninterrupted_one(models, tmp_path):
     (tmp_path / "qwen3").symlink_to(models / "qwen3")
     ranks.run(compiled.train_and_save, ONE, tmp_path)
     ranks.run(compiled.resume, ONE, tmp_path)
+
+
+def test_too_little_memory_for_the_trial_passes(models, realm, monkeypatch):
+    def fail(backend: FSDPBackend) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(FSDPBackend, "_try_out", fail)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        compiled.backend(models / "qwen3", ONE, compiled=True)
+    assert "max_total_sequence_length=64 tokens. Try policy.dtensor_cfg.compile=false" in "".join(raised.value.__notes__)
 
 
 # ---- when to compile ----------------------------------------------------------------------------------------------------
