@@ -12,8 +12,11 @@ GPU are only collected then.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +30,8 @@ from tests.gpu_check.table import Result
 
 LIMIT_S = 1800.0
 """For one part."""
+RUN_ENDS_S = 30.0
+"""For a run's controller to end its ranks, each in two turns of two seconds, and itself."""
 NOTHING_TO_CHECK = 2
 OPTIONS = {"parts": "", "out": "gpu_check.json", "size": "full", "device": "cuda"}
 
@@ -76,13 +81,20 @@ def run(part: Part, setting: Setting) -> Result:
         return Result(part.name, table.LEFT_OUT, f"not installed: {', '.join(missing)}")
     log, start = setting.folder / "log", time.perf_counter()
     with log.open("w") as output:
+        process = subprocess.Popen(
+            part.command,
+            cwd=parts.ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=setting.environment,
+            start_new_session=True,  # so that what the part starts is ended with it
+        )
         try:
-            process = subprocess.run(
-                part.command, cwd=parts.ROOT, stdout=output, stderr=subprocess.STDOUT, env=setting.environment, timeout=LIMIT_S
-            )
-            status: int | None = process.returncode
+            status: int | None = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             status = None
+        finally:
+            _end(process, part.run_dir)
     seconds, said = time.perf_counter() - start, log.read_text(errors="replace")
     if status is None:
         result = Result(part.name, table.FAILED, f"it has not ended within {LIMIT_S:g} s")
@@ -93,6 +105,23 @@ def run(part: Part, setting: Setting) -> Result:
         result.log = said[-8000:]
         print(result.log)
     return result
+
+
+def _end(process: subprocess.Popen, run_dir: Path | None) -> None:
+    """End what is left of a part, so that it holds no GPU: its process group and, of a run, the controller with its ranks."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if run_dir is None:
+        return
+    from launch.job import read_record
+
+    if record := read_record(run_dir):
+        job = record.attach(run_dir)  # in a session of its own
+        job.cancel()
+        deadline = time.monotonic() + RUN_ENDS_S
+        while not job.status(now=True).ended and time.monotonic() < deadline:
+            time.sleep(0.1)
 
 
 def _machine(device: str) -> dict[str, object]:

@@ -44,6 +44,7 @@ class Part:
     needs: tuple[str, ...]  # modules
     command: list[str]
     judge: Callable[[str, int, str], Result]  # (name, status, output) -> what came of it
+    run_dir: Path | None = None  # of a run
 
 
 def every(setting: Setting) -> Iterator[Part]:
@@ -145,7 +146,7 @@ def _runs(setting: Setting) -> Iterator[Part]:
         own = [*ranks, *(["cluster.generate.ranks_per_node=1"] if ranks and recipe == "tiny_grpo" else []), *overrides]
         place = [f"recipe={recipe}", f"run_dir={runs}/{recipe}", "cluster.executor=local"]
         command = [sys.executable, "launch/submit.py", *place, *own]
-        yield Part(f"run: {recipe}", RUNS, command, functools.partial(_judge_run, run=runs / recipe))
+        yield Part(f"run: {recipe}", RUNS, command, functools.partial(_judge_run, run=runs / recipe), runs / recipe)
 
 
 def _judge_run(name: str, status: int, output: str, run: Path) -> Result:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.gpu_check import parts, table
 from tests.gpu_check.__main__ import main, run
 from tests.gpu_check.parts import Part, Setting
 from tests.gpu_check.table import FAILED, LEFT_OUT, PASSED, Result
+from tests.launch.waiting import alive, reports
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,6 +66,31 @@ def test_a_part_that_does_not_end_fails(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.gpu_check.__main__.LIMIT_S", 0.2)
     result = run(python("print('far', flush=True); import time; time.sleep(60)"), setting(tmp_path))
     assert (result.outcome, result.note) == (FAILED, "it has not ended within 0.2 s")
+
+
+def test_nothing_is_left_of_a_part(tmp_path):
+    """Neither what it started in its own session nor the ranks of its run, whose controller has another."""
+    program = f"""
+import subprocess, sys
+from pathlib import Path
+from launch.job import JobRecord, write_record
+from launch.local import HetLocalExecutor
+from pipeline.config import ClusterConfig, ComponentConfig
+from tests.launch import tasks
+from tests.launch.waiting import reports
+
+run_dir = Path({str(tmp_path)!r})
+(run_dir / "child").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+job = HetLocalExecutor(run_dir, ClusterConfig(time_min=20), {{"train": ComponentConfig(nodes=2)}}).submit(
+    tasks.report_and_wait, str(run_dir)
+)
+write_record(run_dir, JobRecord.of("local", job))
+reports(run_dir, 2)
+"""
+    result = run(replace(python(program), run_dir=tmp_path), setting(tmp_path))
+    assert result.outcome == FAILED  # it has told no numbers
+    assert not alive(int((tmp_path / "child").read_text()))
+    assert not any(alive(rank["pid"]) for rank in reports(tmp_path, 2))
 
 
 @pytest.mark.parametrize(
