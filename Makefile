@@ -48,12 +48,15 @@ test-slurm-matrix: setup
 	containers/install-slurm.sh matrix
 	$(BIN)/python -m tests.slurm.roots $(ARGS)
 
-# On a machine with a GPU: do the GPU's tests pass, and how fast is it? Takes $(PYTHON) if its torch finds a GPU, else .venv if it
-# is there; installs nothing. `ARGS="parts=train,decode out=FILE"`. Writes gpu_check.json; ends with 2 where there is no GPU.
+# On a machine with a GPU: do the GPU's tests pass, and how fast is it? `make gpu-check PYTHON=...` takes that Python; otherwise
+# .venv is taken if `make setup` has made it, unless python3's torch finds a GPU and .venv's does not. Installs nothing.
+# `ARGS="parts=train,decode out=FILE"`. Writes gpu_check.json; ends with 2 where there is no GPU.
 gpu-check:
-	@python=$(PYTHON); \
-	if ! $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null && [ -x $(BIN)/python ]; \
-	then python=$(BIN)/python; fi; \
+	@finds_gpu() { "$$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }; \
+	python=$(PYTHON); \
+	if [ -z "$(filter command environment,$(origin PYTHON))" ] && [ -e $(READY) ]; then \
+		if finds_gpu $(BIN)/python || ! finds_gpu $(PYTHON); then python=$(BIN)/python; fi; \
+	fi; \
 	$$python -m tests.gpu_check $(ARGS)
 
 bench: $(READY)

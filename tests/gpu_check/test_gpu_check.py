@@ -1,6 +1,7 @@
 """`make gpu-check`: what it says where there is no GPU, what becomes of each part, and, on the CPU at tiny sizes, all of it."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -126,6 +127,36 @@ def test_every_test_that_needs_a_gpu_is_of_an_area():
     files = {ROOT / path for _, *paths in parts.AREAS.values() for path in paths}
     marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()}
     assert files == marked - {Path(__file__)}
+
+
+@pytest.mark.parametrize(
+    ("given", "ready", "gpus", "chosen"),
+    [
+        ("", True, ".venv python3", ".venv"),
+        ("", True, "python3", "python3"),
+        ("", True, ".venv", ".venv"),
+        ("", True, "", ".venv"),
+        ("", False, ".venv python3", "python3"),
+        ("command line", True, ".venv python3", "python3"),
+        ("environment", True, ".venv python3", "python3"),
+    ],
+)
+def test_which_python_make_takes(tmp_path, given, ready, gpus, chosen):
+    """gpus: of which Pythons torch finds one. Programs stand for them that know that, and say who they are."""
+    for name, path in ((".venv", tmp_path / ".venv/bin/python"), ("python3", tmp_path / "python3")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = int(name not in gpus.split())
+        path.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then exit {found}; fi\necho {name} "$@"\n')
+        path.chmod(0o755)
+    if ready:
+        (tmp_path / ".venv/ready").touch()
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "MAKEFLAGS", "MAKELEVEL")}
+    environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
+    if given == "environment":
+        environment["PYTHON"] = "python3"
+    command = ["make", "-s", "-f", ROOT / "Makefile", "gpu-check", *(["PYTHON=python3"] if given == "command line" else [])]
+    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert answer.stdout.split() == [chosen, "-m", "tests.gpu_check"], answer.stderr
 
 
 def test_the_table():
