@@ -28,7 +28,7 @@ def test_a_recipe_may_sample_ahead():
         (
             (*AHEAD, "policy.generation.colocated.enabled=true"),
             f"{KEY}.max_trajectory_age_steps: 1 lets engines sample",
-            "; 0, or",
+            f"try {KEY}.enabled=false (recipes whose names end in _sync have it), or",
         ),
         (
             (*AHEAD, f"{KEY}.max_trajectory_age_steps=0", "grpo.use_dynamic_sampling=true"),

@@ -51,7 +51,13 @@ def main(arguments: list[str]) -> int:
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="gpu_check-") as folder:
         setting = Setting(options["device"], options["size"], Path(folder))
-        chosen = [part for part in parts.every(setting) if part.name.startswith(wanted or "")]
+        every = list(parts.every(setting))
+        for beginning in wanted:
+            if not any(part.name.startswith(beginning) for part in every):
+                names = ", ".join(part.name for part in every)
+                print(f"gpu_check: parts: got {beginning}; expected beginnings of {names}")
+                return NOTHING_TO_CHECK
+        chosen = [part for part in every if part.name.startswith(wanted or "")]
         for number, part in enumerate(chosen, 1):
             print(f"[{number}/{len(chosen)}] {part.name} ...", flush=True)
             results.append(run(part, setting))

@@ -44,6 +44,13 @@ def test_without_the_packages_that_all_needs_it_names_them(monkeypatch, capsys):
     assert "got devise=cpu; expected one of parts=..., out=..." in capsys.readouterr().out
 
 
+def test_a_part_that_there_is_not_is_refused_with_those_that_there_are(capsys, tmp_path):
+    assert main(["device=cpu", "parts=train,foo", f"out={tmp_path / 'out.json'}"]) == 2
+    told = capsys.readouterr().out
+    assert "parts: got foo; expected beginnings of tests: nodes, " in told and "train: FSDP2" in told
+    assert not (tmp_path / "out.json").exists()
+
+
 def test_a_part_whose_packages_are_missing_is_left_out(tmp_path):
     result = run(python("raise SystemExit(1)", needs=("numpy", "no_such_package")), setting(tmp_path))
     assert (result.outcome, result.note) == (LEFT_OUT, "not installed: no_such_package")

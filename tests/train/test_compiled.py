@@ -85,10 +85,11 @@ def test_null_compiles_dense_layers_on_gpus(monkeypatch):
         wanted(True, "cuda", tensor=2)
 
 
-def test_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("there-is-no-such-compiler",))
-    with pytest.raises(ValueError, match=r"compile: got true, but there is no C\+\+ compiler"):
+def test_without_a_compiler():
+    none = torch._inductor.config.patch({"cpp.cxx": ("there-is-no-such-compiler",)})
+    with none, pytest.raises(ValueError, match=r"compile: got true, but there is no C\+\+ compiler"):
         wanted(True, "cpu")
+    assert subject.missing(torch.device("cpu")) is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a triton")
