@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from pathlib import Path
 
 from launch.job import ROOT
@@ -22,6 +23,11 @@ OPTIONS = (
 )
 """Those that keys of the recipe stand for."""
 CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", *VARIABLES)
+
+
+def has_another_python(component: ComponentConfig) -> bool:
+    """Return whether the ranks of a component have another Python than the one that submits."""
+    return component.container_image is not None or component.python not in (None, sys.executable)
 
 
 def options(component: ComponentConfig) -> list[str]:

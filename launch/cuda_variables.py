@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pipeline.config import Recipe, hardware, uses_megatron
 
-BLACKWELL = 10  # its compute capability
-
 
 def of_train_ranks(recipe: Recipe) -> dict[str, str]:
     """Return CUDA_DEVICE_MAX_CONNECTIONS=1 for Megatron-Core where tensor or context parallelism cuts what a layer computes.
@@ -19,6 +17,6 @@ def of_train_ranks(recipe: Recipe) -> dict[str, str]:
     cuts = megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1
     if not (uses_megatron(recipe.policy) and cuts and component.gpus_per_node):
         return {}
-    if hardware.gpu(component.gpu).compute_capability >= BLACKWELL:
+    if hardware.gpu(component.gpu).compute_capability >= hardware.BLACKWELL:
         return {}
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -57,6 +57,16 @@ def test_what_is_written_is_read_back(write, tmp_path):
             ["policy.dtensor_cfg.use_liger_kernel=true", "policy.dtensor_cfg.compile=true"],
             "policy.dtensor_cfg.use_liger_kernel: got true with policy.dtensor_cfg.compile=true",
         ),
+        (
+            MINIMAL,
+            ["policy.dtensor_cfg.use_liger_kernel=true"],
+            "policy.dtensor_cfg.use_liger_kernel: got true with cluster.train.gpus_per_node=0; expected GPUs",
+        ),
+        (
+            MINIMAL,
+            ["policy.dtensor_cfg.flash_attention=3", "cluster.train.gpus_per_node=8", "cluster.train.gpu=b200"],
+            "policy.dtensor_cfg.flash_attention: got 3 with cluster.train.gpu=b200, of compute capability 10.0",
+        ),
         (MINIMAL, ["policy.dtensor_cfg.recompute_granularity=some"], "'some' is not one of: full, selective"),
         (
             MINIMAL,

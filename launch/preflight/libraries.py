@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from launch import containers
 from launch.model_files import read_json
 from launch.preflight import signatures
-from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, generates, uses_megatron
+from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, generates, serves_rewards, uses_megatron
 
 VLLM_KWARGS = "policy.generation.vllm_kwargs"
 ENGINE = "policy.generation"
@@ -70,6 +71,8 @@ def problems(recipe: Recipe) -> Iterator[str]:
         yield from _engine(policy.generation.vllm_kwargs)
     if uses_megatron(policy):
         yield from _megatron(policy.megatron_cfg.model_overrides)
+    else:
+        yield from _kernels(recipe)
     if not (uses_megatron(policy) and policy.megatron_cfg.optimizer is not None):
         yield from _optimizer("policy", policy.optimizer, uses_megatron(policy))
     if not (uses_megatron(policy) and policy.megatron_cfg.scheduler is not None):
@@ -156,6 +159,27 @@ def _megatron(given: Mapping[str, Any]) -> Iterator[str]:
     known = [_known(f"{module}.{name}") for name in ("TransformerConfig", "MLATransformerConfig")]
     if None not in known:
         yield from _unknown(key, given, {**known[0], **known[1]}, "Megatron-Core as it is installed here")
+
+
+# ---- kernels of FSDP2 ---------------------------------------------------------------------------------------------------
+
+
+def _kernels(recipe: Recipe) -> Iterator[str]:
+    """Yield a problem for each package of kernels that is asked for and not installed, where the ranks have this Python."""
+    trainers = (recipe.cluster.train, recipe.cluster.reward) if serves_rewards(recipe) else (recipe.cluster.train,)
+    if all(map(containers.has_another_python, trainers)):
+        return
+    key, dtensor = "policy.dtensor_cfg", recipe.policy.dtensor_cfg
+    if dtensor.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
+        yield (
+            f"{key}.use_liger_kernel: got true, but liger_kernel is not installed; expected it. Try pip install"
+            f" 'hetstep[liger]', or {key}.use_liger_kernel=false"
+        )
+    if dtensor.flash_attention == 3 and importlib.util.find_spec("flash_attn_interface") is None:
+        yield (
+            f"{key}.flash_attention: got 3, but flash_attn_interface is not installed; expected FlashAttention-3's package. Try"
+            f" {key}.flash_attention=2"
+        )
 
 
 # ---- torch --------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launch import containers
 from launch.job import ROOT
 from pipeline.config import ENVIRONMENT_KINDS, TOOLS, Recipe, generates, is_dotted_path, keyed_sets, recognized, tools_of
 
@@ -87,7 +88,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[str]:
             notes.append(f"{one.key}: {one.path} was not looked at: {answers}")
             continue
         answer = answers[one.key]
-        elsewhere = executor != "local" and _is_elsewhere(recipe, one.component)
+        elsewhere = executor != "local" and containers.has_another_python(getattr(recipe.cluster, one.component))
         if elsewhere and answer.get("wrong", "").startswith(ABSENT):
             notes.append(
                 f"{one.key}: {one.path} was not looked at: it is not here; the ranks of cluster.{one.component} may have it"
@@ -108,12 +109,6 @@ def _add_a_place(wrong: str) -> str:
     if not wrong.startswith(ABSENT):
         return ""
     return "; put it beside the recipe's file, or give its folder in module_folders=[FOLDER], or in PYTHONPATH"
-
-
-def _is_elsewhere(recipe: Recipe, component: str) -> bool:
-    """Whether the ranks of a component have another Python than the one that submits."""
-    asked = getattr(recipe.cluster, component)
-    return asked.container_image is not None or asked.python not in (None, sys.executable)
 
 
 def _probed(recipe: Recipe, asked: list[Named]) -> dict[str, dict[str, Any]] | str:

@@ -178,7 +178,7 @@ def _check_world(recipe: Recipe) -> Iterator[str]:
     if named_backend(recipe.policy) == "megatron":
         yield from megatron_checks.check_megatron(recipe.policy)
     else:
-        yield from dtensor_checks.check_dtensor(recipe.policy)
+        yield from dtensor_checks.check_dtensor(recipe)
     yield from check_layout(recipe)
     if generates(recipe):
         yield from _check_engine(recipe)

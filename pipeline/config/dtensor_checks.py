@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.config import hardware
 from pipeline.config.layout import DTENSOR
-from pipeline.config.schema import PolicyConfig
+from pipeline.config.models import serves_rewards
+from pipeline.config.schema import Recipe
 
 CHOICES = {f"{DTENSOR}.recompute_granularity": ("full", "selective"), f"{DTENSOR}.flash_attention": (2, 3)}
 
 
-def check_dtensor(policy: PolicyConfig) -> Iterator[str]:
+def check_dtensor(recipe: Recipe) -> Iterator[str]:
     """Yield a problem for each pair of keys that cannot be had together."""
-    dtensor = policy.dtensor_cfg
+    yield from _check_kernels(recipe)
+    dtensor = recipe.policy.dtensor_cfg
     if dtensor.compile and dtensor.tensor_parallel_size > 1:
         yield (
             f"{DTENSOR}.compile: got true with {DTENSOR}.tensor_parallel_size={dtensor.tensor_parallel_size}; expected 1, since"
@@ -33,3 +36,22 @@ def check_dtensor(policy: PolicyConfig) -> Iterator[str]:
             f"{DTENSOR}.use_liger_kernel: got true with {DTENSOR}.compile=true; expected one of the two, which fuse the same"
             f" operations. Try {DTENSOR}.compile=false"
         )
+
+
+def _check_kernels(recipe: Recipe) -> Iterator[str]:
+    """Yield a problem for each component without GPUs on which the kernels that are asked for run."""
+    dtensor = recipe.policy.dtensor_cfg
+    third = dtensor.flash_attention == 3
+    for name in ("train", "reward") if serves_rewards(recipe) else ("train",):
+        component = getattr(recipe.cluster, name)
+        none = f"with cluster.{name}.gpus_per_node=0; expected GPUs. Try"
+        if dtensor.use_liger_kernel and not component.gpus_per_node:
+            yield f"{DTENSOR}.use_liger_kernel: got true {none} {DTENSOR}.use_liger_kernel=false"
+        if third and not component.gpus_per_node:
+            yield f"{DTENSOR}.flash_attention: got 3 {none} {DTENSOR}.flash_attention=2"
+        capability = hardware.described(component.gpu, "compute_capability")
+        if third and component.gpus_per_node and int(capability) != hardware.HOPPER:
+            yield (
+                f"{DTENSOR}.flash_attention: got 3 with cluster.{name}.gpu={component.gpu}, of compute capability {capability};"
+                f" expected Hopper, {hardware.HOPPER}.0. Try {DTENSOR}.flash_attention=2"
+            )

@@ -29,6 +29,7 @@ DEFAULT = "h100"
 CROSSES = "nvlink_crosses_nodes"  # false where a description does not say
 OPTIONAL = (CROSSES, "compute_capability")
 COMPONENTS = ("train", "generate", "reward")
+HOPPER, BLACKWELL = 9, 10  # major numbers of compute capability: developer.nvidia.com/cuda-gpus
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,8 +130,11 @@ def of_gpu(component: str, name: str) -> str:
     return f"${{hardware:${{cluster.{component}.gpu}},{name}}}"
 
 
-def _resolve(name: str, key: str) -> float:
-    """What `${hardware:name,key}` stands for. Of a description that cannot be read the default's: `problems` tells of that."""
+def described(name: str, key: str) -> float:
+    """Return a number of a GPU's description, which `${hardware:name,key}` stands for in a recipe.
+
+    Of a description that cannot be read return the default's: `problems` tells of that.
+    """
     try:
         return getattr(gpu(name), key)
     except RecipeError:
@@ -138,4 +142,4 @@ def _resolve(name: str, key: str) -> float:
 
 
 _register = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)  # renamed in OmegaConf 2.4
-_register("hardware", _resolve, replace=True)
+_register("hardware", described, replace=True)

@@ -13,9 +13,9 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from transformers import PreTrainedModel
 
 from pipeline.config import PolicyConfig
+from pipeline.config.hardware import HOPPER
 
 KEY = "policy.dtensor_cfg"
-HOPPER = 9  # FlashAttention-3 is for its compute capability alone, as torch/nn/attention/_fa3.py says
 
 
 def use_kernels(policy: PolicyConfig, hf: PreTrainedModel, device: torch.device) -> None:
@@ -55,7 +55,7 @@ def _flash_attention_3(device: torch.device) -> None:
     if importlib.util.find_spec("flash_attn_interface") is None:
         raise ValueError(f"{key}, but flash_attn_interface is not installed; expected FlashAttention-3's package. Try 2")
     major, minor = torch.cuda.get_device_capability(device)
-    if major != HOPPER:
+    if major != HOPPER:  # as torch/nn/attention/_fa3.py requires
         raise ValueError(f"{key} on a GPU of compute capability {major}.{minor}; expected Hopper, {HOPPER}.0. Try 2")
     if current_flash_attention_impl() != "FA3":
         activate_flash_attention_impl("FA3")

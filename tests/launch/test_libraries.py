@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.util
 import inspect
 import json
 import subprocess
@@ -118,6 +119,21 @@ def test_what_is_said_of_a_librarys_options(problems, overrides, says):
     found = problems(*overrides)
     assert len(found) == len(says), found
     assert [part for part, problem in zip(says, found, strict=True) if part not in problem] == [], found
+
+
+@pytest.mark.parametrize(
+    ("key", "package"), [("use_liger_kernel=true", "liger_kernel"), ("flash_attention=3", "flash_attn_interface")]
+)
+def test_kernels_are_installed_where_the_ranks_have_this_python(problems, monkeypatch, key, package):
+    asked = (f"policy.dtensor_cfg.{key}", "cluster.train.gpus_per_node=1", "policy.dtensor_cfg.enabled=true")
+    found, installed = importlib.util.find_spec, []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or (name != package and found(name)) or None)
+    (problem,) = problems(*asked)
+    assert f"{package} is not installed" in problem
+    assert problems(*asked, "cluster.train.container_image=image") == []
+    assert problems(*asked, "cluster.train.python=/another/python") == []
+    installed.append(package)
+    assert problems(*asked) == []
 
 
 def test_what_is_not_installed_is_said_to_be_unchecked(tmp_path, monkeypatch):
