@@ -73,6 +73,14 @@ def test_what_is_written_is_read_back(write, tmp_path):
             ["policy.dtensor_cfg.recompute_granularity=selective"],
             "says nothing while policy.dtensor_cfg.activation_checkpointing is false",
         ),
+        *(
+            (
+                MINIMAL,
+                ["policy.dtensor_cfg.reference_cpu_offload=false", f"policy.dtensor_cfg.{key}=true"],
+                f"reference_cpu_offload: says nothing while policy.dtensor_cfg.{key} is true",
+            )
+            for key in ("lora_cfg.enabled", "cpu_offload")
+        ),
         (
             MINIMAL,
             [

@@ -18,7 +18,7 @@ optimizer in host memory.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launch.model_shape import ModelShape
 from launch.plan import flops
@@ -60,6 +60,7 @@ class Job:
     links: Links
     lengths: Lengths
     head: bool = True  # whether it has an output layer, not a number per token
+    frozen: bool = False  # whether its weights are in the policy's precision, not in float32 to be trained
 
     @property
     def gpu(self) -> GPU:
@@ -189,8 +190,8 @@ def _fsdp_weights(job: Job, microbatches: int, products: list[float], tensor: fl
     gather = job.links.ring_seconds(cut.data, numbers * job.itemsize, cut.tensor)
     scatter = job.links.ring_seconds(cut.data, numbers * 4, cut.tensor)  # gradients are float32
     if job.policy.dtensor_cfg.cpu_offload:
-        gather += numbers * 4 / cut.data / (GIGA * job.gpu.host_gb_per_s * job.gpu.assumed.host)
-        scatter += numbers * 4 / cut.data / (GIGA * job.gpu.host_gb_per_s * job.gpu.assumed.host)
+        gather += numbers * (job.itemsize if job.frozen else 4) / cut.data / _host(job)
+        scatter += numbers * 4 / cut.data / _host(job)
     forward, backward = (work / microbatches for work in products)
     talk = tensor / microbatches / (2 if backward else 1)
     total = max(forward + talk, gather)
@@ -233,7 +234,7 @@ def phases(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu:
     if wanted.old:
         found.append(Phase("train", "log-probs before the updates", *forward_pass(policy, count)))
     if wanted.reference:
-        work, parts = forward_pass(policy, count)
+        work, parts = forward_pass(replace(policy, frozen=True), count)
         found.append(Phase("train", "log-probs of the reference", work, parts | _swapped(policy)))
     if "value" in jobs:
         jobs["value"] = _without_head(jobs["value"])
@@ -274,16 +275,19 @@ def reward_phase(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths
 
 
 def _without_head(job: Job) -> Job:
-    return Job(job.shape, job.policy, job.cut, job.links, job.lengths, head=False)
+    return replace(job, head=False)
 
 
 def _swapped(job: Job) -> dict[str, float]:
-    """FSDP2: the reference's weights come from the host. Megatron-Core: the policy's go there, the reference's come, and the
-    policy's come back."""
+    """Return what copies between host and GPU take before and after the reference computes.
+
+    FSDP2: its weights come from the host, except with cpu_offload, where each microbatch gathers them from there
+    (`_fsdp_weights`), and with adapters, where the reference is the model without them. Megatron-Core: the policy's weights go
+    there, the reference's come, and the policy's come back.
+    """
     if not uses_megatron(job.policy):
         dtensor = job.policy.dtensor_cfg
-        # With adapters the reference is the model without them.
-        return _fetched(job, dtensor.reference_cpu_offload and not dtensor.lora_cfg.enabled)
+        return _fetched(job, dtensor.reference_cpu_offload and not (dtensor.cpu_offload or dtensor.lora_cfg.enabled))
     return {"host copies": 3 * job.itemsize * sum(job.cut.held(job.shape)) / _host(job)}
 
 

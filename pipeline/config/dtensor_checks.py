@@ -26,6 +26,10 @@ def check_dtensor(recipe: Recipe) -> Iterator[str]:
         yield (
             f"{DTENSOR}.recompute_granularity: says nothing while {DTENSOR}.activation_checkpointing is false; set that to true"
         )
+    if not dtensor.reference_cpu_offload:
+        for key, on in (("lora_cfg.enabled", dtensor.lora_cfg.enabled), ("cpu_offload", dtensor.cpu_offload)):
+            if on:
+                yield f"{DTENSOR}.reference_cpu_offload: says nothing while {DTENSOR}.{key} is true; leave it out"
     if selective and dtensor.compile:
         yield (
             f"{DTENSOR}.recompute_granularity: got selective with {DTENSOR}.compile=true; expected full, since operators inside"

@@ -118,6 +118,19 @@ def test_nvlink_ends_at_the_node_unless_it_crosses_nodes():
     assert talk("gb200", 1) == talk("gb200", 2) == talk("gb200", 8)
 
 
+def test_a_reference_comes_from_the_host():
+    """In 2 bytes a parameter: once, or with cpu_offload for each microbatch, where the policy's come in 4."""
+    lone = ("cluster.train.gpus_per_node=1", "policy.sequence_packing.logprob_mb_tokens=4096")
+    before, of_reference = "log-probs before the updates", "log-probs of the reference"
+    once, host = train_phases(*lone), 64e9 * 0.3
+    copies = 2 * shape("meta-llama/Llama-3.1-8B-Instruct").parameters / host
+    assert once[of_reference].seconds - once[before].seconds == pytest.approx(copies)
+    each = train_phases(*lone, "policy.dtensor_cfg.cpu_offload=true")
+    assert "host copies" not in each[of_reference].parts
+    assert each[before].seconds == pytest.approx(2 * each[of_reference].seconds)
+    assert each[of_reference].seconds / copies == pytest.approx(round(each[of_reference].seconds / copies))  # microbatches
+
+
 def test_what_comes_before_the_updates_is_what_the_algorithms_say():
     """`train_time.needs` repeats them, since they need torch."""
     cases = [
