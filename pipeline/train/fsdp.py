@@ -78,8 +78,7 @@ class FSDPBackend:
             frozen = dataclasses.replace(use, trained=False, reference=False)
             self._reference = build(policy, self.device, mesh, seed, frozen, like=self._model)
             if policy.dtensor_cfg.reference_cpu_offload and self.device.type == "cuda":
-                self._away = Offload(self.device)
-                self._away.out(self._reference_weights(), frozen=True)
+                self._send_away(Offload(self.device))
         self._merged: lora.Merged | None = None  # weights with adapters, from when they are first asked for
         self._offload = Offload(self.device)
         if use.trained:
@@ -198,6 +197,20 @@ class FSDPBackend:
                 self._reference.reshard()
             if self._away is not None:
                 self._away.out(self._reference_weights(), frozen=True)
+
+    def _send_away(self, away: Offload) -> None:
+        """Keep the reference in host memory while it does not compute. Raise RuntimeError if that cannot be page-locked."""
+        weights = self._reference_weights()
+        size = sum(tensor.untyped_storage().nbytes() for tensor in weights)
+        try:
+            away.out(weights, frozen=True)
+        except (torch.cuda.CudaError, OSError) as error:
+            raise RuntimeError(
+                f"policy.dtensor_cfg.reference_cpu_offload: got true, but {size / 1e9:.1f} GB of host memory cannot be"
+                f" page-locked ({error}); expected room for as much from every rank of the node. Try false, which keeps the"
+                " reference on the GPU, or a larger cluster.train.mem"
+            ) from error
+        self._away = away
 
     def _reference_weights(self) -> list[torch.Tensor]:
         return [local(parameter) for parameter in self._reference.hf.parameters()]

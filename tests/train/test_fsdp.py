@@ -113,8 +113,7 @@ def test_the_reference_in_half_precision_is_what_the_float32_weights_were(models
     trained.step(batches, cases.loss)
     weights = trained._reference_weights()
     assert {tensor.dtype for tensor in weights} == {torch.bfloat16}
-    trained._away = Offload(trained.device)  # as on a GPU, where they are in host memory between two passes
-    trained._away.out(weights, frozen=True)
+    trained._send_away(Offload(trained.device))  # as on a GPU, where they are in host memory between two passes
     for _ in range(2):
         assert not any(tensor.untyped_storage().nbytes() for tensor in weights)
         reference = [out.logprobs for out in trained.forward(batches, "reference")]
@@ -123,6 +122,23 @@ def test_the_reference_in_half_precision_is_what_the_float32_weights_were(models
     trained.reload()
     assert all(torch.equal(o.logprobs, b) for o, b in zip(trained.forward(batches, "reference"), before, strict=True))
     assert not torch.equal(trained.forward(batches)[0].logprobs, before[0])
+
+
+class NotLocked(torch.cuda.CudaError):
+    def __init__(self):
+        RuntimeError.__init__(self, "out of memory")
+
+
+def test_the_key_is_named_where_the_reference_cannot_be_page_locked(models, monkeypatch):
+    def host_memory(size: int, page_locked: bool) -> torch.Tensor:
+        raise NotLocked
+
+    trained = ranks.backend(cases.policy(models / "qwen3"), use=Use(reference=True))
+    monkeypatch.setattr("pipeline.train.offload.host_memory", host_memory)
+    with pytest.raises(
+        RuntimeError, match=r"^policy\.dtensor_cfg\.reference_cpu_offload: got true, but 0\.0 GB .*out of memory"
+    ):
+        trained._send_away(Offload(trained.device))
 
 
 def test_a_reference_that_stays_on_the_device_leaves_with_the_rest(models):
