@@ -80,7 +80,7 @@ class FSDPBackend:
             if policy.dtensor_cfg.reference_cpu_offload and self.device.type == "cuda":
                 self._send_away(Offload(self.device))
         self._merged: lora.Merged | None = None  # weights with adapters, from when they are first asked for
-        self._offload = Offload(self.device)
+        self._offload = Offload(self.device, shared=True)
         if use.trained:
             self._optimizer, self._schedule = self._new_optimizer()
             lora_cfg, random_seed = policy.dtensor_cfg.lora_cfg, seed if policy.random_init else None

@@ -20,8 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 class Offload:
     """The storages of one model."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, shared: bool = False):
+        """shared: another process takes turns on the GPU, so CUDA's cache is emptied for it whenever memory is freed."""
         self._device = device
+        self._shared = shared
         # By storage. The references are weak, but while there is one no other storage gets the same identity.
         self._away: dict[StorageWeakRef, tuple[torch.UntypedStorage, int, bool]] = {}  # its bytes, and whether they are kept
         self._copies: dict[StorageWeakRef, torch.Tensor] = {}  # [bytes] uint8
@@ -65,8 +67,8 @@ class Offload:
         for key, storage in leaving:
             self._away[key] = (storage, storage.nbytes(), kept)
             storage.resize_(0)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the other process on this GPU can have it
+        if self._shared and self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _settle(self) -> None:
         if self._device.type == "cuda":

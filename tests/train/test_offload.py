@@ -145,6 +145,14 @@ def test_page_locked_memory_is_as_large_as_what_it_holds_and_is_given_back(monke
     assert len(checked) == 3
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_cudas_cache_is_emptied_for_another_process_only(monkeypatch, shared):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    Offload(torch.device("cuda", 0), shared).drop([])
+    assert bool(emptied) == shared
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="locks memory for a GPU")
 def test_page_locked_memory_on_a_gpu():

@@ -83,7 +83,7 @@ class MegatronBackend:
         # After all that needs the weights on the device: they go to the host.
         offload = use.offload and not use.trained
         self._host = HostWeights([local.tensor for local in self._local.values()], self.device) if offload else None
-        self._offload = Offload(self.device)
+        self._offload = Offload(self.device, shared=True)
 
     # ---- forward and step -----------------------------------------------------------------------------------------------
 
