@@ -120,13 +120,11 @@ class FSDPBackend:
         self._check(batches)
         if model == "policy":
             with torch.no_grad():
-                outputs = [self._outputs(batch, top_k=top_k) for batch in batches]
+                outputs = [self._outputs(batch, self._model, top_k=top_k) for batch in batches]
             self._reshard()
             return outputs
         with torch.no_grad(), self._reference_model() as reference:
-            return [
-                reference(batch.tokens, batch.positions, Packing.of(batch), top_k=top_k, truncated=False) for batch in batches
-            ]
+            return [self._outputs(batch, reference, top_k=top_k, truncated=False) for batch in batches]
 
     def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
         """Raises ValueError for a model that is not trained."""
@@ -137,7 +135,7 @@ class FSDPBackend:
         self._optimizer.zero_grad(set_to_none=True)
         shares = []
         for batch in batches:
-            output = loss(self._outputs(batch, teacher=batch.teacher), batch)
+            output = loss(self._outputs(batch, self._model, teacher=batch.teacher), batch)
             output.loss.backward()
             shares.append(LossOutput(output.loss.detach(), output.metrics))
         self._sum_partial_gradients()
@@ -169,9 +167,11 @@ class FSDPBackend:
             if batch.teacher is not None and batch.teacher.tokens.max() >= self._vocabulary:
                 raise ValueError(f"a teacher's tokens do not fit a vocabulary of {self._vocabulary}")
 
-    def _outputs(self, batch: PackedBatch, teacher: TopK | None = None, top_k: int = 0) -> Outputs:
+    def _outputs(
+        self, batch: PackedBatch, model: PackedModel, teacher: TopK | None = None, top_k: int = 0, truncated: bool = True
+    ) -> Outputs:
         candidates = teacher.tokens if teacher else None
-        return self._model(batch.tokens, batch.positions, Packing.of(batch), candidates, top_k)
+        return model(batch.tokens, batch.positions, Packing.of(batch), candidates, top_k, truncated)
 
     def _reshard(self) -> None:
         # The root keeps its weights gathered after a forward pass, for a backward pass that does not come here.
