@@ -81,6 +81,27 @@ def test_a_frozen_model_computes_on_the_gpu_wherever_its_weights_are(models, hea
 
 
 @pytest.mark.parametrize("offload", [False, True])
+def test_a_reference_is_in_host_memory_or_stays_on_the_gpu(models, monkeypatch, offload):
+    """Between two of its passes, which leave CUDA's cache as it is; either way it leaves with the rest."""
+    policy = cases.policy(models / "qwen3", precision="bfloat16")
+    trained = ranks.backend(policy, use=Use(reference=True), reference_cpu_offload=offload)
+    assert (trained._away is not None) == offload
+    batches, weights, emptied = [cases.pack(ALL, "cuda")], trained._reference_weights(), []
+    expected = trained.forward(batches)[0].logprobs
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+        for _ in range(2):
+            assert torch.equal(trained.forward(batches, "reference")[0].logprobs, expected)
+            assert {t.device.type for t in weights} == {"cuda"}
+            assert {bool(t.untyped_storage().nbytes()) for t in weights} == {not offload}
+    assert not emptied
+    trained.offload()
+    assert not any(t.untyped_storage().nbytes() for t in weights)
+    trained.reload()
+    assert torch.equal(trained.forward(batches, "reference")[0].logprobs, expected)
+
+
+@pytest.mark.parametrize("offload", [False, True])
 def test_adapters(models, tmp_path, offload):
     """What leaves is what computes; resumed to the last bit."""
     policy = cases.policy(models / "qwen3", precision="bfloat16", tokenizer=TokenizerConfig(str(ROOT / "recipes/tiny")))

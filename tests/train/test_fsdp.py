@@ -141,8 +141,8 @@ def test_the_key_is_named_where_the_reference_cannot_be_page_locked(models, monk
         trained._send_away(Offload(trained.device))
 
 
-def test_a_reference_that_stays_on_the_device_leaves_with_the_rest(models):
-    trained = ranks.backend(cases.policy(models / "qwen3"), use=Use(reference=True), reference_cpu_offload=False)
+def test_a_reference_on_the_device_leaves_with_the_rest(models):
+    trained = ranks.backend(cases.policy(models / "qwen3"), use=Use(reference=True))
     batches = [cases.pack(ALL)]
     before = trained.forward(batches, "reference")[0].logprobs
     trained.offload(keep_weights=True)
