@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pipeline.config import Recipe, hardware, uses_megatron
+
+NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def of_train_ranks(recipe: Recipe) -> dict[str, str]:
@@ -19,4 +23,11 @@ def of_train_ranks(recipe: Recipe) -> dict[str, str]:
         return {}
     if hardware.gpu(component.gpu).compute_capability >= hardware.BLACKWELL:
         return {}
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {NAME: "1"}
+
+
+def notes(recipe: Recipe) -> Iterator[str]:
+    """Yield which GPU the train ranks get a variable for, since cluster.train.gpu may be no more than its default."""
+    own = {**(recipe.policy.megatron_cfg.env_vars or {}), **recipe.cluster.train.env_vars}
+    if NAME not in own and of_train_ranks(recipe):
+        yield f"{NAME}=1 on train ranks, for cluster.train.gpu={recipe.cluster.train.gpu}; Blackwell GPUs do without it"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import allocation, backend, executor, handed_on, local, placement, run_folder, slurm_client
+from launch import allocation, backend, cuda_variables, executor, handed_on, local, placement, run_folder, slurm_client
 from launch.job import components
 from launch.model_files import Pending
 from launch.model_shape import NotDescribed
@@ -114,6 +114,7 @@ def file_problems(recipe: Recipe, chosen: executor.Choice, pending: list[Path], 
     yield from storage.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
     notes += libraries.unchecked(recipe)
     notes += placement.notes(recipe)
+    notes += cuda_variables.notes(recipe)
     if unreachable:
         told = f"cluster.executor: got slurm, but {unreachable}. Try it where a controller answers, or cluster.executor=local"
         notes += [told] if dry else []

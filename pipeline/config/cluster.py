@@ -31,7 +31,9 @@ class ComponentConfig:
 
     nodes: int = 1
     gpus_per_node: int = 0
-    gpu: str = "h100"  # what the plan takes a GPU for: a file in recipes/hardware/, without .yaml, or a path to one
+    # What the plan takes a GPU for: a file in recipes/hardware/, without .yaml, or a path to one. By its compute_capability
+    # flash_attention=3 is checked, and Megatron-Core's train ranks get CUDA_DEVICE_MAX_CONNECTIONS (launch/cuda_variables.py).
+    gpu: str = "h100"
     gpu_memory_gb: Optional[float] = None  # of one GPU, in units of 10^9 bytes; null: the described GPU's
     ranks_per_node: Optional[int] = None  # null: one per GPU, or 1
     cpus_per_task: Optional[int] = None  # null: ranks with GPUs share all CPUs that the job has on a node, others have one each

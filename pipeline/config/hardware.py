@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 HARDWARE = Path(__file__).parents[2] / "recipes/hardware"
 DEFAULT = "h100"
 CROSSES = "nvlink_crosses_nodes"  # false where a description does not say
-OPTIONAL = (CROSSES, "compute_capability")
 COMPONENTS = ("train", "generate", "reward")
 HOPPER, BLACKWELL = 9, 10  # major numbers of compute capability: developer.nvidia.com/cuda-gpus
 
@@ -58,9 +57,9 @@ class GPU:
     nvlink_gpus: int  # how many reach each other by NVLink
     nic_gb_per_s: float
     host_gb_per_s: float
+    compute_capability: float
     assumed: Assumed
     nvlink_crosses_nodes: bool = False
-    compute_capability: float = 9.0
 
 
 @functools.cache
@@ -89,7 +88,7 @@ def _find(name: str, key: str) -> Path:
 
 def _wrong(given: dict[Any, Any], kind: type, key: str, path: Path, prefix: str) -> Iterator[str]:
     wanted = {field.name: field.type for field in dataclasses.fields(kind) if field.name not in ("name", "assumed")}
-    if missing := [f"{prefix}{name}" for name in wanted if name not in given and name not in OPTIONAL]:
+    if missing := [f"{prefix}{name}" for name in wanted if name not in given and name != CROSSES]:
         yield f"{key}: {path} lacks {', '.join(missing)}"
     if unknown := [f"{prefix}{name}" for name in given if name not in wanted]:
         yield f"{key}: {path} has unknown keys: {', '.join(unknown)}; there are: {', '.join(wanted)}"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch import backend, run_folder
+from launch import backend, cuda_variables, run_folder
 from launch.backend import fsdp_bytes, megatron_bytes
 from launch.job import components
 from launch.model_files import Pending
@@ -208,6 +208,7 @@ def test_megatron_gets_one_connection_where_it_relies_on_the_order_of_kernels(lo
     found = components(recipe)
     assert found["train"].env_vars.get("CUDA_DEVICE_MAX_CONNECTIONS") == value
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found["generate"].env_vars
+    assert len(list(cuda_variables.notes(recipe))) == (value == "1")
     of_fsdp = components(config.decided(recipe, "dtensor"))["train"].env_vars
     assert of_fsdp.get("CUDA_DEVICE_MAX_CONNECTIONS") == recipe.cluster.train.env_vars.get("CUDA_DEVICE_MAX_CONNECTIONS")
 

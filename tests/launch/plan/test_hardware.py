@@ -67,6 +67,7 @@ def test_the_ranks_read_numbers(tmp_path, described):
     ("changes", "says"),
     [
         ({"bf16_tflops": None}, "lacks bf16_tflops"),
+        ({"compute_capability": None}, "lacks compute_capability"),
         ({"memory": 80, "tflops": 3}, "unknown keys: memory, tflops; there are: memory_gb, bf16_tflops"),
         ({"memory_gb": "80GB"}, "memory_gb is '80GB'; a number above 0"),
         ({"hbm_gb_per_s": 0}, "hbm_gb_per_s is 0; a number above 0"),
