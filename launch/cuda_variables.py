@@ -21,7 +21,7 @@ def of_train_ranks(recipe: Recipe) -> dict[str, str]:
     cuts = megatron.tensor_model_parallel_size > 1 or megatron.context_parallel_size > 1
     if not (uses_megatron(recipe.policy) and cuts and component.gpus_per_node):
         return {}
-    if hardware.gpu(component.gpu).compute_capability >= hardware.BLACKWELL:
+    if hardware.described(component.gpu, "compute_capability") >= hardware.BLACKWELL:
         return {}
     return {NAME: "1"}
 

@@ -89,6 +89,17 @@ def test_dry_run_warns_of_two_backends(here, capsys):
     assert "# Megatron-Core trains, because policy.megatron_cfg.enabled goes before" in out and "are both true" in out
 
 
+def test_the_gpu_that_train_ranks_get_a_variable_for_is_told(here, capsys):
+    cut = ["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.tensor_model_parallel_size=2"]
+    cut += ["cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=1"]
+    recipe = ["recipe=tiny", "dry_run=true", "cluster.executor=slurm", *cut]
+    assert submit.main(recipe) == 0
+    assert "# CUDA_DEVICE_MAX_CONNECTIONS=1 on train ranks, for cluster.train.gpu=h100" in capsys.readouterr().out
+    assert submit.main([*recipe, "cluster.train.gpu=h10", "grpo.max_num_steps=0"]) == 2
+    told = capsys.readouterr().err
+    assert "'h10' is no described GPU" in told and "grpo.max_num_steps" in told
+
+
 def test_a_model_that_cannot_be_planned_may_run_all_the_same(here, capsys):
     described = json.loads((here / "model/config.json").read_text())
     (here / "model/config.json").write_text(json.dumps(described | {"model_type": "phi3"}))
