@@ -30,7 +30,7 @@ class FSDP:
 
     @property
     def plain(self) -> bool:
-        """Whether nothing is gathered."""
+        """Return whether nothing is gathered."""
         two_precisions = self.model.trained and self.model.size < 4
         return self.cut.ranks == 1 and not two_precisions and not self.offloads
 
@@ -44,7 +44,7 @@ class FSDP:
 
     @property
     def root(self) -> float:
-        """Parameters of embedding, last norm and head after tensor parallelism."""
+        """Return the number of parameters of embedding, last norm and head after tensor parallelism."""
         return (self.model.table + self.model.output) / self.cut.tensor + self.model.shape.hidden
 
     def layer(self, sparse: bool) -> float:
@@ -59,14 +59,14 @@ class FSDP:
 
     @property
     def parameters(self) -> float:
-        """Of this rank's share of all."""
+        """Return how many parameters this rank holds."""
         shape = self.model.shape
         whole = self.root + shape.sparse_layers * self.layer(True) + shape.dense_layers * self.layer(False)
         return whole / self.cut.data
 
     @property
     def adapters(self) -> float:
-        """Parameters of this rank's share of the adapters: dim x (in + out) of each linear layer."""
+        """Return how many parameters of adapters this rank holds: its share of dim x (in + out) of each linear layer."""
         shape, lora = self.model.shape, self.model.policy.dtensor_cfg.lora_cfg
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         attention = 2 * (shape.hidden + query) + 2 * (shape.hidden + key)
@@ -77,7 +77,7 @@ class FSDP:
 
     @property
     def resident(self) -> Parts:
-        """On the device, gradients included."""
+        """Return the bytes on the device, gradients included."""
         if self.offloads:
             return {}
         if not self.model.trained:
@@ -100,7 +100,7 @@ class FSDP:
 
     @property
     def host(self) -> float:
-        """What is offloaded, and reference weights."""
+        """Return the bytes in host memory: of what is offloaded, and of reference weights."""
         reference = 0.0 if "other models" in self.resident else self.reference
         return reference + (self.parameters * (16 if self.model.trained else self.model.size) if self.offloads else 0.0)
 
@@ -113,7 +113,7 @@ class FSDP:
         return hugging_face(self.model.shape, sparse, self.passage(tokens))
 
     def phases(self, load: Load) -> Iterator[tuple[str, Parts]]:
-        """(what happens, bytes on the device besides `resident`; negative where gradients are not there yet)"""
+        """Yield (what happens, bytes on the device besides `resident`; negative where gradients are not there yet)."""
         forward = self._forward(load.forward_tokens)
         yield "log-probs", forward
         if self.cuda and self.reference and not self.offloads and "other models" not in self.resident:
@@ -166,7 +166,7 @@ class FSDP:
         yield "optimizer", {}
 
     def _kept(self, sparse: bool, layer: Layer, tokens: float) -> float:
-        """Of a layer, from the forward pass to the backward pass."""
+        """Return the bytes that a layer of `tokens` keeps from the forward pass to the backward pass."""
         dtensor = self.model.policy.dtensor_cfg
         if not dtensor.activation_checkpointing:
             return layer.saved
@@ -175,20 +175,23 @@ class FSDP:
         return selected(self.model.shape, sparse, self.passage(tokens))
 
     def _in_flight(self) -> float:
-        """While a layer goes backward: its weights and the next one's, the root's, and the head's gradient."""
+        """Return the bytes of gathered weights, a layer's, the next one's and the root's, and of the head's gradient.
+
+        All of them are there while a layer goes backward.
+        """
         if self.plain:
             return 0.0
         prefetched = self.model.size * self.largest if self.cut.data > 1 else 0.0
         return self._gathered(1) + prefetched + self.model.size * self.model.output / self.cut.tensor
 
     def _reduction(self, saved: float, missing: Parts) -> Parts:
-        """At the end of a layer's backward pass: its gradient as computed and in float32, whole and cut."""
+        """Return the bytes at the end of a layer's backward pass: its gradient as computed and in float32, whole and cut."""
         own = self.model.size * self.largest
         return add({"activations": saved, "buffers": self._in_flight() + own + self._reducing}, missing)
 
     @property
     def _reducing(self) -> float:
-        """A layer's gradient in float32, this rank's part and, where there are several, the whole."""
+        """Return the bytes of a layer's gradient in float32: this rank's part and, where there are several, the whole."""
         if self.plain:
             return 0.0
         return 4 * self.largest * (1 + 1 / self.cut.data) if self.cut.data > 1 else 4 * self.largest
