@@ -71,10 +71,10 @@ def notes(recipe: Recipe) -> Iterator[str]:
     """Yield where more GPUs of a node are asked for than `recipes/hardware/` describes. Slurm, which may know, is not asked."""
     parts = components(recipe)
     for names, host in zip(groups(parts), hosts(parts).values(), strict=True):
-        gpu = hardware.gpu(host.gpu)
-        if not gpu.nvlink_crosses_nodes and host.gpus_per_node > gpu.nvlink_gpus:
+        usual = hardware.described(host.gpu, "nvlink_gpus")
+        if not hardware.described(host.gpu, "nvlink_crosses_nodes") and host.gpus_per_node > usual:
             keys = " + ".join(f"cluster.{name}.gpus_per_node" for name in names if not takes_turns(parts[name]))
-            yield f"{keys}: got {host.gpus_per_node} on each node; nodes with {host.gpu} usually have {gpu.nvlink_gpus}"
+            yield f"{keys}: got {host.gpus_per_node} on each node; nodes with {host.gpu} usually have {usual}"
 
 
 def torch_has_cuda() -> bool:
