@@ -36,6 +36,7 @@ from pipeline import signals
 from pipeline.config import TimeoutsConfig
 from pipeline.files import listed
 from pipeline.secrets import redacted
+from pipeline.store.relay import STORE_GONE
 from pipeline.world import Activity, Place, Realms, World, beat_s
 
 EXIT_STATUS = 124  # as timeout(1)
@@ -313,14 +314,19 @@ class Watchdog:
         os._exit(EXIT_WITH_ANOTHER)
 
     def _end_without_store(self) -> None:
-        """Rank 0 knows what came of the store's process. The others wait for what rank 0 may have had to say."""
+        """Blame whoever took the store from this rank: rank 0, the store's process or this node's relay.
+
+        Rank 0 knows what came of the store's process. The others first wait for what rank 0 may have had to say: when rank 0 is
+        killed, the store ends, and each relay with it. A relay that ended by itself is to blame only while the store answers.
+        """
         if process := self._world.store.process:
             time.sleep(0.1)  # it ends just after its connections
             why = f"the store's process beside rank 0 (train) has ended (status {process.poll()}): {self._cut}"
             self._end(Failure.here(self._world, why))
         if process := self._world.store.relay_process:
             time.sleep(0.1)
-            if (status := process.poll()) is not None:
+            status = process.poll()
+            if status not in (None, STORE_GONE) and self._store_answers():
                 self._end(Failure.here(self._world, f"the relay's process beside {self._name} has ended (status {status})"))
         deadline = time.monotonic() + LAST_WORD_S
         while time.monotonic() < deadline:
@@ -334,6 +340,7 @@ class Watchdog:
         self._end(Failure(0, "train", rank_0.node, rank_0.verb, rank_0.phase, why))
 
     def _store_answers(self) -> bool:
+        """Return whether the store takes a new connection from this rank."""
         try:
             self._world.store.clone(LAST_WORD_S)
         except (dist.DistError, OSError):

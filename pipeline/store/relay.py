@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -27,6 +28,7 @@ from pipeline.store.server import Address, Connection, Door, launch, serve, take
 from pipeline.store.table import Exchange, Reply, Request, Set, Will
 
 HOLD_S = 0.02
+STORE_GONE = 3  # a relay's exit status when it has lost the store
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Reply).decode
@@ -214,7 +216,8 @@ class Relay(Door):
         self._looked = []
 
 
-async def _run(told: dict[str, Any]) -> None:
+async def _run(told: dict[str, Any]) -> int:
+    """Relay until nobody here needs it or the store is gone, and return the exit status."""
     key = bytes.fromhex(told["key"])
     relay, loop = Relay(key, told["rank"]), asyncio.get_running_loop()
     _, upstream = await loop.create_connection(lambda: Upstream(key, relay), *told["upstream"])
@@ -228,10 +231,11 @@ async def _run(told: dict[str, Any]) -> None:
 
     tasks = [asyncio.ensure_future(work) for work in (beat(), serve(relay, told["address"]), upstream.lost)]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    return STORE_GONE if upstream.lost.done() else 0
 
 
 def main() -> None:
-    asyncio.run(_run(take_told()))
+    sys.exit(asyncio.run(_run(take_told())))
 
 
 if __name__ == "__main__":

@@ -72,6 +72,22 @@ def test_a_killed_rank_is_named_be_it_the_one_whose_relay_ends_with_it(start, vi
     assert all(statuses)
 
 
+@pytest.mark.parametrize("victim", ["rank 0", pytest.param("the store's process", marks=pytest.mark.full)])
+def test_the_end_of_the_store_is_not_blamed_on_a_rank_that_has_started_a_relay(start, victim):
+    """Each relay ends with the store, before any rank has told why."""
+    world = start("linger", PER_NODE)
+    world.until("ready")
+    time.sleep(1)  # until rank 0 is heard of everywhere
+    if victim == "rank 0":
+        world.processes[0].kill()
+    else:
+        os.kill(int(re.search(r"store (\d+)", world.log(0)).group(1)), signal.SIGKILL)
+    assert all(world.wait(120))
+    failure = world.failure()
+    assert (failure["rank"], failure["host"]) == (0, "node0"), failure
+    assert (victim if victim != "rank 0" else "rank 0 (train), the coordinator, on node0 is gone") in failure["message"]
+
+
 @pytest.mark.full
 def test_the_end_of_a_relay_ends_the_run_by_the_rank_that_started_it(start):
     world = start("linger", PER_NODE)
