@@ -6,6 +6,7 @@ same errors: DistStoreError when a wait is over, DistNetworkError when the store
 
 from __future__ import annotations
 
+import random
 import socket
 import subprocess
 import threading
@@ -61,11 +62,11 @@ class RunStore(dist.Store):
                 return
             except PermissionError:
                 raise
-            except (OSError, proof.NotProven) as error:  # a crowd of strangers may have pushed us out
+            except (OSError, proof.NotProven) as error:  # a crowd may have pushed this one out
                 if time.monotonic() > deadline:
                     host, port = self._address
                     raise dist.DistNetworkError(f"the store of rank 0 at {host}:{port} is not reached: {error}") from error
-                time.sleep(0.2)
+                time.sleep(random.uniform(0.1, 0.3))  # thousands that were pushed out at once do not come back at once
 
     def _receive(self, size: int) -> bytes:
         data = bytearray(size)

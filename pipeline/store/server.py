@@ -7,7 +7,7 @@ Its first line of input, JSON, has what it needs; it prints the port on which it
 on no command line and in no environment, where others could see it.
 
 Whoever connects must prove in PROVE_S that it knows the key (`proof.py`), before anything else that it says is looked at. Those
-that have not yet are at most UNPROVEN; the oldest makes room for the next.
+that have not yet are at most UNPROVEN; the oldest makes room for the next, and may connect again.
 One thread, so that requests have an order. Standard library and msgspec only: it is up in a tenth of a second.
 """
 
@@ -59,7 +59,7 @@ class Door:
     def admit(self, connection: Connection) -> None:
         self.unproven[connection] = None
         if len(self.unproven) > UNPROVEN:
-            next(iter(self.unproven)).refuse("too many have connected without a proof")
+            next(iter(self.unproven)).drop("too many have connected without a proof")
 
     def tell(self, host: str, why: str) -> None:
         """Once for each host and reason, and not without end: a stranger must not fill the disk."""
@@ -153,13 +153,18 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         self._host = (transport.get_extra_info("peername") or ("?",))[0]
         self._challenge = proof.challenge()
-        self._timer = asyncio.get_running_loop().call_later(PROVE_S, self.refuse, "it said nothing that proves it")
+        self._timer = asyncio.get_running_loop().call_later(PROVE_S, self.drop, "it said nothing that proves it")
         self._store.admit(self)
         transport.write(self._challenge)
 
     def refuse(self, why: str) -> None:
-        self._store.tell(self._host, why)
+        """Close the connection for good: the client is told not to try again."""
         self._transport.write(proof.REFUSED)
+        self.drop(why)
+
+    def drop(self, why: str) -> None:
+        """Close the connection. A client that knows the key tries again."""
+        self._store.tell(self._host, why)
         self._transport.close()
         self._closed()
 

@@ -3,11 +3,14 @@
 The strangers speak with `pipeline.store.proof`, as one would who has read the code.
 """
 
+import asyncio
 import contextlib
 import json
 import os
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -139,6 +142,41 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(key, capfd, until_closed):
             connection.close()
     told = [line for line in capfd.readouterr().err.splitlines() if "refused a connection" in line]
     assert told == ["hetstep: refused a connection from 127.0.0.1: it said nothing that proves it"] * until_closed
+
+
+@pytest.fixture
+def served(key):
+    """The address of a store that a thread of this process serves."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    loop, store = asyncio.new_event_loop(), server.Store(key)
+    loop.run_until_complete(loop.create_server(lambda: server.Connection(store), sock=listener))
+    serving = threading.Thread(target=loop.run_forever)
+    serving.start()
+    yield Address(*listener.getsockname())
+    loop.call_soon_threadsafe(loop.stop)
+    serving.join(10)
+    listener.close()
+    loop.close()
+
+
+def test_ranks_that_push_each_other_out_all_get_in(served, key, monkeypatch):
+    """More of them than the store lets wait without a proof."""
+    monkeypatch.setattr(server, "UNPROVEN", 4)
+    dropped: list[str] = []
+    monkeypatch.setattr(server.Door, "tell", lambda self, host, why: dropped.append(why))
+    crowd = [connect(served) for _ in range(4)]  # says nothing
+    with ThreadPoolExecutor(40) as pool:
+        ranks = list(pool.map(lambda _: RunStore(served, key, 30), range(40)))
+    assert sum(rank.add("n", 1) == 40 for rank in ranks) == 1
+    assert set(dropped) == {"too many have connected without a proof"} and len(dropped) >= len(crowd)
+    for connection in crowd:
+        connection.close()
+
+
+def test_one_that_proves_itself_too_late_may_try_again(served, monkeypatch):
+    monkeypatch.setattr(server, "PROVE_S", 0.2)
+    with connect(served) as connection:
+        assert read(connection, 1000)[proof.CHALLENGE :] == b""
 
 
 def test_the_secret_must_be_there_private_and_whole(tmp_path):
