@@ -99,6 +99,15 @@ class Future:
         return [self._replies[rank] for rank in self._ranks]
 
 
+@dataclass(frozen=True)
+class Arriving:
+    """A reply's body on its way from a rank over the spanning group."""
+
+    call: int
+    rank: int
+    since: float
+
+
 class Mailbox:
     """Rank 0's end: numbers calls, sends them, sorts the replies to their futures."""
 
@@ -109,6 +118,7 @@ class Mailbox:
         self._lock = threading.Lock()  # the watchdog reads the futures from its thread
         self._awaited: Future | None = None  # by rank 0; None: any
         self._waiting_since: float | None = None  # rank 0, for a message
+        self._arriving: Arriving | None = None  # what rank 0 waits for otherwise
         self._store = world.store.clone()
         self._asking = world.store.clone()  # the watchdog's
 
@@ -168,7 +178,11 @@ class Mailbox:
             raise RemoteError(f"verb '{answer.verb}' failed on {name}:\n{answer.error}")
         body = answer.body
         if answer.follows:
-            body = receive_body(self._world, answer.follows, answer.call, answer.ranks[0]).numpy().tobytes()
+            source = answer.ranks[0]
+            with self._world.phase(f"receive the body of {self._world.describe(source)}", verb=answer.verb):
+                self._arriving = Arriving(answer.call, source, time.monotonic())
+                body = receive_body(self._world, answer.follows, answer.call, source).numpy().tobytes()
+                self._arriving = None
         with self._lock:
             future = self._futures[answer.call]
             self._world.timeline.heard(future.realm, answer.account)
@@ -182,12 +196,18 @@ class Mailbox:
                 del self._futures[call]
 
     def overdue(self) -> Overdue | None:
-        """Calls past their deadline. One that is answered in parts may take as long as it wants, and its parts may lie in the
-        queue while rank 0 is busy: it is late when rank 0 has waited so long for it, or for any message at all."""
-        now, since, awaited = time.monotonic(), self._waiting_since, self._awaited
+        """Return a call past its deadline, if there is one.
+
+        A call that is answered in parts may take as long as it wants, and its parts may lie in the queue while rank 0 is busy:
+        it is late when rank 0 has waited so long for it, or for any message at all. So is the body of any reply, of which the
+        store knows no more than that it follows.
+        """
+        now, since, awaited, arriving = time.monotonic(), self._waiting_since, self._awaited, self._arriving
         with self._lock:
             open_ = [future for future in self._futures.values() if not future.done]
         for future in open_:
+            if arriving and future.number == arriving.call and now > max(arriving.since + future.timeout_s, future.deadline):
+                return Overdue(future.verb, future.timeout_s, [arriving.rank])
             if not future.in_parts and now > future.deadline and (missing := self._unanswered(future)):
                 return Overdue(future.verb, future.timeout_s, missing)
         if since is None:

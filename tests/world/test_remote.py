@@ -9,8 +9,9 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from pipeline.remote import Later, Mailbox, Remote, RemoteError, calls, serve, stop, verb
-from pipeline.remote.messages import INLINE, Envelope, route
+from pipeline.encoding import encode
+from pipeline.remote import Later, Mailbox, Remote, RemoteError, calls, serve, serving, stop, verb
+from pipeline.remote.messages import INLINE, Envelope, as_tensor, route
 from pipeline.store import mail
 from pipeline.store.client import RunStore
 from pipeline.store.server import start
@@ -63,6 +64,17 @@ class Counter:
     def ask(self, text: str) -> str:
         self.done.append(text)
         return text.upper()
+
+    @verb("short")
+    def body(self) -> str:
+        return "x" * INLINE
+
+    @verb("short")
+    def bodies(self) -> Later[str]:
+        later: Later[str] = Later()
+        later.put("x" * INLINE)
+        later.end()
+        return later
 
     @verb("short")
     def slow(self) -> None:
@@ -190,6 +202,35 @@ def test_a_plain_call_is_overdue_whatever_rank_0_does(job):
     time.sleep(1.5 * Timeouts.short)
     assert mailbox.overdue().verb == "slow"
     slow.result()
+    assert mailbox.overdue() is None
+
+
+@pytest.mark.parametrize("name", ["body", "bodies"])
+def test_a_body_that_does_not_come_makes_its_call_overdue(job, monkeypatch, name):
+    """The store has seen the answer, and waits for nobody."""
+    remote, _, mailbox, _ = job
+    world, asked, released = mailbox._world, threading.Event(), threading.Event()
+    monkeypatch.setattr(serving, "send_body", lambda *_: None)
+
+    def receive_body(_, size, *__):
+        asked.set()
+        assert released.wait(60)
+        return as_tensor(encode(["x" * INLINE] if name == "bodies" else "x" * INLINE))
+
+    monkeypatch.setattr(calls, "receive_body", receive_body)
+    future = getattr(remote, name)()
+    waiting = threading.Thread(target=future.result)
+    waiting.start()
+    assert asked.wait(60)
+    begun = time.monotonic()
+    assert (world.activity.verb, world.activity.phase) == (name, "receive the body of rank 1 (generate)")
+    while not (late := mailbox.overdue()):
+        assert time.monotonic() - begun < 30
+        time.sleep(0.01)
+    assert (late.verb, late.missing) == (name, [1])
+    assert time.monotonic() - begun > 0.9 * Timeouts.short  # however late rank 0 has begun to take it
+    released.set()
+    waiting.join(30)
     assert mailbox.overdue() is None
 
 
