@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +18,8 @@ from pipeline.remote.verbs import run, signature
 from pipeline.store import mail
 from pipeline.watchdog import OfAnotherRank, Overdue
 from pipeline.world import World
+
+REOPEN_S = 5.0  # to connect again to a store that was stuck
 
 
 class RemoteError(OfAnotherRank):
@@ -219,11 +222,13 @@ class Mailbox:
         return Overdue(late[0].verb, late[0].timeout_s, sorted({rank for future in late for rank in future.suspects}))
 
     def _unanswered(self, future: Future) -> list[int]:
-        """What the store knows, and rank 0's own part, which runs here."""
+        """Return the ranks that the store knows of, and rank 0 while it runs its own part; none while the store is stuck."""
         try:
             return [*({self._world.rank} & set(future.missing)), *self._asking.unanswered(future.number)]
-        except dist.DistError:
-            return []  # the watchdog's own connection tells of it
+        except dist.DistError:  # it is closed, since a late reply would be taken for the next one
+            with contextlib.suppress(dist.DistError):  # then the next time; the watchdog's own connection tells of the store
+                self._asking = self._world.store.clone(REOPEN_S)
+            return []
 
 
 class Remote:

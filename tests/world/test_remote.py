@@ -205,6 +205,16 @@ def test_a_plain_call_is_overdue_whatever_rank_0_does(job):
     assert mailbox.overdue() is None
 
 
+def test_a_plain_call_is_overdue_after_a_store_that_was_stuck(job):
+    remote, _, mailbox, _ = job
+    slow = remote.slow()
+    mailbox._asking._socket.close()  # as when a reply is too late
+    time.sleep(1.2 * Timeouts.short)
+    assert mailbox.overdue() is None
+    assert mailbox.overdue().missing == [1]
+    slow.result()
+
+
 @pytest.mark.parametrize("name", ["body", "bodies"])
 def test_a_body_that_does_not_come_makes_its_call_overdue(job, monkeypatch, name):
     """The store has seen the answer, and waits for nobody."""
