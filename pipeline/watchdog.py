@@ -150,7 +150,7 @@ class Watchdog:
         self._stopped = threading.Event()
         self._news = threading.Event()  # for `_judge`
         self._watched = range(world.size) if world.rank == 0 else range(1)
-        self._store = world.store.near()  # the main thread may sit in a blocking call on its own connection
+        self._store = world.store.near(world.place.node)  # the main thread may sit in a blocking call on its own connection
         self._store.set_at_loss(f"lost/{world.rank}")
         self._answered = time.monotonic()
         self._joining_since: float | None = None  # some rank is in verb 'join'
@@ -261,7 +261,8 @@ class Watchdog:
     def _judge_silence(self, heard: dict[int, tuple[Beat, float]], now: float) -> None:
         silence_s, key = self._patience(self._world.activity.verb)
         if now - self._answered > silence_s:
-            self._end(Failure.here(self._world, self._no_answer(silence_s, key, "the store beside rank 0 (train)")))
+            asked = f"the relay of {self._world.place.node}" if self._world.store.relay else "the store beside rank 0 (train)"
+            self._end(Failure.here(self._world, self._no_answer(silence_s, key, asked)))
         silent: dict[tuple[float, str], list[int]] = {}  # by how long they may be
         for rank, (beat, last) in heard.items():
             silence_s, key = self._patience(beat.verb)

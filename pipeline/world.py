@@ -221,7 +221,8 @@ def _find_relay(store: RunStore, place: Place, address: Address, key: bytes, sil
     if not store.check([name]):
         own = str(place.rank).encode()
         if store.compare_set(f"{name}/by", "", own) == own:
-            store.relay_process, store.relay = relay.start(address, key, place.rank, beat_s(place.size, silence_s))
+            interval_s, timeout_s = beat_s(place.size, silence_s), store.timeout.total_seconds()
+            store.relay_process, store.relay = relay.start(address, key, place.rank, interval_s, timeout_s)
             store.set(name, json.dumps(store.relay._asdict()))
             return
     try:

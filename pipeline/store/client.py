@@ -6,8 +6,6 @@ same errors: DistStoreError when a wait is over, DistNetworkError when the store
 
 from __future__ import annotations
 
-import random
-import socket
 import subprocess
 import threading
 import time
@@ -18,7 +16,7 @@ import msgspec
 import torch.distributed as dist
 
 from pipeline.store import mail, proof, table
-from pipeline.store.server import PROVE_S, Address
+from pipeline.store.server import Address
 
 PATIENCE_S = 30.0  # beyond a request's own timeout, for a store that is busy
 LONGEST_S = 1e6  # a socket knows no longer timeout
@@ -32,8 +30,8 @@ _decode_answers = msgspec.msgpack.Decoder(mail.Collected).decode
 class RunStore(dist.Store):
     """One connection. Threads take turns on it, so one that waits holds up the others: `clone` for those that wait long."""
 
-    def __init__(self, address: Address, key: bytes, timeout_s: float):
-        """timeout_s: of connecting, and of later waits that name none.
+    def __init__(self, address: Address, key: bytes, timeout_s: float, name: str = "the store of rank 0"):
+        """timeout_s: of connecting, and of later waits that name none. name: what errors call the other end.
 
         Raises PermissionError if the store refuses the key, DistNetworkError if it is not reached.
         """
@@ -41,42 +39,18 @@ class RunStore(dist.Store):
         self.set_timeout(timedelta(seconds=timeout_s))
         self._address = address
         self._key = key
+        self._name = name
         self._turn = threading.Lock()
         self._clones: list[RunStore] = []  # torch holds only the C++ part of one that it asks for
         self.process: subprocess.Popen | None = None  # the store's, on the rank that has started it
         self.relay: Address | None = None  # this node's, if it has one
         self.relay_process: subprocess.Popen | None = None  # the relay's, on the rank that has started it
-        self._connect(time.monotonic() + timeout_s)
+        try:
+            self._socket, self._channel = proof.connect(address, key, time.monotonic() + timeout_s)
+        except ConnectionError as error:
+            raise dist.DistNetworkError(f"{name} at {error}") from error
 
     # ---- the connection -----------------------------------------------------------------------------------------------------
-
-    def _connect(self, deadline: float) -> None:
-        while True:
-            try:
-                self._socket = socket.create_connection(self._address, timeout=PROVE_S)
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                challenge = self._receive(proof.CHALLENGE)
-                answer = proof.answer(self._key, challenge)
-                self._socket.sendall(answer)
-                self._channel = proof.open_channel(self._key, challenge, answer, self._receive(proof.MAC))
-                return
-            except PermissionError:
-                raise
-            except (OSError, proof.NotProven) as error:  # a crowd may have pushed this one out
-                if time.monotonic() > deadline:
-                    host, port = self._address
-                    raise dist.DistNetworkError(f"the store of rank 0 at {host}:{port} is not reached: {error}") from error
-                time.sleep(random.uniform(0.1, 0.3))  # thousands that were pushed out at once do not come back at once
-
-    def _receive(self, size: int) -> bytes:
-        data = bytearray(size)
-        rest = memoryview(data)
-        while rest:
-            count = self._socket.recv_into(rest)
-            if not count:
-                raise ConnectionResetError("the connection was closed")
-            rest = rest[count:]
-        return bytes(data)
 
     def _speak(self, request: table.Request | None, replied: bool, timeout_s: float = 0.0) -> bytes:
         """Send a request, if there is one, and wait for a reply, if one follows."""
@@ -88,12 +62,12 @@ class RunStore(dist.Store):
                 self._socket.sendall(sealed)
                 if not replied:
                     return b""
-                header = self._receive(proof.HEADER)
-                return self._channel.verify(header, self._receive(self._channel.length(header)))
+                header = proof.receive(self._socket, proof.HEADER)
+                return self._channel.verify(header, proof.receive(self._socket, self._channel.length(header)))
             except (OSError, proof.NotProven) as error:
                 self._socket.close()  # or the next would read this one's answer
                 host, port = self._address
-                raise dist.DistNetworkError(f"the store of rank 0 at {host}:{port} is gone: {error}") from error
+                raise dist.DistNetworkError(f"{self._name} at {host}:{port} is gone: {error}") from error
             except BaseException:
                 self._socket.close()
                 raise
@@ -174,9 +148,11 @@ class RunStore(dist.Store):
         self._clones.append(clone)
         return clone
 
-    def near(self) -> RunStore:
-        """A connection for mail and heartbeats: to this node's relay, if there is one, else to the store itself."""
-        near = RunStore(self.relay or self._address, self._key, self._seconds())
+    def near(self, node: str) -> RunStore:
+        """Return a connection for mail and heartbeats: to the relay of this node, if it has one, else to the store itself."""
+        if self.relay is None:
+            return self.clone()
+        near = RunStore(self.relay, self._key, self._seconds(), f"the relay of {node}")
         self._clones.append(near)
         return near
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hmac
 import os
+import random
+import socket
 import stat
 import struct
 import time
@@ -28,6 +30,7 @@ CHALLENGE = len(GREETING) + NONCE  # bytes that the server says first
 ANSWER = NONCE + MAC  # bytes that the client says to it
 REFUSED = bytes(MAC)
 MAX_MESSAGE = 8 << 20  # bytes
+PROVE_S = 10.0  # for each step of the proof
 
 LENGTH = struct.Struct(">I")
 HEADER = LENGTH.size + MAC
@@ -139,3 +142,42 @@ def open_channel(key: bytes, challenge: bytes, answer: bytes, proof: bytes) -> C
     if not hmac.compare_digest(proof, _tag(key, b"server", both)):
         raise NotProven("what answers there does not know this attempt's secret")
     return Channel(_tag(key, b"to server", both), _tag(key, b"to client", both))
+
+
+# ---- a client's connection ------------------------------------------------------------------------------------------------
+
+
+def connect(address: tuple[str, int], key: bytes, deadline: float) -> tuple[socket.socket, Channel]:
+    """Connect to a server and prove both ends, again and again until `deadline`, by time.monotonic().
+
+    Raises PermissionError if the server refuses the key, ConnectionError if the last try failed in another way.
+    """
+    while True:
+        connection = None
+        try:
+            connection = socket.create_connection(address, timeout=PROVE_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            said = receive(connection, CHALLENGE)
+            own = answer(key, said)
+            connection.sendall(own)
+            return connection, open_channel(key, said, own, receive(connection, MAC))
+        except (OSError, NotProven) as error:
+            if connection:
+                connection.close()
+            if isinstance(error, PermissionError):
+                raise
+            if time.monotonic() > deadline:  # until then: a crowd may have pushed this one out, or the server is busy
+                raise ConnectionError(f"{address[0]}:{address[1]} is not reached: {error}") from error
+            time.sleep(random.uniform(0.1, 0.3))  # thousands that were pushed out at once do not come back at once
+
+
+def receive(connection: socket.socket, size: int) -> bytes:
+    """Return the next `size` bytes. Raises ConnectionResetError if the other end closes."""
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        count = connection.recv_into(rest)
+        if not count:
+            raise ConnectionResetError("the connection was closed")
+        rest = rest[count:]
+    return bytes(data)

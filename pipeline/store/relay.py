@@ -16,15 +16,17 @@ Ranks prove themselves to it, and it to the store, as everyone does (`proof.py`)
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from typing import Any
 
 import msgspec
 
 from pipeline.store import mail, proof
-from pipeline.store.server import Address, Connection, Door, launch, serve, take_told
+from pipeline.store.server import START_S, Address, Connection, Door, launch, serve, take_told
 from pipeline.store.table import Exchange, Reply, Request, Set, Will
 
 HOLD_S = 0.02
@@ -34,24 +36,22 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Reply).decode
 
 
-def start(upstream: Address, key: bytes, rank: int, interval_s: float) -> tuple[subprocess.Popen, Address]:
+def start(upstream: Address, key: bytes, rank: int, interval_s: float, timeout_s: float) -> tuple[subprocess.Popen, Address]:
     """Start a relay on this machine. It lives as long as the calling thread and the returned handle.
 
     upstream: the store's. rank: who starts it. interval_s: between two exchanges of heartbeats with the store.
+    timeout_s: of connecting to the store. Raises what `launch` raises.
     """
-    told = {"key": key.hex(), "upstream": list(upstream), "rank": rank, "interval_s": interval_s}
-    return launch("pipeline.store.relay", "127.0.0.1", told)
+    told = {"key": key.hex(), "upstream": list(upstream), "rank": rank, "interval_s": interval_s, "timeout_s": timeout_s}
+    return launch("pipeline.store.relay", "127.0.0.1", told, timeout_s + START_S)
 
 
 class Upstream(asyncio.Protocol):
     """The connection to the store. Requests are sent without waiting; of the replies only those with values are looked at."""
 
-    def __init__(self, key: bytes, relay: Relay):
-        self._key, self._relay = key, relay
+    def __init__(self, channel: proof.Channel, relay: Relay):
+        self._channel, self._relay = channel, relay
         self._buffer = bytearray()
-        self._answer = b""
-        self._channel: proof.Channel | None = None
-        self.proven: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -67,31 +67,15 @@ class Upstream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         try:
-            if not self._channel and not self._prove():
-                return
             while (message := proof.next_message(self._channel, self._buffer)) is not None:
                 reply = _decode(message)
                 if reply.pushed:
                     self._relay.deliver(reply.value)
                 elif isinstance(reply.value, list):
                     self._relay.see(reply.value)
-        except (proof.NotProven, PermissionError, msgspec.DecodeError):
+        except (proof.NotProven, msgspec.DecodeError) as error:
+            print(f"hetstep: a relay closes its connection to the store: {error}", file=sys.stderr, flush=True)
             self._transport.close()
-
-    def _prove(self) -> bool:
-        """Whether both ends are proven."""
-        if not self._answer and len(self._buffer) >= proof.CHALLENGE:
-            self._challenge = bytes(self._buffer[: proof.CHALLENGE])
-            del self._buffer[: proof.CHALLENGE]
-            self._answer = proof.answer(self._key, self._challenge)
-            self._transport.write(self._answer)
-        if not self._answer or len(self._buffer) < proof.MAC:
-            return False
-        own = bytes(self._buffer[: proof.MAC])
-        del self._buffer[: proof.MAC]
-        self._channel = proof.open_channel(self._key, self._challenge, self._answer, own)
-        self.proven.set_result(None)
-        return True
 
 
 class Relay(Door):
@@ -216,12 +200,10 @@ class Relay(Door):
         self._looked = []
 
 
-async def _run(told: dict[str, Any]) -> int:
+async def _run(told: dict[str, Any], key: bytes, connection: socket.socket, channel: proof.Channel) -> int:
     """Relay until nobody here needs it or the store is gone, and return the exit status."""
-    key = bytes.fromhex(told["key"])
-    relay, loop = Relay(key, told["rank"]), asyncio.get_running_loop()
-    _, upstream = await loop.create_connection(lambda: Upstream(key, relay), *told["upstream"])
-    await asyncio.wait_for(asyncio.wait([upstream.proven, upstream.lost], return_when=asyncio.FIRST_COMPLETED), 30)
+    relay = Relay(key, told["rank"])
+    _, upstream = await asyncio.get_running_loop().create_connection(lambda: Upstream(channel, relay), sock=connection)
     relay.connect(upstream)
 
     async def beat() -> None:
@@ -235,7 +217,13 @@ async def _run(told: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    sys.exit(asyncio.run(_run(take_told())))
+    told = take_told()
+    key = bytes.fromhex(told["key"])
+    try:
+        connection, channel = proof.connect(tuple(told["upstream"]), key, time.monotonic() + told["timeout_s"])
+    except OSError as error:
+        sys.exit(f"hetstep: the relay of rank {told['rank']} gives up: the store of rank 0: {error}")
+    sys.exit(asyncio.run(_run(told, key, connection, channel)))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from pipeline.store.relay import Relay
 
 ROOT = Path(__file__).parents[2]
-PROVE_S = 10.0
 UNPROVEN = 2048
+START_S = 60.0  # until a process listens; Python's start may be slow on a busy file system
 TOLD = 20  # refusals that are printed
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -153,7 +154,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         self._host = (transport.get_extra_info("peername") or ("?",))[0]
         self._challenge = proof.challenge()
-        self._timer = asyncio.get_running_loop().call_later(PROVE_S, self.drop, "it said nothing that proves it")
+        self._timer = asyncio.get_running_loop().call_later(proof.PROVE_S, self.drop, "it said nothing that proves it")
         self._store.admit(self)
         transport.write(self._challenge)
 
@@ -240,16 +241,19 @@ class Connection(asyncio.Protocol):
 # ---- the process --------------------------------------------------------------------------------------------------------
 
 
-def start(host: str, key: bytes) -> tuple[subprocess.Popen, Address]:
+def start(host: str, key: bytes, timeout_s: float = START_S) -> tuple[subprocess.Popen, Address]:
     """Start the store's process on this machine. It lives as long as the calling thread and the returned handle.
 
-    host: how other ranks reach this machine. Raises RuntimeError if it does not start.
+    host: how other ranks reach this machine. Raises what `launch` raises.
     """
-    return launch("pipeline.store.server", host, {"key": key.hex()})
+    return launch("pipeline.store.server", host, {"key": key.hex()}, timeout_s)
 
 
-def launch(module: str, host: str, told: dict[str, Any]) -> tuple[subprocess.Popen, Address]:
-    """As `start`, of any module that takes what it needs from its input as this one does."""
+def launch(module: str, host: str, told: dict[str, Any], timeout_s: float) -> tuple[subprocess.Popen, Address]:
+    """Start any module that takes what it needs from its input as this one does, and wait until it listens.
+
+    Raises RuntimeError if it ends before, TimeoutError if it has not come so far after timeout_s.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
@@ -259,6 +263,10 @@ def launch(module: str, host: str, told: dict[str, Any]) -> tuple[subprocess.Pop
     )
     process.stdin.write(json.dumps({"parent": os.getpid(), "address": host, **told}) + "\n")
     process.stdin.flush()
+    if not select.select([process.stdout], [], [], timeout_s)[0]:
+        process.kill()
+        process.communicate()
+        raise TimeoutError(f"the process of {module} does not listen after {timeout_s:g} s")
     port = process.stdout.readline()
     if not port:
         raise RuntimeError(f"the process of {module} has ended with status {process.wait()} before it listened")

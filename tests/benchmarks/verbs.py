@@ -328,7 +328,7 @@ def node() -> str:
             World(Place(rank, len(ranks) + 1, rank, "node", "127.0.0.1", Path(folder)), realms, RunStore(address, key, 60))
             for rank in realms.train
         ]
-        relaying, near = relay.start(address, key, ranks[0], 1.0)
+        relaying, near = relay.start(address, key, ranks[0], 1.0, 60.0)
         for world in worlds[1:]:
             world.store.relay = near
         threads = [threading.Thread(target=serve, args=(world, Role())) for world in worlds[1:]]

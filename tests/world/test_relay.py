@@ -2,17 +2,24 @@
 
 What ranks say, and what is said of them, is as without."""
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
+import threading
 import time
 
 import pytest
+import torch.distributed as dist
 
-from pipeline.store import server
+from pipeline.config import TimeoutsConfig
+from pipeline.store import proof, relay, server
 from pipeline.store.client import RunStore
-from pipeline.world import Place, _find_relay
+from pipeline.watchdog import Watchdog
+from pipeline.world import Place, World, _find_relay
+from tests.world.ranks import REALMS
 from tests.world.worlds import SIZE
 
 GAVE_UP, WITH_ANOTHER = 124, 123
@@ -109,6 +116,77 @@ def test_a_stopped_rank_behind_a_relay_is_named(start):
     assert re.search(rf"not heard from for 4 s.*rank {victim} \(", world.failure()["message"]), world.failure()
 
 
+# ---- one relay ----------------------------------------------------------------------------------------------------------
+
+
+def end(process: subprocess.Popen) -> None:
+    process.stdin.close()
+    process.wait(10)
+    process.stdout.close()
+
+
+class Doorkeeper:
+    """A store's address that closes the first connections at once, and then lets one in."""
+
+    def __init__(self, key: bytes, closes: int):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = server.Address(*self.listener.getsockname())
+        self.seen = 0
+        threading.Thread(target=self._serve, args=(key, closes), daemon=True).start()
+
+    def _serve(self, key: bytes, closes: int) -> None:
+        with contextlib.suppress(OSError):
+            while self.seen <= closes:
+                connection, _ = self.listener.accept()
+                self.seen += 1
+                if self.seen <= closes:
+                    connection.close()
+            challenge = proof.challenge()
+            connection.sendall(challenge)
+            own, _ = proof.accept(key, challenge, proof.receive(connection, proof.ANSWER))
+            connection.sendall(own)
+            while connection.recv(1000):
+                pass
+
+
+def test_a_relay_that_is_pushed_out_connects_again():
+    door = Doorkeeper(key := os.urandom(32), 2)
+    process, _ = relay.start(door.address, key, 3, 1.0, 30.0)
+    assert door.seen == 3 and process.poll() is None
+    end(process)
+
+
+def test_a_relay_that_does_not_reach_the_store_says_why(capfd):
+    door = Doorkeeper(key := os.urandom(32), 10**6)
+    with pytest.raises(RuntimeError, match=r"pipeline\.store\.relay has ended with status 1 before it listened"):
+        relay.start(door.address, key, 3, 1.0, 0.5)
+    told = r"hetstep: the relay of rank 3 gives up: the store of rank 0: 127.0.0.1:\d+ is not reached: .*(closed|reset)"
+    assert re.search(told, capfd.readouterr().err) and door.seen > 1
+    door.listener.close()
+
+
+def test_a_process_that_never_listens_is_not_waited_for_without_end():
+    with pytest.raises(TimeoutError, match=r"the process of json\.tool does not listen after 0\.5 s"):
+        server.launch("json.tool", "127.0.0.1", {}, 0.5)  # reads its input to the end before it prints
+
+
+def test_errors_behind_a_relay_name_it(tmp_path, monkeypatch):
+    key = os.urandom(32)
+    process, address = server.start("127.0.0.1", key)
+    store = RunStore(address, key, 10)
+    relaying, store.relay = relay.start(address, key, 3, 1.0, 30.0)
+    world = World(Place(4, 7, 4, "node1", "127.0.0.1", tmp_path), REALMS, store)
+    watchdog, failures = Watchdog(world, TimeoutsConfig(silence=1)), []
+    monkeypatch.setattr(watchdog, "_end", failures.append)
+    watchdog._judge_silence({}, time.monotonic() + 60)
+    assert failures[0].message.startswith("the relay of node1 does not answer since 10 s"), failures
+    relaying.kill()
+    with pytest.raises(dist.DistNetworkError, match=r"the relay of node1 at 127\.0\.0\.1:\d+ is gone"):
+        watchdog._store.exchange("beat/4", b"", [])
+    end(relaying)
+    end(process)
+
+
 def test_a_relay_that_does_not_start_is_named_with_its_rank(tmp_path):
     key = os.urandom(32)
     process, address = server.start("127.0.0.1", key)
@@ -120,6 +198,4 @@ def test_a_relay_that_does_not_start_is_named_with_its_rank(tmp_path):
     store.set("relay/node1", "")
     _find_relay(store, place, address, key, 60.0)
     assert store.relay is None  # the node of rank 0
-    process.stdin.close()
-    process.wait(10)
-    process.stdout.close()
+    end(process)
