@@ -3,7 +3,7 @@
 Rank 0 sends a verb with one request, whoever gets it; each connection that has subscribed for some of these ranks gets one
 message, with their numbers. Answers are not asked for and not replied to. Equal ones of one call become one, with the ranks
 that gave them, so a verb to which nobody has anything to say comes back as one small answer, when the last rank has ended.
-An error comes back at once, and so does each part of an answer in parts, unless it is empty.
+An error comes back at once, and so does each part of an answer in parts, unless it is the last one and empty.
 
 Where ranks go through a relay (`relay.py`), that is the subscriber, and it sends equal answers of its ranks on as one.
 """
@@ -186,12 +186,10 @@ class Calls:
             if answer.error:
                 self._ready.append(answer)
             return
-        if call.in_parts and answer.body != NOTHING:
+        if call.in_parts and (answer.more or answer.body != NOTHING):
             self._ready.append(answer)
         elif answer.follows:
             call.single.append(answer)
-        elif answer.more:  # it says nothing, but its account counts
-            join(call.answers, msgspec.structs.replace(answer, ranks=[], more=False))
         else:
             join(call.answers, answer)
         if not answer.more:

@@ -73,10 +73,9 @@ def test_an_error_of_one_of_many_comes_at_once():
     assert [(taken.ranks, taken.error) for taken in calls.apply(Collect(1.0))] == [([500], "Traceback")]
 
 
-def test_parts_come_at_once_and_those_that_say_nothing_wake_nobody():
+def test_parts_come_at_once_and_a_last_one_that_says_nothing_wakes_nobody():
     calls = begin(0, [1, 2], in_parts=True)
     calls.accept(answer(0, 2, NOTHING))  # follows the leader, and ends at once
-    calls.accept(answer(0, 1, NOTHING, more=True))
     assert not calls.ready()
     calls.accept(answer(0, 1, b"part", more=True))
     calls.accept(answer(0, 1, b"part", more=True))
@@ -84,7 +83,15 @@ def test_parts_come_at_once_and_those_that_say_nothing_wake_nobody():
     calls.accept(answer(0, 1, b"last"))
     last, quiet = calls.apply(Collect(1.0))
     assert (last.ranks, last.body, last.more) == ([1], b"last", False)
-    assert (quiet.ranks, quiet.body, quiet.more, quiet.account) == ([2], NOTHING, False, (2.0, 4.0))
+    assert (quiet.ranks, quiet.body, quiet.more, quiet.account) == ([2], NOTHING, False, (1.0, 2.0))
+
+
+def test_no_answer_follows_the_one_with_which_a_call_ends():
+    """Rank 0 forgets a call when the last rank has ended its answer."""
+    calls = begin(0, [1], in_parts=True)
+    calls.accept(answer(0, 1, NOTHING, more=True))
+    calls.accept(answer(0, 1, b"last"))
+    assert [(taken.ranks, taken.more) for taken in calls.apply(Collect(1.0))] == [([1], True), ([1], False)]
 
 
 def test_nothing_is_left_of_many_calls():
