@@ -22,6 +22,7 @@ import math
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -233,10 +234,10 @@ def _folders(folder: Path) -> list[Path]:
 
 def _sizes(folder: Path) -> dict[str, int]:
     """Return the size of each file in bytes, by path within the folder. A file server answers many questions at once."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != COMPLETE]
+    paths = [path for path in sorted(folder.rglob("*")) if path.name != COMPLETE]
     with ThreadPoolExecutor(16) as pool:
-        sizes = pool.map(lambda path: path.stat().st_size, files)
-        return {str(path.relative_to(folder)): size for path, size in zip(files, sizes, strict=True)}
+        found = zip(paths, pool.map(Path.stat, paths), strict=True)
+        return {str(path.relative_to(folder)): status.st_size for path, status in found if stat.S_ISREG(status.st_mode)}
 
 
 def _remove(folder: Path, gone: Path | None = None) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -126,6 +128,22 @@ def test_a_commit_does_not_look_through_the_files_of_earlier_checkpoints_again(t
 def test_the_record_names_every_file(checkpoints):
     folder = save(checkpoints, 4).folder
     assert json.loads((folder / COMPLETE).read_text())["files"] == {"weights": 4, "hf/config.json": 2}
+
+
+def test_the_sizes_of_thousands_of_files_are_asked_for_once_and_at_once(tmp_path, monkeypatch):
+    (tmp_path / "hf").mkdir()
+    for number in range(40):
+        (tmp_path / "hf" / f"{number}").write_text("x" * number)
+    asked, ask = [], Path.stat
+
+    def noting(path, **how):
+        if path.name.isdecimal():
+            asked.append(threading.current_thread())
+        return ask(path, **how)
+
+    monkeypatch.setattr(Path, "stat", noting)
+    assert checkpoint._sizes(tmp_path) == {f"hf/{number}": number for number in range(40)}
+    assert threading.main_thread() not in asked and len(asked) == 40
 
 
 WARM_UP = "policy.scheduler={name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_iters: 5}}"
