@@ -6,6 +6,7 @@ import copy
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +54,7 @@ class Run:
     deadline: Deadline
     timeline: Timeline
     startup: Startup = field(default_factory=Startup)
+    phase: Callable[[str], AbstractContextManager[None]] = nullcontext  # says what rank 0 does, as `World.phase`
     record: Callable[[], bytes] = bytes  # what a checkpoint keeps of rollouts
     logging: Background = field(default_factory=Background)  # writes rollouts for people while the run goes on
     left: str | None = None  # why the run was left before its end, with everything saved
@@ -126,9 +128,16 @@ class Run:
             self._unsaved()
 
     def log_rollouts(self, metrics: Metrics, step: int, groups: list[RolloutGroup], kind: str) -> None:
-        """Write rollouts in a thread, one step after another; all of them before the next checkpoint is complete."""
-        tokenizer = self._loggers_tokenizer
-        self.logging.start(lambda: metrics.log_rollouts(step, groups, tokenizer, kind))
+        """Write rollouts in a thread, one step after another; all of them before the next checkpoint is begun."""
+        if metrics.logs_rollouts:
+            tokenizer = self._loggers_tokenizer
+            self._wait_for_rollouts()
+            self.logging.start(lambda: metrics.log_rollouts(step, groups, tokenizer, kind))
+
+    def _wait_for_rollouts(self) -> None:
+        """Wait until the thread has written all that it was given."""
+        with self.phase("write rollouts"):
+            self.logging.wait()
 
     @functools.cached_property
     def _loggers_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -160,7 +169,7 @@ class Run:
         metrics.log_again(step, validate() | metrics.take_clocks())
         self.timeline.step_ended(step)
         self.startup.end()
-        self.logging.wait()
+        self._wait_for_rollouts()
         metrics.close()
         return step
 
@@ -169,11 +178,12 @@ class Run:
         if self._unsaved and self.recipe.checkpointing.enabled:
             self._unsaved()
         self.settle(wait=True)
-        self.logging.wait()
+        self._wait_for_rollouts()
 
     def save(self, step: int, position: dict[str, Any], values: dict[str, float]) -> None:
-        """With checkpointing.async_save, `settle` makes it a checkpoint."""
+        """Let all ranks write a checkpoint of a step. With checkpointing.async_save, `settle` makes it one later."""
         self.settle(wait=True)
+        self._wait_for_rollouts()
         config, start = self.recipe.checkpointing, time.perf_counter()
         self.attempt.check()
         partial = self.checkpoints.begin(step)
@@ -185,7 +195,6 @@ class Run:
         metric = values.get(config.metric_name.replace(":", "/", 1)) if config.metric_name else None
 
         def commit() -> None:
-            self.logging.wait()
             self.attempt.check()
             self.checkpoints.commit(partial, step, metric, {"stream": position})
             self.attempt.progressed(step)

@@ -118,9 +118,8 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
     patience = Patience(storage_s, attempt.check, functools.partial(kept, run_dir))
     checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, patience)
     deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
-    run = Run(
-        recipe, run_dir, checkpoints, train, places, sharing, tokenizer, attempt, deadline, world.timeline, startup=startup
-    )
+    parts = (recipe, run_dir, checkpoints, train, places, sharing, tokenizer, attempt, deadline, world.timeline)
+    run = Run(*parts, startup=startup, phase=world.phase)
     if config.generates(recipe):
         judge = None
         if config.reward_model(recipe):

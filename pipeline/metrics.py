@@ -108,6 +108,11 @@ class Metrics:
                 self._board.show(self._unshown)
                 self._unshown = []
 
+    @property
+    def logs_rollouts(self) -> bool:
+        """Whether `log_rollouts` would write any."""
+        return self._config.num_rollouts_to_log != 0
+
     def log_rollouts(
         self, step: int, groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase, kind: str = "step"
     ) -> None:

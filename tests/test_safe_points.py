@@ -1,6 +1,8 @@
 """What is saved when a run is left between two steps: `pipeline.coordinator.Run` over real checkpoints, without ranks."""
 
+import contextlib
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -168,6 +170,8 @@ def test_a_checkpoint_keeps_the_rollouts_that_no_step_has_trained_on(tmp_path):
 class Slow:
     """Metrics that write rollouts when they are let."""
 
+    logs_rollouts = True
+
     def __init__(self, of_steps: Metrics):
         self.log, self.written, self.may = of_steps.log, [], threading.Event()
 
@@ -193,6 +197,34 @@ def test_rollouts_are_written_while_the_run_goes_on_and_before_the_checkpoint_th
     steps.checkpoints.commit = noting
     steps.end(2, groups=["a group"])
     assert at_commit == [("step", 1), ("step", 2)] and steps.checkpoints.latest().step == 2
+
+
+def test_rollouts_that_are_waited_for_have_a_phase_and_are_no_part_of_what_a_save_takes(tmp_path, monkeypatch):
+    steps = Steps(tmp_path, save_period=1)
+    steps.metrics = slow = Slow(steps.metrics)
+    phases, saves = [], []
+
+    @contextlib.contextmanager
+    def phase(name):
+        begun = time.monotonic()
+        yield
+        phases.append((name, time.monotonic() - begun > 0.3))
+
+    steps.run.phase = phase
+    monkeypatch.setattr(steps.run.deadline, "saved", saves.append)
+    threading.Timer(0.5, slow.may.set).start()
+    steps.end(1, groups=["a group"])
+    assert phases == [("write rollouts", False), ("write rollouts", True)] and slow.written
+    assert 0 < saves[0] < 0.4 and steps.run._save_s == saves[0]
+
+
+def test_no_tokenizer_is_copied_where_no_rollouts_are_logged(tmp_path, monkeypatch):
+    steps = Steps(tmp_path)
+    steps.metrics = Metrics(tmp_path, LoggerConfig(tensorboard_enabled=False, num_rollouts_to_log=0), None)
+    monkeypatch.setattr("pipeline.coordinator.copy.deepcopy", lambda _: pytest.fail("the tokenizer was copied"))
+    steps.end(1, groups=["a group"])
+    steps.run.finish()
+    assert not (tmp_path / "rollouts").exists()
 
 
 def test_an_error_in_writing_rollouts_ends_the_run_and_commits_nothing(tmp_path):
