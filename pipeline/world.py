@@ -155,7 +155,7 @@ class World:
         self.timeline.enter(activity.verb, activity.phase)
 
     def nodes(self) -> dict[int, str]:
-        """Of every rank. Only after `wait_for_all`."""
+        """Return the node of every rank. Only after `wait_for_all`."""
         names = self.store.multi_get([f"here/{rank}" for rank in range(self.size)])
         return {rank: name.decode() for rank, name in enumerate(names)}
 
@@ -259,10 +259,10 @@ def carriers(device: torch.device) -> str:
 def join(world: World) -> None:
     """Form the spanning world and its groups, then make this rank's realm torch's default group. After `wait_for_all`.
 
-    In a large world gloo connects two ranks when they first speak. Elsewhere each rank writes an address for each other one and
-    reads all that all have written, so that the store carries bytes by the cube of the ranks (3 MB for 64 of them), and has a
+    In a large world gloo connects two ranks when they first speak. Without that, each rank writes an address for each other one
+    and reads all that all have written, so that the store carries bytes by the cube of the ranks (3 MB for 64 of them), and has a
     connection to every other rank. When two ranks first speak a send waits for its receiver, which must not happen inside a
-    refit: worlds whose refit goes over gloo connect all ranks here. `_meet_rank_0` sees to sends of rank 0 and to it.
+    refit: worlds whose refit goes over gloo connect all ranks here. `_meet_rank_0` connects every rank with rank 0.
     """
     _choose_interface(world)
     # Of every group whose maker names no timeout, as those of FSDP's mesh and of vLLM: torch's 10 minutes would end a rank
@@ -331,7 +331,7 @@ def _meet_rank_0(world: World) -> None:
 
 
 def leave(world: World, timeout_s: float) -> None:
-    """The end of a run that went well: rank 0, whose end is the store's, goes last. After the watchdog's."""
+    """End a run that went well: rank 0, whose end is the store's, goes last. The watchdog has been stopped before."""
     world.store.set(f"bye/{world.rank}", "")
     if world.rank == 0:
         world.store.wait([f"bye/{rank}" for rank in range(world.size)], timedelta(seconds=timeout_s))

@@ -71,7 +71,7 @@ class Future:
         return not self._missing
 
     def accept(self, ranks: list[int], body: bytes, more: bool) -> None:
-        """Ranks that have answered the same share one object."""
+        """Take the same answer of several ranks, which share one object."""
         reply = decode(body, self._kind)
         for rank in ranks:
             self.reply(rank, reply, more)
@@ -132,7 +132,7 @@ class Mailbox:
         return future
 
     def send(self, future: Future, parts: Iterable[tuple[list[int], bytes]]) -> None:
-        """parts: ranks, and the body that they get."""
+        """Send a call to its ranks. parts: ranks, and the body that they get."""
         pieces: list[mail.Send] = []
         size, settled = mail.BATCH, min(self._futures)
         for ranks, body in parts:
@@ -273,7 +273,7 @@ class Remote:
         return call
 
     def _each(self, parts: list[Any]) -> Iterable[tuple[list[int], bytes]]:
-        """Each object that ranks get, encoded once, and these ranks."""
+        """Return each object that ranks get, encoded once, with these ranks."""
         members: dict[int, tuple[list[int], Any]] = {}
         for rank, part in zip(self._ranks, parts, strict=True):
             if rank != self._world.rank:

@@ -38,7 +38,7 @@ def send_body(world: World, body: torch.Tensor, call: int, to: int) -> Sending:
 
 
 def receive_body(world: World, size: int, call: int, source: int) -> torch.Tensor:
-    """size: in bytes."""
+    """Wait for a body and return it as bytes of shape (size,)."""
     body = torch.empty(size, dtype=torch.uint8)
     dist.recv(body, source, group=world.spanning, tag=call % TAGS)
     return body
@@ -49,7 +49,7 @@ def as_tensor(body: bytes) -> torch.Tensor:
 
 
 def route(ranks: Sequence[int], rank: int) -> tuple[int, list[int]]:
-    """(from whom a rank has a body that `ranks` get, to whom it hands it on): a binary tree below rank 0.
+    """Return (from whom a rank has a body that `ranks` get, to whom it hands it on): a binary tree below rank 0.
 
     Worked example, ranks [1, 2, 3, 5]: 0 -> 1, 1 -> 2 and 3, 2 -> 5.
     """

@@ -96,7 +96,7 @@ class _Outbox:
             self._sends.append((call, send_body(self._world, as_tensor(body), call, 0)))
 
     def body(self, envelope: Envelope) -> bytes:
-        """What a verb comes with. A large one is handed on to those that have it from here."""
+        """Return what a verb comes with, and hand a large one on to those that have it from here."""
         if not envelope.follows:
             return envelope.body
         source, onward = route(envelope.ranks, self._world.rank)

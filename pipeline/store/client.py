@@ -143,7 +143,7 @@ class RunStore(dist.Store):
         return True
 
     def clone(self, timeout_s: float | None = None) -> RunStore:
-        """timeout_s: the clone's; None: as this one's."""
+        """Return another connection to the same store. timeout_s: the clone's; None: as this one's."""
         clone = RunStore(self._address, self._key, self._seconds() if timeout_s is None else timeout_s)
         self._clones.append(clone)
         return clone

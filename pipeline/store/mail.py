@@ -80,7 +80,7 @@ class Collected(msgspec.Struct, array_like=True):
 
 
 class Unanswered(Request):
-    """On rank 0: the ranks that have not ended their answer to a call."""
+    """Ask, on rank 0, for the ranks that have not ended their answer to a call."""
 
     call: int
 
@@ -155,7 +155,7 @@ def join(answers: dict[tuple[int, bytes], Answer], answer: Answer) -> None:
 
 @dataclass
 class _Open:
-    """A call that not all ranks have answered to the end."""
+    """Hold a call that not all ranks have answered to the end."""
 
     in_parts: bool
     missing: set[int] = field(default_factory=set)
@@ -165,7 +165,7 @@ class _Open:
 
 
 class Calls:
-    """What rank 0 has asked, and what it is to be told."""
+    """Keep what rank 0 has asked, and what it is to be told."""
 
     def __init__(self) -> None:
         self._open: dict[int, _Open] = {}

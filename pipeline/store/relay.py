@@ -136,7 +136,7 @@ class Relay(Door):
         self._look_for_rest()
 
     async def rest(self) -> None:
-        """Until all ranks have taken back what is to be set at their loss: those may end earlier that others go through."""
+        """Wait until all ranks have taken back what is to be set at their loss: until then they go through this relay."""
         await self._at_rest.wait()
 
     def _look_for_rest(self) -> None:

@@ -214,7 +214,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(self._channel.seal(_encode(Reply(value, pushed=True))))
 
     def wait(self, slot: tuple[str, ...], timeout_s: float) -> None:
-        """What was asked for is not there yet."""
+        """Let the client wait for what is not there yet, at most timeout_s after it has asked."""
         self._slot = slot
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_at(self._since + timeout_s, self._time_out)
