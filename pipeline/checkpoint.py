@@ -73,7 +73,7 @@ class Checkpoints:
         return _complete(self._folder)
 
     def _kept(self) -> list[Checkpoint]:
-        """Return what `all` does, without another look at the files of those that were complete before: there may be thousands."""
+        """Return what `all` does, without another look at the thousands of files of those that were complete before."""
         self._seen = {path: found for path in _folders(self._folder) if (found := self._seen.get(path) or _read(path))}
         return list(self._seen.values())
 

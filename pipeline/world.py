@@ -260,9 +260,9 @@ def join(world: World) -> None:
     """Form the spanning world and its groups, then make this rank's realm torch's default group. After `wait_for_all`.
 
     In a large world gloo connects two ranks when they first speak. Without that, each rank writes an address for each other one
-    and reads all that all have written, so that the store carries bytes by the cube of the ranks (3 MB for 64 of them), and has a
-    connection to every other rank. When two ranks first speak a send waits for its receiver, which must not happen inside a
-    refit: worlds whose refit goes over gloo connect all ranks here. `_meet_rank_0` connects every rank with rank 0.
+    and reads all that all have written, so that the store carries bytes by the cube of the ranks (3 MB for 64 of them), and it
+    has a connection to every other rank. When two ranks first speak a send waits for its receiver, which must not happen inside
+    a refit: worlds whose refit goes over gloo connect all ranks here. `_meet_rank_0` connects every rank with rank 0.
     """
     _choose_interface(world)
     # Of every group whose maker names no timeout, as those of FSDP's mesh and of vLLM: torch's 10 minutes would end a rank
