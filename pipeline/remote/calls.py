@@ -13,7 +13,7 @@ import msgspec
 import torch.distributed as dist
 
 from pipeline.encoding import decode, encode
-from pipeline.remote.messages import INLINE, STOP, Envelope, as_tensor, receive_body, send_body
+from pipeline.remote.messages import STOP, Envelope, as_tensor, following, receive_body, send_body
 from pipeline.remote.verbs import run, signature
 from pipeline.store import mail
 from pipeline.watchdog import OfAnotherRank, Overdue
@@ -133,26 +133,20 @@ class Mailbox:
 
     def send(self, future: Future, parts: Iterable[tuple[list[int], bytes]]) -> None:
         """Send a call to its ranks. parts: ranks, and the body that they get."""
-        pieces: list[mail.Send] = []
-        size, settled = mail.BATCH, min(self._futures)
+        messages: list[mail.Part] = []
+        settled = min(self._futures)
         for ranks, body in parts:
             if not ranks:
                 continue  # rank 0 alone is asked
-            follows = len(body) if len(body) > INLINE else 0
+            follows = following(body)
             who = tuple(ranks) if follows else ()
             envelope = Envelope(future.number, future.verb, b"" if follows else body, settled, follows, who)
-            message = msgspec.msgpack.encode(envelope)
-            if size >= mail.BATCH:
-                pieces.append(mail.Send(future.number, [], future.in_parts, False))
-                size = 0
-            pieces[-1].parts.append((ranks, message))
-            size += len(message) + 5 * len(ranks)
+            messages.append((ranks, msgspec.msgpack.encode(envelope)))
             if follows:
                 future.sends.append(send_body(self._world, as_tensor(body), future.number, ranks[0]))
-        if pieces:
-            pieces[-1] = msgspec.structs.replace(pieces[-1], last=True)
+        pieces = list(mail.batches(messages, lambda part: len(part[1]) + 5 * len(part[0])))
         for piece in pieces:
-            self._store.tell(piece)
+            self._store.tell(mail.Send(future.number, piece, future.in_parts, last=piece is pieces[-1]))
 
     def receive(self, phase: str, awaited: Future | None = None) -> None:
         """Take in what answers there are, waiting for one. awaited: the future it is wanted for, if it is for one.

@@ -33,6 +33,11 @@ Sending = tuple[torch.Tensor, dist.Work]
 """A body under way, which must live until it has arrived."""
 
 
+def following(body: bytes) -> int:
+    """Return how many bytes follow a message over the spanning group: all of a large body, none of another."""
+    return len(body) if len(body) > INLINE else 0
+
+
 def send_body(world: World, body: torch.Tensor, call: int, to: int) -> Sending:
     return body, dist.isend(body, to, group=world.spanning, tag=call % TAGS)
 

@@ -13,11 +13,11 @@ import msgspec
 
 from pipeline.encoding import decode, encode
 from pipeline.remote.messages import (
-    INLINE,
     STOP,
     Envelope,
     Sending,
     as_tensor,
+    following,
     receive_body,
     route,
     send_body,
@@ -88,7 +88,7 @@ class _Outbox:
 
     def put(self, call: int, verb: str, reply: Any, more: bool = False, error: str = "") -> None:
         body = encode(reply)
-        follows = len(body) if len(body) > INLINE else 0
+        follows = following(body)
         account = self._world.timeline.account()
         answer = mail.Answer(call, [self._world.rank], verb, b"" if follows else body, follows, error, more, account)
         self._store.tell(mail.Answers([answer]))

@@ -11,8 +11,9 @@ Where ranks go through a relay (`relay.py`), that is the subscriber, and it send
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -24,6 +25,23 @@ NO_CALL = -1  # what is not answered
 
 Part = tuple[list[int], bytes]
 """Ranks, and what they get."""
+
+Item = TypeVar("Item")
+
+
+def batches(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Cut items into lists of about BATCH bytes: each but the last ends with the item that brings it there."""
+    batch: list[Item] = []
+    held = 0
+    for item in items:
+        batch.append(item)
+        held += size(item)
+        if held >= BATCH:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
 
 # ---- requests ---------------------------------------------------------------------------------------------------------
 
@@ -142,6 +160,11 @@ def final(answer: Answer) -> bool:
     return not (answer.more or answer.error or answer.follows)
 
 
+def weight(answer: Answer) -> int:
+    """Return about how many bytes an answer takes in a message."""
+    return len(answer.body) + len(answer.error) + 9 * len(answer.ranks)
+
+
 def join(answers: dict[tuple[int, bytes], Answer], answer: Answer) -> None:
     """Add a final answer to others. `answers` owns its values."""
     key = (answer.call, answer.body)
@@ -210,8 +233,7 @@ class Calls:
             return sorted(self._open[request.call].missing) if request.call in self._open else []
         if not self._ready and request.timeout_s:
             raise Missing("answers")
-        taken, size = [], 0
-        while self._ready and (not taken or size < BATCH):
-            taken.append(self._ready.popleft())
-            size += len(taken[-1].body) + len(taken[-1].error) + 9 * len(taken[-1].ranks)
+        taken = next(batches(self._ready, weight), [])
+        for _ in taken:
+            self._ready.popleft()
         return taken

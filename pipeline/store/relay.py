@@ -168,15 +168,7 @@ class Relay(Door):
             self._timer = None
         answers = [*self._held.values(), *(last or [])]
         self._held = {}
-        batch: list[mail.Answer] = []
-        size = 0
-        for answer in answers:
-            if batch and size > mail.BATCH:
-                self._upstream.send(mail.Answers(batch))
-                batch, size = [], 0
-            batch.append(answer)
-            size += len(answer.body) + len(answer.error)
-        if batch:
+        for batch in mail.batches(answers, mail.weight):
             self._upstream.send(mail.Answers(batch))
 
     # ---- the store ----------------------------------------------------------------------------------------------------------

@@ -125,6 +125,13 @@ def test_more_than_a_message_holds_comes_in_batches():
     assert taken == list(range(1, 41))
 
 
+@pytest.mark.parametrize(("sizes", "cut"), [([], []), ([0.4, 0.4, 0.4, 0.1], [3, 1]), ([3, 0.1, 3], [1, 2]), ([0.5, 0.5], [2])])
+def test_each_batch_but_the_last_ends_with_the_item_that_fills_it(sizes, cut):
+    items = [int(size * mail.BATCH) for size in sizes]
+    found = list(mail.batches(items, int))
+    assert [len(batch) for batch in found] == cut and [item for batch in found for item in batch] == items
+
+
 # ---- a relay ----------------------------------------------------------------------------------------------------------
 
 
