@@ -7,7 +7,9 @@ stand-ins that hold tensors and say where these lie; generate ranks are one engi
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Sequence
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -285,6 +287,35 @@ def prepared(
 
 def transfer(world: World, refit: PlannedRefit, backend: Train | Generate) -> Report:
     return refit.send(backend) if world.rank in TRAIN else refit.receive(backend)
+
+
+def two_refits(world: World, folder: Path, transport: str, bucket: int, spoil: Callable[[], None], ipc: bool = False) -> None:
+    """Refit twice and call `spoil` before the second. Write what this rank saw to `seen-RANK`, and end its process.
+
+    bucket: bytes that a rank sends in a round at most.
+    """
+    made = backends(AWKWARD, (GENERATE,), torch.float32, torch.float32, world.device)
+    plan = planned(AWKWARD, made, (GENERATE,), torch.float32, bucket)
+    own = made[world.rank]
+    refit = prepared(world, own, torch.float32, transport, plan, ipc=ipc)
+    error = ""
+    for version in (1, 2):
+        if version == 2:
+            spoil()
+        if world.rank in TRAIN:
+            own.fill(weights(AWKWARD, 4 * version, torch.float32))
+        world.phases.clear()
+        try:
+            report = transfer(world, refit, own)
+            agree(world, AWKWARD, plan, report, folder, version)
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+            break
+        if world.rank in GENERATE:
+            own.commit(version)
+    served = own.version if world.rank in GENERATE else None
+    (folder / f"seen-{world.rank}").write_text(json.dumps({"error": error, "phase": world.phases[-1], "served": served}))
+    os._exit(0)
 
 
 def agree(world: World, model: Model, plan: Plan, report: Report, folder: Path, version: int) -> None:

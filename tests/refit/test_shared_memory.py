@@ -238,29 +238,9 @@ def test_memory_is_not_taken_for_that_of_another_process(tmp_path):
 
 
 def two_refits(world: World, folder: Path, argument: tuple[str, str]) -> None:
-    """The second goes wrong. Leaves what each rank saw."""
+    """The second goes wrong."""
     transport, fault = argument
-    made = ranks.backends(AWKWARD, ONE, FP32, FP32, world.device)
-    plan = ranks.planned(AWKWARD, made, ONE, FP32, 2000)
-    own = made[world.rank]
-    refit = ranks.prepared(world, own, FP32, transport, plan, ipc=True)
-    error = ""
-    for version in (1, 2):
-        if version == 2:
-            _break(world, fault)
-        if world.rank in TRAIN:
-            own.fill(ranks.weights(AWKWARD, 4 * version, FP32))
-        try:
-            report = ranks.transfer(world, refit, own)
-            ranks.agree(world, AWKWARD, plan, report, folder, version)
-        except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
-            break
-        if world.rank in GENERATE:
-            own.commit(version)
-    served = own.version if world.rank in GENERATE else None
-    (folder / f"seen-{world.rank}").write_text(json.dumps({"error": error, "phase": world.phases[-1], "served": served}))
-    os._exit(0)
+    ranks.two_refits(world, folder, transport, 2000, lambda: _break(world, fault), ipc=True)
 
 
 def _break(world: World, fault: str) -> None:

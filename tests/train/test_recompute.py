@@ -28,7 +28,7 @@ def backward(model, **settings) -> tuple[Counter, int]:
     trained = ranks.backend(cases.policy(model), Layout(1, 1), **settings)
     batch = cases.pack(list(range(len(cases.LENGTHS))))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as memory:
-        outputs = trained._outputs(batch)
+        outputs = trained._outputs(batch, trained._model)
     left = sum(event.self_cpu_memory_usage for event in memory.key_averages())
     with Operators() as operators:
         cases.loss(outputs, batch).loss.backward()
