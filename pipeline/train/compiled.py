@@ -39,7 +39,8 @@ DEVICES = ("cuda",)  # where null compiles
 GCC = "C compiler (gcc, clang or CC)"
 GXX = "C++ compiler (g++ or CXX)"
 TRITON = "triton that supports this GPU"
-NEEDS = (GCC, GXX, TRITON)  # of Inductor, whatever the device
+PATH = "PyTorch in a folder whose path has no spaces"  # Inductor calls the C++ compiler without quoting it
+NEEDS = (GCC, GXX, TRITON, PATH)  # of Inductor, whatever the device
 
 
 def wanted(policy: PolicyConfig, device: torch.device, mixture: bool) -> bool:
@@ -92,7 +93,7 @@ def missing(device: torch.device) -> str | None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         return GXX
-    return None
+    return PATH if " " in torch.__file__ else None
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:

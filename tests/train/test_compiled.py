@@ -12,6 +12,8 @@ from tests.train.ranks import Layout
 
 ONE = Layout(1, 1)
 
+pytestmark = pytest.mark.skipif(" " in torch.__file__, reason=f"there is no {subject.PATH}")
+
 
 @pytest.fixture
 def fresh(realm):
@@ -90,6 +92,12 @@ def test_without_a_compiler():
     with none, pytest.raises(ValueError, match=r"compile: got true, but there is no C\+\+ compiler"):
         wanted(True, "cpu")
     assert subject.missing(torch.device("cpu")) is None
+
+
+def test_in_a_folder_with_spaces(monkeypatch):
+    monkeypatch.setattr(torch, "__file__", "/home/a b/torch/__init__.py")
+    with pytest.raises(ValueError, match="compile: got true, but there is no PyTorch in a folder whose path has no spaces"):
+        wanted(True, "cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a triton")
