@@ -89,6 +89,8 @@ class VLLMBackend:
         self._state = EngineState()
         self._update: VLLMUpdate | None = None  # under way
         self._ended: list[Completion] = []  # found while nothing may be in flight, for the next step
+        if current_platform.is_cpu() and " " in torch.__file__:
+            torch.compiler.set_stance("force_eager")  # Inductor calls the C++ compiler without quoting PyTorch's folder
         arguments = EngineArgs(**_arguments(policy, config, engine_ranks, seed))
         with _undisturbed(engine_ranks, rank_in_engine):
             self._engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
