@@ -35,7 +35,7 @@ def takes_turns(component: ComponentConfig) -> bool:
 
 @dataclass(frozen=True)
 class Share:
-    """What a component has of its nodes."""
+    """Describes what a component has of its nodes."""
 
     component: ComponentConfig
     host: ComponentConfig  # what all components on these nodes need together

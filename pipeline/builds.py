@@ -1,4 +1,4 @@
-"""What builds of PyTorch, CUDA and NCCL must have in common for their ranks to form one world.
+"""Says what builds of PyTorch, CUDA and NCCL must have in common for their ranks to form one world.
 
 The store and gloo have no versions of their own to agree upon, so PyTorch's release must be the same, and CUDA's major release;
 NCCL must be of one version. Builds of one release may differ: NVIDIA's is of another commit than PyPI's.

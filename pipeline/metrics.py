@@ -110,7 +110,7 @@ class Metrics:
 
     @property
     def logs_rollouts(self) -> bool:
-        """Whether `log_rollouts` would write any."""
+        """Return whether `log_rollouts` would write any."""
         return self._config.num_rollouts_to_log != 0
 
     def log_rollouts(

@@ -276,7 +276,7 @@ def _timed(plan: Plan, refit: Sequence[Phase]) -> Plan:
 
 
 def _can_be_timed(recipe: Recipe, generate: GenerateMemory | None) -> bool:
-    """Whether times can be told: not without GPUs, nor without room for a KV cache."""
+    """Return whether times can be told: not without GPUs, nor without room for a KV cache."""
     return priced(recipe) and (generate is None or generate.tokens > 0)
 
 
@@ -313,7 +313,7 @@ def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[plan_refit.Predict
 
 
 def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: plan_refit.Prediction | None) -> list[Phase]:
-    """What a refit moves, not calibrated; none if that is not known."""
+    """Return the phases of what a refit moves, not calibrated; none if that is not known."""
     if not _can_be_timed(recipe, generate):
         return []
     if config.colocated(recipe):

@@ -118,7 +118,7 @@ def engine(recipe: Recipe, shape: ModelShape, gpu: GPU) -> Engine:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the busiest engine decodes in a rollout."""
+    """Describes what the busiest engine decodes in a rollout."""
 
     engine: Engine
     count: float  # answers

@@ -23,7 +23,7 @@ from pipeline import config
 from pipeline.config import Recipe, RecipeError, collected
 
 ON_POLICY = ("sync", "colocated")
-"""What is chosen before async where that saves less than `split.WORTH`: every token is of the weights that are trained."""
+"""These are chosen before async where that saves less than `split.WORTH`: every token is of the weights that are trained."""
 NAMES = ("async", *ON_POLICY)
 SHARE: Changes = {"cluster.share_nodes": True}
 

@@ -1,4 +1,4 @@
-"""What the plan assumes of programs, beside the shares of the peak in `recipes/hardware/*.yaml`: a line each, with its source.
+"""Lists what the plan assumes of programs beside the shares of the peak in `recipes/hardware/*.yaml`, each with its source.
 
 A key that makes a run faster is priced by a line here, or a share there, and where its work is: matrix products in
 `train_time.Job.rate`, passes over a model in `train_time.forward_pass` and `update`, weights that wait on the host in

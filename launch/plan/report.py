@@ -210,7 +210,7 @@ def _mode(mode: Mode) -> str:
 
 
 def _choice(compared: Sequence[Mode]) -> str:
-    """What takes the fewest GPU-hours, against the others, and with which keys."""
+    """Return which mode takes the fewest GPU-hours, compared with the others, and the keys that choose it."""
     best = modes.choose(compared)
     if best is None:
         return "none of them fits"

@@ -1,4 +1,4 @@
-"""Whether the same nodes, or GPUs of shared nodes, divided otherwise between training and generation make a shorter step."""
+"""Finds divisions of the same nodes, or GPUs of shared nodes, between training and generation that make a shorter step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Split:
 
 
 def movable(recipe: Recipe) -> bool:
-    """Whether a node, or a GPU of shared nodes, of one component could as well be the other's."""
+    """Return whether a node, or a GPU of shared nodes, of one component could as well be the other's."""
     train, generate = recipe.cluster.train, recipe.cluster.generate
     if not generates(recipe) or config.colocated(recipe) or not train.gpus_per_node:
         return False

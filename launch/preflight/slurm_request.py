@@ -22,7 +22,7 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class Request:
-    """What one component asks for, together with those that share its nodes."""
+    """Describes what one component asks for, together with those that share its nodes."""
 
     key: str  # cluster.train
     together: tuple[str, ...]  # the keys of the components whose needs are added up, itself the first

@@ -66,10 +66,10 @@ OF_NODES = {
     "constraint": None,
     "exclusive": None,
 }
-"""What components on the same nodes (cluster.share_nodes) have in common: all have these of cluster.train. The values: the
-defaults where they have nodes of their own."""
+"""Components on the same nodes (cluster.share_nodes) all have these keys of cluster.train. The values are the defaults where
+they have nodes of their own."""
 SHARED = {**OF_NODES, "gpus_per_node": 0}
-"""What cluster.generate has of cluster.train with policy.generation.colocated.enabled."""
+"""cluster.generate has these keys of cluster.train with policy.generation.colocated.enabled."""
 
 
 def _of_train(key: str, apart: object, *conditions: str) -> str:

@@ -1,4 +1,4 @@
-"""What FSDP2's keys, `policy.dtensor_cfg`, say against each other. How the ranks divide is in `pipeline/config/layout.py`."""
+"""Checks FSDP2's keys, `policy.dtensor_cfg`, against each other. `pipeline/config/layout.py` checks how the ranks divide."""
 
 from __future__ import annotations
 
