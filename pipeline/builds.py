@@ -15,6 +15,11 @@ MUST_MATCH = {TORCH: r"\d+\.\d+\.\d+", CUDA: r"\d+", NCCL: r".+"}
 """The part of each version that must be the same: where it begins, the version begins."""
 
 
+def inductor_links(torch_file: str) -> bool:
+    """Return whether Inductor can link C++ against the PyTorch whose module is this file: it does not quote its folder."""
+    return " " not in torch_file
+
+
 def common_part(name: str, version: str) -> str:
     """Return the part of a version that all components must have: "2.13.0" of torch's "2.13.0+cu130", "13" of CUDA's "13.2".
 

@@ -233,11 +233,16 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the size of each file in bytes, by path within the folder. A file server answers many questions at once."""
+    """Return the size of each file in bytes, by path within the folder."""
     paths = [path for path in sorted(folder.rglob("*")) if path.name != COMPLETE]
+    found = zip(paths, _stats(paths), strict=True)
+    return {str(path.relative_to(folder)): status.st_size for path, status in found if stat.S_ISREG(status.st_mode)}
+
+
+def _stats(paths: list[Path]) -> list[os.stat_result]:
+    """Return the status of each path. A file server answers many questions at once. Raises OSError."""
     with ThreadPoolExecutor(16) as pool:
-        found = zip(paths, pool.map(Path.stat, paths), strict=True)
-        return {str(path.relative_to(folder)): status.st_size for path, status in found if stat.S_ISREG(status.st_mode)}
+        return list(pool.map(Path.stat, paths))
 
 
 def _remove(folder: Path, gone: Path | None = None) -> None:
@@ -257,9 +262,8 @@ def _read(folder: Path) -> Checkpoint | None:
     """The checkpoint in a folder, or None if it is not complete."""
     try:
         record = json.loads((folder / COMPLETE).read_text())
-        with ThreadPoolExecutor(16) as pool:
-            sizes = pool.map(lambda name: (folder / name).stat().st_size, record["files"])
-            sizes = dict(zip(record["files"], sizes, strict=True))
+        found = _stats([folder / name for name in record["files"]])
+        sizes = {name: status.st_size for name, status in zip(record["files"], found, strict=True)}
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     if sizes != record["files"]:

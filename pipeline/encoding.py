@@ -13,7 +13,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(body: bytes, kind: Any) -> Any:
-    """Raises msgspec.ValidationError if the body is not a `kind`."""
+    """Return the message of a body. Raises msgspec.ValidationError if it is not a `kind`."""
     return msgspec.msgpack.decode(body, type=kind, dec_hook=_decode_array)
 
 

@@ -137,17 +137,13 @@ def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
         yield {}
         if split.movable(recipe):
             own = split.sizes(recipe)
-            yield from (_sizes(split.key_of(recipe), *sizes) for sizes in _halves(sum(own)) if sizes != own)
+            yield from (_sizes(split.key_of(recipe), *sizes) for sizes in split.halves(sum(own)) if sizes != own)
     elif train.nodes > 1:
-        yield from (_sizes("nodes", *sizes) for sizes in _halves(train.nodes))
+        yield from (_sizes("nodes", *sizes) for sizes in split.halves(train.nodes))
     elif train.gpus_per_node > 1 and train.ranks_per_node is None:
-        yield from (SHARE | _sizes("gpus_per_node", *sizes) for sizes in _halves(train.gpus_per_node))
+        yield from (SHARE | _sizes("gpus_per_node", *sizes) for sizes in split.halves(train.gpus_per_node))
     else:
         raise RecipeError("cluster.train.gpus_per_node: got 1; expected a GPU for each component at least")
-
-
-def _halves(total: int) -> Iterator[tuple[int, int]]:
-    yield from ((train, total - train) for train in range(1, total))
 
 
 def _sizes(key: str, train: int, generate: int) -> Changes:

@@ -57,15 +57,18 @@ def sizes(recipe: Recipe) -> tuple[int, int]:
 def others(recipe: Recipe) -> Iterator[Recipe]:
     """The recipe with every other division that its layout allows."""
     train, generate, key = recipe.cluster.train, recipe.cluster.generate, key_of(recipe)
-    now, total = sizes(recipe)[0], sum(sizes(recipe))
-    for count in range(1, total):
-        if count != now:
-            cluster = replace(
-                recipe.cluster, train=replace(train, **{key: count}), generate=replace(generate, **{key: total - count})
-            )
+    now = sizes(recipe)
+    for own, rest in halves(sum(now)):
+        if (own, rest) != now:
+            cluster = replace(recipe.cluster, train=replace(train, **{key: own}), generate=replace(generate, **{key: rest}))
             candidate = replace(recipe, cluster=cluster)
             if _allowed(candidate):
                 yield candidate
+
+
+def halves(total: int) -> Iterator[tuple[int, int]]:
+    """Yield the ways to divide a number of nodes or GPUs between train and generate ranks."""
+    yield from ((train, total - train) for train in range(1, total))
 
 
 def _allowed(recipe: Recipe) -> bool:

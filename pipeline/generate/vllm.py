@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pipeline import builds
 from pipeline.config import PolicyConfig, VLLMConfig
 from pipeline.generate.base import Unit
 from pipeline.generate.requests import check_pending, eos_token_ids, new_token_limit
@@ -89,8 +90,8 @@ class VLLMBackend:
         self._state = EngineState()
         self._update: VLLMUpdate | None = None  # under way
         self._ended: list[Completion] = []  # found while nothing may be in flight, for the next step
-        if current_platform.is_cpu() and " " in torch.__file__:
-            torch.compiler.set_stance("force_eager")  # Inductor calls the C++ compiler without quoting PyTorch's folder
+        if current_platform.is_cpu() and not builds.inductor_links(torch.__file__):
+            torch.compiler.set_stance("force_eager")
         arguments = EngineArgs(**_arguments(policy, config, engine_ranks, seed))
         with _undisturbed(engine_ranks, rank_in_engine):
             self._engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)

@@ -75,10 +75,7 @@ class Answer(msgspec.Struct, array_like=True, gc=False):
     follows: int = 0  # bytes that do
     error: str = ""  # the traceback, instead of a reply
     more: bool = False  # other parts follow
-    account: tuple[float, float] = (
-        0.0,
-        0.0,
-    )  # seconds that the ranks have waited, of those that they lived, since the last one
+    account: tuple[float, float] = (0.0, 0.0)  # since the last one: seconds that the ranks waited, of those that they lived
 
 
 class Answers(Told):

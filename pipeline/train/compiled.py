@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 
+from pipeline import builds
 from pipeline.config import PolicyConfig
 from pipeline.train.attention import NAME, Packing, packed_attention
 
@@ -39,7 +40,7 @@ DEVICES = ("cuda",)  # where null compiles
 GCC = "C compiler (gcc, clang or CC)"
 GXX = "C++ compiler (g++ or CXX)"
 TRITON = "triton that supports this GPU"
-PATH = "PyTorch in a folder whose path has no spaces"  # Inductor calls the C++ compiler without quoting it
+PATH = "PyTorch in a folder whose path has no spaces"
 NEEDS = (GCC, GXX, TRITON, PATH)  # of Inductor, whatever the device
 
 
@@ -93,7 +94,7 @@ def missing(device: torch.device) -> str | None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         return GXX
-    return PATH if " " in torch.__file__ else None
+    return None if builds.inductor_links(torch.__file__) else PATH
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
