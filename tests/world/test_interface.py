@@ -1,6 +1,7 @@
 """Which interface gloo uses, chosen by real connections to a real store."""
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -113,7 +114,8 @@ def test_gloo_listens_where_other_nodes_can_connect(tmp_path):
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 debian\n")
     address = other_address()[1]
     (tmp_path / "listens.py").write_text(f"ADDRESS = {address!r}\n{LISTENS}")
-    command = f"mount --bind {tmp_path}/hosts /etc/hosts && hostname debian && exec {sys.executable} {tmp_path}/listens.py"
+    python = shlex.join([sys.executable, str(tmp_path / "listens.py")])
+    command = f"mount --bind {shlex.quote(str(tmp_path))}/hosts /etc/hosts && hostname debian && exec {python}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), interface.VARIABLE: ""}
     answer = subprocess.run(
         ["unshare", "-mu", "sh", "-c", command], env=environment, capture_output=True, text=True, timeout=120
