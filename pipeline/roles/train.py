@@ -232,8 +232,8 @@ class TrainRole:
 
     @verb("save")
     def written(self, wait: bool) -> bool:
-        """Whether what `save` began is on the disk. Raises what became of it if it failed."""
-        with self._world.phase("write"):
+        """Return whether what `save` began is on the disk. Raises the error with which it failed."""
+        with self._world.phase("wait for the write"):
             if wait:
                 self._background.wait()
             return self._background.done()

@@ -35,7 +35,7 @@ def test_kill_and_rerun(tmp_path, uninterrupted):
 @pytest.mark.full  # by default: tests/launch/test_local.py
 @pytest.mark.parametrize(
     ("victim", "verb", "count"),
-    [pytest.param(3, "rollout", 3, marks=pytest.mark.long), (1, "save", 5)],  # a save is two phases: begun, and waited for
+    [pytest.param(3, "rollout", 3, marks=pytest.mark.long), (1, "save", 3)],
 )
 def test_a_killed_run_is_restarted_by_itself(tmp_path, uninterrupted, victim, verb, count):
     """In the third step. What the second attempt has left to do is less than what the fault waits for."""

@@ -23,6 +23,11 @@ from pathlib import Path
 from launch.job import ROOT
 from tests.slurm.cluster import SlurmCluster
 
+SLURM = frozenset(
+    "sacct sacctmgr salloc sattach sbatch sbcast scancel scontrol scrontab sdiag sinfo sprio squeue sreport srun sshare sstat"
+    " strigger".split()
+)
+"""Commands that a machine without Slurm does not have."""
 ALLOCATION = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", "--immediate=30")
 
 
@@ -54,9 +59,10 @@ def without_cluster(folder: Path) -> list[Situation]:
     """Those that need no running Slurm. folder: where files for them may be written."""
     commands = folder / "commands"  # of a machine without Slurm
     commands.mkdir()
-    for name in ("bash", "env", "git", "bwrap", "id"):
-        if found := shutil.which(name):
-            (commands / name).symlink_to(found)
+    for place in os.environ["PATH"].split(os.pathsep):
+        for command in Path(place).glob("*"):
+            if command.name not in SLURM and not (commands / command.name).is_symlink():
+                (commands / command.name).symlink_to(command)
     down = folder / "down.conf"
     down.write_text(
         "ClusterName=down\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=9\nAuthType=auth/munge\n"
