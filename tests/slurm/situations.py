@@ -23,9 +23,9 @@ from pathlib import Path
 from launch.job import ROOT
 from tests.slurm.cluster import SlurmCluster
 
-SLURM = frozenset(
-    "sacct sacctmgr salloc sattach sbatch sbcast scancel scontrol scrontab sdiag sinfo sprio squeue sreport srun sshare sstat"
-    " strigger".split()
+SLURM = (
+    *("sacct", "sacctmgr", "salloc", "sattach", "sbatch", "sbcast", "scancel", "scontrol", "scrontab", "sdiag", "sinfo"),
+    *("sprio", "squeue", "sreport", "srun", "sshare", "sstat", "strigger"),
 )
 """Commands that a machine without Slurm does not have."""
 ALLOCATION = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2", "--immediate=30")
