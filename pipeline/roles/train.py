@@ -218,7 +218,7 @@ class TrainRole:
     def save(self, folder: str) -> None:
         """With checkpointing.async_save, only copy what is to be written, and let a thread write it."""
         behind = self._recipe.checkpointing.async_save
-        with self._world.phase("write"):
+        with self._world.phase("write checkpoint"):
             shards = {self._place(model, folder): self._models[model].shards(copy=behind) for model in self._algorithm.losses}
 
             def write() -> None:
@@ -233,7 +233,7 @@ class TrainRole:
     @verb("save")
     def written(self, wait: bool) -> bool:
         """Return whether what `save` began is on the disk. Raises the error with which it failed."""
-        with self._world.phase("wait for the write"):
+        with self._world.phase("wait for checkpoint"):
             if wait:
                 self._background.wait()
             return self._background.done()

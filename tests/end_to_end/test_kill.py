@@ -11,8 +11,8 @@ import pytest
 from tests.end_to_end.runs import LOCAL, SLURM, Fault, left_alive, pids_of, submit
 
 # Which rank enters the phase: rank 0 the train realm's, rank 2 the generate realm's.
-ACTORS = {"decode": 2, "forward": 0, "step": 0, "receive": 2, "send": 0, "write": 0}
-PHASES = {"rollout": "decode", "forward": "forward", "step": "step", "refit": "send", "save": "write"}
+ACTORS = {"decode": 2, "forward": 0, "step": 0, "receive": 2, "send": 0, "write checkpoint": 0}
+PHASES = {"rollout": "decode", "forward": "forward", "step": "step", "refit": "send", "save": "write checkpoint"}
 
 
 def kill_and_rerun(folder, fault, placement, env=None):

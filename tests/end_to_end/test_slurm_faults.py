@@ -164,7 +164,7 @@ def test_requeued_by_hand(cluster, tmp_path, uninterrupted):
 
 def test_cancelled(cluster, tmp_path, uninterrupted):
     """In the middle of a save. It stays cancelled; the same command goes on."""
-    held = Held(cluster, tmp_path / "run", PATIENT, RESTARTS, phase="write")
+    held = Held(cluster, tmp_path / "run", PATIENT, RESTARTS, phase="write checkpoint")
     held.slurm("scancel", held.job_id)
     run = held.end()
     assert run.status == 1 and "CANCELLED" in run.output, run.output
