@@ -3,6 +3,7 @@
 gloo listens on the address that the host name resolves to. Debian and Ubuntu resolve it to 127.0.1.1 (/etc/hosts), to which no
 other node can connect, and on a node with several networks it may be an address that other nodes have no route to. That rank 0
 is reached is known: each rank has a connection to its store. GLOO_SOCKET_IFNAME, where a user has set it, is left as it is.
+Where all ranks are on one node it is loopback, at which no other node can connect.
 
 NCCL chooses for itself, among interfaces that are neither loopback nor Docker's (NCCL_SOCKET_IFNAME).
 """

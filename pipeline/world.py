@@ -36,6 +36,7 @@ from pipeline.files import listed
 from pipeline.sandbox import kernel
 from pipeline.store import relay
 from pipeline.store.client import RunStore
+from pipeline.store.gloo import Prover
 from pipeline.store.proof import attempt_key
 from pipeline.store.server import Address, start
 from pipeline.timeline import Timeline
@@ -259,10 +260,13 @@ def carriers(device: torch.device) -> str:
 def join(world: World) -> None:
     """Form the spanning world and its groups, then make this rank's realm torch's default group. After `wait_for_all`.
 
+    From here on each gloo group of this process is proven when it is made (`store/gloo.py`).
+
     In a large world gloo connects two ranks when they first speak. Without that, each rank writes an address for each other one
     and reads all that all have written, so that the store carries bytes by the cube of the ranks (3 MB for 64 of them), and it
     has a connection to every other rank. When two ranks first speak a send waits for its receiver, which must not happen inside
-    a refit: worlds whose refit goes over gloo connect all ranks here. `_meet_rank_0` connects every rank with rank 0.
+    a refit: worlds whose refit goes over gloo connect all ranks here. `_meet_rank_0` connects every rank with rank 0 and proves
+    the two. Other pairs are not proven then: over gloo they send each other bodies of remote calls only, which have digests.
     """
     _choose_interface(world)
     # Of every group whose maker names no timeout, as those of FSDP's mesh and of vLLM: torch's 10 minutes would end a rank
@@ -273,25 +277,33 @@ def join(world: World) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     os.environ["GLOO_ENABLE_STORE_V2_API"] = "1"  # read by gloo: one request for all ranks' addresses, not two for each
-    store = dist.PrefixStore("world", world.store)
-    across = "gloo" if realms.colocated else backend
-    before = os.environ.get(LAZY)
-    lazy = before == "1" or (world.size >= RELAYED_FROM and world.carrier.type == "cuda")
-    if lazy:
-        os.environ[LAZY] = "1"  # for these groups; a library may send over its own in other ways
-    dist.init_process_group(across, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
-    world.spanning = dist.group.WORLD
+    prover = Prover(world.store, world.rank, world.describe, world.phase)
+    if world.size >= RELAYED_FROM and world.carrier.type == "cuda":
+        before = os.environ.get(LAZY)
+        os.environ[LAZY] = "1"  # for these two groups; a library may send over its own in other ways
+        _make_spanning(world)
+        if before is None:
+            del os.environ[LAZY]
+        _meet_rank_0(world, prover)
+        prover.install()
+    else:
+        prover.install()
+        _make_spanning(world)
     own = (realms.train, *realms.engines, *([realms.reward] if realms.reward else []))
     for members in own:  # every rank makes every group, in the same order
         group = dist.new_group(members, backend=backend, timeout=NEVER)
         world.own = group if world.rank in members else world.own
-    if realms.generate:
-        world.refit = dist.new_group((0, *realms.generate), backend=across, timeout=NEVER)
-    if lazy:
-        if before is None:
-            del os.environ[LAZY]
-        _meet_rank_0(world)
     dist.group.WORLD = world.own
+
+
+def _make_spanning(world: World) -> None:
+    """Make the groups of ranks of several realms."""
+    across = "gloo" if world.realms.colocated else carriers(world.device)
+    store = dist.PrefixStore("world", world.store)
+    dist.init_process_group(across, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
+    world.spanning = dist.group.WORLD
+    if world.realms.generate:
+        world.refit = dist.new_group((0, *world.realms.generate), backend=across, timeout=NEVER)
 
 
 def connect(world: World) -> None:
@@ -308,7 +320,7 @@ def _choose_interface(world: World) -> None:
     """Set gloo's network interface, unless the user has chosen one.
 
     It is the one over which this rank reaches rank 0. On rank 0's node that may be loopback: then it is the one at which ranks
-    of other nodes reach rank 0, and gloo chooses for itself if there are none.
+    of other nodes reach rank 0, and stays loopback if there are none.
     """
     given = interface.check_given()
     mine, _ = world.store.addresses()
@@ -316,18 +328,17 @@ def _choose_interface(world: World) -> None:
     if world.rank == 0:
         (reached,) = world.store.exchange("here/0", world.place.node.encode(), [REACHED])
         world.store.set(ADDRESS, (reached or b"") if alone else mine)
-    if not given and (address := world.store.get(ADDRESS).decode() if alone else mine):
-        interface.use(address)
+    if not given:
+        interface.use((world.store.get(ADDRESS).decode() or mine) if alone else mine)
 
 
-def _meet_rank_0(world: World) -> None:
-    """Connect every rank with rank 0, so that no later send between the two waits for the other end."""
-    if world.rank:
-        dist.send(torch.zeros(1), 0, group=world.spanning)
-        return
-    kernel.raise_open_files()
-    for rank in range(1, world.size):
-        dist.recv(torch.zeros(1), rank, group=world.spanning)
+def _meet_rank_0(world: World, prover: Prover) -> None:
+    """Connect every rank with rank 0, so that no later send between the two waits for the other end, and prove both."""
+    kernel.raise_open_files()  # for as many connections as there are ranks in the world, or in this rank's realm
+    store = dist.PrefixStore("star", world.store)
+    prover.offer(store, world.rank)
+    others = range(1, world.size) if world.rank == 0 else [0]
+    prover.prove(world.spanning._get_backend(torch.device("cpu")), store, others)
 
 
 def leave(world: World, timeout_s: float) -> None:

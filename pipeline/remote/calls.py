@@ -13,7 +13,7 @@ import msgspec
 import torch.distributed as dist
 
 from pipeline.encoding import decode, encode
-from pipeline.remote.messages import STOP, Envelope, as_tensor, following, receive_body, send_body
+from pipeline.remote.messages import STOP, Envelope, as_tensor, digest, following, receive_body, send_body
 from pipeline.remote.verbs import run, signature
 from pipeline.store import mail
 from pipeline.watchdog import OfAnotherRank, Overdue
@@ -140,7 +140,7 @@ class Mailbox:
                 continue  # rank 0 alone is asked
             follows = following(body)
             who = tuple(ranks) if follows else ()
-            envelope = Envelope(future.number, future.verb, b"" if follows else body, settled, follows, who)
+            envelope = Envelope(future.number, future.verb, b"" if follows else body, settled, follows, digest(body), who)
             messages.append((ranks, msgspec.msgpack.encode(envelope)))
             if follows:
                 future.sends.append(send_body(self._world, as_tensor(body), future.number, ranks[0]))
@@ -178,7 +178,7 @@ class Mailbox:
             source = answer.ranks[0]
             with self._world.phase(f"receive the body of {self._world.describe(source)}", verb=answer.verb):
                 self._arriving = Arriving(answer.call, source, time.monotonic())
-                body = receive_body(self._world, answer.follows, answer.call, source).numpy().tobytes()
+                body = receive_body(self._world, answer.follows, answer.digest, answer.call, source).numpy().tobytes()
                 self._arriving = None
         with self._lock:
             future = self._futures[answer.call]

@@ -1,16 +1,21 @@
 """What travels: verbs and answers through the store, and bodies that are too large for it over the spanning group.
 
-A large body that several ranks get goes to the first of them, and from each to two others: rank 0 sends it once.
+A large body that several ranks get goes to the first of them, and from each to two others: rank 0 sends it once. The message
+before it tells its SHA-256 through the store, which is proven, so that nobody can replace it on its way. That takes each end
+0.65 s for 1 GiB, on a core with instructions for SHA.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Sequence
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from pipeline.store.proof import NotProven
 from pipeline.world import World
 
 INLINE = 64 << 10  # bytes; the store is one process for all ranks
@@ -26,6 +31,7 @@ class Envelope(msgspec.Struct, array_like=True):
     body: bytes  # empty if it follows over the spanning group
     settled: int = 0  # rank 0 has taken the replies to all calls below this number
     follows: int = 0  # bytes that follow
+    digest: bytes = b""  # of what follows
     ranks: tuple[int, ...] = ()  # that these are to reach: each has them from the one that `route` says
 
 
@@ -33,19 +39,26 @@ Sending = tuple[torch.Tensor, dist.Work]
 """A body under way, which must live until it has arrived."""
 
 
-def following(body: bytes) -> int:
+def following(body: bytes | memoryview) -> int:
     """Return how many bytes follow a message over the spanning group: all of a large body, none of another."""
     return len(body) if len(body) > INLINE else 0
+
+
+def digest(body: bytes | memoryview) -> bytes:
+    """Return what the message before a body that follows tells of it: the SHA-256; of another body nothing."""
+    return hashlib.sha256(body).digest() if following(body) else b""
 
 
 def send_body(world: World, body: torch.Tensor, call: int, to: int) -> Sending:
     return body, dist.isend(body, to, group=world.spanning, tag=call % TAGS)
 
 
-def receive_body(world: World, size: int, call: int, source: int) -> torch.Tensor:
-    """Wait for a body and return it as bytes of shape (size,)."""
+def receive_body(world: World, size: int, expected: bytes, call: int, source: int) -> torch.Tensor:
+    """Wait for a body and return it as bytes of shape (size,). Raises NotProven if `expected` is not its digest."""
     body = torch.empty(size, dtype=torch.uint8)
     dist.recv(body, source, group=world.spanning, tag=call % TAGS)
+    if not hmac.compare_digest(digest(memoryview(body.numpy())), expected):
+        raise NotProven(f"the body of {size} bytes that came as {world.describe(source)}'s is not what it has sent")
     return body
 
 

@@ -17,6 +17,7 @@ from pipeline.remote.messages import (
     Envelope,
     Sending,
     as_tensor,
+    digest,
     following,
     receive_body,
     route,
@@ -90,7 +91,8 @@ class _Outbox:
         body = encode(reply)
         follows = following(body)
         account = self._world.timeline.account()
-        answer = mail.Answer(call, [self._world.rank], verb, b"" if follows else body, follows, error, more, account)
+        inline, ranks = b"" if follows else body, [self._world.rank]
+        answer = mail.Answer(call, ranks, verb, inline, follows, error, more, account, digest(body))
         self._store.tell(mail.Answers([answer]))
         if follows:  # not waited for: rank 0 may first want this rank inside a collective
             self._sends.append((call, send_body(self._world, as_tensor(body), call, 0)))
@@ -100,7 +102,7 @@ class _Outbox:
         if not envelope.follows:
             return envelope.body
         source, onward = route(envelope.ranks, self._world.rank)
-        body = receive_body(self._world, envelope.follows, envelope.call, source)
+        body = receive_body(self._world, envelope.follows, envelope.digest, envelope.call, source)
         self._sends += [(envelope.call, send_body(self._world, body, envelope.call, rank)) for rank in onward]
         return body.numpy().tobytes()
 

@@ -169,6 +169,10 @@ class RunStore(dist.Store):
         """Return (this end's, rank 0's) IP address of the connection."""
         return self._socket.getsockname()[0], self._socket.getpeername()[0]
 
+    def code(self, label: bytes, content: bytes) -> bytes:
+        """Return a code that only who knows the attempt's key can make."""
+        return proof._tag(self._key, label, content)
+
     def set_at_loss(self, key: str) -> None:
         """The store sets `key` when this connection ends, by whatever cause. An empty key takes that back."""
         self._ask(table.Will(key))

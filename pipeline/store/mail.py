@@ -76,6 +76,7 @@ class Answer(msgspec.Struct, array_like=True, gc=False):
     error: str = ""  # the traceback, instead of a reply
     more: bool = False  # other parts follow
     account: tuple[float, float] = (0.0, 0.0)  # since the last one: seconds that the ranks waited, of those that they lived
+    digest: bytes = b""  # of what follows
 
 
 class Answers(Told):
