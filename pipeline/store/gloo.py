@@ -84,20 +84,23 @@ class Prover:
         own, size = group.rank(), group.size()
         with self.phase(f"prove the {size} ranks of a gloo group"):
             nonce = store.get("proof")
-            waiting: list[tuple[int, int, torch.Tensor, list[dist.Work]]] = []
+            receives: list[tuple[int, int, torch.Tensor, dist.Work]] = []
+            sends: list[tuple[int, torch.Tensor, dist.Work]] = []  # a tensor must live until it is sent
             for peer in peers:
                 for tag in range(TAG, TAG + len(group.options._devices)):  # a connection over each interface
                     code = torch.frombuffer(bytearray(self._code(nonce, own, peer, tag)), dtype=torch.uint8)
                     received = torch.zeros(MAC, dtype=torch.uint8)
                     with self._naming(store, peer, size):
-                        works = [group.recv([received], peer, tag), group.send([code], peer, tag)]
-                    waiting.append((peer, tag, received, works))
-            for peer, tag, received, works in waiting:
+                        receives.append((peer, tag, received, group.recv([received], peer, tag)))
+                        sends.append((peer, code, group.send([code], peer, tag)))
+            for peer, tag, received, work in receives:
                 with self._naming(store, peer, size):
-                    for work in works:
-                        work.wait(timeout)
+                    work.wait(timeout)
                 if not hmac.compare_digest(received.numpy().tobytes(), self._code(nonce, peer, own, tag)):
                     raise self._not_proven(store, peer, size, "what has connected does not know the attempt's secret")
+            for peer, _, work in sends:
+                with self._naming(store, peer, size):
+                    work.wait(timeout)
 
     def _code(self, nonce: bytes, sender: int, receiver: int, tag: int) -> bytes:
         return self.store.code(b"gloo", nonce + PAIR.pack(sender, receiver, tag))

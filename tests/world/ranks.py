@@ -17,6 +17,7 @@ from pipeline.config import TimeoutsConfig
 from pipeline.remote import Mailbox, Remote, serve, stop, verb
 from pipeline.watchdog import Watchdog
 from pipeline.world import Place, Realms, World, connect, join, leave, open_store, wait_for_all
+from tests.world import visited
 
 REALMS = Realms(train=(0, 1), generate=(2, 3, 4), engines=((2, 3), (4,)), reward=(5, 6))
 TIMEOUTS = TimeoutsConfig(join=100, silence=4, train=5)
@@ -29,7 +30,7 @@ class Message:
     text: str
 
 
-class Role:
+class Role(visited.Verbs):
     def __init__(self, world: World):
         self.world = world
 
@@ -130,6 +131,7 @@ def check(train: Remote, generate: Remote, reward: Remote) -> None:
 
 
 def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> None:
+    timeouts = replace(timeouts, join=float(os.environ.get("JOIN_S", timeouts.join)))
     place = Place.from_environment(run_dir)
     realms = replace(REALMS, reward=tuple(range(5, place.size)))
     if scenario == "absent" and place.rank == 3:
@@ -141,7 +143,12 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
     try:
         watchdog.start()
         wait_for_all(world, 3 if scenario == "absent" else timeouts.join)
-        join(world)
+        if world.rank == 3:
+            visited.late()
+        if "SPARSE" in os.environ:
+            visited.join_sparsely(world)
+        else:
+            join(world)
         connect(world)
         role = Role(world)
         if not mailbox:
@@ -150,7 +157,10 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
             train = Remote(mailbox, world, realms.train, Role, timeouts, role)
             generate = Remote(mailbox, world, realms.generate, Role, timeouts)
             reward = Remote(mailbox, world, realms.reward, Role, timeouts)
-            if scenario == "check":
+            if scenario.startswith("visited "):
+                engine = Remote(mailbox, world, realms.engines[0], Role, timeouts)
+                visited.coordinate(run_dir, train, generate, reward, engine, scenario.removeprefix("visited "))
+            elif scenario == "check":
                 check(train, generate, reward)
                 both = train.waits(), generate.waits()
                 assert [future.result() for future in both] == [[[365] * 2] * 2, [[365] * 2] * 3]

@@ -34,9 +34,10 @@ def relays(world) -> dict[int, int]:
     return {int(pid): ranks[int(parent)] for pid, parent, *_ in found if int(parent) in ranks}
 
 
-def test_messages_through_relays_which_stay_until_the_last_rank_of_a_node_has_ended(start, monkeypatch):
+@pytest.mark.parametrize("by", ["SPARSE", pytest.param("TORCH_GLOO_LAZY_INIT", marks=pytest.mark.full)])
+def test_messages_through_relays_which_stay_until_the_last_rank_of_a_node_has_ended(start, monkeypatch, by):
     """And between ranks that gloo connects when they first speak, as in a large world: bodies that go from rank to rank."""
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    monkeypatch.setenv(by, "1")
     monkeypatch.setenv("SLOW_END", "1")  # of those that have not started one
     world = start("check", PER_NODE)
     assert world.wait() == [0] * SIZE, [log.read_text()[-2000:] for log in world.logs]

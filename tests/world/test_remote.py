@@ -1,5 +1,6 @@
 """Answers in parts, and roles that work between verbs: rank 0 and one other as threads, over the real store."""
 
+import hashlib
 import os
 import threading
 import time
@@ -262,6 +263,7 @@ def test_what_several_ranks_get_is_encoded_and_sent_once(tmp_path, monkeypatch):
     (message,) = inbox.next_mail()
     envelope = msgspec.msgpack.decode(message, type=Envelope)
     assert envelope.ranks == (1, 3, 5, 6) and envelope.follows == sent[0][0] and not envelope.body
+    assert envelope.digest == hashlib.sha256(encode(one)).digest()
     process.kill()
     process.wait(10)
     process.stdin.close()

@@ -1,0 +1,105 @@
+"""What ranks of `tests.world.ranks` do while a stranger is at the ports of their groups (`stranger.py`)."""
+
+from __future__ import annotations
+
+import os
+import time
+import unittest.mock
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import pipeline.world
+from pipeline.remote import Remote, verb
+from pipeline.world import World
+
+TURNS = 6  # in about half of them the rank that listens is the one that comes first
+UNDER_WAY: list[dist.Work] = []  # messages that a stranger may never take
+
+
+def late() -> None:
+    time.sleep(float(os.environ.get("LATE_S", 0)))
+
+
+def join_sparsely(world: World) -> None:
+    """Join as a large world does whose refit goes over NCCL: its ranks connect when they first speak."""
+    patch = unittest.mock.patch.object
+    with patch(pipeline.world, "RELAYED_FROM", 2), patch(world, "carrier", torch.device("cuda")):
+        pipeline.world.join(world)
+
+
+class Verbs:
+    world: World
+
+    @verb("setup")
+    def foreign(self) -> int:
+        """How many bytes are not those of the rank from which they seem to come, over each pair of the world's groups."""
+        wrong = 0
+        for group in (self.world.spanning, self.world.own, self.world.refit):
+            if group in (None, dist.GroupMember.NON_GROUP_MEMBER):
+                continue
+            peers = [rank for rank in range(group.size()) if rank != group.rank()]
+            said = torch.full((64,), group.rank(), dtype=torch.uint8)
+            UNDER_WAY.extend(dist.isend(said, group=group, group_dst=peer) for peer in peers)
+            for peer in peers:
+                heard = torch.full((64,), peer, dtype=torch.uint8)
+                dist.recv(heard, group=group, group_src=peer)
+                wrong += int((heard != peer).sum())
+        return wrong
+
+    @verb("setup")
+    def objects(self, maker: str) -> list[int]:
+        """What the first rank of a realm says over groups that a library makes, for some of which the second rank is late."""
+        said = []
+        for group in self._groups(maker) if dist.get_world_size() > 1 else ():
+            objects = [len(said) if group.rank() == 0 else None]
+            dist.broadcast_object_list(objects, group_src=0, group=group)
+            said += objects
+        return said
+
+    def _groups(self, maker: str) -> Iterator[dist.ProcessGroup]:
+        from megatron.core import parallel_state
+        from vllm.distributed.parallel_state import GroupCoordinator
+
+        for _ in range(TURNS):
+            if dist.get_rank() == 1:
+                late()
+            if maker == "mesh":
+                yield init_device_mesh("cpu", (1, 2)).get_group(1)
+            elif maker == "megatron":
+                yield parallel_state.create_group([0, 1], backend="gloo")
+            else:
+                yield GroupCoordinator([[0, 1]], 0, "gloo", use_device_communicator=False).cpu_group
+
+    @verb("setup")
+    def generate(self, folder: str) -> list[list[int]]:
+        """Tokens that a real engine of two ranks draws. One of its ranks is late for each group."""
+        from safetensors.torch import load_file
+
+        from pipeline.generate import build
+        from tests.generate.tiny import drain, load, policy, requests
+
+        new_group = dist.new_group
+        if dist.get_rank() == 1:
+            dist.new_group = lambda *arguments, **keywords: (late(), new_group(*arguments, **keywords))[1]
+        engine = build(policy(Path(folder), "vllm", tensor_parallel_size=2), 2, dist.get_rank(), seed=0)
+        load(engine, load_file(Path(folder) / "model.safetensors").items(), 0)
+        return [completion.tokens.tolist() for _, completion in sorted(drain(engine, requests(2, 2, temperature=0.0)).items())]
+
+
+def coordinate(run_dir: Path, train: Remote, generate: Remote, reward: Remote, engine: Remote, task: str) -> None:
+    print("ready", flush=True)
+    while "WAITS" in os.environ and not (run_dir / "visited").exists():
+        time.sleep(0.01)
+    if task == "joined":
+        others = [generate.foreign(), reward.foreign()]
+        counts = [*train.foreign().result(), *(count for other in others for count in other.result())]
+        print("foreign bytes:", sum(counts), flush=True)
+    elif task == "engine":
+        first, second = engine.generate(str(run_dir / "model")).result()
+        assert first == second and len(first) == 4
+    else:
+        (generate if task == "vllm" else train).objects(task).result()
