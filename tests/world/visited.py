@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import pipeline.world
@@ -22,6 +23,13 @@ UNDER_WAY: list[dist.Work] = []  # messages that a stranger may never take
 
 def late() -> None:
     time.sleep(float(os.environ.get("LATE_S", 0)))
+
+
+def late_for_groups() -> None:
+    """Have the second rank of a realm or an engine come late for each group that is made from now on."""
+    make = distributed_c10d._new_process_group_helper
+    if dist.get_rank() == 1:
+        distributed_c10d._new_process_group_helper = lambda *arguments, **keywords: (late(), make(*arguments, **keywords))[1]
 
 
 def join_sparsely(world: World) -> None:
@@ -52,7 +60,7 @@ class Verbs:
 
     @verb("setup")
     def objects(self, maker: str) -> list[int]:
-        """What the first rank of a realm says over groups that a library makes, for some of which the second rank is late."""
+        """What the first rank of a realm says over groups that a library makes, for which the second one is late."""
         said = []
         for group in self._groups(maker) if dist.get_world_size() > 1 else ():
             objects = [len(said) if group.rank() == 0 else None]
@@ -64,11 +72,10 @@ class Verbs:
         from megatron.core import parallel_state
         from vllm.distributed.parallel_state import GroupCoordinator
 
+        late_for_groups()
         for _ in range(TURNS):
-            if dist.get_rank() == 1:
-                late()
             if maker == "mesh":
-                yield init_device_mesh("cpu", (1, 2)).get_group(1)
+                yield init_device_mesh("cpu", (2,), backend_override={0: "gloo"}).get_group()
             elif maker == "megatron":
                 yield parallel_state.create_group([0, 1], backend="gloo")
             else:
@@ -76,15 +83,13 @@ class Verbs:
 
     @verb("setup")
     def generate(self, folder: str) -> list[list[int]]:
-        """Tokens that a real engine of two ranks draws. One of its ranks is late for each group."""
+        """Tokens that a real engine of two ranks draws. The second one is late for each group."""
         from safetensors.torch import load_file
 
         from pipeline.generate import build
         from tests.generate.tiny import drain, load, policy, requests
 
-        new_group = dist.new_group
-        if dist.get_rank() == 1:
-            dist.new_group = lambda *arguments, **keywords: (late(), new_group(*arguments, **keywords))[1]
+        late_for_groups()
         engine = build(policy(Path(folder), "vllm", tensor_parallel_size=2), 2, dist.get_rank(), seed=0)
         load(engine, load_file(Path(folder) / "model.safetensors").items(), 0)
         return [completion.tokens.tolist() for _, completion in sorted(drain(engine, requests(2, 2, temperature=0.0)).items())]
