@@ -30,7 +30,7 @@ CHALLENGE = len(GREETING) + NONCE  # bytes that the server says first
 ANSWER = NONCE + MAC  # bytes that the client says to it
 REFUSED = bytes(MAC)
 MAX_MESSAGE = 8 << 20  # bytes
-PROVE_S = 10.0  # for each step of the proof
+PROVE_S = 10.0  # for the whole proof
 
 LENGTH = struct.Struct(">I")
 HEADER = LENGTH.size + MAC
@@ -39,6 +39,10 @@ NUMBER = struct.Struct(">Q")
 
 class NotProven(Exception):
     """The other end does not know the key, or the bytes are not what it sent."""
+
+
+class Refused(PermissionError):
+    """The server has refused the key for good. The kernel raises a plain PermissionError where a packet filter is full."""
 
 
 def attempt_key(run_dir: Path, attempt: str, patience_s: float = 10.0) -> bytes:
@@ -135,9 +139,9 @@ def accept(key: bytes, challenge: bytes, answer: bytes) -> tuple[bytes, Channel]
 
 
 def open_channel(key: bytes, challenge: bytes, answer: bytes, proof: bytes) -> Channel:
-    """The client's end. Raises NotProven if the server does not know the key, PermissionError if it refused ours."""
+    """The client's end. Raises NotProven if the server does not know the key, Refused if it refused ours."""
     if proof == REFUSED:
-        raise PermissionError("the store of rank 0 refuses this rank: it has another secret, or is of another attempt")
+        raise Refused("the store of rank 0 refuses this rank: it has another secret, or is of another attempt")
     both = challenge + answer[:NONCE]
     if not hmac.compare_digest(proof, _tag(key, b"server", both)):
         raise NotProven("what answers there does not know this attempt's secret")
@@ -150,32 +154,37 @@ def open_channel(key: bytes, challenge: bytes, answer: bytes, proof: bytes) -> C
 def connect(address: tuple[str, int], key: bytes, deadline: float) -> tuple[socket.socket, Channel]:
     """Connect to a server and prove both ends, again and again until `deadline`, by time.monotonic().
 
-    Raises PermissionError if the server refuses the key, ConnectionError if the last try failed in another way.
+    Raises Refused if the server refuses the key, ConnectionError if the last try failed in another way.
     """
     while True:
-        connection = None
+        connection, until = None, time.monotonic() + PROVE_S
         try:
             connection = socket.create_connection(address, timeout=PROVE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            said = receive(connection, CHALLENGE)
+            said = receive(connection, CHALLENGE, until)
             own = answer(key, said)
             connection.sendall(own)
-            return connection, open_channel(key, said, own, receive(connection, MAC))
+            return connection, open_channel(key, said, own, receive(connection, MAC, until))
         except (OSError, NotProven) as error:
             if connection:
                 connection.close()
-            if isinstance(error, PermissionError):
+            if isinstance(error, Refused):
                 raise
             if time.monotonic() > deadline:  # until then: a crowd may have pushed this one out, or the server is busy
                 raise ConnectionError(f"{address[0]}:{address[1]} is not reached: {error}") from error
             time.sleep(random.uniform(0.1, 0.3))  # thousands that were pushed out at once do not come back at once
 
 
-def receive(connection: socket.socket, size: int) -> bytes:
-    """Return the next `size` bytes. Raises ConnectionResetError if the other end closes."""
+def receive(connection: socket.socket, size: int, until: float | None = None) -> bytes:
+    """Return the next `size` bytes. Raises ConnectionResetError if the other end closes, TimeoutError if it is too slow.
+
+    until: by time.monotonic(), for all of them; None: the connection's own timeout, for each piece that comes.
+    """
     data = bytearray(size)
     rest = memoryview(data)
     while rest:
+        if until is not None:
+            connection.settimeout(max(1e-3, until - time.monotonic()))
         count = connection.recv_into(rest)
         if not count:
             raise ConnectionResetError("the connection was closed")

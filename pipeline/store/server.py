@@ -7,7 +7,8 @@ Its first line of input, JSON, has what it needs; it prints the port on which it
 on no command line and in no environment, where others could see it.
 
 Whoever connects must prove in PROVE_S that it knows the key (`proof.py`), before anything else that it says is looked at. Those
-that have not yet are at most UNPROVEN; the oldest makes room for the next, and may connect again.
+that have not yet are at most UNPROVEN, and at most half of the open files that the process may have; the oldest makes room for
+the next, and may connect again.
 One thread, so that requests have an order. Standard library and msgspec only: it is up in a tenth of a second.
 """
 
@@ -18,6 +19,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -37,8 +39,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 UNPROVEN = 2048
+ACCEPTED = 16
+"""Connections that are accepted before anything else is looked at: so few that ranks are answered in between, and that those
+which are being closed to make room for others hold few open files."""
+SPARE = 128
+"""Open files that are kept for those, and for what the process itself opens."""
+QUEUED = 4096
+"""Connections that the kernel keeps until they are accepted: thousands of ranks may connect at once."""
 START_S = 60.0  # until a process listens; Python's start may be slow on a busy file system
-TOLD = 20  # refusals that are printed
+TOLD = 20  # refusals that are printed, and errors
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ANY | mail.ANY).decode
@@ -55,12 +64,26 @@ class Door:
     def __init__(self, key: bytes):
         self.key = key
         self.unproven: dict[Connection, None] = {}  # oldest first
+        self.proven: set[Connection] = set()
         self._told: set[tuple[str, str]] = set()
+        self._failed: set[str] = set()
 
     def admit(self, connection: Connection) -> None:
         self.unproven[connection] = None
-        if len(self.unproven) > UNPROVEN:
+        while len(self.unproven) > self._room():
             next(iter(self.unproven)).drop("too many have connected without a proof")
+
+    def _room(self) -> int:
+        """Return how many connections without a proof may be open."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return max(1, min(UNPROVEN, files // 2, files - len(self.proven) - SPARE))
+
+    def fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Print an error that asyncio has caught, each once, and not without end: strangers can repeat some of them."""
+        what = f"{context['message']}: {context.get('exception')!r}"
+        if what not in self._failed and len(self._failed) < TOLD:
+            self._failed.add(what)
+            loop.default_exception_handler(context)
 
     def tell(self, host: str, why: str) -> None:
         """Once for each host and reason, and not without end: a stranger must not fill the disk."""
@@ -176,6 +199,7 @@ class Connection(asyncio.Protocol):
         del self._buffer[: proof.ANSWER]
         self._timer.cancel()
         self._store.unproven.pop(self, None)
+        self._store.proven.add(self)
         self._transport.write(own)
 
     # ---- requests -----------------------------------------------------------------------------------------------------------
@@ -207,7 +231,11 @@ class Connection(asyncio.Protocol):
         if self._timer:
             self._timer.cancel()
         self._slot = None
-        self._transport.write(self._channel.seal(_encode(reply)))
+        try:
+            sealed = self._channel.seal(_encode(reply))
+        except ValueError as error:  # it asked for more than a message holds
+            sealed = self._channel.seal(_encode(Reply(error=str(error))))
+        self._transport.write(sealed)
 
     def push(self, value: Any) -> None:
         """What it has subscribed for."""
@@ -231,6 +259,7 @@ class Connection(asyncio.Protocol):
     def _closed(self) -> None:
         self._timer.cancel()
         self._store.unproven.pop(self, None)
+        self._store.proven.discard(self)
         if self._slot:
             self._store.forget(self, self._slot)
             self._slot = None
@@ -278,10 +307,10 @@ def _listen(address: str) -> socket.socket:
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(address).is_loopback:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            return socket.create_server((address, 0), family=family, backlog=4096)
+            return socket.create_server((address, 0), family=family, backlog=QUEUED)
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
-    return socket.create_server(("", 0), backlog=4096)
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=QUEUED)
+    return socket.create_server(("", 0), backlog=QUEUED)
 
 
 def _live_with(parent: int) -> None:
@@ -298,7 +327,9 @@ def _live_with(parent: int) -> None:
 async def serve(store: Store | Relay, address: str) -> None:
     """Until the input ends, and nobody needs it."""
     loop, listener = asyncio.get_running_loop(), _listen(address)
-    server = await loop.create_server(lambda: Connection(store), sock=listener, backlog=4096)
+    loop.set_exception_handler(store.fail)
+    server = await loop.create_server(lambda: Connection(store), sock=listener, backlog=ACCEPTED)
+    listener.listen(QUEUED)  # asyncio has told the kernel ACCEPTED, which it accepts in one turn
     ended = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), ended.set)
     print(listener.getsockname()[1], flush=True)

@@ -126,6 +126,10 @@ def test_a_request_that_cannot_be_done_fails_alone(store):
         store.add("word", 1)
     with pytest.raises(ValueError, match="takes at most 8388608"):
         store.set("large", bytes(9 << 20))
+    for _ in range(2):
+        store.append("long", bytes(5 << 20))
+    with pytest.raises(dist.DistStoreError, match=r"Get: a message of .* takes at most 8388608"):
+        store.get("long")
     assert store.get("word") == b"abc"
 
 

@@ -1,0 +1,536 @@
+"""Attacks on the store's protocol: `python -m tests.world.store_fuzz [cases=5000] [seed=0]` prints counts of what came of each.
+
+A case is made of a seed alone. A rank speaks to the store, to a relay of its node, or through a relay to the store. On the way
+somebody who does not know the key does one thing to one message: he alters, cuts, repeats, reflects, delays or leaves it out,
+or says something else in its place. In further cases one who knows the key says what no rank says.
+
+A rank must get the right answers, or an error that it expects: of a lost connection, or of a refusal. No process may end or
+print a traceback, only what ranks have said may be stored, and a rank beside all this must be served all the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import select
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+import torch.distributed as dist
+
+from pipeline.store import client, mail, proof, relay, server, table
+from pipeline.store.client import RunStore
+from pipeline.store.server import Address
+
+WORKERS = 8
+IMPATIENCE_S = 0.5  # how long a rank that is attacked waits for an answer
+JOIN_S = 5.0
+BOUND_S = 30.0  # how long a case may take
+LINGER = struct.pack("ii", 1, 0)  # a connection is reset when it is closed
+WAYS = ("store", "relay", "upstream")  # what a rank speaks to; upstream: a relay whose own connection is attacked
+UP, DOWN = "to the server", "to the client"
+
+
+@dataclass(frozen=True)
+class Case:
+    number: int
+    seed: str
+    way: str
+    direction: str
+    message: int  # the first ones are of the proof
+    action: str
+
+    @property
+    def harmless(self) -> bool:
+        return self.action in ("nothing", "dribble", "pause")
+
+
+@dataclass
+class Outcome:
+    case: Case
+    came: str  # right; lost, refused: errors that are expected; wrong
+    why: str = ""
+    seconds: float = 0.0
+
+    @property
+    def bad(self) -> bool:
+        return self.came == "wrong" or (self.case.harmless and self.came != "right") or self.seconds > BOUND_S
+
+
+def case(number: int, seed: int) -> Case:
+    chance = random.Random(f"{seed}/{number}")
+    way = chance.choices(WAYS, (57, 40, 3))[0]
+    direction, action = chance.choice((UP, DOWN)), chance.choice([*ACTIONS, "insider"])
+    if action == "insider":
+        way, direction = ("store", UP) if way == "upstream" else (way, UP)
+    return Case(number, f"{seed}/{number}/what", way, direction, chance.choice((0, 0, 1, 1, 2, 2, 3, 4, 6, 9)), action)
+
+
+# ---- what is done to a message -----------------------------------------------------------------------------------------------
+
+
+class Wire:
+    """One connection of a client's to a server's address, and what is done to one of its messages."""
+
+    def __init__(self, case: Case | None, near: socket.socket, address: Address, heard: Heard):
+        self.case, self.heard = case, heard
+        self.chance = random.Random(case.seed if case else 0)
+        self.ends = {UP: near, DOWN: socket.create_connection(address)}  # by the direction of what comes from it
+        for end in self.ends.values():
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.buffers = {UP: bytearray(), DOWN: bytearray()}
+        self.counts = {UP: 0, DOWN: 0}
+        self.held = {UP: b"", DOWN: b""}
+        self.stalled: set[str] = set()
+        self.sent: list[tuple[str, bytes]] = []
+
+    def run(self) -> None:
+        """Pass on what comes until both ends are closed."""
+        open_ends = {end: direction for direction, end in self.ends.items()}
+        with contextlib.suppress(OSError, ValueError):  # the latter of a socket that was closed meanwhile
+            while open_ends:
+                ready, _, _ = select.select(list(open_ends), [], [], BOUND_S)
+                if not ready:
+                    break
+                for end in ready:
+                    direction = open_ends[end]
+                    if data := end.recv(1 << 16):
+                        self.buffers[direction] += data
+                        self._split(direction)
+                    else:
+                        self.send(direction, bytes(self.buffers[direction]))
+                        self.ends[_other(direction)].shutdown(socket.SHUT_WR)
+                        del open_ends[end]
+        self.close()
+
+    def close(self, reset: bool = False) -> None:
+        for end in self.ends.values():
+            with contextlib.suppress(OSError):
+                if reset:
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, LINGER)
+                end.close()
+
+    def send(self, direction: str, data: bytes) -> None:
+        if direction not in self.stalled:
+            self.ends[_other(direction)].sendall(data)
+
+    def _split(self, direction: str) -> None:
+        buffer = self.buffers[direction]
+        while size := self._size(direction, buffer):
+            message = bytes(buffer[:size])
+            del buffer[:size]
+            number = self.counts[direction]
+            self.counts[direction] += 1
+            if self.case and (direction, number) == (self.case.direction, self.case.message):
+                ACTIONS[self.case.action](self, direction, message)
+            else:
+                self.send(direction, message + self.held[direction])
+                self.held[direction] = b""
+            self.sent.append((direction, message))
+            self.heard.add(direction, number, message)
+
+    def _size(self, direction: str, buffer: bytearray) -> int:
+        """Bytes of the next message; 0 if not all of it has come."""
+        opening = {UP: (proof.ANSWER,), DOWN: (proof.CHALLENGE, proof.MAC)}[direction]
+        number = self.counts[direction]
+        if number < len(opening):
+            size = opening[number]
+        elif len(buffer) < proof.HEADER:
+            return 0
+        else:
+            size = proof.HEADER + proof.LENGTH.unpack_from(buffer)[0]
+        return size if len(buffer) >= size else 0
+
+
+class Heard:
+    """Messages of earlier connections, by direction and place."""
+
+    def __init__(self) -> None:
+        self._messages: dict[tuple[str, int], bytes] = {}
+
+    def add(self, direction: str, number: int, message: bytes) -> None:
+        self._messages.setdefault((direction, number), message)
+
+    def of(self, direction: str, number: int) -> bytes:
+        return self._messages.get((direction, number), b"never heard")
+
+
+def _other(direction: str) -> str:
+    return DOWN if direction == UP else UP
+
+
+def _nothing(wire: Wire, direction: str, message: bytes) -> None:
+    wire.send(direction, message)
+
+
+def _dribble(wire: Wire, direction: str, message: bytes) -> None:
+    for at in range(min(200, len(message))):
+        wire.send(direction, message[at : at + 1])
+    wire.send(direction, message[200:])
+
+
+def _pause(wire: Wire, direction: str, message: bytes) -> None:
+    at = wire.chance.randrange(len(message))
+    wire.send(direction, message[:at])
+    time.sleep(0.05)
+    wire.send(direction, message[at:])
+
+
+def _flip(wire: Wire, direction: str, message: bytes) -> None:
+    altered = bytearray(message)
+    altered[wire.chance.randrange(len(message))] ^= 1 << wire.chance.randrange(8)
+    wire.send(direction, bytes(altered))
+
+
+def _noise(wire: Wire, direction: str, message: bytes) -> None:
+    wire.send(direction, wire.chance.randbytes(len(message)))
+
+
+def _zeros(wire: Wire, direction: str, message: bytes) -> None:
+    wire.send(direction, bytes(len(message)))
+
+
+def _insert(wire: Wire, direction: str, message: bytes) -> None:
+    wire.send(direction, wire.chance.randbytes(wire.chance.choice((1, 4, 36, 5000))) + message)
+
+
+def _append(wire: Wire, direction: str, message: bytes) -> None:
+    wire.send(direction, message + wire.chance.randbytes(wire.chance.choice((1, 4, 36, 5000))))
+
+
+def _megabyte(wire: Wire, direction: str, message: bytes) -> None:
+    wire.send(direction, wire.chance.randbytes(1 << 20))
+
+
+def _cut(wire: Wire, direction: str, message: bytes) -> None:
+    wire.send(direction, message[: wire.chance.randrange(len(message))])
+    wire.close()
+
+
+def _reset(wire: Wire, direction: str, message: bytes) -> None:
+    wire.send(direction, message[: wire.chance.randrange(len(message))])
+    wire.close(reset=True)
+
+
+def _stall(wire: Wire, direction: str, message: bytes) -> None:
+    wire.send(direction, message[: wire.chance.randrange(len(message))])
+    wire.stalled.add(direction)
+
+
+def _length(wire: Wire, direction: str, message: bytes) -> None:
+    own = len(message) - proof.HEADER
+    length = wire.chance.choice(
+        (0, 1, max(0, own - 1), own + 1, own + 100, proof.MAX_MESSAGE, proof.MAX_MESSAGE + 1, (1 << 32) - 1)
+    )
+    wire.send(direction, proof.LENGTH.pack(length) + message[proof.LENGTH.size :])
+
+
+def _twice(wire: Wire, direction: str, message: bytes) -> None:
+    wire.send(direction, message + message)
+
+
+def _skip(wire: Wire, direction: str, message: bytes) -> None:
+    pass
+
+
+def _swap(wire: Wire, direction: str, message: bytes) -> None:
+    wire.held[direction] = message  # goes behind the next one
+
+
+def _reflect(wire: Wire, direction: str, message: bytes) -> None:
+    wire.send(_other(direction), message)
+
+
+def _repeat(wire: Wire, direction: str, message: bytes) -> None:
+    """One of this connection's earlier messages once more."""
+    earlier = [data for way, data in wire.sent if way == direction] or [message]
+    wire.send(direction, message + wire.chance.choice(earlier))
+
+
+def _replay(wire: Wire, direction: str, message: bytes) -> None:
+    """In its place what was said there on another connection."""
+    wire.send(direction, wire.heard.of(direction, wire.counts[direction] - 1))
+
+
+def _other_place(wire: Wire, direction: str, message: bytes) -> None:
+    """In its place what belongs elsewhere, perhaps to the other direction."""
+    wire.send(direction, wire.heard.of(wire.chance.choice((UP, DOWN)), wire.chance.randrange(6)))
+
+
+ACTIONS: dict[str, Callable[[Wire, str, bytes], None]] = {
+    name.strip("_").replace("_", " "): action
+    for name, action in list(globals().items())
+    if name.startswith("_") and getattr(action, "__annotations__", {}).get("wire") == "Wire"
+}
+
+
+@contextlib.contextmanager
+def attacked(case: Case, address: Address, heard: Heard) -> Iterator[Address]:
+    """The address by which `address` is reached with somebody between; he attacks the first connection alone."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    wires: list[Wire] = []
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                wires.append(Wire(None if wires else case, near, address, heard))
+                threading.Thread(target=wires[-1].run, daemon=True).start()
+
+    accepting = threading.Thread(target=accept, daemon=True)
+    accepting.start()
+    try:
+        yield Address(*listener.getsockname())
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        accepting.join(BOUND_S)
+        for wire in wires:
+            wire.close()
+
+
+# ---- what ranks say ----------------------------------------------------------------------------------------------------------
+
+
+def value(key: str) -> bytes:
+    """The only value that ranks store by a key."""
+    return sha256(key.encode()).digest() * (1 + len(key) % 100)
+
+
+def speak(store: RunStore, name: str, relayed: bool) -> None:
+    """Say some things, and raise AssertionError at an answer that is not right."""
+    for i in range(5):
+        key = f"{name}/{i}" if relayed else f"{name}/{i}{'x' * 500 * i}"
+        seen = store.exchange(key, value(key), [key])
+        assert seen[0] in ((None, value(key)) if relayed else (value(key),)), "a wrong value was read"
+        store.tell(mail.Answers([mail.Answer(1, [0], "verb", b"")]))
+        if relayed:
+            continue
+        assert store.get(key) == value(key), "a wrong value was read"
+        assert store.check([key]) and not store.check([f"{key}/absent"]), "a wrong answer to check"
+        store.queue_push(f"queue/{name}", value(key))
+        assert store.queue_pop(f"queue/{name}") == value(key), "a wrong value was taken from a queue"
+
+
+def requests(chance: random.Random, name: str) -> Iterator[bytes]:
+    """What one who knows the key could say, right or not."""
+    odd = (0, -1, 1 << 62, 0.0, -1.0, 1e308, float("inf"), "", "x", b"", b"1", None, [], [[]], {}, True, [""], {"": b""})
+    kinds = [kind for kind in table.Request.__subclasses__() if kind is not mail.Told] + mail.Told.__subclasses__()
+    for _ in range(chance.randrange(1, 30)):
+        match chance.randrange(5):
+            case 0:
+                yield chance.randbytes(chance.randrange(200))
+            case 1:
+                yield msgspec.msgpack.encode([chance.choice(kinds).__name__, *chance.choices(odd, k=chance.randrange(5))])
+            case 2:
+                yield b"\x91" * chance.randrange(1, 100_000)
+            case _:
+                yield msgspec.msgpack.encode(_right(chance, chance.choice(kinds), name))
+
+
+def _right(chance: random.Random, kind: type[table.Request], name: str) -> table.Request:
+    """A request whose fields are of the right types."""
+    makes = {
+        "str": lambda: f"insider/{name}/{chance.randrange(3)}",
+        "bytes": lambda: chance.choice((b"", b"1", chance.randbytes(1000))),
+        "int": lambda: chance.choice((0, 1, -1, 7, (1 << 63) - 1, -(1 << 63))),
+        "float": lambda: chance.choice((0.0, 0.05, -1.0, 1e308, float("inf"), float("-inf"), float("nan"))),
+        "bool": lambda: chance.random() < 0.5,
+        "list[str]": lambda: [f"insider/{name}/{i}" for i in range(chance.randrange(3))],
+        "list[bytes]": lambda: [b"1"] * chance.randrange(3),
+        "list[int]": lambda: [1_000_000 + chance.randrange(9) for _ in range(chance.randrange(3))],
+        "dict[str, bytes]": lambda: {f"insider/{name}/{i}": b"1" for i in range(chance.randrange(3))},
+        "list[Part]": lambda: [([1_000_000 + chance.randrange(9)], b"x") for _ in range(chance.randrange(3))],
+        "list[Answer]": lambda: (
+            [mail.Answer(chance.randrange(9), [1], "v", b"", more=chance.random() < 0.5)] * chance.randrange(3)
+        ),
+    }
+    return kind(*(makes[kind.__annotations__[name]]() for name in kind.__struct_fields__))
+
+
+def betray(case: Case, address: Address, key: bytes) -> None:
+    """Say what no rank says, by the right key."""
+    chance = random.Random(case.seed)
+    connection, channel = proof.connect(address, key, time.monotonic() + JOIN_S)
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(IMPATIENCE_S)
+        for message in requests(chance, str(case.number)):
+            connection.sendall(channel.seal(message))
+            if chance.random() < 0.3:
+                connection.recv(1 << 16)
+
+
+# ---- running them ------------------------------------------------------------------------------------------------------------
+
+
+def run(case: Case, house: House) -> Outcome:
+    begun = time.monotonic()
+    try:
+        if case.action == "insider":
+            betray(case, house.addresses[case.way], house.key)
+        elif case.way == "upstream":
+            _through_relay(case, house)
+        else:
+            with attacked(case, house.addresses[case.way], house.heard) as address:
+                store = RunStore(address, house.key, JOIN_S)
+                with contextlib.closing(store._socket):
+                    speak(store, str(case.number % 50 if case.way == "relay" else case.number), case.way == "relay")
+        came, why = "right", ""
+    except dist.DistNetworkError as error:
+        came, why = "lost", str(error)
+    except proof.Refused as error:
+        came, why = "refused", str(error)
+    except Exception as error:
+        came, why = "wrong", f"{type(error).__name__}: {error}"[:500]
+    return Outcome(case, came, why, time.monotonic() - begun)
+
+
+def _through_relay(case: Case, house: House) -> None:
+    """A relay of its own, whose connection to the store is attacked."""
+    with attacked(case, house.addresses["store"], house.heard) as address:
+        try:
+            process, near = relay.start(address, house.key, 1_000_000 + case.number, 0.05, JOIN_S)
+        except RuntimeError as error:  # it says why, as it ends
+            raise dist.DistNetworkError(str(error)) from error
+        try:
+            store = RunStore(near, house.key, JOIN_S)
+            with contextlib.closing(store._socket):
+                for i in range(3):
+                    speak(store, f"{case.number % 50}/{i}", relayed=True)
+                    time.sleep(0.06)  # until it has exchanged heartbeats
+        finally:
+            process.stdin.close()
+            status = process.wait(BOUND_S)
+            process.stdout.close()
+        assert status in (0, relay.STORE_GONE), f"the relay has ended with status {status}"
+
+
+@dataclass
+class House:
+    """A store, a relay of it, and a rank that is served by both."""
+
+    key: bytes
+    log: Path
+    processes: dict[str, subprocess.Popen] = field(default_factory=dict)
+    addresses: dict[str, Address] = field(default_factory=dict)
+    heard: Heard = field(default_factory=Heard)
+    slowest_s: float = 0.0  # of the rank beside the attacks
+    served: int = 0
+    harmed: list[str] = field(default_factory=list)
+
+    def memory(self) -> dict[str, float]:
+        """MB that each process holds."""
+        alive = {name: process.pid for name, process in self.processes.items() if process.poll() is None}
+        status = {name: Path(f"/proc/{pid}/status").read_text() for name, pid in alive.items()}
+        return {name: int(re.search(r"VmRSS:\s+(\d+)", text)[1]) / 1e3 for name, text in status.items()}
+
+    def watch(self, ended: threading.Event) -> None:
+        """Be a rank beside the attacks, until told otherwise: one that stays, and joins again and again."""
+        try:
+            store = RunStore(self.addresses["store"], self.key, BOUND_S)
+            store.set("beside", value("beside"))
+            while not ended.wait(0.02):
+                begun = time.monotonic()
+                assert store.multi_get(["beside"]) == [value("beside")], "a wrong value was read"
+                for address in self.addresses.values():
+                    connection, _ = proof.connect(address, self.key, time.monotonic() + BOUND_S)
+                    connection.close()
+                self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
+                self.served += 1
+        except Exception as error:
+            self.harmed.append(f"the rank beside it: {type(error).__name__}: {error}")
+
+    def wrongs(self) -> list[str]:
+        """What is wrong with the processes, the log and what is stored."""
+        found = list(self.harmed)
+        found += [
+            f"the {name} has ended: {each.returncode}" for name, each in self.processes.items() if each.poll() is not None
+        ]
+        if found:
+            return [*found, self.log.read_text(errors="replace")[-3000:]]
+        store = RunStore(self.addresses["store"], self.key, BOUND_S)
+        kept = [key for key in store.list_keys() if not key.startswith(("insider/", "lost/"))]
+        found += [f"{key[:100]} was stored by a stranger" for key in kept if store.get(key) != value(key)]
+        said = self.log.read_text(errors="replace")
+        if at := [found.start() for found in re.finditer("Traceback|Exception|Error", said)]:
+            found.append(f"the log: {said[max(0, at[0] - 200) : at[0] + 3000]}")
+        return found
+
+
+@contextlib.contextmanager
+def house() -> Iterator[House]:
+    """Ranks that are attacked wait IMPATIENCE_S alone; what any process says goes to the log."""
+    before = client.PATIENCE_S, proof.PROVE_S
+    client.PATIENCE_S = proof.PROVE_S = IMPATIENCE_S
+    errors, key = os.dup(2), os.urandom(32)
+    with tempfile.NamedTemporaryFile(prefix="store_fuzz.", suffix=".log") as log:
+        os.dup2(log.fileno(), 2)
+        try:
+            made = House(key, Path(log.name))
+            made.processes["store"], made.addresses["store"] = server.start("127.0.0.1", key)
+            made.processes["relay"], made.addresses["relay"] = relay.start(made.addresses["store"], key, 999_999, 0.05, JOIN_S)
+            yield made
+        finally:
+            os.dup2(errors, 2)
+            os.close(errors)
+            client.PATIENCE_S, proof.PROVE_S = before
+            for process in reversed(made.processes.values()):
+                process.kill()
+                process.communicate()
+
+
+def fuzz(count: int, seed: int, beside: House) -> list[Outcome]:
+    """Run so many cases, several at once."""
+    ended = threading.Event()
+    watching = threading.Thread(target=beside.watch, args=(ended,))
+    watching.start()
+    try:
+        with ThreadPoolExecutor(WORKERS) as pool:
+            return list(pool.map(lambda number: run(case(number, seed), beside), range(count)))
+    finally:
+        ended.set()
+        watching.join()
+
+
+def main(arguments: list[str]) -> int:
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    count, seed = int(given.get("cases", 5000)), int(given.get("seed", 0))
+    with house() as beside:
+        before = beside.memory()
+        outcomes = fuzz(count, seed, beside)
+        wrongs, after, log = beside.wrongs(), beside.memory(), beside.log.stat().st_size
+    for way in WAYS:
+        for direction in (UP, DOWN):
+            came = Counter(each.came for each in outcomes if (each.case.way, each.case.direction) == (way, direction))
+            print(
+                f"{way}, {direction}: {came.total()} cases;",
+                ", ".join(f"{name} {number}" for name, number in sorted(came.items())),
+            )
+    bad = [each for each in outcomes if each.bad]
+    for each in bad[:20]:
+        print(f"{each.case}\n  {each.came} after {each.seconds:.1f} s: {each.why}")
+    for wrong in wrongs:
+        print(wrong)
+    grown = ", ".join(f"{name} {before[name]:.0f} -> {after[name]:.0f} MB" for name in after)
+    print(f"{len(outcomes)} cases of {len(ACTIONS) + 1} kinds; bad: {len(bad)}; processes, log and table: {len(wrongs)} wrong")
+    print(f"memory: {grown}; log: {log:,} bytes; slowest case {max(each.seconds for each in outcomes):.1f} s")
+    print(f"the rank beside it was served {beside.served:,} times, the slowest in {beside.slowest_s:.2f} s")
+    return int(bool(bad or wrongs))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

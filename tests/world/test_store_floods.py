@@ -1,0 +1,135 @@
+"""Floods of strangers at the store's port: ranks join beside them, even where few files may be open. The log stays short."""
+
+import errno
+import os
+import resource
+import socket
+import threading
+import time
+
+import pytest
+
+from pipeline.store import proof, relay, server
+from pipeline.store.client import RunStore
+from tests.world.crowd import crowd
+
+LONGEST_LOG = 20_000  # bytes
+
+
+@pytest.fixture
+def key():
+    return os.urandom(32)
+
+
+@pytest.fixture(params=["store", pytest.param("relay", marks=pytest.mark.full)])
+def at(request, key):
+    """(address, process, what joins) of a store, or of a relay, that strangers can reach."""
+    process, address = server.start("127.0.0.1", key)
+    if request.param == "store":
+        yield address, process
+    else:
+        relaying, near = relay.start(address, key, 3, 1.0, 30.0)
+        yield near, relaying
+        end(relaying)
+    end(process)
+
+
+def end(process) -> None:
+    process.stdin.close()
+    assert process.wait(10) == 0
+    process.stdout.close()
+
+
+def limit(process, files: int) -> None:
+    """Let a process open so many files, as where the hard limit is low."""
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (files, files))
+
+
+def join(address, key, timeout_s: float) -> float:
+    """Return the seconds that a rank takes until it is answered."""
+    begun = time.monotonic()
+    store = RunStore(address, key, timeout_s)
+    store.exchange("here", b"", [])
+    store._socket.close()
+    return time.monotonic() - begun
+
+
+MANY = [(256, 700), pytest.param(1024, 2700, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize(("files", "strangers"), MANY)
+def test_strangers_do_not_take_all_open_files(at, key, capfd, files, strangers):
+    address, process = at
+    limit(process, files)
+    rank = RunStore(address, key, 10)
+    with crowd(address, strangers):
+        assert join(address, key, 30) < proof.PROVE_S, "it was only let in when strangers had been closed"
+        rank.exchange("here", b"", [])  # goes on as well
+    assert len(capfd.readouterr().err) < LONGEST_LOG
+
+
+@pytest.mark.parametrize(("files", "strangers"), MANY)
+def test_ranks_join_while_strangers_who_are_pushed_out_come_again(at, key, capfd, files, strangers):
+    address, process = at
+    limit(process, files)
+    with crowd(address, strangers, again=True):
+        for _ in range(20):
+            join(address, key, 60)
+    assert len(capfd.readouterr().err) < LONGEST_LOG
+
+
+def test_ranks_who_take_all_open_files_leave_a_short_log(key, capfd):
+    process, address = server.start("127.0.0.1", key)
+    ranks = [RunStore(address, key, 10) for _ in range(25)]
+    limit(process, 20)
+    late = [socket.create_connection(address) for _ in range(10)]
+    time.sleep(1.2)  # asyncio tries again each second
+    said = capfd.readouterr().err
+    assert "Too many open files" in said and len(said) < LONGEST_LOG
+    for rank in ranks[:20]:
+        rank._socket.close()
+    join(address, key, 30)
+    for stranger in late:
+        stranger.close()
+    end(process)
+
+
+def test_a_packet_filter_that_is_full_ends_no_join(key, monkeypatch):
+    """The kernel answers EPERM then, which is no refusal of the store's."""
+    process, address = server.start("127.0.0.1", key)
+    connect, tries = socket.create_connection, []
+
+    def filtered(*given, **more):
+        tries.append(given)
+        if len(tries) < 3:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        return connect(*given, **more)
+
+    monkeypatch.setattr(socket, "create_connection", filtered)
+    assert join(address, key, 10) and len(tries) == 3
+    end(process)
+
+
+def test_what_answers_a_byte_at_a_time_does_not_hold_a_rank(key, monkeypatch):
+    monkeypatch.setattr(proof, "PROVE_S", 0.5)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def trickle() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+                for _ in range(100):
+                    connection.sendall(proof.GREETING[:1])
+                    time.sleep(0.2)
+            except ConnectionError:
+                continue
+            except OSError:
+                return
+
+    threading.Thread(target=trickle, daemon=True).start()
+    begun = time.monotonic()
+    with pytest.raises(ConnectionError, match="is not reached"):
+        proof.connect(listener.getsockname(), key, time.monotonic() + 1)
+    assert time.monotonic() - begun < 5
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
