@@ -27,6 +27,7 @@ from launch import starting
 from launch.attempts import PastAttempt, all_attempts
 from launch.job import JobStatus, RunJob
 from launch.last_words import container_trouble, failed_step, last_words, shown, tail
+from launch.terminal import plain
 
 SHOWN = (
     "train/reward",
@@ -148,7 +149,10 @@ class Follower:
             ):
                 if lines and (attempt.name, what) not in self.told:
                     self.told.add((attempt.name, what))
-                    self.console.print(Text("\n".join(lines)))
+                    self._print("\n".join(lines))
+
+    def _print(self, text: str) -> None:
+        self.console.print(Text(plain(text)))
 
     # ---- what is shown ------------------------------------------------------------------------------------------------------
 
@@ -160,13 +164,13 @@ class Follower:
     def _print_lines(self, status: JobStatus, lines: list[dict[str, Any]]) -> None:
         waiting = self._waiting(status)
         if not lines and waiting != self.said and not status.ended and self.said != "steps":
-            self.console.print(Text(waiting))
+            self._print(waiting)
             self.said = waiting
         if lines and self.said not in ("", "steps") and (done := starting.text(starting.stages(self.run_dir))):
-            self.console.print(Text(f"start-up: {done}"))
+            self._print(f"start-up: {done}")
         for line in lines:
             self.said = "steps"
-            self.console.print(Text("  ".join([self._at(line["step"]), *self._values(line), *self._eta()])))
+            self._print("  ".join([self._at(line["step"]), *self._values(line), *self._eta()]))
 
     def _at(self, step: int) -> str:
         return f"step {step}" if self.max_steps is None else f"step {step}/{self.max_steps}"
@@ -181,16 +185,16 @@ class Follower:
     def _view(self, status: JobStatus) -> Group | Text:
         if not self.metrics.step:
             done = starting.text(starting.stages(self.run_dir)) if status.state == "RUNNING" else ""
-            return Text(f"{self.job.name()}: {status}{': ' if done else ''}{done}")
+            return Text(plain(f"{self.job.name()}: {status}{': ' if done else ''}{done}"))
         head = "  ".join([self._at(self.metrics.step), *self._eta(), f"{self.job.name()}: {status}"])
         table = Table.grid(padding=(0, 2))
         for key, value in _shown(self.metrics.latest).items():
             table.add_row(key, f"{value:.4g}")
         if self.max_steps is None:
-            return Group(Text(head), table)
+            return Group(Text(plain(head)), table)
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=self.max_steps, completed=self.metrics.step, width=60))
-        return Group(Text(head), bar, table)
+        return Group(Text(plain(head)), bar, table)
 
     # ---- the end ------------------------------------------------------------------------------------------------------------
 
@@ -200,9 +204,9 @@ class Follower:
         while status.state in ("COMPLETED", "GONE") and not done.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
         if status.state in ("COMPLETED", "GONE") and done.exists():
-            self.console.print(Text(f"done: step {json.loads(done.read_text())['step']}, in {self.run_dir}"))
+            self._print(f"done: step {json.loads(done.read_text())['step']}, in {self.run_dir}")
             return True
-        self.console.print(Text("\n".join(failure(self.run_dir, self.job, status, self.told))))
+        self._print("\n".join(failure(self.run_dir, self.job, status, self.told)))
         return False
 
 

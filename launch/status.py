@@ -26,6 +26,7 @@ if __name__ == "__main__":
 from launch import run_summary
 from launch.past_run import NoRun, PastRun, find
 from launch.run_state import state, states
+from launch.terminal import on_one_line, plain
 from launch.units import plural, seconds, size
 
 BAD = ("failed", "stopped")
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
         request = parse(arguments)
         return _watch(request) if request.watch_s else _show(request)[0]
     except NoRun as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {plain(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -105,7 +106,7 @@ def _show(request: Request) -> tuple[int, bool]:
     if len(request.folders) == 1 and (not only.is_dir() or (only / "recipe.yaml").exists()):
         return _show_one(PastRun.at(only), request.json)
     told = _lines(list(dict.fromkeys(run for folder in request.folders for run in _below(folder))))
-    print(as_json(told) if request.json else "\n".join(table(told)))
+    print(as_json(told) if request.json else "\n".join(map(on_one_line, table(told))))
     named = {str(folder) for folder in request.folders}
     return int(any(each["folder"] in named and each["state"] in BAD for each in told)), False
 
@@ -146,7 +147,7 @@ def _show_one(run: PastRun, json_asked: bool) -> tuple[int, bool]:
         told = run_summary.whole(run, of)
     except OSError as error:
         raise NoRun(f"{error.filename} cannot be read: {error.strerror}") from None
-    print(as_json(told) if json_asked else "\n".join(whole(told)))
+    print(as_json(told) if json_asked else "\n".join(map(plain, whole(told))))
     return int(of.word in BAD), of.word in ("done", *BAD)
 
 

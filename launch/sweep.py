@@ -40,6 +40,7 @@ from launch.sweeps.markdown import markdown
 from launch.sweeps.page import page
 from launch.sweeps.queue import Queue
 from launch.sweeps.verdict import Outcome, Result
+from launch.terminal import on_one_line, plain
 from pipeline.config import RecipeError, refuse
 from pipeline.files import write_durably
 
@@ -200,9 +201,9 @@ def report(folder: Folder) -> int:
 def tell(result: Result) -> None:
     for each in result.verdicts:
         if each.outcome is not Outcome.PASSED or "RETRIED" in each.said:
-            print(f"{each.outcome.value}: {each.run}, {each.gate}: {each.said}")
+            print(on_one_line(f"{each.outcome.value}: {each.run}, {each.gate}: {each.said}"))
     for note in result.notes:
-        print(f"note: {note}")
+        print(on_one_line(f"note: {note}"))
     print(f"{result.summary}\n{result.folder}/report.html", flush=True)
 
 
@@ -224,7 +225,7 @@ def follow(folder: Folder) -> int:
                 print(f"error: the check ended without a verdict: {folder.path}/check.log", file=sys.stderr)
                 return 1
         time.sleep(POLL_S)
-    print((folder.path / "report.md").read_text())
+    print(plain((folder.path / "report.md").read_text()))
     return 0 if over["passed"] else 1
 
 

@@ -20,6 +20,7 @@ from launch.job import ROOT, JobStatus
 from launch.prepare import prepare
 from launch.sweeps.folder import Folder, Standing
 from launch.sweeps.queue import Queue
+from launch.terminal import on_one_line
 from pipeline import config
 from pipeline.config import RecipeError
 
@@ -48,7 +49,7 @@ def start(folder: Folder, standing: Standing, after: tuple[str, ...] = (), behin
         handle = submit.start(prepared, after, behind)
     folder.record(job.name, handle.job_id, why)
     again = f", again: {why[0]}" if why else ""
-    print(f"{job.name}: {handle.name()}{again}", flush=True)
+    print(on_one_line(f"{job.name}: {handle.name()}{again}"), flush=True)
     return handle.job_id
 
 
@@ -134,4 +135,4 @@ def tell(standings: list[Standing], said: dict[str, str]) -> None:
         now = each.state if each.status is None else f"{each.state}, {each.status}"
         if each.state != "missing" and said.get(each.job.name) != now:
             said[each.job.name] = now
-            print(f"{each.job.name}: {now}", flush=True)
+            print(on_one_line(f"{each.job.name}: {now}"), flush=True)

@@ -1,0 +1,26 @@
+"""Text of logs and run folders as a terminal may show it."""
+
+from __future__ import annotations
+
+import re
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def plain(text: str) -> str:
+    r"""Return the text without colours, and with what else a terminal would obey written out: the escape character as `\x1b`.
+
+    Newlines and tabs stay. A log holds what a model or a program has said, which may move the cursor, write over lines, set the
+    window's title or the clipboard.
+    """
+    text = COLOUR.sub("", text)
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def on_one_line(text: str) -> str:
+    r"""Return the same with each newline as `\n`."""
+    return plain(text).replace("\n", "\\n")
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
