@@ -113,7 +113,12 @@ def _resolved(tree: Branch) -> Recipe:
 
 def find(name: str) -> Path:
     """The file of a recipe. Raises RecipeError with the recipes that exist."""
-    return layers.named(name, RECIPES, f"recipe={name}: no such recipe")
+    path = layers.named(name, RECIPES, f"recipe={name}: no such recipe")
+    if path.stem in (".", ".."):
+        raise RecipeError(
+            f"recipe={name}: got a file called {path.name}; expected a name for the run's folder. Rename the file"
+        )
+    return path
 
 
 def name_of(recipe: str) -> str:
