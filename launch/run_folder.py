@@ -22,7 +22,6 @@ import getpass
 import json
 import os
 import platform
-import pwd
 import re
 import secrets
 import shlex
@@ -42,7 +41,7 @@ from pipeline import config, metrics
 from pipeline import secrets as kept_secrets
 from pipeline.checkpoint import Checkpoints, version_problem
 from pipeline.config import Recipe, RecipeError, places
-from pipeline.files import REMEDY, write_durably
+from pipeline.files import REMEDY, NotOwn, open_own, user_name, write_durably
 
 TRAINED = "trained.json"
 """Holds the done.json of a complete run while the run is evaluated alone, which writes a done.json of its own."""
@@ -214,7 +213,9 @@ def locked(run_dir: Path) -> Iterator[None]:
     try:
         try:
             _make_private(run_dir)
-            lock = open(run_dir / ".lock", "w")  # noqa: SIM115 closed below
+            lock = open(open_own(run_dir / ".lock", os.O_WRONLY | os.O_CREAT), "w")  # noqa: SIM115 closed below
+        except NotOwn as error:
+            raise RecipeError(f"run_dir: {error}, or give another run_dir=...") from None
         except OSError as error:
             raise RecipeError(f"run_dir: {run_dir} cannot be written: {error.strerror}; give another run_dir=...") from None
         with lock:
@@ -244,16 +245,31 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def _make_private(run_dir: Path) -> None:
-    """The folder and submitit/ in it, in which only we may write. Raises RecipeError if it is another user's."""
+    """Create the folder and submitit/ in it, in which only we may write.
+
+    Raises RecipeError if either or a link to it is another user's, or if something in the folder is: whoever could write there
+    before may have left a link, or a folder in which he still can. What is root's is taken for ours, but not the folder itself.
+    """
     for folder in (run_dir, run_dir / "submitit"):
         folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.stat()
-        if status.st_uid != os.geteuid():
-            raise RecipeError(f"run_dir: {folder} belongs to {_user(status.st_uid)}, not to you; give another run_dir=...")
+        status, link = folder.stat(), folder.lstat()
+        if status.st_uid != os.geteuid() or not _trusted(link):
+            owner = user_name(link.st_uid if _trusted(status) else status.st_uid)
+            raise RecipeError(f"run_dir: {folder} belongs to {owner}, not to you; give another run_dir=...")
         mode = stat.S_IMODE(status.st_mode)
         if mode & 0o022:
             folder.chmod(mode & ~0o022)
             print(f"# {folder}: others could write there ({mode:04o}); that is taken back, since ranks load code from it")
+    for entry in os.scandir(run_dir):
+        if not _trusted(status := entry.stat(follow_symlinks=False)):
+            raise RecipeError(
+                f"run_dir: {entry.path} belongs to {user_name(status.st_uid)}, not to you, and the run would use it; delete it,"
+                " or give another run_dir=..."
+            )
+
+
+def _trusted(status: os.stat_result) -> bool:
+    return status.st_uid in (os.geteuid(), 0)
 
 
 def _make_secret(path: Path) -> None:
@@ -265,13 +281,6 @@ def _make_secret(path: Path) -> None:
         if own and re.fullmatch(r"[0-9a-f]{64}\n", path.read_text()):
             return
     write_durably(path, secrets.token_hex(32) + "\n", mode=0o600)
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
 
 
 def done_step(run_dir: Path) -> int | None:

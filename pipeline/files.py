@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pwd
 import re
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -129,7 +131,8 @@ def write_durably(path: Path, text: str, mode: int = 0o666) -> None:
     """
     beside = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
     try:
-        with open(beside, "w", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        beside.unlink(missing_ok=True)  # of a process that was killed, or a link that another user has put there
+        with open(beside, "x", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -182,6 +185,40 @@ def errors_of_rust() -> Iterator[None]:
         if number := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         raise
+
+
+# ---- whose it is --------------------------------------------------------------------------------------------------------
+
+
+class NotOwn(PermissionError):
+    """A link, no file, or another user's: whoever put it there could have us read his words or write over our own files."""
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a regular file of this user's and return its descriptor, which the caller closes. Raises NotOwn for anything else.
+
+    The owner must be this process's effective user, for root too: a file system that shows root's own files as nobody's
+    (root_squash of NFS) cannot tell them from another's.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)  # a pipe must not block
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotOwn(f"{path} is a link, which could lead anywhere: delete it") from None
+        raise
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        return descriptor
+    os.close(descriptor)
+    kind = "is no regular file" if status.st_uid == os.geteuid() else f"belongs to {user_name(status.st_uid)}, not to you"
+    raise NotOwn(f"{path} {kind}: delete it")
+
+
+def user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from launch.sweeps import suite as suites
 from launch.sweeps.queue import Queue
 from launch.sweeps.suite import Suite
 from pipeline.config import RecipeError
-from pipeline.files import listed, write_durably
+from pipeline.files import NotOwn, listed, open_own, write_durably
 
 SETTLE_S = 5.0
 """How long done.json may lag behind the job's end on a shared file system."""
@@ -133,7 +134,9 @@ class Folder:
         """Create the folder if need be, and hold it. Raises RecipeError if another process has it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / ".lock", "w")  # noqa: SIM115 closed below
+            lock = open(open_own(self.path / ".lock", os.O_WRONLY | os.O_CREAT), "w")  # noqa: SIM115 closed below
+        except NotOwn as error:
+            raise RecipeError(f"folder: {error}, or give another folder") from None
         except OSError as error:
             raise RecipeError(f"folder: {self.path} cannot be written: {error.strerror}") from None
         deadline = time.monotonic() + wait_s

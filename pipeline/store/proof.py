@@ -21,7 +21,7 @@ import struct
 import time
 from pathlib import Path
 
-from pipeline.files import listed
+from pipeline.files import listed, open_own
 
 GREETING = b"hetstep store 1\n"
 NONCE = 32
@@ -49,7 +49,7 @@ def attempt_key(run_dir: Path, attempt: str, patience_s: float = 10.0) -> bytes:
     """The key of one attempt, from the run's secret: ranks of a lost attempt cannot join the next.
 
     A shared file system may show the secret late: it is waited for. Raises FileNotFoundError, PermissionError if others may
-    read it, ValueError if it is not 32 bytes in hex.
+    read it or it is a link or another user's, ValueError if it is not 32 bytes in hex.
     """
     path = run_dir / ".secret"
     deadline = time.monotonic() + patience_s
@@ -57,10 +57,11 @@ def attempt_key(run_dir: Path, attempt: str, patience_s: float = 10.0) -> bytes:
         if time.monotonic() > deadline:
             raise FileNotFoundError(f"there is no {path}, by which ranks prove that they belong to this run: submit it again")
         time.sleep(0.1)
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & 0o077:
-        raise PermissionError(f"others may read {path} (mode {mode:04o}), and so join this run: delete it and submit again")
-    secret = bytes.fromhex(path.read_text().strip())
+    with open(open_own(path, os.O_RDONLY)) as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        if mode & 0o077:
+            raise PermissionError(f"others may read {path} (mode {mode:04o}), and so join this run: delete it and submit again")
+        secret = bytes.fromhex(file.read(1000).strip())
     if len(secret) != 32:
         raise ValueError(f"{path} holds {len(secret)} bytes, not 32: delete it and submit again")
     return _tag(secret, b"attempt", attempt.encode())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -10,10 +11,14 @@ import pytest
 
 from launch import job, run_folder, submit
 from launch.run_folder import locked
+from launch.sweeps.folder import Folder
 from pipeline import config, secrets
 from pipeline.config import RecipeError
+from pipeline.files import write_durably
+from pipeline.store.proof import attempt_key
 from pipeline.watchdog import Failure
 from tests.launch.model import write_recipe
+from tests.world.secret import write_secret
 
 HF = "hf_" + "aB3dE6gH" * 4
 VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "MY_SECRET")
@@ -173,3 +178,100 @@ raise ValueError(os.environ["HF_TOKEN"])
     assert "correct horse" not in text and "hf_xx" not in text
     for said in ("printed ***", "logged ***", "warned ***", "ValueError: ***", "another one: ***"):
         assert said in text
+
+
+# ---- what another user has put there ------------------------------------------------------------------------------------
+
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+
+
+def refuse_lock(hold, folder, match):
+    with pytest.raises(RecipeError, match=match), hold(folder):
+        pass
+
+
+@pytest.mark.parametrize("hold", [locked, lambda path: Folder(path).locked()], ids=["run", "sweep"])
+def test_a_lock_that_is_a_link_or_a_pipe_is_refused(tmp_path, hold):
+    """What the link leads to is not emptied."""
+    folder, precious = tmp_path / "run", tmp_path / "precious"
+    folder.mkdir()
+    precious.write_text("precious")
+    (folder / ".lock").symlink_to(precious)
+    refuse_lock(hold, folder, r"\.lock is a link, which could lead anywhere: delete it, or give another")
+    (folder / ".lock").unlink()
+    os.link(precious, folder / ".lock")
+    with hold(folder):
+        pass
+    assert precious.read_text() == "precious"
+    (folder / ".lock").unlink()
+    os.mkfifo(folder / ".lock")
+    refuse_lock(hold, folder, r"\.lock is no regular file|cannot be written: No such device")
+
+
+@as_root
+@pytest.mark.parametrize("hold", [locked, lambda path: Folder(path).locked()], ids=["run", "sweep"])
+def test_another_users_lock_is_refused(tmp_path, hold):
+    (tmp_path / ".lock").touch()
+    os.chown(tmp_path / ".lock", NOBODY, -1)
+    refuse_lock(hold, tmp_path, r"\.lock belongs to nobody, not to you")
+
+
+@as_root
+@pytest.mark.parametrize("name", ["checkpoints", "attempts", "metrics.jsonl", "submitit"])
+@pytest.mark.parametrize("kind", ["link", "own"])
+def test_what_another_user_has_left_in_the_folder_is_refused(tmp_path, name, kind):
+    """He can still write into a folder of his, and a link of his leads where he wants."""
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run_dir.mkdir()
+    elsewhere.mkdir()
+    if kind == "link":
+        (run_dir / name).symlink_to(elsewhere)
+    else:
+        (run_dir / name).mkdir()
+    os.chown(run_dir / name, NOBODY, -1, follow_symlinks=False)
+    refuse_lock(locked, run_dir, rf"{name} belongs to nobody, not to you")
+
+
+@as_root
+def test_a_run_folder_behind_another_users_link_is_refused_and_behind_an_own_one_not(tmp_path):
+    (tmp_path / "mine").mkdir()
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / "mine")
+    with locked(link):
+        pass
+    os.chown(link, NOBODY, -1, follow_symlinks=False)
+    refuse_lock(locked, link, "run belongs to nobody, not to you")
+
+
+def test_a_secret_behind_a_link_is_refused(tmp_path):
+    (tmp_path / "run").mkdir()
+    write_secret(tmp_path)
+    (tmp_path / "run/.secret").symlink_to(tmp_path / ".secret")
+    with pytest.raises(PermissionError, match=r"\.secret is a link"):
+        attempt_key(tmp_path / "run", "1")
+
+
+@as_root
+def test_another_users_secret_is_refused(tmp_path):
+    """Root could read it, and would let its owner join."""
+    write_secret(tmp_path)
+    os.chown(tmp_path / ".secret", NOBODY, -1)
+    with pytest.raises(PermissionError, match=r"\.secret belongs to nobody, not to you"):
+        attempt_key(tmp_path, "1")
+
+
+@as_root
+def test_a_secret_is_not_written_into_another_users_file(tmp_path):
+    """Of the name under which it is written first."""
+    theirs = tmp_path / f"..secret.{socket.gethostname()}-{os.getpid()}"
+    theirs.touch()
+    os.chown(theirs, NOBODY, -1)
+    with open(theirs) as held:
+        write_durably(tmp_path / ".secret", "x", mode=0o600)
+        assert held.read() == ""
+    assert (tmp_path / ".secret").stat().st_uid == os.geteuid()
+    theirs.symlink_to(tmp_path / "precious")
+    write_durably(tmp_path / ".secret", "y", mode=0o600)
+    assert (tmp_path / ".secret").read_text() == "y" and not (tmp_path / "precious").exists()
