@@ -213,6 +213,8 @@ class Connection(asyncio.Protocol):
                 self._prove()
             while self._channel and (message := proof.next_message(self._channel, self._buffer)) is not None:
                 self._handle(_decode(message))
+                if self._transport.is_closing():  # it was refused, or is gone: asyncio logs each reply to it
+                    return
         except (proof.NotProven, msgspec.DecodeError) as error:
             self.refuse(str(error))
 

@@ -234,7 +234,7 @@ def _stall(wire: Wire, direction: str, message: bytes) -> None:
 def _length(wire: Wire, direction: str, message: bytes) -> None:
     own = len(message) - proof.HEADER
     length = wire.chance.choice(
-        (0, 1, max(0, own - 1), own + 1, own + 100, proof.MAX_MESSAGE, proof.MAX_MESSAGE + 1, (1 << 32) - 1)
+        (0, 1, abs(own - 1), abs(own + 1), abs(own) + 100, proof.MAX_MESSAGE, proof.MAX_MESSAGE + 1, (1 << 32) - 1)
     )
     wire.send(direction, proof.LENGTH.pack(length) + message[proof.LENGTH.size :])
 
@@ -463,7 +463,7 @@ class House:
         if found:
             return [*found, self.log.read_text(errors="replace")[-3000:]]
         store = RunStore(self.addresses["store"], self.key, BOUND_S)
-        kept = [key for key in store.list_keys() if not key.startswith(("insider/", "lost/"))]
+        kept = [key for key in store.list_keys() if key not in ("", "x") and not key.startswith(("insider/", "lost/"))]
         found += [f"{key[:100]} was stored by a stranger" for key in kept if store.get(key) != value(key)]
         said = self.log.read_text(errors="replace")
         if at := [found.start() for found in re.finditer("Traceback|Exception|Error", said)]:
