@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
         with model_folder(request.model_config) as folder:
             recipe, choice = load(request, folder)
             predicted = predict(recipe)
-        out = request.out or Path(f"{recipe.name}-refit.png")
+        out = request.out or Path(f"{Path(recipe.name).name}-refit.png")  # a name may have slashes
         print(report(predicted, choice))
         return draw(predicted, out)
     except (ValueError, OSError) as error:  # RecipeError is a ValueError
