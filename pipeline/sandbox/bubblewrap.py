@@ -16,7 +16,7 @@ import shutil
 
 from pipeline.sandbox import kernel
 from pipeline.sandbox.limits import SandboxError
-from pipeline.sandbox.namespaces import Inside, Job
+from pipeline.sandbox.namespaces import Inside, Job, default_signals
 from pipeline.sandbox.seccomp import filter_for
 from pipeline.sandbox.view import DEVICES, ENVIRONMENT, SCRATCH, USER, environment
 
@@ -81,6 +81,7 @@ def _spawn(command: list[str], stdio: tuple[int, int, int], inherited: tuple[int
         return
     try:
         kernel.die_with_parent()
+        default_signals()
         for descriptor in inherited:
             os.set_inheritable(descriptor, True)
         for number, descriptor in enumerate(stdio):
@@ -90,12 +91,14 @@ def _spawn(command: list[str], stdio: tuple[int, int, int], inherited: tuple[int
         os._exit(127)
 
 
-def _status(told: bytes) -> int | None:
-    """bubblewrap tells a signal as shells do, by 128 more."""
+def _status(told: bytes, ended: bool) -> int | None:
+    """bubblewrap tells a signal as shells do, by 128 more. It tells nothing of a program that it could not start."""
     for line in told.decode().splitlines():
         code = json.loads(line).get("exit-code") if line.endswith("}") else None
         if code is not None:
             return code if code <= 128 else 128 - code
+    if ended:
+        raise SandboxError("bubblewrap ended without a word of how its program did")
     return None
 
 

@@ -6,17 +6,17 @@ It reads one line of JSON (see `guarded.py`) and the contents of files from stdi
 program's output on stdout. It is the reaper of all that its descendants leave behind, so that nothing is left when it ends.
 When the rank dies it ends everything; when it dies itself, the kernel does.
 
-A program that is talked to has the rank's pipes for stdin and stdout, and no wall time; the end of the guard's stdin ends it.
+A program that is talked to has the rank's pipes for stdin and stdout; the end of the guard's stdin ends it.
 Hundreds of them may wait for what a policy says next. One that uses nothing is looked at ever less often, until a byte on the
 guard's stdin says that it is asked something.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -31,6 +31,8 @@ from pipeline.sandbox.view import SCRATCH, View
 TICK_S = 0.02  # between two looks at what it uses
 IDLE_TICK_S = 0.5  # at most, for a program that is talked to, while it uses nothing
 CHUNK = 1 << 16
+QUIET = [(os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_WRONLY, 0) for descriptor in (1, 2)]
+PAGE = os.sysconf("SC_PAGE_SIZE")  # of which a file takes whole ones
 
 
 def main() -> None:
@@ -48,7 +50,7 @@ def main() -> None:
     finally:
         _end_all()
         if folder:
-            shutil.rmtree(folder)
+            _remove(folder)
     sys.stdout.buffer.write(json.dumps({**answer, "outputs": [len(output) for output in outputs]}).encode() + b"\n")
     sys.stdout.buffer.write(b"".join(outputs))
 
@@ -57,6 +59,8 @@ def _run(asked: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank: 
     """The answer, and what the program wrote to stdout and stderr."""
     limits, way = Limits(**asked["limits"]), asked["way"]
     talked_to = asked["talk"]
+    if sum(-(-len(content) // PAGE) * PAGE for content in files.values()) > limits.scratch_bytes:
+        return {"status": -signal.SIGKILL, "ended_by": "memory", "seconds": 0.0}, [b"", b""]
     writers: tuple[int, int] | None = None
     if talked_to:
         nothing = os.open(os.devnull, os.O_WRONLY)
@@ -65,6 +69,8 @@ def _run(asked: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank: 
         out, err = os.pipe(), os.pipe()
         stdio = (bubblewrap.sealed("stdin", stdin), out[1], err[1])
         writers, outputs = (out[1], err[1]), {out[0]: bytearray(), err[0]: bytearray()}
+        for reader in outputs:
+            os.set_blocking(reader, False)
     job = Job(asked["argv"], files, stdio, View(**asked["view"]), limits, asked["proc"], folder)
     inside = bubblewrap.start(job) if way == "bubblewrap" else namespaces.start(job, contained=way == "namespaces")
     for descriptor in writers or talked_to:
@@ -97,6 +103,12 @@ def _end_all() -> None:
             return
 
 
+def _remove(folder: str) -> None:
+    """What a program has left, which may be gone, deeply nested, or shut to its owner. Its processes have ended."""
+    for command in (["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]):
+        os.waitpid(os.posix_spawnp(command[0], command, os.environ, file_actions=QUIET), 0)
+
+
 class _Watch:
     """outputs: what is read from each descriptor, filled here."""
 
@@ -107,16 +119,19 @@ class _Watch:
         self._poll = select.poll()
         for descriptor in (*outputs, inside.reports, *([self._control] if talked_to else [])):
             self._poll.register(descriptor, select.POLLIN)
-        self._used = processes.Usage(0, 0, 0.0)
+        self._meter, self._used = processes.Meter(inside.pid), processes.Usage(0, 0, 0.0)
         self._tick_s = TICK_S
 
     def until_it_ends(self) -> tuple[int, str]:
         """Its status and what ended it; -SIGKILL if it has to be ended."""
         begun = time.monotonic()
-        look = begun
+        look, ended = begun, False
         while True:
             for descriptor, _ in self._poll.poll(1e3 * max(0.0, look - time.monotonic())):
-                chunk = os.read(descriptor, CHUNK)
+                try:
+                    chunk = os.read(descriptor, CHUNK)
+                except BlockingIOError:
+                    continue  # the program has read its own output
                 if descriptor in self._outputs:
                     self._outputs[descriptor] += chunk
                 elif descriptor == self._inside.reports:
@@ -125,11 +140,10 @@ class _Watch:
                     self._poll.unregister(descriptor)
                     if descriptor == self._control:
                         return -signal.SIGKILL, "closed"
-                    if descriptor == self._inside.reports and self._inside.status(self._told) is None:
-                        raise SandboxError("it ended without a word of how its program did")
+                    ended = ended or descriptor == self._inside.reports
                 elif descriptor == self._control:
                     look, self._tick_s = time.monotonic(), TICK_S / 2  # it uses nothing yet, which is to make TICK_S of it
-            if (status := self._inside.status(self._told)) is not None:
+            if (status := self._inside.status(self._told, ended)) is not None:
                 return status, self._judge(status)
             if sum(map(len, self._outputs.values())) > self._limits.output_bytes:
                 return -signal.SIGKILL, "output"
@@ -145,12 +159,12 @@ class _Watch:
         return "cpu time" if status == -signal.SIGXCPU or beyond else f"signal {-status}"
 
     def _exceeded(self, seconds: float) -> str | None:
-        limits, pid = self._limits, self._inside.pid
+        limits = self._limits
         if os.getppid() != self._rank:
             raise SandboxError("the rank is gone")
-        if self._control is None and seconds > limits.wall_s:
+        if seconds > limits.wall_s:
             return "wall time"
-        used = processes.usage(pid)
+        used = self._meter.look()
         idle = self._control is not None and used == self._used
         self._used, self._tick_s = used, min(2 * self._tick_s, IDLE_TICK_S) if idle else TICK_S
         if used.processes > limits.processes:
@@ -171,7 +185,8 @@ class _Watch:
         return scratch.f_files - scratch.f_ffree if built else 0
 
     def drain(self) -> None:
-        """What was written before the end. All that could write is gone by now."""
+        """What was written before the end. All of the program's processes are gone by now."""
         for descriptor, output in self._outputs.items():
-            while len(output) <= self._limits.output_bytes and (chunk := os.read(descriptor, CHUNK)):
-                output += chunk
+            with contextlib.suppress(BlockingIOError):  # uncontained, it may have given its end to another's process
+                while len(output) <= self._limits.output_bytes and (chunk := os.read(descriptor, CHUNK)):
+                    output += chunk

@@ -26,6 +26,7 @@ ROOT = str(Path(__file__).parents[2])
 MAIN = f"import sys; sys.path.insert(0, {ROOT!r}); from pipeline.sandbox import guard; guard.main()"
 KEPT = ("PATH", "LD_LIBRARY_PATH")
 """Of a rank's environment, for its guards: to find bubblewrap and the interpreter's libraries."""
+CHUNK = 1 << 16
 PATIENCE_S = 60.0
 """For a guard to start and to end, on a node that is very busy."""
 
@@ -40,7 +41,7 @@ class Way:
 
 def run(way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, bytes], stdin: bytes) -> Ran:
     """Raises SandboxError if the guard fails, not for what the program does."""
-    process = _start(())
+    process, begun = _start(()), time.monotonic()
     try:
         out, err = process.communicate(_asked(way, view, limits, argv, files, stdin, []), limits.wall_s + PATIENCE_S)
     except subprocess.TimeoutExpired:
@@ -48,6 +49,8 @@ def run(way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, 
         process.communicate()
         raise SandboxError(f"sandbox: its guard said nothing for {limits.wall_s + PATIENCE_S:g} s, and was killed") from None
     line, _, rest = out.partition(b"\n")
+    if way.name == "none" and process.returncode < 0:  # nothing keeps the program from that
+        return Ran(process.returncode, b"", b"", f"signal {-process.returncode}", time.monotonic() - begun)
     if process.returncode != 0 or not line:
         said = err.decode(errors="replace").strip().splitlines()[-1:]
         raise GuardError(f"sandbox: its guard, {sys.executable}, ended with status {process.returncode}; {''.join(said)}")
@@ -75,7 +78,8 @@ class Program:
             ours.callback(os.close, self._from)
             process = _start((its_stdin, its_stdout))
             ours.pop_all()  # kept, as the guard is there
-        os.set_blocking(self._to, False)
+        for descriptor in (self._to, self._from):  # the program can fill the one, and read the other before this process
+            os.set_blocking(descriptor, False)
         self._process = process
         self._forgotten = weakref.finalize(self, _end_behind, _endings(), process, (self._to, self._from))
         self._forgotten.atexit = False
@@ -92,10 +96,11 @@ class Program:
             os.write(self._process.stdin.fileno(), b"\n")  # the guard is to look at it
         except BrokenPipeError:
             raise EOFError("the program is gone") from None
-        while content:
+        left = memoryview(content)
+        while left:
             _wait(self._to, select.POLLOUT, deadline)
             try:
-                content = content[os.write(self._to, content) :]
+                left = left[os.write(self._to, left) :]
             except BlockingIOError:
                 continue
             except BrokenPipeError:
@@ -103,14 +108,17 @@ class Program:
 
     def receive(self, size: int, deadline: float) -> bytes:
         """Exactly `size` bytes. Raises as `send`."""
-        received = b""
+        received = bytearray()
         while len(received) < size:
             _wait(self._from, select.POLLIN, deadline)
-            chunk = os.read(self._from, size - len(received))
+            try:
+                chunk = os.read(self._from, min(CHUNK, size - len(received)))
+            except BlockingIOError:
+                continue
             if not chunk:
                 raise EOFError("the program is gone")
             received += chunk
-        return received
+        return bytes(received)
 
     def close(self) -> str:
         """Ends it, and waits until nothing of it is left. What ended it: as `Ran.ended_by`, or "closed"."""
@@ -121,9 +129,9 @@ class Program:
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
-    poll = select.poll()
+    poll, left = select.poll(), deadline - time.monotonic()
     poll.register(descriptor, event)
-    if not poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
+    if left <= 0 or not poll.poll(1e3 * left):  # a program that is always ready has no more time than others
         raise TimeoutError("it does not answer")
 
 

@@ -26,7 +26,7 @@ class Limits:
     to and uses nothing it looks less often, down to every half second, until it is asked something or seen at work.
     """
 
-    wall_s: float = 10.0  # of a program that is talked to (`Sandbox.start`), for whoever talks to it to keep
+    wall_s: float = 10.0
     cpu_s: float = 10.0  # hard for each process (rounded up to a second), watched for their sum
     memory_bytes: int = 512 << 20  # hard for each process's private memory, watched for their sum
     processes: int = 16  # with threads; hard at twice as many on Linux 5.14 and later

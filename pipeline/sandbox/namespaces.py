@@ -6,7 +6,8 @@ Three processes come of it, each forked from the one before:
     init      process 1: builds the program's root, gives up its rights, waits for the program; with it the kernel ends all
     program   process 2, with bounds (setrlimit) and nothing open but stdin, stdout and stderr
 
-Each waits for the guard's word on the `go` pipe, which ends when the guard dies; init reports on another.
+Each waits for the guard's word on the `go` pipe, which ends when the guard dies; init reports on another. Until the program has
+its word, what fails is the sandbox. From then on init has no work but to wait, and whatever ends it is the program's doing.
 
 Where the guard is really root, the program is user 65534 outside as well. Else it is the same user outside: a user may map no
 other. Uncontained, a folder takes the place of the root, and there are no namespaces.
@@ -18,9 +19,11 @@ import os
 import platform
 import re
 import resource
+import signal
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pipeline.sandbox import kernel, processes
@@ -58,7 +61,11 @@ class Inside:
     pid: int  # of its process 1, here
     go: int  # anything written there lets it go on; it dies if this is closed before
     reports: int  # to be read until its end
-    status: Callable[[bytes], int | None]  # of all that was read there: the program's status; None: it has none yet
+    status: Callable[[bytes, bool], int | None]
+    """Of all that was read there, and whether that has ended: the program's status, or None if it has none yet.
+
+    Raises SandboxError if the sandbox failed.
+    """
 
 
 def start(job: Job, contained: bool = True) -> Inside:
@@ -83,7 +90,7 @@ def start(job: Job, contained: bool = True) -> Inside:
     else:
         init = first
     _expect(reports, READY)
-    return Inside(init, go, reports, _status)
+    return Inside(init, go, reports, partial(_status, init))
 
 
 def _expect(reports: int, what: bytes) -> None:
@@ -94,10 +101,10 @@ def _expect(reports: int, what: bytes) -> None:
         )
 
 
-def _status(told: bytes) -> int | None:
-    if told[:1] == ERROR:
-        raise SandboxError(told[1:].decode(errors="replace"))
-    return struct.unpack("<i", told[1:5])[0] if len(told) == 5 else None
+def _status(init: int, told: bytes, ended: bool) -> int | None:
+    if told[:1] == STATUS and len(told) == 5:
+        return struct.unpack("<i", told[1:])[0]
+    return os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) if ended else None  # the program has ended process 1
 
 
 def _map_users(pid: int) -> None:
@@ -120,15 +127,24 @@ def is_root() -> bool:
 
 def _child(work: Callable[[], None], report: int, keep: tuple[int, ...]) -> None:
     """The rest of a forked process's life."""
+    status = 1
     try:
+        default_signals()
         open_files = sorted({0, *keep})
         for low, high in zip(open_files, [*open_files[1:], 1 << 16], strict=True):
             os.closerange(low + 1, high)
         work()
+        status = 0
     except BaseException as error:
         os.write(report, ERROR + str(error).encode())
     finally:
-        os._exit(0)
+        os._exit(status)
+
+
+def default_signals() -> None:
+    """Python's own handlers end: process 1 is sent only signals that it handles, and none of the program's may end it."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _first(job: Job, go: int, report: int, contained: bool) -> None:
@@ -162,12 +178,12 @@ def _init(job: Job, go: int, report: int, contained: bool) -> None:
     if contained:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the program, the same user, cannot reach into this process
         kernel.load_filter(filter_for(platform.machine()))
-    os.write(report, READY)
-    if not os.read(go, 1):
-        return
+    else:
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # as process 1 is
     program = os.fork()
     if program == 0:
-        _program(job, contained, folder)
+        _program(job, go, contained, folder)
+    os.write(report, READY)
     while True:  # what is orphaned becomes our child
         pid, status = os.wait()
         if pid == program:
@@ -175,8 +191,11 @@ def _init(job: Job, go: int, report: int, contained: bool) -> None:
             return
 
 
-def _program(job: Job, contained: bool, folder: str) -> None:
+def _program(job: Job, go: int, contained: bool, folder: str) -> None:
     try:
+        kernel.die_with_parent()
+        if not os.read(go, 1):
+            return
         os.setsid()  # no terminal
         for number, descriptor in enumerate(job.stdio):
             os.dup2(descriptor, number)

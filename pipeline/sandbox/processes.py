@@ -18,28 +18,52 @@ class Usage:
 
     processes: int  # with their threads
     memory_bytes: int  # private and shared memory, also swapped out, not mapped files; what two share counts twice
-    cpu_s: float  # also of those that have ended, unless their parent ignored their end
+    cpu_s: float  # also of those that have ended, if they were seen or somebody waited for them
 
 
-def usage(root: int) -> Usage:
-    """`root`: a process's id. What has ended uses nothing."""
-    count, memory, ticks = 0, 0, sum(_ticks(root)[2:])
-    for pid in below(root):
-        status = _read(f"/proc/{pid}/status")
-        if status is None:
-            continue
-        values = dict(line.split(":", 1) for line in status.split("\n") if ":" in line)  # a name may have \r, \v or \f in it
-        count += int(values.get("Threads", 1))
-        memory += sum(int(values[name].split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap") if name in values) << 10
-        ticks += sum(_ticks(pid))
-    return Usage(count, memory, ticks / TICKS_PER_S)
+class Meter:
+    """What the processes below one use, look by look. `root`: its id.
+
+    The kernel adds the CPU time of a process that ends to its parent's, once that waits for it. If the parent ignores ends, the
+    time is gone: then what the last look saw of it counts. What lives for less than a look, and is not waited for, is not seen.
+    """
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+        self._ticks: dict[tuple[int, int], tuple[int, int]] = {}  # of the last look, see _ticks
+        self._gone = 0  # ticks of processes that have ended, and that no other has been given
+
+    def look(self) -> Usage:
+        """What has ended uses nothing but the CPU time that it has used.
+
+        Parents are read before their children: the time of a child that ends meanwhile is missing, and not counted twice.
+        """
+        count, memory, ticks = 0, 0, {}
+        tree = [self._root, *below(self._root)]
+        missed = {pid for pid, _ in self._ticks}.difference(tree)  # a list of children may lack some while others end
+        for pid in (*tree, *(pid for pid, _ in self._ticks if pid in missed)):
+            if (found := _ticks(pid)) is None or (pid in missed and found[0] not in self._ticks):
+                continue
+            process, (own, waited_for) = found
+            ticks[process] = (own if pid != self._root else 0, waited_for)
+            if pid == self._root or (status := _read(f"/proc/{pid}/status")) is None:
+                continue
+            lines = status.split("\n")  # a name may have \r, \v or \f in it
+            values = dict(line.split(":", 1) for line in lines if ":" in line)
+            count += int(values.get("Threads", 1))
+            memory += sum(int(values[name].split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap") if name in values) << 10
+        ended = sum(sum(self._ticks[process]) for process in self._ticks.keys() - ticks)
+        given = sum(ticks[process][1] - self._ticks[process][1] for process in self._ticks.keys() & ticks)
+        self._gone = max(0, self._gone + ended - given)
+        self._ticks = ticks
+        return Usage(count, memory, (sum(map(sum, ticks.values())) + self._gone) / TICKS_PER_S)
 
 
 def children(pid: int) -> list[int]:
     """Empty for a process that is not there."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second if it ends between two steps of the path
         return []
     return [int(child) for thread in threads for child in (_read(f"/proc/{pid}/task/{thread}/children") or "").split()]
 
@@ -53,10 +77,17 @@ def below(pid: int) -> list[int]:
     return found
 
 
-def _ticks(pid: int) -> list[int]:
-    """utime, stime, cutime, cstime of proc(5), in clock ticks."""
+def _ticks(pid: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """(its id and when it began, which no two processes share; clock ticks of its own, and of those that it waited for)
+
+    From proc(5), /proc/PID/stat; None for a process that is not there.
+    """
     stat = _read(f"/proc/{pid}/stat")
-    return [int(field) for field in stat.rsplit(")", 1)[1].split()[11:15]] if stat else [0, 0, 0, 0]
+    if not stat:
+        return None
+    fields = stat.rsplit(")", 1)[1].split()
+    utime, stime, cutime, cstime = map(int, fields[11:15])
+    return (pid, int(fields[19])), (utime + stime, cutime + cstime)
 
 
 def _read(path: str) -> str | None:

@@ -33,9 +33,11 @@ class Sandbox:
 
         Raises SandboxError if the sandbox fails, never for what the program does.
         """
-        limits = self.limits if wall_s is None else replace(self.limits, wall_s=wall_s)
-        return guarded.run(self._way, self._view, limits, argv, files or {}, stdin)
+        return guarded.run(self._way, self._view, self._limits(wall_s), argv, files or {}, stdin)
 
-    def start(self, argv: list[str], files: dict[str, bytes] | None = None) -> Program:
-        """A program that is talked to. Its wall time is the caller's to limit; its stderr goes nowhere."""
-        return Program(self._way, self._view, self.limits, argv, files or {})
+    def start(self, argv: list[str], files: dict[str, bytes] | None = None, wall_s: float | None = None) -> Program:
+        """Start a program that is talked to. Arguments as of `run`; its stderr goes nowhere."""
+        return Program(self._way, self._view, self._limits(wall_s), argv, files or {})
+
+    def _limits(self, wall_s: float | None) -> Limits:
+        return self.limits if wall_s is None else replace(self.limits, wall_s=wall_s)

@@ -39,3 +39,14 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
         pytest.skip(f"{way} does not work here for another user")
     yield made
     made.close()
+
+
+@pytest.fixture(params=["none", "none as another"], scope="session")
+def free(request: pytest.FixtureRequest) -> Iterator[Host]:
+    """Where nothing holds a program but its limits."""
+    way, _, another = request.param.partition(" ")
+    if another and not can_be_another():
+        pytest.skip("not root, or no Python here that another user may run")
+    made = Host(way, bool(another))
+    yield made
+    made.close()

@@ -93,13 +93,17 @@ class Host:
         mark = uuid.uuid4().hex
         asked = Limits(**{**asdict(LIMITS), **limits})
         before = _contents(self.folder)
-        ran = (self._as_another if self.another_user else self._here)(PRELUDE + program, mark, asked)
+        ran = self.tried(program, mark, asked)
         assert ran.seconds < asked.wall_s + LATE_S
-        assert not _alive(mark)
+        assert not alive(mark)
         assert _contents(self.folder) == before
         assert not [name for name in os.listdir("/tmp") if mark in name]
         assert len(ran.stdout) + len(ran.stderr) <= asked.output_bytes
         return ran
+
+    def tried(self, program: str, mark: str, limits: Limits) -> Ran:
+        """Runs it, and asserts nothing."""
+        return (self._as_another if self.another_user else self._here)(PRELUDE + program, mark, limits)
 
     def held(self, program: str, **limits: float) -> Ran:
         """Runs it, and asserts that it got nowhere and said so."""
@@ -161,12 +165,13 @@ def can_be_another() -> bool:
     return newest.returncode == 0
 
 
-def until(found: Callable[[], Any]) -> Any:
-    """What `found` gives, once that is not None."""
-    for _ in range(600):
+def until(found: Callable[[], Any], every_s: float = 0.05) -> Any:
+    """What `found` gives, once that is not None. Asked for half a minute."""
+    end = time.monotonic() + 30.0
+    while time.monotonic() < end:
         if (result := found()) is not None:
             return result
-        time.sleep(0.05)
+        time.sleep(every_s)
     raise AssertionError("it did not come to that")
 
 
@@ -176,7 +181,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def _alive(mark: str) -> list[str]:
+def alive(mark: str) -> list[str]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

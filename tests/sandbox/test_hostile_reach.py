@@ -5,11 +5,12 @@ only opened.
 """
 
 import os
+import signal
 import subprocess
 
 import pytest
 
-from tests.sandbox.hosts import Host
+from tests.sandbox.hosts import LIMITS, Host, alive, until
 
 NETWORK = """
 import socket
@@ -119,6 +120,111 @@ except ProcessLookupError:
 os.getppid() == 1 or escaped(os.getppid())
 time.sleep(0.1)
 """)
+
+
+OWN_PROCESS_1 = """
+if os.getppid() != 1 or os.getpid() > 9:
+    raise SystemExit("process 1 may be the machine's")
+"""
+
+
+def test_every_signal_to_process_1(host: Host):
+    host.held(
+        OWN_PROCESS_1
+        + """
+for number in signal.valid_signals():
+    os.kill(1, number)
+time.sleep(0.2)
+os.getppid() == 1 or escaped(os.getppid())
+"""
+    )
+
+
+def test_limits_of_process_1(host: Host):
+    """They may be lowered. What process 1 then dies of is the program's result."""
+    ran = host.run(
+        OWN_PROCESS_1
+        + """
+import resource
+limits = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+for name, number in limits.items():
+    soft, hard = resource.prlimit(1, number)
+    if hard != resource.RLIM_INFINITY:
+        refused(resource.prlimit, 1, number, (hard, hard + 1))
+for name, number in limits.items():
+    try:
+        resource.prlimit(1, number, (0, 0))
+    except OSError:
+        pass
+end = time.monotonic() + 2.5
+while time.monotonic() < end:  # orphans for process 1 to wait for, so that it uses CPU seconds
+    if os.fork() == 0:
+        for _ in range(5):
+            os.fork() or os._exit(0)
+        os._exit(0)
+    os.wait()
+print("still here")
+""",
+        wall_s=20.0,
+        cpu_s=20.0,
+        processes=64,
+    )
+    assert b"ESCAPED" not in ran.stdout
+    assert ran.ended_by in ("exit", "signal 9", "processes"), ran
+
+
+def test_process_1_tells_no_secret(host: Host, monkeypatch: pytest.MonkeyPatch):
+    """Where it can be read at all, which is bubblewrap's: its memory, its environment, and what it has open."""
+    monkeypatch.setenv("HF_TOKEN", "hf_canary_of_the_rank")
+    ran = host.held(
+        OWN_PROCESS_1
+        + """
+found = []
+for line in (open("/proc/1/maps") if os.access("/proc/1/mem", os.R_OK) else ()):
+    first, last = (int(end, 16) for end in line.split()[0].split("-"))
+    try:
+        with open("/proc/1/mem", "rb", buffering=0) as memory:
+            memory.seek(first)
+            found.append(memory.read(last - first))
+    except (OSError, ValueError, OverflowError):
+        continue
+for name in ("environ", "cmdline"):
+    try:
+        found.append(open(f"/proc/1/{name}", "rb").read())
+    except OSError:
+        continue
+print("bytes", sum(map(len, found)))
+for secret in (b"hf_" + b"canary", b"the canary" + b" sings"):
+    any(secret in content for content in found) and escaped(secret)
+own = {os.readlink(f"/proc/self/fd/{number}") for number in (0, 1, 2)}
+if os.access("/proc/1/fd", os.R_OK):
+    for name in os.listdir("/proc/1/fd"):
+        target = os.readlink(f"/proc/1/fd/{name}")
+        target in own or target == "anon_inode:[eventfd]" or escaped(target)
+        if target not in own:
+            refused(os.open, f"/proc/1/fd/{name}", os.O_RDWR)
+refused(os.open, "/proc/1/mem", os.O_RDWR)
+"""
+    )
+    assert ran.stdout.startswith(b"bytes ")
+
+
+def test_ends_the_process_that_waits_for_it(free: Host):
+    """With `sandbox: none` it can, and that is its result, not the sandbox's failure."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        ran = free.run(f"os.kill(os.getppid(), {int(number)}); time.sleep(20)")
+        assert (ran.status, ran.ended_by) == (-number, f"signal {int(number)}")
+
+
+def test_ends_its_guard(free: Host):
+    """With `sandbox: none` it can. Nobody is there then to see to its end, but that it is a child of a child of the guard."""
+    program = """
+stat = open(f"/proc/{os.getppid()}/stat").read()
+os.kill(int(stat.rsplit(")", 1)[1].split()[1]), signal.SIGKILL)
+time.sleep(60)
+"""
+    assert (ran := free.tried(program, "ends-its-guard", LIMITS)).ended_by == "signal 9", ran
+    until(lambda: not alive("ends-its-guard") or None)
 
 
 def test_signals_to_other_processes(host: Host):

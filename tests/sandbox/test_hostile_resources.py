@@ -3,6 +3,8 @@
 Where nothing holds it, each ends by itself before a machine is full: after some hundred processes or MB, or some seconds.
 """
 
+import os
+
 import pytest
 
 from tests.sandbox.hosts import LIMITS, Host
@@ -32,6 +34,24 @@ for name in (b"x\\rVmSwap:y", b"x\\x0bVmSwap:y", b"x\\nVmSwap:y", b"x:VmSwap:y")
         os._exit(0)
 time.sleep(0.3)  # while the guard looks
 """)
+
+
+def test_fork_churn(host: Host):
+    """Processes that end while the guard looks at them."""
+    ran = host.run(
+        """
+for _ in range(3):
+    os.fork()
+end = time.monotonic() + 1.5
+while time.monotonic() < end:
+    os.fork() or os._exit(0)
+    os.wait()
+""",
+        wall_s=20.0,
+        cpu_s=30.0,
+        processes=40,
+    )
+    assert (ran.status, ran.ended_by) == (0, "exit")
 
 
 @pytest.mark.long
@@ -214,6 +234,84 @@ while time.process_time() < 60: pass
         cpu_s=0.5,
     )
     assert (ran.status, ran.ended_by) == (-9, "cpu time")
+
+
+IGNORES_ENDS = """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so the kernel adds the time of those that end to nobody's
+for _ in range(16):
+    if os.fork() == 0:
+        while time.process_time() < 0.1: pass
+        os._exit(0)
+    try:
+        os.wait()
+    except ChildProcessError:
+        pass
+"""
+
+
+def test_busy_processes_that_nobody_waits_for(host: Host):
+    ran = host.run(IGNORES_ENDS, wall_s=60.0, cpu_s=0.5)
+    assert (ran.status, ran.ended_by) == (-9, "cpu time")
+
+
+def test_busy_processes_that_nobody_waits_for_and_that_nothing_holds(free: Host):
+    assert free.run(IGNORES_ENDS, wall_s=60.0, cpu_s=0.5).ended_by == "cpu time"
+
+
+def test_busy_processes_that_have_left_their_parent(free: Host):
+    """Where there is no namespace, whose process 1 they become children of."""
+    ran = free.run(
+        """
+for _ in range(2):
+    if os.fork() == 0:
+        os.fork() and os._exit(0)
+        while time.process_time() < 60: pass
+os.wait()
+time.sleep(60)
+""",
+        wall_s=60.0,
+        cpu_s=0.5,
+    )
+    assert (ran.status, ran.ended_by) == (-9, "cpu time")
+
+
+def test_busy_processes_that_are_waited_for_count_once(host: Host):
+    host.held(
+        """
+for _ in range(12):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            while time.process_time() < 0.03: pass
+            os._exit(0)
+        os.wait()
+        while time.process_time() < 0.02: pass
+        os._exit(0)
+    os.wait()
+""",
+        wall_s=20.0,
+    )
+
+
+def test_files_that_do_not_fit(host: Host):
+    """An answer can be as long as it likes."""
+    ran = host.run("#" * LIMITS.scratch_bytes)
+    assert (ran.status, ran.ended_by) == (-9, "memory")
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "os.mkdir('shut'); open('shut/file', 'w').close(); os.chmod('shut', 0)",
+        "for _ in range(1100): os.mkdir('x'); os.chdir('x')",
+        "os.chdir('/'); os.rename(os.environ['HOME'], os.environ['HOME'] + '-moved'); os.rmdir(os.environ['HOME'] + '-moved')",
+        "os.chmod('.', 0)",
+    ],
+    ids=["shut", "deep", "gone", "all shut"],
+)
+def test_leaves_a_folder_that_is_hard_to_remove(free: Host, left: str):
+    ran = free.run(f"print(os.getcwd(), flush=True)\nos.remove('program.py')\n{left}")
+    assert (ran.status, ran.ended_by) == (0, "exit"), ran
+    assert not os.path.lexists(ran.stdout.decode().strip())
 
 
 def test_exhausts_open_files(host: Host):

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import resource
+import select
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from pipeline.sandbox import guard, guarded, processes, view, ways
 from pipeline.sandbox.guarded import Way
 from pipeline.sandbox.limits import Limits, SandboxError
 from pipeline.sandbox.namespaces import Inside
-from pipeline.sandbox.processes import Usage
+from pipeline.sandbox.processes import Meter, Usage
 from pipeline.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import works
 from tests.sandbox.hosts import until
@@ -120,19 +122,19 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def _watch(monkeypatch: pytest.MonkeyPatch, usage: Callable[[int], Usage]) -> tuple[guard._Watch, int]:
-    """Of a program that is talked to, which uses what `usage` says; and where its guard is told that it is asked something."""
+def _watch(monkeypatch: pytest.MonkeyPatch, look: Callable[[Meter], Usage]) -> tuple[guard._Watch, int]:
+    """Of a program that is talked to, which uses what `look` says; and where its guard is told that it is asked something."""
     stdin, told = os.pipe()
     monkeypatch.setattr(sys, "stdin", os.fdopen(stdin))
-    monkeypatch.setattr(processes, "usage", usage)
+    monkeypatch.setattr(Meter, "look", look)
     reports, _ = os.pipe()
-    inside = Inside(os.getpid(), -1, reports, lambda told: None)
+    inside = Inside(os.getpid(), -1, reports, lambda told, ended: None)
     return guard._Watch(inside, Limits(processes=4), {}, os.getppid(), talked_to=True), told
 
 
 def test_an_idle_program_is_looked_at_less_often_until_it_works(monkeypatch: pytest.MonkeyPatch):
     used = [Usage(1, 1 << 20, 0.1)]
-    watch, _ = _watch(monkeypatch, lambda pid: used[-1])
+    watch, _ = _watch(monkeypatch, lambda meter: used[-1])
     ticks = [watch._exceeded(1.0) or watch._tick_s for _ in range(10)]
     assert ticks[:3] == [guard.TICK_S, 2 * guard.TICK_S, 4 * guard.TICK_S] and ticks[-1] == guard.IDLE_TICK_S
     used.append(Usage(1, 1 << 20, 0.11))
@@ -140,15 +142,77 @@ def test_an_idle_program_is_looked_at_less_often_until_it_works(monkeypatch: pyt
 
 
 def test_a_program_that_is_asked_is_looked_at_at_once(monkeypatch: pytest.MonkeyPatch):
-    def usage(pid: int) -> Usage:
-        looks.append(pid)
+    def look(meter: Meter) -> Usage:
+        looks.append(meter)
         os.write(told, b"\n")
         return Usage(len(looks) + 2, 0, 0.0)
 
-    looks: list[int] = []
+    looks: list[Meter] = []
     monkeypatch.setattr(guard, "TICK_S", 300.0)
-    watch, told = _watch(monkeypatch, usage)
+    watch, told = _watch(monkeypatch, look)
     assert watch.until_it_ends() == (-signal.SIGKILL, "processes") and len(looks) == 3
+
+
+def test_output_that_the_program_reads_itself(monkeypatch: pytest.MonkeyPatch, sandbox: Sandbox):
+    """It can open its own pipe for reading. Whoever was told that there is something to read does not wait for it."""
+    watch, _ = _watch(monkeypatch, lambda meter: Usage(5, 0, 0.0))
+    reader, _ = os.pipe()
+    os.set_blocking(reader, False)
+    watch._outputs[reader] = bytearray()
+    monkeypatch.setattr(watch, "_poll", _Late(reader))
+    assert watch.until_it_ends() == (-signal.SIGKILL, "processes") and not watch._outputs[reader]
+
+    program = sandbox.start([sandbox.python, "-c", "import time; print(time.sleep(60))"])
+    monkeypatch.setattr(guarded.select, "poll", lambda: _Late(program._from))
+    with pytest.raises(TimeoutError):
+        program.receive(1, time.monotonic() + 0.2)
+    monkeypatch.undo()
+    program.close()
+
+
+class _Late:
+    """A poll after which somebody else has read what there was."""
+
+    def __init__(self, reader: int) -> None:
+        self._reader = reader
+
+    def register(self, descriptor: int, event: int) -> None: ...
+
+    def poll(self, left_ms: float) -> list[tuple[int, int]]:
+        return [(self._reader, select.POLLIN)]
+
+
+def test_a_process_that_ends_while_it_is_looked_at():
+    """Held open, its folder is there still, and all in it is gone: so it is between two steps of a path."""
+    ended = subprocess.Popen(["sleep", "60"])
+    folder = os.open(f"/proc/{ended.pid}", os.O_RDONLY)
+    ended.kill()
+    ended.wait()
+    with pytest.raises(ProcessLookupError):
+        os.listdir(f"/proc/self/fd/{folder}/task")
+    assert processes.children(f"self/fd/{folder}") == [] and processes._ticks(f"self/fd/{folder}") is None
+    os.close(folder)
+
+
+@pytest.mark.parametrize("ends", ["SIG_DFL", "SIG_IGN"])
+def test_what_processes_use_counts_once(ends: str):
+    """Where a parent waits for its children, never more than the kernel counts. Where it ignores their ends, as looks saw it:
+    4 times 0.1 s, less what each used after its last look."""
+    work = (
+        f"import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.{ends})\nfor _ in range(4):\n    if os.fork() == 0:\n"
+        "        if os.fork():\n            try: os.wait()\n            except ChildProcessError: pass\n"
+        "            os._exit(0)\n"
+        "        while time.process_time() < 0.1: pass\n        os._exit(0)\n"
+        "    try: os.wait()\n    except ChildProcessError: pass"
+    )
+    meter, before = processes.Meter(os.getpid()), resource.getrusage(resource.RUSAGE_CHILDREN)
+    at_first, looks = meter.look().cpu_s, []
+    program = subprocess.Popen([sys.executable, "-S", "-c", work])
+    until(lambda: looks.append(meter.look().cpu_s - at_first) or program.poll(), every_s=0.01)
+    after, last = resource.getrusage(resource.RUSAGE_CHILDREN), meter.look().cpu_s - at_first
+    counted = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert looks == sorted(looks)
+    assert 0.25 < last < 0.8 if ends == "SIG_IGN" else counted - 0.05 < last < counted + 0.05 and max(looks) < counted + 0.05
 
 
 def test_a_guard_that_fails_is_an_error(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch):
