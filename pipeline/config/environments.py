@@ -87,6 +87,7 @@ class CodeArguments(SandboxArguments):
 @dataclass
 class PythonArguments(SandboxArguments):
     output_bytes: int = 1 << 16  # of each call
+    session_s: float = 3600.0  # of an interpreter, with the time between its calls
 
 
 @dataclass
@@ -166,6 +167,8 @@ RANGES: dict[tuple[str, str], tuple[float, float]] = {
     ("tools", "max_calls"): (1, 1000),
     ("sliding_puzzle", "max_moves"): (1, 1 << 20),
     ("llm_judge", "tries"): (1, 100),
+    ("python", "session_s"): (1, 1e6),
+    ("code_interpreter", "session_s"): (1, 1e6),
 }
 PATTERNS = {("exact_match", "pattern"), ("sliding_puzzle", "action_pattern"), ("llm_judge", "score_pattern")}
 HAVE_PLACES = {("calculator", "reply"): "{}", ("sliding_puzzle", "observation"): "{}", ("llm_judge", "prompt"): "{response}"}

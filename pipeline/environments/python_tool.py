@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import pipeline.sandbox
 from pipeline.environments.tool import Tool, ToolError, ToolSession
 from pipeline.sandbox.guarded import Program
+from pipeline.sandbox.interpreter import ANSWER
 from pipeline.sandbox.limits import Limits
 from pipeline.sandbox.sandbox import Sandbox
 
@@ -22,7 +22,7 @@ START_S = 30.0  # for the interpreter to be there, besides the time of its first
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """What came of a piece of code that ended by itself."""
+    """What came of a piece of code that ended by itself. Its texts take at most `output_bytes` together, in UTF-8."""
 
     printed: str
     value: str | None  # the text of its last expression's value; None: it does not end in one
@@ -30,27 +30,27 @@ class Executed:
 
 
 class PythonTool(Tool):
-    """sandbox, readable: as of `Sandbox`. The rest are fields of `Limits`: `wall_s` and `output_bytes` of each call, `cpu_s` of
-    an episode.
+    """sandbox, readable: as of `Sandbox`. session_s: wall time of an interpreter, with the time between its calls. The rest are
+    fields of `Limits`: `wall_s` and `output_bytes` of each call, `cpu_s` of an interpreter.
 
     Raises ValueError for values that are no limits, and SandboxError, saying what to do, where code cannot be contained.
     """
 
     parameters = {"code": str}  # noqa: RUF012
 
-    def __init__(self, sandbox: str, readable: Sequence[str], **limits: float) -> None:
-        self._sandbox = Sandbox(Limits(**limits), sandbox, tuple(readable))
+    def __init__(self, sandbox: str, readable: Sequence[str], session_s: float, **limits: float) -> None:
+        self._sandbox, self._session_s = Sandbox(Limits(**limits), sandbox, tuple(readable)), session_s
 
     def open(self) -> PythonSession:
         """Cheap: the interpreter starts with the first call."""
-        return PythonSession(self._sandbox)
+        return PythonSession(self._sandbox, self._session_s)
 
 
 class PythonSession(ToolSession):
     """An interpreter that has to be killed, for its time or its memory, is followed by a fresh one."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox = sandbox
+    def __init__(self, sandbox: Sandbox, session_s: float) -> None:
+        self._sandbox, self._session_s = sandbox, session_s
         self._program: Program | None = None
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
@@ -71,12 +71,12 @@ class PythonSession(ToolSession):
             if self._program is None:
                 deadline = begun + min(seconds + START_S, timeout_s)
                 argv = [self._sandbox.python, "interpreter.py", str(limits.output_bytes)]
-                self._program = self._sandbox.start(argv, {"interpreter.py": INTERPRETER})
+                self._program = self._sandbox.start(argv, {"interpreter.py": INTERPRETER}, self._session_s)
             return self._ask(self._program, code, deadline)
         except TimeoutError:
             self.close()
             raise TimeoutError(f"the code did not end within {seconds:g} s; all names are gone") from None
-        except (EOFError, ValueError, KeyError, TypeError, RecursionError):  # it is gone, or what it says is no answer
+        except (EOFError, ValueError):  # it is gone, or what it says is no answer
             program, self._program = self._program, None
             ended_by = program.close()
             why = f" ({ended_by})" if ended_by not in ("exit", "closed") else ""
@@ -88,13 +88,11 @@ class PythonSession(ToolSession):
             program.close()
 
     def _ask(self, program: Program, code: str, deadline: float) -> Executed:
-        question = json.dumps({"code": code}).encode()
+        question = code.encode(errors="replace")
         program.send(struct.pack("<I", len(question)) + question, deadline)
-        (length,) = struct.unpack("<I", program.receive(4, deadline))
-        if length > 32 * self._sandbox.limits.output_bytes:  # each character may take 6 bytes, of each of three texts
-            raise ValueError("too long for an answer")
-        answer = json.loads(program.receive(length, deadline))
-        texts = [answer[name] for name in ("printed", "value", "error")]
-        if not isinstance(texts[0], str) or any(not isinstance(text, str | None) for text in texts):
-            raise TypeError("no texts")
+        lengths = ANSWER.unpack(program.receive(ANSWER.size, deadline))
+        most = self._sandbox.limits.output_bytes
+        if min(lengths) < -1 or lengths[0] < 0 or sum(max(0, length) for length in lengths) > most:
+            raise ValueError("no answer, or too long")
+        texts = [None if length < 0 else program.receive(length, deadline).decode(errors="ignore") for length in lengths]
         return Executed(*texts)

@@ -1,8 +1,8 @@
 """The interpreter that a tool talks to, from inside the sandbox: names stay from one piece of code to the next.
 
-Reads and writes messages: four bytes of length, then JSON. {"code"} is answered with {"printed", "value", "error"}: what was
-printed; of a last expression the text of its value, null without one; what was raised. What the code writes to descriptor 1
-past Python is lost. Nothing here is a guard: whatever runs here can answer what it likes.
+Reads code and answers with three texts: what was printed; the value of a last expression; what was raised. Code is four bytes
+of length and UTF-8, an answer ANSWER and UTF-8. What the code writes to descriptor 1 past Python is lost. Nothing here is a
+guard: whatever runs here can answer what it likes.
 
 It is copied into the sandbox, so it imports nothing of the pipeline.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import io
-import json
 import os
 import struct
 import sys
@@ -19,6 +18,7 @@ import traceback
 from pprint import pformat
 
 NAME = "<code>"
+ANSWER = struct.Struct("<iii")  # bytes of each text; -1 where there is none
 
 
 class Kept(io.TextIOBase):
@@ -37,7 +37,7 @@ class Kept(io.TextIOBase):
         return len(text)
 
 
-def execute(code: str, names: dict, room: int) -> dict:
+def execute(code: str, names: dict, room: int) -> tuple[str, str | None, str | None]:
     printed = sys.stdout = sys.stderr = Kept(room)
     value = error = None
     try:
@@ -50,7 +50,14 @@ def execute(code: str, names: dict, room: int) -> dict:
         lines = [frame.lineno for frame in traceback.extract_tb(raised.__traceback__) if frame.filename == NAME]
         said = traceback.format_exception_only(raised)[-1].strip()
         error = f"line {lines[-1]}: {said}" if lines else said
-    return {"printed": "".join(printed.parts), "value": value, "error": error and error[:room]}
+    return "".join(printed.parts), value, error
+
+
+def told(printed: str, value: str | None, error: str | None, room: int) -> bytes:
+    """The answer, its texts at most `room` bytes together. What was printed gives way to the others."""
+    last = [None if text is None else text.encode(errors="replace")[:room] for text in (value, error)]
+    texts = [printed.encode(errors="replace")[: room - sum(len(text or b"") for text in last)], *last]
+    return ANSWER.pack(*(-1 if text is None else len(text) for text in texts)) + b"".join(text or b"" for text in texts)
 
 
 def main(room: int) -> None:
@@ -60,9 +67,8 @@ def main(room: int) -> None:
     os.dup2(nothing, 1)
     names = {"__name__": "__main__"}
     while length := questions.read(4):
-        code = json.loads(questions.read(*struct.unpack("<I", length)))["code"]
-        answer = json.dumps(execute(code, names, room)).encode()
-        answers.write(struct.pack("<I", len(answer)) + answer)
+        code = questions.read(*struct.unpack("<I", length)).decode()
+        answers.write(told(*execute(code, names, room), room))
         answers.flush()
 
 

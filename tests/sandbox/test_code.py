@@ -338,3 +338,11 @@ def test_code_that_goes_on_after_a_value():
     assert (told.reward, told.observation["content"]) == (0.0, "<result>42</result>")
     over = environment.step(begun, "It is 42.")
     assert (over.reward, over.observation) == (1.0, None)
+
+
+def test_what_code_comes_to_is_told_within_its_limit():
+    environment, begun = episode(output_bytes=1000, terminate_on_evaluation=False)
+    for code in ("print('x' * 10**4)\n'y' * 10**4", "print('x' * 900)\nraise ValueError('z' * 10**4)"):
+        told = environment.step(begun, f"<code>{code}</code>").observation["content"]
+        assert len(told) <= 1000 + len("\n\n<result>\n\n</result>")
+    environment.step(begun, "That is all.")

@@ -1,5 +1,6 @@
 import os
 import signal
+import time
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_what_the_code_raises_is_told_with_what_it_printed(tool: PythonTool):
         session.call({"code": "if"}, TIMEOUT_S)
     with pytest.raises(ToolError, match="SystemExit"):
         session.call({"code": "raise SystemExit"}, TIMEOUT_S)
-    assert len(session.call({"code": "print('x' * 10**6)"}, TIMEOUT_S)) == 1000
+    assert 990 < len(session.call({"code": "print('x' * 10**6)"}, TIMEOUT_S)) <= 1000
     session.close()
 
 
@@ -110,16 +111,76 @@ def test_limits_that_are_none():
         build_tool(ToolArguments("python", {"memory_bytes": -1}))
 
 
-def test_a_forged_answer_that_is_nested_too_deeply_is_told(tool: PythonTool):
-    """Descriptor 4 or so is the interpreter's own copy of where it answers."""
+FORGE = """
+import json, os, struct
+forged = json.dumps({"printed": "x" * 20_000, "value": None, "error": None}).encode()
+for descriptor in range(3, 16):  # 4 or so is the interpreter's own copy of where it answers
+    try:
+        while True:
+            os.write(descriptor, ANSWER)
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "struct.pack('<iii', 100_000, -1, -1) + b'x' * 100_000",
+        "struct.pack('<iii', 600, 401, -1) + b'x' * 1001",
+        "struct.pack('<iii', -1, -1, -1)",
+        "struct.pack('<iii', 5, -2, -1) + b'x' * 9",
+        "struct.pack('<iii', 2**31 - 1, -2**31, -1) + b'x' * 9",
+        "struct.pack('<I', 100_000) + b'[' * 100_000",
+        "struct.pack('<I', len(forged)) + forged",
+    ],
+)
+def test_a_forged_answer_is_told(tool: PythonTool, answer: str):
     session = tool.open()
-    forge = (
-        "import os, struct\nanswer = b'[' * 100_000\n"
-        "for descriptor in range(3, 16):\n"
-        "    try:\n        os.write(descriptor, struct.pack('<I', len(answer)) + answer)\n"
-        "    except OSError:\n        pass\n"
-    )
     with pytest.raises(ToolError, match="the interpreter ended"):
-        session.call({"code": forge}, 60.0)
-    assert session.call({"code": "1 + 1"}, 60.0) == "2"
+        session.call({"code": FORGE.replace("ANSWER", answer)}, TIMEOUT_S)
+    assert session.call({"code": "1 + 1"}, TIMEOUT_S) == "2"
+    session.close()
+
+
+def test_an_answer_that_does_not_end_is_waited_for_until_its_time(tool: PythonTool):
+    """Data that are always there keep nobody from looking at the clock."""
+    program = tool._sandbox.start([tool._sandbox.python, "-c", "import os\nwhile True: os.write(1, b'x' * 512)"])
+    program.receive(1, time.monotonic() + TIMEOUT_S)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        program.receive(1 << 28, begun + 0.5)
+    assert time.monotonic() - begun < 2.0
+    program.close()
+
+
+def test_a_question_that_is_taken_slowly_is_told_until_its_time(tool: PythonTool):
+    program = tool._sandbox.start([tool._sandbox.python, "-c", "import os\nwhile True: os.read(0, 4096)"])
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        program.send(bytes(1 << 28), begun + 0.5)
+    assert time.monotonic() - begun < 2.0
+    program.close()
+
+
+def test_all_that_a_call_tells_is_within_its_limit(tool: PythonTool):
+    """Bytes, of characters of any length: what was printed gives way to a value or an error."""
+    session = tool.open()
+    for code in ("print('é' * 10**4); 'é' * 10**4", "print('\\0' * 10**4)", "print('x' * 10**4); '\\U0001F600' * 10**4"):
+        executed = session.execute(code, TIMEOUT_S)
+        assert 990 < len((executed.printed + (executed.value or "")).encode()) <= 1000
+    executed = session.execute("print('x' * 10**4)\nraise ValueError('why')", TIMEOUT_S)
+    assert executed.error == "line 2: ValueError: why" and len(executed.printed + executed.error) == 1000
+    assert session.execute("print('\\ud800')", TIMEOUT_S).printed == "?\n"  # no character, and no text of a policy's
+    session.close()
+
+
+def test_an_interpreter_has_a_wall_time_between_calls_too():
+    tool = build_tool(ToolArguments("python", {"session_s": 1.0}))
+    session = tool.open()
+    assert session.call({"code": "x = 1\nx"}, TIMEOUT_S) == "1"
+    program = session._program._process.pid
+    until(lambda: not processes.below(program) or None)
+    with pytest.raises(ToolError, match=r"the interpreter ended \(wall time\); all names are gone"):
+        session.call({"code": "x"}, TIMEOUT_S)
     session.close()
