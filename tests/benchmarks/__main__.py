@@ -9,6 +9,7 @@
     python -m tests.benchmarks refit            planned against broadcast and bare gloo; the planner; against published figures
     python -m tests.benchmarks environments     what busy environments take from the engine, in threads and in a process
     python -m tests.benchmarks verbs            what a verb and a step's verbs cost rank 0 and its store, to 64 to 8,192 ranks
+    python -m tests.benchmarks sandbox          starts and the Python tool's calls; --against FOLDER: another checkout's too
     python -m tests.benchmarks profile CASE     where our step's time goes; with --backend megatron or fsdp, a training step's
     python -m tests.benchmarks tune CASE        CPU seconds by size of microbatch, TRL's and ours
 
@@ -30,7 +31,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks import cases, floor, offline, trl_environment
+from tests.benchmarks import cases, floor, offline, sandbox, trl_environment
 from tests.benchmarks.cases import CASES, HALF, STEP_CASES, TRAIN_CASES, Case
 from tests.benchmarks.contender import ENVIRONMENT, Contender
 from tests.benchmarks.lessons import LESSONS
@@ -49,10 +50,11 @@ def main() -> None:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("compare", "backends", "compiled", *LESSONS, "refit", "environments", "verbs", "profile", "tune"),
+        choices=("compare", "backends", "compiled", *LESSONS, "refit", "environments", "verbs", "sandbox", "profile", "tune"),
     )
     parser.add_argument("case", nargs="?", choices=CASES)
     parser.add_argument("--backend", choices=(*BACKENDS, *TRAIN_BACKENDS), default=BACKENDS[0], help="what is profiled")
+    parser.add_argument("--against", type=Path, help="the root of another checkout, for the sandbox")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # for the floor, which is measured in this process
     chosen = (CASES[arguments.case],) if arguments.case else ()
@@ -75,6 +77,8 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "tests.benchmarks.environments"], env=os.environ | ENVIRONMENT, check=True)
     if arguments.command == "verbs":
         subprocess.run([sys.executable, "-m", "tests.benchmarks.verbs"], check=True)
+    if arguments.command == "sandbox":
+        sandbox.main(arguments.against)
     if arguments.command == "profile":
         for case in chosen or STEP_CASES:
             command = [sys.executable, "-m", "tests.benchmarks.profile", case.name, str(_checkpoint(case)), arguments.backend]
