@@ -16,7 +16,7 @@ import shutil
 
 from pipeline.sandbox import kernel
 from pipeline.sandbox.limits import SandboxError
-from pipeline.sandbox.namespaces import Inside, Job, default_signals
+from pipeline.sandbox.namespaces import PROGRAM_SCORE, Inside, Job, default_signals
 from pipeline.sandbox.seccomp import filter_for
 from pipeline.sandbox.view import DEVICES, ENVIRONMENT, SCRATCH, USER, environment
 
@@ -81,6 +81,7 @@ def _spawn(command: list[str], stdio: tuple[int, int, int], inherited: tuple[int
         return
     try:
         kernel.die_with_parent()
+        kernel.offer_to_oom_killer(PROGRAM_SCORE)
         default_signals()
         for descriptor in inherited:
             os.set_inheritable(descriptor, True)

@@ -21,7 +21,6 @@ import signal
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 from pipeline.sandbox import bubblewrap, kernel, namespaces, processes
 from pipeline.sandbox.limits import Limits, SandboxError
@@ -38,7 +37,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")  # of which a file takes whole ones
 def main() -> None:
     rank = int(sys.argv[1])
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    Path("/proc/self/oom_score_adj").write_text("1000")  # short of memory, the kernel takes these before a rank
+    kernel.offer_to_oom_killer(namespaces.PROGRAM_SCORE - 1)
     asked = json.loads(sys.stdin.buffer.readline())
     files = {name: sys.stdin.buffer.read(size) for name, size in asked["files"].items()}
     stdin = sys.stdin.buffer.read(asked["stdin"])

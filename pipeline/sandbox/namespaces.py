@@ -6,8 +6,8 @@ Three processes come of it, each forked from the one before:
     init      process 1: builds the program's root, gives up its rights, waits for the program; with it the kernel ends all
     program   process 2, with bounds (setrlimit) and nothing open but stdin, stdout and stderr
 
-Each waits for the guard's word on the `go` pipe, which ends when the guard dies; init reports on another. Until the program has
-its word, what fails is the sandbox. From then on init has no work but to wait, and whatever ends it is the program's doing.
+Each waits for the guard's word on the `go` pipe, which ends when the guard dies; init reports on another. Until there is a
+program, what fails is the sandbox. From then on init only waits, and whatever ends it is the program's doing.
 
 Where the guard is really root, the program is user 65534 outside as well. Else it is the same user outside: a user may map no
 other. Uncontained, a folder takes the place of the root, and there are no namespaces.
@@ -39,6 +39,7 @@ KEPT = {"nosuid": NOSUID, "nodev": NODEV, "noexec": NOEXEC, "noatime": 1024, "no
 DETACH = 2  # MNT_DETACH of umount(2)
 BASE = "/tmp"  # a folder that every machine has; only a mount point, hidden in the new namespace alone
 READY, STATUS, ERROR = b"R", b"S", b"E"
+PROGRAM_SCORE = 1000  # see kernel.offer_to_oom_killer; above the guard's
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,9 @@ def _expect(reports: int, what: bytes) -> None:
 
 
 def _status(init: int, told: bytes, ended: bool) -> int | None:
-    if told[:1] == STATUS and len(told) == 5:
+    if told[:1] == ERROR:
+        raise SandboxError(told[1:].decode(errors="replace"))
+    if len(told) == 5:
         return struct.unpack("<i", told[1:])[0]
     return os.waitstatus_to_exitcode(os.waitpid(init, 0)[1]) if ended else None  # the program has ended process 1
 
@@ -127,18 +130,16 @@ def is_root() -> bool:
 
 def _child(work: Callable[[], None], report: int, keep: tuple[int, ...]) -> None:
     """The rest of a forked process's life."""
-    status = 1
     try:
         default_signals()
         open_files = sorted({0, *keep})
         for low, high in zip(open_files, [*open_files[1:], 1 << 16], strict=True):
             os.closerange(low + 1, high)
         work()
-        status = 0
     except BaseException as error:
         os.write(report, ERROR + str(error).encode())
     finally:
-        os._exit(status)
+        os._exit(0)
 
 
 def default_signals() -> None:
@@ -148,6 +149,7 @@ def default_signals() -> None:
 
 
 def _first(job: Job, go: int, report: int, contained: bool) -> None:
+    kernel.offer_to_oom_killer(PROGRAM_SCORE)
     if not contained:
         _init(job, go, report, contained)
         return
@@ -180,22 +182,25 @@ def _init(job: Job, go: int, report: int, contained: bool) -> None:
         kernel.load_filter(filter_for(platform.machine()))
     else:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # as process 1 is
+    os.write(report, READY)
+    if not os.read(go, 1):
+        return
     program = os.fork()
     if program == 0:
-        _program(job, go, contained, folder)
-    os.write(report, READY)
-    while True:  # what is orphaned becomes our child
-        pid, status = os.wait()
-        if pid == program:
-            os.write(report, STATUS + struct.pack("<i", os.waitstatus_to_exitcode(status)))
-            return
+        _program(job, contained, folder)
+    try:
+        while True:  # what is orphaned becomes our child
+            pid, status = os.wait()
+            if pid == program:
+                os.write(report, STATUS + struct.pack("<i", os.waitstatus_to_exitcode(status)))
+                return
+    finally:
+        os._exit(1)  # whatever fails from here on is the program's doing
 
 
-def _program(job: Job, go: int, contained: bool, folder: str) -> None:
+def _program(job: Job, contained: bool, folder: str) -> None:
     try:
         kernel.die_with_parent()
-        if not os.read(go, 1):
-            return
         os.setsid()  # no terminal
         for number, descriptor in enumerate(job.stdio):
             os.dup2(descriptor, number)

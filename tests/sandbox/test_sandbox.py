@@ -70,6 +70,15 @@ def test_a_program_that_is_talked_to(sandbox: Sandbox):
     assert program.close() == "closed"
 
 
+def test_short_of_memory_the_kernel_ends_a_program_before_its_guard(sandbox: Sandbox):
+    program = sandbox.start(
+        [sandbox.python, "-c", "import time; print(open('/proc/self/oom_score_adj').read(), flush=True); time.sleep(60)"]
+    )
+    assert program.receive(4, time.monotonic() + 60) == b"1000"
+    assert Path(f"/proc/{program._process.pid}/oom_score_adj").read_text() == "999\n"
+    program.close()
+
+
 def test_a_program_that_is_talked_to_and_takes_too_much(sandbox: Sandbox):
     program = sandbox.start([sandbox.python, "-c", "import os, time\nfor _ in range(3): os.fork()\ntime.sleep(60)"])
     with pytest.raises(EOFError):
