@@ -186,8 +186,11 @@ def mean_metrics(prefix: str, results: list[dict[str, float]]) -> dict[str, floa
 
 
 def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
-    """How many episodes their environment failed, and of those that were judged means: reward, length in tokens that the policy
-    drew, turns, the share cut for length, and each of the environment's metrics. NaN where none was judged."""
+    """How many episodes nobody could judge, and of the others means: reward, the share that broke its judge, length in tokens
+    that the policy drew, turns, the share cut for length, and each of the environment's metrics. NaN where there are none.
+
+    An answer that broke its judge has no metrics of it, but is a wrong one: it counts as 0 in `accuracy`.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     judged = [rollout for rollout in rollouts if not rollout.failure]
     lengths, turns = [rollout.drawn_tokens for rollout in judged], [len(rollout.turns) for rollout in judged]
@@ -198,10 +201,16 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
         "truncated": _mean([float(rollout.finish == "length") for rollout in judged]),
         "turns": _mean(turns),
         "turns_max": float(max(turns, default=math.nan)),
+        "broke_judge": _mean([float(bool(rollout.broke)) for rollout in judged]),
         "env_failures": float(sum(rollout.failure not in ("", NOTHING_SAID) for rollout in rollouts)),
     }
     for name in sorted({name for rollout in judged for name in rollout.metrics}):
         values[name] = _mean([rollout.metrics[name] for rollout in judged if name in rollout.metrics])
+    if "accuracy" in values:
+        told = {group.prompt.environment for group in groups if any("accuracy" in one.metrics for one in group.rollouts)}
+        asked = [one for group in groups if group.prompt.environment in told for one in group.rollouts if not one.failure]
+        said = [one.metrics.get("accuracy", 0.0 if one.broke else None) for one in asked]
+        values["accuracy"] = _mean([value for value in said if value is not None])
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
@@ -295,6 +304,7 @@ def _record(
         "reward": rollout.reward,
         **rollout.metrics,
         **({"failure": rollout.failure} if rollout.failure else {}),
+        **({"broke": rollout.broke} if rollout.broke else {}),
         "finish": rollout.finish,
         "spans": [[span.version, span.tokens] for span in rollout.spans],
     }

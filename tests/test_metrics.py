@@ -122,6 +122,7 @@ def test_episodes_by_hand():
     )
     assert values == {
         "train/reward": 0.5,
+        "train/broke_judge": 0.0,
         "train/accuracy": 0.5,
         "train/completion_tokens": 3.0,
         "train/completion_tokens_max": 4.0,
@@ -130,6 +131,10 @@ def test_episodes_by_hand():
         "train/turns_max": 2.0,
         "train/env_failures": 1.0,
     }
+    broke = Rollout((told([1], []),), 0.0, broke="step raised KeyError")
+    values = rollout_metrics("train", [RolloutGroup(group(0.0).prompt, (episode, broke, single, broke, failed))])
+    told_of = (values["train/reward"], values["train/accuracy"], values["train/broke_judge"], values["train/env_failures"])
+    assert told_of == (0.25, 0.25, 0.5, 1.0)
     nothing = rollout_metrics("train", [RolloutGroup(group(0.0).prompt, (failed,))])
     assert nothing["train/env_failures"] == 1.0 and math.isnan(nothing["train/reward"])
 

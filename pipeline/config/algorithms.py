@@ -100,7 +100,7 @@ class AsyncConfig:
     stragglers: str = "wait"
     straggler_share: float = 0.05
     # Also while it is off, and as it is here for other algorithms:
-    max_generation_failures: int = 10  # groups in a row whose environment failed all episodes; one more ends the run
+    max_generation_failures: int = 10  # groups in a row that nobody could judge, by no answer's doing; one more ends the run
 
 
 @dataclass

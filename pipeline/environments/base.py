@@ -2,6 +2,10 @@
 
 An episode begins with `reset` and a prompt; the policy speaks, `step` judges and perhaps answers, and so on until an outcome
 has no observation, or the episode has no more turns or tokens. Its reward is the sum over its turns.
+
+A policy learns to break its judge if that pays. So a failure that an answer can cause makes the answer a wrong one, and the
+episode's reward 0: what `step` raises, a step that outlasts its time, a process that ends while it judges. Only a failure that
+no answer can cause leaves an episode out: what `reset` raises, which has not seen the answer, and `Unjudged`.
 """
 
 from __future__ import annotations
@@ -11,6 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipeline.types import Prompt
+
+
+class Unjudged(RuntimeError):
+    """The answer was not judged, and not through its own doing: a service is gone, the task has no expected answer."""
+
+
+class WornOut(RuntimeError):
+    """Calls that nothing can end fill the process, which another is to replace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +38,8 @@ class Environment(Protocol):
     """One object serves all episodes of its kind on an engine. To derive from it gives what is not abstract here.
 
     It runs in threads of a process beside the engine; of the engine's own with policy.generation.environment_process=false. A
-    `step` that raises, or takes longer than `env.<name>.timeout_s`, costs that episode, not the run; one that ends the process
-    costs the episodes in it. A step that outlasts its time should end itself, as nothing else can end a thread.
+    `step` that raises, takes longer than `env.<name>.timeout_s` or ends the process makes its answer a wrong one. A step that
+    outlasts its time should end itself, as nothing else can end a thread.
     """
 
     workers: int = 1  # how many episodes may be in `reset` or `step` at once; 1: one at a time
@@ -38,7 +50,10 @@ class Environment(Protocol):
 
     @abstractmethod
     def step(self, episode: Any, text: str) -> Outcome:
-        """Judge what the policy said, and answer. May take seconds, and may be called from any thread."""
+        """Judge what the policy said, and answer. May take seconds, and may be called from any thread.
+
+        Raises Unjudged for what no answer can cause; the episode is then left out. Anything else makes the answer a wrong one.
+        """
 
     def close(self) -> None:
         """End what the environment started. It is not used afterwards."""

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.base import Environment, Outcome, Unjudged
 from pipeline.environments.code_tests import Case, Equation, Tests, read, same_literal, same_output, same_result, same_value
 from pipeline.environments.python_tool import Executed, PythonSession, PythonTool
 from pipeline.environments.tool import ToolError
@@ -127,11 +127,11 @@ class Code(Environment):
         self._sandbox = Sandbox(Limits(**limits), sandbox, tuple(readable))
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
-        """Raises ValueError if the task has no tests, or one that tests nothing."""
+        """Raises Unjudged if the task has no tests, or one that tests nothing."""
         try:
             tests = read(prompt.task["answer"])
         except ValueError as error:
-            raise ValueError(f"prompt {prompt.index}: {error}") from None
+            raise Unjudged(f"prompt {prompt.index}: {error}") from None
         deadline = time.monotonic() + self._timeout_s
         passed, ends = (self._cases if tests.cases else self._pieces)(code_in(text), tests, deadline)
         share = passed / len(tests)

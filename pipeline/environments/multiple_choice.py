@@ -18,7 +18,7 @@ import re
 import string
 import unicodedata
 
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.base import Environment, Outcome, Unjudged
 from pipeline.environments.tool_calls import THOUGHT_ENDS
 from pipeline.types import Prompt
 
@@ -63,10 +63,10 @@ class MultipleChoice(Environment):
         self._alone = re.compile(rf"\s*({one_of})\s*(?:[.:)]\s*)?", re.IGNORECASE)
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
-        """Raises ValueError if the expected answer is no letter."""
+        """Raises Unjudged if the expected answer is no letter."""
         expected = self._letter_of(prompt.task["answer"])
         if expected is None:
-            raise ValueError(
+            raise Unjudged(
                 f"prompt {prompt.index}: the expected answer {prompt.task['answer']!r} is no letter of {self._letters}"
             )
         letter = self.answer(text)

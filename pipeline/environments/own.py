@@ -7,8 +7,10 @@ A function is called once for each answer, `function(prompt, answer, **fields)`,
     fields   the record's columns, but for any that are called as one of the function's first two parameters; `expected`, the
              record's expected answer (the column that `output_key` names), if it has one; and env.<name>.kwargs
 
-A function without `**fields` receives those that it has parameters for. One that raises, or returns no finite number, fails its
-episode, as any environment does.
+A function without `**fields` receives those that it has parameters for. One that raises, or returns no finite number, makes the
+answer a wrong one of reward 0, as any environment does: `broke_judge` in the metrics is the share of them, and the log has the
+first ones' tracebacks. So a function that pays less than 0 for a wrong answer must not raise. One that cannot judge through no
+doing of the answer (no connection, say) raises `pipeline.environments.base.Unjudged`, and the episode is left out.
 """
 
 from __future__ import annotations

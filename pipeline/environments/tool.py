@@ -18,7 +18,7 @@ class ToolSession(Protocol):
         """What the policy is told.
 
         Raises ToolError for a wrong call, and TimeoutError if it cannot end within `timeout_s` seconds, which the policy is
-        told too. Any other error is the tool's own, and costs the episode.
+        told too. Any other error is as one of the environment's `step`.
         """
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 A turn with calls in it is answered with their results, one without is the final answer. What the policy does wrong (a call that
 is no JSON, a tool that there is not, a division by zero) it is told as `error: ...`, and so it is that a tool did not end in
-time, whether the tool says so or its thread has to be left behind. A tool that raises anything else costs the episode.
+time, whether the tool says so or its thread has to be left behind. A tool that raises anything else fails the step.
 
 Leaves out: calls that run at the same time.
 """
@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.base import Environment, Outcome, WornOut
 from pipeline.environments.tool import Tool, ToolError, ToolSession
 from pipeline.environments.tool_calls import Call, CallFormat
 from pipeline.types import Prompt
@@ -114,12 +114,12 @@ class Tools(Environment):
             raise TimeoutError(str(error) or self._too_slow()) from None
 
     def _check_left_behind(self) -> None:
-        """Nothing can end a thread. Raises RuntimeError if there are too many, rather than fill the node with them."""
+        """Nothing can end a thread. Raises WornOut if there are too many, rather than fill the node with them."""
         with self._counting:
             self._left_behind = [one for one in self._left_behind if one.is_alive()]
             if len(self._left_behind) >= MAX_LEFT_BEHIND:
                 last = self._left_behind[-1].name
-                raise RuntimeError(f"{len(self._left_behind)} calls of tools have not ended, the last of {last}")
+                raise WornOut(f"{len(self._left_behind)} calls of tools have not ended, the last of {last}")
 
     def _too_slow(self) -> str:
         return f"the tool did not answer within {self._timeout_s:g} s"

@@ -1,12 +1,17 @@
-"""Episodes that their environment failed: told, and the end of the run if nothing else comes.
+"""Episodes that nobody could judge: told, and the end of the run if nothing else comes.
 
-A group all of whose episodes failed counts, so that one bad prompt ends no run. Those that were cut before they said anything
-are not among them.
+Two things are counted. Groups in a row all of whose episodes failed, through no doing of the answers: one bad prompt ends no
+run. And groups all of whose answers broke an environment that has judged none yet: then it is the environment that is broken.
+One that has judged an answer can judge; however many answers break it, they are wrong, and the run goes on. Episodes that were
+cut before they said anything are not counted.
 """
 
 from __future__ import annotations
 
-from pipeline.types import NOTHING_SAID, RolloutGroup
+from pipeline.types import NOTHING_SAID, Rollout, RolloutGroup
+
+FIRST_GROUPS = 10
+"""Of an environment: as many groups may break it before it has judged an answer. One more ends the run."""
 
 
 class Failures:
@@ -15,15 +20,19 @@ class Failures:
         self._most = most
         self._key = key
         self._row = 0
+        self._can_judge: set[str] = set()  # environments that have judged an answer
+        self._broken: dict[str, int] = {}  # of the others: groups that broke them
 
     def see(self, group: RolloutGroup) -> None:
-        """Raises RuntimeError if more than `most` groups have failed whole since an episode was judged."""
+        """Raises RuntimeError if more than `most` groups have failed whole since an episode was judged, or if none of the first
+        FIRST_GROUPS groups of an environment could be judged for what they said."""
         begun = [(sample, rollout) for sample, rollout in enumerate(group.rollouts) if rollout.failure != NOTHING_SAID]
+        self._see_broken(group, [rollout for _, rollout in begun])
         failed = [(sample, rollout.failure) for sample, rollout in begun if rollout.failure]
         if not failed:
             self._row = 0 if begun else self._row
             return
-        where = f"env.{group.prompt.environment}, prompt {group.prompt.index}"
+        where = _where(group)
         sample, why = failed[0]
         print(
             f"hetstep: {where}: {len(failed)} of {len(group.rollouts)} episodes failed, and are not learned from;"
@@ -36,3 +45,21 @@ class Failures:
                 f"{where}: {why}; all episodes of {self._row} groups failed, one after another, and {self._most} may"
                 f" ({self._key})"
             )
+
+    def _see_broken(self, group: RolloutGroup, begun: list[Rollout]) -> None:
+        name = group.prompt.environment
+        if any(not rollout.failure and not rollout.broke for rollout in begun):
+            self._can_judge.add(name)
+        broken = [rollout.broke for rollout in begun if rollout.broke]
+        if not broken or name in self._can_judge:
+            return
+        self._broken[name] = self._broken.get(name, 0) + 1
+        if self._broken[name] > FIRST_GROUPS:
+            raise RuntimeError(
+                f"{_where(group)}: {broken[0]}; it has judged none of the answers of its first {self._broken[name]} groups."
+                " Try its code on one of them: an answer in an unexpected form should get a reward, too"
+            )
+
+
+def _where(group: RolloutGroup) -> str:
+    return f"env.{group.prompt.environment}, prompt {group.prompt.index}"

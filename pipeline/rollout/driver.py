@@ -196,7 +196,7 @@ class Driver:
         for name, answer in self._environments.take():
             episode = self._judged.pop(name)
             if isinstance(answer, Failure):
-                self._end(episode, episode.failed(answer.why))
+                self._end(episode, episode.broke(answer.why) if answer.of_answer else episode.failed(answer.why))
             else:
                 self._go_on(episode, answer)
         self._end_drains()

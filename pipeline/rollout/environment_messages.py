@@ -17,6 +17,8 @@ from pipeline.rollout.hearing import Heard, Said
 
 CALLS = 1 << 20
 """Bytes of the shared memory, one for each call that may be open: 1 while it is carried out."""
+WORN_OUT = 75
+"""The status with which a process ends so that another takes its place; EX_TEMPFAIL of sysexits.h."""
 BEAT_S = 1.0
 """While calls are open the process reports at least so often."""
 
@@ -33,6 +35,7 @@ class Answer(msgspec.Struct, array_like=True):
     call: int
     heard: Heard | None
     failure: str = ""  # why there is nothing heard
+    of_answer: bool = False  # see `Failure`
 
 
 class Report(msgspec.Struct, array_like=True):

@@ -1,8 +1,8 @@
 """The threads that environments run in, beside the engine: a bounded number for each, and a limit for each call.
 
 A call that raises, or outlasts its limit, costs its episode alone. Nothing can end a thread: one that hangs is given up, which
-means that its answer is not waited for any more, and another takes its place. An environment so many of whose calls hang at
-once that there is no end to it, ends the run.
+means that its answer is not waited for any more, and another takes its place. Where too many hang, the process is worn out:
+another takes its place too, or, where the threads are the engine's own, the run ends.
 
 Leaves out: what a call uses up meanwhile (see pipeline/sandbox for code that a model wrote).
 """
@@ -17,13 +17,16 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.environments.base import Environment
+from pipeline.environments.base import Environment, Unjudged, WornOut
+from pipeline.sandbox.limits import SandboxError
 
 GRACE_S = 2.0  # an environment that keeps its own time has so long to end what it started
 MOST_HANGING = 64  # calls of one environment
+TASKS_PARTS = ("", "reset")  # of a call: what fails in them is not the answer's doing, which they have not seen
 CLOSE_S = 10.0
 TOLD_S = 30.0  # a line about failures of an environment at most so often, after the first few
 TOLD_AT_ONCE = 5
+TRACEBACK = 4000  # characters of one, its last
 
 Begin = Callable[[str], None]
 """A call says which part of it begins, such as "reset" or "step"; the limit is for each part."""
@@ -36,6 +39,8 @@ class Failure:
     """What a call came to that has no result."""
 
     why: str
+    of_answer: bool = False  # an answer can cause it, and is then a wrong one
+    traceback: str = ""
 
 
 class EnvironmentPool:
@@ -61,7 +66,7 @@ class EnvironmentPool:
     def take(self) -> list[tuple[Hashable, Any]]:
         """(key, result or Failure) of the calls that have ended or were given up since. Does not wait.
 
-        Raises RuntimeError if too many calls of one environment hang.
+        Raises WornOut if calls that hang are too many, once the others' answers have been taken.
         """
         return [answer for pool in self._pools.values() for answer in pool.take()]
 
@@ -95,6 +100,7 @@ class _Threads:
         self._workers: list[_Worker] = []
         self._hanging: list[_Worker] = []  # given up
         self._open = 0  # calls without an answer
+        self._worn_out: WornOut | None = None
         self._log = _FailureLog(name)
 
     def submit(self, key: Hashable, call: Call) -> None:
@@ -114,6 +120,7 @@ class _Threads:
         return min(begun, default=time.monotonic()) + self._limit_s + self._grace_s
 
     def take(self) -> list[tuple[Hashable, Any]]:
+        self._check_worn_out()
         late = time.monotonic() - self._limit_s - self._grace_s
         for worker in list(self._workers):
             running = worker.running
@@ -121,22 +128,28 @@ class _Threads:
                 self._workers.remove(worker)
                 self._hanging.append(worker)
                 why = f"{running.part} took more than {self._limit_s:g} s (env.{self._name}.timeout_s)"
-                self._answers.put((running.key, Failure(why)))
+                self._answers.put((running.key, Failure(why, running.part not in TASKS_PARTS)))
         answers = []
         while not self._answers.empty():  # nobody else takes
-            answers.append(self._answers.get())
-        self._open -= len(answers)
-        self._check_hanging()
-        self._fill()
-        for key, result in answers:
+            key, result = self._answers.get()
+            if isinstance(result, WornOut):  # the call has no answer
+                self._worn_out = result
+                continue
+            answers.append((key, result))
             if isinstance(result, Failure):
                 self._log.tell(key, result)
+        self._open -= len(answers)
+        self._fill()
+        if self._worn_out:
+            self._news.set()
         return answers
 
-    def _check_hanging(self) -> None:
+    def _check_worn_out(self) -> None:
+        if self._worn_out:
+            raise WornOut(f"env.{self._name}: {self._worn_out}")
         self._hanging = [worker for worker in self._hanging if worker.is_alive()]
         if len(self._hanging) > MOST_HANGING:
-            raise RuntimeError(
+            raise WornOut(
                 f"env.{self._name}: {len(self._hanging)} calls of it hang at once, each for more than {self._limit_s:g} s"
                 f" (env.{self._name}.timeout_s); a call that takes longer must end itself"
             )
@@ -165,8 +178,12 @@ class _Worker(threading.Thread):
             key, call = self._calls.get()
             try:
                 result = call(lambda part, key=key: self._begin(key, part))
+            except WornOut as error:
+                result = error
             except BaseException as error:  # SystemExit too: an environment's, it would end this thread without a word
-                result = Failure(f"{self.running.part if self.running else 'it'} raised {_brief(error)}")
+                part = self.running.part if self.running else ""
+                of_answer = part not in TASKS_PARTS and not isinstance(error, Unjudged | SandboxError)
+                result = Failure(f"{part or 'it'} raised {_brief(error)}", of_answer, traceback.format_exc())
             with self._lock:
                 self.running = None
                 if not self._given_up:
@@ -187,7 +204,7 @@ class _Worker(threading.Thread):
 
 
 class _FailureLog:
-    """One line for each failure; where they come in masses, one now and then."""
+    """One line for each failure, and the first one's traceback; where they come in masses, one line now and then."""
 
     def __init__(self, environment: str):
         self._environment = environment
@@ -201,7 +218,9 @@ class _FailureLog:
             self._untold += 1
             return
         others = f" (and {self._untold} others before that were not told)" if self._untold else ""
-        print(f"hetstep: env.{self._environment}: {key} failed: {failure.why}{others}", flush=True)
+        what = "broke its judge, and counts as wrong" if failure.of_answer else "failed"
+        first = "" if self._lines else "\n" + encodable(failure.traceback[-TRACEBACK:])
+        print(f"hetstep: env.{self._environment}: {key} {what}: {failure.why}{others}{first.rstrip()}", flush=True)
         self._lines, self._untold, self._last = self._lines + 1, 0, now
 
 

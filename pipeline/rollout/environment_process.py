@@ -2,8 +2,12 @@
 
 What environments compute there does not hold Python's lock in the engine's process, and what they break they break there. If
 the process dies (of the memory that an answer takes, of a library's crash), or if a call holds Python's lock so long that
-nothing is heard from it, another process takes its place. Turns that it was judging fail, and so do the next turns of episodes
-that it held; first turns that it was not judging are judged by its successor.
+nothing is heard from it, another process takes its place.
+
+An answer that a process died of is a wrong one. If it was judging one turn alone, it was that one. Of several, those that begin
+an episode are judged again by its successor, one at a time: what it dies of then is a wrong answer. Turns of episodes that had
+begun cannot be judged again, as what their environment held is gone. They are wrong if none of the others was to blame; else
+they are left out, and so are episodes that the process held for their next turn.
 
 Two threads of the rank carry the messages, so that neither end ever waits for the other one to read.
 """
@@ -20,12 +24,13 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from pipeline.rollout import environment_server
-from pipeline.rollout.environment_messages import BEAT_S, CALLS, Order, Report, frame, messages
+from pipeline.rollout.environment_messages import BEAT_S, CALLS, WORN_OUT, Order, Report, frame, messages
 from pipeline.rollout.environment_pool import CLOSE_S, Failure
 from pipeline.rollout.environment_threads import EnvironmentSettings
 from pipeline.rollout.hearing import Heard, Said, ends
@@ -35,7 +40,9 @@ SILENCE_S = 30.0
 """Beyond the longest `timeout_s`: how long nothing is heard before the process is taken for one that never answers. Loading a
 library holds Python's lock too."""
 IDLE_DEATHS = 3
-"""Deaths in a row that cost no turn. One more ends the run: its environments cannot run here."""
+"""Deaths in a row while nothing was judged, nor before since the last one. One more ends the run: its environments cannot run
+here."""
+HELD = "the environments' process that held the episode has ended"
 
 
 class Handle(Protocol):
@@ -187,6 +194,11 @@ class _Process:
         self._connection.shutdown(socket.SHUT_RDWR)
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
+    @property
+    def worn_out(self) -> bool:
+        """Whether it has ended so that another takes its place."""
+        return self.handle.poll() == WORN_OUT
+
     def close(self) -> None:
         """Let it close its environments; kill it if that does not end."""
         self.send(Order())
@@ -210,6 +222,10 @@ class EnvironmentProcess:
         self._calls: dict[int, Said] = {}  # that have no answer
         self._held: dict[str, _Process] = {}  # episodes that have not ended
         self._failed: list[tuple[str, Failure]] = []  # not by an environment's word
+        self._suspects: deque[Said] = deque()  # that a process died while judging: each is judged alone
+        self._accused: list[tuple[Said, str]] = []  # likewise, but cannot be judged again; and how it died
+        self._trying = False  # whether there are suspects whose judgement has not ended
+        self._waiting: deque[Said] = deque()  # for that
         self._silent_s, self._looked = 0.0, time.monotonic()
         self._idle_deaths = 0
 
@@ -223,8 +239,14 @@ class EnvironmentProcess:
         if said.prompt is not None:
             self._held[said.episode] = self._process
         elif self._held[said.episode] is not self._process:
-            self._failed.append((said.episode, Failure("the environments' process that held the episode has ended")))
+            self._lose([said])
             return
+        if self._trying:
+            self._waiting.append(said)
+        else:
+            self._send(said)
+
+    def _send(self, said: Said) -> None:
         if not self._calls:
             self._silent_s = 0.0
         self._number = (self._number + 1) % CALLS
@@ -240,6 +262,7 @@ class EnvironmentProcess:
         elif self._is_silent():
             self._process.end()
             self._begin_anew(f"said nothing for {self._patience_s:g} s (a call of it holds Python's lock), and was killed")
+        self._try_suspects()
         failed, self._failed = self._failed, []
         for episode, _ in failed:
             self.forget(episode)
@@ -273,10 +296,12 @@ class EnvironmentProcess:
             error.add_note(f"In the environments' process:\n{report.traceback}")
             raise error
         self._process.loaded, self._silent_s = True, 0.0
+        if report.answers:
+            self._idle_deaths = 0
         answers = []
         for one in report.answers:
             said = self._calls.pop(one.call)
-            answer = Failure(one.failure) if one.heard is None else one.heard
+            answer = Failure(one.failure, one.of_answer) if one.heard is None else one.heard
             if ends(said, answer):
                 self._held.pop(said.episode, None)
             answers.append((said.episode, answer))
@@ -293,14 +318,48 @@ class EnvironmentProcess:
     def _begin_anew(self, how: str) -> None:
         """The process has ended."""
         dead, calls, self._calls = self._process, self._calls, {}
-        lost = [said for call, said in calls.items() if said.prompt is None or dead.judging[call]]
-        others = [said for call, said in calls.items() if said.prompt is not None and not dead.judging[call]]
-        self._idle_deaths = 0 if lost else self._idle_deaths + 1
+        judged = [said for call, said in calls.items() if dead.judging[call]]
+        others = [said for call, said in calls.items() if not dead.judging[call]]
+        self._idle_deaths = 0 if judged or dead.worn_out else self._idle_deaths + 1
         why = f"the environments' process {how}"
         if self._idle_deaths > IDLE_DEATHS:
             raise RuntimeError(f"{why}; it is the {self._idle_deaths}th time in a row that it ends while it judges nothing")
-        print(f"hetstep: {why}: {len(lost)} turns that it was judging fail, another process takes its place", flush=True)
-        self._failed += [(said.episode, Failure(why)) for said in lost]
+        print(f"hetstep: {why} while it judged {len(judged)} turns; another process takes its place", flush=True)
         self._process, self._silent_s = _Process(_next(), self._settings, self._news), 0.0
-        for said in others:
-            self.submit(said)
+        running = dead.judging[:].count(1)  # also calls that were given up, which have been answered
+        if dead.worn_out:
+            others, judged = judged + others, []
+        elif len(judged) == running == 1:
+            self._failed.append((judged[0].episode, Failure(why, of_answer=True)))
+            self._lose([said for said, _ in self._accused])
+            judged, self._accused = [], []
+        again, held = [said for said in judged if said.prompt is not None], [said for said in judged if said.prompt is None]
+        if running > len(judged):
+            self._lose(held)
+        else:
+            self._accused += [(said, why) for said in held]
+        self._suspects += again
+        self._waiting.extendleft(reversed(others))
+        self._lose([said for said in self._waiting if said.prompt is None])
+        self._waiting = deque(said for said in self._waiting if said.prompt is not None)
+        self._trying = bool(self._trying or self._suspects or self._accused)
+
+    def _lose(self, turns: list[Said]) -> None:
+        """Of episodes that ended with their process, and not for what they said."""
+        self._failed += [(said.episode, Failure(HELD)) for said in turns]
+
+    def _try_suspects(self) -> None:
+        """Go on with the next one if none is being judged, and in the end with what has waited for them."""
+        if self._trying and self._calls:
+            return
+        if self._suspects:
+            self._send_anew(self._suspects.popleft())
+            return
+        self._failed += [(said.episode, Failure(why, of_answer=True)) for said, why in self._accused]
+        self._accused, self._trying = [], False
+        while self._waiting:
+            self._send_anew(self._waiting.popleft())
+
+    def _send_anew(self, said: Said) -> None:
+        self._held[said.episode] = self._process
+        self._send(said)

@@ -21,7 +21,8 @@ import traceback
 from pathlib import Path
 
 from pipeline import own_code, rank_log
-from pipeline.rollout.environment_messages import BEAT_S, Answer, Order, Report, frame, messages
+from pipeline.environments.base import WornOut
+from pipeline.rollout.environment_messages import BEAT_S, WORN_OUT, Answer, Order, Report, frame, messages
 from pipeline.rollout.environment_pool import Failure, encodable
 from pipeline.rollout.environment_threads import EnvironmentSettings, EnvironmentThreads, load
 from pipeline.rollout.hearing import Heard
@@ -64,6 +65,11 @@ def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
         connection.sendall(frame(Report()))
         _serve(environments, connection, judging, orders, news)
         environments.close()
+    except WornOut as error:  # no environment can be closed beside calls that hang
+        print(f"hetstep: {encodable(str(error))}", flush=True)
+        os._exit(WORN_OUT)
+    except MemoryError:  # an answer took it: as if the kernel had ended the process
+        os._exit(1)
     except Exception as error:
         told = [type(error).__name__, str(error), traceback.format_exc()]
         connection.sendall(frame(Report([], *map(encodable, told))))
@@ -98,7 +104,7 @@ def _serve(
 
 
 def _answer(call: int, answer: Heard | Failure) -> Answer:
-    return Answer(call, None, answer.why) if isinstance(answer, Failure) else Answer(call, answer)
+    return Answer(call, None, answer.why, answer.of_answer) if isinstance(answer, Failure) else Answer(call, answer)
 
 
 if __name__ == "__main__":

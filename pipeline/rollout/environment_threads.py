@@ -49,7 +49,7 @@ class EnvironmentExecutor(Protocol):
     def take(self) -> list[tuple[str, Heard | Failure]]:
         """Return (episode, answer) of the turns that have been heard since. Does not wait.
 
-        Raises RuntimeError if environments cannot go on, such as when too many calls of one hang.
+        Raises RuntimeError if environments cannot go on.
         """
 
     def seconds_left(self) -> float | None:

@@ -85,5 +85,12 @@ class Episode:
         return Rollout((*before, Turn(replace(last.completion, finish="length"))), self.reward, self.metrics)
 
     def failed(self, why: str) -> Rollout:
-        said = [Turn(self.said)] if self.said else []
-        return Rollout((*self.turns, *said), 0.0, failure=why)
+        """Ended through no doing of the policy's: it is not learned from."""
+        return Rollout(self._heard(), 0.0, failure=why)
+
+    def broke(self, how: str) -> Rollout:
+        """Ended because the answer broke its judge: a wrong one, whatever its turns had earned."""
+        return Rollout(self._heard(), 0.0, broke=how)
+
+    def _heard(self) -> tuple[Turn, ...]:
+        return (*self.turns, *([Turn(self.said)] if self.said else []))

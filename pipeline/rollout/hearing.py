@@ -1,7 +1,6 @@
 """What an environment makes of what the policy said: run in the environment's threads.
 
-Here tokens become text for the environment, and its answer becomes tokens again. What it returns is checked, so that an
-environment which returns nonsense fails its episode there and then.
+Here tokens become text for the environment, and its answer becomes tokens again. What it returns is checked there and then.
 """
 
 from __future__ import annotations

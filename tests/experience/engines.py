@@ -14,10 +14,10 @@ def prompts(first: int, count: int) -> list[Prompt]:
     return [Prompt(i, np.array([1, 2], np.int32), "addition", {}) for i in range(first, first + count)]
 
 
-def rollout(reward: float = 0.0, tokens: int = 1, version: int = 0, failure: str = "") -> Rollout:
+def rollout(reward: float = 0.0, tokens: int = 1, version: int = 0, failure: str = "", broke: str = "") -> Rollout:
     drawn = np.full(tokens, 3, np.int32)
     completion = Completion("", drawn, np.full(tokens, -0.5, np.float32), (Span(version, tokens),), "stop")
-    return Rollout((Turn(completion),), reward, failure=failure)
+    return Rollout((Turn(completion),), reward, failure=failure, broke=broke)
 
 
 def group(prompt: Prompt, samples: int = 2, tokens: int = 1, version: int = 0) -> RolloutGroup:

@@ -1,9 +1,11 @@
 """Groups go to the engine with the least work, and come back whole."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.experience.dispatch import Dispatch, Order
-from pipeline.experience.failures import Failures
+from pipeline.experience.failures import FIRST_GROUPS, Failures
 from pipeline.types import NOTHING_SAID, RolloutGroup, Sampling
 from tests.experience.engines import Fleet, prompts, rollout
 
@@ -98,3 +100,21 @@ def test_a_row_of_groups_that_failed_whole_ends_the_run_and_one_judged_episode_b
     failures.see(RolloutGroup(prompt, (cut, cut)))
     with pytest.raises(RuntimeError, match=r"prompt 5: .* all episodes of 3 groups failed, .* and 2 may .*generation_failures"):
         failures.see(RolloutGroup(prompt, (bad, cut)))
+
+
+def test_answers_that_break_their_judge_end_no_run_and_one_that_never_judges_does(capsys):
+    """What fails through no doing of an answer counts apart from both."""
+    failures = Failures(0, "key")
+    prompt = prompts(5, 1)[0]
+    other = replace(prompt, environment="other")
+    broke, good = rollout(broke="step raised KeyError: 'x' at mine.py:3"), rollout()
+    for rollouts in [(broke, good), *[(broke, broke)] * 50]:
+        failures.see(RolloutGroup(prompt, rollouts))
+    for _ in range(FIRST_GROUPS):
+        failures.see(RolloutGroup(other, (broke, broke)))
+    with pytest.raises(
+        RuntimeError, match=r"env\.other, prompt 5: .*mine\.py:3; it has judged none of the answers of its first 11"
+    ):
+        failures.see(RolloutGroup(other, (broke, rollout(failure=NOTHING_SAID))))
+    with pytest.raises(RuntimeError, match=r"all episodes of 1 groups failed, .* and 0 may"):
+        failures.see(RolloutGroup(prompt, (rollout(failure="no connection"),) * 2))

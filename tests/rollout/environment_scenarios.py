@@ -25,7 +25,7 @@ from pipeline.environments.base import Environment, Outcome
 from pipeline.environments.python_tool import PythonTool
 from pipeline.rollout import environment_pool, environment_process
 from pipeline.rollout.environment_pool import Failure
-from pipeline.rollout.environment_process import EnvironmentProcess, fork_early
+from pipeline.rollout.environment_process import HELD, EnvironmentProcess, fork_early
 from pipeline.rollout.environment_threads import EnvironmentSettings, load
 from pipeline.rollout.hearing import Said
 from pipeline.sandbox import processes
@@ -33,7 +33,7 @@ from pipeline.types import Prompt, Rollout
 from tests.generate.tiny import Checkpoint
 from tests.rollout.engine import Bench, by_place, prompts, work
 from tests.rollout.test_driver import ANY
-from tests.rollout.test_environment_pool import EXPECTED
+from tests.rollout.test_environment_pool import EXPECTED, TASKS
 
 NAUGHTY = "tests.rollout.test_environment_pool.Naughty"
 
@@ -119,7 +119,10 @@ def same(folder: Path) -> None:
             held = bench.driver._environments
             assert not (held._held if executor is EnvironmentProcess else held._hearing._open)
         assert len(found[0]) == 22 and [bits(rollout) for rollout in found[0]] == [bits(rollout) for rollout in found[1]]
-        failures = [rollout.failure for rollout in found[0]]
+        failures = [rollout.failure or rollout.broke for rollout in found[0]]
+        assert [bool(rollout.failure) for rollout in found[0]] == [
+            place < 2 * TASKS and name == "naughty" for place in range(22)
+        ]
         if name == "told":
             assert not any(failures) and found[0][0].reward == 2.0 and found[0][0].metrics == {"turns": 3.0}
         else:
@@ -130,11 +133,11 @@ def same(folder: Path) -> None:
 def bits(rollout: Rollout) -> tuple:
     completions = [(turn.completion.tokens.tobytes(), turn.completion.logprobs.tobytes()) for turn in rollout.turns]
     observations = [(turn.observation.dtype, turn.observation.tobytes(), turn.completion.finish) for turn in rollout.turns]
-    return completions, observations, rollout.reward, rollout.metrics, rollout.failure
+    return completions, observations, rollout.reward, rollout.metrics, rollout.failure, rollout.broke
 
 
 def deaths(folder: Path, way: str, why: str) -> None:
-    """The process ends twice: it costs the turns that it judged and the episodes that it held, and no others."""
+    """The process ends twice: the answers that it judged are wrong, and episodes that it held are left out, and no others."""
     environment_process.SILENCE_S = 0.5
     for _ in range(3):
         fork_early()
@@ -143,15 +146,15 @@ def deaths(folder: Path, way: str, why: str) -> None:
     later = bench.driver.rollout(work(0, prompts(8), samples=1, max_turns=5, stop=ANY))  # a turn has one word
     bench.work()
     rollouts = [by_place(later.unsent)[place][0] for place in range(8)]
-    assert re.fullmatch(f"the environments' process {why}", rollouts[3].failure), rollouts[3].failure
-    assert all(rollouts[place].failure for place in (3, 4))
+    assert re.fullmatch(f"the environments' process {why}", rollouts[3].broke), rollouts[3]
+    assert rollouts[4].broke or rollouts[4].failure == HELD  # where the other one's end was the end of it
     for place, rollout in enumerate(rollouts):
-        if rollout.failure:
-            assert re.fullmatch(f"the environments' process ({why}|that held the episode has ended)", rollout.failure), place
+        if rollout.failure or rollout.broke:
+            assert rollout.failure == HELD or (place in (3, 4) and rollout.reward == 0.0), place
         else:
             assert rollout.reward == 3.0 and len(rollout.turns) == 3
     assert sum(not rollout.failure for rollout in rollouts) >= 8 - 2 * 3  # at most three episodes are open at once
-    assert not rollouts[7].failure and not bench.driver._environments._held
+    assert rollouts[7].reward == 3.0 and not bench.driver._environments._held
 
 
 def unbegun(folder: Path) -> None:
@@ -166,9 +169,9 @@ def unbegun(folder: Path) -> None:
     for prompt in prompts(8):
         process.submit(said(str(prompt.index), prompt))
     found = dict(answers(process, 8))
-    assert [episode for episode, answer in found.items() if isinstance(answer, Failure)] == ["3"]
+    assert [episode for episode, answer in found.items() if isinstance(answer, Failure)] == ["3"] and found["3"].of_answer
     process.submit(said("held", None))
-    assert answers(process, 1) == [("held", Failure("the environments' process that held the episode has ended"))]
+    assert answers(process, 1) == [("held", Failure(HELD))]
     assert process.seconds_left() is None and not process._held
 
 
@@ -185,11 +188,14 @@ def answers(process: EnvironmentProcess, count: int) -> list[tuple[str, Any]]:
 
 
 def idle_deaths(folder: Path) -> None:
-    """A process that cannot live ends the run."""
-    for _ in range(environment_process.IDLE_DEATHS + 1):
+    """A process that cannot live ends the run; one that judges between its deaths can."""
+    for _ in range(2 * environment_process.IDLE_DEATHS + 1):
         fork_early()
     process = started(settings(folder, "exact_match"))
-    for _ in range(environment_process.IDLE_DEATHS):
+    for death in range(2 * environment_process.IDLE_DEATHS):
+        if death == environment_process.IDLE_DEATHS:
+            process.submit(said("0", prompts(1)[0]))
+            answers(process, 1)
         process._process.handle.kill()
         process._process.handle.wait(10)
         assert process.take() == []
@@ -200,17 +206,113 @@ def idle_deaths(folder: Path) -> None:
 
 
 def errors(folder: Path) -> None:
-    """What keeps environments from being built, or from going on, is raised on the rank as if they ran there."""
-    environment_pool.MOST_HANGING = 2
-    fork_early()
+    """What keeps environments from being built is raised on the rank as if they ran there."""
     fork_early()
     with raises(ValueError, rf"env\.told \(kind {__name__}\.Deadly\): kwargs do not fit Deadly"):
         started(settings(folder, f"{__name__}.Deadly", no=1))
-    chosen = settings(folder, NAUGHTY, "naughty", 0.05)
-    bench = Bench(Checkpoint(folder, None), functools.partial(EnvironmentProcess, chosen))
-    bench.driver.rollout(work(0, [prompts(3, "naughty")[2]] * 4, samples=1))
-    with raises(RuntimeError, r"env\.naughty: 3 calls of it hang at once, each for more than 0\.05 s"):
-        bench.work()
+
+
+class Together(Environment):
+    """Judges when `size` turns are there, or some time has passed. Those in `deadly`, "<prompt>/<turn>", end the process."""
+
+    workers = 6
+
+    def __init__(self, deadly: list[str], size: int = 4) -> None:
+        self._deadly, self._size, self._inside, self._changed = deadly, size, 0, threading.Condition()
+
+    def reset(self, prompt):
+        return {"index": prompt.index, "turn": 0}
+
+    def step(self, episode, text):
+        episode["turn"] += 1
+        with self._changed:
+            self._inside += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._inside >= self._size, 0.5)
+        if f"{episode['index']}/{episode['turn']}" in self._deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.3)  # whoever dies, dies before this
+        with self._changed:
+            self._inside -= 1
+        return Outcome(1.0, {}, {"role": "user", "content": "w21"} if episode["turn"] == 1 else None)
+
+
+class Later(Environment):
+    """The call of prompt 0 hangs, and ends the process when one of prompt 1 is there."""
+
+    workers = 2
+    begun = threading.Event()
+
+    def step(self, prompt, text):
+        if prompt.index == 0:
+            self.begun.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.begun.set()
+        time.sleep(0.2)
+        return Outcome(1.0)
+
+
+def verdicts(process: EnvironmentProcess, turns: list[Said]) -> dict[str, str]:
+    """What comes of turns that are there at once: judged, broke or left out."""
+    for one in turns:
+        process.submit(one)
+    found = dict(answers(process, len(turns)))
+    kinds = {episode: answer.of_answer if isinstance(answer, Failure) else None for episode, answer in found.items()}
+    return {episode: {None: "judged", True: "broke", False: "left out"}[kind] for episode, kind in kinds.items()}
+
+
+def suspects(folder: Path) -> None:
+    """Of several answers that a process died with those are wrong that it dies of alone."""
+    for _ in range(4):
+        fork_early()
+    process = started(settings(folder, f"{__name__}.Together", deadly=["1/1", "3/1"]))
+    found = verdicts(process, [said(str(prompt.index), prompt) for prompt in prompts(4)])
+    assert found == {"0": "judged", "1": "broke", "2": "judged", "3": "broke"}, found
+    assert not process._calls and not process._held and not process._trying
+
+
+def accused(folder: Path, deadly: str) -> None:
+    """Second turns cannot be judged again: they are wrong unless a first turn beside them was to blame."""
+    for _ in range(3):
+        fork_early()
+    process = started(settings(folder, f"{__name__}.Together", deadly=[deadly]))
+    zero, one, two, three = prompts(4)
+    assert verdicts(process, [said(str(p.index), p, last=False) for p in (zero, one, two)]) == dict.fromkeys("012", "judged")
+    found = verdicts(process, [said("0", None), said("1", None), said("2", None), said("3", three)])
+    seconds = "left out" if deadly == "3/1" else "broke"
+    assert found == {**dict.fromkeys("012", seconds), "3": "broke" if deadly == "3/1" else "judged"}, found
+    assert verdicts(process, [said("4", prompts(1, first=4)[0])]) == {"4": "judged"}
+
+
+def given_up(folder: Path) -> None:
+    """A call that was given up ends the process later: whoever is judged then is judged again."""
+    fork_early()
+    fork_early()
+    process = started(settings(folder, f"{__name__}.Later", limit_s=1.0))
+    zero, one = prompts(2)
+    assert verdicts(process, [said("0", zero)]) == {"0": "broke"}
+    pid = process._process.handle.pid
+    assert verdicts(process, [said("1", one)]) == {"1": "judged"}
+    assert process._process.handle.pid != pid
+
+
+def worn_out(folder: Path) -> None:
+    """Calls that hang are given up, and the process with them when they are too many; no other turn is lost."""
+    environment_pool.MOST_HANGING = 2
+    fork_early()
+    fork_early()
+    process = started(settings(folder, f"{__name__}.Hanging", limit_s=0.3))
+    found = verdicts(process, [said(str(prompt.index), prompt) for prompt in prompts(10)])
+    assert found == {str(index): "judged" if index % 2 else "broke" for index in range(10)}, found
+
+
+class Hanging(Environment):
+    workers = 4
+
+    def step(self, prompt, text):
+        if prompt.index % 2 == 0:
+            threading.Event().wait()
+        return Outcome(1.0)
 
 
 def orderly(folder: Path, closed: Path) -> None:

@@ -1,4 +1,4 @@
-"""Environments that hang, raise, or return nonsense: they cost their episodes, and no others."""
+"""Environments that hang, raise, or return nonsense: answers that they do this to are wrong, and no others."""
 
 import re
 import sys
@@ -7,8 +7,10 @@ import threading
 import pytest
 
 from pipeline.encoding import decode, encode
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.base import Environment, Outcome, Unjudged
+from pipeline.environments.tool import ToolError
 from pipeline.rollout import environment_pool
+from pipeline.sandbox.limits import SandboxError
 from pipeline.types import Rollout
 from tests.rollout.engine import Bench, by_place, prompts, work
 
@@ -55,24 +57,59 @@ EXPECTED = [
 ]
 
 
-def test_each_failure_costs_its_episode_and_says_why(checkpoint, capsys):
+TASKS = 2
+"""Of EXPECTED, those of `reset`, which has seen no answer."""
+
+
+def test_what_fails_of_an_answer_is_wrong_and_of_its_task_left_out(checkpoint, capsys):
     """With one thread for all of them: who hangs is replaced."""
     bench = Bench(checkpoint, {"naughty": Naughty()}, limit_s=0.3)
     later = bench.driver.rollout(work(0, prompts(11, "naughty"), samples=1))
     bench.work()
     rollouts = [by_place(later.unsent)[place][0] for place in range(11)]
-    assert [rollout.failure for rollout in rollouts[9:]] == ["", ""]
+    assert [(rollout.failure, rollout.broke) for rollout in rollouts[9:]] == [("", "")] * 2
     assert [rollout.reward for rollout in rollouts] == [0.0] * 9 + [1.0] * 2
-    for rollout, expected in zip(rollouts, EXPECTED, strict=False):
-        assert re.fullmatch(expected, rollout.failure), rollout.failure
+    for place, (rollout, expected) in enumerate(zip(rollouts, EXPECTED, strict=False)):
+        told, untold = (rollout.failure, rollout.broke) if place < TASKS else (rollout.broke, rollout.failure)
+        assert re.fullmatch(expected, told) and not untold, rollout
         assert len(rollout.turns) == 1 and rollout.drawn_tokens > 0
     assert decode(encode(rollouts), list[Rollout])  # they can be sent
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hetstep: env.naughty: ")]
     assert len(lines) == environment_pool.TOLD_AT_ONCE
-    assert any(re.search(r"train prompt 3, sample 0, turn 0 failed: step raised KeyError", line) for line in lines)
+    assert any("train prompt 0, sample 0, turn 0 failed: reset raised OSError" in line for line in lines)
+    assert any("train prompt 3, sample 0, turn 0 broke its judge, and counts as wrong: step raised" in line for line in lines)
 
 
-def test_calls_that_all_hang_end_the_run(checkpoint, monkeypatch):
+def test_what_is_not_the_answers_doing_is_left_out(checkpoint):
+    """Though `step` raises it, from which anything else is the answer's."""
+
+    class Unlucky(Environment):
+        def step(self, prompt, text):
+            raise [Unjudged("no connection"), SandboxError("sandbox: its guard said nothing"), ToolError("odd")][prompt.index]
+
+    bench = Bench(checkpoint, {"unlucky": Unlucky()})
+    later = bench.driver.rollout(work(0, prompts(3, "unlucky"), samples=1))
+    bench.work()
+    rollouts = [by_place(later.unsent)[place][0] for place in range(3)]
+    assert [bool(rollout.failure) for rollout in rollouts] == [True, True, False] and rollouts[2].broke
+    assert "no connection" in rollouts[0].failure and rollouts[2].reward == 0.0
+
+
+def test_an_episode_that_breaks_its_judge_late_keeps_nothing(checkpoint):
+    class Late(Environment):
+        def step(self, prompt, text):
+            told.append(text)
+            return Outcome(1.0, {"accuracy": 1.0}, {"role": "user", "content": "w21"}) if len(told) < 3 else 1 / 0
+
+    told = []
+    bench = Bench(checkpoint, {"breaking": Late()})
+    later = bench.driver.rollout(work(0, prompts(1, "breaking"), samples=1, max_turns=5))
+    bench.work()
+    (rollout,) = by_place(later.unsent)[0]
+    assert (len(rollout.turns), rollout.reward, rollout.metrics) == (3, 0.0, {}) and "ZeroDivisionError" in rollout.broke
+
+
+def test_calls_that_all_hang_end_a_run_whose_threads_they_are(checkpoint, monkeypatch):
     monkeypatch.setattr(environment_pool, "MOST_HANGING", 2)
     bench = Bench(checkpoint, {"naughty": Naughty()}, limit_s=0.05)
     only_hang = [prompts(3, "naughty")[2]] * 4

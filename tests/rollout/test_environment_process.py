@@ -45,7 +45,29 @@ def test_the_end_of_the_process_costs_what_it_judged_and_held(play, way, why):
 def test_turns_that_had_not_begun_are_judged_by_the_next_process(play):
     status, printed = play(scenarios.unbegun)
     assert status == 0, printed[-4000:]
-    assert "was killed by SIGKILL: 1 turns that it was judging fail, another process takes its place" in printed
+    assert "was killed by SIGKILL while it judged 1 turns; another process takes its place" in printed
+
+
+def test_of_answers_that_a_process_died_with_those_are_wrong_that_it_died_of(play):
+    status, printed = play(scenarios.suspects)
+    assert status == 0, printed[-4000:]
+
+
+@pytest.mark.parametrize("deadly", ["1/2", "3/1"])
+def test_turns_that_cannot_be_judged_again(play, deadly):
+    status, printed = play(scenarios.accused, deadly)
+    assert status == 0, printed[-4000:]
+
+
+def test_a_call_that_was_given_up_costs_no_other_answer(play):
+    status, printed = play(scenarios.given_up)
+    assert status == 0, printed[-4000:]
+
+
+def test_calls_that_hang_wear_out_the_process_and_not_the_run(play):
+    status, printed = play(scenarios.worn_out)
+    assert status == 0, printed[-4000:]
+    assert " calls of it hang at once, each for more than 0.3 s" in printed
 
 
 def test_a_process_that_cannot_live_ends_the_run(play):

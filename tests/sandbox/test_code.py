@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from pipeline.config import EnvironmentConfig
+from pipeline.environments.base import Unjudged
 from pipeline.environments.code import PIECES, code_in
 from pipeline.environments.code_tests import LITERAL, Case, Equation, read, same_literal, same_output, same_result, same_value
 from pipeline.environments.registry import build
@@ -305,7 +306,7 @@ def test_a_literal_that_is_too_long_is_not_read():
 
 
 def test_a_task_without_tests_is_an_error():
-    with pytest.raises(ValueError, match="prompt 7: no tests"):
+    with pytest.raises(Unjudged, match="prompt 7: no tests"):
         judged("[]", DOUBLE)
 
 
