@@ -1,8 +1,9 @@
 """Mathematical answers, judged by math-verify in processes of their own.
 
-Comparing two expressions can take for ever, or all memory: sympy evaluates what a model wrote. So long-lived workers
-(`math_worker.py`) do it, with a limit of seconds for each answer; a worker that outlasts it is killed and another started.
-Worker and environment exchange lines of JSON over pipes.
+Comparing two expressions can take for ever, or all memory: sympy evaluates what a model wrote. So workers (`math_worker.py`)
+that have loaded it judge each answer in a fork of theirs, with a limit of seconds. What ends the fork is the answer's doing. A
+worker itself reads only the expected answers; one that is lost all the same is replaced. Worker and environment exchange lines
+of JSON over pipes. Of this process's environment variables a worker has those of KEPT, which hold no secrets.
 
 Leaves out: rewards for form.
 """
@@ -19,12 +20,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.base import Environment, Outcome, Unjudged
 from pipeline.types import Prompt
 
 START_TIMEOUT_S = 300.0  # importing sympy, on a cold network file system
-OWN_SHARE = 0.5
-"""Of `timeout_s`, what one answer may take: the rest is for a worker, in place of one that was killed, to be ready."""
+OWN_SHARE, WAIT_SHARE = 0.5, 0.25
+"""Of `timeout_s`, what an answer may take, and what it may wait for a worker in a lost one's place."""
+KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "PYTHONHOME", "PYTHONUSERBASE")
+"""To find Python and its packages."""
 PACKAGE_ROOT = Path(__file__).parents[2]
 
 
@@ -32,7 +35,7 @@ class Math(Environment):
     """Reward 1 if math-verify finds the text's answer equal to `prompt.task["answer"]`, else 0.
 
     `timeout_s` is for one step, OWN_SHARE of it for the answer. Metrics: `accuracy`; `timeout`, 1 if it took longer; `crash`, 1
-    if the worker died of it. The reward of the latter two is 0. workers: how many processes judge, each one answer at a time.
+    if its judgement died of it; of these two the reward is 0. workers: how many processes judge, each one answer at a time.
     Raises RuntimeError if one does not start.
     """
 
@@ -52,32 +55,32 @@ class Math(Environment):
             self._idle.put(worker)
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
-        """Raises ValueError if math-verify can read nothing in the expected answer, RuntimeError if no worker can be asked.
+        """Raises Unjudged if math-verify can read nothing in the expected answer, or if no worker answers.
 
         A worker that did not answer is replaced. The next step may wait for the new one to be ready, and leaves it to the one
         after that if this takes too long.
         """
-        question = {"expected": prompt.task["answer"], "text": text}
-        wait_s = (1 - OWN_SHARE) * self._timeout_s
+        question = {"expected": prompt.task["answer"], "text": text, "timeout_s": OWN_SHARE * self._timeout_s}
+        deadline = time.monotonic() + self._timeout_s
+        wait_s = WAIT_SHARE * self._timeout_s
         try:
             worker = self._idle.get(timeout=wait_s)
         except queue.Empty:
-            raise RuntimeError(f"no math worker was ready within {wait_s:g} s") from None
+            raise Unjudged(f"no math worker was ready within {wait_s:g} s") from None
         if isinstance(worker, Exception):
             self._starters.submit(self._start)
-            raise RuntimeError(str(worker)) from worker
+            raise Unjudged(str(worker)) from worker
         try:
-            reply = worker.ask(question, OWN_SHARE * self._timeout_s)
-        except (TimeoutError, EOFError) as error:
+            reply = worker.ask(question, deadline - time.monotonic())
+        except BaseException as error:  # it may be in the midst of the answer
             self._replace(worker)
-            return Outcome(0.0, _metrics(timeout=isinstance(error, TimeoutError), crash=isinstance(error, EOFError)))
-        except BaseException:  # it may be in the midst of the answer
-            self._replace(worker)
+            if isinstance(error, TimeoutError | EOFError):  # the fork that an answer can hold up or end is not the worker
+                raise Unjudged(f"prompt {prompt.index}: {error}") from None
             raise
         self._idle.put(worker)
         if "error" in reply:
-            raise ValueError(f"prompt {prompt.index}: {reply['error']}")
-        return Outcome(float(reply["right"]), _metrics(accuracy=reply["right"]))
+            raise Unjudged(f"prompt {prompt.index}: {reply['error']}")
+        return Outcome(float(reply.get("right", False)), _metrics(**reply))
 
     def close(self) -> None:
         for worker in tuple(self._processes):
@@ -111,8 +114,8 @@ class Math(Environment):
         self._processes.remove(worker)
 
 
-def _metrics(accuracy: bool = False, timeout: bool = False, crash: bool = False) -> dict[str, float]:
-    return {"accuracy": float(accuracy), "timeout": float(timeout), "crash": float(crash)}
+def _metrics(right: bool = False, timeout: bool = False, crash: bool = False) -> dict[str, float]:
+    return {"accuracy": float(right), "timeout": float(timeout), "crash": float(crash)}
 
 
 class _Worker:
@@ -124,7 +127,7 @@ class _Worker:
             [sys.executable, "-m", "pipeline.environments.math_worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env={name: os.environ[name] for name in KEPT if name in os.environ} | {"PYTHONPATH": path},
         )
         self._received = b""
 
@@ -136,7 +139,7 @@ class _Worker:
             self.kill()
             raise RuntimeError(f"the math worker did not start: {error!r}, exit status {self.process.returncode}") from error
 
-    def ask(self, question: dict[str, str], timeout_s: float) -> dict[str, object]:
+    def ask(self, question: dict[str, str | float], timeout_s: float) -> dict[str, object]:
         """One question, one reply. Raises TimeoutError, or EOFError if the worker dies."""
         try:
             self.process.stdin.write(json.dumps(question).encode() + b"\n")
@@ -160,7 +163,7 @@ class _Worker:
         poll.register(self.process.stdout, select.POLLIN)
         while b"\n" not in self._received:
             if not poll.poll(1e3 * max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(f"no reply within {timeout_s} s")
+                raise TimeoutError(f"the math worker did not reply within {timeout_s:g} s")
             chunk = os.read(self.process.stdout.fileno(), 1 << 16)
             if not chunk:
                 raise EOFError("the math worker died")

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.environments.base import Outcome
+from pipeline.environments.base import Outcome, Unjudged
 from pipeline.environments.math import Math, _Worker
+from pipeline.sandbox import processes
 from pipeline.types import Prompt
 from tests.environments.pooled import outcomes
 
@@ -56,39 +57,91 @@ def test_right_and_wrong(math: Math, expected: str, text: str, right: bool):
     assert step(math, expected, text) == (float(right), {"accuracy": float(right), "timeout": 0.0, "crash": 0.0})
 
 
-def test_an_expected_answer_without_content_is_an_error(math: Math):
-    with pytest.raises(ValueError, match="prompt 3: math-verify can read nothing"):
+def test_an_expected_answer_without_content_leaves_the_episode_out(math: Math):
+    with pytest.raises(Unjudged, match="prompt 3: math-verify can read nothing"):
         step(math, " ", "42")
     assert step(math, "5", "5")[0] == 1.0
 
 
-def test_an_answer_that_never_ends_is_killed_and_the_next_is_judged():
-    environment = Math(timeout_s=1.0, workers=1)
-    first = environment._processes[0].process
-    assert step(environment, "1", NEVER_ENDS) == (0.0, {"accuracy": 0.0, "timeout": 1.0, "crash": 0.0})
-    assert first.returncode == -signal.SIGKILL
-    assert not Path(f"/proc/{first.pid}").exists()
-    environment._timeout_s = 30.0
-    assert step(environment, "7", "\\boxed{7}")[0] == 1.0
+TIMEOUT, CRASH = ({"accuracy": 0.0, "timeout": float(late), "crash": float(not late)} for late in (True, False))
+
+
+def test_answers_that_never_end_cost_nobody_else_anything():
+    """There is one worker, which each of them holds up; the next answer does not wait for another one to load."""
+    environment = Math(timeout_s=2.0, workers=1)
+    (worker,) = environment._processes
+    prompt = Prompt(3, np.zeros(1, np.int32), "math", {"answer": "7"})
+    wrong, right = Outcome(0.0, TIMEOUT), Outcome(1.0, {"accuracy": 1.0, "timeout": 0.0, "crash": 0.0})
+    assert outcomes(environment, 2.0, prompt, [NEVER_ENDS, "7"] * 2) == [wrong, right] * 2
+    assert environment._processes == [worker] and not processes.children(worker.process.pid)
+    environment.close()
+    assert worker.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_an_answer_whose_judgement_dies_is_wrong(math: Math, number: int):
+    (worker,) = math._processes
+    killer = threading.Thread(target=_end_fork, args=(worker.process.pid, number))
+    killer.start()
+    assert step(math, "1", NEVER_ENDS) == (0.0, CRASH)
+    killer.join()
+    assert math._processes == [worker] and step(math, "7", "7")[0] == 1.0
+
+
+def _end_fork(worker: int, number: int) -> None:
+    while not (forks := processes.children(worker)):
+        time.sleep(0.01)
+    os.kill(forks[0], number)
+
+
+HOSTILE = {
+    "deep": "\\boxed{" + "\\frac{1}{" * 3000 + "2" + "}" * 3000 + "}",
+    "parentheses": "\\boxed{" + "(" * 20_000 + "1" + ")" * 20_000 + "}",
+    "digits": "\\boxed{" + "9" * 100_000 + "}",
+    "tower": "\\boxed{9^{9^{9^{9^{9^{9}}}}}}",
+    "factorial": "\\boxed{(10^9)!}",
+    "half a surrogate pair": "\\boxed{\ud800}",
+    "null": "\\boxed{\0}",
+    "nothing": "\\boxed{" * 5000,
+    "Python": "\\boxed{__import__('os')._exit(0)} $__import__('os')._exit(0)$ os._exit(0)",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_expression_fails_its_judge_or_the_next_one(name: str):
+    environment = Math(timeout_s=3.0, workers=1)
+    (worker,) = environment._processes
+    reward, metrics = step(environment, "7", HOSTILE[name])
+    assert reward == metrics["accuracy"] == 0.0
+    assert step(environment, "7", "7")[0] == 1.0 and environment._processes == [worker]
+    environment.close()
+
+
+def test_a_worker_has_no_secret(monkeypatch: pytest.MonkeyPatch):
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "SOME_VARIABLE"):
+        monkeypatch.setenv(name, "canary")
+    environment = Math(timeout_s=30.0, workers=1)
+    assert b"canary" not in Path(f"/proc/{environment._processes[0].process.pid}/environ").read_bytes()
+    environment.close()
+
+
+def test_a_worker_that_is_lost_is_replaced():
+    """Not by an answer: that is judged in a fork."""
+    environment = Math(timeout_s=60.0, workers=1)
+    worker = environment._processes[0].process
+    killer = threading.Timer(0.5, worker.kill)
+    killer.start()
+    with pytest.raises(Unjudged, match="prompt 3: the math worker died"):
+        step(environment, "1", NEVER_ENDS)
+    assert step(environment, "7", "7")[0] == 1.0
     (second,) = environment._processes
     environment.close()
     assert second.process.returncode == -signal.SIGKILL
 
 
-def test_a_worker_that_dies_of_an_answer_costs_that_answer_alone():
-    environment = Math(timeout_s=60.0, workers=1)
-    worker = environment._processes[0].process
-    killer = threading.Timer(0.5, worker.kill)
-    killer.start()
-    assert step(environment, "1", NEVER_ENDS) == (0.0, {"accuracy": 0.0, "timeout": 0.0, "crash": 1.0})
-    assert step(environment, "7", "7")[0] == 1.0
-    environment.close()
-
-
-def test_several_threads_share_workers_of_which_one_hangs_and_one_dies():
-    """Workers that are started in a step outlive the thread of that step."""
+def test_several_threads_share_workers_of_which_one_hangs():
     environment = Math(timeout_s=6.0, workers=2)
-    first = [worker.process for worker in environment._processes]
     hung = threading.Thread(target=lambda: hung_outcomes.append(step(environment, "1", NEVER_ENDS)))
     hung_outcomes: list[tuple[float, dict[str, float]]] = []
     hung.start()
@@ -99,11 +152,7 @@ def test_several_threads_share_workers_of_which_one_hangs_and_one_dies():
     assert rewards == [float(n == 7) for n in range(20)]  # each thread has its own question's answer
     assert not hung_outcomes  # while the other worker is still at it
     hung.join()
-    assert hung_outcomes[0][1]["timeout"] == 1.0
-    time.sleep(0.2)
-    assert [step(environment, "7", "7")[0] for _ in range(4)] == [1.0] * 4  # the new worker's thread has ended long since
-    assert [process.poll() is None for process in first].count(True) == 1
-    assert all(worker.process.poll() is None for worker in environment._processes)
+    assert hung_outcomes == [(0.0, TIMEOUT)]
     environment.close()
     assert all(worker.process.poll() is not None for worker in environment._processes)
 
@@ -120,10 +169,11 @@ def test_any_other_error_of_a_step_costs_its_answer_alone(monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/bin/false")
         environment._processes[0].process.kill()
-        assert step(environment, "7", "7")[1]["crash"] == 1.0
-        with pytest.raises(RuntimeError, match=r"did not start.*exit status 1"):
+        with pytest.raises(Unjudged, match="the math worker"):
             step(environment, "7", "7")
-    with contextlib.suppress(RuntimeError):  # of one that was started before
+        with pytest.raises(Unjudged, match=r"did not start.*exit status 1"):
+            step(environment, "7", "7")
+    with contextlib.suppress(Unjudged):  # of one that was started before
         step(environment, "7", "7")
     assert step(environment, "7", "7")[0] == 1.0
     environment.close()
@@ -135,25 +185,14 @@ def test_a_worker_is_asked_only_when_it_is_ready(monkeypatch: pytest.MonkeyPatch
     ready, wait = threading.Event(), _Worker.wait_until_ready
     monkeypatch.setattr(_Worker, "wait_until_ready", lambda worker: ready.wait(60) and wait(worker))
     environment._processes[0].process.kill()
-    assert step(environment, "7", "7")[1]["crash"] == 1.0
+    with pytest.raises(Unjudged, match="the math worker"):
+        step(environment, "7", "7")
     environment._timeout_s = 0.1
-    with pytest.raises(RuntimeError, match=r"no math worker was ready within 0\.05 s"):
+    with pytest.raises(Unjudged, match=r"no math worker was ready within 0\.025 s"):
         step(environment, "7", "7")
     environment._timeout_s = 30.0
     ready.set()
     assert step(environment, "7", "7")[0] == 1.0
-    environment.close()
-
-
-def test_each_answer_that_never_ends_is_wrong_though_it_waits_for_a_new_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    worker = tmp_path / "worker"
-    worker.write_text("#!/bin/sh\nsleep 0.2\necho '{}'\nexec sleep 60\n")
-    worker.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(worker))
-    environment = Math(timeout_s=1.0, workers=1)
-    prompt = Prompt(3, np.zeros(1, np.int32), "math", {"answer": "1"})
-    wrong = Outcome(0.0, {"accuracy": 0.0, "timeout": 1.0, "crash": 0.0})
-    assert outcomes(environment, 1.0, prompt, [NEVER_ENDS] * 2) == [wrong] * 2
     environment.close()
 
 
