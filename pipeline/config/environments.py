@@ -124,6 +124,8 @@ class LLMJudgeArguments:
     url: str = typed.MISSING
     model: str = typed.MISSING
     prompt: str = JUDGE_PROMPT
+    second_prompt: str | None = None
+    marks: bool = True
     score_pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
     scale: list[float] = field(default_factory=lambda: [0.0, 10.0])
     tries: int = 4
@@ -171,7 +173,12 @@ RANGES: dict[tuple[str, str], tuple[float, float]] = {
     ("code_interpreter", "session_s"): (1, 1e6),
 }
 PATTERNS = {("exact_match", "pattern"), ("sliding_puzzle", "action_pattern"), ("llm_judge", "score_pattern")}
-HAVE_PLACES = {("calculator", "reply"): "{}", ("sliding_puzzle", "observation"): "{}", ("llm_judge", "prompt"): "{response}"}
+HAVE_PLACES = {
+    ("calculator", "reply"): "{}",
+    ("sliding_puzzle", "observation"): "{}",
+    ("llm_judge", "prompt"): "{response}",
+    ("llm_judge", "second_prompt"): "{response}",
+}
 
 
 def arguments_of(environment: EnvironmentConfig) -> dict[str, Any]:
