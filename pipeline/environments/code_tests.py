@@ -7,8 +7,9 @@
     any other text                                    one piece of Python (KodCode)
 
 What an answer is to print or return stays outside the sandbox. So does the right side of `assert <expression> == <literal>`,
-which most pieces are: what the expression comes to is told, and compared here. Any other piece (`assert abs(f(1) - 2) < 1e-6`,
-`check` of HumanEval) judges in the answer's own process, where an answer that sets out to deceive it can.
+which most pieces are, alone, joined by `and`, one after another, or as in `assert (<expression> == <literal>) == True`: what
+the expressions come to is told, and compared here. Any other piece (`assert abs(f(1) - 2) < 1e-6`, `check` of HumanEval) judges
+in the answer's own process, where an answer that sets out to deceive it can.
 
 A piece may import the answer as `solution`. Its functions test_* that need no arguments are called, as pytest does. One that
 defines and calls nothing would be passed by every answer, and is an error.
@@ -110,7 +111,9 @@ def _piece(code: str) -> str | Equation:
         return f"{code}\n\n{''.join(dict.fromkeys(calls))}"
     if all(map(_only_defines, body)):
         raise ValueError(f"a piece of Python, {code.strip()[:80]!r}, defines tests and calls none, so that all would pass it")
-    return (_equation(body[0]) if len(body) == 1 else None) or code
+    if not all(isinstance(one, ast.Assert) for one in body):
+        return code
+    return _all_of([_equation(one.test) for one in body]) or code
 
 
 def _needs_nothing(arguments: ast.arguments) -> bool:
@@ -131,17 +134,33 @@ def _only_defines(statement: ast.stmt) -> bool:
     return isinstance(statement, DEFINITIONS)
 
 
-def _equation(statement: ast.stmt) -> Equation | None:
-    """None if it is none."""
-    test = statement.test if isinstance(statement, ast.Assert) else None
-    if not isinstance(test, ast.Compare) or [type(operator) for operator in test.ops] != [ast.Eq]:
-        return None
-    for expression, literal in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
-        try:
-            return Equation(ast.unparse(expression), _value(literal))
-        except (ValueError, TypeError, RecursionError, MemoryError):
-            continue  # it is no literal
+def _equation(test: ast.expr) -> Equation | None:
+    """None if it is none. A comparison within it is not left to the answer's own objects."""
+    match test:
+        case ast.BoolOp(op=ast.And(), values=tests):
+            return _all_of([_equation(one) for one in tests])
+        case ast.Compare(
+            left=ast.Compare() | ast.BoolOp() as inner, ops=[ast.Eq() | ast.Is()], comparators=[ast.Constant(True)]
+        ):
+            return _equation(inner)
+        case ast.Compare(
+            left=ast.Constant(True), ops=[ast.Eq() | ast.Is()], comparators=[ast.Compare() | ast.BoolOp() as inner]
+        ):
+            return _equation(inner)
+        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
+            for expression, literal in ((left, right), (right, left)):
+                try:
+                    return Equation(ast.unparse(expression), _value(literal))
+                except (ValueError, TypeError, RecursionError, MemoryError):
+                    continue  # it is no literal
     return None
+
+
+def _all_of(equations: list[Equation | None]) -> Equation | None:
+    """That of a tuple, of several; None if one is None."""
+    if None in equations or len(equations) == 1:
+        return equations[0] if len(equations) == 1 else None
+    return Equation(f"({', '.join(one.expression for one in equations)})", tuple(one.value for one in equations))
 
 
 def _value(node: ast.expr) -> Any:

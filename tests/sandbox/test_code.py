@@ -198,7 +198,13 @@ f = lambda x: Equal()""",
 @pytest.mark.parametrize("code", FORGED.values(), ids=list(FORGED))
 def test_what_a_test_is_to_come_to_cannot_be_forged(code: str):
     tests = ["assert f(1) == 2", "assert f(2) == [3, 4]", "assert {3: 'x'} == f(3), 'wrong'", "assert set(f(4)) == set([5])"]
-    passed = judged(tests, code, reward="share")[0]
+    nested = [
+        "assert (f(1) == 2) == True",
+        "assert True is (f(1) == 2)",
+        "assert f(1) == 2 and f(2) == 3",
+        "assert f(1) == 2\nassert f(2) == 3",
+    ]
+    passed = judged(tests + nested, code, reward="share")[0]
     assert passed == 0.0
 
 
@@ -266,7 +272,26 @@ def test_the_forms_of_tests():
     assert equations == (
         Equation("f(1)", 2), Equation("f(2)", -1), Equation("f(3)", [1, 2]), Equation("f(4)", (1, {2}))
     )  # fmt: skip
-    others = ("assert f(1) == g(2)", "assert f(1) == 1 == 2", "assert f(1) != 2", "f(1) == 2", "assert 1 == 1; x", "assert (")
+    one, both = Equation("f(1)", 2), Equation("(f(1), f(2))", (2, 3))
+    for inner in ("(f(1) == 2) == True", "(f(1) == 2) is True", "True == (2 == f(1))", "((f(1) == 2) == True) is True"):
+        assert read([f"assert {inner}"]).pieces == (one,)
+    for several in (
+        "assert f(1) == 2 and f(2) == 3",
+        "assert f(1) == 2\nassert f(2) == 3",
+        "assert (f(1) == 2 and f(2) == 3) == True",
+    ):
+        assert read([several]).pieces == (both,)
+    others = (
+        "assert f(1) == g(2)",
+        "assert f(1) == 2 and g()",
+        "assert f(1) == 2 or f(2) == 3",
+        "assert f(1) == 2\nassert g()",
+        "assert f(1) == 1 == 2",
+        "assert f(1) != 2",
+        "f(1) == 2",
+        "assert 1 == 1; x",
+        "assert (",
+    )
     assert read(list(others)).pieces == others
     assert read("[f(x) for x in y]").pieces == ("[f(x) for x in y]",)
     for wrong in ({"inputs": [1], "outputs": []}, [], {}, "", [{"input": "1", "output": "2", "testtype": "functional"}]):
