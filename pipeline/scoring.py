@@ -54,15 +54,16 @@ class Scoring:
         """The same groups; those of prompts of the reward model's environment with its scores as rewards, and of each rollout
         the metrics `reward_model_score`, and `reward_model_truncated`: 1 if the sequence was too long for the model.
 
-        Raises ValueError if a score is not finite.
+        An answer whose score is not finite gets the lowest one that is. Raises ValueError if none is.
         """
         judged = [(group.prompt, rollout) for group in groups if self._mine(group) for rollout in group.rollouts]
         sequences = [self._encode(prompt, rollout) for prompt, rollout in judged]
         limit = self._model.max_total_sequence_length
         scores = self._score([tokens[-limit:] for tokens in sequences])
+        lowest = min(filter(math.isfinite, scores), default=math.nan)
         rewarded = iter(
             [
-                self._rewarded(prompt, rollout, score, len(tokens) > limit)
+                self._rewarded(prompt, rollout, score, lowest, len(tokens) > limit)
                 for (prompt, rollout), tokens, score in zip(judged, sequences, scores, strict=True)
             ]
         )
@@ -76,11 +77,13 @@ class Scoring:
     def _mine(self, group: RolloutGroup) -> bool:
         return group.prompt.environment == self._environment
 
-    def _rewarded(self, prompt: Prompt, rollout: Rollout, score: float, truncated: bool) -> Rollout:
-        if not math.isfinite(score):
+    def _rewarded(self, prompt: Prompt, rollout: Rollout, score: float, lowest: float, truncated: bool) -> Rollout:
+        broke = "" if math.isfinite(score) else f"the reward model scores it {score}"
+        if broke and not math.isfinite(lowest):
             raise ValueError(f"env.{self._environment}: the reward model scores an answer to prompt {prompt.index} {score}")
+        score = lowest if broke else score
         metrics = {**rollout.metrics, "reward_model_score": score, "reward_model_truncated": float(truncated)}
-        return dataclasses.replace(rollout, reward=score, metrics=metrics)
+        return dataclasses.replace(rollout, reward=score, metrics=metrics, broke=broke or rollout.broke)
 
     def _score(self, sequences: list[np.ndarray]) -> list[float]:
         if not sequences:

@@ -1,5 +1,6 @@
 """Rewards by a model: as transformers scores the same text, in the rollouts that they belong to, shared out in any way."""
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -113,6 +114,23 @@ def test_each_rollout_gets_the_score_of_its_own_text(folder, ranks, prompts, sam
     for microbatch in (microbatch for work in works for microbatch in work.microbatches):
         assert sum(map(len, microbatch)) <= LIMIT + 8 if packed else len(microbatch) <= 3
     assert rewards(Scoring(judged, served, places, tokenizer)(before)) == rewards(after)
+
+
+def test_an_answer_without_a_finite_score_is_as_bad_as_the_worst(folder):
+    """It ends no run; a model that gives none at all does."""
+    judged = recipe(folder)
+    served, tokenizer = Realm(scorer(judged)), AutoTokenizer.from_pretrained(folder / "model")
+    score = Scoring(judged, served, [DataPlace(0, 1)], tokenizer)
+    before = groups(tokenizer, 2, 3)
+    right = served.score
+    served.score = lambda parts: Replies([[math.nan, *scores[1:]] for scores in right(parts).replies])
+    rollouts = [rollout for group in score(before) for rollout in group.rollouts]
+    assert [rollout.broke for rollout in rollouts].count("the reward model scores it nan") == 1
+    (broke,) = [rollout for rollout in rollouts if rollout.broke]
+    assert broke.reward == min(rollout.reward for rollout in rollouts if not rollout.broke) and not broke.failure
+    served.score = lambda parts: Replies([[math.inf] * len(scores) for scores in right(parts).replies])
+    with pytest.raises(ValueError, match="the reward model scores an answer to prompt 0 inf"):
+        score(before)
 
 
 def test_prompts_of_other_environments_are_left_alone(folder):
