@@ -22,7 +22,11 @@ class Unjudged(RuntimeError):
 
 
 class WornOut(RuntimeError):
-    """Calls that nothing can end fill the process, which another is to replace."""
+    """Nothing can end what goes on in the process, which another is to replace. judged: an answer being judged does it."""
+
+    def __init__(self, why: str, judged: bool = False) -> None:
+        super().__init__(why)
+        self.judged = judged
 
 
 @dataclass(frozen=True, slots=True)

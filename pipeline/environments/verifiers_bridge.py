@@ -30,8 +30,12 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
+from pipeline.environments.base import WornOut
+
 Message = dict[str, Any]
 START_S = 60.0
+LOOP_S = 1.0
+"""How long the loop may be busy with one task where another has come to nothing in time."""
 
 
 @dataclass
@@ -143,8 +147,8 @@ class Bridge:
         return episode
 
     def answer(self, episode: Episode, message: Message, timeout_s: float) -> vf.Trace | Asked:
-        """What comes of the policy's turn: the run's end, or what it is asked next. Raises TimeoutError, and whatever ended the
-        run otherwise."""
+        """What comes of the policy's turn: the run's end, or what it is asked next. Raises TimeoutError, WornOut if a task
+        holds the loop that all share, and whatever ended the run otherwise."""
         deadline = time.monotonic() + timeout_s
         self._loop.call_soon_threadsafe(episode.asked.answer.set_result, message)
         return self._await_news(episode, deadline)
@@ -162,12 +166,23 @@ class Bridge:
         self._loop.close()
 
     def _wait(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+        try:
+            asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+        except TimeoutError:
+            self._check_loop()
+            raise
+
+    def _check_loop(self) -> None:
+        goes_on = threading.Event()
+        self._loop.call_soon_threadsafe(goes_on.set)
+        if not goes_on.wait(LOOP_S):
+            raise WornOut("a task does not let the others go on, such as a reward that computes without end", judged=True)
 
     def _await_news(self, episode: Episode, deadline: float) -> vf.Trace | Asked:
         try:
             news = episode.news.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
+            self._check_loop()
             raise TimeoutError("the task did not go on in time") from None
         if isinstance(news, BaseException):
             raise news

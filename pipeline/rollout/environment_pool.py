@@ -146,7 +146,7 @@ class _Threads:
 
     def _check_worn_out(self) -> None:
         if self._worn_out:
-            raise WornOut(f"env.{self._name}: {self._worn_out}")
+            raise WornOut(f"env.{self._name}: {self._worn_out}", self._worn_out.judged)
         self._hanging = [worker for worker in self._hanging if worker.is_alive()]
         if len(self._hanging) > MOST_HANGING:
             raise WornOut(

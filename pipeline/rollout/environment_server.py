@@ -67,7 +67,7 @@ def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
         environments.close()
     except WornOut as error:  # no environment can be closed beside calls that hang
         print(f"hetstep: {encodable(str(error))}", flush=True)
-        os._exit(WORN_OUT)
+        os._exit(1 if error.judged else WORN_OUT)
     except MemoryError:  # an answer took it: as if the kernel had ended the process
         os._exit(1)
     except Exception as error:

@@ -17,6 +17,7 @@ from pipeline.config import EnvironmentConfig, Recipe, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.environments import registry
+from pipeline.environments.base import WornOut
 from pipeline.rollout.environment_pool import GRACE_S, Begin, EnvironmentPool, Failure
 from pipeline.rollout.hearing import Heard, Hearing, Said, ends
 from pipeline.sandbox import kernel
@@ -74,10 +75,14 @@ class EnvironmentThreads:
 
         def judge(begin: Begin) -> Heard:
             judging(True)
+            worn_out = False
             try:
                 return call(begin)
+            except WornOut:
+                worn_out = True  # and it is judged to the process's end
+                raise
             finally:
-                judging(False)
+                judging(worn_out)
 
         self._pool.submit(said.environment, said, judge)
 

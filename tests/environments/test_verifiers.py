@@ -3,18 +3,25 @@
 import gc
 import importlib.util
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline.config import EnvironmentConfig
+from pipeline.config import EnvironmentConfig, TokenizerConfig
+from pipeline.data.chat import load_tokenizer
 from pipeline.environments.registry import build
 from pipeline.environments.verifiers import Verifiers, tasks
+from pipeline.rollout.environment_process import EnvironmentProcess
+from pipeline.rollout.environment_threads import EnvironmentSettings
+from pipeline.rollout.hearing import Said
 from pipeline.types import Prompt
+from tests.rollout.hostile_policy import write_tokenizer
 
 TASKSETS = Path(__file__).parent / "tasksets"
 installed = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="the package verifiers is not installed")
@@ -92,3 +99,32 @@ def test_a_prompt_of_another_task_is_refused(environment: Verifiers):
 def test_a_taskset_that_there_is_not():
     with pytest.raises(ValueError, match=r"env\.hub \(kind verifiers\): taskset: .*no_such_taskset"):
         build({"hub": EnvironmentConfig(kind="verifiers", kwargs={"taskset": "no_such_taskset"})})
+
+
+@installed
+@pytest.mark.full
+def test_a_reward_that_an_answer_makes_raise_or_never_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It holds the loop of all episodes; theirs are judged again, in another process."""
+    monkeypatch.syspath_prepend(TASKSETS)
+    careless = EnvironmentConfig(
+        kind="verifiers", timeout_s=5.0, kwargs={"taskset": "hetstep_sums", "config": {"careless": True}}
+    )
+    write_tokenizer(tmp_path)
+    process = EnvironmentProcess(
+        EnvironmentSettings({"hub": careless}, TokenizerConfig(name=str(tmp_path)), False, 1, sys.path), threading.Event()
+    )
+    process.wait_until_loaded()
+    tokenizer = load_tokenizer(TokenizerConfig(name=str(tmp_path)))
+    said = ["4", "many", "-1", "5"]
+    for number, text in enumerate(said):
+        tokens = np.asarray(tokenizer(text).input_ids, np.int32)
+        process.submit(Said(str(number), text, "hub", replace(prompt(2), index=number), tokens, True, 10))
+    found: dict[str, Any] = {}
+    deadline = time.monotonic() + 120
+    while len(found) < len(said) and time.monotonic() < deadline:
+        found |= process.take()
+        time.sleep(0.05)
+    process.close()
+    assert [found[number].reward for number in "03"] == [1.0, 0.0]
+    assert found["1"].of_answer and "ValueError" in found["1"].why
+    assert found["2"].of_answer and "ended with status 1" in found["2"].why

@@ -1,32 +1,20 @@
 """Environments in a process of their own: the same episodes, and what its end costs. See environment_scenarios.py."""
 
-import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.fork_server import Program
 from tests.rollout import environment_scenarios as scenarios
 
 SILENT = r"said nothing for 1\.5 s \(a call of it holds Python's lock\), and was killed"
 
 
 @pytest.fixture
-def play(tmp_path, checkpoint):
-    """Run a scenario to its end; (exit status, what was printed)."""
-    programs = []
-
-    def run(scenario, *arguments):
-        output = tmp_path / "printed"
-        env = os.environ | {"OMP_NUM_THREADS": "1", "SOME_API_KEY": "not for a log"}
-        programs.append(Program(scenario, (checkpoint.folder, *arguments), env, output))
-        return programs[-1].wait(150), output.read_text()
-
-    yield run
-    for program in programs:
-        program.kill()
+def play(play_in, checkpoint):
+    """Run a scenario with a model to its end; (exit status, what was printed)."""
+    return lambda scenario, *arguments: play_in(scenario, checkpoint.folder, *arguments)
 
 
 def test_episodes_are_the_same_to_the_bit_as_in_threads(play):

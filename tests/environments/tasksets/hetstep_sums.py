@@ -23,6 +23,17 @@ class Sum(vf.Task[SumData]):
         return float((trace.last_reply or "").strip() == self.data.answer)
 
 
+class CarelessSum(vf.Task[SumData]):
+    """Counts up to the reply, and so takes for ever over -1; raises over what is no number."""
+
+    @vf.reward(weight=1.0)
+    async def right(self, trace: vf.Trace) -> float:
+        reply, counted = int(trace.last_reply or ""), 0
+        while counted != reply:
+            counted += 1
+        return float(counted == int(self.data.answer))
+
+
 class SumWithTool(Sum):
     @classmethod
     def toolsets(cls, config: vf.TaskConfig) -> list[vf.Toolset]:
@@ -31,11 +42,12 @@ class SumWithTool(Sum):
 
 class SumsConfig(vf.TasksetConfig):
     tool: bool = False
+    careless: bool = False
 
 
 class Sums(vf.Taskset[Sum, SumsConfig]):
     def load(self) -> Iterable[Sum]:
-        kind = SumWithTool if self.config.tool else Sum
+        kind = SumWithTool if self.config.tool else CarelessSum if self.config.careless else Sum
         for n in range(5):
             data = SumData(prompt=f"{n}+{n}=", system_prompt="Only the number.", answer=str(2 * n), tool=self.config.tool)
             yield kind(data)

@@ -1,0 +1,19 @@
+"""A policy that optimises for breaking its judges: reward 0 each time, and the run goes on. See hostile_policy.py."""
+
+import pytest
+
+from tests.rollout import hostile_policy
+from tests.sandbox.conftest import works
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_tricks_against_sandboxes_and_math(play_in, tmp_path, whole):
+    if reason := works("auto"):
+        pytest.skip(reason)
+    status, printed = play_in(hostile_policy.in_sandboxes, tmp_path, whole)
+    assert status == 0, printed[-8000:]
+
+
+def test_tricks_against_a_function_of_the_users(play_in, tmp_path):
+    status, printed = play_in(hostile_policy.in_a_function, tmp_path)
+    assert status == 0, printed[-8000:]
