@@ -74,7 +74,7 @@ class Math(Environment):
             reply = worker.ask(question, deadline - time.monotonic())
         except BaseException as error:  # it may be in the midst of the answer
             self._replace(worker)
-            if isinstance(error, TimeoutError | EOFError):  # the fork that an answer can hold up or end is not the worker
+            if isinstance(error, OSError | EOFError):  # the fork that an answer can hold up or end is not the worker
                 raise Unjudged(f"prompt {prompt.index}: {error}") from None
             raise
         self._idle.put(worker)

@@ -372,3 +372,16 @@ def test_what_code_comes_to_is_told_within_its_limit():
         told = environment.step(begun, f"<code>{code}</code>").observation["content"]
         assert len(told) <= 1000 + len("\n\n<result>\n\n</result>")
     environment.step(begun, "That is all.")
+
+
+@pytest.mark.parametrize("kind", ["code", "code_interpreter"])
+def test_a_sandbox_that_cannot_be_started_is_not_the_answers_doing(kind: str, monkeypatch: pytest.MonkeyPatch):
+    environment = built(60.0, kind)
+    begun = environment.reset(Prompt(0, np.zeros(1, np.int32), "code", {"answer": "assert f(1) == 2"}))
+
+    def no_room(*arguments, **rest):
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", no_room)
+    with pytest.raises(Unjudged, match="no sandbox can be started: Resource temporarily unavailable"):
+        environment.step(begun, "<code>1</code>")
