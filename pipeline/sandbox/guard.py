@@ -38,6 +38,7 @@ def main() -> None:
     rank = int(sys.argv[1])
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     kernel.offer_to_oom_killer(namespaces.PROGRAM_SCORE - 1)
+    kernel.prctl(kernel.PR_SET_THP_DISABLE, 1)  # also for all below: of a huge page that is unmapped but for 4 KB all 2 MB stay
     asked = json.loads(sys.stdin.buffer.readline())
     files = {name: sys.stdin.buffer.read(size) for name, size in asked["files"].items()}
     stdin = sys.stdin.buffer.read(asked["stdin"])

@@ -13,11 +13,14 @@ from pipeline.sandbox.limits import Limits
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15  # linux/prctl.h
 PR_SET_SECCOMP, PR_CAPBSET_DROP = 22, 24
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 36, 38, 47
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_SET_THP_DISABLE, PR_CAP_AMBIENT = 36, 38, 41, 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+
+SIGNALS = 64
+"""That wait, and timers, of a program; what a user may have of them is for all its programs together."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -97,9 +100,12 @@ def bounds(limits: Limits, count_processes: bool) -> dict[int, tuple[int, int]]:
         resource.RLIMIT_AS: (limits.memory_bytes + (1 << 30),) * 2,  # with shared memory, and with what is only reserved
         resource.RLIMIT_FSIZE: (limits.scratch_bytes,) * 2,
         resource.RLIMIT_NOFILE: (limits.open_files,) * 2,
-        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_CORE: (1, 1),  # in bytes; for 0 the kernel still starts a handler that core_pattern pipes to, for 1 not
         resource.RLIMIT_MEMLOCK: (1 << 16,) * 2,
         resource.RLIMIT_MSGQUEUE: (0, 0),
+        resource.RLIMIT_SIGPENDING: (SIGNALS,) * 2,
+        resource.RLIMIT_RTPRIO: (0, 0),
+        resource.RLIMIT_NICE: (0, 0),
     }
     if count_processes:
         found[resource.RLIMIT_NPROC] = (2 * limits.processes,) * 2  # the watch comes first, and can say what it was

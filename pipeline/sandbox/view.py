@@ -17,7 +17,8 @@ from pipeline.sandbox.limits import SandboxError
 
 SCRATCH = "/tmp"
 USER = 65534  # the program's user and group, nobody's in most systems
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+"""Not /dev/zero: a shared mapping of it is memory that no process's size shows."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",

@@ -50,7 +50,7 @@ from dataclasses import asdict
 from pipeline.sandbox.limits import Limits
 from pipeline.sandbox.sandbox import Sandbox
 asked = json.load(sys.stdin)
-sandbox = Sandbox(Limits(**asked["limits"]), {way!r})
+sandbox = Sandbox(Limits(**asked["limits"]), {way!r}, tuple(asked["readable"]))
 ran = sandbox.run([sandbox.python, *asked["argv"]], {{"program.py": asked["program"].encode()}}, asked["stdin"].encode())
 print(json.dumps(asdict(ran), default=lambda raw: base64.b64encode(raw).decode()))
 """
@@ -88,12 +88,12 @@ class Host:
             "abstract": self.abstract,
         }
 
-    def run(self, program: str, **limits: float) -> Ran:
+    def run(self, program: str, readable: tuple[str, ...] = (), **limits: float) -> Ran:
         """Asserts that nothing of it is left, nothing was written, and the answer came within the wall time."""
         mark = uuid.uuid4().hex
         asked = Limits(**{**asdict(LIMITS), **limits})
         before = _contents(self.folder)
-        ran = (self._as_another if self.another_user else self._here)(PRELUDE + program, mark, asked)
+        ran = (self._as_another if self.another_user else self._here)(PRELUDE + program, mark, asked, readable)
         assert ran.seconds < asked.wall_s + LATE_S
         assert not _alive(mark)
         assert _contents(self.folder) == before
@@ -101,9 +101,9 @@ class Host:
         assert len(ran.stdout) + len(ran.stderr) <= asked.output_bytes
         return ran
 
-    def held(self, program: str, **limits: float) -> Ran:
+    def held(self, program: str, readable: tuple[str, ...] = (), **limits: float) -> Ran:
         """Runs it, and asserts that it got nowhere and said so."""
-        ran = self.run(program + "\nprint('held')", **limits)
+        ran = self.run(program + "\nprint('held')", readable, **limits)
         assert b"ESCAPED" not in ran.stdout, ran
         assert (ran.status, ran.ended_by) == (0, "exit") and ran.stdout.endswith(b"held\n"), ran
         return ran
@@ -123,17 +123,18 @@ class Host:
             listener.close()
         shutil.rmtree(self.folder)
 
-    def _here(self, program: str, mark: str, limits: Limits) -> Ran:
-        sandbox = Sandbox(limits, self.way)
+    def _here(self, program: str, mark: str, limits: Limits, readable: tuple[str, ...]) -> Ran:
+        sandbox = Sandbox(limits, self.way, readable)
         argv = [sandbox.python, "program.py", mark]
         return sandbox.run(argv, {"program.py": program.encode()}, json.dumps(self.told()).encode())
 
-    def _as_another(self, program: str, mark: str, limits: Limits) -> Ran:
+    def _as_another(self, program: str, mark: str, limits: Limits, readable: tuple[str, ...]) -> Ran:
         asked = {
             "limits": asdict(limits),
             "argv": ["program.py", mark],
             "program": program,
             "stdin": json.dumps(self.told()),
+            "readable": readable,
         }
         driver = DRIVER.format(root=str(self.package), way=self.way)
         done = subprocess.run(

@@ -92,15 +92,18 @@ time.sleep(30)
 
 
 def test_memory_that_is_shared(host: Host):
+    """By a file, as other shared memory is refused: test_hostile_kernel.py."""
     ran = host.run(
         """
 import mmap
-hoard = mmap.mmap(-1, 512 << 20)
+os.truncate(os.open("hoard", os.O_RDWR | os.O_CREAT), 512 << 20)
+hoard = mmap.mmap(os.open("hoard", os.O_RDWR), 512 << 20)
 while True:
     hoard.write(b"x" * (1 << 20))
 """,
         wall_s=20.0,
         cpu_s=20.0,
+        scratch_bytes=512 << 20,
     )
     assert ran.ended_by == "memory"
 
