@@ -8,11 +8,15 @@
     bubblewrap, namespaces    the two ways in which the guard starts it
     linked        the libraries that the interpreter needs
     view          the files that the program can see
-    seccomp       the system calls that it cannot make
+    calls         the system calls that it may make
+    seccomp       the kernel's filter made of them
+    cgroup        a memory cgroup for it, where one is delegated
     kernel        Linux's own calls, and the bounds that processes inherit
     processes     what its processes use
 
 A guard is started for every program, so what it imports is small: the standard library alone, and little of it.
+
+README.md says what is promised, what is not, and what was tried.
 
 Left out: programs that need a network, a GPU or a terminal; more than one machine.
 """

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 
-from pipeline.sandbox import bubblewrap, kernel, namespaces, processes
+from pipeline.sandbox import bubblewrap, cgroup, kernel, namespaces, processes
 from pipeline.sandbox.limits import Limits, SandboxError
 from pipeline.sandbox.namespaces import Inside, Job
 from pipeline.sandbox.view import SCRATCH, View
@@ -49,6 +49,7 @@ def main() -> None:
         answer, outputs = {"error": str(error)}, []
     finally:
         _end_all()
+        cgroup.remove()
         if folder:
             _remove(folder)
     sys.stdout.buffer.write(json.dumps({**answer, "outputs": [len(output) for output in outputs]}).encode() + b"\n")
@@ -75,12 +76,15 @@ def _run(asked: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank: 
     inside = bubblewrap.start(job) if way == "bubblewrap" else namespaces.start(job, contained=way == "namespaces")
     for descriptor in writers or talked_to:
         os.close(descriptor)
+    cgroup.join(inside.pid, limits)
     watch = _Watch(inside, limits, outputs, rank, bool(talked_to))
     begun = time.monotonic()
     os.write(inside.go, b"1")
     status, cause = watch.until_it_ends()
     seconds = time.monotonic() - begun
     _end_all()
+    if cgroup.ran_out():
+        status, cause = -signal.SIGKILL, "memory"
     watch.drain()
     written = [bytes(output) for output in outputs.values()]
     if sum(map(len, written)) > limits.output_bytes:

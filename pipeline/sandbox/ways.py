@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 
-from pipeline.sandbox import guarded
+from pipeline.sandbox import cgroup, guarded
 from pipeline.sandbox.guarded import Way
 from pipeline.sandbox.limits import ASKED, CONTAINED, GuardError, Limits, SandboxError
 from pipeline.sandbox.linked import libraries
@@ -56,6 +56,8 @@ def choose(asked: str, readable: tuple[str, ...] = ()) -> tuple[Way, View]:
 @functools.cache
 def _first_that_works(asked: str, readable: tuple[str, ...]) -> tuple[Way, View]:
     shown = view(readable, libraries(python()))
+    if not cgroup.settle():
+        print(f"sandbox: {cgroup.NONE}", file=sys.stderr, flush=True)
     reasons: list[str] = []
     for way in [Way(name, proc) for proc in (True, False) for name in CONTAINED if asked in ("auto", name)]:
         try:

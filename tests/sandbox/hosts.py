@@ -1,6 +1,7 @@
 """Who runs hostile programs: this process, or another user. And what they would find if nothing held them."""
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ class Host:
         mark = uuid.uuid4().hex
         asked = Limits(**{**asdict(LIMITS), **limits})
         before = _contents(self.folder)
-        ran = (self._as_another if self.another_user else self._here)(PRELUDE + program, mark, asked, readable)
+        ran = self.tried(program, mark, asked, readable)
         assert ran.seconds < asked.wall_s + LATE_S
         assert not _alive(mark)
         assert _contents(self.folder) == before
@@ -101,12 +102,29 @@ class Host:
         assert len(ran.stdout) + len(ran.stderr) <= asked.output_bytes
         return ran
 
+    def tried(self, program: str, mark: str, limits: Limits, readable: tuple[str, ...] = ()) -> Ran:
+        """Runs it, and asserts nothing."""
+        return (self._as_another if self.another_user else self._here)(PRELUDE + program, mark, limits, readable)
+
     def held(self, program: str, readable: tuple[str, ...] = (), **limits: float) -> Ran:
         """Runs it, and asserts that it got nowhere and said so."""
         ran = self.run(program + "\nprint('held')", readable, **limits)
         assert b"ESCAPED" not in ran.stdout, ran
         assert (ran.status, ran.ended_by) == (0, "exit") and ran.stdout.endswith(b"held\n"), ran
         return ran
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[tuple[str, socket.socket]]:
+        """A folder that everyone may read, and in it `outside`, a datagram socket that everyone may write to."""
+        folder = self.folder / "shown"
+        folder.mkdir()
+        folder.chmod(0o755)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outside:
+            outside.bind(f"{folder}/outside")
+            os.chmod(f"{folder}/outside", 0o777)
+            outside.setblocking(False)
+            yield str(folder), outside
+        shutil.rmtree(folder)
 
     def works(self) -> bool:
         """Whether programs can be contained at all, in this way by this user."""

@@ -1,8 +1,6 @@
 """Programs that take memory which no process's size shows, or what a user's other programs share with them."""
 
-import os
 import resource
-import socket
 
 import pytest
 
@@ -189,17 +187,11 @@ time.sleep(0.1)
 
 def test_a_socket_outside_that_can_be_seen(host: Host):
     """A socket's file lets a datagram in wherever it is shown, also read-only."""
-    folder = host.folder / "shown"
-    folder.mkdir()
-    folder.chmod(0o755)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outside:
-        outside.bind(f"{folder}/outside")
-        os.chmod(f"{folder}/outside", 0o777)
-        outside.setblocking(False)
+    with host.shown() as (folder, outside):
         host.held(
             f"""
 import socket
-there = {str(folder)!r} + "/outside"
+there = {folder!r} + "/outside"
 os.path.exists(there) or escaped("the test shows nothing")
 for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, socket.SOCK_RAW):
     refused(socket.socketpair, socket.AF_UNIX, kind)
@@ -218,10 +210,7 @@ refused(end.send, b"x", socket.MSG_OOB)
 end.send(b"x")
 assert other.recv(1) == b"x"
 """,
-            readable=(str(folder),),
+            readable=(folder,),
         )
         with pytest.raises(BlockingIOError):
             outside.recv(1)
-    for made in folder.iterdir():
-        made.unlink()
-    folder.rmdir()

@@ -1,0 +1,85 @@
+"""Which cgroups are taken, and, where some are handed to this user, what they hold."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.sandbox import cgroup
+from tests.sandbox.hosts import Host
+
+V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+V1 = (
+    "31 30 0:27 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
+    "32 30 0:28 / /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n"
+    "33 30 0:29 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
+)
+IN_A_CONTAINER = "32 30 0:28 /docker/1f /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
+SOCKETS = """
+import socket
+for number in range(8):
+    if number and os.fork() == 0:
+        break
+pairs = []
+try:
+    while True:
+        pairs.append(socket.socketpair())
+except OSError:
+    pass
+for end in (end for pair in pairs for end in pair):
+    end.setblocking(False)
+    try:
+        while True:
+            end.send(bytes(1 << 16))
+    except BlockingIOError:
+        pass
+time.sleep(10)
+"""
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "mounts", "expected"),
+    [
+        ("0::/user.slice/a.scope\n", V2, (2, Path("/sys/fs/cgroup/user.slice/a.scope"))),
+        ("0::/\n", V2, (2, Path("/sys/fs/cgroup"))),
+        ("4:memory:/job_7\n3:cpu,cpuacct:/x\n0::/\n", V1, (1, Path("/sys/fs/cgroup/memory/job_7"))),
+        ("4:memory:/docker/1f/a\n", IN_A_CONTAINER, (1, Path("/sys/fs/cgroup/memory/a"))),
+        ("4:memory:/docker/1f0\n", IN_A_CONTAINER, (0, Path("/"))),  # another's, which is not mounted
+        ("3:cpu,cpuacct:/x\n", V1, (0, Path("/"))),
+        ("", "", (0, Path("/"))),
+    ],
+)
+def test_where_a_process_is(cgroups: str, mounts: str, expected: tuple[int, Path]):
+    assert cgroup.own(cgroups, mounts) == expected
+
+
+def test_only_what_is_handed_over_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A folder of one's own in a folder of one's own, as all are to root, is not; below another's it is."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/cgroup.procs").touch()
+    monkeypatch.setattr(cgroup, "_own", lambda: (1, tmp_path / "a"))
+    assert _place() is None and not cgroup.settle()
+    above = (tmp_path.stat().st_uid, 1 + tmp_path.stat().st_uid)
+    seen = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **how: Owned(seen(path, **how), above[path == tmp_path]))
+    assert _place() == tmp_path / "a" and cgroup.settle()
+    cgroup.place.cache_clear()
+
+
+def _place() -> Path | None:
+    cgroup.place.cache_clear()
+    return cgroup.place()
+
+
+class Owned:
+    def __init__(self, found, owner: int) -> None:
+        self.st_uid = owner
+
+
+def test_memory_that_the_kernel_keeps(host: Host):
+    """Where no cgroup was handed over its bound is that of open files and processes: tests/sandbox/test_hostile_kernel.py."""
+    if host.another_user or not cgroup.settle():
+        pytest.skip(cgroup.NONE)
+    ran = host.run(SOCKETS, open_files=500, memory_bytes=128 << 20, wall_s=30.0, cpu_s=20.0)
+    assert (ran.status, ran.ended_by) == (-9, "memory")
+    assert host.run("x = bytearray(b'x') * (100 << 20)").status == 0
+    assert not list(cgroup.place().glob(f"{cgroup.OF_A_PROGRAM}*"))

@@ -1,0 +1,39 @@
+"""The page's table is what comes of the attempts, and its attempts get through where nothing holds them."""
+
+import os
+
+import pytest
+
+from tests.sandbox import tried
+from tests.sandbox.conftest import works
+
+NEAR = "namespaces, from root" if os.geteuid() == 0 else "namespaces"
+
+
+@pytest.mark.parametrize(
+    "column",
+    [column if column in (NEAR, "none") else pytest.param(column, marks=pytest.mark.full) for column in tried.COLUMNS],
+)
+def test_the_table_is_what_was_tried(column: str):
+    if (host := tried.host_of(column)) is None:
+        pytest.skip("as root alone")
+    try:
+        way = column.partition(",")[0]
+        if way != "none" and (works(way) if not host.another_user else not host.works()):
+            pytest.skip(f"{way} does not work here")
+        assert tried.found(host) == tried.on_the_page()[column]
+    finally:
+        host.close()
+
+
+def test_the_table_is_as_it_is_written():
+    page = tried.on_the_page()
+    assert tuple(page) == tried.COLUMNS
+    assert tried.table(page) in tried.PAGE.read_text()
+
+
+def test_each_reach_can_fail():
+    """`none` lets through all but what is bounded everywhere, so that none of the attempts is empty."""
+    free = tried.on_the_page()["none"]
+    held = {attempt for attempt in tried.REACHES if free[attempt] == tried.HELD}
+    assert held == {"read a token from its own environment", "have the machine's core handler started"}
