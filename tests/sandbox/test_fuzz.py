@@ -1,0 +1,48 @@
+"""Random programs in the sandbox, by `tests/sandbox/fuzz.py`."""
+
+import pytest
+
+from pipeline.sandbox.limits import Ran, SandboxError
+from tests.sandbox import fuzz
+from tests.sandbox.hosts import Host
+
+
+def check(host: Host, programs: int, seed: int) -> None:
+    bad = [outcome for outcome in fuzz.fuzz(host, programs, seed) if outcome.bad]
+    assert not bad, "\n".join(f"seed {outcome.seed}: {outcome.bad}" for outcome in bad)
+
+
+def test_some(host: Host):
+    check(host, 8, seed=0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_thousand(host: Host):
+    check(host, 1000, seed=1000)
+
+
+def test_the_fuzzer_sees_what_is_wrong(host: Host, monkeypatch: pytest.MonkeyPatch):
+    """A sandbox that fails, what is left, an end that nobody knows, and a machine that changes."""
+    fails = [SandboxError("it failed"), AssertionError("it is still there"), Ran(0, b"", b"", "boredom", 0.0)]
+
+    def run(*_: object, **__: object) -> Ran:
+        if isinstance(what := fails.pop(0), Exception):
+            raise what
+        return what
+
+    monkeypatch.setattr(host, "run", run)
+    assert all(outcome.bad for outcome in fuzz.fuzz(host, 3, seed=0))
+    seen = iter([{"nice": 0}, {"nice": 1}])
+    monkeypatch.setattr(host, "run", lambda *_, **__: Ran(0, b"", b"", "exit", 0.0))
+    monkeypatch.setattr(fuzz, "machine", lambda: next(seen))
+    assert [bool(outcome.bad) for outcome in fuzz.fuzz(host, 1, seed=0)] == [True]
+
+
+def test_nothing_runs_uncontained():
+    free = Host("none")
+    try:
+        with pytest.raises(ValueError, match="got 'none'"):
+            next(fuzz.fuzz(free, 1, seed=0))
+    finally:
+        free.close()
