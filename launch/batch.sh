@@ -31,9 +31,11 @@ field() { [[ " $2" =~ \ $1=([^\ ]*) ]] && echo "${BASH_REMATCH[1]}"; }
 # job); `requeued`, by Slurm (preempted, a node lost) or by someone; `ended`, cancelled above all; `unknown`, if it does not
 # answer. While a job ends its state is COMPLETING, whatever it will be then.
 fate() {
-    local line
+    local line restarts
     line=$(ask_slurm) || { echo unknown; return; }
-    if (($(field Restarts "$line") > ${SLURM_RESTART_COUNT:-0})); then
+    restarts=$(field Restarts "$line")
+    [[ $restarts =~ ^[0-9]+$ ]] || { echo unknown; return; } # bash would run what it finds in an arithmetic expression
+    if ((restarts > ${SLURM_RESTART_COUNT:-0})); then
         echo requeued
         return
     fi

@@ -10,7 +10,6 @@ only between GPUs that it can see: https://github.com/NVIDIA/nccl/issues/1066. S
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, replace
 
 from pipeline.config import ComponentConfig, ranks, ranks_per_node
@@ -104,7 +103,7 @@ def memory(component: ComponentConfig) -> str | None:
 
 
 def allocation_options(host: ComponentConfig) -> list[str]:
-    """Return the options for sbatch or salloc, as bash reads them, that get nodes for a component of `hosts`."""
+    """Return the options for sbatch or salloc that get nodes for a component of `hosts`. Nothing in them is quoted."""
     values = {
         "nodes": host.nodes,
         "ntasks-per-node": ranks_per_node(host),
@@ -113,7 +112,7 @@ def allocation_options(host: ComponentConfig) -> list[str]:
         "mem": memory(host),
         **{key: getattr(host, key) for key in PLACES},
     }
-    given = [f"--{key}={shlex.quote(str(value))}" for key, value in values.items() if value is not None]
+    given = [f"--{key}={value}" for key, value in values.items() if value is not None]
     return [*given, "--exclusive"] if takes_whole_nodes(host) else given
 
 

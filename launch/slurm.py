@@ -10,6 +10,7 @@ Options, states and traps: https://slurm.schedmd.com/heterogeneous_jobs.html
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -65,6 +66,8 @@ JOB = (
     *("start", "end_attempt", "finish_job"),
 )
 """What a batch script does: functions of launch/batch.sh."""
+SPECIAL_TO_SBATCH = re.compile(r"(?i)(?=[^\w./:=,@%+ -])|(?<=het)(?=job)|(?<=pack)(?=job)")
+BACKSLASH = r"\\"
 
 
 # ---- the batch script ---------------------------------------------------------------------------------------------------
@@ -82,17 +85,15 @@ def batch_script(
     header = []
     for k, host in enumerate(nodes.hosts(components).values()):
         header += ["#SBATCH hetjob"] if k else []
-        header += _flags(("job-name", name.replace(" ", "_")), ("time", cluster.time_min))
-        header += [f"#SBATCH {option}" for option in nodes.allocation_options(host)]
-        header += _flags(("signal", f"B:USR2@{SIGNAL_LEAD_S}" if cluster.time_min >= SIGNALLED_MIN else None))
+        header += _directives(f"--job-name={name.replace(' ', '_')}", f"--time={cluster.time_min}")
+        header += _directives(*nodes.allocation_options(host))
+        header += _directives(f"--signal=B:USR2@{SIGNAL_LEAD_S}") if cluster.time_min >= SIGNALLED_MIN else []
         if k == 0:  # these concern the one batch script
-            header += _flags(
-                ("output", f"{run_dir}/submitit/%j_0_log.out"),
-                ("open-mode", "append"),
-                ("dependency", dependency(afterok=after, afterany=behind)),
-                ("kill-on-invalid-dep", "yes" if after else None),
-            )
-            header += ["#SBATCH --requeue" if cluster.requeue.enabled else "#SBATCH --no-requeue"]
+            header += _directives(f"--output={run_dir}/submitit/%j_0_log.out", "--open-mode=append")
+            if earlier := dependency(afterok=after, afterany=behind):
+                header += _directives(f"--dependency={earlier}")
+            header += _directives("--kill-on-invalid-dep=yes") if after else []
+            header += _directives("--requeue" if cluster.requeue.enabled else "--no-requeue")
     return "\n".join(["#!/bin/bash", *header, "", attempt_text(run_dir, cluster, components), "", *JOB, ""])
 
 
@@ -145,23 +146,32 @@ def dependency(**job_ids: tuple[str, ...]) -> str | None:
     return ",".join(f"{kind}:{':'.join(ids)}" for kind, ids in job_ids.items() if ids) or None
 
 
-def _flags(*pairs: tuple[str, object]) -> list[str]:
-    return [f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in pairs if value is not None]
+def _directives(*options: str) -> list[str]:
+    """Return the lines of a batch script that give sbatch these options.
+
+    A backslash stands before each character that sbatch could read as something else: unlike a shell, it takes a backslash
+    for one inside quotes too, and ends a word at a blank behind one. Another backslash parts the words that separate components
+    wherever they are in a line.
+    """
+    escaped = [SPECIAL_TO_SBATCH.sub(BACKSLASH, option) for option in options]
+    return [f'#SBATCH "{option}"' if " " in option else f"#SBATCH {option}" for option in escaped]
 
 
 def _step(name: str, share: Share, first_rank: int, place: str, run_dir: Path) -> list[str]:
     """Lines of bash: a background srun, noted in `steps`. The task redirects its output: srun's %t is off by the component."""
     component = share.component
-    exports = {"HETSTEP_COMPONENT": name, **component.env_vars}
+    command = [component.python or sys.executable, "-u", "-m", "launch.task", f"{run_dir}/submitit"]
+    if component.env_vars:  # not by bash's export, which evaluates what it assigns to RANDOM and the like
+        command = ["env", *(f"{key}={value}" for key, value in component.env_vars.items()), *command]
     task = [
         "trap '' USR2",  # somebody may signal the steps, and Python has no handler yet
         *containers.task_exports(component),
         *nodes.gpu_exports(share),
-        "export " + " ".join(f"{key}={shlex.quote(value)}" for key, value in exports.items()),
-        f"export HETSTEP_RANK=$(({first_rank} + SLURM_PROCID)) HETSTEP_LOCAL_RANK=$SLURM_LOCALID HETSTEP_NODE=$SLURMD_NODENAME",
+        f"export HETSTEP_COMPONENT={name} HETSTEP_LOCAL_RANK=$SLURM_LOCALID HETSTEP_NODE=$SLURMD_NODENAME",
+        f"export HETSTEP_RANK=$(({first_rank} + SLURM_PROCID))",
         *nodes.thread_exports(share),
         'exec >>"$HETSTEP_RUN_DIR/attempts/$HETSTEP_ATTEMPT/$(printf rank%05d.log "$HETSTEP_RANK")" 2>&1',
-        f"exec {shlex.quote(component.python or sys.executable)} -u -m launch.task {shlex.quote(f'{run_dir}/submitit')}",
+        f"exec {shlex.join(command)}",
     ]
     options = [*nodes.step_options(share), *containers.options(component), *component.srun_args]
     scrub = " ".join(f"-u {variable}" for variable in INHERITED)

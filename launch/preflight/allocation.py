@@ -7,6 +7,7 @@ recipe asks for is not compared: the allocation has what it has.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -131,5 +132,5 @@ def _has(allocation: Allocation) -> str:
 
 def command(recipe: Recipe) -> str:
     """The salloc that gets what a recipe asks for."""
-    asked = (" ".join(allocation_options(host)) for host in hosts(components(recipe)).values())
+    asked = (shlex.join(allocation_options(host)) for host in hosts(components(recipe)).values())
     return f"salloc --time={recipe.cluster.time_min} {' : '.join(asked)}"

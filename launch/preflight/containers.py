@@ -21,9 +21,9 @@ from launch.preflight import own_code
 from launch.preflight.weights import trouble
 from pipeline import config
 from pipeline.config import GENERATED_DATASETS, ComponentConfig, Recipe, RecipeError, is_dotted_path, keyed_sets, uses_megatron
+from pipeline.config.texts import VARIABLE
 
 SQUASHFS = b"hsqs"  # what such a file begins with; bytes 40 to 48 say how long it is
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # of a variable
 FLAGS = re.compile(r"[a-z][a-z0-9=_-]*(\+[a-z][a-z0-9=_-]*)*")
 IN_REGISTRY = re.compile(r"([a-z]+://)?[A-Za-z0-9][\w.$:+@#/-]*")  # [USER@][REGISTRY#]IMAGE[:TAG][@DIGEST]
 GIVEN_BY_THE_JOB = ("HETSTEP_", "SLURM_")
@@ -86,6 +86,8 @@ def _check_options(key: str, component: ComponentConfig) -> Iterator[str]:
         option = argument.partition("=")[0]
         if option.startswith("--con") and any(each.startswith(option) for each in OPTIONS):  # srun takes a part of a name too
             yield f"{key}.srun_args: {argument} is what {key}.container_... say; give it there"
+    if component.env_vars and "=" in (python := component.python or sys.executable):
+        yield f"{key}.python: got {python}; expected a path without =, since env(1) sets {key}.env_vars. Try a link to it"
     if component.container_image is None:
         for field in ("container_mounts", "container_workdir", "container_env", "container_writable"):
             if getattr(component, field) not in (None, []):
@@ -94,7 +96,7 @@ def _check_options(key: str, component: ComponentConfig) -> Iterator[str]:
 
 def _check_variables(key: str, component: ComponentConfig) -> Iterator[str]:
     for name in component.container_env:
-        if not NAME.fullmatch(name):
+        if not VARIABLE.fullmatch(name):
             yield f"{key}: '{name}' is not the name of a variable; values are given in env_vars"
         elif not (name in os.environ or name in component.env_vars or name.startswith(GIVEN_BY_THE_JOB)):
             yield f"{key}: {name} is not set here, so there is no value to hand over; export it, or give it in env_vars"

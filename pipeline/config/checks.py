@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from pipeline.config import algorithm_checks, async_checks, dtensor_checks, durations, hardware, megatron_checks
+from pipeline.config import algorithm_checks, async_checks, dtensor_checks, durations, hardware, megatron_checks, texts
 from pipeline.config.algorithms import OFFLINE, ONLINE
 from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig, TimeoutsConfig, ranks_per_node
 from pipeline.config.data import check_data, validates
@@ -115,6 +115,7 @@ def unusable(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield key, f"{key}: {value} is too large; at most {most}"
     yield from _check_must_save_by(recipe.checkpointing.checkpoint_must_save_by)
     yield from unusable_kinds(recipe)
+    yield from texts.unusable(recipe)
 
 
 def _check_must_save_by(text: str | None) -> Iterator[tuple[str, str]]:

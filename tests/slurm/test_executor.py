@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import slurm
+from launch import slurm, slurm_client
 from launch.follow import failure
 from launch.job import JobRecord, read_record, write_record
 from launch.slurm import HetSlurmExecutor, HetSlurmJob
@@ -53,6 +53,24 @@ def test_two_components_form_one_world(cluster, tmp_path):
     assert [log.name for log in logs] == [f"rank{rank:05d}.log" for rank in range(4)]
     for rank, log in enumerate(logs):
         assert f"rank {rank} says hello" in log.read_text()
+
+
+def test_sbatch_srun_and_the_ranks_read_texts_as_they_are(cluster, tmp_path, monkeypatch):
+    """No part of them is taken for syntax, nor `hetjob`, as which sbatch would end a component's options, for a separator."""
+    odd = r"""it's "50%j" of #1 \' \n hetjob PackJob; $(touch pwned) `touch pwned` a[$(touch pwned)]"""
+    run_dir = tmp_path / odd.replace("\\", "").replace("%", "")
+    variables = {"TEST_VAR": odd, "RANDOM": "a[$(touch pwned)]", "SLURM_PROCID": "a[$(touch pwned)]"}
+    train = ComponentConfig(cpus_per_task=1, account=odd.replace(" ", "_").lower(), env_vars=variables)
+    components = {"train": train, "generate": ComponentConfig(account=train.account, mem="1G")}
+    monkeypatch.chdir(tmp_path)
+    job = HetSlurmExecutor(run_dir, odd, ClusterConfig(time_min=5), components).submit(tasks.report_and_finish, str(run_dir))
+    shown = slurm_client.ask("scontrol", "show", "job", "-o", job.job_id).stdout
+    assert shown.count(f" JobName={odd.replace(' ', '_')} ") == shown.count(f" Account={train.account} ") == 2, shown
+    wait_until_ended(job)
+
+    assert job.status().state == "COMPLETED", (run_dir / f"submitit/{job.job_id}_0_log.out").read_text()
+    assert [each["TEST_VAR"] for each in reports(run_dir, 2)] == [odd, None]
+    assert list(tmp_path.iterdir()) == [run_dir]
 
 
 def test_components_of_different_shape_get_their_own_gpus_and_ranks(cluster, tmp_path):

@@ -1,0 +1,73 @@
+"""What a recipe's texts may not hold where they become lines of a batch script, or names of files and variables.
+
+Values are quoted wherever a shell reads them. A newline cannot be: sbatch's options are comments of a script, one a line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeline.config import places
+from pipeline.config.schema import Recipe
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+OF_THE_JOB = tuple(
+    f"HETSTEP_{name}"
+    for name in (
+        *("RUN_DIR", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "ATTEMPT", "COMPONENT", "NODE"),
+        *("JOB_ID", "END_TIME", "SIGNALS"),
+    )
+)
+"""Variables that the launcher sets for each rank; see launch/job.py."""
+ONE_WORD = ("partition", "account", "qos")
+"""Of a component. `scontrol show job` prints them before what the batch script looks for, and separates fields by blanks."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Control characters, what else some programs end a line at, and halves of UTF-16's pairs, which no file can hold."""
+
+
+def unusable(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield (key, problem) for control characters in `name`, `cluster.*`, `*.env_vars` and paths, and for names of variables
+    that a shell would not read as such, or that the launcher sets."""
+    for key, value in _values("", dataclasses.asdict(recipe)):
+        if fnmatch.fnmatchcase(key, "cluster.*.*") and key.rpartition(".")[2] in ONE_WORD and " " in (value or ""):
+            yield key, f"{key}: got {value!a}; expected a name without blanks"
+        variables = key.endswith(".env_vars")
+        if variables and isinstance(value, Mapping):
+            yield from ((key, problem) for problem in _bad_names(key, value))
+        elif not (variables or key in ("name", "run_dir", "needs") or key.startswith("cluster.") or places.is_path(key)):
+            continue
+        for text in _texts(value):
+            if _CONTROL.search(text):
+                yield key, f"{key}: got {text!a}; expected a text without control characters"
+    if set("%\\") & set(recipe.run_dir):
+        yield "run_dir", f"run_dir: got {recipe.run_dir}; expected no % and no \\, with which Slurm and submitit write patterns"
+
+
+def _values(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of a recipe's nested values; variables as one mapping."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and not key.endswith(".env_vars"):
+            yield from _values(f"{key}.", value)
+        else:
+            yield key, value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
+
+
+def _bad_names(key: str, variables: Mapping[str, str]) -> Iterator[str]:
+    for name in variables:
+        if not VARIABLE.fullmatch(str(name)):
+            yield f"{key}: got the name {name!a}; expected letters, digits and _, and no digit first, as in NCCL_DEBUG"
+        elif name in OF_THE_JOB:
+            yield f"{key}: got {name}, which the launcher sets for each rank. Try without it"

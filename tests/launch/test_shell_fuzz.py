@@ -1,0 +1,89 @@
+"""What batch scripts do with texts that hold shell syntax, by `tests/launch/shell_fuzz.py`; and what is refused by name."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from launch import submit
+from pipeline import config
+from tests.launch import shell_fuzz
+from tests.launch.model import write_recipe
+
+
+def check(count: int, seed: int) -> None:
+    outcomes = list(shell_fuzz.fuzz(count, seed))
+    assert not [(each.seed, each.wrong) for each in outcomes if each.wrong]
+    assert 0 < sum(bool(each.refused) for each in outcomes) < count / 2
+
+
+def test_some():
+    check(16, seed=0)
+
+
+@pytest.mark.long
+def test_thousands():
+    check(4000, seed=1)
+
+
+def wrong(tmp_path: Path, in_job: bool, **of_train) -> str:
+    """What the script does wrong that train ranks with these keys have, whatever checks say of them."""
+    with shell_fuzz.surroundings() as (work, bin, out):
+        recipe = config.load(str(write_recipe(tmp_path)), [f"run_dir={work}/run", f"cluster.generate.python={work}/python"])
+        recipe.cluster.train = dataclasses.replace(recipe.cluster.train, python=f"{work}/python", **of_train)
+        return "".join(shell_fuzz.run_script(recipe, in_job, work, bin, out))
+
+
+@pytest.mark.parametrize("in_job", [True, False], ids=["job", "allocation"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"env_vars": {"RANDOM": "a[$(pwned)]", "OPTIND": "a[$(pwned)]"}},
+        {"env_vars": {"SLURM_PROCID": "a[$(pwned)]", "SLURM_CPUS_ON_NODE": "a[$(pwned)]"}, "gpus_per_node": 1},
+        {"env_vars": {"A; pwned; B": "1"}},
+        {"account": "a Restarts=a[$(pwned)]"},
+    ],
+    ids=["RANDOM", "SLURM_PROCID", "a name", "Restarts"],
+)
+def test_no_text_is_evaluated(tmp_path, keys, in_job):
+    assert not wrong(tmp_path, in_job, **keys)
+
+
+def test_the_fuzzer_sees_a_line_that_should_have_been_refused(tmp_path):
+    found = wrong(tmp_path, True, partition="a\npwned\n")
+    assert "/bin/pwned" in found and "lines that are not sbatch's" in found
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        (
+            'cluster.train.partition="a\\nid"',
+            r"cluster.train.partition: got 'a\nid'; expected a text without control characters",
+        ),
+        ('cluster.generate.srun_args=["--a\\r"]', r"cluster.generate.srun_args: got '--a\r'; expected a text without control"),
+        ('cluster.train.env_vars={A: "\\x1b[31m"}', r"cluster.train.env_vars: got '\x1b[31m'; expected a text without control"),
+        ('run_dir="runs/a\\nb"', "expected a text without control characters"),
+        ("run_dir=runs/%j", "expected no % and no \\, with which Slurm and submitit write"),
+        ('name="a\\nb"', r"name: got 'a\nb'; expected a text without control characters"),
+        ('policy.model_name="a\\nb"', "policy.model_name: got"),
+        ('cluster.train.account="a Restarts=b"', "cluster.train.account: got 'a Restarts=b'; expected a name without blanks"),
+        ("cluster.train.env_vars={'A; touch b': 1}", "cluster.train.env_vars: got the name 'A; touch b'; expected letters,"),
+        ("policy.megatron_cfg.env_vars={1A: 1}", "policy.megatron_cfg.env_vars: got the name '1A'; expected letters, digits"),
+        ("policy.generation.vllm_cfg.env_vars={'': 1}", "policy.generation.vllm_cfg.env_vars: got the name ''; expected"),
+        ("cluster.generate.env_vars={HETSTEP_RANK: 3}", "cluster.generate.env_vars: got HETSTEP_RANK, which the launcher sets"),
+    ],
+)
+def test_what_is_refused_before_anything_starts(tmp_path, capsys, monkeypatch, argument, says):
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert submit.main([f"recipe={recipe}", argument]) == 2
+    told = capsys.readouterr().err
+    assert says in told and told.count(says) == 1 and "\x1b" not in told
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_texts_that_hold_newlines_elsewhere_are_not_refused(tmp_path):
+    given = ['policy.tokenizer.chat_template="a\\nb"', "cluster.train.env_vars={A_1: x}"]
+    assert config.inspect(str(write_recipe(tmp_path)), given).problems == []
