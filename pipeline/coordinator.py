@@ -135,9 +135,14 @@ class Run:
             self.logging.start(lambda: metrics.log_rollouts(step, groups, tokenizer, kind))
 
     def _wait_for_rollouts(self) -> None:
-        """Wait until the thread has written all that it was given."""
+        """Wait until the thread has written all that it was given. Raises TimeoutError after cluster.timeouts.save."""
         with self.phase("write rollouts"):
-            self.logging.wait()
+            limit_s = self.recipe.cluster.timeouts.save
+            if not self.logging.wait(limit_s):
+                raise TimeoutError(
+                    f"verb 'coordinate', phase 'write rollouts': not done after {limit_s:g} s (cluster.timeouts.save), on rank"
+                    f" 0 (train), which writes into {self.folder}/rollouts"
+                )
 
     @functools.cached_property
     def _loggers_tokenizer(self) -> PreTrainedTokenizerBase:

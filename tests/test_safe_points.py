@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.attempt import Attempt, Superseded
 from pipeline.checkpoint import Checkpoints
-from pipeline.config import CheckpointingConfig, LoggerConfig
+from pipeline.config import CheckpointingConfig, ClusterConfig, LoggerConfig
 from pipeline.coordinator import NothingSaved, Run
 from pipeline.deadline import Deadline
 from pipeline.metrics import Metrics, read
@@ -47,7 +47,7 @@ class Steps:
         config = CheckpointingConfig(**{"async_save": False, "save_period": 10, **checkpointing})
         self.checkpoints = Checkpoints(run_dir, self.attempt.name, config)
         deadline = Deadline(0.0, {}, [], lambda: self.signals)
-        recipe = SimpleNamespace(checkpointing=config)
+        recipe = SimpleNamespace(checkpointing=config, cluster=ClusterConfig())
         sharing = Sharing(False, self.ranks, None, None)
         self.run = Run(recipe, run_dir, self.checkpoints, self.ranks, [], sharing, None, self.attempt, deadline, None)
         self.metrics = Metrics(run_dir, LoggerConfig(tensorboard_enabled=False), None)
@@ -216,6 +216,18 @@ def test_rollouts_that_are_waited_for_have_a_phase_and_are_no_part_of_what_a_sav
     steps.end(1, groups=["a group"])
     assert phases == [("write rollouts", False), ("write rollouts", True)] and slow.written
     assert 0 < saves[0] < 0.4 and steps.run._save_s == saves[0]
+
+
+def test_rollouts_that_are_never_written_end_the_run_and_name_where_it_stood(tmp_path):
+    steps = Steps(tmp_path, save_period=1)
+    steps.metrics = slow = Slow(steps.metrics)
+    steps.run.recipe.cluster.timeouts.save = 0.2
+    with pytest.raises(
+        TimeoutError, match=r"verb 'coordinate', phase 'write rollouts': not done after 0\.2 s \(cluster\.timeou"
+    ):
+        steps.end(1, groups=["a group"])
+    assert steps.checkpoints.latest() is None
+    slow.may.set()
 
 
 def test_no_tokenizer_is_copied_where_no_rollouts_are_logged(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ class TimeoutsConfig:
     rollout: float = 7200.0
     train: float = 7200.0
     refit: float = 1800.0
-    save: float = 3600.0
+    save: float = 3600.0  # a checkpoint; before it, rank 0 waits as long for rollouts that are still being written
     storage: Optional[float] = None  # the run folder's disk is full, read-only or away; null: 600, or half of save if less
 
 

@@ -6,15 +6,15 @@ A rank that fails leaves by `os._exit`, which cuts off work that is under way: i
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 
 
 class Background:
     """An error of the work is raised by the next call of any method once it has ended, and by every call after it."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="background")
-        self._work: Future[None] | None = None
+        self._executor = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="background")
+        self._work: futures.Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
         """Begin once the work before has ended."""
@@ -28,7 +28,11 @@ class Background:
         self.wait()
         return True
 
-    def wait(self) -> None:
-        """Until nothing is under way."""
-        if self._work is not None:
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is under way, for at most `timeout_s` seconds; return whether nothing is."""
+        if self._work is None:
+            return True
+        if futures.wait([self._work], timeout_s).done:
             self._work.result()
+            return True
+        return False

@@ -9,8 +9,7 @@ from pipeline.train.background import Background
 
 def test_work_goes_on_beside_and_one_at_a_time():
     background, gates, order = Background(), [threading.Event(), threading.Event()], []
-    assert background.done()
-    background.wait()
+    assert background.done() and background.wait(0)
 
     def work(number: int) -> None:
         assert gates[number].wait(10)
@@ -23,9 +22,10 @@ def test_work_goes_on_beside_and_one_at_a_time():
     gates[1].set()
     second.join(0.2)
     assert order == [] and second.is_alive()  # it waits for the first
+    assert not background.wait(0.05)
     gates[0].set()
     second.join(10)
-    background.wait()
+    assert background.wait(10)
     assert order == [0, 1] and background.done()
 
 
