@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from launch import backend
 from pipeline import config
-from pipeline.config import Loaded, collected, layers, resolving
+from pipeline.config import Loaded, collected, layers
 
 SITE = (
     *("partition", "account", "qos", "constraint", "python", "srun_args", "env_vars"),
@@ -66,9 +66,4 @@ def _from_files(asking: Loaded, needed: Loaded) -> list[str]:
             value = getattr(component, rest[1], None)
             found[f"cluster.{rest[0]}.{rest[1]}"] = value
     own = [f"{key}." for key in needed.origins]
-    return [f"{key}={_typed(value)}" for key, value in found.items() if not any(o.startswith(f"{key}.") for o in own)]
-
-
-def _typed(value: object) -> str:
-    """As it is typed on the command line."""
-    return layers.dumped(resolving.escaped(value), on_one_line=True).removesuffix("...\n").strip()
+    return [config.argument(key, value) for key, value in found.items() if not any(o.startswith(f"{key}.") for o in own)]

@@ -105,11 +105,15 @@ def check(recipe: Recipe) -> None:
     or holds a checkpoint of an earlier version that cannot be resumed; or nowhere, as it holds a secret."""
     config.refuse(kept_secrets.problems(dataclasses.asdict(recipe)))
     before = earlier(recipe)
-    if before is not None and (difference := first_difference(before, recipe)):
-        key, old, new = difference
+    if before is not None and (different := differences(before, recipe)):
+        told = ", ".join(f"{key} is {old} there and {new} here" for key, (old, new) in different.items())
+        given = _flat(before)
+        kept = [shlex.quote(config.argument(key, old)) for key, (old, _) in different.items() if key in given]
+        more = [key for key in different if key not in given]
+        instead = " ".join(kept) + (f", without {', '.join(more)}" if more else "")
         raise RecipeError(
-            f"run_dir: {Path(recipe.run_dir).absolute()} holds another recipe: {key} is {old} there and {new} here; take"
-            f" another folder (run_dir=...), or give {key}={old}"
+            f"run_dir: {Path(recipe.run_dir).absolute()} holds another recipe: {told}; take another folder (run_dir=...), or"
+            f" go on as it began: {instead}"
         )
     complete = Checkpoints(Path(recipe.run_dir).absolute(), "", recipe.checkpointing).all()
     if complete and (problem := version_problem(complete[-1], recipe)):
@@ -135,19 +139,20 @@ def _check_writable(run_dir: Path) -> None:
         )
 
 
-def first_difference(before: Recipe, now: Recipe) -> tuple[str, Any, Any] | None:
-    """(key, value before, value now) of the first key that must not differ, in the order of the schema.
+def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Return key -> (value before, value now) of the keys that must not differ and do, in the order of the schema.
 
     Paths that lead to the same place from the run folder do not differ: all of it may have been moved.
     """
     old, new = _flat(before), _flat(now)
     moved, here = _from_run_folder(before, old), _from_run_folder(now, new)
-    for key in [*new, *(key for key in old if key not in new)]:
-        if moved.get(key) == here.get(key):
-            continue
-        if old.get(key) != new.get(key) and not any(fnmatch.fnmatchcase(key, pattern) for pattern in MAY_DIFFER):
-            return key, old.get(key), new.get(key)
-    return None
+    return {
+        key: (old.get(key), new.get(key))
+        for key in (*new, *(key for key in old if key not in new))
+        if moved.get(key) != here.get(key)
+        and old.get(key) != new.get(key)
+        and not any(fnmatch.fnmatchcase(key, pattern) for pattern in MAY_DIFFER)
+    }
 
 
 def _from_run_folder(recipe: Recipe, flat: dict[str, Any]) -> dict[str, Any]:

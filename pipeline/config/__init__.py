@@ -106,7 +106,7 @@ from pipeline.config.schema import (
     section,
     uses_megatron,
 )
-from pipeline.config.showing import shown
+from pipeline.config.showing import argument, shown
 from pipeline.config.updates import advances_per_step, epochs_per_step, has_schedule, updates_per_epoch, updates_per_step
 
 __all__ = [
@@ -174,6 +174,7 @@ __all__ = [
     "ValueConfig",
     "ValueLossConfig",
     "advances_per_step",
+    "argument",
     "arguments_of",
     "arguments_of_tool",
     "asked_backend",

@@ -22,6 +22,11 @@ def shown(loaded: Loaded) -> str:
     return "".join(f"{text:{column}}  # {origin}\n" if origin else f"{text}\n" for text, origin in lines)
 
 
+def argument(key: str, value: Any) -> str:
+    """Return `key=value` as it is given on the command line, without a shell's quotes."""
+    return f"{key}={_flow(escaped(value))}"
+
+
 def _lines(prefix: str, values: dict[str, Any], origins: dict[str, str], depth: int) -> Iterator[tuple[str, str | None]]:
     """(line, what set the value that is on it)."""
     for name, value in values.items():

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import threading
 
 import pytest
@@ -59,7 +60,7 @@ def load(tmp_path):
 )
 def test_keys_that_may_change_when_a_run_goes_on(load, override):
     assert config.to_yaml(load()) != config.to_yaml(load(override))
-    assert run_folder.first_difference(load(), load(override)) is None
+    assert not run_folder.differences(load(), load(override))
 
 
 def test_all_of_it_may_be_moved(tmp_path):
@@ -70,8 +71,8 @@ def test_all_of_it_may_be_moved(tmp_path):
     path = write_recipe(tmp_path / "new", run_dir=str(tmp_path / "new/runs/a"))
     now = config.load(str(path))
     assert before.policy.model_name != now.policy.model_name
-    assert run_folder.first_difference(before, now) is None
-    assert run_folder.first_difference(before, config.load(str(path), [f"run_dir={tmp_path}/a"]))[0] == "policy.model_name"
+    assert not run_folder.differences(before, now)
+    assert "policy.model_name" in run_folder.differences(before, config.load(str(path), [f"run_dir={tmp_path}/a"]))
 
 
 def test_an_evaluation_completes_no_training(load, tmp_path):
@@ -107,9 +108,9 @@ def test_what_left_no_checkpoint_is_not_evaluated(load, tmp_path):
 
 @pytest.mark.parametrize("key", ["enabled=true", "freeze_moe_router=false", "moe_router_dtype=fp32", "optimizer.lr=1"])
 def test_keys_of_megatron_that_change_what_is_computed(load, key):
-    name, _, _ = key.partition("=")
-    assert run_folder.first_difference(load(), load(f"policy.megatron_cfg.{key}"))[0].startswith(
-        f"policy.megatron_cfg.{name.partition('.')[0]}"
+    name = f"policy.megatron_cfg.{key.partition('=')[0]}"
+    assert any(
+        f"{name}.".startswith(f"{other}.") for other in run_folder.differences(load(), load(f"policy.megatron_cfg.{key}"))
     )
 
 
@@ -119,14 +120,27 @@ def test_variables_for_vllm_reach_the_generate_ranks_only(load):
     assert parts["train"].env_vars == {}
 
 
-def test_the_first_other_key_is_named_in_the_schemas_order(load):
-    now = load("grpo.seed=1", "policy.optimizer.kwargs.lr=1", "grpo.max_num_steps=99")
-    assert run_folder.first_difference(load(), now) == ("grpo.seed", 42, 1)
-    assert run_folder.first_difference(load(), load("policy.optimizer.kwargs.betas=[0.9,0.95]")) == (
-        "policy.optimizer.kwargs.betas",
-        None,
-        [0.9, 0.95],
+def test_all_other_keys_are_named_in_the_schemas_order_with_what_keeps_them(load, tmp_path):
+    before = load("policy.tokenizer.chat_template=a b")
+    ahead = ["grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true"]
+    now = load("grpo.seed=1", "policy.optimizer.kwargs.betas=[0.9,0.95]", "grpo.max_num_steps=99", *ahead)
+    found = run_folder.differences(before, now)
+    texts, betas = "policy.tokenizer.chat_template", "policy.optimizer.kwargs.betas"
+    assert sorted(found) == sorted(["grpo.seed", texts, betas, *(key.removesuffix("=true") for key in ahead)])
+    assert next(iter(found)) == "grpo.seed" and found["grpo.seed"] == (42, 1) and found[betas] == (None, [0.9, 0.95])
+    (tmp_path / "run").mkdir()
+    config.write(config.decided(before, "dtensor"), tmp_path / "run/recipe.yaml")
+    with pytest.raises(RecipeError) as error:
+        run_folder.check(config.decided(now, "dtensor"))
+    (problem,) = error.value.problems
+    assert "grpo.seed is 42 there and 1 here, grpo.async_grpo.enabled is False there and True here, " in problem
+    kept, _, left_out = problem.partition("go on as it began: ")[2].partition(", without ")
+    assert left_out == betas
+    assert sorted(shlex.split(kept)) == sorted(
+        ["grpo.seed=42", f"{texts}=a b", *(key.replace("true", "false") for key in ahead)]
     )
+    again = load("grpo.seed=1", *ahead, *shlex.split(kept))
+    run_folder.check(config.decided(again, "dtensor"))
 
 
 def test_a_checkpoint_that_cannot_be_resumed_is_told_before_submission(load, tmp_path):
@@ -208,4 +222,4 @@ def test_what_an_earlier_attempt_said_about_its_end_is_removed(tmp_path, load):
     (tmp_path / "done.json").write_text("{}")
     run_folder.prepare(load(), tmp_path, "#!/bin/bash\n")
     assert run_folder.done_step(tmp_path) is None
-    assert run_folder.first_difference(config.read(tmp_path / "recipe.yaml"), load()) is None
+    assert not run_folder.differences(config.read(tmp_path / "recipe.yaml"), load())
