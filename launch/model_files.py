@@ -16,6 +16,10 @@ KNOWN = Path(__file__).resolve().parent.parent / "recipes/models"
 keys it has but for those that it says itself."""
 
 
+class NotHere(RecipeError):
+    """A model is neither in its folder nor in the cache of this machine."""
+
+
 @dataclass(frozen=True)
 class Pending(os.PathLike):
     """The folder of a needed run that has not run yet, and the model that it will train and leave there."""
@@ -115,8 +119,8 @@ def model_folder(key: str, name: str) -> Path:
     if snapshot := _in_cache(name):
         return snapshot
     if _looks_like_path(name):
-        raise RecipeError(f"{key}: there is no folder {name}")
-    raise RecipeError(f"{key}: '{name}' is neither a folder nor in the cache {hub_cache()}; fetch it with `hf download {name}`")
+        raise NotHere(f"{key}: there is no folder {name}")
+    raise NotHere(f"{key}: '{name}' is neither a folder nor in the cache {hub_cache()}; fetch it with `hf download {name}`")
 
 
 def _looks_like_path(name: str) -> bool:

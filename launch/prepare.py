@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launch import allocation, backend, cuda_variables, executor, handed_on, local, placement, run_folder, slurm_client
 from launch.job import components
-from launch.model_files import Pending
+from launch.model_files import NotHere, Pending
 from launch.model_shape import NotDescribed
 from launch.plan import Plan, plan
 from launch.preflight import allocation as allocated
@@ -25,28 +25,37 @@ RESTART_S = 10.0
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe that has passed every check, for the train backend that was chosen."""
+    """A recipe that can be used, for the train backend that was chosen."""
 
     recipe: Recipe
-    choice: backend.Choice
+    choice: backend.Choice | None  # None: for want of the model, in a dry run
     executor: executor.Choice
     plan: Plan | None  # None: of a family of models of which no plan can be made
     notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed, and what is ignored
     handed_on: tuple[str, ...] = ()  # of a needed recipe: the overrides that it takes from the one that needs it
 
 
-def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None = None) -> list[Prepared]:
+def prepare(name: str, overrides: list[str], plan_from: Path | None = None) -> list[Prepared]:
     """What has to run, in order, the asked-for recipe last: needed recipes that are complete are left out.
 
-    dry: the batch script is only wanted to be seen, so that there need be no Slurm. plan_from: a run folder by which the plan
-    is calibrated. Raises RecipeError with all problems.
+    plan_from: a run folder by which the plan is calibrated. Raises RecipeError with all problems.
+    """
+    prepared, problems = examine(name, overrides, dry=False, plan_from=plan_from)
+    refuse(problems)
+    return prepared
+
+
+def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None = None) -> tuple[list[Prepared], list[str]]:
+    """Return what has to run, as `prepare` does, and all problems; nothing has to run if the asked-for recipe cannot be used.
+
+    dry: the batch script is only wanted to be seen, so that there need be no Slurm. Raises RecipeError for what cannot be read.
     """
     pending: list[Pending] = []
     prepared: list[Prepared] = []
     problems: list[str] = []
     ordered = in_order(name, overrides)
     for loaded in ordered:
-        recipe, own, notes = loaded.recipe, list(loaded.problems), list(loaded.notes)
+        recipe, choice, own, notes = loaded.recipe, None, list(loaded.problems), list(loaded.notes)
         chosen = executor.choose(recipe)
         try:
             recipe, choice = backend.choose(recipe, pending, run_folder.earlier(recipe))
@@ -57,6 +66,10 @@ def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
                 planned = _planned(recipe, choice, plan_from, pending, notes)
                 own += planned.problems() if planned else ()
                 prepared.append(Prepared(recipe, choice, chosen, planned, notes, loaded.handed_on))
+        except NotHere as error:
+            if not own:
+                prepared.append(Prepared(recipe, choice, chosen, None, notes, loaded.handed_on))
+            own += config.independent(error.problems, loaded.faulty)
         except RecipeError as error:
             own += config.independent(error.problems, loaded.faulty)
         if recipe.algorithm:  # without one nothing is known of what the run does
@@ -65,8 +78,8 @@ def prepare(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
         needed = "" if loaded is ordered[-1] else f"{folder_name(recipe)}, which is needed first: "
         problems += [f"{needed}{problem}" for problem in own]
         pending.append(Pending(Path(recipe.run_dir), recipe.policy, recipe.algorithm))
-    refuse(problems)
-    return prepared
+    usable = prepared and prepared[-1].recipe.run_dir == ordered[-1].recipe.run_dir
+    return prepared if usable else [], problems
 
 
 def _planned(

@@ -5,7 +5,7 @@
     show=true          print the resolved recipe, each value with the file and line that set it
     plan=true          print what the run would take: memory, bytes, seconds, GPU-hours; needs the model's config.json alone
     plan_from=RUN_DIR  an earlier run by whose measured phases the plan is calibrated; default: the run folder itself
-    dry_run=true       print what would be submitted, and write nothing
+    dry_run=true       print what would be submitted, whatever keeps it from running here, and write nothing
     detach=true        submit and return; the run goes on
     follow=RUN_DIR     show the progress of a run that was submitted before
 
@@ -37,10 +37,10 @@ from launch.job import JobRecord, RunJob, components, read_record, write_record
 from launch.model_files import Pending
 from launch.plan import modes, plan, report
 from launch.preflight import architecture
-from launch.prepare import RESTART_S, Prepared, file_problems, folder_name, folder_problems, in_order, prepare
+from launch.prepare import RESTART_S, Prepared, examine, file_problems, folder_name, folder_problems, in_order, prepare
 from launch.units import plural
 from pipeline import config, secrets
-from pipeline.config import Recipe, RecipeError, bound, evaluates_alone, refuse, section
+from pipeline.config import Recipe, RecipeError, bound, collected, evaluates_alone, refuse, section
 
 FLAGS = ("show", "plan", "dry_run", "detach")
 CANCEL_WAIT_S = 60
@@ -110,8 +110,13 @@ def answer(request: Request) -> int:
         return show(request.recipe, request.overrides)
     if request.plan:
         return show_plan(request.recipe, request.overrides, request.plan_from)
-    prepared = prepare(request.recipe, request.overrides, request.dry_run, request.plan_from)
-    return dry_run(prepared) if request.dry_run else submit(prepared, request.detach)
+    if request.dry_run:
+        prepared, problems = examine(request.recipe, request.overrides, dry=True, plan_from=request.plan_from)
+        if prepared:
+            dry_run(prepared, problems)
+        refuse(problems)
+        return 0
+    return submit(prepare(request.recipe, request.overrides, request.plan_from), request.detach)
 
 
 # ---- looking at it ------------------------------------------------------------------------------------------------------
@@ -144,7 +149,8 @@ def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
     return 0
 
 
-def dry_run(prepared: list[Prepared]) -> int:
+def dry_run(prepared: list[Prepared], problems: list[str]) -> None:
+    """Print what would be submitted, also where problems keep it from running here."""
     for needed in prepared[:-1]:
         print(f"# first, because it is needed: {needed.recipe.name}, in {needed.recipe.run_dir}")
     main_one = prepared[-1]
@@ -156,14 +162,16 @@ def dry_run(prepared: list[Prepared]) -> int:
     elif name == "slurm":
         print(slurm.batch_script(run_dir, recipe.name, recipe.cluster, components(recipe)))
     else:
-        print(local.commands(run_dir, components(recipe)))
-    print(f"# {choice}")
-    if choice.warning:
+        with collected([]):  # too few GPUs, which is among the problems
+            print(local.commands(run_dir, components(recipe)))
+    if problems:
+        print("# not to be submitted as it is: the problems are told below")
+    print(f"# {choice or 'which backend trains depends on the size of the model, which is not here'}")
+    if choice and choice.warning:
         print(f"# warning: {choice.warning}")
     for note in main_one.notes:
         print(f"# {note}")
-    print(f"# the recipe\n{config.to_yaml(recipe)}", end="")
-    return 0
+    print(f"# the recipe\n{config.to_yaml(recipe)}", end="", flush=True)
 
 
 # ---- running it ---------------------------------------------------------------------------------------------------------

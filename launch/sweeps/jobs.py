@@ -50,7 +50,7 @@ def _prepared(suite: Suite, more: list[str], run: str, seed: int, folder: Path) 
     algorithm = config.inspect(recipe, given).recipe.algorithm
     given += [f"{algorithm}.seed={seed}"] if algorithm else []
     given += [f"run_dir={folder / 'runs' / f'{run}-{seed}'}"]
-    return given, prepare(recipe, given, dry=False)
+    return given, prepare(recipe, given)
 
 
 def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, seed: int) -> list[Job]:

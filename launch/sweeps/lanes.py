@@ -44,7 +44,7 @@ def start(folder: Folder, standing: Standing, after: tuple[str, ...] = (), behin
     """Submit one job; its id. What submit.py prints goes into submit.log. Raises RecipeError."""
     job = standing.job
     why = why_failed(standing) if standing.state == "failed" else []
-    prepared = prepare(job.recipe, job.overrides, dry=False)[-1]
+    prepared = prepare(job.recipe, job.overrides)[-1]
     with open(folder.path / "submit.log", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         handle = submit.start(prepared, after, behind)
     folder.record(job.name, handle.job_id, why)

@@ -223,7 +223,7 @@ def test_needs_in_a_circle(tmp_path, monkeypatch):
     write_recipe(tmp_path, "first", needs=["second"])
     write_recipe(tmp_path, "second", needs=["first"])
     with pytest.raises(config.RecipeError, match="first -> second -> first"):
-        prepare.prepare("first", [], dry=False)
+        prepare.prepare("first", [])
 
 
 def test_prompt_with_its_prompt_file_and_numbers_as_inputs(tmp_path):
@@ -243,11 +243,11 @@ def test_model_of_a_needed_run_is_not_looked_for(tmp_path, monkeypatch):
     write_recipe(tmp_path, "base")
     policy = {"model_name": "runs/base/checkpoints/hf", "train_global_batch_size": 4, "max_total_sequence_length": 32}
     write_recipe(tmp_path, "second", needs=["base"], policy=policy)
-    assert [planned.recipe.name for planned in prepare.prepare("second", [], dry=False)] == ["base", "second"]
+    assert [planned.recipe.name for planned in prepare.prepare("second", [])] == ["base", "second"]
 
     write_model(tmp_path / "runs/base/checkpoints/hf")
     (tmp_path / "runs/base/done.json").write_text('{"step": 3}')
     with pytest.raises(prepare.RecipeError, match="has no weights"):  # now it is looked for
-        prepare.prepare("second", [], dry=False)
+        prepare.prepare("second", [])
     (tmp_path / "runs/base/checkpoints/hf/model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
-    assert [planned.recipe.name for planned in prepare.prepare("second", [], dry=False)] == ["second"]
+    assert [planned.recipe.name for planned in prepare.prepare("second", [])] == ["second"]

@@ -20,6 +20,7 @@ from tests.launch.model import write_recipe
 from tests.launch.waiting import none_alive, reports, wait_until, wait_until_ended
 
 SUBMIT = ROOT / "launch/submit.py"
+GPUS = ["cluster.train.gpus_per_node=1", "cluster.generate.gpus_per_node=1"]
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +81,30 @@ def test_dry_run_writes_nothing_and_imports_no_torch(here, executor):
         assert subprocess.run(["bash", "-n"], input=answer.stdout.partition("# the recipe")[0], text=True).returncode == 0
     else:
         assert answer.stdout.count("-m launch.task") == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem", "choice"),
+    [
+        (["data.train.data_path=gone.jsonl"], "data.train.data_path: ", "FSDP2 trains, because cluster.train has no GPUs"),
+        (["policy.random_init=false"], "policy.model_name: ", "FSDP2 trains, because cluster.train has no GPUs"),
+        (["policy.model_name=org/gone", *GPUS], "policy.model_name: 'org/gone' is neither a folder", "which backend trains"),
+    ],
+)
+def test_dry_run_shows_what_would_be_submitted_where_files_are_missing(here, capsys, monkeypatch, overrides, problem, choice):
+    monkeypatch.setenv("PATH", str(here))  # no sbatch here
+    assert submit.main(["recipe=tiny", "dry_run=true", "cluster.executor=slurm", *overrides]) == 2
+    out, err = capsys.readouterr()
+    assert out.startswith("#!/bin/bash\n#SBATCH --job-name=tiny\n") and "\nfinish_job\n" in out and f"# {choice}" in out
+    assert problem in err and "max_num_steps: 3" in out
+    assert submit.main(["recipe=tiny", "cluster.executor=local", *overrides]) == 2
+    assert problem in capsys.readouterr().err and not (here / "run").exists()
+
+
+def test_dry_run_of_a_recipe_that_contradicts_itself_tells_only_that(here, capsys):
+    assert submit.main(["recipe=tiny", "dry_run=true", "policy.train_global_batch_size=0"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "policy.train_global_batch_size: 0 is too small" in err
 
 
 def test_dry_run_warns_of_two_backends(here, capsys):
