@@ -2,7 +2,7 @@
 
 A needed recipe takes, the later over the earlier:
     the schema's defaults
-    from the files of the recipe that was asked for: cluster.executor, and each component's keys of SITE
+    from the files of the recipe that was asked for: cluster.executor, cluster.sbatch_options, and each component's keys of SITE
     its own files
     every cluster.* of the command line; SIZES among them only if its layout fits them
 """
@@ -16,7 +16,7 @@ from pipeline import config
 from pipeline.config import Loaded, collected, layers
 
 SITE = (
-    *("partition", "account", "qos", "constraint", "python", "srun_args", "env_vars"),
+    *("partition", "account", "qos", "constraint", "sbatch_options", "python", "srun_args", "env_vars"),
     *("container_image", "container_mounts", "container_workdir", "container_env", "container_writable"),
 )
 """Where a component runs. How large it is and how long it runs, each recipe says for itself."""
@@ -59,8 +59,8 @@ def _from_files(asking: Loaded, needed: Loaded) -> list[str]:
         section, *rest = key.split(".")
         if section != "cluster" or origin == layers.COMMAND_LINE:
             continue
-        if rest == ["executor"]:
-            found[key] = asking.recipe.cluster.executor
+        if rest[0] in ("executor", "sbatch_options"):
+            found[f"cluster.{rest[0]}"] = getattr(asking.recipe.cluster, rest[0])
         elif len(rest) > 1 and rest[1] in SITE:
             component = getattr(asking.recipe.cluster, rest[0], None)
             value = getattr(component, rest[1], None)

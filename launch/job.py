@@ -136,15 +136,17 @@ def own_pickle(folder: Path, job_id: str) -> None:
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
-    """The job's components, in rank order. Backends' variables are set before Python starts: some are read on import."""
+    """The job's components, in rank order, with what concerns all of them; their own goes before that.
+
+    Backends' variables are set before Python starts: some are read on import.
+    """
     own = (recipe.policy.megatron_cfg.env_vars or {}) if uses_megatron(recipe.policy) else {}
     trainers = cuda_variables.of_train_ranks(recipe) | own
     variables = {"train": trainers, "generate": recipe.policy.generation.vllm_cfg.env_vars, "reward": trainers}
-    parts = {name: _with_variables(part, variables[name]) for name, part in config.components(recipe).items()}
+    options = recipe.cluster.sbatch_options
+    parts = {
+        name: replace(part, env_vars={**variables[name], **part.env_vars}, sbatch_options={**options, **part.sbatch_options})
+        for name, part in config.components(recipe).items()
+    }
     guests = ("generate",) if colocated(recipe) else tuple(parts)[1:] if recipe.cluster.share_nodes else ()
     return parts | {name: Guest(**vars(parts[name]), takes_turns=colocated(recipe)) for name in guests}
-
-
-def _with_variables(component: ComponentConfig, variables: dict[str, str]) -> ComponentConfig:
-    """The component's own go before `variables`."""
-    return replace(component, env_vars={**variables, **component.env_vars})

@@ -113,6 +113,7 @@ def allocation_options(host: ComponentConfig) -> list[str]:
         **{key: getattr(host, key) for key in PLACES},
     }
     given = [f"--{key}={value}" for key, value in values.items() if value is not None]
+    given += [f"--{key}" if value is None else f"--{key}={value}" for key, value in host.sbatch_options.items()]
     return [*given, "--exclusive"] if takes_whole_nodes(host) else given
 
 

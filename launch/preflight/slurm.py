@@ -130,8 +130,11 @@ def _admission(accounting: Accounting | None, request: Request, partition: Field
         yield f"{request.key}.partition: {name} is for the groups {groups}, and you are in none of them; another"
     if partition.get("RootOnly") == "YES" and os.getuid() != 0:
         yield f"{request.key}.partition: only root may submit to {name}; another"
-    if partition.get("ReqResv") == "YES":
-        yield f"{request.key}.partition: {name} takes only jobs with a reservation, for which there is no key; another"
+    if partition.get("ReqResv") == "YES" and "reservation" not in request.options and "SBATCH_RESERVATION" not in os.environ:
+        yield (
+            f"{request.key}.partition: {name} takes only jobs with a reservation; another, or"
+            f" {request.key}.sbatch_options={{reservation: NAME}}"
+        )
     own = {
         "account": slurm_accounts.effective_account(request, accounting),
         "qos": slurm_accounts.effective_qos(accounting, request, name),

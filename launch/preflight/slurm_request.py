@@ -38,6 +38,7 @@ class Request:
     qos: str | None
     constraint: str | None
     whole: bool  # no other job may be on the nodes
+    options: dict[str, str | None]  # more of sbatch's
 
     def keys(self, name: str) -> str:
         """Return the keys whose values add up to what is asked for."""
@@ -63,6 +64,7 @@ def requests(recipe: Recipe) -> list[Request]:
                 all_memory=memory(component) == "0",
                 partitions=tuple(partition.split(",")) if partition else (),
                 whole=takes_whole_nodes(component),
+                options=component.sbatch_options,
                 **given,
             )
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from pipeline.config import algorithm_checks, async_checks, dtensor_checks, durations, hardware, megatron_checks, texts
+from pipeline.config import algorithm_checks, async_checks, dtensor_checks, durations, hardware, megatron_checks, sbatch, texts
 from pipeline.config.algorithms import OFFLINE, ONLINE
 from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig, TimeoutsConfig, ranks_per_node
 from pipeline.config.data import check_data, validates
@@ -116,6 +116,7 @@ def unusable(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from _check_must_save_by(recipe.checkpointing.checkpoint_must_save_by)
     yield from unusable_kinds(recipe)
     yield from texts.unusable(recipe)
+    yield from sbatch.problems(recipe)
 
 
 def _check_must_save_by(text: str | None) -> Iterator[tuple[str, str]]:
@@ -189,6 +190,7 @@ def _check_world(recipe: Recipe) -> Iterator[str]:
     if recipe.cluster.share_nodes:
         yield from _check_shared_nodes(recipe)
     yield from _check_gpus(recipe)
+    yield from sbatch.of_guests(recipe)
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:

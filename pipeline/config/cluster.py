@@ -45,6 +45,7 @@ class ComponentConfig:
     # Whole nodes, with all their CPUs and memory. null: true with GPUs, as in NeMo-RL's ray.sub, since Slurm else gives a rank
     # one CPU and some memory. Where a site forbids --exclusive or --mem: false with cpus_per_task and mem, or mem=default.
     exclusive: Optional[bool] = None
+    sbatch_options: dict[str, Optional[str]] = field(default_factory=dict)  # of these nodes; they go before cluster's own
     container_image: Optional[str] = None
     container_mounts: Optional[list[str]] = None
     container_workdir: Optional[str] = None
@@ -124,6 +125,9 @@ class ClusterConfig:
     time_min: int = 240  # of one allocation; see requeue
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     node_checks: NodeChecksConfig = field(default_factory=NodeChecksConfig)
+    # More options for sbatch, of every component's nodes: {reservation: weekly, exclude: "n[3-4]", contiguous: null}, null for
+    # one that takes no value. Those that another key stands for are refused.
+    sbatch_options: dict[str, Optional[str]] = field(default_factory=dict)
     # All components are on the same nodes, each with GPUs of its own: of 8, gpus_per_node may be 4 in train and 4 in generate.
     share_nodes: bool = False
     train: ComponentConfig = field(default_factory=ComponentConfig)

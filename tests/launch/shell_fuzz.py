@@ -95,6 +95,8 @@ class Author:
         values = {key: self.text() for key in KEYS if self.sometimes()}
         values |= {key: self.text("" if self.refusable else " ") for key in NAMES if self.sometimes()}
         values |= {key: [self.text() for _ in range(self.rng.randint(1, 3))] for key in LISTS if self.sometimes()}
+        if self.sometimes():
+            values["sbatch_options"] = {name: self.text() for name in self.rng.sample(("comment", "exclude", "gres"), 2)}
         python = f"{folder}/python{self.text('/=') if self.sometimes() else ''}"
         return dataclasses.replace(before, env_vars=self.variables(), python=python, **values)
 

@@ -72,10 +72,11 @@ def test_shared_nodes_only_where_they_fit(here):
 def test_where_the_files_of_the_recipe_run_goes_below_the_needed_one_s_own(here):
     site = {"partition": "gpu", "account": "team", "env_vars": {"NCCL_DEBUG": "INFO", "A": "${not a key}"}, "nodes": 2}
     site["env_vars"]["A"] = "two words"
-    write_recipe(here, "second", needs=["base"], run_dir="runs/second", cluster={"executor": "slurm", "train": site})
+    options = {"sbatch_options": {"reservation": "weekly"}}
+    write_recipe(here, "second", needs=["base"], run_dir="runs/second", cluster={"executor": "slurm", "train": site, **options})
     write_recipe(here, "base", cluster={"train": {"account": "mine"}})
     cluster = needed().recipe.cluster
     assert (cluster.executor, cluster.train.partition, cluster.train.account) == ("slurm", "gpu", "mine")
     assert cluster.train.env_vars == {"NCCL_DEBUG": "INFO", "A": "two words"}
-    assert cluster.train.nodes == 1
+    assert cluster.train.nodes == 1 and cluster.sbatch_options == {"reservation": "weekly"}
     assert needed("cluster.train.account=theirs").recipe.cluster.train.account == "theirs"

@@ -71,6 +71,15 @@ def test_the_fuzzer_sees_a_line_that_should_have_been_refused(tmp_path):
         ("cluster.train.env_vars={'A; touch b': 1}", "cluster.train.env_vars: got the name 'A; touch b'; expected letters,"),
         ("policy.megatron_cfg.env_vars={1A: 1}", "policy.megatron_cfg.env_vars: got the name '1A'; expected letters, digits"),
         ("policy.generation.vllm_cfg.env_vars={'': 1}", "policy.generation.vllm_cfg.env_vars: got the name ''; expected"),
+        ("cluster.sbatch_options={'A b': x}", "cluster.sbatch_options: got the name 'A b'; expected a long option of sbatch"),
+        ('cluster.sbatch_options={comment: "a\\nb"}', r"cluster.sbatch_options.comment: got 'a\nb'; expected a text without"),
+        (
+            "cluster.sbatch_options={partition: a}",
+            "cluster.sbatch_options: got partition; it stands for cluster.train.partition",
+        ),
+        ("cluster.generate.sbatch_options={mem: 0}", "got mem; it stands for cluster.generate.mem; try that"),
+        ("cluster.train.sbatch_options={depend: x}", "cluster.train.sbatch_options: got depend; it stands for needs; try that"),
+        ("cluster.train.sbatch_options={array: 1-2}", "cluster.train.sbatch_options: got array; Slurm has no arrays of"),
         ("cluster.generate.env_vars={HETSTEP_RANK: 3}", "cluster.generate.env_vars: got HETSTEP_RANK, which the launcher sets"),
     ],
 )
@@ -82,6 +91,12 @@ def test_what_is_refused_before_anything_starts(tmp_path, capsys, monkeypatch, a
     told = capsys.readouterr().err
     assert says in told and told.count(says) == 1 and "\x1b" not in told
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_component_without_nodes_has_no_options_of_sbatch(tmp_path):
+    given = ["cluster.share_nodes=true", "cluster.generate.sbatch_options={nodelist: n1}"]
+    (problem,) = config.inspect(str(write_recipe(tmp_path)), given).problems
+    assert problem.startswith("cluster.generate.sbatch_options: its ranks are on cluster.train's nodes")
 
 
 def test_texts_that_hold_newlines_elsewhere_are_not_refused(tmp_path):

@@ -1,5 +1,6 @@
 """The Slurm executor against a real Slurm: four nodes, two components of two ranks."""
 
+import getpass
 import os
 import signal
 import time
@@ -9,10 +10,12 @@ import pytest
 
 from launch import slurm, slurm_client
 from launch.follow import failure
-from launch.job import JobRecord, read_record, write_record
+from launch.job import JobRecord, components, read_record, write_record
 from launch.slurm import HetSlurmExecutor, HetSlurmJob
+from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig
 from tests.launch import tasks
+from tests.launch.model import write_recipe
 from tests.launch.waiting import none_alive, reports, wait_until, wait_until_ended
 
 pytestmark = pytest.mark.slurm
@@ -71,6 +74,35 @@ def test_sbatch_srun_and_the_ranks_read_texts_as_they_are(cluster, tmp_path, mon
     assert job.status().state == "COMPLETED", (run_dir / f"submitit/{job.job_id}_0_log.out").read_text()
     assert [each["TEST_VAR"] for each in reports(run_dir, 2)] == [odd, None]
     assert list(tmp_path.iterdir()) == [run_dir]
+
+
+def test_more_options_of_sbatch_of_all_components_and_of_one(cluster, tmp_path):
+    second, third = cluster.nodes[1:3]
+    reservation = [
+        "ReservationName=weekly",
+        "StartTime=now",
+        "Duration=10",
+        f"Users={getpass.getuser()}",
+        f"Nodes={second},{third}",
+    ]
+    assert slurm_client.ask("scontrol", "create", *reservation).returncode == 0
+    given = [
+        "cluster.sbatch_options={reservation: weekly, comment: it's ours, contiguous: null}",
+        f"cluster.train.sbatch_options={{nodelist: {third}, comment: theirs}}",
+        "cluster.time_min=5",
+    ]
+    recipe = config.load(str(write_recipe(tmp_path)), given)
+    run_dir = Path(recipe.run_dir)
+    try:
+        job = HetSlurmExecutor(run_dir, "a", recipe.cluster, components(recipe)).submit(tasks.report_and_finish, str(run_dir))
+        shown = slurm_client.ask("scontrol", "show", "job", "-o", job.job_id).stdout.splitlines()
+        wait_until_ended(job)
+        assert job.status().state == "COMPLETED"
+    finally:
+        slurm_client.ask("scontrol", "delete", "ReservationName=weekly")
+    assert [each["HETSTEP_NODE"] for each in reports(run_dir, 2)] == [third, second]
+    for line, comment in zip(shown, ("theirs", "it's ours"), strict=True):
+        assert f" Comment={comment} " in f"{line} " and " Contiguous=1 " in line
 
 
 def test_components_of_different_shape_get_their_own_gpus_and_ranks(cluster, tmp_path):
