@@ -9,6 +9,7 @@
     python -m tests.benchmarks refit            planned against broadcast and bare gloo; the planner; against published figures
     python -m tests.benchmarks environments     what busy environments take from the engine, in threads and in a process
     python -m tests.benchmarks verbs            what a verb and a step's verbs cost rank 0 and its store, to 64 to 8,192 ranks
+    python -m tests.benchmarks proofs           what the proofs of gloo's groups add to a join of 8 and of 32 ranks
     python -m tests.benchmarks sandbox          starts and the Python tool's calls; --against FOLDER: another checkout's too
     python -m tests.benchmarks profile CASE     where our step's time goes; with --backend megatron or fsdp, a training step's
     python -m tests.benchmarks tune CASE        CPU seconds by size of microbatch, TRL's and ours
@@ -50,7 +51,21 @@ def main() -> None:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("compare", "backends", "compiled", *LESSONS, "refit", "environments", "verbs", "sandbox", "profile", "tune"),
+        choices=(
+            *(
+                "compare",
+                "backends",
+                "compiled",
+                *LESSONS,
+                "refit",
+                "environments",
+                "verbs",
+                "proofs",
+                "sandbox",
+                "profile",
+                "tune",
+            ),
+        ),
     )
     parser.add_argument("case", nargs="?", choices=CASES)
     parser.add_argument("--backend", choices=(*BACKENDS, *TRAIN_BACKENDS), default=BACKENDS[0], help="what is profiled")
@@ -75,8 +90,8 @@ def main() -> None:
             subprocess.run([sys.executable, "-m", f"tests.benchmarks.refit_{name}"], env=os.environ | ENVIRONMENT, check=True)
     if arguments.command in (None, "environments"):
         subprocess.run([sys.executable, "-m", "tests.benchmarks.environments"], env=os.environ | ENVIRONMENT, check=True)
-    if arguments.command == "verbs":
-        subprocess.run([sys.executable, "-m", "tests.benchmarks.verbs"], check=True)
+    if arguments.command in ("verbs", "proofs"):
+        subprocess.run([sys.executable, "-m", f"tests.benchmarks.{arguments.command}"], check=True)
     if arguments.command == "sandbox":
         sandbox.main(arguments.against)
     if arguments.command == "profile":

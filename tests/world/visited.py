@@ -60,11 +60,11 @@ class Verbs:
 
     @verb("setup")
     def objects(self, maker: str) -> list[int]:
-        """What the first rank of a realm says over groups that a library makes, for which the second one is late."""
+        """What the second rank of a realm says over groups that a library makes, for which it is late."""
         said = []
         for group in self._groups(maker) if dist.get_world_size() > 1 else ():
-            objects = [len(said) if group.rank() == 0 else None]
-            dist.broadcast_object_list(objects, group_src=0, group=group)
+            objects = [len(said) if group.rank() == 1 else None]
+            dist.broadcast_object_list(objects, group_src=1, group=group)
             said += objects
         return said
 
