@@ -143,8 +143,8 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
     try:
         watchdog.start()
         wait_for_all(world, 3 if scenario == "absent" else timeouts.join)
-        if world.rank == 3:
-            visited.late()
+        if world.rank == 3 and "HELD" in os.environ:
+            visited.wait_for(run_dir / "entered")
         if "SPARSE" in os.environ:
             visited.join_sparsely(world)
         else:

@@ -16,6 +16,7 @@ import struct
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -144,10 +145,14 @@ class Join:
 
 
 def visited(world: World, say: Callable[[int], bytes] = shout) -> Join:
-    """Let a stranger at the ports of a world until its ranks have ended."""
+    """Let a stranger at the ports of a world until its ranks have ended. With HELD, rank 3 joins when it has been at those of
+    all others."""
     stranger = Stranger([process.pid for process in world.processes], say)
     (world.run_dir / "visited").touch()
     try:
+        while "HELD" in os.environ and stranger.tried < (SIZE - 1) * len(GUESSES):
+            time.sleep(0.01)
+        (world.run_dir / "entered").touch()
         statuses = world.wait()
     finally:
         stranger.leave()
@@ -158,8 +163,9 @@ def visited(world: World, say: Callable[[int], bytes] = shout) -> Join:
 
 def main(joins: int) -> None:
     os.environ |= {"JOIN_S": "20"}
-    for late_s in (0.0, 0.5):
-        os.environ["LATE_S"] = str(late_s)
+    for when in ("with the others", "when the stranger has been at all other ports"):
+        if when != "with the others":
+            os.environ["HELD"] = "1"
         ends, total = Counter(), Counter()
         for _ in range(joins // 2):
             with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +176,7 @@ def main(joins: int) -> None:
                     world.end()
             ends["end with an error that names both ranks" if NAMED.search(join.end) else join.end] += 1
             total.update(tried=join.tried, taken=join.taken, foreign=join.foreign)
-        print(f"rank 3 joins {late_s:g} s after the others: {joins // 2} joins, {total['tried']} places tried,")
+        print(f"rank 3 joins {when}: {joins // 2} joins, {total['tried']} places tried,")
         print(f"    {total['taken']} in which gloo spoke with the stranger, {total['foreign']} bytes of it taken for a rank's")
         for end, count in ends.most_common():
             print(f"    {count}: {end}", flush=True)

@@ -107,11 +107,18 @@ def test_the_right_codes_are_taken_only_of_their_sender_in_their_group():
 
 @pytest.fixture
 def late(monkeypatch):
+    monkeypatch.setenv("WAITS", "1")
     monkeypatch.setenv("LATE_S", "0.3")
     monkeypatch.setenv("JOIN_S", "30")
 
 
-def test_a_join_with_a_stranger_at_its_ports_ends_with_both_ranks_named(start, late):
+@pytest.mark.parametrize("connect", ["at once", "when they first speak"])
+def test_a_join_with_a_stranger_at_its_ports_ends_with_both_ranks_named(start, monkeypatch, connect):
+    """In a world whose ranks connect when they first speak each of them proves itself to rank 0."""
+    monkeypatch.setenv("HELD", "1")
+    monkeypatch.setenv("JOIN_S", "30")
+    if connect != "at once":
+        monkeypatch.setenv("SPARSE", "1")
     join = visited(start("visited joined"))
     assert NAMED.search(join.end), join
     assert join.taken and not join.foreign
@@ -119,8 +126,7 @@ def test_a_join_with_a_stranger_at_its_ports_ends_with_both_ranks_named(start, l
 
 
 @pytest.mark.parametrize("maker", ["mesh", "megatron", "vllm"])
-def test_no_pickle_of_a_stranger_is_read_in_groups_that_libraries_make(start, late, monkeypatch, tmp_path, maker):
-    monkeypatch.setenv("WAITS", "1")
+def test_no_pickle_of_a_stranger_is_read_in_groups_that_libraries_make(start, late, tmp_path, maker):
     world = start(f"visited {maker}")
     world.until("ready")
     join = visited(world, Pickled(tmp_path / "read"))
@@ -130,8 +136,7 @@ def test_no_pickle_of_a_stranger_is_read_in_groups_that_libraries_make(start, la
 
 @pytest.mark.full
 @pytest.mark.parametrize("visitor", [False, True])
-def test_an_engine_of_two_ranks_with_and_without_a_stranger_at_its_ports(start, late, monkeypatch, tmp_path, visitor):
-    monkeypatch.setenv("WAITS", "1")
+def test_an_engine_of_two_ranks_with_and_without_a_stranger_at_its_ports(start, late, tmp_path, visitor):
     world = start("visited engine")
     save(world.run_dir / "model", "llama", 0)
     world.until("ready")
@@ -143,12 +148,6 @@ def test_an_engine_of_two_ranks_with_and_without_a_stranger_at_its_ports(start, 
     assert not (tmp_path / "read").exists()
     assert NAMED.search(join.end) if join.taken else join.end == "went on", join
     assert join.bound == {"127.0.0.1"}
-
-
-def test_a_world_whose_ranks_connect_when_they_first_speak_proves_them_to_rank_0(start, late, monkeypatch):
-    monkeypatch.setenv("SPARSE", "1")
-    join = visited(start("visited joined"))
-    assert NAMED.search(join.end) and join.taken, join
 
 
 # ---- bodies -----------------------------------------------------------------------------------------------------------------

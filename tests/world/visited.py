@@ -18,7 +18,12 @@ from pipeline.remote import Remote, verb
 from pipeline.world import World
 
 TURNS = 6  # in about half of them the rank that listens is the one that comes first
-UNDER_WAY: list[dist.Work] = []  # messages that a stranger may never take
+UNDER_WAY: list[tuple[torch.Tensor, dist.Work]] = []  # messages that a stranger may never take
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def late() -> None:
@@ -51,7 +56,7 @@ class Verbs:
                 continue
             peers = [rank for rank in range(group.size()) if rank != group.rank()]
             said = torch.full((64,), group.rank(), dtype=torch.uint8)
-            UNDER_WAY.extend(dist.isend(said, group=group, group_dst=peer) for peer in peers)
+            UNDER_WAY.extend((said, dist.isend(said, group=group, group_dst=peer)) for peer in peers)
             for peer in peers:
                 heard = torch.full((64,), peer, dtype=torch.uint8)
                 dist.recv(heard, group=group, group_src=peer)
@@ -97,8 +102,8 @@ class Verbs:
 
 def coordinate(run_dir: Path, train: Remote, generate: Remote, reward: Remote, engine: Remote, task: str) -> None:
     print("ready", flush=True)
-    while "WAITS" in os.environ and not (run_dir / "visited").exists():
-        time.sleep(0.01)
+    if "WAITS" in os.environ:
+        wait_for(run_dir / "visited")
     if task == "joined":
         others = [generate.foreign(), reward.foreign()]
         counts = [*train.foreign().result(), *(count for other in others for count in other.result())]
