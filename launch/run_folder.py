@@ -265,12 +265,13 @@ def _make_private(run_dir: Path) -> None:
         if mode & 0o022:
             folder.chmod(mode & ~0o022)
             print(f"# {folder}: others could write there ({mode:04o}); that is taken back, since ranks load code from it")
-    for entry in os.scandir(run_dir):
-        if not _trusted(status := entry.stat(follow_symlinks=False)):
-            raise RecipeError(
-                f"run_dir: {entry.path} belongs to {user_name(status.st_uid)}, not to you, and the run would use it; delete it,"
-                " or give another run_dir=..."
-            )
+    for path in run_dir.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a job that still writes here renames its files
+            if not _trusted(status := path.lstat()):
+                raise RecipeError(
+                    f"run_dir: {path} belongs to {user_name(status.st_uid)}, not to you, and the run would use it; delete it,"
+                    " or give another run_dir=..."
+                )
 
 
 def _trusted(status: os.stat_result) -> bool:
