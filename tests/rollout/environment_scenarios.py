@@ -71,7 +71,7 @@ class Holding(Environment):
         self._notes = Path(notes)
 
     def step(self, prompt, text):
-        session = PythonTool("none", [], **LIMITS).open()
+        session = PythonTool("none", [], session_s=60.0, **LIMITS).open()
         session.execute("1", 60.0)
         pids = [os.getpid(), *processes.below(os.getpid())]
         (self._notes / "noting").write_text(" ".join(map(str, pids)))
