@@ -21,6 +21,7 @@ from pipeline.environments.math import Math, _Worker
 from pipeline.sandbox import processes
 from pipeline.types import Prompt
 from tests.environments.pooled import outcomes
+from tests.sandbox.hosts import until
 
 NEVER_ENDS = "\\boxed{\\sum_{k=1}^{10^9} \\sin(k)^k}"
 
@@ -89,9 +90,8 @@ def test_an_answer_whose_judgement_dies_is_wrong(math: Math, number: int):
 
 
 def _end_fork(worker: int, number: int) -> None:
-    while not (forks := processes.children(worker)):
-        time.sleep(0.01)
-    os.kill(forks[0], number)
+    (fork, *_) = until(lambda: processes.children(worker) or None)
+    os.kill(fork, number)
 
 
 HOSTILE = {
