@@ -99,7 +99,7 @@ class Rollout:
     reward: float  # of the whole episode
     metrics: dict[str, float] = field(default_factory=dict)  # the environment's, e.g. {"accuracy": 1.0}
     failure: str = ""  # why nobody could judge it: then it has no reward, and is not learned from
-    broke: str = ""  # how the answer broke its judge: then it is a wrong one, of reward 0
+    broke: str = ""  # how the answer broke its judge: then it is a wrong one
 
     @property
     def tokens(self) -> np.ndarray:

@@ -267,6 +267,7 @@ class EnvironmentConfig:
     kind: str = MISSING  # one of ENVIRONMENT_KINDS, or the dotted path of a class or a function: pipeline/environments/own.py
     timeout_s: float = 10.0  # for one turn of an episode
     workers: Optional[int] = None  # turns judged at once, on each engine; null: the kind's own number
+    broken_reward: float = 0.0  # of an answer that breaks its judge; for a kind of your own that pays less for wrong answers
     kwargs: dict[str, Any] = field(default_factory=dict)
     # Of kind reward_model:
     model_name: Optional[str] = None  # what algorithm `rm` left in a run's hf/, or any sequence classifier with one label

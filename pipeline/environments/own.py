@@ -9,8 +9,9 @@ A function is called once for each answer, `function(prompt, answer, **fields)`,
 
 A function without `**fields` receives those that it has parameters for. One that raises, or returns no finite number, makes the
 answer a wrong one of reward 0, as any environment does: `broke_judge` in the metrics is the share of them, and the log has the
-first ones' tracebacks. So a function that pays less than 0 for a wrong answer must not raise. One that cannot judge through no
-doing of the answer (no connection, say) raises `pipeline.environments.base.Unjudged`, and the episode is left out.
+first one's traceback. Where wrong answers are paid less than 0, env.<name>.broken_reward says how much, so that it does not pay
+to break the function. One that cannot judge through no doing of the answer (no connection, say) raises
+`pipeline.environments.base.Unjudged`, and the episode is left out.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ class GenerateRole:
         self._environments = process or environment_threads.load(EnvironmentSettings.of(self._recipe), self.news)
         generation = self._recipe.policy.generation
         most, longest = generation.max_num_seqs, generation.vllm_cfg.max_model_len
-        self._driver = Driver(backend, self._environments, self._lockstep, self._world, self.news, most, longest)
+        broken = {name: environment.broken_reward for name, environment in self._recipe.env.items()}
+        self._driver = Driver(backend, self._environments, self._lockstep, self._world, self.news, most, longest, broken)
 
     # ---- weights ------------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pipeline.generate.base import GenerateBackend
@@ -52,10 +52,13 @@ class Driver:
         news: threading.Event,
         max_num_seqs: int,
         max_length: int,
+        broken_rewards: Mapping[str, float] | None = None,
     ):
-        """max_length: tokens of a prompt and all that follows."""
+        """max_length: tokens of a prompt and all that follows. broken_rewards: by environment, of an answer that breaks it;
+        0 of those that are not there."""
         self._engine, self._environments, self._lockstep, self._world = engine, environments, lockstep, world
         self._news, self._max_num_seqs, self._max_length = news, max_num_seqs, max_length
+        self._broken_rewards = broken_rewards or {}
         self._works: dict[int, _Open] = {}
         self._urgent: deque[Episode] = deque()  # that have not begun
         self._waiting: deque[Episode] = deque()  # likewise
@@ -196,7 +199,8 @@ class Driver:
         for name, answer in self._environments.take():
             episode = self._judged.pop(name)
             if isinstance(answer, Failure):
-                self._end(episode, episode.broke(answer.why) if answer.of_answer else episode.failed(answer.why))
+                reward = self._broken_rewards.get(episode.prompt.environment, 0.0)
+                self._end(episode, episode.broke(answer.why, reward) if answer.of_answer else episode.failed(answer.why))
             else:
                 self._go_on(episode, answer)
         self._end_drains()

@@ -88,9 +88,9 @@ class Episode:
         """Ended through no doing of the policy's: it is not learned from."""
         return Rollout(self._heard(), 0.0, failure=why)
 
-    def broke(self, how: str) -> Rollout:
+    def broke(self, how: str, reward: float) -> Rollout:
         """Ended because the answer broke its judge: a wrong one, whatever its turns had earned."""
-        return Rollout(self._heard(), 0.0, broke=how)
+        return Rollout(self._heard(), reward, broke=how)
 
     def _heard(self) -> tuple[Turn, ...]:
         return (*self.turns, *([Turn(self.said)] if self.said else []))

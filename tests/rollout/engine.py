@@ -82,6 +82,7 @@ class Bench:
         environments: dict[str, Environment] | Callable[[threading.Event], EnvironmentExecutor],
         max_num_seqs: int = 32,
         limit_s: float = 60.0,
+        broken_rewards: dict[str, float] | None = None,
     ):
         """environments: to run in threads; or what makes their executor, given its news."""
         engine = _engine(checkpoint.folder)
@@ -98,7 +99,8 @@ class Bench:
             pool = EnvironmentPool(environments, dict.fromkeys(environments, limit_s), self.news, grace_s=0.0)
             executor = EnvironmentThreads(Hearing(environments, tokenizer, observations), pool)
         lockstep = Lockstep(None)
-        self.driver = Driver(self.engine, executor, lockstep, self.world, self.news, max_num_seqs, MAX_MODEL_LEN)
+        parts = self.engine, executor, lockstep, self.world, self.news
+        self.driver = Driver(*parts, max_num_seqs, MAX_MODEL_LEN, broken_rewards)
 
     def work(self, until: Callable[[], bool] = lambda: False) -> None:
         """Until a verb waits, or all is done."""

@@ -109,6 +109,18 @@ def test_an_episode_that_breaks_its_judge_late_keeps_nothing(checkpoint):
     assert (len(rollout.turns), rollout.reward, rollout.metrics) == (3, 0.0, {}) and "ZeroDivisionError" in rollout.broke
 
 
+def test_breaking_a_judge_pays_no_more_than_a_wrong_answer(checkpoint):
+    class Strict(Environment):
+        def step(self, prompt, text):
+            return {0: lambda: Outcome(-1.0), 1: lambda: 1 / 0}[prompt.index]()
+
+    bench = Bench(checkpoint, {"strict": Strict()}, broken_rewards={"strict": -1.0})
+    later = bench.driver.rollout(work(0, prompts(2, "strict"), samples=1))
+    bench.work()
+    wrong, broke = (by_place(later.unsent)[place][0] for place in range(2))
+    assert wrong.reward == broke.reward == -1.0 and broke.broke and not wrong.broke
+
+
 def test_calls_that_all_hang_end_a_run_whose_threads_they_are(checkpoint, monkeypatch):
     monkeypatch.setattr(environment_pool, "MOST_HANGING", 2)
     bench = Bench(checkpoint, {"naughty": Naughty()}, limit_s=0.05)
