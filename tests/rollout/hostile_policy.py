@@ -142,6 +142,7 @@ def programs(module: ModuleType, folder: Path) -> dict[str, str]:
     return found
 
 
+INTERRUPT = "import os, signal, time\nos.kill(1, signal.SIGINT)\ntime.sleep(0.5)"
 CHURN = "import os, time\nend = time.time() + 1.5\nwhile time.time() < end:\n    if os.fork() == 0: os._exit(0)\n    os.wait()"
 FORGED = "class Equal:\n    __eq__ = lambda self, other: True\nf = lambda x: Equal()"
 FEW = {"fork bomb", "huge output", "sleep for ever", "kills its parent", "memory of one process"}
@@ -153,7 +154,7 @@ def tricks(folder: Path, whole: bool) -> dict[str, dict[str, list[str]]]:
     known = programs(test_hostile_reach, folder) | programs(test_hostile_resources, folder)
     assert len(known) > 40 and set(known) >= FEW, known
     chosen = {name: program for name, program in known.items() if whole or name in FEW}
-    chosen |= {"forks without end": CHURN}
+    chosen |= {"interrupts process 1": INTERRUPT, "forks without end": CHURN}
     codes = {name: [f"```python\n{program}\n```"] for name, program in chosen.items()}
     codes |= {"an object that is equal to all": [FORGED], "no code": ["\0" + "```" * 1000]}
     turns = {name: [f"<code>{program}</code>", "It is 42."] for name, program in chosen.items()}
