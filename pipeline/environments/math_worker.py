@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import logging
 import os
@@ -38,6 +39,7 @@ def main(parent: int) -> None:
 
     logging.disable(logging.WARNING)  # it warns that it has no timeout of its own; this has
     verify(_parse_expected("\\frac{1}{2}"), _parse("\\boxed{0.5}"), timeout_seconds=None)  # loads what forks would load each
+    gc.freeze()  # else a fork's first collection copies all that is loaded
     print("{}", file=replies, flush=True)
     for line in sys.stdin:
         question = json.loads(line)
