@@ -1,9 +1,9 @@
 """Mathematical answers, judged by math-verify in processes of their own.
 
 Comparing two expressions can take for ever, or all memory: sympy evaluates what a model wrote. So workers (`math_worker.py`)
-that have loaded it judge each answer in a fork of theirs, with a limit of seconds. What ends the fork is the answer's doing. A
-worker itself reads only the expected answers; one that is lost all the same is replaced. Worker and environment exchange lines
-of JSON over pipes. Of this process's environment variables a worker has those of KEPT, which hold no secrets.
+that have loaded it judge answers in a fork of theirs, with a limit of seconds. What ends the fork is the answer's doing. A
+worker itself reads none of them; one that is lost all the same is replaced. Worker and environment exchange lines of JSON over
+pipes. Of this process's environment variables a worker has those of KEPT, which hold no secrets.
 
 Leaves out: rewards for form.
 """
