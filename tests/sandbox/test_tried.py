@@ -21,7 +21,11 @@ def test_the_table_is_what_was_tried(column: str):
         way = column.partition(",")[0]
         if way != "none" and (works(way) if not host.another_user else not host.works()):
             pytest.skip(f"{way} does not work here")
-        assert tried.found(host) == tried.on_the_page()[column]
+        found, told = tried.found(host), tried.on_the_page()[column]
+        may_differ = {attempt for attempt in tried.REFUSED_IN_CONTAINERS if told[attempt] == tried.THROUGH}
+        assert {a: cell for a, cell in found.items() if a not in may_differ} == {
+            a: cell for a, cell in told.items() if a not in may_differ
+        }
     finally:
         host.close()
 

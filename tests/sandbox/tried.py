@@ -71,6 +71,13 @@ resource.getrlimit(resource.RLIMIT_SIGPENDING)[1] <= 64 or escaped()""",
 import resource
 resource.getrlimit(resource.RLIMIT_CORE) == (1, 1) or escaped()""",
 }
+REFUSED_IN_CONTAINERS = {
+    "trace a process",
+    "make namespaces",
+    "gain rights by a set-user-id program",
+    "use io_uring, bpf or keys",
+}
+"""What a container around the tests may refuse where the sandbox does not."""
 USES = {  # attempt: program, what ends it
     "use more CPU time": ("while time.process_time() < 60: pass", "cpu time", {"cpu_s": 0.3, "wall_s": 20.0}),
     "use more wall time": ("time.sleep(60)", "wall time", {"wall_s": 0.5}),
