@@ -46,6 +46,7 @@ class Plan:
     measured: Measured | None
     ratios: Mapping[str, float]  # measured / predicted, by clock; what has none is not calibrated
     split: Split | None  # a better one
+    reward: TrainMemory | None = None  # None: no ranks of a reward model's own
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -133,7 +134,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        over = self._train_over or self._generate_over or self._turns_over
+        over = self._train_over or self._generate_over or self._reward_over or self._turns_over
         return not any(self.problems()) and not over and not self._cache_short
 
     @property
@@ -149,6 +150,10 @@ class Plan:
     @property
     def _generate_over(self) -> float:
         return _over(self.recipe.cluster.generate, self.generate.total) if self.generate else 0.0
+
+    @property
+    def _reward_over(self) -> float:
+        return _over(self.recipe.cluster.reward, self.reward.total) if self.reward else 0.0
 
     @property
     def _cache_short(self) -> bool:
@@ -191,6 +196,9 @@ class Plan:
         elif self._generate_over:
             needed = f"{self.generate.total / GIGA:.0f} GB"
             yield f"a generate rank may need {needed}, and its GPU has {hardware.memory_gb(generate):g}"
+        if self._reward_over:
+            needed, has = f"{self.reward.total / GIGA:.0f} GB", hardware.memory_gb(self.recipe.cluster.reward)
+            yield f"a reward rank may need {needed}, and its GPU has {has:g}; cluster.reward.nodes or gpus_per_node: more"
         for turn in self._turns_over:
             yield (
                 f"a GPU may need {turn.total / GIGA:.0f} GB in the {turn.name} ({turn.train / GIGA:.0f} of the train rank,"
@@ -230,7 +238,8 @@ def plan(recipe: Recipe, choice: backend.Choice, before: Path | None = None, pen
     generate = memory.generate(recipe, found["policy"]) if generates(recipe) else None
     refit, unknown = _refit(recipe, described["policy"])
     ratios = _ratios(earlier, pending) if earlier and _can_be_timed(recipe, generate) else {}
-    made = Plan(recipe, choice, described, found, spread, train, generate, refit, unknown, [], 0.0, earlier, ratios, None)
+    parts = (recipe, choice, described, found, spread, train, generate, refit, unknown)
+    made = Plan(*parts, [], 0.0, earlier, ratios, None, memory.reward(recipe, found))
     made = _timed(made, calibration.scaled(_refit_phases(recipe, generate, refit), ratios))
     if not made.phases or not split.movable(recipe):
         return made
@@ -259,8 +268,9 @@ def step_elsewhere(plan: Plan, recipe: Recipe) -> float | None:
 
 def _untimed(plan: Plan, recipe: Recipe) -> Plan:
     train = memory.train(recipe, dict(plan.shapes))
-    generate = memory.generate(recipe, plan.shapes["policy"])
-    return replace(plan, recipe=recipe, train=train, generate=generate, phases=[], validation=0.0, split=None)
+    generate = memory.generate(recipe, plan.shapes["policy"]) if generates(recipe) else None
+    reward = memory.reward(recipe, dict(plan.shapes))
+    return replace(plan, recipe=recipe, train=train, generate=generate, reward=reward, phases=[], validation=0.0, split=None)
 
 
 def _timed(plan: Plan, refit: Sequence[Phase]) -> Plan:

@@ -10,6 +10,6 @@
 from launch.plan.memory_advice import advice
 from launch.plan.memory_generate import generate
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
-from launch.plan.memory_train import staging, train
+from launch.plan.memory_train import reward, staging, train
 
-__all__ = ["GenerateMemory", "TrainMemory", "advice", "generate", "staging", "train"]
+__all__ = ["GenerateMemory", "TrainMemory", "advice", "generate", "reward", "staging", "train"]

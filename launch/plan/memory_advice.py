@@ -18,6 +18,8 @@ from pipeline.config import Recipe, ranks, uses_megatron
 
 GB = 1e9
 MOST = 4
+SELECTIVE = "recompute_granularity=selective"
+"""Of FSDP2; of Megatron-Core it saves no memory, as flash attention keeps none of what it would recompute."""
 
 
 def advice(recipe: Recipe, held: TrainMemory | GenerateMemory, room: float) -> list[str]:
@@ -30,7 +32,19 @@ def advice(recipe: Recipe, held: TrainMemory | GenerateMemory, room: float) -> l
     shapes = dict(held.shapes)
     tried = sorted((train(changed, shapes).total, text) for text, changed in _train_changes(recipe, shapes["policy"]))
     fitting = [(total, text) for total, text in tried if total <= room]
+    if any(SELECTIVE in text for _, text in fitting):  # recomputing all costs a forward pass more
+        fitting = [(total, text) for total, text in fitting if not text.endswith("activation_checkpointing=true")]
+        fitting.sort(key=lambda each: SELECTIVE not in each[1])
     return [f"{text}: {_of(total, room)}" for total, text in (fitting or tried)[:MOST] if total < held.total]
+
+
+def recomputes_less(recipe: Recipe) -> Recipe | None:
+    """Return the recipe where FSDP2 recomputes no matrix products, if now it does."""
+    dtensor = recipe.policy.dtensor_cfg
+    full = dtensor.activation_checkpointing and dtensor.recompute_granularity == "full" and not dtensor.compile
+    if uses_megatron(recipe.policy) or not full:
+        return None
+    return set_key(recipe, "policy.dtensor_cfg.recompute_granularity", "selective")
 
 
 def _generate_advice(recipe: Recipe, held: GenerateMemory, room: float) -> list[str]:
@@ -51,7 +65,10 @@ def _of(total: float, room: float) -> str:
 def _train_changes(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, Recipe]]:
     packing, longest = "policy.sequence_packing", recipe.policy.max_total_sequence_length
     section = "policy.megatron_cfg" if uses_megatron(recipe.policy) else "policy.dtensor_cfg"
-    yield from _changed(recipe, f"{section}.activation_checkpointing", lambda on: None if on else True)
+    for text, changed in _changed(recipe, f"{section}.activation_checkpointing", lambda on: None if on else True):
+        yield text, changed
+        if not uses_megatron(recipe.policy) and not recipe.policy.dtensor_cfg.compile:
+            yield f"{text} {section}.{SELECTIVE}", set_key(changed, f"{section}.recompute_granularity", "selective")
     for key in (f"{packing}.train_mb_tokens", f"{packing}.logprob_mb_tokens"):
         yield from _changed(recipe, key, lambda tokens: tokens // 2 if tokens // 2 >= longest else None)
     yield from _changed(recipe, "policy.logprob_chunk_size", lambda rows: 1024 if rows is None or rows > 1024 else None)

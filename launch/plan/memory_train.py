@@ -8,6 +8,7 @@ fragmentation of CUDA's allocator, copies for checkpoints that are written behin
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from launch.model_shape import ModelShape
 from launch.plan.cut import Cut, engines, train_cut
@@ -15,7 +16,7 @@ from launch.plan.memory_fsdp import FSDP
 from launch.plan.memory_load import Load, Model, load, models
 from launch.plan.memory_megatron import Megatron, stages
 from launch.plan.memory_parts import RUNTIME, Parts, TrainMemory, add
-from pipeline.config import PRECISIONS, Recipe, generates, uses_megatron
+from pipeline.config import PRECISIONS, Recipe, generates, judge, reward_environment, serves_rewards, uses_megatron
 
 Held = FSDP | Megatron
 
@@ -30,6 +31,17 @@ def train(recipe: Recipe, shapes: dict[str, ModelShape]) -> TrainMemory:
         fixed["runtime"] = RUNTIME
     phases = {name: size + sum(fixed.values()) for name, size in found.phases.items()}
     return TrainMemory(add(found.parts, fixed), found.phase, phases, found.host, _assumptions(recipe, of_rank, cuda), shapes)
+
+
+def reward(recipe: Recipe, shapes: dict[str, ModelShape]) -> TrainMemory | None:
+    """Return the memory of the fullest reward rank; None if the reward model has no ranks of its own."""
+    if not serves_rewards(recipe):
+        return None
+    policy, component = judge(recipe), recipe.cluster.reward
+    cut, cuda = train_cut(policy, component), component.gpus_per_node > 0
+    model = Model(policy, shapes[f"env.{reward_environment(recipe)}"], values=True, trained=False)
+    found = peak([model], cut, cuda, load(recipe, cut.data))
+    return replace(found, parts=add(found.parts, {"runtime": RUNTIME} if cuda else {}), shapes=shapes)
 
 
 def peak(models: list[Model], cut: Cut, cuda: bool, of_rank: Load) -> TrainMemory:

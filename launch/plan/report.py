@@ -5,9 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from launch.plan import modes, sharing, split
+from launch.plan import generate_time, modes, sharing, split
 from launch.plan.cut import engines
-from launch.plan.estimate import Plan
+from launch.plan.estimate import Plan, step_elsewhere
+from launch.plan.memory_advice import recomputes_less
 from launch.plan.modes import Mode
 from launch.plan.step import priced
 from launch.plan_refit import cut_sizes
@@ -96,6 +97,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     held = {"train": plan.train.parts}
     if plan.generate:
         held["generate"] = plan.generate.parts
+    if plan.reward:
+        held["reward"] = plan.reward.parts
     names = list(dict.fromkeys(name for parts in held.values() for name in parts))
     yield f"{'memory of the fullest rank':30s}" + "".join(f"{component:>14s}" for component in held)
     for name in names:
@@ -194,13 +197,17 @@ def _modes(plan: Plan, compared: Sequence[Mode]) -> Iterator[str]:
             yield textwrap.fill(f"not so: {mode.why_not}", WIDTH, initial_indent=f"  {name:24s}", subsequent_indent=" " * 26)
         else:
             yield f"  {name:24s}{_mode(mode)}"
+            if (spare := plan.gpus - mode.plan.gpus) > 0:
+                yield f"  {'':24s}{_plural(spare, 'GPU')} of the recipe's {plan.gpus} would be left over"
     yield _line("choice", _choice(compared))
 
 
 def _mode(mode: Mode) -> str:
     found, cluster = mode.plan, mode.plan.recipe.cluster
-    own, waits = split.sizes(found.recipe), [found.pace.train, found.pace.generate]
-    nodes = f"{own[0]} + {own[1]}{' GPUs' if cluster.share_nodes else ''}"
+    own, waits = [*split.sizes(found.recipe)], [found.pace.train, found.pace.generate]
+    if config.serves_rewards(found.recipe):
+        own.append(getattr(cluster.reward, split.key_of(found.recipe)))
+    nodes = f"{' + '.join(map(str, own))}{' GPUs' if cluster.share_nodes else ''}"
     cells = [found.gpus, _seconds(found.step), f"{mode.cost if found.gpu_hours is None else found.gpu_hours:,.0f}"]
     if config.colocated(found.recipe):
         cells = [cluster.train.nodes, *cells, "-", "-", f"   {mode.moving:.0%} for changing turns"]
@@ -244,6 +251,8 @@ def _run(plan: Plan) -> Iterator[str]:
                 told += f"; the run takes {needed}"
         yield _line("time limit", f"cluster.time_min {limit}: {told}")
         yield from _split(plan)
+        yield from _recomputation(plan)
+        yield from _idle(plan)
     if plan.checkpoints != 0:
         size = (
             "adapters and their optimizer's state" if plan.checkpoint_bytes is None else f"{_size(plan.checkpoint_bytes)} each"
@@ -284,6 +293,25 @@ def _split(plan: Plan) -> Iterator[str]:
     else:
         gain = f"{better.gain:.0%} less" if plan.fits else "and fits"
         yield _line("split", f"{better} would take {_seconds(better.seconds)} a step, {gain}, {by}")
+
+
+def _recomputation(plan: Plan) -> Iterator[str]:
+    other = recomputes_less(plan.recipe) if plan.fits else None
+    seconds = step_elsewhere(plan, other) if other else None
+    if seconds is not None and 1 - seconds / plan.step > split.WORTH:
+        gain = f"{_seconds(seconds)} a step, {1 - seconds / plan.step:.0%} less"
+        yield _line("recomputing", f"policy.dtensor_cfg.recompute_granularity=selective would fit and take {gain}")
+
+
+def _idle(plan: Plan) -> Iterator[str]:
+    """Yield how many engines have nothing to sample."""
+    if plan.generate is None:
+        return
+    made, answers = engines(plan.recipe.policy, plan.recipe.cluster.generate), generate_time.sampled(plan.recipe)[1]
+    if runs_ahead(plan.recipe) and plan.recipe.grpo.async_grpo.in_flight_weight_updates:
+        answers *= plan.recipe.grpo.async_grpo.max_trajectory_age_steps + 1
+    if made > answers:
+        yield _line("idle", f"{made - answers} of {made} engines: {_plural(answers, 'answer')} are sampled at once")
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from launch import backend
-from launch.plan import plan, report
+from launch.plan import modes, plan, report
 from pipeline import config
 from pipeline.config import RecipeError
 from tests.test_imports import ROOT
@@ -17,7 +17,7 @@ import sys
 for name in ("torch", "transformers", "vllm", "megatron", "tokenizers", "safetensors"):
     sys.modules[name] = None  # an import raises
 from launch import backend
-from launch.plan import plan, report
+from launch.plan import modes, plan, report
 from pipeline import config
 found = plan(*backend.choose(config.load("deepseek_v3_grpo", ["run_dir=runs/none"])))
 assert found.refit is not None and found.phases
@@ -167,3 +167,50 @@ def test_a_model_that_is_yet_to_come(tmp_path, monkeypatch):
     other = config.load("tiny_grpo", ["policy.model_name=runs/base/hf"])
     with pytest.raises(RecipeError, match=r"policy\.model_name: .* is not there yet, and no recipe under `needs` says"):
         plan(other, choice, pending=[tmp_path / "runs/base"])
+
+
+def test_the_ranks_of_a_reward_model_are_told():
+    judge = "env.preference.model_name=meta-llama/Llama-3.1-8B-Instruct"
+    found = planned("llama8b_grpo_rm", judge)
+    told = report.text(found, modes.compare(found))
+    assert "memory of the fullest rank             train      generate        reward\n" in told
+    assert (
+        found.reward.total > found.reward.parts["weights"] == pytest.approx(2 * found.shapes["policy"].parameters / 2, rel=0.1)
+    )
+    assert "async, as it is            1 + 1 + 1    18" in told and "2 GPUs of the recipe's 18 would be left over" in told
+    assert max(map(len, told.splitlines())) <= report.WIDTH
+    small = planned("llama8b_grpo_rm", judge, "cluster.reward.gpu_memory_gb=10")
+    assert found.fits and not small.fits
+    assert "a reward rank may need 14 GB, and its GPU has 10" in report.text(small)
+    assert planned("llama8b_grpo_rm", judge, "env.preference.served_by=train").reward is None
+
+
+def test_recomputing_less_is_proposed_where_it_fits():
+    key = "policy.dtensor_cfg"
+    totals = {
+        name: planned("llama8b_grpo", *(f"{key}.{change}" for change in changes)).train.total
+        for name, changes in {
+            "nothing": ["activation_checkpointing=false"],
+            "selective": ["activation_checkpointing=true", "recompute_granularity=selective"],
+            "full": ["activation_checkpointing=true"],
+        }.items()
+    }
+    assert totals["full"] < totals["selective"] < totals["nothing"]
+
+    def advised(below: str, above: str) -> list[str]:
+        room = f"cluster.train.gpu_memory_gb={(totals[below] + totals[above]) / 2e9}"
+        return planned("llama8b_grpo", f"{key}.activation_checkpointing=false", room).advice()
+
+    both = f"{key}.activation_checkpointing=true {key}.recompute_granularity=selective: "
+    first, *others = advised("selective", "nothing")
+    assert first.startswith(both) and not any("activation_checkpointing" in other for other in others)
+    assert not any("selective" in text for text in advised("full", "selective"))
+    assert "recompute_granularity=selective would fit and take" in text("llama8b_grpo", f"{key}.activation_checkpointing=true")
+    assert "recomputing" not in text("llama8b_grpo", f"{key}.activation_checkpointing=false")
+
+
+def test_engines_without_an_answer_to_sample_are_told():
+    few = ("grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=4")
+    many = ("cluster.generate.nodes=2", "cluster.train.gpus_per_node=4", "grpo.async_grpo.enabled=false")
+    assert "idle          12 of 16 engines: 4 answers are sampled at once" in text("llama8b_grpo", *few, *many)
+    assert "\nidle " not in text("llama8b_grpo")
