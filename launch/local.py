@@ -85,7 +85,7 @@ def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, 
 
 
 def rank_command(run_dir: Path) -> list[str]:
-    return [sys.executable, "-u", "-m", "launch.task", f"{run_dir}/submitit"]
+    return [sys.executable, "-P", "-u", "-m", "launch.task", f"{run_dir}/submitit"]
 
 
 def commands(run_dir: Path, components: dict[str, ComponentConfig]) -> str:
@@ -357,7 +357,7 @@ def start_controller(run_dir: Path, environment: dict[str, str], log: Path) -> s
     """Start a run's controller with this environment, appending what it prints to `log`."""
     with open(log, "ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "launch.local", str(run_dir)],
+            [sys.executable, "-P", "-m", "launch.local", str(run_dir)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -160,7 +160,7 @@ def _directives(*options: str) -> list[str]:
 def _step(name: str, share: Share, first_rank: int, place: str, run_dir: Path) -> list[str]:
     """Lines of bash: a background srun, noted in `steps`. The task redirects its output: srun's %t is off by the component."""
     component = share.component
-    command = [component.python or sys.executable, "-u", "-m", "launch.task", f"{run_dir}/submitit"]
+    command = [component.python or sys.executable, "-P", "-u", "-m", "launch.task", f"{run_dir}/submitit"]
     if component.env_vars:  # not by bash's export, which evaluates what it assigns to RANDOM and the like
         command = ["env", *(f"{key}={value}" for key, value in component.env_vars.items()), *command]
     task = [

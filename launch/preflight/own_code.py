@@ -121,7 +121,7 @@ def _probed(recipe: Recipe, asked: list[Named]) -> dict[str, dict[str, Any]] | s
     with tempfile.TemporaryDirectory(prefix="probe-") as folder:
         reply = Path(folder) / "reply.json"
         process = subprocess.Popen(
-            [sys.executable, "-m", "launch.probe", str(reply)],
+            [sys.executable, "-P", "-m", "launch.probe", str(reply)],
             env={**os.environ, "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

@@ -124,7 +124,7 @@ class _Worker:
     def __init__(self) -> None:
         path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.environments.math_worker", str(os.getpid())],
+            [sys.executable, "-P", "-m", "pipeline.environments.math_worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={name: os.environ[name] for name in KEPT if name in os.environ} | {"PYTHONPATH": path},

@@ -100,7 +100,7 @@ def spawn() -> Started:
     os.ftruncate(memory, CALLS)
     judging = mmap.mmap(memory, CALLS)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", environment_server.__name__, str(its.fileno()), str(memory), str(os.getpid())]
+    command = [sys.executable, "-P", "-m", environment_server.__name__, str(its.fileno()), str(memory), str(os.getpid())]
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=(its.fileno(), memory), env={**os.environ, "PYTHONPATH": path}

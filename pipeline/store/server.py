@@ -286,7 +286,7 @@ def launch(module: str, host: str, told: dict[str, Any], timeout_s: float) -> tu
     Raises RuntimeError if it ends before, TimeoutError if it has not come so far after timeout_s.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},

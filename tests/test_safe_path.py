@@ -1,0 +1,64 @@
+"""Processes that Hetstep starts take no module from the working directory, where a user may have any files."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch import local, slurm
+from launch.preflight import own_code
+from pipeline import config
+from pipeline.config import ClusterConfig, ComponentConfig
+from pipeline.environments.math import _Worker
+from pipeline.rollout import environment_process
+from pipeline.store import server
+from tests.launch.model import write_recipe
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    """A working directory with files that have names of the standard library's."""
+    for name in ("json", "signal", "random"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(77)\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_worker_of_math():
+    worker = _Worker()
+    worker.wait_until_ready()
+    worker.kill()
+
+
+def test_the_process_of_environments():
+    started = environment_process.spawn()
+    started.connection.close()  # it ends by itself then
+    assert started.handle.wait(60) == 0
+
+
+def test_the_store():
+    process, address = server.start("127.0.0.1", bytes(16))
+    assert address.port
+    process.kill()
+    process.communicate()
+
+
+def test_the_probe_of_own_code(here):
+    folder = here / "recipes"
+    folder.mkdir()
+    (folder / "mine.py").write_text("class Mine: pass\n")
+    recipe = config.load(str(write_recipe(folder)))
+    named = own_code.Named("env.math.kind", "mine.Mine", "environment", "generate")
+    recipe.module_folders = [str(folder)]
+    assert "wrong" in own_code._probed(recipe, [named])[named.key]
+
+
+def test_ranks_and_their_controller(here):
+    """Each ends for want of a run folder, after its imports."""
+    rank = subprocess.run(local.rank_command(here / "none"), capture_output=True, text=True, timeout=60)
+    assert rank.returncode == 1 and "KeyError: 'HETSTEP_RANK'" in rank.stderr, rank
+    assert local.start_controller(here / "none", dict(os.environ), here / "log").wait(60) == 1
+    assert "FileNotFoundError" in (here / "log").read_text()
+    script = slurm.batch_script(here, "a", ClusterConfig(), {"train": ComponentConfig()})
+    assert " -P -u -m launch.task " in script
