@@ -35,14 +35,12 @@ def unusable(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for key, value in _values("", dataclasses.asdict(recipe)):
         if fnmatch.fnmatchcase(key, "cluster.*.*") and key.rpartition(".")[2] in ONE_WORD and " " in (value or ""):
             yield key, f"{key}: got {value!a}; expected a name without blanks"
-        variables = key.endswith(".env_vars")
-        if variables and isinstance(value, Mapping):
-            yield from ((key, problem) for problem in _bad_names(key, value))
-        elif not (variables or key in ("name", "run_dir", "needs") or key.startswith("cluster.") or places.is_path(key)):
-            continue
-        for text in _texts(value):
-            if _CONTROL.search(text):
-                yield key, f"{key}: got {text!a}; expected a text without control characters"
+        if key.endswith(".env_vars"):
+            yield from ((key, problem) for problem in _bad_variables(key, value or {}))
+        elif key in ("name", "run_dir", "needs") or key.startswith("cluster.") or places.is_path(key):
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str) and _CONTROL.search(text):
+                    yield key, f"{key}: got {text!a}; expected a text without control characters"
     if set("%\\") & set(recipe.run_dir):
         yield "run_dir", f"run_dir: got {recipe.run_dir}; expected no % and no \\, with which Slurm and submitit write patterns"
 
@@ -57,17 +55,12 @@ def _values(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
             yield key, value
 
 
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(item)
-
-
-def _bad_names(key: str, variables: Mapping[str, str]) -> Iterator[str]:
-    for name in variables:
+def _bad_variables(key: str, variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield problems that name no value, which may be a secret."""
+    for name, value in variables.items():
         if not VARIABLE.fullmatch(str(name)):
             yield f"{key}: got the name {name!a}; expected letters, digits and _, and no digit first, as in NCCL_DEBUG"
         elif name in OF_THE_JOB:
             yield f"{key}: got {name}, which the launcher sets for each rank. Try without it"
+        elif _CONTROL.search(value):
+            yield f"{key}: got control characters in the value of {name}; expected a text without them"

@@ -46,26 +46,17 @@ AGREEMENT = 1e-4  # of losses and gradient norms, relative: on a CPU, torch's fl
 _PACKED_TOKENS = (512, 1024, 1536, 2048, 8192)  # tried by `tune`
 
 
+COMMANDS = (
+    *("compare", "backends", "compiled", *LESSONS, "refit", "environments", "verbs", "proofs", "sandbox", "profile", "tune"),
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks")
     parser.add_argument(
         "command",
         nargs="?",
-        choices=(
-            *(
-                "compare",
-                "backends",
-                "compiled",
-                *LESSONS,
-                "refit",
-                "environments",
-                "verbs",
-                "proofs",
-                "sandbox",
-                "profile",
-                "tune",
-            ),
-        ),
+        choices=COMMANDS,
     )
     parser.add_argument("case", nargs="?", choices=CASES)
     parser.add_argument("--backend", choices=(*BACKENDS, *TRAIN_BACKENDS), default=BACKENDS[0], help="what is profiled")

@@ -62,7 +62,10 @@ def test_the_fuzzer_sees_a_line_that_should_have_been_refused(tmp_path):
             r"cluster.train.partition: got 'a\nid'; expected a text without control characters",
         ),
         ('cluster.generate.srun_args=["--a\\r"]', r"cluster.generate.srun_args: got '--a\r'; expected a text without control"),
-        ('cluster.train.env_vars={A: "\\x1b[31m"}', r"cluster.train.env_vars: got '\x1b[31m'; expected a text without control"),
+        (
+            'cluster.train.env_vars={A: "\\x1b[31m"}',
+            "cluster.train.env_vars: got control characters in the value of A; expected",
+        ),
         ('run_dir="runs/a\\nb"', "expected a text without control characters"),
         ("run_dir=runs/%j", "expected no % and no \\, with which Slurm and submitit write"),
         ('name="a\\nb"', r"name: got 'a\nb'; expected a text without control characters"),
