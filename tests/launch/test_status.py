@@ -271,8 +271,7 @@ def test_a_local_run_is_running_then_stopped(tmp_path, capsys):
 
 @pytest.mark.slurm
 def test_a_slurm_run_by_component(slurm_cluster, tmp_path, monkeypatch, capsys):
-    for key in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(key, slurm_cluster.env[key])
+    slurm_cluster.enter(monkeypatch)
     run = past_runs.folder(tmp_path / "one")
     components = {"train": ComponentConfig(nodes=2, cpus_per_task=1), "generate": ComponentConfig(nodes=1, cpus_per_task=1)}
     job = HetSlurmExecutor(run, "a", ClusterConfig(time_min=5), components).submit(tasks.report_and_wait, str(run))

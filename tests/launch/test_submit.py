@@ -323,8 +323,7 @@ def test_at_a_terminal_ctrl_c_asks_first(here):
 
 @pytest.fixture
 def on_slurm(here, slurm_cluster, monkeypatch) -> Path:
-    for key in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(key, slurm_cluster.env[key])
+    slurm_cluster.enter(monkeypatch)
     write_recipe(here, "base", cluster={"executor": "auto"})
     write_recipe(here, "second", needs=["base"], run_dir="runs/second", cluster={"executor": "auto"})
     return here

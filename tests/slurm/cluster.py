@@ -21,6 +21,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/local/sbin"])
@@ -88,6 +92,17 @@ class SlurmCluster:
         self._partitions, self._settings = partitions, settings
         self.nodes = [f"127.0.0.{10 + i}" for i in range(len(self._kinds))]
         self.env = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": SEARCH}
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What of `env` differs from the environment without a cluster."""
+        return {name: self.env[name] for name in ("SLURM_CONF", "PATH")}
+
+    def enter(self, monkeypatch: pytest.MonkeyPatch) -> SlurmCluster:
+        """Let this process talk to it until the test ends; return itself."""
+        for name, value in self.variables.items():
+            monkeypatch.setenv(name, value)
+        return self
 
     def start(self, timeout: float = 60.0) -> None:
         """Returns when every node is idle. Raises RuntimeError with the daemons' last words."""

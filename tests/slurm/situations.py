@@ -77,7 +77,7 @@ def without_cluster(folder: Path) -> list[Situation]:
 
 
 def with_cluster(cluster: SlurmCluster) -> list[Situation]:
-    environment = {key: cluster.env[key] for key in ("SLURM_CONF", "PATH")}
+    environment = cluster.variables
     return [
         Situation("a cluster", "slurm", "controller answers", environment),
         Situation("inside salloc", "allocation", "this is inside Slurm job", environment, ALLOCATION),
@@ -90,7 +90,7 @@ def hanging(cluster: SlurmCluster) -> Iterator[Situation]:
     pid = cluster.pid("slurmctld")
     os.kill(pid, signal.SIGSTOP)
     try:
-        environment = {key: cluster.env[key] for key in ("SLURM_CONF", "PATH")}
+        environment = cluster.variables
         yield Situation("a cluster that hangs", "local", "does not answer", environment)
     finally:
         os.kill(pid, signal.SIGCONT)

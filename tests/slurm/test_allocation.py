@@ -24,8 +24,7 @@ def here(tmp_path, slurm_cluster, monkeypatch) -> Path:
     """A folder with a recipe `tiny` of two components of one rank, as the current one."""
     write_recipe(tmp_path, cluster={})
     monkeypatch.chdir(tmp_path)
-    for key in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(key, slurm_cluster.env[key])
+    slurm_cluster.enter(monkeypatch)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("HETSTEP_SETTLE_S", "1")
     return tmp_path

@@ -34,8 +34,7 @@ def own_cluster():
 
 @pytest.fixture
 def cluster(own_cluster, monkeypatch):
-    for key in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(key, own_cluster.env[key])
+    own_cluster.enter(monkeypatch)
     for record in (own_cluster.folder / "tasks").iterdir():
         record.unlink()
     return own_cluster

@@ -23,8 +23,7 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture
 def cluster(slurm_cluster, monkeypatch):
-    for key in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(key, slurm_cluster.env[key])
+    slurm_cluster.enter(monkeypatch)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return slurm_cluster
 

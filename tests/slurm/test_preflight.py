@@ -50,9 +50,7 @@ def own_cluster():
 
 @pytest.fixture
 def cluster(own_cluster, monkeypatch):
-    for key in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(key, own_cluster.env[key])
-    return own_cluster
+    return own_cluster.enter(monkeypatch)
 
 
 def recipe(time_min: int = 30, **parts: ComponentConfig) -> Recipe:

@@ -18,9 +18,7 @@ COMPONENTS = {"train": ComponentConfig(cpus_per_task=1), "generate": ComponentCo
 
 @pytest.fixture
 def cluster(slurm_cluster, monkeypatch):
-    for key in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(key, slurm_cluster.env[key])
-    return slurm_cluster
+    return slurm_cluster.enter(monkeypatch)
 
 
 def play(run_dir: Path, *acts: dict, requeue: RequeueConfig | None = None) -> HetSlurmJob:

@@ -21,8 +21,7 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture(autouse=True)
 def cluster(slurm_cluster, monkeypatch):
-    for key in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(key, slurm_cluster.env[key])
+    slurm_cluster.enter(monkeypatch)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("HETSTEP_SETTLE_S", "1")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -44,8 +44,7 @@ def own_cluster(tmp_path_factory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def cluster(own_cluster, monkeypatch) -> SlurmCluster:
-    for key in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(key, own_cluster.env[key])
+    own_cluster.enter(monkeypatch)
     monkeypatch.setenv("HETSTEP_SETTLE_S", "1")
     return own_cluster
 

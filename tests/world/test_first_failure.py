@@ -47,8 +47,7 @@ def submit(request, tmp_path, monkeypatch):
     """Start the eight ranks of a scenario and follow them: (job, terminal, what waits for the end)."""
     if request.param == "slurm":
         cluster = request.getfixturevalue("slurm_cluster")
-        for key in ("SLURM_CONF", "PATH"):
-            monkeypatch.setenv(key, cluster.env[key])
+        cluster.enter(monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     write_secret(tmp_path)
     jobs = []
