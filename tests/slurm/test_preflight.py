@@ -34,6 +34,7 @@ PartitionName=off Nodes=ALL State=DRAIN
 PartitionName=private Nodes=ALL AllowAccounts=team
 PartitionName=pair Nodes=ALL MinNodes=2
 PartitionName=club Nodes=ALL AllowGroups=daemon
+PartitionName=held Nodes=ALL ReqResv=YES
 """
 
 
@@ -95,6 +96,10 @@ def sbatch_takes(asked: Recipe, tmp_path) -> bool:
             "cluster.train.nodes: 1, but 0 of the 5 nodes of partition all have all that is asked for",
         ),
         ({"partition": "big,small", "nodes": 3}, "cluster.train.nodes: 3, but partition small has 2 nodes"),
+        (
+            {"partition": "held"},
+            "takes only jobs with a reservation; another, or cluster.train.sbatch_options={reservation: NAME}",
+        ),
     ],
 )
 def test_what_sbatch_refuses(cluster, tmp_path, asked, says):
@@ -102,6 +107,11 @@ def test_what_sbatch_refuses(cluster, tmp_path, asked, says):
     problems = list(slurm.problems(wrong))
     assert any(says in problem for problem in problems), problems
     assert not sbatch_takes(wrong, tmp_path)
+
+
+def test_a_partition_for_reservations_takes_one(cluster):
+    given = ComponentConfig(partition="held", sbatch_options={"reservation": "weekly"})
+    assert not any("reservation" in problem for problem in slurm.problems(recipe(train=given)))
 
 
 @pytest.mark.parametrize(
