@@ -22,8 +22,9 @@ def test_some():
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_thousands():
-    check(4000, seed=1)
+    check(3000, seed=1)
 
 
 def wrong(tmp_path: Path, in_job: bool, **of_train) -> str:
