@@ -6,8 +6,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Optional  # OmegaConf reads these annotations at run time
 
-from pipeline.config.hardware import of_gpu
-
 COLOCATED = "policy.generation.colocated.enabled"
 
 
@@ -90,6 +88,11 @@ def _reward() -> ComponentConfig:
     return ComponentConfig(**{key: _of_train(key, apart, "cluster.share_nodes") for key, apart in OF_NODES.items()})
 
 
+def _of_gpu(component: str, name: str) -> str:
+    """Return a key's default: a number of the description of a component's GPU, which `hardware.py` resolves."""
+    return f"${{hardware:${{cluster.{component}.gpu}},{name}}}"
+
+
 @dataclass
 class NetworkConfig:
     """What the refit is planned and judged by. GB/s are 10^9 bytes a second, one way. A recipe that leaves the first two open
@@ -135,8 +138,8 @@ class ClusterConfig:
     reward: ComponentConfig = field(default_factory=_reward)  # only if an environment is served_by reward
     network: NetworkConfig = field(
         default_factory=lambda: NetworkConfig(
-            nic_gb_per_s=of_gpu("train", "nic_gb_per_s"),  # type: ignore[arg-type]
-            node_gb_per_s=of_gpu("train", "nvlink_gb_per_s"),  # type: ignore[arg-type]
+            nic_gb_per_s=_of_gpu("train", "nic_gb_per_s"),  # type: ignore[arg-type]
+            node_gb_per_s=_of_gpu("train", "nvlink_gb_per_s"),  # type: ignore[arg-type]
         )
     )
     timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)

@@ -12,17 +12,15 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
 from pipeline.config import layers
+from pipeline.config.cluster import ComponentConfig
 from pipeline.config.errors import RecipeError
-
-if TYPE_CHECKING:
-    from pipeline.config.cluster import ComponentConfig
-    from pipeline.config.schema import Recipe
+from pipeline.config.schema import Recipe
 
 HARDWARE = Path(__file__).parents[2] / "recipes/hardware"
 DEFAULT = "h100"
@@ -122,11 +120,6 @@ def nvlink_gpus(component: ComponentConfig) -> int:
     """How many of a component's ranks, counted node by node, reach each other by NVLink."""
     described, own = gpu(component.gpu), component.ranks_per_node or component.gpus_per_node
     return described.nvlink_gpus if described.nvlink_crosses_nodes else min(described.nvlink_gpus, own)
-
-
-def of_gpu(component: str, name: str) -> str:
-    """A key's default in the schema: what the description of a component's GPU says."""
-    return f"${{hardware:${{cluster.{component}.gpu}},{name}}}"
 
 
 def described(name: str, key: str) -> float:

@@ -19,7 +19,6 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -30,8 +29,9 @@ from pipeline.attempt import Attempt
 from pipeline.config import ClusterConfig
 from pipeline.files import write_durably
 from pipeline.node_checks import judge, look, network, table
+from pipeline.node_checks.findings import Findings
 from pipeline.node_checks.look import Sight
-from pipeline.node_checks.network import Link, Pair, Rounds
+from pipeline.node_checks.network import Link, Rounds
 from pipeline.watchdog import Beat, Failure
 from pipeline.world import World
 
@@ -43,27 +43,6 @@ CHUNK = 256  # keys that the store is asked for at once
 
 class BadNodes(RuntimeError):
     """Nodes failed their checks. failure.json and bad_nodes of the attempt name them already."""
-
-
-@dataclass
-class Findings:
-    """What rank 0 has gathered. Nodes go by their names, and in the order of their first ranks."""
-
-    ranks: dict[str, list[int]]  # of each node, ascending
-    sights: dict[int, Sight] = field(default_factory=dict)  # of each rank that answered
-    links: dict[Pair, Link] = field(default_factory=dict)  # of the first ranks of two nodes
-    problems: dict[str, list[str]] = field(default_factory=dict)  # of each node that has some
-    apart: dict[str, str] = field(default_factory=dict)  # what -> why the components cannot form one world
-    notes: list[str] = field(default_factory=list)  # in what else they differ
-
-    def blame(self, found: dict[str, list[str]]) -> None:
-        for node, why in found.items():
-            self.problems.setdefault(node, []).extend(why)
-
-    @property
-    def names(self) -> dict[int, str]:
-        """The node of each node's first rank."""
-        return {ranks[0]: node for node, ranks in self.ranks.items()}
 
 
 def check(world: World, cluster: ClusterConfig) -> None:

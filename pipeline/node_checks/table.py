@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.node_checks import judge
-
-if TYPE_CHECKING:
-    from pipeline.node_checks import Findings
+from pipeline.node_checks.findings import Findings
 
 
 def record(findings: Findings, seconds: float) -> dict[str, Any]:
