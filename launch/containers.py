@@ -12,7 +12,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from launch.job import ROOT
+from launch.executors.base import ROOT
 from launch.model_files import hf_home
 from launch.preflight.space import VARIABLES
 from pipeline.config import ComponentConfig

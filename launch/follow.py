@@ -25,7 +25,7 @@ from rich.text import Text
 
 from launch import starting
 from launch.attempts import PastAttempt, all_attempts
-from launch.job import JobStatus, RunJob
+from launch.executors.base import JobStatus, RunJob
 from launch.last_words import container_trouble, failed_step, last_words, shown, tail
 from launch.terminal import plain
 

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from launch.attempts import PastAttempt
-from launch.job import REPORT
+from launch.executors.base import REPORT
 from launch.past_run import NoRun, PastRun
 
 ENDED_WITH_ANOTHER = re.compile(r"exit code 12[34]\b")

@@ -15,8 +15,9 @@ from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Any
 
-from launch import backend, executor, gpus
-from launch.job import components
+from launch import backend, gpus
+from launch.components import components
+from launch.executors import selection
 from launch.nodes import groups, hosts, takes_turns
 from launch.units import plural
 from pipeline import config
@@ -30,7 +31,7 @@ Changes = dict[str, Any]
 def placed(loaded: Loaded) -> Loaded:
     """Return the recipe with this machine's GPUs for its ranks, and a note that names the keys that do so."""
     asks = any(key.startswith("cluster.") and key.endswith(".gpus_per_node") for key in loaded.origins)
-    if asks or loaded.problems or not torch_has_cuda() or executor.choose(loaded.recipe).name != "local":
+    if asks or loaded.problems or not torch_has_cuda() or selection.choose(loaded.recipe).name != "local":
         return loaded
     devices, source = gpus.usable()
     if not devices:

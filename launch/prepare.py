@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import allocation, backend, cuda_variables, executor, handed_on, local, placement, run_folder, slurm_client
-from launch.job import components
+from launch import backend, cuda_variables, handed_on, placement, run_folder, slurm_client
+from launch.components import components
+from launch.executors import allocation, local, selection
 from launch.model_files import NotHere, Pending
 from launch.model_shape import NotDescribed
 from launch.plan import Plan, plan
@@ -29,7 +30,7 @@ class Prepared:
 
     recipe: Recipe
     choice: backend.Choice | None  # None: for want of the model, in a dry run
-    executor: executor.Choice
+    executor: selection.Choice
     plan: Plan | None  # None: of a family of models of which no plan can be made
     notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed, and what is ignored
     handed_on: tuple[str, ...] = ()  # of a needed recipe: the overrides that it takes from the one that needs it
@@ -56,7 +57,7 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
     ordered = in_order(name, overrides)
     for loaded in ordered:
         recipe, choice, own, notes = loaded.recipe, None, list(loaded.problems), list(loaded.notes)
-        chosen = executor.choose(recipe)
+        chosen = selection.choose(recipe)
         try:
             recipe, choice = backend.choose(recipe, pending, run_folder.earlier(recipe))
             unread, noted = loaded.unread(recipe)
@@ -118,7 +119,7 @@ def in_order(name: str, overrides: list[str]) -> list[Loaded]:
     return ordered
 
 
-def file_problems(recipe: Recipe, chosen: executor.Choice, pending: list[Path], dry: bool, notes: list[str]) -> Iterator[str]:
+def file_problems(recipe: Recipe, chosen: selection.Choice, pending: list[Path], dry: bool, notes: list[str]) -> Iterator[str]:
     """What files, folders and Slurm say against a recipe. `pending`: run folders of needed recipes that have not run yet.
     `notes` takes in what could not be checked, and what only delays the start."""
     yield from placement.problems(recipe)
@@ -145,7 +146,7 @@ def folder_problems(recipe: Recipe) -> list[str]:
     return found
 
 
-def _executor_problems(recipe: Recipe, chosen: executor.Choice, notes: list[str]) -> Iterator[str]:
+def _executor_problems(recipe: Recipe, chosen: selection.Choice, notes: list[str]) -> Iterator[str]:
     notes += [str(chosen)] if chosen.reason else []
     if chosen.name == "local":
         with collected(found := []):

@@ -78,7 +78,7 @@ def shares_nodes(arguments: list[str]) -> bool:
 
 def main(arguments: list[str]) -> int:
     from launch import submit
-    from launch.allocation import batch_job
+    from launch.executors.allocation import batch_job
 
     if batch_job() is None:
         print(

@@ -35,8 +35,9 @@ from pathlib import Path
 from typing import Any
 
 from launch import slurm_client
-from launch.allocation import batch_job
-from launch.job import ROOT, RunJob, read_record, write_json
+from launch.executors.allocation import batch_job
+from launch.executors.base import ROOT, RunJob, write_json
+from launch.executors.record import read_record
 from pipeline import config, metrics
 from pipeline import secrets as kept_secrets
 from pipeline.checkpoint import Checkpoints, version_problem

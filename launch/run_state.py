@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from launch import slurm, slurm_client
-from launch.job import JobRecord, read_record
+from launch import slurm_client
+from launch.executors import slurm
+from launch.executors.record import JobRecord, read_record
 from launch.past_run import PastRun
 from pipeline.config import RecipeError
 

@@ -31,9 +31,12 @@ if __name__ == "__main__":
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from launch import allocation, backend, command_line, executor, local, run_folder, slurm, slurm_client, task
+from launch import backend, command_line, run_folder, slurm_client, task
+from launch.components import components
+from launch.executors import allocation, local, selection, slurm
+from launch.executors.base import RunJob
+from launch.executors.record import JobRecord, read_record, write_record
 from launch.follow import Follower, Metrics
-from launch.job import JobRecord, RunJob, components, read_record, write_record
 from launch.model_files import Pending
 from launch.plan import modes, plan, report
 from launch.preflight import architecture
@@ -139,7 +142,7 @@ def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
     refuse([*unread, *architecture.against_layout(recipe, pending)])
     planned = plan(recipe, choice, before, pending)
     notes = [*loaded.notes, *notes]
-    missing = list(file_problems(recipe, executor.choose(recipe), pending, True, notes)) or folder_problems(recipe)
+    missing = list(file_problems(recipe, selection.choose(recipe), pending, True, notes)) or folder_problems(recipe)
     for note in notes:
         print(f"# {note}")
     print(report.text(planned, modes.compare(planned)))

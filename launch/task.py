@@ -1,8 +1,9 @@
 """What every rank's process runs: `python -m launch.task FOLDER`, under Slurm and on this machine alike.
 
-Both executors start it with the same environment (`HETSTEP_*`, see launch/job.py), so submitit needs one job environment, not
-one per executor. It runs submitit's `process_job` and then leaves by `os._exit`, because the teardown of an inference engine or
-of a process group may hang after the work is done or has failed, and a rank that lingers keeps the whole job alive.
+All executors start it with the same environment (`HETSTEP_*`, see launch/executors/base.py), so submitit needs one job
+environment, not one per executor. It runs submitit's `process_job` and then leaves by `os._exit`, because the teardown of an
+inference engine or of a process group may hang after the work is done or has failed, and a rank that lingers keeps the whole
+job alive.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from submitit.core import plugins
 from submitit.core.job_environment import JobEnvironment
 
-from launch.job import own_pickle
+from launch.executors.base import own_pickle
 from pipeline import rank_log, signals
 
 

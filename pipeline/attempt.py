@@ -9,7 +9,7 @@
     progress        the step of the latest checkpoint that this attempt completed; absent: none yet
     requeue         why the ranks left on purpose, with everything saved; absent: they did not
     bad_nodes       a line `NODE: why` for each node that failed the checks
-    verdict         by launch/verdict.sh, when all ranks have ended: `done`, `requeue: why` or `stop: why`
+    verdict         by launch/executors/verdict.sh, when all ranks have ended: `done`, `requeue: why` or `stop: why`
 
 `attempts/current` names the attempt that may write into the run folder. A node that Slurm has given up may keep its ranks alive
 beside the rerun: before rank 0 writes it looks there, and ends itself if a later attempt has taken the run over.

@@ -1,8 +1,9 @@
-"""Imports run downhill only, and the submit path never reaches torch."""
+"""Imports run downhill only and in no circle, and the submit path never reaches torch."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,49 @@ def test_pipeline_imports_run_downhill(path):
         if module.startswith("pipeline."):
             other = part(module)
             assert other == own or LEVEL[own] < LEVEL[other], f"{own} must not import {module}"
+
+
+def _cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return the modules of a cycle in the graph, or none."""
+    done: set[str] = set()
+
+    def follow(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return path[path.index(module) :]
+        if module in done:
+            return []
+        for other in sorted(graph[module]):
+            if found := follow(other, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in sorted(graph) if (found := follow(module, []))), [])
+
+
+def test_no_modules_import_each_other():
+    """Imports inside functions count, and so do those for type annotations alone."""
+    paths = {_module(path): path for folder in ("pipeline", "launch") for path in ROOT.glob(f"{folder}/**/*.py")}
+    graph = {module: set(_imported(path, paths)) - {module} for module, path in paths.items()}
+    assert len(graph) > 300 and not _cycle(graph)
+
+
+def test_a_cycle_is_found():
+    assert _cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert _cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imported(path: Path, modules: Container[str]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom):
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in modules else node.module for name in names if name in modules or node.module in modules)
 
 
 LAUNCH = sorted(ROOT.glob("launch/**/*.py"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import local, slurm
+from launch.executors import local, slurm
 from launch.preflight import own_code
 from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.job import components
+from launch.components import components
 from launch.nodes import PLACES, allocation_options, hosts
 from launch.preflight.slurm_cluster import Unanswered, ask
 from launch.preflight.slurm_request import Request, requests

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.components import components
 from launch.containers import OPTIONS
-from launch.job import ROOT, components
+from launch.executors.base import ROOT
 from launch.model_files import hf_home, inside, is_here, model_folder
 from launch.preflight import own_code
 from launch.preflight.weights import trouble

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import containers
-from launch.job import ROOT
+from launch.executors.base import ROOT
 from pipeline.config import ENVIRONMENT_KINDS, TOOLS, Recipe, generates, is_dotted_path, keyed_sets, recognized, tools_of
 
 PROBE_S = 30.0

@@ -14,7 +14,7 @@ import pwd
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from launch.job import components
+from launch.components import components
 from launch.preflight import slurm_accounts, slurm_nodes, slurm_request, squashfuse
 from launch.preflight.slurm_cluster import Accounting, Fields, SlurmCluster, Unanswered, ask, configuration, minutes
 from launch.preflight.slurm_request import Request

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.job import components
+from launch.components import components
 from launch.nodes import SLURMS_DEFAULT, groups, hosts, memory, takes_turns, takes_whole_nodes
 from launch.preflight.slurm_cluster import megabytes, minutes
 from pipeline.config import Recipe, ranks_per_node

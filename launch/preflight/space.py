@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.job import components
+from launch.components import components
 from launch.model_files import described, hf_home, inside, model_folder
 from launch.model_shape import ModelShape
 from launch.preflight.weights import stored

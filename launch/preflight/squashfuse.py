@@ -2,7 +2,7 @@
 
 With use_squashfuse=1 the root file system of a step's ranks depends on other processes of that step (enroot's
 src/runtime.sh). Where Slurm signals all processes of a step, and not only its tasks, SIGTERM ends these processes and the
-ranks. What asks a run to save and leave therefore comes to the batch script alone, see launch/batch.sh. Slurm itself still
+ranks. A signal to save and leave therefore goes to the batch script alone, see launch/executors/batch.sh. Slurm itself still
 sends SIGTERM to the steps when it ends a job.
 https://github.com/NVIDIA/pyxis, https://slurm.schedmd.com/cgroup.conf.html (SignalChildrenProcesses)
 """

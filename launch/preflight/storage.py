@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.job import ROOT
+from launch.executors.base import ROOT
 from launch.preflight import containers, space, weights
 from launch.preflight.space import existing
 from pipeline.config import Recipe, uses_megatron

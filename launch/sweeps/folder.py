@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from launch import run_folder
-from launch.job import JobRecord, JobStatus, read_record, write_json, write_record
+from launch.executors.base import JobStatus, write_json
+from launch.executors.record import JobRecord, read_record, write_record
 from launch.sweeps import suite as suites
 from launch.sweeps.queue import Queue
 from launch.sweeps.suite import Suite

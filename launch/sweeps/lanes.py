@@ -13,10 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-from launch import slurm, slurm_client, submit
+from launch import slurm_client, submit
 from launch.attempts import latest
+from launch.executors import slurm
+from launch.executors.base import ROOT, JobStatus
 from launch.follow import failure
-from launch.job import ROOT, JobStatus
 from launch.prepare import prepare
 from launch.sweeps.folder import Folder, Standing
 from launch.sweeps.queue import Queue

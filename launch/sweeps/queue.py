@@ -14,9 +14,11 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from launch import slurm, slurm_client
-from launch.job import JobRecord, JobStatus
-from launch.local import start_time
+from launch import slurm_client
+from launch.executors import slurm
+from launch.executors.base import JobStatus
+from launch.executors.local import start_time
+from launch.executors.record import JobRecord
 from pipeline.config import RecipeError
 
 PAUSES_S = (5, 15)
@@ -89,8 +91,8 @@ def _status(info: dict[str, str]) -> JobStatus:
 
 
 def _controller(run_dir: Path) -> int | None:
-    """The process id of launch/local.py's controller for this folder."""
-    ends_with = b"\0".join([b"-m", b"launch.local", str(run_dir).encode(), b""])
+    """The process id of launch/executors/local.py's controller for this folder."""
+    ends_with = b"\0".join([b"-m", b"launch.executors.local", str(run_dir).encode(), b""])
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if path.read_bytes().endswith(ends_with):

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from launch.attempts import PastAttempt, all_attempts
-from launch.job import write_json
+from launch.executors.base import write_json
 from launch.sweeps import baseline as baselines
 from launch.sweeps import expressions
 from launch.sweeps.baseline import Baseline, Provenance, StoredRun

@@ -22,7 +22,7 @@ OF_THE_JOB = tuple(
         *("JOB_ID", "END_TIME", "SIGNALS"),
     )
 )
-"""Variables that the launcher sets for each rank; see launch/job.py."""
+"""Variables that the launcher sets for each rank; see launch/executors/base.py."""
 ONE_WORD = ("partition", "account", "qos")
 """Of a component. `scontrol show job` prints them before what the batch script looks for, and separates fields by blanks."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")

@@ -25,17 +25,15 @@ import signal
 import socket
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pipeline.sandbox import kernel
 from pipeline.store import mail, proof
 from pipeline.store.table import ANY, EMPTY, TIMED_OUT, Missing, Pop, Reply, Request, Set, Table, Will
-
-if TYPE_CHECKING:
-    from pipeline.store.relay import Relay
 
 ROOT = Path(__file__).parents[2]
 UNPROVEN = 2048
@@ -58,8 +56,8 @@ class Address(NamedTuple):
     port: int
 
 
-class Door:
-    """Who has connected without a proof, and who was refused."""
+class Door(ABC):
+    """What a store and a relay have in common: who has connected without a proof, and who was refused."""
 
     def __init__(self, key: bytes):
         self.key = key
@@ -93,6 +91,21 @@ class Door:
         more = "; more are not told" if len(self._told) == TOLD else ""
         with contextlib.suppress(OSError):  # a full disk ends no run here
             print(f"hetstep: refused a connection from {host}: {why}{more}", file=sys.stderr, flush=True)
+
+    @abstractmethod
+    def hear(self, connection: Connection, request: mail.Told) -> None:
+        """Take in what is not replied to."""
+
+    @abstractmethod
+    def ask(self, connection: Connection, request: Request) -> None:
+        """Reply to a request, now or when there is something to reply."""
+
+    @abstractmethod
+    def part(self, connection: Connection, will: str) -> None:
+        """Take note that a proven connection has ended."""
+
+    def forget(self, connection: Connection, slot: tuple[str, ...]) -> None:
+        """Drop the request of a connection that waits for `slot`."""
 
     def change_will(self, before: str, after: str) -> None:
         """What is to be set when some connection ends; empty: nothing."""
@@ -162,7 +175,7 @@ class Store(Door):
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, store: Store | Relay):
+    def __init__(self, store: Door):
         self._store = store
         self._buffer = bytearray()
         self._channel: proof.Channel | None = None
@@ -326,7 +339,7 @@ def _live_with(parent: int) -> None:
     kernel.raise_open_files()  # a rank has three connections
 
 
-async def serve(store: Store | Relay, address: str) -> None:
+async def serve(store: Door, address: str) -> None:
     """Until the input ends, and nobody needs it."""
     loop, listener = asyncio.get_running_loop(), _listen(address)
     loop.set_exception_handler(store.fail)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from launch.attempts import all_attempts
-from launch.job import read_record
+from launch.executors.record import read_record
 from tests.conftest import require_slurm
 from tests.end_to_end.runs import SLURM, Fault, Run, launch, left_alive, pids_of, printed, submit
 from tests.end_to_end.test_kill import ACTORS, PHASES

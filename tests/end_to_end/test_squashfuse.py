@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.attempts import all_attempts
-from launch.job import ROOT
+from launch.executors.base import ROOT
 from tests.conftest import require_slurm
 from tests.end_to_end.test_slurm_faults import PATIENT, SAVES_WHEN_TOLD, Held, checkpoints, complete
 from tests.slurm import pyxis

@@ -13,7 +13,8 @@ import unittest.mock
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import forks, local, submit
+from launch import submit
+from launch.executors import forks, local
 
 FAULTS = Path(__file__).parent / "faults"
 

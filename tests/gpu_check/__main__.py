@@ -120,7 +120,7 @@ def _end(process: subprocess.Popen, run_dir: Path | None) -> None:
     process.wait()
     if run_dir is None:
         return
-    from launch.job import read_record
+    from launch.executors.record import read_record
 
     if record := read_record(run_dir):
         job = record.attach(run_dir)  # in a session of its own

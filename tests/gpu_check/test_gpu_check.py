@@ -81,8 +81,8 @@ def test_nothing_is_left_of_a_part(tmp_path):
     program = f"""
 import subprocess, sys
 from pathlib import Path
-from launch.job import JobRecord, write_record
-from launch.local import HetLocalExecutor
+from launch.executors.local import HetLocalExecutor
+from launch.executors.record import JobRecord, write_record
 from pipeline.config import ClusterConfig, ComponentConfig
 from tests.launch import tasks
 from tests.launch.waiting import reports

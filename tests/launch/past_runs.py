@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.job import JobRecord, write_record
+from launch.executors.record import JobRecord, write_record
 from launch.run_folder import append_manifest
 from pipeline import config
 from pipeline.config import LoggerConfig

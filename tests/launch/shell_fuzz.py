@@ -21,7 +21,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import allocation, containers, job, nodes, slurm
+from launch import containers, nodes
+from launch.components import components
+from launch.executors import allocation, slurm
 from pipeline import config
 from pipeline.config import Recipe, texts
 from tests.launch.model import write_recipe
@@ -139,7 +141,7 @@ def run(seed: int, base: Recipe) -> Outcome:
 
 def run_script(recipe: Recipe, in_job: bool, work: Path, bin: Path, out: Path) -> list[str]:
     """Run the script of a job, or that of an allocation, in `work`; return what it does wrong."""
-    parts, train, run_dir = job.components(recipe), recipe.cluster.train, Path(recipe.run_dir)
+    parts, train, run_dir = components(recipe), recipe.cluster.train, Path(recipe.run_dir)
     for part in parts.values():
         with contextlib.suppress(FileExistsError):
             _write_command(Path(part.python), RANK.format(out=out, python=sys.executable))

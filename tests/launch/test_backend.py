@@ -7,7 +7,7 @@ import pytest
 
 from launch import backend, cuda_variables, run_folder
 from launch.backend import fsdp_bytes, megatron_bytes
-from launch.job import components
+from launch.components import components
 from launch.model_files import Pending
 from launch.model_shape import ModelShape
 from launch.preflight import architecture

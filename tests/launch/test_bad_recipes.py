@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from launch import submit
-from launch.job import ROOT
+from launch.executors.base import ROOT
 from tests.launch.model import write_data, write_model, write_recipe
 
 SUBMIT = ROOT / "launch/submit.py"

@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-from launch import allocation
-from launch.job import components
-from launch.local import rank_environments
+from launch.components import components
+from launch.executors import allocation
+from launch.executors.local import rank_environments
+from launch.executors.slurm import batch_script
 from launch.nodes import Guest, hosts
 from launch.preflight import allocation as allocated
 from launch.preflight.slurm_request import requests
-from launch.slurm import batch_script
 from pipeline import config
 from pipeline.config import SHARED, RecipeError
 from tests.launch.model import write_recipe

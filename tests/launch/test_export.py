@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import export
-from launch.job import ROOT
+from launch.executors.base import ROOT
 from pipeline import config
 from pipeline.checkpoint import Checkpoints
 from tests.launch.model import write_recipe

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch import slurm_client, status, submit
-from launch.job import JobRecord, write_record
+from launch.executors.record import JobRecord, write_record
 from pipeline import config
 from tests.launch.model import write_recipe
 from tests.slurm import situations
@@ -96,15 +96,15 @@ def test_with_a_cluster(slurm_cluster, monkeypatch, capsys):
 
 @pytest.mark.slurm
 def test_a_controller_that_hangs_is_waited_for_within_the_bound(slurm_cluster, monkeypatch):
-    from launch import executor
+    from launch.executors import selection
     from pipeline.config import Recipe
 
     monkeypatch.setattr(slurm_client, "PING_S", 1.0)
     with situations.hanging(slurm_cluster) as situation:
         enter(monkeypatch, situation)
         begin = time.monotonic()
-        choice = executor.choose(Recipe(name="x", algorithm="grpo", run_dir="x"))
-        again = executor.choose(Recipe(name="y", algorithm="grpo", run_dir="y"))
+        choice = selection.choose(Recipe(name="x", algorithm="grpo", run_dir="x"))
+        again = selection.choose(Recipe(name="y", algorithm="grpo", run_dir="y"))
         seconds = time.monotonic() - begin
     assert choice == again and choice.name == "local" and situation.says in choice.reason
     print(f"two choices in {seconds:.2f} s")

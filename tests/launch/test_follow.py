@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from launch.executors.base import JobStatus
 from launch.follow import Follower, Metrics, _shown, failure
-from launch.job import JobStatus
 from launch.last_words import failed_step
 
 

@@ -3,8 +3,8 @@
 import json
 import time
 
-from launch import forks
-from launch.local import HetLocalExecutor
+from launch.executors import forks
+from launch.executors.local import HetLocalExecutor
 from launch.task import rank_main
 from pipeline.config import ClusterConfig, ComponentConfig
 

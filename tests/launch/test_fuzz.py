@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from launch import export, submit, sweep, timeline
-from launch.job import ROOT
+from launch.executors.base import ROOT
 from tests.launch import fuzz, past_runs
 from tests.launch.model import write_recipe
 

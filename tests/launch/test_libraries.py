@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from launch.job import ROOT
+from launch.executors.base import ROOT
 from launch.preflight import libraries, signatures
 from pipeline import config
 from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported

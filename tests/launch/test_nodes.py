@@ -5,13 +5,14 @@ import subprocess
 
 import pytest
 
-from launch import allocation, nodes, plan_refit
-from launch.job import components
-from launch.local import rank_environments
+from launch import nodes, plan_refit
+from launch.components import components
+from launch.executors import allocation
+from launch.executors.local import rank_environments
+from launch.executors.slurm import batch_script
 from launch.nodes import Guest
 from launch.preflight import allocation as allocated
 from launch.preflight import slurm_request
-from launch.slurm import batch_script
 from pipeline import config
 from pipeline.config import ComponentConfig, RecipeError
 from tests.launch.model import write_recipe

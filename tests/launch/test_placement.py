@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from launch import gpus, placement
-from launch.job import components
-from launch.local import rank_environments
+from launch.components import components
+from launch.executors.local import rank_environments
 from pipeline import config
 from pipeline.config import Loaded, colocated
 

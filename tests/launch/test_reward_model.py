@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from launch import backend, run_folder
-from launch.job import components
-from launch.local import rank_environments
+from launch.components import components
+from launch.executors.local import rank_environments
+from launch.executors.slurm import batch_script
 from launch.preflight import files, weights
-from launch.slurm import batch_script
 from pipeline import config
 from pipeline.config import RecipeError
 from tests.launch.model import write_model, write_recipe

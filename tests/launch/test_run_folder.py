@@ -10,7 +10,8 @@ import threading
 import pytest
 
 from launch import run_folder
-from launch.job import JobRecord, components, write_record
+from launch.components import components
+from launch.executors.record import JobRecord, write_record
 from launch.run_folder import locked
 from launch.sweeps.folder import Folder
 from pipeline import config

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from launch import job, run_folder, submit
+from launch import run_folder, submit
+from launch.executors import base
 from launch.run_folder import locked
 from launch.sweeps.folder import Folder
 from pipeline import config, secrets
@@ -73,7 +74,7 @@ def test_recipes_that_only_look_like_it(load):
 def test_nothing_of_a_submission_holds_a_secret(load, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", HF)
     recipe = load()
-    run_dir = job.Path(recipe.run_dir)
+    run_dir = base.Path(recipe.run_dir)
     with locked(run_dir):
         run_folder.prepare(recipe, run_dir, "#!/bin/bash\n")
         run_folder.append_manifest(run_dir, "local", "1", ["submit.py", f"x={HF}"])
@@ -154,9 +155,9 @@ def test_a_rank_loads_no_code_that_others_could_have_written(tmp_path):
         before = mode(path)
         path.chmod(before | 0o020)
         with pytest.raises(PermissionError, match="could have put code there"):
-            job.own_pickle(folder, "7")
+            base.own_pickle(folder, "7")
         path.chmod(before & ~0o022)
-    job.own_pickle(folder, "7")
+    base.own_pickle(folder, "7")
 
 
 def test_what_a_rank_prints_goes_to_its_log_without_secrets(tmp_path):

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from launch import run_state, slurm_client, status
-from launch.job import ROOT, JobRecord, write_json, write_record
-from launch.local import HetLocalExecutor, start_time
+from launch.executors.base import ROOT, write_json
+from launch.executors.local import HetLocalExecutor, start_time
+from launch.executors.record import JobRecord, write_record
+from launch.executors.slurm import HetSlurmExecutor
 from launch.past_run import PastRun
-from launch.slurm import HetSlurmExecutor
 from pipeline.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig, ClusterConfig, ComponentConfig
 from pipeline.metrics import read

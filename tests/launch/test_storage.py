@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from launch.job import ROOT
+from launch.executors.base import ROOT
 from launch.preflight import storage
 from launch.preflight.containers import Mount, follow
 from launch.preflight.space import conversions_folder

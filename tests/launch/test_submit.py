@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from launch import prepare, run_folder, submit
-from launch.job import ROOT, read_record
+from launch.executors.base import ROOT
+from launch.executors.record import read_record
 from pipeline import config
 from pipeline.config import reading
 from tests.launch import tasks

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from launch import status
+from launch.executors.base import JobStatus
 from launch.follow import Follower, Metrics
-from launch.job import JobStatus
 from launch.terminal import on_one_line, plain
 from tests.launch import past_runs
 from tests.launch.test_follow import RAISED, Job, fail, write_logs

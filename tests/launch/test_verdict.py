@@ -1,4 +1,4 @@
-"""launch/verdict.sh over run folders as attempts leave them: what comes next, and the status that says so."""
+"""launch/executors/verdict.sh over run folders as attempts leave them: what comes next, and the status that says so."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.attempts import PastAttempt
-from launch.job import ROOT
+from launch.executors.base import ROOT
 from pipeline.attempt import Attempt
 from pipeline.watchdog import Failure
 
@@ -32,7 +32,7 @@ def left_by(
 
 def judge(run_dir: Path, name: str, status: int, max_restarts: int = 3, requeue: bool = True) -> tuple[int, str]:
     """(exit status, verdict), as printed and as `launch.attempts` reads it."""
-    command = [ROOT / "launch/verdict.sh", run_dir, name, str(status), str(max_restarts), str(requeue).lower()]
+    command = [ROOT / "launch/executors/verdict.sh", run_dir, name, str(status), str(max_restarts), str(requeue).lower()]
     ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HETSTEP_SETTLE_S": "0"})
     assert ended.stderr == ""
     verdict = ended.stdout.strip()
@@ -160,7 +160,7 @@ def test_a_run_dir_with_spaces(tmp_path):
 def test_what_cannot_be_written_cannot_be_counted(tmp_path):
     left_by(tmp_path, "17-0", progress=4).folder.joinpath("verdict").mkdir()
     (tmp_path / "attempts/17-0/verdict/in the way").touch()
-    command = [ROOT / "launch/verdict.sh", tmp_path, "17-0", "1", "3", "true"]
+    command = [ROOT / "launch/executors/verdict.sh", tmp_path, "17-0", "1", "3", "true"]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stdout.startswith("stop: the verdict cannot be written")
 

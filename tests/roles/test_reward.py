@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch.job import components
-from launch.local import rank_environments
+from launch.components import components
+from launch.executors.local import rank_environments
 from pipeline import config
 from tests.fork_server import Program
 from tests.roles import reward_rank

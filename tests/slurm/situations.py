@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.job import ROOT
+from launch.executors.base import ROOT
 from tests.slurm.cluster import SlurmCluster
 
 SLURM = (

@@ -11,7 +11,8 @@ import pytest
 
 from launch import ray_sub, submit
 from launch.attempts import all_attempts
-from launch.job import ROOT, read_record
+from launch.executors.base import ROOT
+from launch.executors.record import read_record
 from pipeline import config
 from tests.end_to_end import runs
 from tests.launch.model import write_recipe

@@ -2,9 +2,9 @@
 
 import pytest
 
-from launch.job import ROOT
+from launch.executors.base import ROOT
+from launch.executors.slurm import HetSlurmExecutor
 from launch.nodes import Guest
-from launch.slurm import HetSlurmExecutor
 from pipeline.config import ClusterConfig, ComponentConfig
 from tests.launch import tasks
 from tests.launch.model import write_recipe

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import containers, slurm
-from launch.job import ROOT
+from launch import containers
+from launch.executors import slurm
+from launch.executors.base import ROOT
 from launch.preflight import containers as preflight
 from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig, reading

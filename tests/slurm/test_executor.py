@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import slurm, slurm_client
+from launch import slurm_client
+from launch.components import components
+from launch.executors import slurm
+from launch.executors.record import JobRecord, read_record, write_record
+from launch.executors.slurm import HetSlurmExecutor, HetSlurmJob
 from launch.follow import failure
-from launch.job import JobRecord, components, read_record, write_record
-from launch.slurm import HetSlurmExecutor, HetSlurmJob
 from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig
 from tests.launch import tasks

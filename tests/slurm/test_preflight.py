@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.job import components
+from launch.components import components
+from launch.executors.slurm import batch_script
 from launch.preflight import slurm, slurm_accounts
 from launch.preflight.slurm_cluster import SlurmCluster as Answers
 from launch.preflight.slurm_cluster import gpus, megabytes, minutes
 from launch.preflight.slurm_request import requests
-from launch.slurm import batch_script
 from pipeline.config import ClusterConfig, ComponentConfig, Recipe
 from tests.launch.waiting import wait_until
 from tests.slurm.cluster import SlurmCluster, missing

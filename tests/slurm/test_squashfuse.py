@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from launch.attempts import PastAttempt, all_attempts
-from launch.job import ROOT
+from launch.executors.base import ROOT
+from launch.executors.slurm import HetSlurmExecutor, HetSlurmJob
 from launch.preflight import slurm as preflight
 from launch.preflight import squashfuse
-from launch.slurm import HetSlurmExecutor, HetSlurmJob
 from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig
 from tests.launch import tasks

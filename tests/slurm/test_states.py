@@ -1,7 +1,8 @@
 """How Slurm's words for a job are read; lines as Slurm 22.05 to 26.05 print them."""
 
-from launch import slurm, slurm_client
-from launch.slurm import TERMINAL, HetSlurmJob, combine, parse, parse_sacct
+from launch import slurm_client
+from launch.executors import slurm
+from launch.executors.slurm import TERMINAL, HetSlurmJob, combine, parse, parse_sacct
 
 LEADER = (
     "JobId=17 HetJobId=17 HetJobOffset=0 HetJobIdSet=17-18 JobName=a UserId=root(0) JobState=FAILED Reason=NonZeroExitCode"

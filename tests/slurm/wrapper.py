@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from launch.job import ROOT
+from launch.executors.base import ROOT
 
 # Arguments: the task's name, then those of the command.
 SUBMIT = (

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from launch.attempts import latest
+from launch.executors.local import HetLocalExecutor
+from launch.executors.slurm import HetSlurmExecutor
 from launch.follow import Follower, Metrics
-from launch.local import HetLocalExecutor
-from launch.slurm import HetSlurmExecutor
 from pipeline.config import ClusterConfig, ComponentConfig
 from tests.world.ranks import in_job
 from tests.world.secret import write_secret

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from launch import submit
-from launch.job import ROOT
+from launch.executors.base import ROOT
 from pipeline import config
 
 

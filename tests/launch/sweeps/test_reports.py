@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from launch.job import JobRecord, write_record
+from launch.executors.record import JobRecord, write_record
 from launch.sweeps import baseline, suite, verdict
 from launch.sweeps.folder import Folder, Plan
 from launch.sweeps.jobs import jobs_of

@@ -2,7 +2,7 @@
 
 One srun per component, because a container image is an option of a whole srun. The price is that Slurm numbers ranks per step,
 so the batch script tells each step its first global rank. What it does before the steps and when they have ended is in
-launch/batch.sh; what is asked of Slurm, and what a step has of its nodes, in launch/nodes.py. Leaves out: job arrays, which
+batch.sh; what is asked of Slurm, and what a step has of its nodes, in launch/nodes.py. Leaves out: job arrays, which
 Slurm refuses together with het jobs.
 Options, states and traps: https://slurm.schedmd.com/heterogeneous_jobs.html
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from submitit.slurm import slurm
 
 from launch import containers, nodes, slurm_client
-from launch.job import ROOT, JobStatus
+from launch.executors.base import ROOT, JobStatus
 from launch.nodes import Share
 from pipeline.config import ClusterConfig, ComponentConfig, ranks
 
@@ -65,7 +65,7 @@ JOB = (
     *("trap 'tell_ranks SIGTERM' TERM", "trap 'tell_ranks SIGUSR2' USR2"),  # steps do not inherit these, as they would ''
     *("start", "end_attempt", "finish_job"),
 )
-"""What a batch script does: functions of launch/batch.sh."""
+"""What a batch script does: functions of batch.sh."""
 SPECIAL_TO_SBATCH = re.compile(r"(?i)(?=[^\w./:=,@%+ -])|(?<=het)(?=job)|(?<=pack)(?=job)")
 BACKSLASH = r"\\"
 
@@ -105,7 +105,7 @@ def attempt_text(
     attempt: str = "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}",
     places: list[str] | None = None,
 ) -> str:
-    """Functions of bash: `start` starts all ranks in the allocation it is called in; those of launch/batch.sh; and `verdict`.
+    """Functions of bash: `start` starts all ranks in the allocation it is called in; those of batch.sh; and `verdict`.
 
     job_id, attempt: for bash, inside double quotes. places: options of each component's srun that say on which nodes.
     """
@@ -124,8 +124,8 @@ def attempt_text(
         *steps,
     ]
     body = "\n".join(["start() {", *(f"    {line}" for line in lines), "}"])
-    functions = (ROOT / "launch/batch.sh").read_text()
-    verdict = (ROOT / "launch/verdict.sh").read_text().removeprefix("#!/bin/bash\n")
+    functions = (ROOT / "launch/executors/batch.sh").read_text()
+    verdict = (ROOT / "launch/executors/verdict.sh").read_text().removeprefix("#!/bin/bash\n")
     return f"{body}\n\n{functions}\nverdict() (\n{verdict})"
 
 

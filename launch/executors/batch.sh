@@ -1,4 +1,4 @@
-# What every batch script does around its steps; launch/slurm.py puts this text, and that of launch/verdict.sh as the function
+# What every batch script does around its steps; slurm.py puts this text, and that of verdict.sh as the function
 # `verdict`, into each, so that a job does not change with the code while it waits and runs. Set before: HETSTEP_RUN_DIR, _JOB_ID
 # and _ATTEMPT; `max_restarts` and `requeue` (true, false), as verdict.sh takes them. Set between begin_attempt and end_attempt:
 # `steps`, process id of an srun -> COMPONENT FIRST_RANK.

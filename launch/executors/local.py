@@ -1,9 +1,9 @@
 """The local executor: the same ranks as processes of this machine, under a controller that outlives the terminal.
 
-The controller (`python -m launch.local RUN_DIR`) is to the ranks what Slurm with --kill-on-bad-exit is: the first rank that
-fails ends all others, and so does a signal to the controller, its end by whatever cause, or the time limit. It is also what the
-batch script's tail is: when all ranks have ended it asks launch/verdict.sh what comes next, and starts them again as another
-attempt, with the whole time limit before it. A signal to the controller is the end.
+The controller (`python -m launch.executors.local RUN_DIR`) ends all ranks when the first one fails, as Slurm does with
+--kill-on-bad-exit. A signal to the controller, its own end and the time limit also end them. When all ranks have ended, it asks
+verdict.sh what comes next, as the end of the batch script does, and may start them again as another attempt with a new time
+limit. A signal to the controller ends the run.
 
 A component's "nodes" are only a number here: all ranks share this machine, and each "node" of a component has its own range of
 GPUs. Components that take turns have the same ranges.
@@ -30,8 +30,9 @@ from typing import Any, BinaryIO
 
 from submitit.local import local
 
-from launch import forks, gpus, task
-from launch.job import ROOT, JobStatus, RunJob, write_json
+from launch import gpus, task
+from launch.executors import forks
+from launch.executors.base import ROOT, JobStatus, RunJob, write_json
 from launch.nodes import hosts, takes_turns
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig, ranks, ranks_per_node
 from pipeline.files import write_durably
@@ -39,12 +40,12 @@ from pipeline.files import write_durably
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL."""
 REQUEUE = 75
-"""What launch/verdict.sh exits with when all ranks are to be started again."""
+"""What verdict.sh exits with when all ranks are to be started again."""
 WITH_ANOTHER = (123, 124)
 """What a rank exits with because of another one: EXIT_WITH_ANOTHER and EXIT_STATUS of pipeline/watchdog.py."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
 VERDICT_S = 600.0
-"""How long launch/verdict.sh may take, which only reads and writes files of the run folder."""
+"""How long verdict.sh may take, which only reads and writes files of the run folder."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LIBC = ctypes.CDLL(None)
 
@@ -172,9 +173,9 @@ class Controller:
         return end
 
     def _ask(self, status: int) -> tuple[int, str]:
-        """launch/verdict.sh: (what it exits with, what it says)."""
+        """launch/executors/verdict.sh: (what it exits with, what it says)."""
         command = [
-            *(str(ROOT / "launch/verdict.sh"), str(self.run_dir), self.attempt, str(status)),
+            *(str(ROOT / "launch/executors/verdict.sh"), str(self.run_dir), self.attempt, str(status)),
             *(str(self.requeue.max_restarts), str(self.requeue.enabled).lower()),
         ]
         try:
@@ -357,7 +358,7 @@ def start_controller(run_dir: Path, environment: dict[str, str], log: Path) -> s
     """Start a run's controller with this environment, appending what it prints to `log`."""
     with open(log, "ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "launch.local", str(run_dir)],
+            [sys.executable, "-P", "-m", "launch.executors.local", str(run_dir)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

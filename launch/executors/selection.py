@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from launch import allocation, slurm_client
+from launch import slurm_client
+from launch.executors import allocation
 from pipeline.config import Recipe
 
 WHAT = {

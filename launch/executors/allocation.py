@@ -1,7 +1,7 @@
 """The allocation executor: the steps of the batch script in the Slurm allocation that this process is in already.
 
 Inside an `salloc` a controller, which outlives the terminal but not the allocation, starts the ranks again after a crash, as
-launch/verdict.sh decides; when they leave on purpose, that is the end, because there is no more time. In a batch job of
+verdict.sh decides; when they leave on purpose, that is the end, because there is no more time. In a batch job of
 launch/hetstep.sbatch the steps and their end are as in a job that `launch/submit.py` submits: the job may be requeued, and it
 is the job that the run folder remembers. The allocation's time limit counts, not cluster.time_min.
 A heterogeneous allocation gives the k-th component its k-th part; in a plain one each gets nodes of its own, in the same order.
@@ -19,9 +19,9 @@ from pathlib import Path
 
 from submitit.local import local
 
-from launch import slurm
-from launch.job import JobStatus
-from launch.local import HetLocalJob, start_time
+from launch.executors import slurm
+from launch.executors.base import JobStatus
+from launch.executors.local import HetLocalJob, start_time
 from launch.nodes import Guest
 from pipeline.config import ClusterConfig, ComponentConfig, ranks
 
