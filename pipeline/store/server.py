@@ -104,13 +104,13 @@ class Door(ABC):
     def part(self, connection: Connection, will: str) -> None:
         """Take note that a proven connection has ended."""
 
-    def forget(self, connection: Connection, slot: tuple[str, ...]) -> None:
+    def forget(self, connection: Connection, slot: tuple[str, ...]) -> None:  # noqa: B027 a relay has none
         """Drop the request of a connection that waits for `slot`."""
 
-    def change_will(self, before: str, after: str) -> None:
+    def change_will(self, before: str, after: str) -> None:  # noqa: B027 a store has nothing to do
         """What is to be set when some connection ends; empty: nothing."""
 
-    async def rest(self) -> None:
+    async def rest(self) -> None:  # noqa: B027 a store does not wait
         """Wait for those who still need this process, once its input has ended."""
 
 
