@@ -175,10 +175,7 @@ class Code(Environment):
     def _run(self, argv: list[str], code: str, stdin: str, left: float) -> Ran:
         files = {"answer.py": code.encode(errors="replace"), **PROGRAMS}
         wall_s = min(self._sandbox.limits.wall_s, left)
-        try:
-            return self._sandbox.run([self._sandbox.python, *argv], files, stdin.encode(errors="replace"), wall_s)
-        except OSError as error:  # this process has no room for a guard: no memory, no descriptor
-            raise Unjudged(f"no sandbox can be started: {error}") from error
+        return self._sandbox.run([self._sandbox.python, *argv], files, stdin.encode(errors="replace"), wall_s)
 
 
 def code_in(text: str) -> str:
@@ -265,5 +262,3 @@ def _execute(session: PythonSession, code: str, timeout_s: float) -> Executed:
         return session.execute(code, timeout_s)
     except (ToolError, TimeoutError) as error:
         return Executed("", None, f"error: {error}")
-    except OSError as error:
-        raise Unjudged(f"no sandbox can be started: {error}") from error

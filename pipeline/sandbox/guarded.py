@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
@@ -41,7 +42,8 @@ class Way:
 
 def run(way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, bytes], stdin: bytes) -> Ran:
     """Raises SandboxError if the guard fails, not for what the program does."""
-    process, begun = _start(()), time.monotonic()
+    with _room():
+        process, begun = _start(()), time.monotonic()
     try:
         out, err = process.communicate(_asked(way, view, limits, argv, files, stdin, []), limits.wall_s + PATIENCE_S)
     except subprocess.TimeoutExpired:
@@ -69,7 +71,7 @@ class Program:
     """
 
     def __init__(self, way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, bytes]) -> None:
-        with contextlib.ExitStack() as its, contextlib.ExitStack() as ours:
+        with _room(), contextlib.ExitStack() as its, contextlib.ExitStack() as ours:
             its_stdin, self._to = os.pipe()
             its.callback(os.close, its_stdin)
             ours.callback(os.close, self._to)
@@ -172,6 +174,15 @@ def _end(process: subprocess.Popen) -> str:
         answer = json.loads(out)
         return answer.get("ended_by") or answer["error"]
     return "signal 9"
+
+
+@contextlib.contextmanager
+def _room() -> Iterator[None]:
+    """Raise SandboxError where this process has no memory or no descriptors left to start a guard."""
+    try:
+        yield
+    except OSError as error:
+        raise SandboxError(f"sandbox: its guard cannot be started: {error}") from error
 
 
 def _start(inherited: tuple[int, ...]) -> subprocess.Popen:

@@ -9,6 +9,7 @@ from pipeline.environments.base import Unjudged
 from pipeline.environments.code import PIECES, code_in
 from pipeline.environments.code_tests import LITERAL, Case, Equation, read, same_literal, same_output, same_result, same_value
 from pipeline.environments.registry import build
+from pipeline.sandbox.limits import SandboxError
 from pipeline.types import Prompt
 from tests.sandbox.conftest import works
 
@@ -383,5 +384,5 @@ def test_a_sandbox_that_cannot_be_started_is_not_the_answers_doing(kind: str, mo
         raise BlockingIOError("Resource temporarily unavailable")
 
     monkeypatch.setattr("subprocess.Popen", no_room)
-    with pytest.raises(Unjudged, match="no sandbox can be started: Resource temporarily unavailable"):
+    with pytest.raises(SandboxError, match="guard cannot be started: Resource temporarily unavailable"):
         environment.step(begun, "<code>1</code>")

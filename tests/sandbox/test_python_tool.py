@@ -9,6 +9,7 @@ from pipeline.environments.python_tool import PythonTool
 from pipeline.environments.registry import build_tool
 from pipeline.environments.tool import ToolError
 from pipeline.sandbox import processes
+from pipeline.sandbox.limits import SandboxError
 from tests.sandbox.conftest import works
 from tests.sandbox.hosts import until
 
@@ -35,6 +36,15 @@ def test_names_stay_and_sessions_are_apart(tool: PythonTool):
     one.close()
     one.close()
     other.close()
+
+
+def test_an_interpreter_that_cannot_be_started_is_not_the_answers_doing(tool: PythonTool, monkeypatch: pytest.MonkeyPatch):
+    def no_room(*arguments, **rest):
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", no_room)
+    with pytest.raises(SandboxError, match="guard cannot be started: Resource temporarily unavailable"):
+        tool.open().call({"code": "1"}, TIMEOUT_S)
 
 
 def test_what_the_code_raises_is_told_with_what_it_printed(tool: PythonTool):
