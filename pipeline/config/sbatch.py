@@ -13,6 +13,7 @@ OF_A_COMPONENT = {
     "nodes": "nodes",
     "ntasks": "nodes and ranks_per_node",
     "ntasks-per-node": "ranks_per_node",
+    "tasks-per-node": "ranks_per_node",
     "cpus-per-task": "cpus_per_task",
     "gpus": "gpus_per_node",
     "gpus-per-node": "gpus_per_node",

@@ -23,6 +23,11 @@ OF_THE_JOB = tuple(
     )
 )
 """Variables that the launcher sets for each rank; see launch/executors/base.py."""
+VARIABLES = (
+    *(f"cluster.{component}.env_vars" for component in ("train", "generate", "reward")),
+    *("policy.megatron_cfg.env_vars", "policy.generation.vllm_cfg.env_vars"),
+)
+"""Keys that hold variables of ranks. `env_vars` among the kwargs of a user's own code may be anything."""
 ONE_WORD = ("partition", "account", "qos")
 """Of a component. `scontrol show job` prints them before what the batch script looks for, and separates fields by blanks."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -30,12 +35,12 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def unusable(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) for control characters in `name`, `cluster.*`, `*.env_vars` and paths, and for names of variables
+    """Yield (key, problem) for control characters in `name`, `cluster.*`, variables and paths, and for names of variables
     that a shell would not read as such, or that the launcher sets."""
     for key, value in _values("", dataclasses.asdict(recipe)):
         if fnmatch.fnmatchcase(key, "cluster.*.*") and key.rpartition(".")[2] in ONE_WORD and " " in (value or ""):
             yield key, f"{key}: got {value!a}; expected a name without blanks"
-        if key.endswith(".env_vars"):
+        if key in VARIABLES:
             yield from ((key, problem) for problem in _bad_variables(key, value or {}))
         elif key in ("name", "run_dir", "needs") or key.startswith("cluster.") or places.is_path(key):
             for text in value if isinstance(value, list) else [value]:
@@ -49,7 +54,7 @@ def _values(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
     """Yield (dotted key, value) of a recipe's nested values; variables as one mapping."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and not key.endswith(".env_vars"):
+        if isinstance(value, Mapping) and key not in VARIABLES:
             yield from _values(f"{key}.", value)
         else:
             yield key, value

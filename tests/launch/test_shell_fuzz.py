@@ -82,6 +82,7 @@ def test_the_fuzzer_sees_a_line_that_should_have_been_refused(tmp_path):
             "cluster.sbatch_options: got partition; it stands for cluster.train.partition",
         ),
         ("cluster.generate.sbatch_options={mem: 0}", "got mem; it stands for cluster.generate.mem; try that"),
+        ("cluster.train.sbatch_options={tasks-per-node: 2}", "got tasks-per-node; it stands for cluster.train.ranks_per_node;"),
         ("cluster.train.sbatch_options={depend: x}", "cluster.train.sbatch_options: got depend; it stands for needs; try that"),
         ("cluster.train.sbatch_options={array: 1-2}", "cluster.train.sbatch_options: got array; Slurm has no arrays of"),
         ("cluster.generate.env_vars={HETSTEP_RANK: 3}", "cluster.generate.env_vars: got HETSTEP_RANK, which the launcher sets"),
@@ -101,6 +102,12 @@ def test_a_component_without_nodes_has_no_options_of_sbatch(tmp_path):
     given = ["cluster.share_nodes=true", "cluster.generate.sbatch_options={nodelist: n1}"]
     (problem,) = config.inspect(str(write_recipe(tmp_path)), given).problems
     assert problem.startswith("cluster.generate.sbatch_options: its ranks are on cluster.train's nodes")
+
+
+@pytest.mark.parametrize("given", ["[A, B]", "{A: 1, B: [2]}", "{1 a: x}"])
+def test_what_the_kwargs_of_ones_own_code_call_env_vars_is_not_looked_at(tmp_path, given):
+    own = ["env.math.kind=mine.Mine", f"env.math.kwargs.env_vars={given}"]
+    assert config.inspect(str(write_recipe(tmp_path)), own).problems == []
 
 
 def test_texts_that_hold_newlines_elsewhere_are_not_refused(tmp_path):
