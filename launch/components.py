@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from launch import cuda_variables
+from launch.executors.base import ROOT
 from launch.nodes import Guest
 from pipeline import config
 from pipeline.config import ComponentConfig, Recipe, colocated, uses_megatron
@@ -20,8 +22,19 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
     variables = {"train": trainers, "generate": recipe.policy.generation.vllm_cfg.env_vars, "reward": trainers}
     options = recipe.cluster.sbatch_options
     parts = {
-        name: replace(part, env_vars={**variables[name], **part.env_vars}, sbatch_options={**options, **part.sbatch_options})
+        name: replace(
+            part,
+            env_vars=_with_root({**variables[name], **part.env_vars}),
+            sbatch_options={**options, **part.sbatch_options},
+        )
         for name, part in config.components(recipe).items()
     }
     guests = ("generate",) if colocated(recipe) else tuple(parts)[1:] if recipe.cluster.share_nodes else ()
     return parts | {name: Guest(**vars(parts[name]), takes_turns=colocated(recipe)) for name in guests}
+
+
+def _with_root(variables: dict[str, str]) -> dict[str, str]:
+    """Return the variables; a PYTHONPATH among them, which takes the place of the launcher's, with Hetstep in front."""
+    if (path := variables.get("PYTHONPATH")) is None:
+        return variables
+    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path]))}

@@ -11,6 +11,7 @@ import pytest
 
 from launch import run_folder
 from launch.components import components
+from launch.executors.base import ROOT
 from launch.executors.record import JobRecord, write_record
 from launch.run_folder import locked
 from launch.sweeps.folder import Folder
@@ -119,6 +120,15 @@ def test_variables_for_vllm_reach_the_generate_ranks_only(load):
     parts = components(load("policy.generation.vllm_cfg.env_vars={A: '1', B: '2'}", "cluster.generate.env_vars={B: '3'}"))
     assert parts["generate"].env_vars == {"A": "1", "B": "3"}
     assert parts["train"].env_vars == {}
+
+
+@pytest.mark.parametrize("given", ["cluster.train.env_vars", "policy.generation.vllm_cfg.env_vars"])
+def test_a_python_path_of_ones_own_keeps_hetstep_in_it(load, given):
+    """Ranks are started with python -P, which does not look in the working directory."""
+    parts = components(load(f"{given}.PYTHONPATH=/mine:/other"))
+    name = "train" if "train" in given else "generate"
+    assert parts[name].env_vars == {"PYTHONPATH": f"{ROOT}:/mine:/other"}
+    assert components(load(f"{given}.PYTHONPATH=''"))[name].env_vars == {"PYTHONPATH": str(ROOT)}
 
 
 def test_all_other_keys_are_named_in_the_schemas_order_with_what_keeps_them(load, tmp_path):
