@@ -1,14 +1,15 @@
 """Code of the user's own, which a recipe names by its dotted path: `my_package.my_module.MyEnvironment`.
 
-It is looked for where Python looks (the working directory, PYTHONPATH, what is installed), and then in the recipe's
-`module_folders`, of which the folder of the recipe's file is one.
+It is looked for where Python looks (PYTHONPATH, what is installed), then in the recipe's `module_folders`, of which the folder
+of the recipe's file is one, and then in the working directory.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 
@@ -16,9 +17,12 @@ class NotFound(ValueError):
     """There is no such module, or it has no such name."""
 
 
-def search_in(folders: Iterable[str]) -> None:
-    """Lets `load` look there too, after all other places: a module there hides none that is installed."""
-    sys.path.extend(folder for folder in folders if folder not in sys.path)
+def search_in(folders: Collection[str]) -> None:
+    """Let `load` look there too and in the working directory, after all other places: a module there hides none that is
+    installed. Without folders, as of a recipe that names no code of the user's own, it looks in none of them."""
+    for folder in [*folders, os.getcwd()] if folders else ():
+        if folder not in sys.path:
+            sys.path.append(folder)
 
 
 def load(path: str) -> Any:

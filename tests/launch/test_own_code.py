@@ -100,6 +100,17 @@ def test_what_is_wrong_with_it_is_told(folder, overrides, says):
     assert notes == [] and says.format(folder=folder) in problems[0], problems
 
 
+def test_it_is_looked_for_in_the_working_directory_after_all_other_places(folder):
+    here = folder.parent / "here"
+    (here / "of_the_project.py").write_text("def right(prompt, answer): return 1.0\n")
+    (here / "rewards_of_mine.py").write_text("raise SystemExit(77)\n")
+    (here / "random.py").write_text("raise SystemExit(77)\n")
+    recipe = (folder / "mine.yaml").read_text()
+    assert asked(folder) == ([], [])
+    (folder / "mine.yaml").write_text(recipe.replace("rewards_of_mine.right", "of_the_project.right"))
+    assert asked(folder) == ([], [])
+
+
 def test_where_it_was_looked_for_and_how_to_add_a_place_is_told(folder):
     (problem,), _ = asked(folder, "env.mine.kind=rewards.right")
     assert str(folder) in problem and problem.endswith(
