@@ -16,6 +16,7 @@ import os
 import psutil
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+LOOPBACK = "127.0.0.1"
 
 
 def is_loopback(address: str) -> bool:

@@ -46,7 +46,8 @@ REALMS = ("train", "generate", "reward")
 REACHED = "reached"
 """This key of the store holds the address at which ranks reach rank 0's node. It is missing where all do so over loopback."""
 ADDRESS = "address"
-"""This key holds the address that ranks which reach rank 0 over loopback use for gloo. It is empty where all ranks do."""
+"""This key holds the address that ranks which reach rank 0 over loopback use for gloo. Where all ranks are on one machine it is
+loopback, for all of them."""
 LAZY = "TORCH_GLOO_LAZY_INIT"  # read by torch
 RELAYED_FROM = 256
 """Ranks from which on each node has a relay. Fewer cost rank 0's store little, and a relay is one more part that can fail."""
@@ -320,16 +321,18 @@ def _choose_interface(world: World) -> None:
     """Set gloo's network interface, unless the user has chosen one.
 
     It is the one over which this rank reaches rank 0. On rank 0's node that may be loopback: then it is the one at which ranks
-    of other nodes reach rank 0, and stays loopback if there are none.
+    of other nodes reach rank 0. Where all ranks are on one node it is loopback, whatever name they reach rank 0 by.
     """
     given = interface.check_given()
     mine, _ = world.store.addresses()
     alone = interface.is_loopback(mine)
     if world.rank == 0:
         (reached,) = world.store.exchange("here/0", world.place.node.encode(), [REACHED])
-        world.store.set(ADDRESS, (reached or b"") if alone else mine)
+        one_node = len(set(world.nodes().values())) == 1
+        world.store.set(ADDRESS, interface.LOOPBACK if one_node else (reached or mine) if alone else mine)
     if not given:
-        interface.use((world.store.get(ADDRESS).decode() or mine) if alone else mine)
+        address = world.store.get(ADDRESS).decode()
+        interface.use(address if alone or interface.is_loopback(address) else mine)
 
 
 def _meet_rank_0(world: World, prover: Prover) -> None:

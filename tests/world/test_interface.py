@@ -1,5 +1,6 @@
 """Which interface gloo uses, chosen by real connections to a real store."""
 
+import functools
 import os
 import shlex
 import socket
@@ -45,16 +46,18 @@ def can_unshare() -> bool:
 
 @pytest.fixture
 def join(monkeypatch):
-    """Return a function (addresses at which ranks reach rank 0's store) -> the interface that each chooses."""
+    """Return a function (addresses at which ranks reach rank 0's store, ranks per node) -> the interface that each chooses."""
     process, (_, port) = start("localhost", KEY)  # a name, not an address: it listens on every interface
     monkeypatch.setenv(interface.VARIABLE, "")
 
-    def choose(*addresses: str) -> list[str]:
+    def choose(*addresses: str, per_node: int = 1) -> list[str]:
         ranks = []
         for rank, address in enumerate(addresses):
             store = RunStore(Address(address, port), KEY, 10)
-            place = SimpleNamespace(local_rank=0, node=f"node{rank}")
-            ranks.append(SimpleNamespace(rank=rank, size=len(addresses), place=place, store=store, describe=str))
+            place = SimpleNamespace(local_rank=rank % per_node, node=f"node{rank // per_node}")
+            joining = SimpleNamespace(rank=rank, size=len(addresses), place=place, store=store, describe=str)
+            joining.nodes = functools.partial(world.World.nodes, joining)
+            ranks.append(joining)
         for rank in (*ranks[1:], ranks[0]):
             world.wait_for_all(rank, 10)
         chosen = []
@@ -79,6 +82,14 @@ def test_where_all_are_at_home_gloo_stays_there(join):
     """Its own choice, the address of the host name, may be one that other machines reach."""
     loopback = interface.of("127.0.0.1")
     assert join("127.0.0.1", "127.0.0.1") == [loopback, loopback]
+
+
+def test_on_one_node_gloo_stays_there_by_whatever_address_rank_0_is_reached(join):
+    """Slurm gives the node's name, which often resolves to the address at which other nodes reach it."""
+    loopback = interface.of("127.0.0.1")
+    _, address = other_address()
+    assert join(address, address, "127.0.0.1", per_node=3) == [loopback] * 3
+    assert join("127.0.0.1", address, per_node=2) == [loopback] * 2
 
 
 def test_each_rank_uses_the_interface_that_leads_to_rank_0(join):
