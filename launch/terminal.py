@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+JOINERS = "\u200c\u200d"
+"""Of Persian and Indian letters, and of emoji."""
 
 
 def plain(text: str) -> str:
     r"""Return the text without colours, and with what else a terminal would obey written out: the escape character as `\x1b`.
 
-    Newlines and tabs stay. A log holds what a model or a program has said, which may move the cursor, write over lines, set the
-    window's title or the clipboard.
+    Newlines, tabs and all kinds of blanks stay. A log holds what a model or a program has said, which may move the cursor,
+    write over lines, set the window's title or the clipboard.
     """
     text = COLOUR.sub("", text)
     return text if text.isprintable() else "".join(map(_shown, text))
@@ -23,4 +27,5 @@ def on_one_line(text: str) -> str:
 
 
 def _shown(character: str) -> str:
-    return character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+    harmless = character.isprintable() or character in f"\n\t{JOINERS}" or unicodedata.category(character) == "Zs"
+    return character if harmless else character.encode("unicode_escape").decode()

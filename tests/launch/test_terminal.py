@@ -23,6 +23,7 @@ TRICKS = {
     "half a surrogate": ("\ud800", r"\ud800"),
     "no end": ("\x1b[", r"\x1b["),
     "colours": ("\x1b[1;32mINFO\x1b[0m", "INFO"),
+    "blanks and joiners": ("12\u00a0%, 数学\u3000です 👩\u200d🔬", "12\u00a0%, 数学\u3000です 👩\u200d🔬"),
     "text": ("\tgrüße, 数学 🙂", "\tgrüße, 数学 🙂"),
 }
 OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
