@@ -21,7 +21,7 @@ from pipeline import rank_log, signals
 
 
 class HetstepJobEnvironment(JobEnvironment):
-    """submitit's view of a rank, read from the environment that both executors set."""
+    """submitit's view of a rank, read from the environment that all executors set."""
 
     _env = {  # noqa: RUF012 (declared ClassVar by the base class)
         "job_id": "HETSTEP_JOB_ID",

@@ -1,6 +1,6 @@
 """What the executors have in common: a job's status, and how each rank is started.
 
-Every rank, under either executor, is started with
+Every rank, under each executor, is started with
     HETSTEP_RUN_DIR      the run folder, absolute
     HETSTEP_RANK         global: the ranks of train, then those of generate, then those of reward
     HETSTEP_WORLD_SIZE   ranks of all components
