@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from launch import backend
 from pipeline import config
-from pipeline.config import Loaded, collected, layers
+from pipeline.config import Loaded, collected, layers, sbatch
 
 SITE = (
     *("partition", "account", "qos", "constraint", "sbatch_options", "python", "srun_args", "env_vars"),
@@ -57,10 +57,12 @@ def _from_files(asking: Loaded, needed: Loaded) -> list[str]:
     found: dict[str, str] = {}
     for key, origin in asking.origins.items():
         section, *rest = key.split(".")
-        if section != "cluster" or origin == layers.COMMAND_LINE:
+        if section != "cluster" or not rest or origin == layers.COMMAND_LINE:
             continue
         if rest[0] in ("executor", "sbatch_options"):
             found[f"cluster.{rest[0]}"] = getattr(asking.recipe.cluster, rest[0])
+        elif rest[1:2] == ["sbatch_options"] and rest[0] in sbatch.guests(needed.recipe):
+            continue  # it has no nodes there
         elif len(rest) > 1 and rest[1] in SITE:
             component = getattr(asking.recipe.cluster, rest[0], None)
             value = getattr(component, rest[1], None)

@@ -64,9 +64,15 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
                 yield key, f"{key}: got {name}; {why}"
 
 
+def guests(recipe: Recipe) -> tuple[str, ...]:
+    """Return the components whose ranks are on cluster.train's nodes."""
+    if recipe.cluster.share_nodes:
+        return ("generate", "reward")
+    return ("generate",) if colocated(recipe) else ()
+
+
 def of_guests(recipe: Recipe) -> Iterator[str]:
     """Yield a problem for each component that has options of its own, and no nodes."""
-    for name in ("generate", "reward"):
-        guest = recipe.cluster.share_nodes or (name == "generate" and colocated(recipe))
-        if guest and getattr(recipe.cluster, name).sbatch_options:
+    for name in guests(recipe):
+        if getattr(recipe.cluster, name).sbatch_options:
             yield f"cluster.{name}.sbatch_options: its ranks are on cluster.train's nodes. Try cluster.train.sbatch_options"

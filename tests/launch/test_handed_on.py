@@ -80,3 +80,23 @@ def test_where_the_files_of_the_recipe_run_goes_below_the_needed_one_s_own(here)
     assert cluster.train.env_vars == {"NCCL_DEBUG": "INFO", "A": "two words"}
     assert cluster.train.nodes == 1 and cluster.sbatch_options == {"reservation": "weekly"}
     assert needed("cluster.train.account=theirs").recipe.cluster.train.account == "theirs"
+
+
+def test_options_of_sbatch_are_not_handed_on_to_ranks_without_nodes(here):
+    options = {"executor": "slurm", "generate": {"sbatch_options": {"nodelist": "n1"}, "python": "/opt/python"}}
+    write_recipe(here, "second", needs=["base"], run_dir="runs/second", cluster=options)
+    in_turn = write_recipe(here, "base")
+    recipe = yaml.safe_load(in_turn.read_text())
+    recipe["policy"]["generation"] = {"colocated": {"enabled": True}}
+    in_turn.write_text(yaml.safe_dump(recipe))
+    base = needed()
+    assert base.problems == [] and base.recipe.cluster.generate.sbatch_options == {}
+    assert base.recipe.cluster.generate.python == "/opt/python"
+
+
+@pytest.mark.parametrize("cluster", [None, 3])
+def test_a_cluster_that_is_no_mapping_is_told(here, cluster):
+    """As where all keys below `cluster:` are commented out."""
+    write_recipe(here, "second", needs=["base"], run_dir="runs/second", cluster=cluster)
+    _, second = prepare.in_order("second", [])
+    assert "cluster: " in "".join(second.problems) and "must be a mapping of keys" in "".join(second.problems)
