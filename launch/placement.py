@@ -41,10 +41,12 @@ def placed(loaded: Loaded) -> Loaded:
         _, choice = backend.choose(loaded.recipe)
     except RecipeError:  # told later
         return loaded
+    without = {name: replace(getattr(loaded.recipe.cluster, name), sbatch_options={}) for name in ("generate", "reward")}
+    bare = replace(loaded.recipe, cluster=replace(loaded.recipe.cluster, **without))  # Slurm has no part in a local run
     there, refused = f"{plural(len(devices), 'GPU')} by {source}", ""
     for changes in candidates(loaded, len(devices)):
         with collected(found := []):
-            recipe = config.changed(loaded.recipe, changes)
+            recipe = config.changed(bare, changes)
             config.validate(config.decided(recipe, choice.backend))
         if not found:
             given = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())

@@ -75,6 +75,11 @@ def test_where_ranks_go(on, name, placed):
     assert [devices(on(count, name)) for count in COUNTS] == placed
 
 
+def test_options_for_slurm_are_in_nobodys_way(on):
+    loaded = on(1, "tiny_grpo", "cluster.generate.sbatch_options={nodelist: n1}")
+    assert not loaded.problems and devices(loaded) == "train 0, generate 0, colocated"
+
+
 def test_the_note_names_the_keys(on):
     (note,) = on(1, "tiny_grpo").notes
     assert note.startswith(
