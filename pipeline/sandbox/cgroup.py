@@ -1,8 +1,10 @@
 """A memory cgroup for each program, where a folder of cgroups was handed to this user (cgroups(7), versions 1 and 2).
 
 The kernel counts there what no process's size shows: buffers of sockets and pipes, page tables, mappings, what the kernel keeps
-for files. Handed over means: systemd has marked the folder as delegated, or it is this user's while the one above is not. That
-one may write to a folder is not enough: to root every folder is open, and its owner, systemd or Slurm, expects no other hand.
+for files. With version 2 it also counts the CPU time of processes that nobody saw.
+
+Handed over means: systemd has marked the folder as delegated, or it is this user's while the one above is not. That one may
+write to a folder is not enough: to root every folder is open, and its owner, systemd or Slurm, expects no other hand.
 
 Slurm makes the cgroups of its steps as root and hands none over, so that its jobs have none here unless its administrator does
 (`chown` in a prolog). `systemd-run --user --scope -p Delegate=yes` and rootless containers do.
@@ -23,6 +25,7 @@ import time
 from pathlib import Path
 
 from pipeline.sandbox.limits import Limits, SandboxError
+from pipeline.sandbox.processes import TICKS_PER_S
 
 RANKS, OF_A_PROGRAM = "ranks", "sandbox-"
 ROOM = 64 << 20  # for the kernel, beside the program's memory and its files
@@ -76,7 +79,7 @@ def join(pid: int, limits: Limits) -> None:
     """
     if (folder := place()) is None:
         return
-    own = folder / f"{OF_A_PROGRAM}{os.getpid()}"
+    own = _program(folder)
     try:
         _sweep(folder)
         own.mkdir()
@@ -93,8 +96,16 @@ def ran_out() -> bool:
     """Whether the kernel has ended a process of this guard's program for its memory."""
     if (folder := place()) is None:
         return False
-    (counts,) = (path for name in COUNTS if (path := folder / f"{OF_A_PROGRAM}{os.getpid()}" / name).exists())
+    (counts,) = (path for name in COUNTS if (path := _program(folder) / name).exists())
     return any(line.startswith("oom_kill ") and int(line.split()[1]) for line in counts.read_text().splitlines())
+
+
+def cpu_s() -> float:
+    """CPU time of all processes that this guard's program has had, in whole ticks; 0 where there is no cgroup of version 2."""
+    if (folder := place()) is None or not (counts := _program(folder) / "cpu.stat").exists():
+        return 0.0
+    used = (int(line.split()[1]) for line in counts.read_text().splitlines() if line.startswith("usage_usec "))
+    return next(used, 0) * TICKS_PER_S // 1_000_000 / TICKS_PER_S
 
 
 def remove() -> None:
@@ -102,13 +113,18 @@ def remove() -> None:
     if (folder := place()) is None:
         return
     until = time.monotonic() + PATIENCE_S
-    while (own := folder / f"{OF_A_PROGRAM}{os.getpid()}").exists():
+    while (own := _program(folder)).exists():
         try:
             own.rmdir()
         except OSError:  # the last of them is not quite gone
             if time.monotonic() > until:
                 raise
             time.sleep(0.001)
+
+
+def _program(folder: Path) -> Path:
+    """The cgroup of this guard's program in `folder`, a `place`."""
+    return folder / f"{OF_A_PROGRAM}{os.getpid()}"
 
 
 def _sweep(folder: Path) -> None:

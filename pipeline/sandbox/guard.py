@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 
 from pipeline.sandbox import bubblewrap, cgroup, kernel, namespaces, processes
 from pipeline.sandbox.limits import Limits, SandboxError
@@ -169,6 +170,7 @@ class _Watch:
         if seconds > limits.wall_s:
             return "wall time"
         used = self._meter.look()
+        used = replace(used, cpu_s=max(used.cpu_s, cgroup.cpu_s()))
         idle = self._control is not None and used == self._used
         self._used, self._tick_s = used, min(2 * self._tick_s, IDLE_TICK_S) if idle else TICK_S
         if used.processes > limits.processes:

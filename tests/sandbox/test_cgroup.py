@@ -1,10 +1,12 @@
 """Which cgroups are taken, and, where some are handed to this user, what they hold."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pipeline.sandbox import cgroup
+from pipeline.sandbox import cgroup, guarded
 from tests.sandbox.hosts import Host
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -34,6 +36,24 @@ for end in (end for pair in pairs for end in pair):
         pass
 time.sleep(10)
 """
+SHORT_LIVED = """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so the kernel adds the time of those that end to nobody's
+for _ in range(200):
+    if os.fork() == 0:
+        while time.process_time() < 0.006: pass
+        os._exit(0)
+    try:
+        os.wait()
+    except ChildProcessError:
+        pass
+"""
+WITHOUT_MEMORY = """
+from pathlib import Path
+from pipeline.sandbox import cgroup
+cgroup.place = lambda: Path({folder!r})
+cgroup.LIMITS, cgroup.COUNTS = ("cgroup.max.descendants",), ("cgroup.events",)
+"""
+"""A guard that takes a cgroup of version 2 whose memory is that of version 1: other files, with other limits, are there."""
 
 
 @pytest.mark.parametrize(
@@ -83,3 +103,34 @@ def test_memory_that_the_kernel_keeps(host: Host):
     assert (ran.status, ran.ended_by) == (-9, "memory")
     assert host.run("x = bytearray(b'x') * (100 << 20)").status == 0
     assert not list(cgroup.place().glob(f"{cgroup.OF_A_PROGRAM}*"))
+
+
+@pytest.fixture
+def version_2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs have a cgroup of version 2: one that was handed over, or, where this is root, one made here."""
+    if cgroup.settle() and (cgroup.place() / "cgroup.controllers").exists():
+        yield
+        return
+    lines = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    mounted = [Path(folder) for _, folder, kind, *_ in lines if kind == "cgroup2"]
+    if not mounted:
+        pytest.skip("no cgroups of version 2 are mounted")
+    made = mounted[0] / f"hetstep-test-{os.getpid()}"
+    try:
+        made.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup of version 2 can be made: {error}")
+    monkeypatch.setattr(
+        guarded,
+        "MAIN",
+        guarded.MAIN.replace("guard.main()", f"exec({WITHOUT_MEMORY.format(folder=str(made))!r}); guard.main()"),
+    )
+    yield
+    made.rmdir()
+
+
+def test_cpu_time_of_processes_that_the_guard_does_not_see(version_2: None, host: Host):
+    if host.another_user:
+        pytest.skip("it takes another user's cgroups")
+    ran = host.run(SHORT_LIVED, wall_s=20.0, cpu_s=0.4)
+    assert (ran.status, ran.ended_by) == (-9, "cpu time")
