@@ -25,13 +25,15 @@ class Meter:
     """What the processes below one use, look by look. `root`: its id.
 
     The kernel adds the CPU time of a process that ends to its parent's, once that waits for it. If the parent ignores ends, the
-    time is gone: then what the last look saw of it counts. What lives for less than a look, and is not waited for, is not seen.
+    time is gone: then what the last look saw of it counts. What lives for less than a look, and is not waited for, is not seen;
+    a cgroup of version 2 counts it (cgroup.py).
     """
 
     def __init__(self, root: int) -> None:
         self._root = root
         self._ticks: dict[tuple[int, int], tuple[int, int]] = {}  # of the last look, see _ticks
-        self._gone = 0  # ticks of processes that have ended, and that no other has been given
+        self._gone = 0  # ticks of processes that have ended, and that no other was given by the look after that
+        self._late = 0  # likewise, but of the last look: a parent may have been read before it was given them
 
     def look(self) -> Usage:
         """What has ended uses nothing but the CPU time that it has used.
@@ -54,9 +56,10 @@ class Meter:
             memory += sum(int(values[name].split()[0]) for name in ("RssAnon", "RssShmem", "VmSwap") if name in values) << 10
         ended = sum(sum(self._ticks[process]) for process in self._ticks.keys() - ticks)
         given = sum(ticks[process][1] - self._ticks[process][1] for process in self._ticks.keys() & ticks)
-        self._gone = max(0, self._gone + ended - given)
+        self._gone += max(0, self._late - given)
+        self._late = max(0, ended - max(0, given - self._late))
         self._ticks = ticks
-        return Usage(count, memory, (sum(map(sum, ticks.values())) + self._gone) / TICKS_PER_S)
+        return Usage(count, memory, (sum(map(sum, ticks.values())) + self._gone + self._late) / TICKS_PER_S)
 
 
 def children(pid: int) -> list[int]:

@@ -261,6 +261,30 @@ def test_busy_processes_that_nobody_waits_for(host: Host):
     assert (ran.status, ran.ended_by) == (-9, "cpu time")
 
 
+def test_busy_processes_that_are_waited_for_after_others_that_nobody_waits_for(host: Host):
+    """The time of the later ones does not take the place of that of the earlier ones."""
+    ran = host.run(
+        """
+def work(processes, seconds):
+    for _ in range(processes):
+        if os.fork() == 0:
+            while time.process_time() < seconds: pass
+            os._exit(0)
+        try:
+            os.wait()
+        except ChildProcessError:
+            pass
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+work(4, 0.1)
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+work(60, 0.007)  # between two looks
+""",
+        wall_s=60.0,
+        cpu_s=0.6,
+    )
+    assert (ran.status, ran.ended_by) == (-9, "cpu time")
+
+
 def test_busy_processes_that_nobody_waits_for_and_that_nothing_holds(free: Host):
     assert free.run(IGNORES_ENDS, wall_s=60.0, cpu_s=0.5).ended_by == "cpu time"
 
