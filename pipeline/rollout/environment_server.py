@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 
 from pipeline import own_code, rank_log
 from pipeline.environments.base import WornOut
@@ -30,8 +29,8 @@ from pipeline.sandbox import kernel
 
 NAME = b"hetstep-env"
 """As ps and top show it: 15 bytes at most."""
-OOM_SCORE_ADJ = "500"
-"""proc(5). Of a rank it is 0, of what guards a program in the sandbox 1000."""
+OOM_SCORE = 500
+"""See kernel.offer_to_oom_killer. Of a rank it is 0, of what guards a program in the sandbox 999."""
 
 
 def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
@@ -43,7 +42,7 @@ def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
         return
     kernel.prctl(kernel.PR_SET_NAME, NAME)
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE_ADJ)
+        kernel.offer_to_oom_killer(OOM_SCORE)
     rank_log.guard()
     stream = connection.makefile("rb")
     settings = next(messages(stream, EnvironmentSettings), None)

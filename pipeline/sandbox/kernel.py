@@ -46,8 +46,13 @@ def die_with_parent() -> None:
 
 
 def offer_to_oom_killer(score: int) -> None:
-    """Short of memory, the kernel ends who has the highest score: a program (1000) before its guard, and both before a rank."""
-    Path("/proc/self/oom_score_adj").write_text(str(score))
+    """Short of memory, the kernel ends who has the highest score: a program (1000) before its guard, and both before a rank.
+
+    A process that has a higher one keeps it: the kernel may not let it have a lower one, and some containers begin with 1000.
+    """
+    own = Path("/proc/self/oom_score_adj")
+    if int(own.read_text()) < score:
+        own.write_text(str(score))
 
 
 def pivot_root(new: str, old: str) -> None:

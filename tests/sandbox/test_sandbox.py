@@ -79,6 +79,15 @@ def test_short_of_memory_the_kernel_ends_a_program_before_its_guard(sandbox: San
     program.close()
 
 
+def test_a_process_that_is_offered_to_the_oom_killer_already_stays_so():
+    """Where a container begins with 1000, the kernel lets nobody take less."""
+    program = "own.write_text('1000'); kernel.offer_to_oom_killer(999); print(own.read_text().strip())"
+    program = (
+        f"from pathlib import Path; from pipeline.sandbox import kernel; own = Path('/proc/self/oom_score_adj'); {program}"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program]) == b"1000\n"
+
+
 def test_a_program_that_is_talked_to_and_takes_too_much(sandbox: Sandbox):
     program = sandbox.start([sandbox.python, "-c", "import os, time\nfor _ in range(3): os.fork()\ntime.sleep(60)"])
     with pytest.raises(EOFError):
