@@ -63,7 +63,7 @@ class PythonSession(ToolSession):
         return told + (executed.value if executed.value not in (None, "None") else "")
 
     def execute(self, code: str, timeout_s: float) -> Executed:
-        """Raises ToolError if the interpreter does not live through it, and TimeoutError; both lose its names."""
+        """Raises ToolError if the interpreter does not live through it, TimeoutError, and SandboxError; all lose its names."""
         limits = self._sandbox.limits
         seconds, begun = min(limits.wall_s, timeout_s), time.monotonic()
         deadline = begun + seconds

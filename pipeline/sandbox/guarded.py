@@ -123,7 +123,10 @@ class Program:
         return bytes(received)
 
     def close(self) -> str:
-        """Ends it, and waits until nothing of it is left. What ended it: as `Ran.ended_by`, or "closed"."""
+        """Ends it, and waits until nothing of it is left. What ended it: as `Ran.ended_by`, or "closed".
+
+        Raises SandboxError if the sandbox failed.
+        """
         if self._forgotten.detach() is None:
             return "closed"
         _tell_end(self._process, (self._to, self._from))
@@ -144,7 +147,8 @@ def _endings() -> queue.SimpleQueue[subprocess.Popen]:
 
     def work() -> None:
         while True:
-            _end(endings.get())
+            with contextlib.suppress(SandboxError):
+                _end(endings.get())
 
     threading.Thread(target=work, name="sandbox endings", daemon=True).start()
     return endings
@@ -170,10 +174,13 @@ def _end(process: subprocess.Popen) -> str:
     except subprocess.TimeoutExpired:
         process.kill()
         out, _ = process.communicate()
-    with contextlib.suppress(ValueError):
+    try:
         answer = json.loads(out)
-        return answer.get("ended_by") or answer["error"]
-    return "signal 9"
+    except ValueError:
+        return "signal 9"
+    if "error" in answer:
+        raise SandboxError(f"sandbox: {answer['error']}")
+    return answer["ended_by"]
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -194,3 +195,14 @@ def test_an_interpreter_has_a_wall_time_between_calls_too():
     with pytest.raises(ToolError, match=r"the interpreter ended \(wall time\); all names are gone"):
         session.call({"code": "x"}, TIMEOUT_S)
     session.close()
+
+
+def test_a_sandbox_that_fails_is_not_the_codes_doing(tmp_path: Path):
+    if reason := works("auto"):
+        pytest.skip(reason)
+    folder = tmp_path / "readable"
+    folder.mkdir()
+    session = build_tool(ToolArguments("python", {"readable": [str(folder)]})).open()
+    folder.rmdir()
+    with pytest.raises(SandboxError, match="sandbox: "):
+        session.call({"code": "1"}, TIMEOUT_S)
