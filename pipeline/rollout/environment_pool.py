@@ -1,6 +1,6 @@
 """The threads that environments run in, beside the engine: a bounded number for each, and a limit for each call.
 
-A call that raises, or outlasts its limit, costs its episode alone. Nothing can end a thread: one that hangs is given up, which
+A call that raises, or outlasts its limit, ends its episode alone. Nothing can end a thread: one that hangs is given up, which
 means that its answer is not waited for any more, and another takes its place. Where too many hang, the process is worn out:
 another takes its place too, or, where the threads are the engine's own, the run ends.
 
