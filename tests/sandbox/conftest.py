@@ -41,7 +41,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
     made.close()
 
 
-@pytest.fixture(params=["none", "none as another"], scope="session")
+@pytest.fixture(params=["none", pytest.param("none as another", marks=pytest.mark.full)], scope="session")
 def free(request: pytest.FixtureRequest) -> Iterator[Host]:
     """Where nothing holds a program but its limits."""
     way, _, another = request.param.partition(" ")

@@ -12,7 +12,7 @@ NEAR = "namespaces, from root" if os.geteuid() == 0 else "namespaces"
 
 @pytest.mark.parametrize(
     "column",
-    [column if column in (NEAR, "none") else pytest.param(column, marks=pytest.mark.full) for column in tried.COLUMNS],
+    [column if column == NEAR else pytest.param(column, marks=pytest.mark.full) for column in tried.COLUMNS],
 )
 def test_the_table_is_what_was_tried(column: str):
     if (host := tried.host_of(column)) is None:
