@@ -85,7 +85,7 @@ def told(value):
         return {"bytes": list(value)}
     if isinstance(value, dict):
         return {"dict": [[told(key), told(one)] for key, one in value.items()]}
-    for kind, types in {"list": list, "tuple": tuple, "set": (set, frozenset)}.items():
+    for kind, types in {"list": list, "tuple": tuple, "set": (set, frozenset, type({}.keys()), type({}.items()))}.items():
         if isinstance(value, types):
             return {kind: [told(one) for one in value]}
     if hasattr(value, "__index__"):

@@ -224,7 +224,7 @@ def test_values_of_equations_are_told_and_compared_as_python_does(value: str):
     told = {}
     exec(PIECES.decode().partition("\n\n")[2].partition("\nfor number")[0], told)
     literal = eval(value)
-    others = [None, 0, 1, "", "1", [], (), set(), {}, [0], [1, (2, [3.0])], b"", 0j, 10**40 + 1, 0.5, {1: 2}, {1}]
+    others = [None, 0, 1, "", "1", [], (), set(), {}, [0], [1, (2, [3.0])], b"", 0j, 10**40 + 1, 0.5, {1: 2}, {1}, {}.keys()]
     assert same_value(json.dumps(told["told"](literal)), literal)
     for other in others:
         assert same_value(json.dumps(told["told"](other)), literal) == (other == literal), other
