@@ -57,11 +57,11 @@ class Pair:
         prover = gloo.Prover(store, rank, lambda rank: f"rank {rank} (train)", lambda phase: nullcontext())
         within = dist.PrefixStore(name, store)
         prover.offer(within, rank)
-        group = ProcessGroupGloo(within, rank, 2, timedelta(seconds=20))
         try:
+            group = ProcessGroupGloo(within, rank, 2, timedelta(seconds=20))
             prover.prove(group, within, [1 - rank])
             self._groups.append(group)  # which lives on until the other rank is done, too
-        except proof.NotProven as error:
+        except (proof.NotProven, RuntimeError) as error:  # gloo's own, if the first rank has ended before the second connects
             self.errors[rank] = str(error)
 
 
