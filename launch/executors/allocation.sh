@@ -1,6 +1,6 @@
 # The controller of a run inside an salloc; allocation.py puts this text behind the functions of slurm.py's scripts.
-# It starts the ranks, and again after a crash, if the verdict is so. SIGTERM ends it and them; SIGUSR2 asks them to save and leave. In the end it leaves its state in
-# submitit/<its process id>_end.json, as the local executor's controller does.
+# It starts the ranks, and again after a crash, if the verdict is so. SIGTERM ends it and them; SIGUSR2 asks them to save and
+# leave. In the end it leaves its state in submitit/<its process id>_end.json, as the local executor's controller does.
 
 step_name=hetstep-$SLURM_JOB_ID-$$
 exec >>"$submitit/$$_0_log.out" 2>&1

@@ -1,8 +1,9 @@
 """What travels: verbs and answers through the store, and bodies that are too large for it over the spanning group.
 
 A large body that several ranks get goes to the first of them, and from each to two others: rank 0 sends it once. The message
-before it tells its SHA-256 through the store, which is proven, so that nobody can replace it on its way. That takes each end
-0.65 s for 1 GiB, on a core with instructions for SHA.
+before it tells its SHA-256 through the store, which is proven, so that nobody can replace it on its way. What that
+takes each end of 1 GiB: `python -m timeit -s "import hashlib; body = bytes(1 << 30)" "hashlib.sha256(body)"`, 0.65 s on a core
+with instructions for SHA.
 """
 
 from __future__ import annotations
