@@ -66,9 +66,9 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def guests(recipe: Recipe) -> tuple[str, ...]:
     """Return the components whose ranks are on cluster.train's nodes."""
-    if recipe.cluster.share_nodes:
-        return ("generate", "reward")
-    return ("generate",) if colocated(recipe) else ()
+    if colocated(recipe):
+        return ("generate",)
+    return ("generate", "reward") if recipe.cluster.share_nodes else ()
 
 
 def of_guests(recipe: Recipe) -> Iterator[str]:
