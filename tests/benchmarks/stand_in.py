@@ -23,7 +23,7 @@ import msgspec
 from pipeline.store import mail, proof, table
 from pipeline.store.relay import Relay, Upstream
 
-AT_ONCE = 256  # connections that are being made
+CONNECT_S = 60.0
 TOGETHER = 8  # ranks that share their samples, that make an engine, and that have a relay
 DIGESTS = 128
 
@@ -77,27 +77,18 @@ class Rank:
 
 
 def arrive(number: int, address: tuple[str, int], key: bytes, node: int) -> socket.socket:
-    """A rank's own connection to the store."""
-    connection = socket.create_connection(address, timeout=60)
-
-    def read(size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            data += connection.recv(size - len(data))
-        return data
-
-    challenge = read(proof.CHALLENGE)
-    answer = proof.answer(key, challenge)
-    connection.sendall(answer)
-    channel = proof.open_channel(key, challenge, answer, read(proof.MAC))
+    """Return a rank's own connection to the store."""
+    connection, channel = proof.connect(address, key, time.monotonic() + CONNECT_S)
     connection.sendall(channel.seal(msgspec.msgpack.encode(table.Set(f"here/{number}", b"node%d" % node))))
     return connection
 
 
-async def _node(ranks: list[int], told: dict[str, Any], key: bytes, answers: dict[str, list[tuple[bytes, bool]]]) -> Relay:
-    relay, loop = Relay(key, ranks[0]), asyncio.get_running_loop()
-    _, upstream = await loop.create_connection(lambda: Upstream(key, relay), told["host"], told["port"])
-    await upstream.proven
+async def _node(
+    ranks: list[int], told: dict[str, Any], address: tuple[str, int], key: bytes, answers: dict[str, list[tuple[bytes, bool]]]
+) -> Relay:
+    connection, channel = proof.connect(address, key, time.monotonic() + CONNECT_S)
+    relay = Relay(key, ranks[0])
+    _, upstream = await asyncio.get_running_loop().create_connection(lambda: Upstream(channel, relay), sock=connection)
     relay.connect(upstream)
     for number in ranks:
         relay.hear(Rank(number, relay, answers, number in told["leaders"]), mail.Subscribe([number]))
@@ -123,9 +114,8 @@ async def _run(told: dict[str, Any]) -> None:
     told["leaders"] = set(told["leaders"])
     answers = {verb: [(bytes.fromhex(body), more) for body, more in parts] for verb, parts in told["answers"].items()}
     arrived = [arrive(rank, address, key, i) for i, ranks in enumerate(told["nodes"]) for rank in ranks]
-    nodes, relays = told["nodes"], []
-    for first in range(0, len(nodes), AT_ONCE):
-        relays += await asyncio.gather(*(_node(ranks, told, key, answers) for ranks in nodes[first : first + AT_ONCE]))
+    nodes = told["nodes"]
+    relays = [await _node(ranks, told, address, key, answers) for ranks in nodes]
     beats = [asyncio.ensure_future(_beat(relay, ranks, told["interval_s"])) for relay, ranks in zip(relays, nodes, strict=True)]
     sink = await asyncio.start_server(_discard, "127.0.0.1", 0, limit=1 << 22)
     print(sink.sockets[0].getsockname()[1], flush=True)
