@@ -145,7 +145,7 @@ def programs(module: ModuleType, folder: Path) -> dict[str, str]:
 INTERRUPT = "import os, signal, time\nos.kill(1, signal.SIGINT)\ntime.sleep(0.5)"
 CHURN = "import os, time\nend = time.time() + 1.5\nwhile time.time() < end:\n    if os.fork() == 0: os._exit(0)\n    os.wait()"
 FORGED = "class Equal:\n    __eq__ = lambda self, other: True\nf = lambda x: Equal()"
-FEW = {"fork bomb", "huge output", "sleep for ever", "kills its parent", "memory of one process"}
+FEW = {"fork bomb", "sleep for ever", "kills its parent"}
 """Of the hostile programs, those that are run by default."""
 
 
