@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pipeline.config.layout import colocated
 from pipeline.config.schema import Recipe
 
-NAME = re.compile(r"[a-z][a-z0-9-]*")
+NAME = re.compile(r"[a-z][a-z0-9-]+")
 OF_A_COMPONENT = {
     "nodes": "nodes",
     "ntasks": "nodes and ranks_per_node",
@@ -55,8 +55,8 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
     sections |= {f"cluster.{name}": getattr(recipe.cluster, name).sbatch_options for name in ("train", "generate", "reward")}
     for section, options in sections.items():
         key, component = f"{section}.sbatch_options", "cluster.train" if section == "cluster" else section
-        whys = {name: f"it stands for {component}.{meant}; try that" for name, meant in OF_A_COMPONENT.items()}
-        whys |= {name: f"it stands for {meant}; try that" for name, meant in OF_THE_JOB.items()} | REFUSED
+        whys = {name: f"set by {component}.{meant}; try that" for name, meant in OF_A_COMPONENT.items()}
+        whys |= {name: f"set by {meant}; try that" for name, meant in OF_THE_JOB.items()} | REFUSED
         for name in options:
             if not NAME.fullmatch(name):
                 yield key, f"{key}: got the name {name!a}; expected a long option of sbatch without --, as in reservation"
