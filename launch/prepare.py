@@ -130,7 +130,7 @@ def file_problems(recipe: Recipe, chosen: selection.Choice, pending: list[Path],
     notes += placement.notes(recipe)
     notes += cuda_variables.notes(recipe)
     if unreachable:
-        told = f"cluster.executor: got slurm, but {unreachable}. Try it where a controller answers, or cluster.executor=local"
+        told = f"cluster.executor: got slurm; {unreachable}. Try it where a controller answers, or cluster.executor=local"
         notes += [told] if dry else []
         yield from [] if dry else [told]
     else:

@@ -107,15 +107,18 @@ def check(recipe: Recipe) -> None:
     config.refuse(kept_secrets.problems(dataclasses.asdict(recipe)))
     before = earlier(recipe)
     if before is not None and (different := differences(before, recipe)):
-        told = ", ".join(f"{key} is {old} there and {new} here" for key, (old, new) in different.items())
-        given = _flat(before)
+        given, asked = _flat(before), _flat(recipe)
+        lines = [
+            f"{key} is {old if key in given else 'absent'} there and {new if key in asked else 'absent'} here"
+            for key, (old, new) in different.items()
+        ]
         kept = [shlex.quote(config.argument(key, old)) for key, (old, _) in different.items() if key in given]
         more = [key for key in different if key not in given]
-        instead = " ".join(kept) + (f", without {', '.join(more)}" if more else "")
-        raise RecipeError(
-            f"run_dir: {Path(recipe.run_dir).absolute()} holds another recipe: {told}; take another folder (run_dir=...), or"
-            f" go on as it began: {instead}"
-        )
+        lines.append("Take another folder (run_dir=...), or go on as it began:")
+        lines += [" ".join(kept)] if kept else []
+        lines += [f"leave out {', '.join(more)}"] if more else []
+        told = f"run_dir: {Path(recipe.run_dir).absolute()} holds another recipe:"
+        raise RecipeError("\n      ".join((told, *lines)))
     complete = Checkpoints(Path(recipe.run_dir).absolute(), "", recipe.checkpointing).all()
     if complete and (problem := version_problem(complete[-1], recipe)):
         raise RecipeError(problem)

@@ -59,8 +59,8 @@ def refusal(folder: Path, before: list[Path], status: int, out: str, err: str, c
 
 
 def told(message: str) -> list[str]:
-    """The problems of an error: one behind `error: `, more as a list below it."""
-    first, *rest = message.removeprefix("error: ").strip().splitlines()
+    """The problems of an error: one behind `error: `, more as a list below it. A problem may have further lines."""
+    first, *rest = message.removeprefix("error: ").strip().replace("\n      ", " ").splitlines()
     return [line.removeprefix("  - ") for line in rest] if rest else [first]
 
 
@@ -191,14 +191,14 @@ def test_folder_of_another_recipe(tmp_path):
     (tmp_path / "run").mkdir()
     config.write(config.load(str(tmp_path / "tiny.yaml"), ["policy.dtensor_cfg.enabled=true"]), tmp_path / "run/recipe.yaml")
     write_data(tmp_path / "other.jsonl", ["3+3="])
-    assert "holds another recipe: grpo.seed is 1 there and 2 here" in refuse(tmp_path, "grpo.seed=2")
+    assert "holds another recipe:\n      grpo.seed is 1 there and 2 here" in refuse(tmp_path, "grpo.seed=2")
     assert "data.train.data_path is" in refuse(tmp_path, "data.train.data_path=other.jsonl")
 
 
 def test_no_sbatch(tmp_path):
     write_recipe(tmp_path)
     message = refuse(tmp_path, "cluster.executor=slurm", path=str(tmp_path))
-    assert "cluster.executor: got slurm, but Slurm is not installed here (there is no scontrol)" in message
+    assert "cluster.executor: got slurm; Slurm is not installed here (there is no scontrol)" in message
 
 
 def test_recipe_that_does_not_exist(tmp_path):

@@ -54,11 +54,11 @@ def test_without_a_cluster(tmp_path, monkeypatch, capsys, number):
     assert submit.main([*first_run(), "dry_run=true"]) == 0
     check(situation, capsys.readouterr().out)
     assert submit.main([*first_run(), "cluster.executor=slurm", "dry_run=true"]) == 0
-    assert "# cluster.executor: got slurm, but Slurm's" in (out := capsys.readouterr().out) or "but Slurm is not" in out
+    assert "# cluster.executor: got slurm; Slurm's" in (out := capsys.readouterr().out) or "; Slurm is not" in out
     monkeypatch.setattr("launch.prepare.RESTART_S", 0.0)
     monkeypatch.chdir(tmp_path)
     assert submit.main([f"recipe={write_recipe(tmp_path)}", "cluster.executor=slurm"]) == 2
-    assert f"error: cluster.executor: got slurm, but {slurm_client.unreachable()}" in capsys.readouterr().err
+    assert f"error: cluster.executor: got slurm; {slurm_client.unreachable()}" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
