@@ -29,9 +29,12 @@ from launch.executors.base import JobStatus, RunJob
 from launch.last_words import container_trouble, failed_step, last_words, shown, tail
 from launch.terminal import plain
 
+UNJUDGED = ("train/broke_judge", "train/env_failures")
+"""Shown where they are not 0."""
 SHOWN = (
     "train/reward",
     "train/accuracy",
+    *UNJUDGED,
     "train/loss",
     "val/accuracy",
     "val/reward",
@@ -100,7 +103,7 @@ class Metrics:
 
 def _shown(line: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a step to show. A validation's reward is shown only where its environments report no accuracy."""
-    found = {key: line[key] for key in SHOWN if line.get(key) is not None}
+    found = {key: line[key] for key in SHOWN if line.get(key) is not None and (line[key] or key not in UNJUDGED)}
     if "val/accuracy" in found:
         found.pop("val/reward", None)
     return found

@@ -260,3 +260,9 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_its_folder(tmp_path, monkey
 def test_a_reward_of_validation_is_shown_where_there_is_no_accuracy():
     assert list(_shown({"step": 1, "val/reward": 0.5, "time/step": 1.0})) == ["val/reward", "time/step"]
     assert list(_shown({"val/reward": 0.5, "val/accuracy": 0.5})) == ["val/accuracy"]
+
+
+def test_answers_that_could_not_be_judged_are_shown_where_there_are_some():
+    step = {"train/reward": 0.5, "train/broke_judge": 0.25, "train/env_failures": 0.0}
+    assert _shown(step) == {"train/reward": 0.5, "train/broke_judge": 0.25}
+    assert "train/env_failures" in _shown(step | {"train/env_failures": 1.0})
