@@ -49,18 +49,20 @@ class Scoring:
         self._serving = serving
         self._places = places
         self._encode = _encoder(recipe, self._model, self._environment, tokenizer)
+        self._lowest = math.nan  # finite score of the last call that had one
 
     def __call__(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         """The same groups; those of prompts of the reward model's environment with its scores as rewards, and of each rollout
         the metrics `reward_model_score`, and `reward_model_truncated`: 1 if the sequence was too long for the model.
 
-        An answer whose score is not finite gets the lowest one that is. Raises ValueError if none is.
+        An answer whose score is not finite gets the lowest one of this call that is, or that of the last call in which one was.
+        Raises ValueError if none ever was.
         """
         judged = [(group.prompt, rollout) for group in groups if self._mine(group) for rollout in group.rollouts]
         sequences = [self._encode(prompt, rollout) for prompt, rollout in judged]
         limit = self._model.max_total_sequence_length
         scores = self._score([tokens[-limit:] for tokens in sequences])
-        lowest = min(filter(math.isfinite, scores), default=math.nan)
+        lowest = self._lowest = min(filter(math.isfinite, scores), default=self._lowest)
         rewarded = iter(
             [
                 self._rewarded(prompt, rollout, score, lowest, len(tokens) > limit)

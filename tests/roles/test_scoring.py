@@ -129,8 +129,10 @@ def test_an_answer_without_a_finite_score_is_as_bad_as_the_worst(folder):
     (broke,) = [rollout for rollout in rollouts if rollout.broke]
     assert broke.reward == min(rollout.reward for rollout in rollouts if not rollout.broke) and not broke.failure
     served.score = lambda parts: Replies([[math.inf] * len(scores) for scores in right(parts).replies])
+    given = {rollout.reward for group in score(before) for rollout in group.rollouts}
+    assert given == {broke.reward}
     with pytest.raises(ValueError, match="the reward model scores an answer to prompt 0 inf"):
-        score(before)
+        Scoring(judged, served, [DataPlace(0, 1)], tokenizer)(before)
 
 
 def test_prompts_of_other_environments_are_left_alone(folder):
