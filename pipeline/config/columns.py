@@ -209,7 +209,8 @@ def _told(reading: Reading) -> str:
 
 
 def _choices(recipe: Recipe, key: str, own: Reading, record: Mapping[str, Any], found: list[Reading]) -> str:
-    columns = ", ".join(record) or "none"
+    kinds = {name: "" if _has(record, name) else f" (a {type(value).__name__})" for name, value in record.items()}
+    columns = ", ".join(f"{name}{kind}" for name, kind in kinds.items()) or "none"
     if found:
         ways = [
             " ".join(f"{key}.{name}={column}" for name, column in reading.items() if column != DEFAULTS[name])

@@ -52,6 +52,8 @@ def test_common_columns_are_read_and_that_is_told(tmp_path, algorithm, row, over
     [
         ("sft", [{"q": "a", "a": "b", "n": 1}] * 3, (), "F:1: no column 'input' or 'output' with a text or messages; there are:"
          " q, a, n. Try data.train.input_key=q data.train.output_key=a"),
+        ("grpo", [{"input": "a", "answer": ["assert f(1) == 2"]}], (), "no column 'answer' with a text or messages; there are:"
+         " input, answer (a list). Try"),
         ("sft", [{"problem": "a", "solution": "b", "answer": "c"}], (), "can be read in 2 ways; expected one. Try"
          " data.train.input_key=problem data.train.output_key=solution or data.train.input_key=problem"
          " data.train.output_key=answer"),
