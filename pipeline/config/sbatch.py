@@ -59,9 +59,12 @@ def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
         whys |= {name: f"set by {meant}; try that" for name, meant in OF_THE_JOB.items()} | REFUSED
         for name in options:
             if not NAME.fullmatch(name):
-                yield key, f"{key}: got the name {name!a}; expected a long option of sbatch without --, as in reservation"
+                yield (
+                    f"{key}.{name}",
+                    f"{key}: got the name {name!a}; expected a long option of sbatch without --, as in reservation",
+                )
             elif why := next((why for full, why in whys.items() if full.startswith(name)), None):
-                yield key, f"{key}: got {name}; {why}"
+                yield f"{key}.{name}", f"{key}: got {name}; {why}"
 
 
 def guests(recipe: Recipe) -> tuple[str, ...]:

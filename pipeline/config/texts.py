@@ -41,7 +41,7 @@ def unusable(recipe: Recipe) -> Iterator[tuple[str, str]]:
         if fnmatch.fnmatchcase(key, "cluster.*.*") and key.rpartition(".")[2] in ONE_WORD and " " in (value or ""):
             yield key, f"{key}: got {value!a}; expected a name without blanks"
         if key in VARIABLES:
-            yield from ((key, problem) for problem in _bad_variables(key, value or {}))
+            yield from _bad_variables(key, value or {})
         elif key in ("name", "run_dir", "needs") or key.startswith("cluster.") or places.is_path(key):
             for text in value if isinstance(value, list) else [value]:
                 if isinstance(text, str) and _CONTROL.search(text):
@@ -60,12 +60,15 @@ def _values(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
             yield key, value
 
 
-def _bad_variables(key: str, variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield problems that name no value, which may be a secret."""
+def _bad_variables(key: str, variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield (key, problem), where the problems name no value, which may be a secret."""
     for name, value in variables.items():
         if not VARIABLE.fullmatch(str(name)):
-            yield f"{key}: got the name {name!a}; expected letters, digits and _, and no digit first, as in NCCL_DEBUG"
+            yield (
+                f"{key}.{name}",
+                f"{key}: got the name {name!a}; expected letters, digits and _, and no digit first, as in NCCL_DEBUG",
+            )
         elif name in OF_THE_JOB:
-            yield f"{key}: got {name}, which the launcher sets for each rank. Try without it"
+            yield f"{key}.{name}", f"{key}: got {name}, which the launcher sets for each rank. Try without it"
         elif _CONTROL.search(value):
-            yield f"{key}: got control characters in the value of {name}; expected a text without them"
+            yield f"{key}.{name}", f"{key}: got control characters in the value of {name}; expected a text without them"

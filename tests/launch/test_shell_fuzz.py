@@ -99,6 +99,22 @@ def test_what_is_refused_before_anything_starts(tmp_path, capsys, monkeypatch, a
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_each_wrong_option_of_sbatch_is_told(tmp_path, capsys):
+    given = "cluster.sbatch_options={w: n1, 'A b': x, a.b: y, partition: z, time: '3', reservation: r}"
+    assert submit.main([f"recipe={write_recipe(tmp_path)}", given]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: 5 problems") and "reservation:" not in told
+    assert all(told.count(f"cluster.sbatch_options: got {name}") == 1 for name in ("partition", "time"))
+    assert all(told.count(f"got the name {name!a}") == 1 for name in ("w", "A b", "a.b"))
+
+
+def test_each_wrong_variable_is_told(tmp_path, capsys):
+    given = "cluster.train.env_vars={'A B': 1, 1A: 2, HETSTEP_RANK: 3, OK: 4}"
+    assert submit.main([f"recipe={write_recipe(tmp_path)}", given]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: 3 problems") and told.count("cluster.train.env_vars: got ") == 3
+
+
 def test_a_component_without_nodes_has_no_options_of_sbatch(tmp_path):
     given = ["cluster.share_nodes=true", "cluster.generate.sbatch_options={nodelist: n1}"]
     (problem,) = config.inspect(str(write_recipe(tmp_path)), given).problems
