@@ -9,7 +9,7 @@ from typing import Any
 
 from launch import starting
 from launch.attempts import PastAttempt
-from launch.follow import first_failure
+from launch.follow import UNJUDGED, first_failure
 from launch.last_words import container_trouble, last_words
 from launch.past_run import Metrics, PastRun, last_sign, phases
 from launch.run_state import RunState
@@ -42,7 +42,11 @@ def line(run: PastRun, state: RunState) -> dict[str, Any]:
         "seconds_left": left,
         "restarts": max(0, len(run.attempts) - 1),
         "last_written": run.last_written(),
-        "metrics": {key: values for key in TOLD if (values := _recent(metrics, key))},
+        "metrics": {
+            key: values
+            for key in (*TOLD, *UNJUDGED)
+            if (values := _recent(metrics, key)) and (key not in UNJUDGED or any(values))
+        },
     }
 
 

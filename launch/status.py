@@ -11,7 +11,6 @@ if a run that was named failed or was stopped; with 2 if there is no such run.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ if __name__ == "__main__":
 from launch import run_summary
 from launch.past_run import NoRun, PastRun, find
 from launch.run_state import state, states
-from launch.terminal import on_one_line, plain
+from launch.terminal import no_more_output, on_one_line, plain
 from launch.units import plural, seconds, size
 
 BAD = ("failed", "stopped")
@@ -55,8 +54,8 @@ def main(arguments: list[str]) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `| head` has seen enough; what is still buffered goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `| head` has read enough
+        no_more_output()
         return 0
     except OSError as error:
         print(f"error: {str(error.filename)[:200]}: {error.strerror}", file=sys.stderr)

@@ -41,6 +41,7 @@ from launch.model_files import Pending
 from launch.plan import modes, plan, report
 from launch.preflight import architecture
 from launch.prepare import RESTART_S, Prepared, examine, file_problems, folder_name, folder_problems, in_order, prepare
+from launch.terminal import no_more_output
 from launch.units import plural
 from pipeline import config, secrets
 from pipeline.config import Recipe, RecipeError, bound, collected, evaluates_alone, refuse, section
@@ -93,13 +94,18 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return answer(parse(arguments))
+        status = answer(parse(arguments))
+        sys.stdout.flush()
+        return status
     except RecipeError as error:
         told = error.problems if len(error.problems) == 1 else (f"{len(error.problems)} problems", *error.problems)
         print(secrets.redacted("error: " + "\n  - ".join(told)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head` has read enough
+        no_more_output()
+        return 128 + signal.SIGPIPE
     except (FailedJobError, FailedSubmissionError) as error:
         print(f"error: sbatch refused the job: {error}", file=sys.stderr)
         return 2

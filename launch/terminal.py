@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import unicodedata
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -24,6 +26,11 @@ def plain(text: str) -> str:
 def on_one_line(text: str) -> str:
     r"""Return the same with each newline as `\n`."""
     return plain(text).replace("\n", "\\n")
+
+
+def no_more_output() -> None:
+    """Let what is still buffered for stdout go nowhere, since nobody reads it any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _shown(character: str) -> str:

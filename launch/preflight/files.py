@@ -221,6 +221,8 @@ def _check_records(
                 unusable.setdefault(str(error), []).append(number)
             else:
                 inputs += [] if text is None else [(number, text)]
+                if why := records.unfit_answer(recipe, record, columns.dataset):
+                    bad.setdefault(why, []).append(number)
         unusable = _droppable(recipe, unusable, len(found))
     bad = unusable | bad
     for what, numbers in list(bad.items())[:TOLD]:

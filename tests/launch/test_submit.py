@@ -354,3 +354,12 @@ def test_a_refusal_by_sbatch_is_told(on_slurm, monkeypatch, capfd):
     monkeypatch.setattr(prepare.slurm, "problems", lambda *_: iter(()))  # as if the partition went after it was looked for
     assert run(monkeypatch, tasks.write_steps, "recipe=base", "cluster.train.partition=nowhere") == 2
     assert "sbatch refused the job" in (err := capfd.readouterr().err) and "invalid partition" in err
+
+
+def test_a_reader_that_has_gone_is_no_traceback():
+    """As `| head` is."""
+    command = [sys.executable, str(ROOT / "launch/submit.py"), "recipe=tiny_grpo", "show=true"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (128 + signal.SIGPIPE, "")
