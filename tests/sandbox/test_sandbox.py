@@ -250,7 +250,7 @@ def test_a_guard_that_cannot_be_started_leaves_nothing_open(sandbox: Sandbox, mo
 
     before = sorted(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(*broken, fails)
-    with pytest.raises(SandboxError, match="its guard cannot be started: .*too many"):
+    with pytest.raises(SandboxError, match=r"its guard cannot be started: .*too many"):
         sandbox.start([sandbox.python])
     assert sorted(os.listdir("/proc/self/fd")) == before
 
