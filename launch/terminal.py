@@ -10,7 +10,7 @@ import unicodedata
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 JOINERS = "\u200c\u200d"
-"""Of Persian and Indian letters, and of emoji."""
+"""Characters that join Persian and Indian letters, and emoji."""
 
 
 def plain(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What the executors have in common: a job's status, and how each rank is started.
+"""The base of all executors: a job's status, and the environment that each rank starts with.
 
 Every rank, under each executor, is started with
     HETSTEP_RUN_DIR      the run folder, absolute
@@ -26,9 +26,9 @@ from typing import Protocol
 from pipeline.files import wait_for, write_durably
 
 ROOT = Path(__file__).parents[2]
-"""What ranks find `launch` and `pipeline` by."""
+"""The folder from which ranks import `launch` and `pipeline`."""
 REPORT = "hetstep:"
-"""What a line of a Slurm batch's log begins with that is ours."""
+"""The prefix of Hetstep's own lines in the log of a batch script."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from pipeline.files import write_durably
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL."""
 REQUEUE = 75
-"""What verdict.sh exits with when all ranks are to be started again."""
+"""The exit status with which verdict.sh asks to start all ranks again."""
 WITH_ANOTHER = (123, 124)
 """What a rank exits with because of another one: EXIT_WITH_ANOTHER and EXIT_STATUS of pipeline/watchdog.py."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)

@@ -65,7 +65,7 @@ JOB = (
     *("trap 'tell_ranks SIGTERM' TERM", "trap 'tell_ranks SIGUSR2' USR2"),  # steps do not inherit these, as they would ''
     *("start", "end_attempt", "finish_job"),
 )
-"""What a batch script does: functions of batch.sh."""
+"""The main part of a batch script; it calls functions of batch.sh."""
 SPECIAL_TO_SBATCH = re.compile(r"(?i)(?=[^\w./:=,@%+ -])|(?<=het)(?=job)|(?<=pack)(?=job)")
 BACKSLASH = r"\\"
 

@@ -19,7 +19,7 @@ from pipeline.config import Recipe, ranks, uses_megatron
 GB = 1e9
 MOST = 4
 SELECTIVE = "recompute_granularity=selective"
-"""Of FSDP2; of Megatron-Core it saves no memory, as flash attention keeps none of what it would recompute."""
+"""The plan proposes this for FSDP2 alone. On Megatron-Core it saves no memory: flash attention keeps nothing to recompute."""
 
 
 def advice(recipe: Recipe, held: TrainMemory | GenerateMemory, room: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a recipe's texts may not hold where they become lines of a batch script, or names of files and variables.
+"""Checks of texts of a recipe that become lines of a batch script, or names of files and variables.
 
 Values are quoted wherever a shell reads them. A newline cannot be: sbatch's options are comments of a script, one a line.
 """
@@ -29,7 +29,7 @@ VARIABLES = (
 )
 """Keys that hold variables of ranks. `env_vars` among the kwargs of a user's own code may be anything."""
 ONE_WORD = ("partition", "account", "qos")
-"""Of a component. `scontrol show job` prints them before what the batch script looks for, and separates fields by blanks."""
+"""Keys of a component that `scontrol show job` prints before what the batch script looks for. Blanks separate its fields."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Control characters, what else some programs end a line at, and halves of UTF-16's pairs, which no file can hold."""
 

@@ -27,7 +27,7 @@ from pipeline.types import Prompt
 
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 OWN_SHARE = 0.75
-"""Of `timeout_s`, what tests may take together: the rest is for their starts, as a step that outlasts it is a wrong answer."""
+"""The share of `timeout_s` that tests may take together. The rest is for their starts: a step that outlasts it is wrong."""
 HARNESS = b"""import builtins, sys, types
 
 MODULES = (

@@ -157,9 +157,11 @@ def _equation(test: ast.expr) -> Equation | None:
 
 
 def _all_of(equations: list[Equation | None]) -> Equation | None:
-    """That of a tuple, of several; None if one is None."""
-    if None in equations or len(equations) == 1:
-        return equations[0] if len(equations) == 1 else None
+    """Return one equation of tuples in place of several, the only one as it is, or None if one is None."""
+    if len(equations) == 1:
+        return equations[0]
+    if None in equations:
+        return None
     return Equation(f"({', '.join(one.expression for one in equations)})", tuple(one.value for one in equations))
 
 

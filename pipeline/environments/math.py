@@ -25,7 +25,7 @@ from pipeline.types import Prompt
 
 START_TIMEOUT_S = 300.0  # importing sympy, on a cold network file system
 OWN_SHARE, WAIT_SHARE = 0.5, 0.25
-"""Of `timeout_s`, what an answer may take, and what it may wait for a worker in a lost one's place."""
+"""The share of `timeout_s` that an answer may take, and that it may wait for a worker in the place of a lost one."""
 KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "PYTHONHOME", "PYTHONUSERBASE")
 """To find Python and its packages."""
 PACKAGE_ROOT = Path(__file__).parents[2]

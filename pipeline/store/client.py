@@ -171,7 +171,7 @@ class RunStore(dist.Store):
 
     def code(self, label: bytes, content: bytes) -> bytes:
         """Return a code that only who knows the attempt's key can make."""
-        return proof._tag(self._key, label, content)
+        return proof.code_of(self._key, label, content)
 
     def set_at_loss(self, key: str) -> None:
         """The store sets `key` when this connection ends, by whatever cause. An empty key takes that back."""

@@ -64,10 +64,11 @@ def attempt_key(run_dir: Path, attempt: str, patience_s: float = 10.0) -> bytes:
         secret = bytes.fromhex(file.read(1000).strip())
     if len(secret) != 32:
         raise ValueError(f"{path} holds {len(secret)} bytes, not 32: delete it and submit again")
-    return _tag(secret, b"attempt", attempt.encode())
+    return code_of(secret, b"attempt", attempt.encode())
 
 
-def _tag(key: bytes, label: bytes, content: bytes) -> bytes:
+def code_of(key: bytes, label: bytes, content: bytes) -> bytes:
+    """Return the HMAC-SHA256 of a labelled content."""
     return hmac.digest(key, label + b"\0" + content, "sha256")
 
 
@@ -126,17 +127,17 @@ def answer(key: bytes, challenge: bytes) -> bytes:
     if not challenge.startswith(GREETING):
         raise NotProven("no store of ours answers there")
     nonce = os.urandom(NONCE)
-    return nonce + _tag(key, b"client", challenge + nonce)
+    return nonce + code_of(key, b"client", challenge + nonce)
 
 
 def accept(key: bytes, challenge: bytes, answer: bytes) -> tuple[bytes, Channel]:
     """The server's own proof and its end of the channel. Raises NotProven if the client does not know the key."""
     nonce, proof = answer[:NONCE], answer[NONCE:]
     both = challenge + nonce
-    if not hmac.compare_digest(proof, _tag(key, b"client", both)):
+    if not hmac.compare_digest(proof, code_of(key, b"client", both)):
         raise NotProven("it does not know this attempt's secret")
-    channel = Channel(_tag(key, b"to client", both), _tag(key, b"to server", both))
-    return _tag(key, b"server", both), channel
+    channel = Channel(code_of(key, b"to client", both), code_of(key, b"to server", both))
+    return code_of(key, b"server", both), channel
 
 
 def open_channel(key: bytes, challenge: bytes, answer: bytes, proof: bytes) -> Channel:
@@ -144,9 +145,9 @@ def open_channel(key: bytes, challenge: bytes, answer: bytes, proof: bytes) -> C
     if proof == REFUSED:
         raise Refused("the store of rank 0 refuses this rank: it has another secret, or is of another attempt")
     both = challenge + answer[:NONCE]
-    if not hmac.compare_digest(proof, _tag(key, b"server", both)):
+    if not hmac.compare_digest(proof, code_of(key, b"server", both)):
         raise NotProven("what answers there does not know this attempt's secret")
-    return Channel(_tag(key, b"to server", both), _tag(key, b"to client", both))
+    return Channel(code_of(key, b"to server", both), code_of(key, b"to client", both))
 
 
 # ---- a client's connection ------------------------------------------------------------------------------------------------

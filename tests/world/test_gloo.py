@@ -66,7 +66,7 @@ class Pair:
 
 
 def code(nonce: bytes, sender: int, receiver: int) -> bytes:
-    return proof._tag(KEY, b"gloo", nonce + gloo.PAIR.pack(sender, receiver, gloo.TAG))
+    return proof.code_of(KEY, b"gloo", nonce + gloo.PAIR.pack(sender, receiver, gloo.TAG))
 
 
 SAYS = {
