@@ -44,7 +44,7 @@ from launch.prepare import RESTART_S, Prepared, examine, file_problems, folder_n
 from launch.terminal import no_more_output
 from launch.units import plural
 from pipeline import config, secrets
-from pipeline.config import Recipe, RecipeError, bound, collected, evaluates_alone, refuse, section
+from pipeline.config import Recipe, RecipeError, bound, collected, evaluates_alone, listed, refuse, section
 
 FLAGS = ("show", "plan", "dry_run", "detach")
 CANCEL_WAIT_S = 60
@@ -98,8 +98,7 @@ def main(arguments: list[str]) -> int:
         sys.stdout.flush()
         return status
     except RecipeError as error:
-        told = error.problems if len(error.problems) == 1 else (f"{len(error.problems)} problems", *error.problems)
-        print(secrets.redacted("error: " + "\n  - ".join(told)), file=sys.stderr)
+        print(secrets.redacted(f"error: {listed(error.problems)}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -41,7 +41,7 @@ from launch.sweeps.page import page
 from launch.sweeps.queue import Queue
 from launch.sweeps.verdict import Outcome, Result
 from launch.terminal import on_one_line, plain
-from pipeline.config import RecipeError, refuse
+from pipeline.config import RecipeError, listed, refuse
 from pipeline.files import write_durably
 
 FLAGS = ("wait", "update_baseline", "dry_run")
@@ -87,8 +87,7 @@ def main(arguments: list[str]) -> int:
         request = parse(arguments)
         return check(request.check, request.update_baseline, own) if request.check else begin(request)
     except RecipeError as error:
-        told = error.problems if len(error.problems) == 1 else (f"{len(error.problems)} problems", *error.problems)
-        print("error: " + "\n  - ".join(told), file=sys.stderr)
+        print(f"error: {listed(error.problems)}", file=sys.stderr)
         return 2
     except (FailedJobError, FailedSubmissionError) as error:
         print(f"error: sbatch refused a job: {error}", file=sys.stderr)

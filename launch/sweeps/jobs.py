@@ -23,7 +23,7 @@ def jobs_of(asked: Asked, folder: Path) -> tuple[list[Job], str]:
         try:
             given, prepared = _prepared(suite, asked.overrides, run, seed, folder)
         except RecipeError as error:
-            problems += [f"run '{run}': {problem}" for problem in error.problems]
+            problems += [problem.within(f"run '{run}'") for problem in error.problems]
             executors[run] = None
             continue
         executors[run] = prepared[-1].executor.name

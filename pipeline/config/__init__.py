@@ -52,7 +52,7 @@ from pipeline.config.data import (
     validation_sets,
 )
 from pipeline.config.environments import TOOLS, ToolArguments, arguments_of, arguments_of_tool, own_kind, tools_of
-from pipeline.config.errors import RecipeError, collected, refuse
+from pipeline.config.errors import Problem, RecipeError, as_problem, collected, listed, refuse
 from pipeline.config.layout import Backend, asked_backend, check_expert_layout, colocated, decided, refits_by_ipc
 from pipeline.config.megatron import (
     MEGATRON_MODEL_TYPES,
@@ -156,6 +156,7 @@ __all__ = [
     "OptimizerConfig",
     "PPOConfig",
     "PolicyConfig",
+    "Problem",
     "RMConfig",
     "Recipe",
     "RecipeError",
@@ -177,6 +178,7 @@ __all__ = [
     "argument",
     "arguments_of",
     "arguments_of_tool",
+    "as_problem",
     "asked_backend",
     "bound",
     "changed",
@@ -203,6 +205,7 @@ __all__ = [
     "judge",
     "judged_by_answer",
     "keyed_sets",
+    "listed",
     "load",
     "models",
     "name_of",

@@ -1,31 +1,66 @@
-"""The error that every check of a recipe raises."""
+"""The problems that checks find in a recipe, a file or a cluster, and the error that carries them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, and where.
+
+    key: dotted key of the recipe, or the command line's word, that has to change
+    code: stable name of the kind of problem, in words with hyphens, such as `too-small`; tests and scripts compare this
+    message: what was found, what is expected, what to try: `got 0; expected at least 1`. Its words may change
+    origin: where the recipe gives the key, such as `recipes/tiny_grpo.yaml:12`; empty where it does not
+    """
+
+    key: str
+    code: str
+    message: str
+    origin: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.origin, self.key, self.message) if part)
+
+    def within(self, where: str) -> Problem:
+        """Return the problem with `where` before its origin: the run, or the needed recipe, that has it."""
+        return replace(self, origin=": ".join(part for part in (where, self.origin) if part))
 
 
 class RecipeError(ValueError):
-    """Something in the recipe is wrong; each of `problems` says what, where, and what would be right.
+    """A recipe, a file or a cluster that cannot be used, with all `problems` that were found."""
 
-    Checks are generators of such problems, so that all of them are told at once; `refuse` makes an error of what they yield.
-    """
-
-    def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+    def __init__(self, *problems: Problem) -> None:
+        self.problems = tuple(map(as_problem, problems))
+        super().__init__("\n".join(map(str, self.problems)))
 
 
-def refuse(problems: Iterable[str]) -> None:
-    """Raises RecipeError if there are problems; each is told once."""
+def as_problem(problem: Problem | str) -> Problem:
+    """Return a problem as it is, and a text `key: message` as a problem without a code."""
+    if isinstance(problem, Problem):
+        return problem
+    key, colon, message = problem.partition(": ")
+    return Problem(key, "", message) if colon else Problem("", "", problem)
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raise RecipeError if there are problems; each is named once."""
     if found := tuple(dict.fromkeys(problems)):
         raise RecipeError(*found)
 
 
+def listed(problems: Sequence[Problem]) -> str:
+    """Return the problems as a command prints them: one on its own line, several as a list, each with `[code]` at its end."""
+    lines = [f"{problem} [{problem.code}]" if problem.code else str(problem) for problem in problems]
+    return lines[0] if len(lines) == 1 else "\n  - ".join([f"{len(lines)} problems", *lines])
+
+
 @contextmanager
-def collected(problems: list[str]) -> Iterator[None]:
-    """What is refused inside is added to `problems` instead; the rest of the block is left out then."""
+def collected(problems: list[Problem]) -> Iterator[None]:
+    """Add the problems of a RecipeError in this block to `problems`, and leave the rest of the block out."""
     try:
         yield
     except RecipeError as error:

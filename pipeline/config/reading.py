@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.config import layers, places, resolving, typed, unread
 from pipeline.config.algorithms import OFFLINE, ONLINE
 from pipeline.config.checks import contradictions, unusable
-from pipeline.config.errors import RecipeError, refuse
+from pipeline.config.errors import Problem, RecipeError, as_problem, refuse
 from pipeline.config.layers import RECIPES, Branch, Leaf
 from pipeline.config.schema import DatasetConfig, Recipe
 
@@ -31,7 +31,7 @@ class Loaded:
     """A recipe and what there is to say about it."""
 
     recipe: Recipe  # with the default in place of what `faulty` names
-    problems: list[str]
+    problems: list[Problem]
     origins: dict[str, str]  # dotted key -> "recipes/a.yaml:12" or "the command line"; absent: the schema's default
     notes: list[str] = field(default_factory=list)  # what was changed or ignored in a recipe of NeMo-RL's
     faulty: frozenset[str] = frozenset()  # keys whose value could not be used
@@ -126,12 +126,12 @@ def name_of(recipe: str) -> str:
     return Path(recipe).name.removesuffix(".yaml")
 
 
-def independent(problems: Iterable[str], faulty: Iterable[str]) -> Iterator[str]:
+def independent(problems: Iterable[Problem], faulty: Iterable[str]) -> Iterator[Problem]:
     """The problems that do not merely follow from a key that is known to be wrong: those that name neither it, nor the section
     that it is in, nor what is in it."""
-    for problem in problems:
-        named = set(re.findall(r"(?<![\w./-])[A-Za-z_]\w*(?:\.\w+)+|^\w+(?=[:.])", problem))
-        if not any(resolving.overlap(key, bad) for bad in faulty for key in named):
+    for problem in map(as_problem, problems):
+        named = {problem.key, *re.findall(r"(?<![\w./-])[A-Za-z_]\w*(?:\.\w+)+", str(problem))}
+        if not any(resolving.overlap(key, bad) for bad in faulty for key in named if key):
             yield problem
 
 
@@ -188,7 +188,8 @@ def _translated(path: Path, tree: Branch, given: list[tuple[str, Leaf | Branch]]
     for key, _ in theirs:
         if why := readers.unread(key):
             problems.append(f"{layers.COMMAND_LINE}: {key}: {why}; {readers.instead(key)}")
-    named = [match.group(1) for problem in problems if (match := re.match(r"(?:\S+:\d+: )?([A-Za-z_][\w.]*)[:,]", problem))]
+    texts = map(str, problems)
+    named = [match.group(1) for text in texts if (match := re.match(r"(?:\S+:\d+: )?([A-Za-z_][\w.]*)[:,]", text))]
     return _read(path, [layer, _layer(ours)], [*translation.changed, *translation.ignored], problems, named)
 
 
@@ -231,7 +232,8 @@ def _inspected(given: Branch, notes: Iterable[str] = (), problems: Iterable[str]
             _leave_out(given, key)
     references = {key: found for key, leaf in whole.leaves() if (found := resolving.references(key, leaf.value))}
     problems += independent(contradictions(recipe), resolving.dependent(faulty, references))
-    return Loaded(recipe, list(dict.fromkeys(problems)), origins, list(notes), frozenset(faulty), references=references)
+    told = list(dict.fromkeys(map(as_problem, problems)))
+    return Loaded(recipe, told, origins, list(notes), frozenset(faulty), references=references)
 
 
 def _whole(given: Branch) -> Branch:
