@@ -152,7 +152,7 @@ def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
         print(f"# {note}")
     print(report.text(planned, modes.compare(planned)))
     if missing:
-        print("\nbefore it can run here:\n  - " + "\n  - ".join(missing))
+        print("\nbefore it can run here:\n  - " + "\n  - ".join(map(str, missing)))
     refuse(planned.problems())
     return 0
 

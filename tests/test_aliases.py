@@ -74,17 +74,17 @@ def test_a_key_that_is_read_comes_first_if_there_is_one():
 )
 def test_what_is_told_of_another_librarys_name(given, says):
     problems = config.inspect("tiny_grpo", [given]).problems
-    assert says in problems[0], problems
+    assert says in str(problems[0]), problems
     assert len(problems) == (2 if "trainer" in given else 1)
 
 
 def test_dpos_beta_is_dpos():
     (problem,) = config.inspect("tiny_dpo", ["beta=0.1"]).problems
-    assert problem.endswith("did you mean 'dpo.reference_policy_kl_penalty'?")
+    assert str(problem).endswith("did you mean 'dpo.reference_policy_kl_penalty'?")
 
 
 def test_under_megatron_core_its_own_key_is_suggested_where_that_is_read():
     chosen = ["policy.megatron_cfg.enabled=true", "policy.optimizer.lr=1e-4"]
-    assert config.inspect("tiny_grpo", chosen).problems[0].endswith("did you mean 'policy.optimizer.kwargs.lr'?")
+    assert str(config.inspect("tiny_grpo", chosen).problems[0]).endswith("did you mean 'policy.optimizer.kwargs.lr'?")
     own = [*chosen, "policy.megatron_cfg.optimizer.weight_decay=0.0"]
-    assert config.inspect("tiny_grpo", own).problems[0].endswith("did you mean 'policy.megatron_cfg.optimizer.lr'?")
+    assert str(config.inspect("tiny_grpo", own).problems[0]).endswith("did you mean 'policy.megatron_cfg.optimizer.lr'?")

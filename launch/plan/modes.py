@@ -86,11 +86,11 @@ def _mode(plan: Plan, name: str) -> Mode:
         same = other.cluster == plan.recipe.cluster
         made = replace(plan, recipe=other, split=None) if same else elsewhere(plan, other)
         return Mode(name, _changes(plan.recipe, other, name), made, _unfit(made))
-    return Mode(name, {}, None, refused[0])
+    return Mode(name, {}, None, str(refused[0]))
 
 
 def _unfit(plan: Plan) -> str:
-    return "" if plan.fits else next(iter((*plan.problems(), *plan.warnings())))
+    return "" if plan.fits else str(next(iter((*plan.problems(), *plan.warnings()))))
 
 
 def _best(plan: Plan, ways: Sequence[Recipe]) -> Recipe:

@@ -20,7 +20,7 @@ def look(folder, algorithm: str, rows: list[dict] | str, *overrides: str) -> tup
     model = (f"policy.model_name={config.RECIPES}/tiny", "policy.random_init=true")
     recipe = config.load(f"tiny_{algorithm}", [*own, *model, *overrides])
     notes: list[str] = []
-    return [each.replace(f"{path}", "F") for each in files.problems(recipe, notes=notes)], notes
+    return [str(each).replace(f"{path}", "F") for each in files.problems(recipe, notes=notes)], notes
 
 
 @pytest.mark.parametrize(

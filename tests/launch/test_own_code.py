@@ -58,7 +58,7 @@ def asked(folder, *overrides, executor="local"):
     """(problems, notes)"""
     recipe = config.inspect(str(folder / "mine.yaml"), list(overrides)).recipe
     notes = []
-    return list(own_code.problems(recipe, executor, notes)), notes
+    return list(map(str, own_code.problems(recipe, executor, notes))), notes
 
 
 def test_a_function_beside_the_recipe_is_found_from_anywhere(folder):
@@ -152,7 +152,7 @@ def test_a_data_set_beside_the_recipe_is_found(folder):
     given = "data.train={_override_: true, dataset_name: rewards_of_mine.rows, env_name: mine}"
     assert asked(folder, given) == ([], [])
     recipe = config.inspect(str(folder / "mine.yaml"), [given]).recipe
-    assert [problem for problem in files.problems(recipe, [], []) if "dataset_name" in problem] == []
+    assert [problem for problem in files.problems(recipe, [], []) if "dataset_name" in str(problem)] == []
 
 
 @pytest.mark.parametrize(("module", "why"), [("slow", "importing it takes more than 1 s"), ("leaves", "ended with status 3")])

@@ -54,7 +54,7 @@ def test_a_recipe_with_a_secret_is_refused_without_saying_it(load, monkeypatch, 
     monkeypatch.setenv("SOME_PASSWORD", "correct horse")
     with pytest.raises(RecipeError) as error:
         run_folder.check(load(override))
-    (problem,) = error.value.problems
+    (problem,) = map(str, error.value.problems)
     assert problem.startswith(f"{key}: ")
     assert HF not in problem and "ghp_" not in problem and "sk-proj" not in problem and "correct horse" not in problem
     assert "export it in the shell that submits" in problem or "ranks have the variable" in problem

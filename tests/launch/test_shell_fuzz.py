@@ -118,7 +118,7 @@ def test_each_wrong_variable_is_told(tmp_path, capsys):
 def test_a_component_without_nodes_has_no_options_of_sbatch(tmp_path):
     given = ["cluster.share_nodes=true", "cluster.generate.sbatch_options={nodelist: n1}"]
     (problem,) = config.inspect(str(write_recipe(tmp_path)), given).problems
-    assert problem.startswith("cluster.generate.sbatch_options: its ranks are on cluster.train's nodes")
+    assert str(problem).startswith("cluster.generate.sbatch_options: its ranks are on cluster.train's nodes")
 
 
 @pytest.mark.parametrize("given", ["[A, B]", "{A: 1, B: [2]}", "{1 a: x}"])

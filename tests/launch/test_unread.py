@@ -85,6 +85,6 @@ def test_on_the_command_line_of_a_recipe_of_nemo_rls():
     backends = before.recipe.policy.dtensor_cfg.enabled, before.recipe.policy.megatron_cfg.enabled
     assert backends == (True, False)
     (problem,) = set(given.problems) - set(before.problems)
-    assert problem.startswith(
+    assert str(problem).startswith(
         "the command line: policy.megatron_cfg.optimizer.lr: FSDP2 trains, which does not read it; try pol"
     )

@@ -88,6 +88,6 @@ def test_what_is_wrong_with_a_description(described, changes, says):
 def test_a_gpu_that_nobody_described(tmp_path):
     loaded = config.inspect(str(write_recipe(tmp_path)), ["cluster.train.gpu=h10", "cluster.generate.gpu=mi300x"])
     train, generate = loaded.problems
-    assert train.startswith("cluster.train.gpu: 'h10' is no described GPU; did you mean 'h100'? there are: b200, gb200")
-    assert generate.startswith("cluster.generate.gpu: 'mi300x'")
+    assert str(train).startswith("cluster.train.gpu: 'h10' is no described GPU; did you mean 'h100'? there are: b200, gb200")
+    assert str(generate).startswith("cluster.generate.gpu: 'mi300x'")
     assert loaded.recipe.cluster.network.nic_gb_per_s == gpu("h100").nic_gb_per_s  # so that other checks go on

@@ -15,7 +15,7 @@ def problems_of(folder, text, *arguments):
     (folder / "some.yaml").write_text(text if isinstance(text, str) else yaml.safe_dump(text))
     with pytest.raises(RecipeError) as error:
         suite.load(str(folder / "some.yaml"), arguments)
-    return error.value.problems
+    return tuple(map(str, error.value.problems))
 
 
 def test_the_suites_that_are_here_are_sound():
