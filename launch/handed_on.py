@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from launch import backend
+from launch import backend, recipes
 from pipeline import config
 from pipeline.config import Loaded, collected, layers, sbatch
 
@@ -26,18 +26,18 @@ SIZES = ("share_nodes", "ranks_per_node", "cpus_per_task", "gpus_per_node", "nod
 def inspect(need: str, own: list[str], asking: Loaded, command_line: list[str]) -> Loaded:
     """A needed recipe, with what it is handed on. own: its own overrides. asking: the recipe that was asked for, as
     `command_line` has it. A note says which sizes it does not take."""
-    alone = config.inspect(need, own)
+    alone = recipes.inspect(need, own)
     where = _from_files(asking, alone)
     given = [argument for argument in command_line if argument.startswith(("cluster.", "cluster="))]
     if not where and not given:
         return alone
     before = _problems(alone)
-    tried = [replace(config.inspect(need, [*own, *where, *given]), handed_on=(*where, *given))]
+    tried = [replace(recipes.inspect(need, [*own, *where, *given]), handed_on=(*where, *given))]
     for left_out in (SIZES[-1:], SIZES):
         if not (new := [problem for problem in _problems(tried[-1]) if problem not in before]):
             return tried[-1]
         kept = [argument for argument in given if argument.partition("=")[0].rpartition(".")[2] not in left_out]
-        loaded = config.inspect(need, [*own, *where, *kept])
+        loaded = recipes.inspect(need, [*own, *where, *kept])
         dropped = ", ".join(argument for argument in given if argument not in kept)
         note = f"{dropped}: not handed on to {loaded.recipe.name}, which it does not fit: {new[0]}"
         tried.append(replace(loaded, notes=[*loaded.notes, note], handed_on=(*where, *kept)))

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
-from launch import backend, command_line
+from launch import backend, command_line, recipes
 from launch.model_files import described, inside, is_here, read_json
 from launch.model_shape import ModelShape
 from launch.preflight import architecture
@@ -122,11 +122,11 @@ def load(request: Request, folder: Path | None) -> tuple[Recipe, backend.Choice]
     overrides = [*request.overrides, "policy.random_init=true"]
     if folder:
         overrides.append(f"policy.model_name={folder}")
-    recipe = config.load(request.recipe, overrides)
+    recipe = recipes.load(request.recipe, overrides)
     if not generates(recipe):
         raise RecipeError(f"algorithm: {recipe.algorithm} has no generate ranks, so nothing is refitted; grpo has")
     if not folder and (model := needed_model(recipe)):
-        recipe = config.load(request.recipe, [*overrides, f"policy.model_name={model}"])
+        recipe = recipes.load(request.recipe, [*overrides, f"policy.model_name={model}"])
     recipe, choice = backend.choose(recipe)
     if is_here(recipe.policy.model_name):
         refuse(architecture.problems(recipe))
@@ -138,7 +138,7 @@ def needed_model(recipe: Recipe) -> str | None:
     if Path(recipe.policy.model_name).is_dir():
         return None
     for name in recipe.needs:
-        needed = config.load(name, [f"run_dir=runs/{config.name_of(name)}"])
+        needed = recipes.load(name, [f"run_dir=runs/{config.name_of(name)}"])
         if inside(recipe.policy.model_name, [Path(needed.run_dir)]):
             return needed_model(needed) or needed.policy.model_name
     return None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import backend, cuda_variables, handed_on, placement, run_folder, slurm_client
+from launch import backend, cuda_variables, handed_on, placement, recipes, run_folder, slurm_client
 from launch.components import components
 from launch.executors import allocation, local, selection
 from launch.model_files import NotHere, Pending
@@ -101,7 +101,7 @@ def folder_name(recipe: Recipe) -> str:
 
 def in_order(name: str, overrides: list[str]) -> list[Loaded]:
     """The recipe, preceded by those that it needs and that have not run. Raises RecipeError if they need each other."""
-    asked_for = config.inspect(name, overrides)
+    asked_for = recipes.inspect(name, overrides)
     ordered: list[Loaded] = []
 
     def add(loaded: Loaded, path: list[str]) -> None:

@@ -66,12 +66,12 @@ def understood(environment: Mapping[str, str], arguments: list[str], shares_node
 
 def shares_nodes(arguments: list[str]) -> bool:
     """Return whether the recipe's components divide the GPUs of each node. What is wrong with it is told by `submit`."""
-    from launch import submit
+    from launch import recipes, submit
     from pipeline import config
 
     try:
         request = submit.parse(arguments)
-        return request.recipe is not None and config.inspect(request.recipe, request.overrides).recipe.cluster.share_nodes
+        return request.recipe is not None and recipes.inspect(request.recipe, request.overrides).recipe.cluster.share_nodes
     except config.RecipeError:
         return False
 

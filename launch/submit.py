@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from launch import backend, command_line, run_folder, slurm_client, task
+from launch import backend, command_line, recipes, run_folder, slurm_client, task
 from launch.components import components
 from launch.executors import allocation, local, selection, slurm
 from launch.executors.base import RunJob
@@ -131,7 +131,7 @@ def answer(request: Request) -> int:
 
 
 def show(name: str, overrides: list[str]) -> int:
-    loaded = config.inspect(name, overrides)
+    loaded = recipes.inspect(name, overrides)
     print(secrets.redacted(config.shown(loaded)), end="")
     refuse(loaded.problems)
     return 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from launch import recipes
 from pipeline import config
 from pipeline.config import layers, resolving
 from pipeline.config.reading import RECIPES
@@ -107,7 +108,7 @@ def judge(path: Path, tree: dict[str, Any]) -> config.Loaded | None:
     path.write_text(json.dumps(tree, ensure_ascii=False).replace("Infinity", ".inf").replace("NaN", ".nan"))
     loaded = None
     try:
-        loaded = config.inspect(str(path))
+        loaded = recipes.inspect(str(path))
         problems = loaded.problems
         again = config.problems(loaded.recipe)
         if not problems:
@@ -119,7 +120,7 @@ def judge(path: Path, tree: dict[str, Any]) -> config.Loaded | None:
     except config.RecipeError as error:
         problems = error.problems
         assert problems
-    for problem in problems:
+    for problem in map(str, problems):
         assert re.search(r"[A-Za-z_]", problem) and len(problem) > 10, problem
         assert not re.search(r"Traceback|object at 0x|<class|dataclass|Error:|Error\(|Interpolat\w+Error", problem), problem
         assert "\n" not in problem.strip(), problem
@@ -149,7 +150,7 @@ def test_the_recipes_that_are_changed_are_good_ones(tmp_path):
     for name in OURS:
         assert config.inspect(name).problems == []
     (tmp_path / "theirs.yaml").write_text(json.dumps(NEMO_RL))
-    loaded = config.inspect(str(tmp_path / "theirs.yaml"))
+    loaded = recipes.inspect(str(tmp_path / "theirs.yaml"))
     assert loaded.problems == []
     assert loaded.recipe.policy.train_global_batch_size == 32
 
@@ -157,7 +158,7 @@ def test_the_recipes_that_are_changed_are_good_ones(tmp_path):
 def test_what_the_command_line_says_of_theirs_is_theirs_and_the_rest_ours(tmp_path):
     (tmp_path / "theirs.yaml").write_text(json.dumps(NEMO_RL, indent=1))
     path = str(tmp_path / "theirs.yaml")
-    loaded = config.inspect(path, ["grpo.num_prompts_per_step=16", "cluster.train.nodes=3", "cluster.num_nodes=4"])
+    loaded = recipes.inspect(path, ["grpo.num_prompts_per_step=16", "cluster.train.nodes=3", "cluster.num_nodes=4"])
     assert loaded.recipe.policy.train_global_batch_size == 64
     assert loaded.recipe.cluster.train.nodes == 3
     assert loaded.origins["grpo.num_prompts_per_step"].startswith("the command line")
@@ -166,7 +167,7 @@ def test_what_the_command_line_says_of_theirs_is_theirs_and_the_rest_ours(tmp_pa
     (line,) = [number for number, text in enumerate(lines, 1) if '"num_generations_per_prompt"' in text]
     assert f"theirs.yaml:{line}" in loaded.origins["grpo.num_generations_per_prompt"]
     assert loaded.notes and all("\n" not in note for note in loaded.notes)
-    (problem,) = config.inspect(path, ["grpo.max_num_steps=many"]).problems
+    (problem,) = recipes.inspect(path, ["grpo.max_num_steps=many"]).problems
     assert problem == "the command line: grpo.max_num_steps: 'many', but it must be a whole number"
 
 

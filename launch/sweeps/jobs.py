@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from launch import recipes
 from launch.prepare import Prepared, folder_name, prepare
 from launch.sweeps.folder import Job
 from launch.sweeps.suite import Asked, Suite, flat, seeds_of
@@ -47,7 +48,7 @@ def _prepared(suite: Suite, more: list[str], run: str, seed: int, folder: Path) 
     """(the recipe's overrides, what has to run). Raises RecipeError."""
     recipe = suite.runs[run].recipe or run
     given = [*flat(suite.overrides), *flat(suite.runs[run].overrides), *more]
-    algorithm = config.inspect(recipe, given).recipe.algorithm
+    algorithm = recipes.inspect(recipe, given).recipe.algorithm
     given += [f"{algorithm}.seed={seed}"] if algorithm else []
     given += [f"run_dir={folder / 'runs' / f'{run}-{seed}'}"]
     return given, prepare(recipe, given)

@@ -1,7 +1,7 @@
 """How a recipe is read: the schema's defaults <- `defaults:` parents <- its YAML <- `key=value` from the command line.
 
 All that is wrong is collected: a value that cannot be used is left at its default, so that the rest can be judged. A recipe of
-NeMo-RL's, which has no `algorithm`, is translated first (`pipeline/config/nemo_rl/`).
+NeMo-RL's, which has no `algorithm`, has to be translated first: `launch/nemo_rl/`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,24 @@ from pipeline.config.algorithms import OFFLINE, ONLINE
 from pipeline.config.checks import contradictions, unusable
 from pipeline.config.errors import Problem, RecipeError, as_problem, refuse
 from pipeline.config.layers import RECIPES, Branch, Leaf
-from pipeline.config.schema import DatasetConfig, Recipe
+from pipeline.config.schema import Recipe
 
 OURS = ("cluster.train", "cluster.generate", "cluster.executor", "cluster.time_min", "run_dir", "needs")  # not NeMo-RL's
 THEIRS = ("cluster.num_nodes", "cluster.gpus_per_node", *ONLINE, *OFFLINE)  # one of these at least they all have
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What a recipe is merged of, the later over the earlier, and what there is to say about it."""
+
+    trees: list[Branch]
+    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    faulty: list[str] = field(default_factory=list)  # keys whose value could not be used
+
+
+Translate = Callable[[Path, Branch, list[tuple[str, Leaf | Branch]]], Layers]
+"""From a NeMo-RL recipe, its merged tree and what the command line sets, to layers in our keys."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +69,21 @@ def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
     return loaded.recipe
 
 
-def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
-    """The same, with its problems. Raises RecipeError only for what cannot be read at all: no such file, not YAML."""
+def inspect(name: str, overrides: Iterable[str] = (), translate: Translate | None = None) -> Loaded:
+    """The same, with its problems. Raises RecipeError only for what cannot be read at all: no such file, not YAML.
+
+    translate: makes layers of ours of a NeMo-RL recipe: `launch/nemo_rl/`. Without it such a recipe raises RecipeError.
+    """
     path = find(name)
     stack = layers.stack(path)
     tree = functools.reduce(layers.merged, stack, Branch())
     given = list(layers.overrides(overrides))
-    if _is_nemo_rls(tree, given):
-        return _translated(path, tree, given)
-    return dataclasses.replace(_read(path, [*stack, _layer(given)]), file=layers.short(path))
+    if not is_nemo_rls(tree, given):
+        return dataclasses.replace(_read(path, Layers([*stack, layer(given)])), file=layers.short(path))
+    if translate is None:
+        told = f"got a recipe of NeMo-RL's ({path}). Try `python launch/submit.py recipe={name}`, which translates it"
+        raise RecipeError(Problem("algorithm", "nemo-rl-recipe", told))
+    return _read(path, translate(path, tree, given))
 
 
 def read(path: Path) -> Recipe:
@@ -138,73 +158,34 @@ def independent(problems: Iterable[Problem], faulty: Iterable[str]) -> Iterator[
 # ---- layers ---------------------------------------------------------------------------------------------------------------
 
 
-def _layer(given: list[tuple[str, Leaf | Branch]]) -> Branch:
-    """Of what the command line gives."""
+def layer(given: list[tuple[str, Leaf | Branch]]) -> Branch:
+    """Return one tree of the keys that the command line gives."""
     tree = Branch()
     for key, node in given:
-        layer = Branch()
-        layer.set(key, node)
-        tree = layers.merged(tree, layer)
+        one = Branch()
+        one.set(key, node)
+        tree = layers.merged(tree, one)
     return tree
 
 
-def _read(
-    path: Path, trees: list[Branch], notes: Iterable[str] = (), problems: Iterable[str] = (), faulty: Iterable[str] = ()
-) -> Loaded:
+def _read(path: Path, given: Layers) -> Loaded:
     tree = Branch({"name": Leaf(path.stem), "run_dir": Leaf(f"runs/{path.stem}")})
-    for layer in trees:
-        places.with_one_source(tree, layer)
-        tree = layers.merged(tree, layer)
+    for one in given.trees:
+        places.with_one_source(tree, one)
+        tree = layers.merged(tree, one)
+    problems, faulty = given.problems, given.faulty
     if lacking := places.find_needs(tree):
         problems, faulty = [*problems, *lacking], [*faulty, "needs"]
         tree.drop("needs")
     places.add_module_folders(tree, path)
-    return _inspected(tree, notes, problems, faulty)
+    return _inspected(tree, given.notes, problems, faulty)
 
 
-def _is_nemo_rls(tree: Branch, given: list[tuple[str, Leaf | Branch]]) -> bool:
+def is_nemo_rls(tree: Branch, given: list[tuple[str, Leaf | Branch]]) -> bool:
+    """Return whether the files' keys are those of a NeMo-RL recipe. given: what the command line sets."""
     if difflib.get_close_matches("algorithm", [*tree.children, *(key for key, _ in given)], 1, typed.SIMILAR):
         return False
     return not any(map(tree.find, OURS)) and any(map(tree.find, THEIRS))
-
-
-def _translated(path: Path, tree: Branch, given: list[tuple[str, Leaf | Branch]]) -> Loaded:
-    """A recipe of NeMo-RL's in our keys. What is given on the command line is theirs where they have the key."""
-    from pipeline.config import nemo_rl  # most recipes do without
-
-    theirs = [pair for pair in given if tree.find(pair[0]) is not None]
-    tree = layers.merged(tree, _layer(theirs))
-    faults = resolving.resolve(tree)
-    faults |= {key: problem for key, problem in _misfits(tree).items() if key not in faults}
-    problems = [f"{tree.find(key).origin}: {key}: {problem}" for key, problem in faults.items()]
-    for key in faults:
-        tree.drop(key)
-    origins = {key: leaf.origin for key, leaf in tree.leaves()}
-    translation = nemo_rl.translate(tree.plain(), origins, path)
-    layer = layers.of(resolving.escaped(translation.layer), layers.short(path), translation.origins)
-    ours = [pair for pair in given if pair not in theirs]
-    problems += independent(translation.problems, faults)
-    readers = dataclasses.replace(unread.Readers.of_tree(tree), algorithm=None)  # which of theirs it is, `nemo_rl` knows
-    for key, _ in theirs:
-        if why := readers.unread(key):
-            problems.append(f"{layers.COMMAND_LINE}: {key}: {why}; {readers.instead(key)}")
-    texts = map(str, problems)
-    named = [match.group(1) for text in texts if (match := re.match(r"(?:\S+:\d+: )?([A-Za-z_][\w.]*)[:,]", text))]
-    return _read(path, [layer, _layer(ours)], [*translation.changed, *translation.ignored], problems, named)
-
-
-def _misfits(tree: Branch) -> dict[str, str]:
-    """By key what has no value in a recipe of NeMo-RL's, and what is of another type than in ours, where both have the key."""
-    found = typed.misfits(Recipe, tree)
-    found |= {key: "has no value; the recipe must set it" for key, leaf in tree.leaves() if leaf.value == typed.MISSING}
-    for key in ("data.train", "data.validation"):  # which may be lists of data sets in theirs
-        value = getattr(tree.find(key), "value", None)
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            found.pop(key)
-    default = tree.find("data.default")
-    if isinstance(default, Branch):
-        return found | typed.misfits(DatasetConfig, default, "data.default.")
-    return found | ({"data.default": "must be a mapping of keys"} if default and default.value is not None else {})
 
 
 # ---- from a tree to a recipe ----------------------------------------------------------------------------------------------

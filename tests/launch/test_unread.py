@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch import backend
+from launch import backend, recipes
 from pipeline import config
 
 MEGATRON, DTENSOR = "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=true"
@@ -80,8 +80,8 @@ def test_a_file_may_have_the_sections_of_both(tmp_path):
 
 def test_on_the_command_line_of_a_recipe_of_nemo_rls():
     theirs = str(config.RECIPES.parent / "tests/nemo_rl/recipes/grpo.yaml")
-    before = config.inspect(theirs)
-    given = config.inspect(theirs, [RATE])
+    before = recipes.inspect(theirs)
+    given = recipes.inspect(theirs, [RATE])
     backends = before.recipe.policy.dtensor_cfg.enabled, before.recipe.policy.megatron_cfg.enabled
     assert backends == (True, False)
     (problem,) = set(given.problems) - set(before.problems)

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch import backend
+import launch.recipes
+from launch import backend, nemo_rl
 from launch.plan import plan
 from launch.preflight import architecture
-from pipeline import config
-from pipeline.config import RecipeError, layers, nemo_rl, resolving
+from pipeline.config import RecipeError, layers, resolving
 from pipeline.config.errors import refuse
 from tests.nemo_rl.census import features
 
@@ -76,7 +76,7 @@ def outcome(path: Path) -> Outcome:
         return Outcome(path.name, frozenset(), error.problems, (), False)
     name = str(tree.get("policy", {}).get("model_name"))
     given = [f"policy.model_name={model}" for words, model in PLACEHOLDERS.items() if words in name]
-    loaded = config.inspect(str(path), given)
+    loaded = launch.recipes.inspect(str(path), given)
     unplanned: tuple[str, ...] = ()
     fits = False
     if not loaded.problems:

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config import Recipe, nemo_rl
-from pipeline.config.nemo_rl import algorithm, data, environments, generation, megatron, policy, run
-from pipeline.config.nemo_rl.ledger import Ledger
-from pipeline.config.nemo_rl.rules import Rule, Same, fits, patterns_of, under
+from launch import nemo_rl
+from launch.nemo_rl import algorithm, data, environments, generation, megatron, policy, run
+from launch.nemo_rl.ledger import Ledger
+from launch.nemo_rl.rules import Rule, Same, fits, patterns_of, under
+from pipeline.config import Recipe
 from tests.nemo_rl.__main__ import resolved
 from tests.nemo_rl.test_translation import RECIPES
 from tests.recipes import sources

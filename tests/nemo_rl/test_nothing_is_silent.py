@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import nemo_rl
-from pipeline.config.nemo_rl.ledger import leaves
+from launch import nemo_rl
+from launch.nemo_rl.ledger import leaves
 from tests.nemo_rl.__main__ import resolved
 from tests.nemo_rl.census import QUESTIONS, features
 from tests.nemo_rl.test_translation import RECIPES, inspect, with_keys

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from launch import backend
+from launch import backend, nemo_rl, recipes
+from launch.nemo_rl import megatron
+from launch.nemo_rl.ledger import Ledger
 from launch.plan import plan
 from pipeline import config
-from pipeline.config import Recipe, layers, nemo_rl, resolving, uses_megatron
-from pipeline.config.nemo_rl import megatron
-from pipeline.config.nemo_rl.ledger import Ledger
+from pipeline.config import Recipe, layers, resolving, uses_megatron
 
 RECIPES = Path(__file__).parent / "recipes"
 
 
 def inspect(name: str, *overrides: str) -> config.Loaded:
-    return config.inspect(str(RECIPES / f"{name}.yaml"), overrides)
+    return recipes.inspect(str(RECIPES / f"{name}.yaml"), overrides)
 
 
 def with_keys(name: str, *overrides: str) -> tuple[dict[str, Any], nemo_rl.Translation]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from launch.nemo_rl.facts import has_experts
+from launch.nemo_rl.ledger import leaves
 from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, ValueConfig, runs_ahead, section, uses_megatron
 from pipeline.config.algorithms import ONLINE
 from pipeline.config.megatron import MegatronOptimizerConfig, MegatronSchedulerConfig
-from pipeline.config.nemo_rl.facts import has_experts
-from pipeline.config.nemo_rl.ledger import leaves
 from pipeline.train.optimizer import Schedule
 
 MODEL = (

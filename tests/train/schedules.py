@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from launch import recipes
 from pipeline import config
 from pipeline.config import PolicyConfig, Recipe, uses_megatron
 from pipeline.train.base import TrainBackend, Use
@@ -74,11 +75,11 @@ def golden() -> list[Case]:
 def imported(case: Case, folder: Path, nemo_rl: Path | None = None) -> Recipe:
     """Their recipe in our keys. Without a checkout of NeMo-RL: one in its shape, written to `folder`, with the same inputs."""
     if nemo_rl is not None:
-        loaded = config.inspect(str(nemo_rl / case.recipe), case.changes)
+        loaded = recipes.inspect(str(nemo_rl / case.recipe), case.changes)
     else:
         path = folder / "theirs.yaml"
         path.write_text(yaml.safe_dump(_in_their_shape(case)))
-        loaded = config.inspect(str(path), ())
+        loaded = recipes.inspect(str(path))
     if loaded.problems:
         raise ValueError(f"{case.name}: {loaded.problems}")
     return loaded.recipe

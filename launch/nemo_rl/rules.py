@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config.nemo_rl.features import Feature
-from pipeline.config.nemo_rl.ledger import Ledger
+from launch.nemo_rl.features import Feature
+from launch.nemo_rl.ledger import Ledger
 
 
 @dataclass(frozen=True)

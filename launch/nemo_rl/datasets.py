@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launch.nemo_rl.features import Feature
+from launch.nemo_rl.files import find, missing
+from launch.nemo_rl.ledger import Ledger
 from pipeline.config.data import NAMED_DATASETS
-from pipeline.config.nemo_rl.features import Feature
-from pipeline.config.nemo_rl.files import find, missing
-from pipeline.config.nemo_rl.ledger import Ledger
 
 SPLIT = {"OpenMathInstruct-2": 0.05, "tulu3_sft_mixture": 0.05, "Nemotron-Cascade-2-SFT-Math": 0.05, "OpenR1-Math-220k": 0.0}
 """The named ones that hold records out to validate on, and how many where nothing is said; others pass over the key."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from launch.nemo_rl import rewards
+from launch.nemo_rl.features import Feature
+from launch.nemo_rl.ledger import Ledger
+from launch.nemo_rl.rules import Only, Switch, apply, ignored, same, under
 from pipeline.config.algorithms import UNBOUNDED
-from pipeline.config.nemo_rl import rewards
-from pipeline.config.nemo_rl.features import Feature
-from pipeline.config.nemo_rl.ledger import Ledger
-from pipeline.config.nemo_rl.rules import Only, Switch, apply, ignored, same, under
 
 NAMES = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
 

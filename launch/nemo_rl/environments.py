@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from launch.nemo_rl.features import Feature
+from launch.nemo_rl.ledger import Ledger
+from launch.nemo_rl.rules import Changed, Only, Rule, apply, ignored, same, under
 from pipeline.config.environments import MATH_VERIFIERS, MULTICHOICE_VERIFIERS
 from pipeline.config.layers import RECIPES
-from pipeline.config.nemo_rl.features import Feature
-from pipeline.config.nemo_rl.ledger import Ledger
-from pipeline.config.nemo_rl.rules import Changed, Only, Rule, apply, ignored, same, under
 
 MATH: tuple[Rule, ...] = (
     Only(("stop_strings",), (None, []), Feature.STOP_STRINGS, "null"),

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from launch.nemo_rl.datasets import Dataset
+from launch.nemo_rl.features import Feature
+from launch.nemo_rl.ledger import Ledger
+from launch.nemo_rl.rules import Only, apply, ignored, same
 from pipeline.config.algorithms import PAIRED
-from pipeline.config.nemo_rl.datasets import Dataset
-from pipeline.config.nemo_rl.features import Feature
-from pipeline.config.nemo_rl.ledger import Ledger
-from pipeline.config.nemo_rl.rules import Only, apply, ignored, same
 
 DATA = (
     same("data.shuffle"),

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.nemo_rl import algorithm, cluster, data, environments, generation, models, policy, run
+from launch.nemo_rl.features import Feature, feature_of
+from launch.nemo_rl.ledger import Ledger
 from pipeline.config.algorithms import OFFLINE
-from pipeline.config.nemo_rl import algorithm, cluster, data, environments, generation, models, policy, run
-from pipeline.config.nemo_rl.features import Feature, feature_of
-from pipeline.config.nemo_rl.ledger import Ledger
 
 __all__ = ["Feature", "Translation", "feature_of", "translate"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.config.nemo_rl.features import Feature, lacking
+from launch.nemo_rl.features import Feature, lacking
 
 
 @dataclass

@@ -6,7 +6,7 @@ than ours does, the import says so.
 
 from __future__ import annotations
 
-from pipeline.config.nemo_rl.ledger import Ledger
+from launch.nemo_rl.ledger import Ledger
 
 ESTIMATOR = {"normalize_rewards": True, "use_leave_one_out_baseline": True, "minus_baseline": True}
 """Theirs, which do not follow the section's keys of the same names, as ours do."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from launch.nemo_rl import megatron
+from launch.nemo_rl.cluster import environment_variables
+from launch.nemo_rl.features import Feature
+from launch.nemo_rl.files import find, missing
+from launch.nemo_rl.ledger import Ledger
+from launch.nemo_rl.rules import Changed, Only, Switch, apply, ignored, same, under
 from pipeline.config.layout import Backend
-from pipeline.config.nemo_rl import megatron
-from pipeline.config.nemo_rl.cluster import environment_variables
-from pipeline.config.nemo_rl.features import Feature
-from pipeline.config.nemo_rl.files import find, missing
-from pipeline.config.nemo_rl.ledger import Ledger
-from pipeline.config.nemo_rl.rules import Changed, Only, Switch, apply, ignored, same, under
 
 PASSTHROUGH = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # their template null: the bare texts
 

@@ -6,8 +6,8 @@ disjoint: such a recipe gets as many GPUs again, and is told so.
 
 from __future__ import annotations
 
-from pipeline.config.nemo_rl.ledger import Ledger
-from pipeline.config.nemo_rl.rules import apply, ignored
+from launch.nemo_rl.ledger import Ledger
+from launch.nemo_rl.rules import apply, ignored
 
 NODES, GPUS = "cluster.num_nodes", "cluster.gpus_per_node"
 COLOCATED = "policy.generation.colocated"

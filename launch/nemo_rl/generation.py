@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipeline.config.nemo_rl.cluster import environment_variables
-from pipeline.config.nemo_rl.features import Feature
-from pipeline.config.nemo_rl.ledger import Ledger
-from pipeline.config.nemo_rl.rules import Only, apply, ignored, same, under
+from launch.nemo_rl.cluster import environment_variables
+from launch.nemo_rl.features import Feature
+from launch.nemo_rl.ledger import Ledger
+from launch.nemo_rl.rules import Only, apply, ignored, same, under
 
 KEY = "policy.generation"
 MOST_SEQUENCES = 1024  # that vLLM decodes at once where nothing is said, on GPUs with 70 GB and more

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-KNOWN = Path(__file__).resolve().parents[3] / "recipes/models"
+KNOWN = Path(__file__).resolve().parents[2] / "recipes/models"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

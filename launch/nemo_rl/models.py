@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config.nemo_rl import generation, megatron, policy
-from pipeline.config.nemo_rl.features import Feature
-from pipeline.config.nemo_rl.ledger import Ledger
-from pipeline.config.nemo_rl.rules import Only, Rule, Switch, apply, fits, patterns_of, same, under
+from launch.nemo_rl import generation, megatron, policy
+from launch.nemo_rl.features import Feature
+from launch.nemo_rl.ledger import Ledger
+from launch.nemo_rl.rules import Only, Rule, Switch, apply, fits, patterns_of, same, under
 
 LAYOUT = {
     "megatron": (

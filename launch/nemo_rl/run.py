@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipeline.config.nemo_rl.features import Feature
-from pipeline.config.nemo_rl.ledger import Ledger
-from pipeline.config.nemo_rl.rules import Changed, Only, apply, ignored, same, under
+from launch.nemo_rl.features import Feature
+from launch.nemo_rl.ledger import Ledger
+from launch.nemo_rl.rules import Changed, Only, apply, ignored, same, under
 
 CHECKPOINTING = under(
     "checkpointing",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from launch.nemo_rl import facts
+from launch.nemo_rl.algorithm import epochs, most
+from launch.nemo_rl.cluster import environment_variables
+from launch.nemo_rl.features import Feature
+from launch.nemo_rl.ledger import Ledger
+from launch.nemo_rl.rules import Changed, Only, Switch, apply, ignored, same, under
 from pipeline.config.algorithms import OFFLINE, OfflineConfig, OnlineConfig, bound
-from pipeline.config.nemo_rl import facts
-from pipeline.config.nemo_rl.algorithm import epochs, most
-from pipeline.config.nemo_rl.cluster import environment_variables
-from pipeline.config.nemo_rl.features import Feature
-from pipeline.config.nemo_rl.ledger import Ledger
-from pipeline.config.nemo_rl.rules import Changed, Only, Switch, apply, ignored, same, under
 
 KEY = "policy.megatron_cfg"
 

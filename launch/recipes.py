@@ -1,0 +1,62 @@
+"""How the commands read a recipe: one of ours as it is, one of NeMo-RL's translated into our keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+from launch import nemo_rl
+from pipeline import config
+from pipeline.config import Loaded, Problem, Recipe, as_problem, independent, layers, refuse, resolving, typed, unread
+from pipeline.config.layers import Branch, Leaf
+from pipeline.config.reading import Layers, layer
+from pipeline.config.schema import DatasetConfig
+
+
+def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Return the recipe, complete and checked, as `config.load` does. Raises RecipeError with all that is wrong."""
+    loaded = inspect(name, overrides)
+    refuse(loaded.problems)
+    return loaded.recipe
+
+
+def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
+    """Return the recipe with its problems, as `config.inspect` does; of a NeMo-RL recipe its translation."""
+    return config.inspect(name, overrides, _translated)
+
+
+def _translated(path: Path, tree: Branch, given: list[tuple[str, Leaf | Branch]]) -> Layers:
+    """Return a NeMo-RL recipe in our keys. What the command line sets is theirs where the files have the key, else ours."""
+    theirs = [pair for pair in given if tree.find(pair[0]) is not None]
+    tree = layers.merged(tree, layer(theirs))
+    faults = resolving.resolve(tree)
+    faults |= {key: problem for key, problem in _misfits(tree).items() if key not in faults}
+    problems = [Problem(key, "wrong-type", problem, tree.find(key).origin or "") for key, problem in faults.items()]
+    for key in faults:
+        tree.drop(key)
+    origins = {key: leaf.origin for key, leaf in tree.leaves()}
+    translation = nemo_rl.translate(tree.plain(), origins, path)
+    problems += independent(map(as_problem, translation.problems), faults)
+    readers = dataclasses.replace(unread.Readers.of_tree(tree), algorithm=None)  # `nemo_rl` knows which of theirs it is
+    for key, _ in theirs:
+        if why := readers.unread(key):
+            problems.append(Problem(key, "has-no-effect", f"{why}; {readers.instead(key)}", layers.COMMAND_LINE))
+    ours = layers.of(resolving.escaped(translation.layer), layers.short(path), translation.origins)
+    trees = [ours, layer([pair for pair in given if pair not in theirs])]
+    named = [key for problem in problems for key in problem.key.split(", ")]
+    return Layers(trees, [*translation.changed, *translation.ignored], problems, named)
+
+
+def _misfits(tree: Branch) -> dict[str, str]:
+    """By key what has no value in a NeMo-RL recipe, and what is of another type than in ours, where both have the key."""
+    found = typed.misfits(Recipe, tree)
+    found |= {key: "has no value; the recipe must set it" for key, leaf in tree.leaves() if leaf.value == typed.MISSING}
+    for key in ("data.train", "data.validation"):  # which may be lists of data sets in theirs
+        value = getattr(tree.find(key), "value", None)
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            found.pop(key)
+    default = tree.find("data.default")
+    if isinstance(default, Branch):
+        return found | typed.misfits(DatasetConfig, default, "data.default.")
+    return found | ({"data.default": "must be a mapping of keys"} if default and default.value is not None else {})
