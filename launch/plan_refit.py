@@ -16,32 +16,30 @@ the recipe or the model is wrong.
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
 from launch import backend, command_line, recipes
-from launch.model_files import described, inside, is_here, read_json
-from launch.model_shape import ModelShape
+from launch.model_files import is_here, read_json
+from launch.plan.cut import cut_sizes
+from launch.plan.estimate import needed_model
+from launch.plan.refit import Prediction, predict
 from launch.preflight import architecture
 from launch.units import plural as _plural
 from launch.units import seconds as _seconds
 from launch.units import size as _size
-from pipeline import config
 from pipeline.config import (
     PRECISIONS,
     Recipe,
     RecipeError,
-    colocated,
     engine_ranks,
     generates,
     ranks,
@@ -50,12 +48,6 @@ from pipeline.config import (
     refuse,
     uses_megatron,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from pipeline.refit.schedule import Schedule
-    from pipeline.refit.simulate import Broadcast, Demand, Timeline
 
 
 @dataclass(frozen=True)
@@ -133,101 +125,20 @@ def load(request: Request, folder: Path | None) -> tuple[Recipe, backend.Choice]
     return recipe, choice
 
 
-def needed_model(recipe: Recipe) -> str | None:
-    """If the model is to come out of a needed recipe that has not run yet, the model that this one starts from."""
-    if Path(recipe.policy.model_name).is_dir():
-        return None
-    for name in recipe.needs:
-        needed = recipes.load(name, [f"run_dir=runs/{config.name_of(name)}"])
-        if inside(recipe.policy.model_name, [Path(needed.run_dir)]):
-            return needed_model(needed) or needed.policy.model_name
-    return None
-
-
-# ---- the plan -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Prediction:
-    recipe: Recipe
-    parameters: int  # of the model; its buffers are refitted too
-    schedule: Schedule
-    timeline: Timeline
-    demand: Demand
-    reference: Broadcast
-
-    @property
-    def seconds(self) -> float:
-        return self.timeline.seconds
-
-    @property
-    def sent(self) -> np.ndarray:
-        """[train ranks] bytes"""
-        return self.timeline.loads.sent.sum(0)[: ranks(self.recipe.cluster.train)]
-
-    @property
-    def received(self) -> np.ndarray:
-        """[generate ranks] bytes"""
-        return self.timeline.loads.received.sum(0)[ranks(self.recipe.cluster.train) :]
-
-    @property
-    def floor(self) -> tuple[float, str]:
-        """Seconds that the network takes whatever the plan, and what sets them."""
-        from pipeline.refit import simulate
-
-        return simulate.floor(self.demand, self.recipe.cluster.network)
-
-
-def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> Prediction:
-    """Plan and price the refit of a recipe whose backend is chosen. model: the policy's config.json; None: that of the model
-    which the recipe names. Raises ValueError if the layouts cannot be told, or do not meet.
-    """
-    # Not imported before, so that a wrong command line is soon told.
-    import numpy as np
-
-    from pipeline.refit import ownership, plan, simulate
-
-    nodes, network = node_names(recipe), recipe.cluster.network
-    itemsize, bucket = PRECISIONS[recipe.policy.precision], recipe.policy.generation.refit_cfg.bucket_bytes
-    model = model or described(recipe.policy)
-    owners = ownership.tables(model, recipe)
-    schedule = plan.schedule(owners.train, owners.generate, owners.engines, owners.shapes, itemsize, bucket, nodes, network)
-    number = {name: i for i, name in enumerate(dict.fromkeys(nodes.values()))}
-    node = np.array([number[nodes[rank]] for rank in range(len(nodes))])
-    entries = sum(map(math.prod, owners.shapes.values()))
-    return Prediction(
-        recipe,
-        ModelShape.of(model).parameters,
-        schedule,
-        simulate.simulate(simulate.messages(schedule), node, network),
-        simulate.demand(schedule, node),
-        simulate.reference(schedule, node, entries * itemsize, bucket),
-    )
-
-
-def node_names(recipe: Recipe) -> dict[int, str]:
-    """Of every rank, train ranks first."""
-    names, cluster = [], recipe.cluster
-    of_generate = "train" if colocated(recipe) or cluster.share_nodes else "generate"
-    for realm, component in (("train", cluster.train), (of_generate, cluster.generate)):
-        names += [f"{realm} node {rank // ranks_per_node(component)}" for rank in range(ranks(component))]
-    return dict(enumerate(names))
+# ---- what is shown ------------------------------------------------------------------------------------------------------
 
 
 def draw(predicted: Prediction, out: Path) -> int:
     """The status to end with."""
     try:
-        from pipeline.refit import timeline
+        from launch.plan import refit_picture
     except ImportError as error:
         print(f"error: no picture: {error.name} is not installed here (the job's environment has it)", file=sys.stderr)
         return 1
     title = f"refit of {predicted.recipe.name}, {_seconds(predicted.seconds)} predicted"
-    timeline.draw(predicted.timeline, ranks(predicted.recipe.cluster.train), title, out)
+    refit_picture.draw(predicted.timeline, ranks(predicted.recipe.cluster.train), title, out)
     print(f"{'timeline':14s}{out}")
     return 0
-
-
-# ---- what is printed ----------------------------------------------------------------------------------------------------
 
 
 def report(predicted: Prediction, choice: backend.Choice) -> str:
@@ -249,12 +160,6 @@ def _headline(predicted: Prediction, choice: backend.Choice) -> list[str]:
         f"{'network':14s}{network.nic_gb_per_s:g} GB/s a NIC, {network.node_gb_per_s:g} GB/s within a node,"
         f" {network.latency_us:g} us a message, copies at {network.memory_gb_per_s:g} GB/s",
     ]
-
-
-def cut_sizes(section: object) -> str:
-    """The sizes of a backend's section that are not 1, by their keys, without `_size`."""
-    sizes = {key: value for key, value in vars(section).items() if key.endswith("_parallel_size") and (value or 1) > 1}
-    return ", ".join(f"{key.removesuffix('_size')} {value}" for key, value in sizes.items()) or "no model parallelism"
 
 
 def _table(predicted: Prediction) -> list[str]:
@@ -292,16 +197,16 @@ def _table(predicted: Prediction) -> list[str]:
 def _verdict(predicted: Prediction) -> list[str]:
     import numpy as np
 
-    from pipeline.refit import simulate
+    from launch.plan import refit_time
 
     network = predicted.recipe.cluster.network
-    spent = sorted(simulate.bounds(predicted.timeline).items(), key=lambda item: -item[1])
+    spent = sorted(refit_time.bounds(predicted.timeline).items(), key=lambda item: -item[1])
     seconds, floor = predicted.seconds, predicted.floor
-    broadcast, stage = simulate.broadcast_seconds(predicted.reference, network)
+    broadcast, stage = refit_time.broadcast_seconds(predicted.reference, network)
     parts = ", ".join(f"{name} {_seconds(value)} ({value / seconds:.0%})" for name, value in spent if value > seconds / 200)
     load = predicted.timeline.loads
     nic = np.maximum(load.nic_out.sum(0), load.nic_in.sum(0))
-    busiest = float(nic.max()) / (simulate.GIGA * network.nic_gb_per_s)
+    busiest = float(nic.max()) / (refit_time.GIGA * network.nic_gb_per_s)
     longer = f"{broadcast / seconds:.1f} times as long"
     return [
         f"{'floor':14s}{_seconds(floor[0])}, set by {floor[1]}",

@@ -88,3 +88,9 @@ class Links:
         near = self.near(size, stride)
         inside, outside = (near - 1) / size * count, (size - near) / size * count
         return max(inside / self.gpu.nvlink_gb_per_s, outside / self.nic_gb_per_s) / GIGA
+
+
+def cut_sizes(section: object) -> str:
+    """The sizes of a backend's section that are not 1, by their keys, without `_size`."""
+    sizes = {key: value for key, value in vars(section).items() if key.endswith("_parallel_size") and (value or 1) > 1}
+    return ", ".join(f"{key.removesuffix('_size')} {value}" for key, value in sizes.items()) or "no model parallelism"

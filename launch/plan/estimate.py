@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launch import backend, plan_refit
-from launch.model_files import described
+from launch import backend, recipes
+from launch.model_files import described, inside
 from launch.model_shape import ModelShape
 from launch.plan import calibration, generate_time, lengths, memory, pace, sharing, split
 from launch.plan.calibration import Measured
@@ -18,6 +18,7 @@ from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
 from launch.plan.pace import Pace
 from launch.plan.phase import Phase, seconds_by_clock
+from launch.plan.refit import Prediction, predict
 from launch.plan.split import Split
 from launch.plan.step import priced, step_phases, validation_seconds
 from launch.preflight.space import saved_bytes
@@ -39,7 +40,7 @@ class Plan:
     lengths: Lengths
     train: TrainMemory
     generate: GenerateMemory | None  # None: an algorithm that does not sample
-    refit: plan_refit.Prediction | None
+    refit: Prediction | None
     refit_unknown: str  # why there is none although the algorithm samples
     phases: Sequence[Phase]  # of a step, calibrated; none without GPUs, or without room for a KV cache
     validation: float | None  # seconds of one, 0 if the recipe has none; None: its samples have no bound
@@ -298,7 +299,7 @@ def model_configs(recipe: Recipe, pending: Sequence[Path]) -> dict[str, Mapping[
         key = f"{name}.model_name"
         model = described(policy, list(pending), key)
         if model is None:
-            start = plan_refit.needed_model(replace(recipe, policy=policy))
+            start = needed_model(replace(recipe, policy=policy))
             if start is None:
                 raise RecipeError(
                     f"{key}: {policy.model_name} is not there yet, and no recipe under `needs` says what it will be"
@@ -308,21 +309,32 @@ def model_configs(recipe: Recipe, pending: Sequence[Path]) -> dict[str, Mapping[
     return found
 
 
+def needed_model(recipe: Recipe) -> str | None:
+    """If the model is to come out of a needed recipe that has not run yet, the model that this one starts from."""
+    if Path(recipe.policy.model_name).is_dir():
+        return None
+    for name in recipe.needs:
+        needed = recipes.load(name, [f"run_dir=runs/{config.name_of(name)}"])
+        if inside(recipe.policy.model_name, [Path(needed.run_dir)]):
+            return needed_model(needed) or needed.policy.model_name
+    return None
+
+
 def _shapes(models: Mapping[str, Mapping[str, Any]]) -> dict[str, ModelShape]:
     return {name: ModelShape.of(model, f"{name}.model_name") for name, model in models.items()}
 
 
-def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[plan_refit.Prediction | None, str]:
+def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[Prediction | None, str]:
     """A refit's prediction, or why there is none."""
     if not generates(recipe):
         return None, ""
     try:
-        return plan_refit.predict(recipe, model), ""
+        return predict(recipe, model), ""
     except ValueError as error:  # layouts that cannot be told without the libraries that make them
         return None, str(error)
 
 
-def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: plan_refit.Prediction | None) -> list[Phase]:
+def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: Prediction | None) -> list[Phase]:
     """Return the phases of what a refit moves, not calibrated; none if that is not known."""
     if not _can_be_timed(recipe, generate):
         return []
@@ -331,11 +343,11 @@ def _refit_phases(recipe: Recipe, generate: GenerateMemory | None, refit: plan_r
     return [Phase("refit", "weights to the engines", 0.0, {"transfer": _refit_seconds(recipe, refit)})] if refit else []
 
 
-def _refit_seconds(recipe: Recipe, refit: plan_refit.Prediction) -> float:
-    from pipeline.refit import simulate  # brings numpy, which a plan without a refit does not need
+def _refit_seconds(recipe: Recipe, refit: Prediction) -> float:
+    from launch.plan import refit_time  # brings numpy, which a plan without a refit does not need
 
     if recipe.policy.generation.refit_transport == "broadcast":
-        return simulate.broadcast_seconds(refit.reference, recipe.cluster.network)[0]
+        return refit_time.broadcast_seconds(refit.reference, recipe.cluster.network)[0]
     return refit.seconds
 
 

@@ -6,12 +6,11 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from launch.plan import generate_time, modes, sharing, split
-from launch.plan.cut import engines
+from launch.plan.cut import cut_sizes, engines
 from launch.plan.estimate import Plan, step_elsewhere
 from launch.plan.memory_advice import recomputes_less
 from launch.plan.modes import Mode
 from launch.plan.step import priced
-from launch.plan_refit import cut_sizes
 from launch.units import plural as _plural
 from launch.units import seconds as _seconds
 from launch.units import size as _size

@@ -16,7 +16,7 @@ from launch.plan.cut import train_cut
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
 from launch.plan.phase import Phase
 from launch.plan.rates import GLOO_GB_PER_S, IPC_GB_PER_S, PAGE_LOCKED, TCP_GB_PER_S
-from launch.plan_refit import Prediction
+from launch.plan.refit import Prediction
 from pipeline.config import Recipe, engine_ranks, hardware, ranks, ranks_per_node, refits_by_ipc
 
 GIGA = 1e9

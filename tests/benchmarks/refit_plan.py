@@ -1,7 +1,7 @@
 """Planning refits of models and runs of a size that is not here, on one core: seconds, memory, how near the floor.
 
 Each case is planned in a process of its own, since memory is that process's peak; what it takes before planning counts.
-"layouts" is the time that `pipeline.refit.ownership` takes to tell every rank's boxes from the config, in whose place a run
+"layouts" is the time that `launch.plan.refit_layouts` takes to tell every rank's boxes from the config, in whose place a run
 has its backends; "plan" is what a run waits for; "rank" makes one rank's own list. The floor is the larger of what a generate
 rank wants and what train ranks must send, as far as only they hold it. "waits" is the sum over rounds of the busiest rank's
 bytes in each, over the busiest rank's bytes in all: 1 if nobody ever waits for another.
@@ -117,7 +117,7 @@ CASES = (
 
 def measure(case: Case) -> dict[str, Any]:
     """Plan it here."""
-    from pipeline.refit.ownership import ownership
+    from launch.plan.refit_layouts import ownership
     from pipeline.refit.plan import schedule
 
     policy = PolicyConfig(

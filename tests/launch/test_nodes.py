@@ -5,12 +5,13 @@ import subprocess
 
 import pytest
 
-from launch import nodes, plan_refit
+from launch import nodes
 from launch.components import components
 from launch.executors import allocation
 from launch.executors.local import rank_environments
 from launch.executors.slurm import batch_script
 from launch.nodes import Guest
+from launch.plan.refit import node_names
 from launch.preflight import allocation as allocated
 from launch.preflight import slurm_request
 from pipeline import config
@@ -140,7 +141,7 @@ def test_on_this_machine(load, monkeypatch):
 
 
 def test_what_the_plan_knows_of_nodes(load):
-    names = plan_refit.node_names(
+    names = node_names(
         load(SHARE, "cluster.train.nodes=2", "cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=1")
     )
     assert [names[rank] for rank in range(6)] == [f"train node {i}" for i in (0, 0, 1, 1, 0, 1)]

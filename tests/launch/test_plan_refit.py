@@ -126,9 +126,9 @@ def test_a_model_that_is_not_here_where_nothing_is_installed(tmp_path):
 
 def test_without_matplotlib_the_table_is_printed_and_the_picture_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib" or name == "pipeline.refit.timeline"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib" or name == "launch.plan.refit_picture"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("pipeline.refit.timeline", raising=False)
+    monkeypatch.delattr("launch.plan.refit_picture", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plan_refit.main(["recipe=tiny_grpo", f"out={tmp_path / 'a.png'}"]) == 1
     told = capsys.readouterr()

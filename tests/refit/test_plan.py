@@ -8,9 +8,10 @@ import random
 import numpy as np
 import pytest
 
+from launch.plan import refit_time
 from pipeline.boxes import Box, Region
 from pipeline.config.cluster import NetworkConfig
-from pipeline.refit import balance, simulate
+from pipeline.refit import balance
 from pipeline.refit.plan import schedule
 from pipeline.refit.schedule import Schedule
 from pipeline.refit.tables import Items, Plan, Table, table
@@ -134,7 +135,7 @@ def test_the_messages_that_are_priced_are_those_of_the_rank_plans():
             sizes = size_of(part.receives)
             for (number, source, _), rows in messages(part.receives, rank, False).items():
                 expected[number, source, rank] = (sizes[rows].sum(), source in made.place)
-        found = simulate.messages(made)
+        found = refit_time.messages(made)
         ends = zip(*(getattr(found, name).tolist() for name in ("round", "source", "target")), strict=True)
         assert dict(zip(ends, zip(found.size, found.relay, strict=True), strict=True)) == expected
         assert len(found) == len(expected)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from launch.plan import refit_time
 from pipeline.boxes import Box, Region
 from pipeline.config.cluster import NetworkConfig
-from pipeline.refit import simulate
 from pipeline.refit.plan import schedule
 from pipeline.refit.tables import Table, table
 
@@ -30,7 +30,7 @@ def test_where_a_node_has_all_of_the_model_no_byte_leaves_it(nodes, per_node, te
     engines = [list(range(first, first + size)) for first in range(count, 2 * count, size)]
     node = {rank: f"node{rank % count // per_node}" for rank in range(2 * count)}
     made = schedule(train, generate, engines, shapes, 2, 64 << 10, node, NetworkConfig())
-    moved = simulate.messages(made)
+    moved = refit_time.messages(made)
     ends = list(zip(moved.source.tolist(), moved.target.tolist(), strict=True))
     assert ends and all(node[source] == node[target] for source, target in ends)
     assert {target for _, target in ends} == set(generate)

@@ -2,9 +2,10 @@
 
 import pytest
 
-from launch import backend, plan_refit
+from launch import backend
 from launch.plan import memory_train, plan, report, sharing, split
 from launch.plan.cut import train_cut
+from launch.plan.refit import node_names
 from pipeline import config
 from pipeline.config import hardware
 
@@ -69,7 +70,7 @@ def test_a_refit_brings_weights_that_are_not_quantized_yet():
 
 def test_all_that_travels_stays_on_its_node():
     recipe, _ = backend.choose(config.load("llama8b_grpo_sync", [*SHARED, "cluster.train.nodes=2", "cluster.generate.nodes=2"]))
-    names = plan_refit.node_names(recipe)
+    names = node_names(recipe)
     assert len(names) == 32 and len(set(names.values())) == 2
     assert all(names[rank] == names[16 + rank] for rank in range(16))
 

@@ -20,12 +20,12 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
+from launch.plan.refit_layouts import ownership
 from pipeline import models
 from pipeline.boxes import Region
 from pipeline.config import DTensorConfig, GenerationConfig, MegatronConfig, PolicyConfig, VLLMConfig
 from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.layout import restrict
-from pipeline.refit.ownership import ownership
 from pipeline.refit.tables import Table
 from pipeline.train.base import Use
 from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported

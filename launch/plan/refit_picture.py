@@ -1,6 +1,6 @@
 """A picture of a simulated refit: what the busiest ranks do when, and how many bytes are on their way.
 
-Left out: all other ranks. The numbers behind the picture are `pipeline.refit.simulate.Timeline`.
+Left out: all other ranks. The numbers behind the picture are `launch.plan.refit_time.Timeline`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.refit.simulate import GIGA, Timeline
+from launch.plan.refit_time import GIGA, Timeline
 
 COLOURS = {"pack": "#e69f00", "wire": "#0072b2", "apply": "#009e73"}  # Okabe and Ito's, told apart by everybody
 LANE = 0.27  # height of a bar; a rank's row has three

@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 
-from pipeline.boxes import Box, Region
-from pipeline.config.cluster import NetworkConfig
-from pipeline.refit import simulate as simulator
-from pipeline.refit.plan import schedule
-from pipeline.refit.simulate import (
+from launch.plan import refit_time
+from launch.plan.refit_time import (
     TERMS,
     Broadcast,
     Demand,
@@ -21,6 +18,9 @@ from pipeline.refit.simulate import (
     reference,
     simulate,
 )
+from pipeline.boxes import Box, Region
+from pipeline.config.cluster import NetworkConfig
+from pipeline.refit.plan import schedule
 from pipeline.refit.tables import table
 
 GB = 10**9
@@ -222,7 +222,7 @@ def plan(node):
 
 
 def test_a_plan_s_messages_bring_each_rank_what_it_owns(planned):
-    load = loads(simulator.messages(planned), NODE)
+    load = loads(refit_time.messages(planned), NODE)
     assert load.received.sum(0).tolist() == [0] * 4 + [UP / 2 + NORM] * 4
     assert load.nic_in.sum() == UP + 2 * NORM  # both engines share it
     assert load.relays.tolist() == [False] * 4 + [True] * 4
@@ -237,7 +237,7 @@ def test_what_a_plan_must_move(planned):
 
 def test_a_plan_comes_close_to_the_floor_and_not_below(planned):
     described = network(node=1e5)
-    timeline = simulate(simulator.messages(planned), NODE, described)
+    timeline = simulate(refit_time.messages(planned), NODE, described)
     assert 0.8 < floor(demand(planned, NODE), described)[0] / timeline.seconds <= 1
 
 
@@ -247,7 +247,7 @@ def test_the_floor_where_train_ranks_are_on_generate_nodes(node, far):
     made, node, described = plan(node), np.array(node), network()
     wanted = demand(made, node)
     assert wanted.shared and set(wanted.by_node) == {far}
-    assert 0 < floor(wanted, described)[0] <= simulate(simulator.messages(made), node, described).seconds
+    assert 0 < floor(wanted, described)[0] <= simulate(refit_time.messages(made), node, described).seconds
 
 
 def test_what_the_reference_would_move(planned):

@@ -1,0 +1,86 @@
+"""The refit of a recipe, planned and priced without a job: the schedule that a run would make, and how long it would take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from launch.model_files import described
+from launch.model_shape import ModelShape
+from pipeline.config import PRECISIONS, Recipe, colocated, ranks, ranks_per_node
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from launch.plan.refit_time import Broadcast, Demand, Timeline
+    from pipeline.refit.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Prediction:
+    recipe: Recipe
+    parameters: int  # of the model; its buffers are refitted too
+    schedule: Schedule
+    timeline: Timeline
+    demand: Demand
+    reference: Broadcast
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds
+
+    @property
+    def sent(self) -> np.ndarray:
+        """[train ranks] bytes"""
+        return self.timeline.loads.sent.sum(0)[: ranks(self.recipe.cluster.train)]
+
+    @property
+    def received(self) -> np.ndarray:
+        """[generate ranks] bytes"""
+        return self.timeline.loads.received.sum(0)[ranks(self.recipe.cluster.train) :]
+
+    @property
+    def floor(self) -> tuple[float, str]:
+        """Seconds that the network takes whatever the plan, and what sets them."""
+        from launch.plan import refit_time
+
+        return refit_time.floor(self.demand, self.recipe.cluster.network)
+
+
+def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> Prediction:
+    """Plan and price the refit of a recipe whose backend is chosen. model: the policy's config.json; None: that of the model
+    which the recipe names. Raises ValueError if the layouts cannot be told, or do not meet.
+    """
+    # Not imported before, so that a wrong command line is soon told.
+    import numpy as np
+
+    from launch.plan import refit_layouts, refit_time
+    from pipeline.refit import plan
+
+    nodes, network = node_names(recipe), recipe.cluster.network
+    itemsize, bucket = PRECISIONS[recipe.policy.precision], recipe.policy.generation.refit_cfg.bucket_bytes
+    model = model or described(recipe.policy)
+    owners = refit_layouts.tables(model, recipe)
+    schedule = plan.schedule(owners.train, owners.generate, owners.engines, owners.shapes, itemsize, bucket, nodes, network)
+    number = {name: i for i, name in enumerate(dict.fromkeys(nodes.values()))}
+    node = np.array([number[nodes[rank]] for rank in range(len(nodes))])
+    entries = sum(map(math.prod, owners.shapes.values()))
+    return Prediction(
+        recipe,
+        ModelShape.of(model).parameters,
+        schedule,
+        refit_time.simulate(refit_time.messages(schedule), node, network),
+        refit_time.demand(schedule, node),
+        refit_time.reference(schedule, node, entries * itemsize, bucket),
+    )
+
+
+def node_names(recipe: Recipe) -> dict[int, str]:
+    """Of every rank, train ranks first."""
+    names, cluster = [], recipe.cluster
+    of_generate = "train" if colocated(recipe) or cluster.share_nodes else "generate"
+    for realm, component in (("train", cluster.train), (of_generate, cluster.generate)):
+        names += [f"{realm} node {rank // ranks_per_node(component)}" for rank in range(ranks(component))]
+    return dict(enumerate(names))
