@@ -5,7 +5,7 @@
       step_000010/                      complete: renamed only after everything in it was on disk
         complete.json                   version, step, the loop's state, and the size of every file
         train-rank00000.safetensors ... what the train backend wrote
-        buffer.msgpack                  rollouts that no step has trained on yet, if any (pipeline/experience/record.py)
+        buffer.msgpack                  rollouts that no step has trained on yet, if any (pipeline/rollout/buffer.py)
         hf/                             a Hugging Face checkpoint, if checkpointing.save_consolidated;
                                         the run folder's own `hf` leads to the latest when the run has ended
       .step_000005.<attempt>.removed/   superfluous, but could not be removed: the next start does

@@ -23,9 +23,9 @@ from pipeline.data.batches import share
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import ExampleStream, PairStream, PromptStream, Stream
 from pipeline.deadline import Deadline
-from pipeline.experience import Experience
 from pipeline.metrics import Metrics, mean_metrics, validation_metrics
 from pipeline.remote import Remote
+from pipeline.rollout.collectors import Collector
 from pipeline.sharing import Sharing
 from pipeline.startup import Startup
 from pipeline.timeline import Timeline
@@ -220,21 +220,21 @@ class Run:
 
 
 def run_online(
-    run: Run, algorithm: OnlineAlgorithm, experience: Experience, prompts: PromptStream, validation: list[Prompt]
+    run: Run, algorithm: OnlineAlgorithm, collector: Collector, prompts: PromptStream, validation: list[Prompt]
 ) -> int:
     """Sample, judge, learn, refit; the step it ended at."""
     section, sharing = config.section(run.recipe), run.sharing
-    run.record = experience.record
+    run.record = collector.state_dict
     step, metrics = run.restore(prompts)
 
     def refit() -> dict[str, float]:
         with metrics.clock("refit"):
-            experience.before_refit()
+            collector.before_refit()
             return sharing.refit(version=step)
 
     def validate() -> dict[str, float]:
         with metrics.clock("validation"), sharing.generating():
-            groups = experience.validate(validation)
+            groups = collector.validate(validation)
         run.attempt.check()
         run.log_rollouts(metrics, step, groups, "val")
         return validation_metrics(groups)
@@ -243,19 +243,19 @@ def run_online(
     refit()
     if evaluates_alone(run.recipe):  # what a checkpoint keeps of rollouts stays there
         return run.evaluate_alone(metrics, step, validate)
-    resumed = experience.resume(run.take_kept(), step)
+    resumed = collector.load_state_dict(run.take_kept(), step)
     metrics.take_clocks()  # that refit belongs to no step
     run.timeline.step_ended(step)
     if section.val_at_start and step == 0 and validation:
         run.startup.enter("validation")
         metrics.log(0, validate() | metrics.take_clocks())
     run.startup.enter("first step")
-    batch = prompts.take(experience.room(step))
-    while step < section.max_num_steps and experience.enough(batch) and not run.must_leave():
+    batch = prompts.take(collector.num_prompts_to_send(step))
+    while step < section.max_num_steps and collector.can_fill_step(batch) and not run.must_leave():
         with metrics.clock("step"):
             with metrics.clock("rollout"), sharing.generating():
-                experience.send(batch, step)
-                groups, values = experience.collect(prompts, algorithm.select, step)
+                collector.send(batch, step)
+                groups, values = collector.collect(prompts, algorithm.select, step)
             if len(groups) < section.num_prompts_per_step:
                 break  # the data ended before the step was full
             samples = algorithm.credit(groups)
@@ -263,8 +263,8 @@ def run_online(
                 values |= run.learn(algorithm, samples, algorithm.trains(step))
             step += 1
             cost = refit()
-        position, batch = prompts.state_dict(), prompts.take(experience.room(step))
-        last = step == section.max_num_steps or not experience.enough(batch)
+        position, batch = prompts.state_dict(), prompts.take(collector.num_prompts_to_send(step))
+        last = step == section.max_num_steps or not collector.can_fill_step(batch)
         if validation and (_due(section.val_period, step) or (section.val_at_end and last)):
             values |= validate()
         tokens = sum(rollout.drawn_tokens for group in groups for rollout in group.rollouts)
@@ -275,8 +275,8 @@ def run_online(
         run.end_step(metrics, step, last, position, values, groups)
     run.finish()
     metrics.close()
-    if experience.pending and not run.left:
-        print(f"the run ends; no step has trained on {experience.pending} groups that were sampled ahead", flush=True)
+    if collector.pending and not run.left:
+        print(f"the run ends; no step has trained on {collector.pending} groups that were sampled ahead", flush=True)
     return step
 
 

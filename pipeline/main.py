@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeline import algorithms, config, experience, node_checks, own_code, remote
+from pipeline import algorithms, config, node_checks, own_code, remote
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
 from pipeline.config import Recipe
@@ -24,6 +24,7 @@ from pipeline.refit.coordination import Refits
 from pipeline.refit.planned import PlannedRefit
 from pipeline.remote import Mailbox, Remote
 from pipeline.roles import GenerateRole, RewardRole, TrainRole
+from pipeline.rollout import collectors
 from pipeline.scoring import Scoring
 from pipeline.sharing import Sharing
 from pipeline.startup import SETTING_UP, Startup
@@ -125,7 +126,7 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
         if config.reward_model(recipe):
             judge = Scoring(recipe, *((reward, judges) if realms.reward else (train, places)), tokenizer)
         engines = [Remote(mailbox, world, engine, GenerateRole, timeouts) for engine in realms.engines]
-        rollouts = experience.build(recipe.algorithm, config.section(recipe), recipe.policy.generation, engines, judge)
+        rollouts = collectors.build(recipe.algorithm, config.section(recipe), recipe.policy.generation, engines, judge)
         step = run_online(run, algorithm, rollouts, stream, validation)
     else:
         step = run_offline(run, algorithm, stream, validation)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 DOWNHILL = [
     ("main",),
     ("coordinator",),
-    ("experience", "scoring", "deadline", "sharing"),
+    ("scoring", "deadline", "sharing"),
     ("roles",),
     ("rollout", "refit"),
     ("algorithms", "train", "generate", "environments", "remote", "node_checks"),

@@ -4,7 +4,7 @@
     drained      sampling runs ahead, and a refit waits for the engines: the longer of rollout and training, then the refit
     in flight    a refit does not wait: the steps of rank 0's loop are played on one engine until they repeat
 
-Played are the groups of `pipeline/experience/buffer.py` with `stragglers: wait`: at most max_trajectory_age_steps + 1 rollouts
+Played are the groups of `pipeline/rollout/buffer.py` with `stragglers: wait`: at most max_trajectory_age_steps + 1 rollouts
 live, each refit begins one, and a step waits for the oldest. So the last answers of a rollout share the engine with the first
 of the next, which hides them. A sequence begins when another ends, the oldest rollout's first.
 

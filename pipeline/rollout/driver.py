@@ -21,9 +21,8 @@ from dataclasses import dataclass, field, replace
 from pipeline.generate.base import GenerateBackend
 from pipeline.remote import Later
 from pipeline.rollout.environment_pool import Failure
-from pipeline.rollout.environment_threads import EnvironmentExecutor
+from pipeline.rollout.environment_threads import EnvironmentExecutor, StepOutcome
 from pipeline.rollout.episode import Episode
-from pipeline.rollout.hearing import Heard
 from pipeline.rollout.lockstep import STEP, WAIT, Lockstep, Move, make, waiting, working
 from pipeline.rollout.work import Finished, RolloutWork, Unfinished
 from pipeline.types import Completion, Rollout, RolloutGroup, Turn
@@ -180,10 +179,10 @@ class Driver:
         self._cutting = []
         self._lockstep.announce(STEP, move)
         for completion in make(move, self._engine):
-            self._hear(completion)
+            self._judge(completion)
         self._end_drains()
 
-    def _hear(self, completion: Completion) -> None:
+    def _judge(self, completion: Completion) -> None:
         """The policy has said something: the environment's turn."""
         episode = self._speaking.pop(completion.id)
         if episode.last_turn:
@@ -191,9 +190,9 @@ class Driver:
         if not len(completion.tokens):  # cut before it said a word
             self._end(episode, episode.cut_short())
             return
-        episode.said = completion
+        episode.completion = completion
         self._judged[episode.id] = episode
-        self._environments.submit(episode.told(self._max_length))
+        self._environments.submit(episode.step_request(self._max_length))
 
     def _take_judged(self) -> None:
         for name, answer in self._environments.take():
@@ -205,18 +204,18 @@ class Driver:
                 self._go_on(episode, answer)
         self._end_drains()
 
-    def _go_on(self, episode: Episode, heard: Heard) -> None:
+    def _go_on(self, episode: Episode, outcome: StepOutcome) -> None:
         """Each turn's reward counts; the last one's metrics."""
-        last, said = episode.last_turn, episode.said
-        episode.reward += heard.reward
-        episode.metrics = heard.metrics
-        episode.said = None
-        if heard.over or last or heard.observation is None:
-            cut = not heard.over and (episode.cut or not last)  # it would have gone on, but for the cut or for want of room
+        last, said = episode.last_turn, episode.completion
+        episode.reward += outcome.reward
+        episode.metrics = outcome.metrics
+        episode.completion = None
+        if outcome.over or last or outcome.observation is None:
+            cut = not outcome.over and (episode.cut or not last)  # it would have gone on, but for the cut or for want of room
             episode.turns.append(Turn(replace(said, finish="length") if cut else said))
             self._end(episode, episode.rollout())
         else:
-            episode.turns.append(Turn(said, heard.observation))
+            episode.turns.append(Turn(said, outcome.observation))
             self._next.append(episode)
 
     def _end(self, episode: Episode, rollout: Rollout) -> None:

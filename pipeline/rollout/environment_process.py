@@ -30,10 +30,9 @@ from pathlib import Path
 from typing import Protocol
 
 from pipeline.rollout import environment_server
-from pipeline.rollout.environment_messages import BEAT_S, CALLS, WORN_OUT, Order, Report, frame, messages
 from pipeline.rollout.environment_pool import CLOSE_S, Failure
-from pipeline.rollout.environment_threads import EnvironmentSettings
-from pipeline.rollout.hearing import Heard, Said, ends
+from pipeline.rollout.environment_server import BEAT_S, CALLS, WORN_OUT, EnvCommand, EnvReport, frame, messages
+from pipeline.rollout.environment_threads import EnvironmentSettings, StepOutcome, StepRequest, ends
 
 ROOT = Path(__file__).parents[2]
 SILENCE_S = 30.0
@@ -143,17 +142,17 @@ class _Process:
 
     def __init__(self, started: Started, settings: EnvironmentSettings, news: threading.Event) -> None:
         self.handle, self.judging = started.handle, started.judging
-        self.reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()  # None: no more come
+        self.reports: queue.SimpleQueue[EnvReport | None] = queue.SimpleQueue()  # None: no more come
         self.loaded = False
         self._connection, self._news = started.connection, news
         self._unsent: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._unsent.put(frame(settings))
         self._reader = threading.Thread(target=self._read, name="environment reports", daemon=True)
         self._reader.start()
-        threading.Thread(target=self._write, name="environment orders", daemon=True).start()
+        threading.Thread(target=self._write, name="environment commands", daemon=True).start()
 
-    def send(self, order: Order) -> None:
-        self._unsent.put(frame(order))
+    def send(self, command: EnvCommand) -> None:
+        self._unsent.put(frame(command))
 
     def _write(self) -> None:
         """What has gathered goes at once."""
@@ -170,7 +169,7 @@ class _Process:
 
     def _read(self) -> None:
         try:
-            for report in messages(self._connection.makefile("rb"), Report):
+            for report in messages(self._connection.makefile("rb"), EnvReport):
                 self.reports.put(report)
                 self._news.set()
         except OSError:
@@ -201,7 +200,7 @@ class _Process:
 
     def close(self) -> None:
         """Let it close its environments; kill it if that does not end."""
-        self.send(Order())
+        self.send(EnvCommand())
         try:
             self.handle.wait(CLOSE_S + BEAT_S)
         except subprocess.TimeoutExpired:
@@ -219,13 +218,13 @@ class EnvironmentProcess:
         self._patience_s = longest + settings.grace_s + SILENCE_S
         self._process = _Process(_next(), settings, news)
         self._number = 0
-        self._calls: dict[int, Said] = {}  # that have no answer
+        self._calls: dict[int, StepRequest] = {}  # that have no answer
         self._held: dict[str, _Process] = {}  # episodes that have not ended
         self._failed: list[tuple[str, Failure]] = []  # not by an environment's word
-        self._suspects: deque[Said] = deque()  # that a process died while judging: each is judged alone
-        self._accused: list[tuple[Said, str]] = []  # likewise, but cannot be judged again; and how it died
+        self._suspects: deque[StepRequest] = deque()  # that a process died while judging: each is judged alone
+        self._accused: list[tuple[StepRequest, str]] = []  # likewise, but cannot be judged again; and how it died
         self._trying = False  # whether there are suspects whose judgement has not ended
-        self._waiting: deque[Said] = deque()  # for that
+        self._waiting: deque[StepRequest] = deque()  # for that
         self._silent_s, self._looked = 0.0, time.monotonic()
         self._idle_deaths = 0
 
@@ -235,26 +234,26 @@ class EnvironmentProcess:
         if not self._process.loaded:
             raise RuntimeError(f"the environments' process {self._process.end()} before its environments were loaded")
 
-    def submit(self, said: Said) -> None:
-        if said.prompt is not None:
-            self._held[said.episode] = self._process
-        elif self._held[said.episode] is not self._process:
-            self._lose([said])
+    def submit(self, request: StepRequest) -> None:
+        if request.prompt is not None:
+            self._held[request.episode] = self._process
+        elif self._held[request.episode] is not self._process:
+            self._lose([request])
             return
         if self._trying:
-            self._waiting.append(said)
+            self._waiting.append(request)
         else:
-            self._send(said)
+            self._send(request)
 
-    def _send(self, said: Said) -> None:
+    def _send(self, request: StepRequest) -> None:
         if not self._calls:
             self._silent_s = 0.0
         self._number = (self._number + 1) % CALLS
-        self._calls[self._number] = said
+        self._calls[self._number] = request
         self._process.judging[self._number] = 0
-        self._process.send(Order(self._number, said))
+        self._process.send(EnvCommand(self._number, request))
 
-    def take(self) -> list[tuple[str, Heard | Failure]]:
+    def take(self) -> list[tuple[str, StepOutcome | Failure]]:
         answers = self._take_reports()
         if self._process.ended():
             answers += self._take_reports()
@@ -275,18 +274,18 @@ class EnvironmentProcess:
 
     def forget(self, episode: str) -> None:
         if self._held.pop(episode, None) is self._process:
-            self._process.send(Order(forget=episode))
+            self._process.send(EnvCommand(forget=episode))
 
     def close(self) -> None:
         self._process.close()
 
-    def _take_reports(self) -> list[tuple[str, Heard | Failure]]:
+    def _take_reports(self) -> list[tuple[str, StepOutcome | Failure]]:
         answers = []
         while not self._process.reports.empty():
             answers += self._take(self._process.reports.get())
         return answers
 
-    def _take(self, report: Report | None) -> list[tuple[str, Heard | Failure]]:
+    def _take(self, report: EnvReport | None) -> list[tuple[str, StepOutcome | Failure]]:
         if report is None:
             return []
         if report.error:
@@ -296,15 +295,15 @@ class EnvironmentProcess:
             error.add_note(f"In the environments' process:\n{report.traceback}")
             raise error
         self._process.loaded, self._silent_s = True, 0.0
-        if report.answers:
+        if report.replies:
             self._idle_deaths = 0
         answers = []
-        for one in report.answers:
-            said = self._calls.pop(one.call)
-            answer = Failure(one.failure, one.of_answer) if one.heard is None else one.heard
-            if ends(said, answer):
-                self._held.pop(said.episode, None)
-            answers.append((said.episode, answer))
+        for reply in report.replies:
+            request = self._calls.pop(reply.call)
+            answer = Failure(reply.failure, reply.of_answer) if reply.outcome is None else reply.outcome
+            if ends(request, answer):
+                self._held.pop(request.episode, None)
+            answers.append((request.episode, answer))
         return answers
 
     def _is_silent(self) -> bool:
@@ -318,8 +317,8 @@ class EnvironmentProcess:
     def _begin_anew(self, how: str) -> None:
         """The process has ended."""
         dead, calls, self._calls = self._process, self._calls, {}
-        judged = [said for call, said in calls.items() if dead.judging[call]]
-        others = [said for call, said in calls.items() if not dead.judging[call]]
+        judged = [request for call, request in calls.items() if dead.judging[call]]
+        others = [request for call, request in calls.items() if not dead.judging[call]]
         self._idle_deaths = 0 if judged or dead.worn_out else self._idle_deaths + 1
         why = f"the environments' process {how}"
         if self._idle_deaths > IDLE_DEATHS:
@@ -331,22 +330,23 @@ class EnvironmentProcess:
             others, judged = judged + others, []
         elif len(judged) == running == 1:
             self._failed.append((judged[0].episode, Failure(why, of_answer=True)))
-            self._lose([said for said, _ in self._accused])
+            self._lose([request for request, _ in self._accused])
             judged, self._accused = [], []
-        again, held = [said for said in judged if said.prompt is not None], [said for said in judged if said.prompt is None]
+        again = [request for request in judged if request.prompt is not None]
+        held = [request for request in judged if request.prompt is None]
         if running > len(judged):
             self._lose(held)
         else:
-            self._accused += [(said, why) for said in held]
+            self._accused += [(request, why) for request in held]
         self._suspects += again
         self._waiting.extendleft(reversed(others))
-        self._lose([said for said in self._waiting if said.prompt is None])
-        self._waiting = deque(said for said in self._waiting if said.prompt is not None)
+        self._lose([request for request in self._waiting if request.prompt is None])
+        self._waiting = deque(request for request in self._waiting if request.prompt is not None)
         self._trying = bool(self._trying or self._suspects or self._accused)
 
-    def _lose(self, turns: list[Said]) -> None:
+    def _lose(self, turns: list[StepRequest]) -> None:
         """Of episodes that ended with their process, and not for what they said."""
-        self._failed += [(said.episode, Failure(HELD)) for said in turns]
+        self._failed += [(request.episode, Failure(HELD)) for request in turns]
 
     def _try_suspects(self) -> None:
         """Go on with the next one if none is being judged, and in the end with what has waited for them."""
@@ -355,11 +355,11 @@ class EnvironmentProcess:
         if self._suspects:
             self._send_anew(self._suspects.popleft())
             return
-        self._failed += [(said.episode, Failure(why, of_answer=True)) for said, why in self._accused]
+        self._failed += [(request.episode, Failure(why, of_answer=True)) for request, why in self._accused]
         self._accused, self._trying = [], False
         while self._waiting:
             self._send_anew(self._waiting.popleft())
 
-    def _send_anew(self, said: Said) -> None:
-        self._held[said.episode] = self._process
-        self._send(said)
+    def _send_anew(self, request: StepRequest) -> None:
+        self._held[request.episode] = self._process
+        self._send(request)

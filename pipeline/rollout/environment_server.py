@@ -1,8 +1,12 @@
-"""The process in which the environments of an engine run: `python -m pipeline.rollout.environment_server SOCKET MEMORY RANK`.
+"""Run the environments of an engine in a process of their own: `python -m pipeline.rollout.environment_server SOCKET MEMORY
+RANK`.
 
 SOCKET and MEMORY are descriptors that it inherits, RANK is its parent's process id. It ends with the rank, whatever it does.
 Signals that tell the rank to leave do not end it: the rank's last step still needs answers. Short of memory, the kernel takes
 it before the rank.
+
+A message between the two is four bytes of length and msgpack. Besides, they share memory in which the process marks the turns
+that it is judging: when it dies, the rank still knows which these were.
 """
 
 from __future__ import annotations
@@ -14,23 +18,72 @@ import os
 import queue
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import msgspec
 
 from pipeline import own_code, rank_log
+from pipeline.encoding import decode, encode
 from pipeline.environments.base import WornOut
-from pipeline.rollout.environment_messages import BEAT_S, WORN_OUT, Answer, Order, Report, frame, messages
 from pipeline.rollout.environment_pool import Failure, encodable
-from pipeline.rollout.environment_threads import EnvironmentSettings, EnvironmentThreads, load
-from pipeline.rollout.hearing import Heard
+from pipeline.rollout.environment_threads import EnvironmentSettings, EnvironmentThreads, StepOutcome, StepRequest, load
 from pipeline.sandbox import kernel
 
 NAME = b"hetstep-env"
 """As ps and top show it: 15 bytes at most."""
 OOM_SCORE = 500
 """See kernel.offer_to_oom_killer. Of a rank it is 0, of what guards a program in the sandbox 999."""
+CALLS = 1 << 20
+"""Bytes of the shared memory, one for each call that may be open: 1 while it is carried out."""
+WORN_OUT = 75
+"""The status with which a process ends so that another takes its place; EX_TEMPFAIL of sysexits.h."""
+BEAT_S = 1.0
+"""While calls are open the process reports at least so often."""
+
+
+class EnvCommand(msgspec.Struct, array_like=True):
+    """From the rank: judge a turn, forget an episode, or, with neither, close the environments and end."""
+
+    call: int = 0
+    request: StepRequest | None = None
+    forget: str = ""
+
+
+class EnvReply(msgspec.Struct, array_like=True):
+    call: int
+    outcome: StepOutcome | None
+    failure: str = ""  # why there is no outcome
+    of_answer: bool = False  # see `Failure`
+
+
+class EnvReport(msgspec.Struct, array_like=True):
+    """From the process: answers since the last report. The first report says that the environments are loaded."""
+
+    replies: list[EnvReply] = []
+    error: str = ""  # the type of an exception with which the process ends
+    message: str = ""
+    traceback: str = ""
+
+
+def frame(message: Any) -> bytes:
+    body = encode(message)
+    return struct.pack("<I", len(body)) + body
+
+
+def messages(stream: BinaryIO, kind: Any) -> Iterator[Any]:
+    """Yield messages of one kind until the other end is gone."""
+    while len(length := stream.read(4)) == 4:
+        (size,) = struct.unpack("<I", length)
+        body = stream.read(size)
+        if len(body) < size:
+            return
+        yield decode(body, kind)
 
 
 def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
@@ -50,19 +103,19 @@ def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
         return
     own_code.search_in(settings.folders)
     news: threading.Event = threading.Event()
-    orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+    commands: queue.SimpleQueue[EnvCommand] = queue.SimpleQueue()
 
     def listen() -> None:
-        for order in messages(stream, Order):
-            orders.put(order)
+        for command in messages(stream, EnvCommand):
+            commands.put(command)
             news.set()
         os._exit(1)  # the rank is gone
 
     try:
         environments = load(settings, news)
-        threading.Thread(target=listen, name="orders", daemon=True).start()
-        connection.sendall(frame(Report()))
-        _serve(environments, connection, judging, orders, news)
+        threading.Thread(target=listen, name="commands", daemon=True).start()
+        connection.sendall(frame(EnvReport()))
+        _serve(environments, connection, judging, commands, news)
         environments.close()
     except WornOut as error:  # no environment can be closed beside calls that hang
         print(f"hetstep: {encodable(str(error))}", flush=True)
@@ -71,14 +124,14 @@ def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
         os._exit(1)
     except Exception as error:
         told = [type(error).__name__, str(error), traceback.format_exc()]
-        connection.sendall(frame(Report([], *map(encodable, told))))
+        connection.sendall(frame(EnvReport([], *map(encodable, told))))
 
 
 def _serve(
     environments: EnvironmentThreads,
     connection: socket.socket,
     judging: mmap.mmap,
-    orders: queue.SimpleQueue[Order],
+    commands: queue.SimpleQueue[EnvCommand],
     news: threading.Event,
 ) -> None:
     calls: dict[str, int] = {}  # open ones, by their episodes
@@ -87,23 +140,23 @@ def _serve(
         left = environments.seconds_left()
         news.wait(left if left is None else min(left, BEAT_S))
         news.clear()
-        while not orders.empty():
-            order = orders.get()
-            if order.said is not None:
-                calls[order.said.episode] = order.call
-                environments.submit(order.said, functools.partial(judging.__setitem__, order.call))
-            elif order.forget:
-                environments.forget(order.forget)
+        while not commands.empty():
+            command = commands.get()
+            if command.request is not None:
+                calls[command.request.episode] = command.call
+                environments.submit(command.request, functools.partial(judging.__setitem__, command.call))
+            elif command.forget:
+                environments.forget(command.forget)
             else:
                 return
-        answers = [_answer(calls.pop(episode), answer) for episode, answer in environments.take()]
-        if answers or (calls and time.monotonic() > reported + BEAT_S / 2):
-            connection.sendall(frame(Report(answers)))
+        replies = [_reply(calls.pop(episode), answer) for episode, answer in environments.take()]
+        if replies or (calls and time.monotonic() > reported + BEAT_S / 2):
+            connection.sendall(frame(EnvReport(replies)))
             reported = time.monotonic()
 
 
-def _answer(call: int, answer: Heard | Failure) -> Answer:
-    return Answer(call, None, answer.why, answer.of_answer) if isinstance(answer, Failure) else Answer(call, answer)
+def _reply(call: int, answer: StepOutcome | Failure) -> EnvReply:
+    return EnvReply(call, None, answer.why, answer.of_answer) if isinstance(answer, Failure) else EnvReply(call, answer)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,34 @@
-"""Where the environments of an engine run, as the driver sees it, and the first of two places: threads of this process.
+"""Let environments judge and answer the policy's turns, in threads of this process.
 
-The other one is a process of their own (`environment_process.py`), in which there are these threads again. Python runs one
-thread of a process at a time, so what environments compute in the engine's process, the engine waits for.
+Tokens become text for the environment, and its observation becomes tokens again. `EnvironmentExecutor` is what the driver sees
+of the two places where environments may run: here, or in a process of their own (`environment_process.py`), in which there are
+these threads again. Python runs one thread of a process at a time, so the engine waits for what environments compute in the
+engine's process.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from pipeline import config
 from pipeline.config import EnvironmentConfig, Recipe, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.environments import registry
-from pipeline.environments.base import WornOut
-from pipeline.rollout.environment_pool import GRACE_S, Begin, EnvironmentPool, Failure
-from pipeline.rollout.hearing import Heard, Hearing, Said, ends
+from pipeline.environments.base import Environment, Outcome, WornOut
+from pipeline.rollout.environment_pool import GRACE_S, Begin, Call, EnvironmentPool, Failure, encodable
 from pipeline.sandbox import kernel
+from pipeline.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +49,112 @@ class EnvironmentSettings:
         return cls(recipe.env, recipe.policy.tokenizer, chat, turns, sys.path)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class StepRequest:
+    """One turn of the policy's, for its environment."""
+
+    episode: str  # unique among those that are open
+    title: str  # what the log calls it
+    environment: str  # key under `env` in the recipe
+    prompt: Prompt | None  # None after the first turn
+    tokens: np.ndarray  # [C] int32
+    last: bool  # the policy speaks no more after it
+    room: int  # for an observation, in tokens
+
+    def __str__(self) -> str:
+        return self.title
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """An environment's answer to one turn."""
+
+    reward: float
+    metrics: dict[str, float]
+    over: bool  # the environment has ended the episode
+    observation: np.ndarray | None  # [O] int32; None if it is over, or if there is no room for it and a word after it
+
+
+def ends(request: StepRequest, answer: StepOutcome | Failure) -> bool:
+    """Return whether nothing follows this answer."""
+    return isinstance(answer, Failure) or request.last or answer.over or answer.observation is None
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """An episode that has not ended."""
+
+    prompt: Prompt
+    begun: bool = False
+    state: Any = None  # the environment's, from `reset` on
+
+
+class EnvStepper:
+    """Steps environments with the policy's turns. `call` and `forget` are for one thread.
+
+    observations: None where episodes have one turn.
+    """
+
+    def __init__(
+        self,
+        environments: dict[str, Environment],
+        tokenizer: PreTrainedTokenizerBase,
+        observations: Observations | None,
+    ):
+        self._environments, self._tokenizer, self._observations = environments, tokenizer, observations
+        self._tokenizing = threading.Lock()  # tokenizers are for one thread at a time
+        self._open: dict[str, _Open] = {}
+
+    def call(self, request: StepRequest) -> Call:
+        """Return the call for `EnvironmentPool.submit`; its result is a `StepOutcome`."""
+        if request.prompt is not None:
+            self._open[request.episode] = _Open(request.prompt)
+        episode = self._open[request.episode]  # a call that was given up may change it still, when it is nobody's any more
+        return lambda begin: self._step(episode, request, begin)
+
+    def forget(self, episode: str) -> None:
+        """Drop what the environment holds of an episode that has ended."""
+        self._open.pop(episode, None)
+
+    def _step(self, episode: _Open, request: StepRequest, begin: Begin) -> StepOutcome:
+        environment = self._environments[request.environment]
+        if not episode.begun:
+            begin("reset")
+            episode.state = environment.reset(episode.prompt)
+            episode.begun = True
+        begin("reading what was said")
+        with self._tokenizing:
+            text = self._tokenizer.decode(request.tokens, skip_special_tokens=True)
+        begin("step")
+        outcome = environment.step(episode.state, text)
+        begin("its answer")
+        checked = self._checked(outcome)
+        if checked.over or request.last:
+            return checked
+        with self._tokenizing:
+            ended = self._observations.ends_turn(int(request.tokens[-1]))
+            observation = self._observations.within(outcome.observation, ended, request.room)
+        return StepOutcome(checked.reward, checked.metrics, False, observation)
+
+    def _checked(self, outcome: Outcome) -> StepOutcome:
+        """Raises TypeError or ValueError for what is no outcome."""
+        if not isinstance(outcome, Outcome):
+            raise TypeError(f"step returned a {type(outcome).__name__}, not an Outcome")
+        reward = float(outcome.reward)
+        if not math.isfinite(reward):
+            raise ValueError(f"step returned the reward {reward}")
+        metrics = {encodable(str(name)): float(value) for name, value in outcome.metrics.items()}
+        return StepOutcome(reward, metrics, outcome.observation is None, None)
+
+
 class EnvironmentExecutor(Protocol):
     """Runs the environments of one engine. For one thread, which its `news` wakes when there is something to take."""
 
-    def submit(self, said: Said) -> None:
-        """Let the environment hear a turn."""
+    def submit(self, request: StepRequest) -> None:
+        """Let the environment judge a turn."""
 
-    def take(self) -> list[tuple[str, Heard | Failure]]:
-        """Return (episode, answer) of the turns that have been heard since. Does not wait.
+    def take(self) -> list[tuple[str, StepOutcome | Failure]]:
+        """Return (episode, answer) of the turns that have been judged since. Does not wait.
 
         Raises RuntimeError if environments cannot go on.
         """
@@ -66,14 +172,14 @@ class EnvironmentExecutor(Protocol):
 class EnvironmentThreads:
     """Runs environments in threads of this process."""
 
-    def __init__(self, hearing: Hearing, pool: EnvironmentPool) -> None:
-        self._hearing, self._pool = hearing, pool
+    def __init__(self, stepper: EnvStepper, pool: EnvironmentPool) -> None:
+        self._stepper, self._pool = stepper, pool
 
-    def submit(self, said: Said, judging: Callable[[bool], None] = lambda judging: None) -> None:
+    def submit(self, request: StepRequest, judging: Callable[[bool], None] = lambda judging: None) -> None:
         """judging: told True when the turn begins to be judged, False when that has ended; in the thread that judges."""
-        call = self._hearing.call(said)
+        call = self._stepper.call(request)
 
-        def judge(begin: Begin) -> Heard:
+        def judge(begin: Begin) -> StepOutcome:
             judging(True)
             worn_out = False
             try:
@@ -84,20 +190,20 @@ class EnvironmentThreads:
             finally:
                 judging(worn_out)
 
-        self._pool.submit(said.environment, said, judge)
+        self._pool.submit(request.environment, request, judge)
 
-    def take(self) -> list[tuple[str, Heard | Failure]]:
+    def take(self) -> list[tuple[str, StepOutcome | Failure]]:
         answers = self._pool.take()
-        for said, answer in answers:
-            if ends(said, answer):
-                self._hearing.forget(said.episode)
-        return [(said.episode, answer) for said, answer in answers]
+        for request, answer in answers:
+            if ends(request, answer):
+                self._stepper.forget(request.episode)
+        return [(request.episode, answer) for request, answer in answers]
 
     def seconds_left(self) -> float | None:
         return self._pool.seconds_left()
 
     def forget(self, episode: str) -> None:
-        self._hearing.forget(episode)
+        self._stepper.forget(episode)
 
     def close(self) -> None:
         self._pool.close()
@@ -110,4 +216,6 @@ def load(settings: EnvironmentSettings, news: threading.Event) -> EnvironmentThr
     kernel.raise_open_files()  # an open session of an interpreter has four
     built = registry.build(settings.env)
     limits = {name: environment.timeout_s for name, environment in settings.env.items()}
-    return EnvironmentThreads(Hearing(built, tokenizer, observations), EnvironmentPool(built, limits, news, settings.grace_s))
+    return EnvironmentThreads(
+        EnvStepper(built, tokenizer, observations), EnvironmentPool(built, limits, news, settings.grace_s)
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pipeline.rollout.hearing import Said
+from pipeline.rollout.environment_threads import StepRequest
 from pipeline.rollout.work import RolloutWork
 from pipeline.types import NOTHING_SAID, Completion, Prompt, Request, Rollout, Span, Turn
 
@@ -24,7 +24,7 @@ class Episode:
     place: int  # of its group in the work
     sample: int
     turns: list[Turn] = field(default_factory=list)  # that are over; the environment has answered
-    said: Completion | None = None  # that the environment is judging
+    completion: Completion | None = None  # that the environment is judging
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     cut: bool = False  # it is to end where it is
@@ -62,15 +62,15 @@ class Episode:
         seed = sampling_seed(self.work.seed, self.work.purpose, self.prompt.index, self.sample, len(self.turns))
         return Request(self.request_id, self.tokens, seed, self.work.sampling)
 
-    def told(self, max_length: int) -> Said:
-        """What the environment is to hear: `said`. max_length: tokens of a prompt and all that follows."""
-        room = max_length - len(self.tokens) - len(self.said.tokens) - 1
+    def step_request(self, max_length: int) -> StepRequest:
+        """Return `completion` for the environment. max_length: tokens of a prompt and all that follows."""
+        room = max_length - len(self.tokens) - len(self.completion.tokens) - 1
         begins = None if self.turns else self.prompt
-        return Said(self.id, str(self), self.prompt.environment, begins, self.said.tokens, self.last_turn, room)
+        return StepRequest(self.id, str(self), self.prompt.environment, begins, self.completion.tokens, self.last_turn, room)
 
     def drawn(self) -> list[Span]:
         """Of all turns but the one that is being drawn."""
-        completions = [turn.completion for turn in self.turns] + ([self.said] if self.said else [])
+        completions = [turn.completion for turn in self.turns] + ([self.completion] if self.completion else [])
         return [span for completion in completions for span in completion.spans]
 
     def rollout(self) -> Rollout:
@@ -86,11 +86,11 @@ class Episode:
 
     def failed(self, why: str) -> Rollout:
         """Ended through no doing of the policy's: it is not learned from."""
-        return Rollout(self._heard(), 0.0, failure=why)
+        return Rollout(self._turns(), 0.0, failure=why)
 
     def broke(self, how: str, reward: float) -> Rollout:
         """Ended because the answer broke its judge: a wrong one, whatever its turns had earned."""
-        return Rollout(self._heard(), reward, broke=how)
+        return Rollout(self._turns(), reward, broke=how)
 
-    def _heard(self) -> tuple[Turn, ...]:
-        return (*self.turns, *([Turn(self.said)] if self.said else []))
+    def _turns(self) -> tuple[Turn, ...]:
+        return (*self.turns, *([Turn(self.completion)] if self.completion else []))

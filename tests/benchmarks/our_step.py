@@ -32,8 +32,7 @@ from pipeline.environments.base import Environment, Outcome
 from pipeline.generate.base import GenerateBackend
 from pipeline.rollout.driver import Driver
 from pipeline.rollout.environment_pool import EnvironmentPool
-from pipeline.rollout.environment_threads import EnvironmentThreads
-from pipeline.rollout.hearing import Hearing
+from pipeline.rollout.environment_threads import EnvironmentThreads, EnvStepper
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.work import RolloutWork
 from pipeline.train.base import Use
@@ -124,8 +123,8 @@ class OurStep:
 def _driver(engine: Dealt, policy: PolicyConfig, clock: Clock) -> Driver:
     """A driver asks nothing of the world but to note its phases, for which a clock does."""
     environments, news, generation = {"even": EvenWords()}, threading.Event(), policy.generation
-    hearing = Hearing(environments, load_tokenizer(policy.tokenizer), None)
-    threads = EnvironmentThreads(hearing, EnvironmentPool(environments, {"even": 60.0}, news))
+    stepper = EnvStepper(environments, load_tokenizer(policy.tokenizer), None)
+    threads = EnvironmentThreads(stepper, EnvironmentPool(environments, {"even": 60.0}, news))
     most, longest = generation.max_num_seqs, generation.vllm_cfg.max_model_len
     return Driver(engine, threads, Lockstep(None), clock, news, most, longest)
 

@@ -18,8 +18,7 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.environments.registry import build
 from pipeline.environments.verifiers import Verifiers, tasks
 from pipeline.rollout.environment_process import EnvironmentProcess
-from pipeline.rollout.environment_threads import EnvironmentSettings
-from pipeline.rollout.hearing import Said
+from pipeline.rollout.environment_threads import EnvironmentSettings, StepRequest
 from pipeline.types import Prompt
 from tests.rollout.hostile_policy import write_tokenizer
 
@@ -118,7 +117,7 @@ def test_a_reward_that_an_answer_makes_raise_or_never_end(tmp_path: Path, monkey
     said = ["4", "many", "-1", "5"]
     for number, text in enumerate(said):
         tokens = np.asarray(tokenizer(text).input_ids, np.int32)
-        process.submit(Said(str(number), text, "hub", replace(prompt(2), index=number), tokens, True, 10))
+        process.submit(StepRequest(str(number), text, "hub", replace(prompt(2), index=number), tokens, True, 10))
     found: dict[str, Any] = {}
     deadline = time.monotonic() + 120
     while len(found) < len(said) and time.monotonic() < deadline:

@@ -17,8 +17,7 @@ from pipeline.environments.base import Environment, Outcome
 from pipeline.generate.transformers import TransformersBackend
 from pipeline.rollout.driver import Driver
 from pipeline.rollout.environment_pool import EnvironmentPool
-from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentThreads
-from pipeline.rollout.hearing import Hearing
+from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentThreads, EnvStepper
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.work import RolloutWork
 from pipeline.types import Prompt, Rollout, Sampling
@@ -97,7 +96,7 @@ class Bench:
             tokenizer = load_tokenizer(TokenizerConfig(name=str(checkpoint.folder)))
             observations = Observations(tokenizer, TokenizerConfig(name=str(checkpoint.folder)), chat=False)
             pool = EnvironmentPool(environments, dict.fromkeys(environments, limit_s), self.news, grace_s=0.0)
-            executor = EnvironmentThreads(Hearing(environments, tokenizer, observations), pool)
+            executor = EnvironmentThreads(EnvStepper(environments, tokenizer, observations), pool)
         lockstep = Lockstep(None)
         parts = self.engine, executor, lockstep, self.world, self.news
         self.driver = Driver(*parts, max_num_seqs, MAX_MODEL_LEN, broken_rewards)

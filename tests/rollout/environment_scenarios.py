@@ -26,8 +26,7 @@ from pipeline.environments.python_tool import PythonTool
 from pipeline.rollout import environment_pool, environment_process
 from pipeline.rollout.environment_pool import Failure
 from pipeline.rollout.environment_process import HELD, EnvironmentProcess, fork_early
-from pipeline.rollout.environment_threads import EnvironmentSettings, load
-from pipeline.rollout.hearing import Said
+from pipeline.rollout.environment_threads import EnvironmentSettings, StepRequest, load
 from pipeline.sandbox import processes
 from pipeline.types import Prompt, Rollout
 from tests.generate.tiny import Checkpoint
@@ -117,7 +116,7 @@ def same(folder: Path) -> None:
             bench.work()
             found.append([rollout for _, rollouts in sorted(by_place(later.unsent).items()) for rollout in rollouts])
             held = bench.driver._environments
-            assert not (held._held if executor is EnvironmentProcess else held._hearing._open)
+            assert not (held._held if executor is EnvironmentProcess else held._stepper._open)
         assert len(found[0]) == 22 and [bits(rollout) for rollout in found[0]] == [bits(rollout) for rollout in found[1]]
         failures = [rollout.failure or rollout.broke for rollout in found[0]]
         assert [bool(rollout.failure) for rollout in found[0]] == [
@@ -164,8 +163,8 @@ def unbegun(folder: Path) -> None:
     process = started(settings(folder, f"{__name__}.Deadly", way="kill"))
     first = prompts(1, first=9)[0]
     process.submit(said("held", first, last=False))
-    ((_, heard),) = answers(process, 1)
-    assert heard.observation.tolist() == [21]
+    ((_, outcome),) = answers(process, 1)
+    assert outcome.observation.tolist() == [21]
     for prompt in prompts(8):
         process.submit(said(str(prompt.index), prompt))
     found = dict(answers(process, 8))
@@ -175,8 +174,8 @@ def unbegun(folder: Path) -> None:
     assert process.seconds_left() is None and not process._held
 
 
-def said(episode: str, prompt: Prompt | None, last: bool = True) -> Said:
-    return Said(episode, "a prompt", "told", prompt, np.asarray([5], np.int32), last, 10)
+def said(episode: str, prompt: Prompt | None, last: bool = True) -> StepRequest:
+    return StepRequest(episode, "a prompt", "told", prompt, np.asarray([5], np.int32), last, 10)
 
 
 def answers(process: EnvironmentProcess, count: int) -> list[tuple[str, Any]]:
@@ -252,7 +251,7 @@ class Later(Environment):
         return Outcome(1.0)
 
 
-def verdicts(process: EnvironmentProcess, turns: list[Said]) -> dict[str, str]:
+def verdicts(process: EnvironmentProcess, turns: list[StepRequest]) -> dict[str, str]:
     """What comes of turns that are there at once: judged, broke or left out."""
     for one in turns:
         process.submit(one)

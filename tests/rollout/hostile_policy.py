@@ -29,13 +29,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.config import AsyncConfig, EnvironmentConfig, GRPOConfig, TokenizerConfig
-from pipeline.experience.dispatch import Dispatch, Order
-from pipeline.experience.failures import Failures
-from pipeline.experience.synchronous import Synchronous
 from pipeline.rollout import environment_process
+from pipeline.rollout.collectors import SyncCollector
+from pipeline.rollout.dispatch import Dispatch, RolloutSpec
 from pipeline.rollout.driver import Driver
 from pipeline.rollout.environment_process import EnvironmentProcess, fork_early
 from pipeline.rollout.environment_threads import EnvironmentSettings
+from pipeline.rollout.failures import Failures
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.work import RolloutWork
 from pipeline.types import Completion, Prompt, Request, RolloutGroup, Sampling, Span
@@ -266,10 +266,10 @@ def run(folder: Path, environments: dict[str, EnvironmentConfig], said: dict[str
     driver = Driver(engine, process, Lockstep(None), NoWorld(), news, 8, ROOM)
     section = GRPOConfig(num_prompts_per_step=len(prompts), num_generations_per_prompt=2, async_grpo=AsyncConfig())
     dispatch = Dispatch([Engine(driver)], 42, 3, Failures(0, "max_generation_failures"))
-    order = Order("train", 2, Sampling())
-    experience = Synchronous("grpo", section, dispatch, None, order, order)
-    experience.send(prompts, 0)
-    groups, metrics = experience.collect(NoMore(), list, 0)
+    spec = RolloutSpec("train", 2, Sampling())
+    collector = SyncCollector(section, dispatch, None, spec, spec, name="grpo")
+    collector.send(prompts, 0)
+    groups, metrics = collector.collect(NoMore(), list, 0)
     process.close()
     print(
         {

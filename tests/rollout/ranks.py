@@ -22,8 +22,7 @@ from pipeline.remote import Mailbox, Remote, serve, stop, verb
 from pipeline.roles.generate import GenerateRole
 from pipeline.rollout.driver import Driver
 from pipeline.rollout.environment_pool import EnvironmentPool
-from pipeline.rollout.environment_threads import EnvironmentThreads
-from pipeline.rollout.hearing import Hearing
+from pipeline.rollout.environment_threads import EnvironmentThreads, EnvStepper
 from pipeline.watchdog import Watchdog
 from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
 from tests.generate.tiny import MAX_MODEL_LEN, policy
@@ -72,8 +71,8 @@ class Role(GenerateRole):
             config = TokenizerConfig(name=str(self._folder))
             tokenizer = load_tokenizer(config)
             told = {"told": Gated(self._world.place.folder / "gate")}
-            hearing = Hearing(told, tokenizer, Observations(tokenizer, config, chat=False))
-            self._environments = EnvironmentThreads(hearing, EnvironmentPool(told, {"told": 60.0}, self.news))
+            stepper = EnvStepper(told, tokenizer, Observations(tokenizer, config, chat=False))
+            self._environments = EnvironmentThreads(stepper, EnvironmentPool(told, {"told": 60.0}, self.news))
             parts = self._backend, self._environments, self._lockstep, self._world, self.news
             self._driver = Driver(*parts, 3, MAX_MODEL_LEN)
             self._backend.before_step = self._before_step

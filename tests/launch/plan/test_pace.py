@@ -11,7 +11,7 @@ from launch.plan.generate_time import Load
 from launch.plan.lengths import Lengths
 from pipeline import config
 from pipeline.config import AsyncConfig
-from pipeline.experience.buffer import Buffer
+from pipeline.rollout.buffer import Buffer
 from tests.launch.plan.test_time import engine
 
 SECONDS = {"rollout": 50.0, "train": 30.0, "refit": 1.0}

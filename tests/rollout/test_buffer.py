@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from pipeline.config import AsyncConfig
-from pipeline.experience.buffer import Buffer
-from tests.experience.engines import group, prompts
+from pipeline.rollout.buffer import Buffer
+from tests.rollout.fleet import group, prompts
 
 STRAGGLERS = ("wait", "keep", "cut")
 

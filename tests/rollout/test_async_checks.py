@@ -8,7 +8,7 @@ AHEAD = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correc
 KEY = "grpo.async_grpo"
 
 
-def problems(*overrides: str) -> list[str]:
+def problems(*overrides: str) -> list[config.Problem]:
     return config.inspect("tiny_grpo", overrides).problems
 
 
@@ -56,7 +56,7 @@ def test_a_recipe_may_sample_ahead():
     ],
 )
 def test_what_is_wrong_and_what_would_be_right(overrides: tuple[str, ...], begins: str, right: str):
-    found = [problem for problem in problems(*overrides) if problem.startswith(begins)]
+    found = [text for text in map(str, problems(*overrides)) if text.startswith(begins)]
     assert len(found) == 1 and right in found[0], problems(*overrides)
 
 

@@ -1,4 +1,4 @@
-"""Which groups a step trains on where sampling runs ahead. Pure: it is told what happened, and sends nothing.
+"""Choose the groups that a step trains on where sampling runs ahead. Pure: it is told what happened, and sends nothing.
 
 Step s is the one that s others came before; it trains on P groups. A group that weights of version v began must be trained on
 in step v + k at the latest (its deadline), k being `max_trajectory_age_steps`. With N(d) the groups alive whose deadline is at
@@ -18,15 +18,16 @@ the run ends. Only `cut` changes what is learned from, and says so by the answer
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.config import AsyncConfig
-from pipeline.types import Prompt, RolloutGroup
+from pipeline.encoding import decode, encode
+from pipeline.types import Prompt, Rollout, RolloutGroup, Span
 
 
 @dataclass(slots=True)
-class Live:
+class LiveGroup:
     """A group that was begun and not yet trained on."""
 
     prompt: Prompt
@@ -41,14 +42,14 @@ class Buffer:
     def __init__(self, config: AsyncConfig, prompts_per_step: int):
         self._config = config
         self._size = prompts_per_step
-        self._live: dict[int, Live] = {}
+        self._live: dict[int, LiveGroup] = {}
 
     @property
     def max_age(self) -> int:
         return self._config.max_trajectory_age_steps
 
     @property
-    def live(self) -> list[Live]:
+    def live(self) -> list[LiveGroup]:
         """Oldest first."""
         return list(self._live.values())
 
@@ -68,7 +69,7 @@ class Buffer:
         for prompt in prompts:
             if prompt.index in self._live:
                 raise ValueError(f"prompt {prompt.index} is under way already")
-            self._live[prompt.index] = Live(prompt, version)
+            self._live[prompt.index] = LiveGroup(prompt, version)
 
     def complete(self, group: RolloutGroup) -> None:
         live = self._live[group.prompt.index]
@@ -100,7 +101,7 @@ class Buffer:
             live.cut = True
         return [live.prompt for live in fresh]
 
-    def put_back(self, live: Iterable[Live]) -> None:
+    def put_back(self, live: Iterable[LiveGroup]) -> None:
         """Groups that were taken, and not trained on; no others live. Oldest first."""
         self._live = {one.prompt.index: one for one in live}
 
@@ -114,12 +115,12 @@ class Buffer:
                 f" than {self.max_age}; the settings that it was written with, or a larger age"
             )
 
-    def _choice(self, wanted: int) -> list[Live]:
+    def _choice(self, wanted: int) -> list[LiveGroup]:
         """The oldest; with `keep`, of the complete ones."""
         keep = self._config.stragglers == "keep"
         return [live for live in self._live.values() if live.group is not None or not keep][:wanted]
 
-    def _keeps_deadlines(self, chosen: list[Live], step: int) -> bool:
+    def _keeps_deadlines(self, chosen: list[LiveGroup], step: int) -> bool:
         """Whether later steps can still keep all deadlines if this one takes `chosen`."""
         left: dict[int, int] = {}
         for live in self._live.values():
@@ -132,3 +133,69 @@ class Buffer:
             if due > self._size * (deadline - step):
                 return False
         return True
+
+
+def staleness(groups: Sequence[RolloutGroup], step: int, max_age: int) -> dict[str, float]:
+    """Return mean and highest age over the tokens that the policy drew, and how many tokens have each age up to `max_age`.
+
+    The age of a token is the step, less the version of the weights that drew it. A rollout's first token is its oldest, so the
+    highest age is also that of the rollout that was begun first. Raises RuntimeError if it is above `max_age`, which the buffer
+    does not let happen.
+    """
+    tokens = [0] * (max_age + 1)
+    for group in groups:
+        for span in (span for rollout in group.rollouts for span in rollout.spans):
+            age = step - span.version
+            if not 0 <= age <= max_age:
+                raise RuntimeError(f"prompt {group.prompt.index}: tokens of version {span.version} came to step {step}")
+            tokens[age] += span.tokens
+    drawn = max(1, sum(tokens))
+    return {
+        "async/age_mean": sum(age * n for age, n in enumerate(tokens)) / drawn,
+        "async/age_max": float(max((age for age, n in enumerate(tokens) if n), default=0)),
+        **{f"async/tokens_age_{age}": float(n) for age, n in enumerate(tokens)},
+    }
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """A group that was begun and not trained on, as `buffer.msgpack` of a checkpoint has it.
+
+    Rollouts that had not ended are drawn anew after a restart: an engine's keys and values are not saved.
+    """
+
+    prompt: Prompt
+    begun: int  # the version of the weights
+    rollouts: dict[int, Rollout]  # by sample: those that have ended
+    open: dict[int, list[Span]]  # by sample: what had been drawn of the others; empty if they had not begun
+
+    @property
+    def group(self) -> RolloutGroup | None:
+        """The whole group, if all its episodes have ended."""
+        if self.open:
+            return None
+        return RolloutGroup(self.prompt, tuple(rollout for _, rollout in sorted(self.rollouts.items())))
+
+
+def encode_groups(groups: Sequence[SavedGroup]) -> bytes:
+    return encode(list(groups)) if groups else b""
+
+
+def decode_groups(content: bytes) -> list[SavedGroup]:
+    """Return the groups that `encode_groups` wrote. Raises msgspec.ValidationError for anything else."""
+    return decode(content, list[SavedGroup]) if content else []
+
+
+def resumed_metrics(groups: Sequence[SavedGroup]) -> dict[str, float]:
+    """Return what a restart keeps and what it does again."""
+    open_ = [sum(span.tokens for span in spans) for saved in groups for spans in saved.open.values()]
+    redone = [tokens for tokens in open_ if tokens]
+    return {
+        "async/resumed_rollouts_kept": float(sum(len(saved.rollouts) for saved in groups)),
+        "async/resumed_rollouts_redone": float(len(redone)),
+        "async/resumed_tokens_redone": float(sum(redone)),
+        "async/resumed_rollouts_not_begun": float(len(open_) - len(redone)),
+    }

@@ -6,13 +6,13 @@ from collections import Counter
 import pytest
 
 from pipeline.config import AsyncConfig, GenerationConfig, GRPOConfig
-from pipeline.experience import build, record
-from pipeline.experience.staleness import staleness
+from pipeline.rollout.buffer import decode_groups, staleness
+from pipeline.rollout.collectors import build
 from pipeline.types import RolloutGroup
-from tests.experience.engines import Fleet, Stream, group, prompts, rollout
+from tests.rollout.fleet import Fleet, Stream, group, prompts, rollout
 
 
-def experience(pick=min, engines=2, steps=6, changes=None, **ahead):
+def collector(pick=min, engines=2, steps=6, changes=None, **ahead):
     section = GRPOConfig(
         max_num_steps=steps,
         async_grpo=AsyncConfig(**{"enabled": True, "max_trajectory_age_steps": 2, **ahead}),
@@ -26,7 +26,7 @@ def run(of, fleet, stream, first=0, last=6, select=list):
     """The loop's calls; (prompt, step) of what was trained on, and each step's metrics."""
     trained, metrics = [], []
     for step in range(first, last):
-        of.send(stream.take(of.room(step)), step)
+        of.send(stream.take(of.num_prompts_to_send(step)), step)
         groups, values = of.collect(stream, select, step)
         trained += [(group.prompt.index, step) for group in groups]
         metrics.append(values)
@@ -38,7 +38,7 @@ def run(of, fleet, stream, first=0, last=6, select=list):
 @pytest.mark.parametrize("stragglers", ["wait", "keep", "cut"])
 def test_a_run_trains_once_on_each_group_that_it_sampled(stragglers):
     draw = random.Random(3)
-    of, fleet = experience(lambda open_: draw.choice(list(open_)), stragglers=stragglers, straggler_share=0.25)
+    of, fleet = collector(lambda open_: draw.choice(list(open_)), stragglers=stragglers, straggler_share=0.25)
     stream = Stream(100)
     trained, metrics = run(of, fleet, stream)
     assert sorted(index for index, _ in trained) == list(range(24))
@@ -52,7 +52,7 @@ def test_a_run_trains_once_on_each_group_that_it_sampled(stragglers):
 def test_age_0_asks_the_engines_for_what_the_synchronous_run_asks():
     asked = []
     for enabled in (True, False):
-        of, fleet = experience(max_trajectory_age_steps=0, enabled=enabled)
+        of, fleet = collector(max_trajectory_age_steps=0, enabled=enabled)
         trained, _ = run(of, fleet, Stream(100))
         asked.append((trained, [engine.works for engine in fleet.engines]))
     (ahead, works), (synchronous, expected) = asked
@@ -66,13 +66,13 @@ def test_age_0_asks_the_engines_for_what_the_synchronous_run_asks():
 
 def test_engines_are_drained_before_a_refit_unless_it_may_come_in_flight():
     for in_flight, drained in ((True, 0), (False, 5 * 2)):  # nothing is under way after the last step
-        of, fleet = experience(min, in_flight_weight_updates=in_flight)
+        of, fleet = collector(min, in_flight_weight_updates=in_flight)
         run(of, fleet, Stream(100))
         assert fleet.drained == drained
 
 
 def test_a_group_that_is_passed_over_is_replaced_by_one_of_the_newest_weights():
-    of, fleet = experience(changes={"use_dynamic_sampling": True})
+    of, fleet = collector(changes={"use_dynamic_sampling": True})
     stream = Stream(100)
 
     def select(groups):
@@ -87,45 +87,45 @@ def test_a_group_that_is_passed_over_is_replaced_by_one_of_the_newest_weights():
 
 
 def test_a_bound_on_what_is_passed_over():
-    of, fleet = experience(changes={"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 2})
+    of, fleet = collector(changes={"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 2})
     with pytest.raises(RuntimeError, match=r"dynamic_sampling_max_gen_batches: after 8 prompts only 0 of 4 groups"):
         run(of, fleet, Stream(100), select=lambda groups: [])
 
 
 def test_the_data_end():
-    of, fleet = experience()
+    of, fleet = collector()
     stream = Stream(10)
     trained, _ = run(of, fleet, stream, last=2)
     assert len(trained) == 8
-    assert not of.enough(stream.take(of.room(2))) and of.pending == 2
+    assert not of.can_fill_step(stream.take(of.num_prompts_to_send(2))) and of.pending == 2
 
 
 def test_the_data_end_while_a_step_is_filled():
     """Its groups are as they were before it, for a checkpoint that more data can follow."""
-    of, fleet = experience(changes={"use_dynamic_sampling": True})
+    of, fleet = collector(changes={"use_dynamic_sampling": True})
     stream = Stream(14)
     run(of, fleet, stream, last=1)
-    of.send(stream.take(of.room(1)), 1)
+    of.send(stream.take(of.num_prompts_to_send(1)), 1)
     before = {live.prompt.index: live.begun for live in of._buffer.live}
     assert Counter(before.values()) == {0: 8, 1: 2}
     groups, _ = of.collect(stream, lambda groups: [one for one in groups if one.prompt.index % 4 == 0], 1)
     assert len(groups) == 3 and of.pending == 8
-    entries = record.read(of.record())
+    entries = decode_groups(of.state_dict())
     assert {entry.prompt.index: entry.begun for entry in entries} == {i: 0 for i, begun in before.items() if begun == 0}
     assert all(entry.group for entry in entries)
 
 
 def test_what_fills_up_a_step_is_not_cut():
     """The last of four is cut where it is; the one that is trained on instead of the first has its time."""
-    of, fleet = experience(changes={"use_dynamic_sampling": True}, stragglers="cut", straggler_share=0.25)
+    of, fleet = collector(changes={"use_dynamic_sampling": True}, stragglers="cut", straggler_share=0.25)
     trained, _ = run(of, fleet, Stream(100), last=1, select=lambda groups: [one for one in groups if one.prompt.index])
     assert [index for index, _ in trained] == [1, 2, 3, 4]
     assert [fleet.works[number].prompts[0].index for number in fleet.cut] == [3]
 
 
 def test_validation_goes_first_and_leaves_training_rollouts_alone():
-    of, fleet = experience(max)  # validation prompts are the last: they are finished first
-    of.send(prompts(0, of.room(0)), 0)
+    of, fleet = collector(max)  # validation prompts are the last: they are finished first
+    of.send(prompts(0, of.num_prompts_to_send(0)), 0)
     fleet.finish(3)
     validated = of.validate(prompts(1000, 3))
     assert [group.prompt.index for group in validated] == [1000, 1001, 1002]
@@ -143,18 +143,18 @@ def test_a_restart_keeps_what_was_finished_and_trains_once_on_each_group(capsys)
     def pick(open_):
         return draw.choice(list(open_))
 
-    of, fleet = experience(pick, stragglers="keep")
+    of, fleet = collector(pick, stragglers="keep")
     stream = Stream(100)
     before, _ = run(of, fleet, stream, last=3)
     fleet.finish(max(fleet.open))
-    kept, position = of.record(), stream.take(1)[0].index
-    entries = record.read(kept)
+    kept, position = of.state_dict(), stream.take(1)[0].index
+    entries = decode_groups(kept)
     complete = [entry.prompt.index for entry in entries if entry.group]
     assert len(entries) == 4 and 1 <= len(complete) < 4
 
-    again, fresh = experience(pick, stragglers="keep")
+    again, fresh = collector(pick, stragglers="keep")
     fresh.version = 3
-    values = again.resume(kept, 3)
+    values = again.load_state_dict(kept, 3)
     whole, half = len(complete), 4 - len(complete)
     assert capsys.readouterr().out.endswith(
         f"resumed: {2 * whole + half} finished rollouts kept, {half} redone (of which {7 * half} tokens had been drawn), 0 not"
@@ -171,27 +171,27 @@ def test_a_restart_keeps_what_was_finished_and_trains_once_on_each_group(capsys)
 
 
 def test_a_checkpoint_between_steps_of_age_0_keeps_nothing():
-    of, fleet = experience(max_trajectory_age_steps=0)
+    of, fleet = collector(max_trajectory_age_steps=0)
     run(of, fleet, Stream(100), last=2)
-    assert of.record() == b"" and of.resume(b"", 2) == {}
+    assert of.state_dict() == b"" and of.load_state_dict(b"", 2) == {}
 
 
 def test_a_smaller_age_cannot_go_on_with_what_is_older():
-    of, fleet = experience()
+    of, fleet = collector()
     run(of, fleet, Stream(100), last=3)
-    other, _ = experience(max_trajectory_age_steps=0)
+    other, _ = collector(max_trajectory_age_steps=0)
     with pytest.raises(
         ValueError, match=r"max_trajectory_age_steps: the checkpoint of step 3 has 8 groups, begun up to 2 steps"
     ):
-        other.resume(of.record(), 3)
+        other.load_state_dict(of.state_dict(), 3)
 
 
 def test_groups_of_another_size_are_refused():
-    of, fleet = experience()
+    of, fleet = collector()
     run(of, fleet, Stream(100), last=3)
-    other, _ = experience(changes={"num_generations_per_prompt": 3})
+    other, _ = collector(changes={"num_generations_per_prompt": 3})
     with pytest.raises(ValueError, match=r"num_generations_per_prompt: 3, but the checkpoint of step 3 has groups of 2"):
-        other.resume(of.record(), 3)
+        other.load_state_dict(of.state_dict(), 3)
 
 
 # ---- staleness ------------------------------------------------------------------------------------------------------------

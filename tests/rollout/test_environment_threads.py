@@ -7,8 +7,8 @@ from pipeline.config import RECIPES, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.environments.base import Environment, Outcome
+from pipeline.rollout.environment_threads import EnvStepper
 from pipeline.rollout.episode import Episode
-from pipeline.rollout.hearing import Hearing
 from pipeline.rollout.work import RolloutWork
 from pipeline.types import Completion, Prompt, Sampling, Span
 from tests.data.test_chat import CHATML
@@ -25,13 +25,13 @@ def test_the_turn_ends_once(last, finish):
     """The engine may stop at other tokens too: the "]" of a call, a second end-of-sequence token."""
     tokenizer = load_tokenizer(TokenizerConfig(name=str(RECIPES / "tiny"), chat_template=CHATML))
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
-    hearing = Hearing({"told": Answers()}, tokenizer, Observations(tokenizer, TokenizerConfig(), chat=True))
+    stepper = EnvStepper({"told": Answers()}, tokenizer, Observations(tokenizer, TokenizerConfig(), chat=True))
     said = np.asarray(tokenizer("[17+4" + last, add_special_tokens=False).input_ids, np.int32)
     prompt = Prompt(0, np.asarray([1], np.int32), "told", {"answer": "21"})
     work = RolloutWork(0, [prompt], 1, "train", 42, Sampling(max_new_tokens=20), max_turns=2)
     episode = Episode(work, 0, 0)
-    episode.said = Completion("0", said, np.zeros(len(said), np.float32), (Span(0, len(said)),), finish)
-    heard = hearing.call(episode.told(1000))(lambda part: None)
-    between = tokenizer.decode(np.concatenate([said, heard.observation])).partition("[17+4")[2]
+    episode.completion = Completion("0", said, np.zeros(len(said), np.float32), (Span(0, len(said)),), finish)
+    outcome = stepper.call(episode.step_request(1000))(lambda part: None)
+    between = tokenizer.decode(np.concatenate([said, outcome.observation])).partition("[17+4")[2]
     other = last if last != "<|im_end|>" else ""
     assert between == other + "<|im_end|>\n<|im_start|>user\n21<|im_end|>\n<|im_start|>assistant\n"

@@ -1,4 +1,4 @@
-"""Groups to engines, and back: each group goes to the engine with the least outstanding work, and is taken in as it completes.
+"""Send groups to engines and take them back: each goes to the engine with the least outstanding work.
 
 A group is never split, so that its members are beside each other and share the prompt's keys and values. Between idle engines
 groups go round robin. What goes to one engine at one moment is one message, whose requests are all in the engine before it
@@ -13,15 +13,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.experience.failures import Failures
 from pipeline.remote import Future, Remote
+from pipeline.rollout.failures import Failures
 from pipeline.rollout.work import RolloutWork, Unfinished
 from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling
 
+FinishedRollouts = Mapping[int, dict[int, Rollout]]
+"""By prompt index and sample: rollouts that need not be done again."""
+
 
 @dataclass(frozen=True)
-class Order:
-    """How groups are to be drawn."""
+class RolloutSpec:
+    """How to sample groups."""
 
     purpose: str  # "train" or "val"
     samples: int  # episodes of each prompt
@@ -35,7 +38,7 @@ class Sent:
     """One message, and what has not come back of it."""
 
     engine: int
-    order: Order
+    spec: RolloutSpec
     prompts: list[Prompt]
     future: Future
     open: set[int] = field(default_factory=set)  # places in `prompts`
@@ -59,36 +62,36 @@ class Dispatch:
         """Of each engine: the episodes of its groups that have not come back."""
         episodes = [0] * len(self._engines)
         for sent in self._sent.values():
-            episodes[sent.engine] += len(sent.open) * sent.order.samples
+            episodes[sent.engine] += len(sent.open) * sent.spec.samples
         return episodes
 
-    def send(self, prompts: Sequence[Prompt], order: Order, finished: Mapping[int, dict[int, Rollout]] | None = None) -> None:
+    def send(self, prompts: Sequence[Prompt], spec: RolloutSpec, finished: FinishedRollouts | None = None) -> None:
         """finished: of groups that were begun earlier the rollouts by sample, by their prompt's index."""
         episodes = self.outstanding
         shares: list[list[Prompt]] = [[] for _ in self._engines]
         for prompt in prompts:
             engine = episodes.index(min(episodes))
             shares[engine].append(prompt)
-            episodes[engine] += order.samples
+            episodes[engine] += spec.samples
         for engine, share in enumerate(shares):
-            for message in [[prompt] for prompt in share] if order.apart else [share] * bool(share):
-                self._send(engine, message, order, finished or {})
+            for message in [[prompt] for prompt in share] if spec.apart else [share] * bool(share):
+                self._send(engine, message, spec, finished or {})
 
-    def _send(self, engine: int, prompts: list[Prompt], order: Order, finished: Mapping[int, dict[int, Rollout]]) -> None:
+    def _send(self, engine: int, prompts: list[Prompt], spec: RolloutSpec, finished: FinishedRollouts) -> None:
         number, self._numbers = self._numbers, self._numbers + 1
         work = RolloutWork(
             number,
             prompts,
-            order.samples,
-            order.purpose,
+            spec.samples,
+            spec.purpose,
             self._seed,
-            order.sampling,
+            spec.sampling,
             self._max_turns,
-            order.urgent,
+            spec.urgent,
             {place: finished[prompt.index] for place, prompt in enumerate(prompts) if prompt.index in finished},
         )
         future = self._engines[engine].rollout(work)
-        self._sent[number] = Sent(engine, order, prompts, future, set(range(len(prompts))))
+        self._sent[number] = Sent(engine, spec, prompts, future, set(range(len(prompts))))
 
     def receive(self, block: bool = True) -> None:
         """Take in what has come; with `block` wait until something does. Raises RuntimeError if too many episodes failed."""
@@ -102,7 +105,7 @@ class Dispatch:
                     sent.open.remove(part.place)
                     self._answered[sent.engine] += 1
                     self._failures.see(part.group)
-                    self._came.setdefault(sent.order.purpose, []).append(part.group)
+                    self._came.setdefault(sent.spec.purpose, []).append(part.group)
             if not sent.open:
                 del self._sent[number]
 
@@ -142,7 +145,7 @@ class Dispatch:
             works = [
                 key
                 for key, sent in self._sent.items()
-                if sent.engine == number and sent.order.apart and sent.prompts[0].index in indexes
+                if sent.engine == number and sent.spec.apart and sent.prompts[0].index in indexes
             ]
             if works:
                 engine.cut(works).result()
@@ -154,6 +157,6 @@ class Dispatch:
         stands = {}
         for unfinished in (one for reply in replies for one in reply):
             sent = self._sent.get(unfinished.number)
-            if sent and sent.order.purpose == purpose and unfinished.place in sent.open:
+            if sent and sent.spec.purpose == purpose and unfinished.place in sent.open:
                 stands[sent.prompts[unfinished.place].index] = unfinished
         return stands

@@ -4,15 +4,15 @@ bound."""
 import pytest
 
 from pipeline.config import DistillationConfig, GenerationConfig, GRPOConfig
-from pipeline.experience import build, training_sampling, validation_sampling
-from tests.experience.engines import Fleet, Stream, group, prompts
+from pipeline.rollout.collectors import build, training_sampling, validation_sampling
+from tests.rollout.fleet import Fleet, Stream, group, prompts
 
 
 def varied(groups):
     return [group for group in groups if len({rollout.reward for rollout in group.rollouts}) > 1]
 
 
-def experience(section, judge=None, pick=min):
+def collector(section, judge=None, pick=min):
     fleet = Fleet(2, pick)
     generation = GenerationConfig(val_temperature=0.0, val_top_p=0.5, val_top_k=3)
     return build("grpo", section, generation, fleet.engines, judge), fleet
@@ -23,12 +23,12 @@ def grpo(**changes):
 
 
 def collect(of, stream, select):
-    of.send(stream.take(of.room(7)), 7)
+    of.send(stream.take(of.num_prompts_to_send(7)), 7)
     return of.collect(stream, select, 7)
 
 
 def test_all_groups_of_one_batch_where_nothing_is_passed_over():
-    of, fleet = experience(grpo())
+    of, fleet = collector(grpo())
     groups, values = collect(of, Stream(10), list)
     assert [group.prompt.index for group in groups] == [0, 1, 2, 3]
     assert {work.purpose for work in fleet.works} == {"train"}
@@ -38,9 +38,9 @@ def test_all_groups_of_one_batch_where_nothing_is_passed_over():
 
 
 def test_more_batches_until_the_step_is_full():
-    of, _ = experience(grpo(use_dynamic_sampling=True, batch_multiplier=1.5))
+    of, _ = collector(grpo(use_dynamic_sampling=True, batch_multiplier=1.5))
     stream = Stream(100)
-    assert of.room(0) == 6
+    assert of.num_prompts_to_send(0) == 6
     groups, values = collect(of, stream, varied)
     assert [group.prompt.index for group in groups] == [0, 2, 4, 6]  # three of the first batch, three of the second
     assert values["train/dynamic_sampling_batches"] == 2
@@ -50,7 +50,7 @@ def test_more_batches_until_the_step_is_full():
 
 
 def test_a_bound_on_batches_names_the_key_and_what_was_found():
-    of, _ = experience(grpo(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2))
+    of, _ = collector(grpo(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=2))
     with pytest.raises(
         RuntimeError, match=r"grpo\.dynamic_sampling_max_gen_batches: after 2 batches of 4 .* only 0 of 4 groups"
     ):
@@ -58,22 +58,22 @@ def test_a_bound_on_batches_names_the_key_and_what_was_found():
 
 
 def test_fewer_groups_where_the_data_end():
-    of, _ = experience(grpo(use_dynamic_sampling=True))
+    of, _ = collector(grpo(use_dynamic_sampling=True))
     groups, _ = collect(of, Stream(6), varied)
     assert [group.prompt.index for group in groups] == [0, 2, 4]
-    assert not of.enough(prompts(0, 3)) and of.enough(prompts(0, 4))
+    assert not of.can_fill_step(prompts(0, 3)) and of.can_fill_step(prompts(0, 4))
 
 
 @pytest.mark.parametrize("pick", [min, max])
 def test_prompts_keep_their_order_whichever_ends_first(pick):
-    of, fleet = experience(DistillationConfig(num_prompts_per_step=5, num_generations_per_prompt=1), pick=pick)
+    of, fleet = collector(DistillationConfig(num_prompts_per_step=5, num_generations_per_prompt=1), pick=pick)
     groups = of.validate(prompts(0, 5))
     assert [group.prompt.index for group in groups] == [0, 1, 2, 3, 4]
     assert all(work.urgent and work.purpose == "val" and work.sampling.temperature == 0 for work in fleet.works)
 
 
 def test_validation_asks_for_as_many_answers_as_the_recipe_says():
-    of, _ = experience(grpo(val_num_generations_per_prompt=3))
+    of, _ = collector(grpo(val_num_generations_per_prompt=3))
     assert [len(group.rollouts) for group in of.validate(prompts(0, 2))] == [3, 3]
 
 
@@ -81,16 +81,16 @@ def test_a_reward_model_judges_before_groups_are_selected():
     def judge(groups):
         return [group(prompts(0, 1)[0], len(each.rollouts)) for each in groups]
 
-    of, _ = experience(grpo(use_dynamic_sampling=True), judge)
+    of, _ = collector(grpo(use_dynamic_sampling=True), judge)
     groups, _ = collect(of, Stream(4), varied)
     assert len(groups) == 4
 
 
 def test_what_was_sampled_ahead_is_not_lost_by_going_on_without():
-    of, _ = experience(grpo())
-    assert of.resume(b"", 3) == {} and of.record() == b""
+    of, _ = collector(grpo())
+    assert of.load_state_dict(b"", 3) == {} and of.state_dict() == b""
     with pytest.raises(ValueError, match=r"grpo\.async_grpo\.enabled: false, but the checkpoint of step 3 has rollouts"):
-        of.resume(b"x", 3)
+        of.load_state_dict(b"x", 3)
 
 
 def test_validation_samples_as_its_own_keys_say():

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.experience.dispatch import Dispatch, Order
-from pipeline.experience.failures import FIRST_GROUPS, Failures
+from pipeline.rollout.dispatch import Dispatch, RolloutSpec
+from pipeline.rollout.failures import FIRST_GROUPS, Failures
 from pipeline.types import NOTHING_SAID, RolloutGroup, Sampling
-from tests.experience.engines import Fleet, prompts, rollout
+from tests.rollout.fleet import Fleet, prompts, rollout
 
-TRAIN = Order("train", 2, Sampling())
+TRAIN = RolloutSpec("train", 2, Sampling())
 
 
 def dispatch(engines=3, pick=min):
@@ -43,7 +43,7 @@ def test_the_engine_with_the_least_work_gets_the_next_group():
 
 def test_a_long_group_counts_for_all_its_episodes():
     of, fleet = dispatch(2)
-    of.send(prompts(100, 1), Order("val", 8, Sampling()))
+    of.send(prompts(100, 1), RolloutSpec("val", 8, Sampling()))
     of.send(prompts(0, 5), TRAIN)
     assert [given(engine)[-1:] for engine in fleet.engines] == [[[4]], [[0, 1, 2, 3]]]
 
@@ -51,7 +51,7 @@ def test_a_long_group_counts_for_all_its_episodes():
 def test_groups_come_back_once_and_by_purpose():
     of, fleet = dispatch()
     of.send(prompts(0, 3), TRAIN)
-    of.send(prompts(10, 2), Order("val", 1, Sampling(), urgent=True))
+    of.send(prompts(10, 2), RolloutSpec("val", 1, Sampling(), urgent=True))
     fleet.finish(2)
     assert [group.prompt.index for group in of.wait_for(prompts(10, 2), "val")] == [10, 11]
     assert {group.prompt.index for group in of.take("train")} >= {2}
@@ -72,7 +72,7 @@ def test_what_was_finished_before_goes_with_the_group():
 
 def test_a_cut_names_only_the_works_of_these_groups():
     of, fleet = dispatch(2)
-    of.send(prompts(0, 4), Order("train", 2, Sampling(), apart=True))
+    of.send(prompts(0, 4), RolloutSpec("train", 2, Sampling(), apart=True))
     assert [given(engine) for engine in fleet.engines] == [[[0], [2]], [[1], [3]]]
     of.cut(prompts(2, 1))
     assert fleet.cut == [next(work.number for work in fleet.works if work.prompts[0].index == 2)]
@@ -81,7 +81,7 @@ def test_a_cut_names_only_the_works_of_these_groups():
 def test_a_snapshot_leaves_out_what_has_come_back():
     of, fleet = dispatch(2)
     of.send(prompts(0, 4), TRAIN)
-    of.send(prompts(50, 1), Order("val", 2, Sampling()))
+    of.send(prompts(50, 1), RolloutSpec("val", 2, Sampling()))
     fleet.finish(1)
     stands = of.snapshot("train")
     assert sorted(stands) == [0, 2, 3] and stands[3].place == 1
