@@ -20,7 +20,7 @@ import yaml
 
 from launch.attempts import PastAttempt, all_attempts
 from launch.units import plural
-from pipeline.config import ONLINE, bound
+from pipeline.config import ONLINE, RecipeError, bound
 
 PARTS = ("rollout", "train", "refit")
 """Phases within time/step."""
@@ -28,7 +28,7 @@ BESIDE = ("validation", "save")
 """Phases between two steps."""
 
 
-class NoRun(ValueError):
+class NoRun(RecipeError):
     """This is no run folder, or not to be read."""
 
 

@@ -1,10 +1,5 @@
 """Plan a recipe's refit and say what it would take: python launch/plan_refit.py recipe=NAME [key=value ...]
 
-    recipe=NAME         a file in recipes/, without .yaml, or a path to one
-    key=value           any key of the recipe; the network is cluster.network.*
-    model_config=PATH   a Hugging Face config.json to plan for in place of policy.model_name: nothing else of it need be there
-    out=PATH            where the timeline picture goes (default: NAME-refit.png)
-
 Needs the model's config.json alone, or that recipes/models describes it: no weights, no GPU, no job, no torch. Prints what
 each rank sends and receives, how that compares with the floor that the network sets and with the reference broadcast, and what
 bounds it; writes a timeline as a PNG.
@@ -21,13 +16,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
 from launch import backend, command_line, recipes
+from launch.command_line import Key
 from launch.model_files import is_here, read_json
 from launch.plan.cut import cut_sizes
 from launch.plan.estimate import needed_model
@@ -38,6 +35,7 @@ from launch.units import seconds as _seconds
 from launch.units import size as _size
 from pipeline.config import (
     PRECISIONS,
+    Problem,
     Recipe,
     RecipeError,
     engine_ranks,
@@ -54,42 +52,40 @@ from pipeline.config import (
 class Request:
     """The command line."""
 
-    recipe: str
-    overrides: list[str]
-    model_config: Path | None
-    out: Path | None
+    recipe: Annotated[str, Key("NAME", "a file in recipes/, without .yaml, or a path to one")]
+    overrides: Annotated[
+        list[str], Key("key=value", "any key of the recipe; the network is cluster.network.*", others=True)
+    ] = field(default_factory=list)
+    model_config: Annotated[
+        Path | None,
+        Key("PATH", "a Hugging Face config.json to plan for in place of policy.model_name: nothing else need be there"),
+    ] = None
+    out: Annotated[Path | None, Key("PATH", "where the timeline picture goes; default: NAME-refit.png")] = None
+
+    def problems(self) -> Iterator[Problem]:
+        if self.model_config and not self.model_config.is_file():
+            yield Problem("model_config", "file-not-found", f"there is no file {self.model_config}")
+        if self.out and not self.out.parent.is_dir():
+            yield Problem("out", "file-not-found", f"there is no folder {self.out.parent}")
+        if self.out and self.out.suffix != ".png":
+            yield Problem("out", "bad-format", f"got {self.out}; expected a .png")
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(__doc__.strip())
-        return 0 if arguments else 2
+    return command_line.run(__doc__, Request, answer, arguments)
+
+
+def answer(request: Request) -> int:
+    """Raises RecipeError."""
     try:
-        request = parse(arguments)
         with model_folder(request.model_config) as folder:
             recipe, choice = load(request, folder)
             predicted = predict(recipe)
-        out = request.out or Path(f"{Path(recipe.name).name}-refit.png")  # a name may have slashes
-        print(report(predicted, choice))
-        return draw(predicted, out)
-    except (ValueError, OSError) as error:  # RecipeError is a ValueError
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def parse(arguments: list[str]) -> Request:
-    """Raises RecipeError."""
-    special, overrides = command_line.split(arguments, ("recipe", "model_config", "out"))
-    if not special.get("recipe"):
-        raise RecipeError("the command line needs recipe=NAME")
-    model, out = (Path(special[key]) if special.get(key) else None for key in ("model_config", "out"))
-    if model and not model.is_file():
-        raise RecipeError(f"model_config: there is no file {model} (looked from {Path.cwd()})")
-    if out and not out.absolute().parent.is_dir():
-        raise RecipeError(f"out: there is no folder {out.absolute().parent}")
-    if out and out.suffix != ".png":
-        raise RecipeError(f"out: {out} is not a .png")
-    return Request(special["recipe"], overrides, model, out)
+    except ValueError as error:  # of layouts that cannot be told, or do not meet
+        raise error if isinstance(error, RecipeError) else RecipeError(Problem("", "unsupported", str(error))) from error
+    out = request.out or Path(f"{Path(recipe.name).name}-refit.png")  # a name may have slashes
+    print(report(predicted, choice))
+    return draw(predicted, out)
 
 
 # ---- the recipe ---------------------------------------------------------------------------------------------------------

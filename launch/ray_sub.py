@@ -66,11 +66,11 @@ def understood(environment: Mapping[str, str], arguments: list[str], shares_node
 
 def shares_nodes(arguments: list[str]) -> bool:
     """Return whether the recipe's components divide the GPUs of each node. What is wrong with it is told by `submit`."""
-    from launch import recipes, submit
+    from launch import command_line, recipes, submit
     from pipeline import config
 
     try:
-        request = submit.parse(arguments)
+        request = command_line.parse(submit.Request, arguments)
         return request.recipe is not None and recipes.inspect(request.recipe, request.overrides).recipe.cluster.share_nodes
     except config.RecipeError:
         return False

@@ -1,9 +1,7 @@
-"""What came of runs, as one HTML page: curves, phase times, a timeline, refits, lengths, samples, recipes.
+"""Write what came of runs as one HTML page: python launch/report.py run=RUN_DIR [run=RUN_DIR ...] [out=FILE]
 
-    python launch/report.py run=RUN_DIR [run=RUN_DIR ...] [out=FILE]     (`run=` may be left out)
-
-Several runs are drawn over each other. The page is self-contained and loads nothing; of one run it is RUN_DIR/report.html, of
-several report.html here, or `out`. Prints before and after and three samples of each run as well. Reads files alone: a run may
+The page has curves, phase times, a timeline, refits, lengths, samples and recipes; several runs are drawn over each other. It
+is self-contained and loads nothing. Prints before and after and three samples of each run as well. Reads files alone: a run may
 be under way, or another version's.
 """
 
@@ -13,11 +11,15 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
+from launch import command_line
+from launch.command_line import Key
 from launch.pages import rollouts
 from launch.pages.chart import Chart, figures
 from launch.pages.curves import Curves, Told
@@ -26,51 +28,38 @@ from launch.pages.html import Html, tag
 from launch.pages.overview import moment, overview
 from launch.pages.recipes import recipes
 from launch.pages.timeline import timelines
-from launch.past_run import NoRun, PastRun
+from launch.past_run import PastRun
 from launch.run_state import RunState, states
 from launch.units import size
 
 PRINTED = ("val/accuracy", "val/loss", "train/reward")
 
 
+@dataclass(frozen=True)
+class Request:
+    """The command line."""
+
+    run: Annotated[list[Path], Key("RUN_DIR", "a run folder, once for each run", bare=True)]
+    out: Annotated[
+        Path | None, Key("FILE", "the page; default: RUN_DIR/report.html of one run, report.html here of several")
+    ] = None
+
+
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(__doc__.strip())
-        return 0 if arguments else 2
-    try:
-        folders, out = _asked(arguments)
-        runs = [PastRun.at(folder) for folder in folders]
-        told = [Told(run, label, run.metrics()) for run, label in zip(runs, labels(folders), strict=True)]
-        for each in told:
-            _print(each)
-        out = out or (folders[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-        text = page(told, states(runs))
-        out.write_text(text, encoding="utf-8")
-        print(f"report: {out} ({size(len(text.encode()))})")
-    except NoRun as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+    return command_line.run(__doc__, Request, answer, arguments)
+
+
+def answer(request: Request) -> int:
+    folders = list(dict.fromkeys(request.run))
+    runs = [PastRun.at(folder) for folder in folders]
+    told = [Told(run, label, run.metrics()) for run, label in zip(runs, labels(folders), strict=True)]
+    for each in told:
+        _print(each)
+    out = request.out or (folders[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    text = page(told, states(runs))
+    out.write_text(text, encoding="utf-8")
+    print(f"report: {out} ({size(len(text.encode()))})")
     return 0
-
-
-def _asked(arguments: list[str]) -> tuple[list[Path], Path | None]:
-    """Raises NoRun for what is neither run=, out= nor a folder."""
-    folders: list[Path] = []
-    out = None
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if equals and key == "out":
-            out = Path(value)
-        elif equals and key != "run" and not Path(argument).exists():
-            raise NoRun(f"'{argument}' on the command line is neither run=RUN_DIR nor out=FILE")
-        else:
-            folders.append(Path(value if equals and key == "run" else argument).absolute())
-    if not folders:
-        raise NoRun("the command line needs run=RUN_DIR")
-    return list(dict.fromkeys(folders)), out
 
 
 def labels(folders: Sequence[Path]) -> list[str]:

@@ -1,8 +1,4 @@
-"""How runs are doing: python launch/status.py [FOLDER ...] [watch=SECONDS] [json=true]
-
-    FOLDER          a run folder: all about it. Another folder, or several: a line for each run below; default: runs/
-    watch=SECONDS   again and again; of one run until it has ended
-    json=true       the same as JSON, for machines
+"""Show how runs are doing: python launch/status.py [FOLDER ...] [watch=SECONDS] [json=true]
 
 Reads the run folder and asks the job, within seconds; if it cannot be asked from here, that is said. Ends with status 0; with 1
 if a run that was named failed or was stopped; with 2 if there is no such run.
@@ -14,18 +10,19 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
-from launch import run_summary
+from launch import command_line, run_summary
+from launch.command_line import Key
 from launch.past_run import NoRun, PastRun, find
 from launch.run_state import state, states
-from launch.terminal import no_more_output, on_one_line, plain
+from launch.terminal import on_one_line, plain
 from launch.units import plural, seconds, size
 
 BAD = ("failed", "stopped")
@@ -37,55 +34,24 @@ LABEL = 12
 class Request:
     """The command line."""
 
-    folders: list[Path]
-    watch_s: float | None = None
-    json: bool = False
+    run: Annotated[
+        list[Path],
+        Key(
+            "FOLDER",
+            "a run folder: all about it. Another folder, or several: a line for each run below; default: runs/",
+            bare=True,
+        ),
+    ] = field(default_factory=lambda: [Path("runs").absolute()])
+    watch: Annotated[float | None, Key("SECONDS", "again and again; of one run until it has ended")] = None
+    json: Annotated[bool, Key("true", "the same as JSON, for machines")] = False
 
 
 def main(arguments: list[str]) -> int:
-    if arguments and arguments[0] in ("-h", "--help", "help"):
-        print(__doc__.strip())
-        return 0
-    try:
-        request = parse(arguments)
-        return _watch(request) if request.watch_s else _show(request)[0]
-    except NoRun as error:
-        print(f"error: {plain(str(error))}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `| head` has read enough
-        no_more_output()
-        return 0
-    except OSError as error:
-        print(f"error: {str(error.filename)[:200]}: {error.strerror}", file=sys.stderr)
-        return 2
+    return command_line.run(__doc__, Request, answer, arguments)
 
 
-def parse(arguments: list[str]) -> Request:
-    """Raises NoRun for what is none of these."""
-    folders, watch_s, json_asked = [], None, False
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if equals and key == "watch":
-            watch_s = _seconds(value)
-        elif equals and key == "json" and value in ("true", "false"):
-            json_asked = value == "true"
-        elif equals and key != "run" and not Path(argument).exists():
-            raise NoRun(f"'{argument}' on the command line is none of watch=SECONDS, json=true and a folder")
-        else:
-            folders.append(Path(value if equals and key == "run" else argument).absolute())
-    return Request(folders or [Path("runs").absolute()], watch_s, json_asked)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise NoRun(f"watch: '{text}' is no number of seconds above 0")
-    return value
+def answer(request: Request) -> int:
+    return _watch(request) if request.watch else _show(request)[0]
 
 
 def _watch(request: Request) -> int:
@@ -96,17 +62,17 @@ def _watch(request: Request) -> int:
         sys.stdout.flush()
         if ended:
             return status
-        time.sleep(request.watch_s)
+        time.sleep(request.watch)
 
 
 def _show(request: Request) -> tuple[int, bool]:
     """(the status to exit with, whether it was one run and that has ended). Raises NoRun."""
-    only = request.folders[0]
-    if len(request.folders) == 1 and (not only.is_dir() or (only / "recipe.yaml").exists()):
+    only = request.run[0]
+    if len(request.run) == 1 and (not only.is_dir() or (only / "recipe.yaml").exists()):
         return _show_one(PastRun.at(only), request.json)
-    told = _lines(list(dict.fromkeys(run for folder in request.folders for run in _below(folder))))
+    told = _lines(list(dict.fromkeys(run for folder in request.run for run in _below(folder))))
     print(as_json(told) if request.json else "\n".join(map(on_one_line, table(told))))
-    named = {str(folder) for folder in request.folders}
+    named = {str(folder) for folder in request.run}
     return int(any(each["folder"] in named and each["state"] in BAD for each in told)), False
 
 

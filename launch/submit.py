@@ -1,14 +1,5 @@
 """Run a recipe: python launch/submit.py recipe=NAME [key=value ...]
 
-    recipe=NAME        a file in recipes/, without .yaml, or a path to one
-    key=value          any key of the recipe, e.g. grpo.max_num_steps=20 cluster.executor=local
-    show=true          print the resolved recipe, each value with the file and line that set it
-    plan=true          print what the run would take: memory, bytes, seconds, GPU-hours; needs the model's config.json alone
-    plan_from=RUN_DIR  an earlier run by whose measured phases the plan is calibrated; default: the run folder itself
-    dry_run=true       print what would be submitted, whatever keeps it from running here, and write nothing
-    detach=true        submit and return; the run goes on
-    follow=RUN_DIR     show the progress of a run that was submitted before
-
 RECIPE may be one of NeMo-RL's: its keys are translated, and what was changed or means nothing here is said.
 
 Ends with status 0 if the run succeeded, 1 if it failed, 2 if the recipe is wrong (nothing is submitted then), 130 if cancelled.
@@ -19,12 +10,13 @@ Imports neither torch nor transformers: a login node answers at once.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
@@ -32,6 +24,7 @@ if __name__ == "__main__":
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from launch import backend, command_line, recipes, run_folder, slurm_client, task
+from launch.command_line import Key
 from launch.components import components
 from launch.executors import allocation, local, selection, slurm
 from launch.executors.base import RunJob
@@ -41,10 +34,9 @@ from launch.model_files import Pending
 from launch.plan import modes, plan, report
 from launch.preflight import architecture
 from launch.prepare import RESTART_S, Prepared, examine, file_problems, folder_name, folder_problems, in_order, prepare
-from launch.terminal import no_more_output
 from launch.units import plural
 from pipeline import config, secrets
-from pipeline.config import Recipe, RecipeError, bound, collected, evaluates_alone, listed, refuse, section
+from pipeline.config import Problem, Recipe, RecipeError, bound, collected, evaluates_alone, refuse, section
 
 FLAGS = ("show", "plan", "dry_run", "detach")
 CANCEL_WAIT_S = 60
@@ -54,64 +46,44 @@ CANCEL_WAIT_S = 60
 class Request:
     """The command line."""
 
-    recipe: str | None
-    overrides: list[str]
-    show: bool = False
-    plan: bool = False
-    plan_from: Path | None = None
-    dry_run: bool = False
-    detach: bool = False
-    follow: Path | None = None
+    recipe: Annotated[str | None, Key("NAME", "a file in recipes/, without .yaml, or a path to one")] = None
+    overrides: Annotated[
+        list[str], Key("key=value", "any key of the recipe, e.g. grpo.max_num_steps=20 cluster.executor=local", others=True)
+    ] = field(default_factory=list)
+    show: Annotated[bool, Key("true", "print the resolved recipe, each value with the file and line that set it")] = False
+    plan: Annotated[
+        bool, Key("true", "print the plan: memory, bytes, seconds, GPU-hours; needs the model's config.json alone")
+    ] = False
+    plan_from: Annotated[
+        Path | None, Key("RUN_DIR", "calibrate the plan by this run's phases; default: the run folder itself")
+    ] = None
+    dry_run: Annotated[
+        bool, Key("true", "print what would be submitted, whatever keeps it from running here; write nothing")
+    ] = False
+    detach: Annotated[bool, Key("true", "submit and return; the run goes on")] = False
+    follow: Annotated[Path | None, Key("RUN_DIR", "show the progress of a run that was submitted before")] = None
 
-
-def parse(arguments: list[str]) -> Request:
-    """Raises RecipeError for what is not key=value and for a command line that asks for nothing or for two things."""
-    special, overrides = command_line.split(arguments, ("recipe", "follow", "plan_from", *FLAGS))
-    flags = {flag: special.get(flag, "false").lower() for flag in FLAGS}
-    wrong = [f"{flag}: '{special[flag]}' is not true or false" for flag in FLAGS if flags[flag] not in ("true", "false")]
-    asked = [flag for flag in FLAGS if flags[flag] == "true"]
-    if len(asked) > 1:
-        wrong.append(f"{' and '.join(asked)} cannot all be done; one of them")
-    if ("recipe" in special) == ("follow" in special):
-        wrong.append("the command line needs recipe=NAME, or follow=RUN_DIR")
-    if "follow" in special and (overrides or len(special) > 1):
-        wrong.append("follow=RUN_DIR stands alone: the run is what it was submitted as")
-    for key in ("follow", "plan_from"):
-        try:
-            os.stat(special.get(key, "."))
-        except FileNotFoundError:
-            pass  # told later, by whoever looks for it
-        except OSError as error:
-            wrong.append(f"{key}: '{special[key][:80]}': {error.strerror}; expected a run folder")
-    refuse(wrong)
-    folders = {key: Path(special[key]).absolute() for key in ("follow", "plan_from") if key in special}
-    return Request(special.get("recipe"), overrides, **folders, **{flag: flag in asked for flag in FLAGS})
+    def problems(self) -> Iterator[Problem]:
+        asked = [flag for flag in FLAGS if getattr(self, flag)]
+        if len(asked) > 1:
+            yield Problem(asked[1], "contradiction", f"got {' and '.join(asked)}; expected one of them")
+        if self.recipe is None and self.follow is None:
+            yield Problem("recipe", "missing-value", "the command line needs recipe=NAME, or follow=RUN_DIR")
+        if self.follow and (self.recipe or self.overrides or self.plan_from or asked):
+            yield Problem(
+                "follow",
+                "contradiction",
+                "got other keys too; expected follow=RUN_DIR alone: the run is what it was submitted as",
+            )
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(__doc__.strip())
-        return 0 if arguments else 2
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        status = answer(parse(arguments))
-        sys.stdout.flush()
-        return status
-    except RecipeError as error:
-        print(secrets.redacted(f"error: {listed(error.problems)}"), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `| head` has read enough
-        no_more_output()
-        return 128 + signal.SIGPIPE
-    except (FailedJobError, FailedSubmissionError) as error:
-        print(f"error: sbatch refused the job: {error}", file=sys.stderr)
-        return 2
+    return command_line.run(__doc__, Request, answer, arguments)
 
 
 def answer(request: Request) -> int:
     """Raises RecipeError."""
+    signal.signal(signal.SIGTERM, _interrupt)
     if request.follow:
         return attach(request.follow)
     if request.show:
@@ -222,9 +194,8 @@ def nothing_left(recipe: Recipe, run_dir: Path) -> str | None:
 def _submit_detached(prepared: list[Prepared]) -> int:
     if len(prepared) > 1 and (name := prepared[-1].executor.name) != "slurm":
         names = ", ".join(each.recipe.name for each in prepared[:-1])
-        raise RecipeError(
-            f"detach: the {name} executor cannot wait for what is needed first ({names}); run that, or do not detach"
-        )
+        why = f"the {name} executor cannot wait for what is needed first ({names}); run that, or do not detach"
+        raise RecipeError(Problem("detach", "unsupported", why))
     job_ids: dict[str, str] = {}
     for each in prepared:
         recipe, run_dir = each.recipe, Path(each.recipe.run_dir).absolute()
@@ -252,7 +223,10 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
         else:
             runner = local.HetLocalExecutor(run_dir, recipe.cluster, components(recipe))
         run_folder.prepare(recipe, run_dir, runner.script)
-        job = runner.submit(task.rank_main, str(run_dir))
+        try:
+            job = runner.submit(task.rank_main, str(run_dir))
+        except (FailedJobError, FailedSubmissionError) as error:
+            raise RecipeError(Problem("", "refused-by-slurm", f"sbatch refused the job: {error}")) from error
         try:
             write_record(run_dir, JobRecord.of(name, job))
             run_folder.append_manifest(run_dir, name, job.job_id, [sys.executable, *sys.argv])
@@ -272,10 +246,11 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
 def attach(run_dir: Path) -> int:
     record = read_record(run_dir)
     if record is None:
-        raise RecipeError(f"follow: {run_dir} is not a run folder: it has no job.json")
+        raise RecipeError(Problem("follow", "not-a-run", f"{run_dir} is not a run folder: it has no job.json"))
     if record.executor == "slurm" and (why := slurm_client.unreachable(RESTART_S)):
         told = f"python {Path(__file__).with_name('status.py')} {run_dir}"
-        raise RecipeError(f"follow: Slurm job {record.job_id} cannot be asked: {why}. `{told}` tells what the folder holds")
+        message = f"Slurm job {record.job_id} cannot be asked: {why}. `{told}` tells what the folder holds"
+        raise RecipeError(Problem("follow", "unreachable", message))
     return attend(run_dir, record.attach(run_dir), max_steps(config.read(run_dir / "recipe.yaml")), _metrics_so_far(run_dir))
 
 

@@ -1,13 +1,5 @@
 """Run a suite of recipes over seeds and judge what came of it: python launch/sweep.py sweep=NAME [key=value ...]
 
-    sweep=NAME            a file in recipes/sweeps/, without .yaml, or a path to one
-    key=value             a key of the suite (max_concurrent=2, runs.NAME.overrides.sft.max_num_steps=50), or of every recipe
-    id=ID                 which one of this name; default: today's date. The same command again goes on with it
-    wait=true             on Slurm: stay until it has been judged, and end with the verdict
-    update_baseline=true  make what this sweep measures the baseline that later ones are judged by
-    dry_run=true          print the jobs, and write nothing
-    check=DIR             judge a sweep that was begun: what the job at its end does. Retries what failed, once
-
 On Slurm the command submits all jobs, with the check behind them, and returns. On this machine it stays to the end. The reports
 are in the sweep's folder, runs/sweeps/NAME/ID: report.html, report.md, junit.xml.
 
@@ -22,16 +14,17 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Annotated
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
-from submitit.core.utils import FailedJobError, FailedSubmissionError
-
 from launch import command_line
+from launch.command_line import Key
 from launch.sweeps import baseline, lanes, suite, verdict
 from launch.sweeps.folder import LOCK_S, Folder, Plan
 from launch.sweeps.jobs import jobs_of
@@ -41,10 +34,9 @@ from launch.sweeps.page import page
 from launch.sweeps.queue import Queue
 from launch.sweeps.verdict import Outcome, Result
 from launch.terminal import on_one_line, plain
-from pipeline.config import RecipeError, listed, refuse
+from pipeline.config import Problem
 from pipeline.files import write_durably
 
-FLAGS = ("wait", "update_baseline", "dry_run")
 POLL_S = 2.0
 
 
@@ -52,49 +44,50 @@ POLL_S = 2.0
 class Request:
     """The command line."""
 
-    sweep: str | None
-    check: Path | None
-    arguments: list[str]  # of the suite, and of every recipe
-    id: str
-    wait: bool = False
-    update_baseline: bool = False
-    dry_run: bool = False
+    sweep: Annotated[str | None, Key("NAME", "a file in recipes/sweeps/, without .yaml, or a path to one")] = None
+    overrides: Annotated[
+        list[str],
+        Key(
+            "key=value",
+            "a key of the suite (max_concurrent=2, runs.NAME.overrides.sft.max_num_steps=50), or of every recipe",
+            others=True,
+        ),
+    ] = field(default_factory=list)
+    id: Annotated[
+        str | None, Key("ID", "which one of this name; default: today's date. The same command again goes on with it")
+    ] = None
+    wait: Annotated[bool, Key("true", "on Slurm: stay until it has been judged, and end with the verdict")] = False
+    update_baseline: Annotated[bool, Key("true", "make what this sweep measures the baseline of later ones")] = False
+    dry_run: Annotated[bool, Key("true", "print the jobs, and write nothing")] = False
+    check: Annotated[
+        Path | None, Key("DIR", "judge a sweep that was begun, as the job at its end does; retry what failed, once")
+    ] = None
 
-
-def parse(arguments: list[str]) -> Request:
-    """Raises RecipeError for what is not key=value and for a command line that asks for nothing or for two things."""
-    special, rest = command_line.split(arguments, ("sweep", "check", "id", *FLAGS))
-    flags = {flag: special.get(flag, "false").lower() for flag in FLAGS}
-    wrong = [f"{flag}: '{special[flag]}' is not true or false" for flag in FLAGS if flags[flag] not in ("true", "false")]
-    if ("sweep" in special) == ("check" in special):
-        wrong.append("the command line needs sweep=NAME, or check=DIR")
-    if "check" in special and (rest or {"id", "wait", "dry_run"} & special.keys()):
-        wrong.append("check=DIR takes update_baseline=true at most: the sweep is what it was begun as")
-    name = special.get("id", date.today().isoformat())
-    if not suite.NAME.fullmatch(name):
-        wrong.append(f"id: '{name}' must be letters, digits, '.', '_' and '-'; it is the name of a folder")
-    refuse(wrong)
-    check = Path(special["check"]).absolute() if "check" in special else None
-    return Request(special.get("sweep"), check, rest, name, **{flag: flags[flag] == "true" for flag in FLAGS})
+    def problems(self) -> Iterator[Problem]:
+        if self.sweep is None and self.check is None:
+            yield Problem("sweep", "missing-value", "the command line needs sweep=NAME, or check=DIR")
+        if self.check and (self.sweep or self.overrides or self.id or self.wait or self.dry_run):
+            yield Problem(
+                "check",
+                "contradiction",
+                "got other keys too; expected update_baseline=true at most: the sweep is what it was begun as",
+            )
+        if self.id is not None and not suite.NAME.fullmatch(self.id):
+            yield suite.bad_name("id", self.id)
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(__doc__.strip())
-        return 0 if arguments else 2
+    return command_line.run(__doc__, Request, answer, arguments)
+
+
+def answer(request: Request) -> int:
+    """Raises RecipeError."""
     own = _forget_own_job()
     try:
-        request = parse(arguments)
         return check(request.check, request.update_baseline, own) if request.check else begin(request)
-    except RecipeError as error:
-        print(f"error: {listed(error.problems)}", file=sys.stderr)
-        return 2
-    except (FailedJobError, FailedSubmissionError) as error:
-        print(f"error: sbatch refused a job: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("\nwhat was submitted goes on; the same command goes on with the sweep", file=sys.stderr)
-        return 130
+        raise
 
 
 def _forget_own_job() -> str | None:
@@ -110,8 +103,9 @@ def _forget_own_job() -> str | None:
 
 def begin(request: Request) -> int:
     """Raises RecipeError."""
-    asked = suite.load(request.sweep, request.arguments)
-    folder = Folder(Path(asked.suite.folder) / asked.suite.name / request.id)
+    asked = suite.load(request.sweep, request.overrides)
+    name = request.id or date.today().isoformat()
+    folder = Folder(Path(asked.suite.folder) / asked.suite.name / name)
     if folder.begun:
         folder.refuse_other(asked.suite, asked.overrides)
     if baseline.read(asked.baseline) is None and not request.update_baseline:
@@ -121,7 +115,7 @@ def begin(request: Request) -> int:
     jobs, executor = ([], folder.plan.executor) if folder.begun else jobs_of(asked, folder.path)
     with folder.locked():
         if not folder.begun:
-            plan = Plan(request.id, executor, str(Path.cwd()), str(asked.baseline), asked.overrides, jobs)
+            plan = Plan(name, executor, str(Path.cwd()), str(asked.baseline), asked.overrides, jobs)
             folder.begin(asked.suite, plan)
         if request.update_baseline:
             folder.want_baseline(True)

@@ -1,11 +1,4 @@
-"""What every rank did when: python launch/timeline.py run=RUN_DIR [step=N] [steps=A-B] [gz=true] ...
-
-    run=RUN_DIR      a run folder, which a job may be writing into; `run=` may be left out
-    step=N           the step that is drawn (default: the last one that ended)
-    steps=A-B        the trace of these steps alone: of a long run of many ranks more would be too much for a browser
-    attempts=all     the trace of all starts of the ranks, one after another (default: of the latest one)
-    gz=true          write the trace compressed, which Perfetto reads as it is
-    out=FILE         the trace (default: RUN_DIR/timeline.json or timeline.json.gz); the picture goes beside it
+"""Show what every rank did when: python launch/timeline.py run=RUN_DIR [step=N] [steps=A-B] [gz=true] ...
 
 Writes a trace for https://ui.perfetto.dev or chrome://tracing, and a PNG of one step. Ends with status 0; with 1 if the trace
 was written but the picture could not be drawn (it needs matplotlib); with 2 if there is no such run or step, or no timeline.
@@ -15,36 +8,56 @@ from __future__ import annotations
 
 import gzip
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Annotated, Literal, TextIO
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
-from launch import starting
+from launch import command_line, starting
+from launch.command_line import Key
 from launch.past_run import NoRun, PastRun
 from launch.timelines import reading, trace
 from launch.timelines.reading import Rank
 from launch.units import is_count, plural, size
+from pipeline.config import Problem
 
-KEYS = ("run", "step", "steps", "attempts", "gz", "out")
 EVER = (float("-inf"), float("inf"))
 PIXELS = 1600
 """Of a picture's time axis, about."""
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, dash, last = text.partition("-")
+    if not is_count(first) or (dash and not is_count(last)) or (dash and int(last) < int(first)):
+        raise ValueError("steps such as 10-12")
+    return int(first), int(last if dash else first)
 
 
 @dataclass(frozen=True)
 class Request:
     """The command line."""
 
-    run: Path
-    step: int | None
-    steps: tuple[int, int] | None
-    all_attempts: bool
-    gz: bool
-    out: Path | None
+    run: Annotated[Path, Key("RUN_DIR", "a run folder, which a job may be writing into", bare=True)]
+    step: Annotated[int | None, Key("N", "the step that is drawn; default: the last one that ended")] = None
+    steps: Annotated[
+        tuple[int, int] | None,
+        Key("A-B", "trace these steps alone: more ranks and steps may be too much for a browser", read=_steps),
+    ] = None
+    attempts: Annotated[Literal["all", "latest"], Key("all", "trace all starts of the ranks; default: the latest one")] = (
+        "latest"
+    )
+    gz: Annotated[bool, Key("true", "write the trace compressed, which Perfetto reads as it is")] = False
+    out: Annotated[
+        Path | None, Key("FILE", "the trace; default: RUN_DIR/timeline.json or timeline.json.gz; the picture goes beside it")
+    ] = None
+
+    def problems(self) -> Iterator[Problem]:
+        if self.steps and self.attempts == "all":
+            yield Problem("steps", "contradiction", "got attempts=all too; expected one: the steps of one attempt are traced")
 
     @property
     def trace(self) -> Path:
@@ -56,69 +69,27 @@ class Request:
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(__doc__.strip())
-        return 0 if arguments else 2
-    try:
-        request = parse(arguments)
-        run = PastRun.at(request.run)
-        attempts = _recorded(run)
-        chosen = attempts if request.all_attempts else attempts[-1:]
-        number = request.step if request.step is not None or request.steps is None else request.steps[1]
-        drawn = reading.attempt_with(attempts, number)
-        step = reading.step_of(drawn, number, PIXELS)
-        window = EVER
-        if request.steps:
-            chosen = [reading.attempt_with(attempts, request.steps[0])]
-            window = reading.window(chosen[0], *request.steps)
-        events = write(request.trace, run, chosen, window)
-        print(f"trace: {request.trace} ({size(request.trace.stat().st_size)}, {events:,} events of {_of(chosen)})")
-        print(f"clocks: {reading.precision(drawn)}")
-        for realm, rows in step.realms().items():
-            print(f"idle: {realm} {reading.idle_share(rows):.1%} of {step.title}")
-        return _draw(run, step, request.picture("start" if step.number is None else f"step_{step.number}"))
-    except NoRun as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+    return command_line.run(__doc__, Request, answer, arguments)
 
 
-def parse(arguments: list[str]) -> Request:
+def answer(request: Request) -> int:
     """Raises NoRun."""
-    given: dict[str, str] = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or (key not in KEYS and Path(argument).exists()):
-            key, value = "run", argument
-        if key not in KEYS:
-            raise NoRun(f"'{argument}' on the command line is none of {'=, '.join(KEYS)}=")
-        if key in given:
-            raise NoRun(f"{key}= is given twice on the command line")
-        given[key] = value
-    if not given.get("run"):
-        raise NoRun("the command line needs run=RUN_DIR")
-    for key, values in {"attempts": ("all", "latest"), "gz": ("true", "false")}.items():
-        if given.get(key, values[1]) not in values:
-            raise NoRun(f"{key}: '{given[key]}' is neither {values[0]} nor {values[1]}")
-    if "step" in given and not is_count(given["step"]):
-        raise NoRun(f"step: '{given['step']}' is no step's number")
-    if "steps" in given and "attempts" in given:
-        raise NoRun("steps= and attempts= cannot both be given: the steps of one attempt are traced")
-    out = Path(given["out"]) if given.get("out") else None
-    gz = given.get("gz") == "true" or (out is not None and out.suffix == ".gz")
-    step = int(given["step"]) if "step" in given else None
-    return Request(Path(given["run"]).absolute(), step, _steps(given.get("steps")), given.get("attempts") == "all", gz, out)
-
-
-def _steps(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    first, dash, last = text.partition("-")
-    if not is_count(first) or (dash and not is_count(last)) or (dash and int(last) < int(first)):
-        raise NoRun(f"steps: '{text}' is not like 10-12")
-    return int(first), int(last if dash else first)
+    run = PastRun.at(request.run)
+    attempts = _recorded(run)
+    chosen = attempts if request.attempts == "all" else attempts[-1:]
+    number = request.step if request.step is not None or request.steps is None else request.steps[1]
+    drawn = reading.attempt_with(attempts, number)
+    step = reading.step_of(drawn, number, PIXELS)
+    window = EVER
+    if request.steps:
+        chosen = [reading.attempt_with(attempts, request.steps[0])]
+        window = reading.window(chosen[0], *request.steps)
+    events = write(request.trace, run, chosen, window)
+    print(f"trace: {request.trace} ({size(request.trace.stat().st_size)}, {events:,} events of {_of(chosen)})")
+    print(f"clocks: {reading.precision(drawn)}")
+    for realm, rows in step.realms().items():
+        print(f"idle: {realm} {reading.idle_share(rows):.1%} of {step.title}")
+    return _draw(run, step, request.picture("start" if step.number is None else f"step_{step.number}"))
 
 
 def _recorded(run: PastRun) -> list[list[Rank]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.sweeps import expressions
-from pipeline.config import RECIPES, Recipe, RecipeError, independent, layers, typed
+from pipeline.config import RECIPES, Problem, Recipe, RecipeError, independent, layers, typed
 
 SUITES = RECIPES / "sweeps"
 OVER = ("each", "mean", "median", "min", "max")
@@ -254,6 +254,10 @@ def problems(suite: Suite) -> Iterator[str]:
             yield from _other_run(suite, name, gate_name, gate)
             if gate.band and gate.band.floor == 0 and len(seeds_of(suite, name)) < 2:
                 yield f"gate '{gate_name}' of run '{name}': one seed has no spread, so its band is a point; give band.floor"
+
+
+def bad_name(key: str, name: str) -> Problem:
+    return Problem(key, "bad-name", f"got '{name}'; expected letters, digits, '.', '_' and '-': it is the name of a folder")
 
 
 def _seeds(key: str, seeds: list[int]) -> Iterator[str]:

@@ -1,6 +1,4 @@
-"""What every tiny recipe learns: the validation metric before and after, over seeds, on both training backends.
-
-    python -m tests.curves [recipe ...] [seeds=3] [backends=dtensor,megatron] [executor=local] [folder=DIR] [key=value ...]
+"""Show what every tiny recipe learns, over seeds and training backends: python -m tests.curves [recipe ...] [key=value ...]
 
 Submits each run as a user would and prints a Markdown table; draws curves.png in the folder. Runs that are complete there are
 taken as they are, so that a second call goes on where the first was stopped.
@@ -11,15 +9,17 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from launch.command_line import split
+from launch import command_line
+from launch.command_line import Key
 from pipeline import config
 from pipeline.metrics import read
 
@@ -101,23 +101,34 @@ def draw(curves: list[Curve], path: Path) -> None:
     plt.close(figure)
 
 
+@dataclass(frozen=True)
+class Request:
+    """The command line."""
+
+    recipe: Annotated[list[str], Key("NAME", "a recipe; default: every tiny one", bare=True)] = field(default_factory=recipes)
+    seeds: Annotated[int, Key("N", "how many; default: 3")] = 3
+    backends: Annotated[str, Key("NAME,NAME", "default: dtensor,megatron")] = "dtensor,megatron"
+    executor: Annotated[str, Key("NAME", "local or slurm; default: local")] = "local"
+    folder: Annotated[Path, Key("DIR", "of the runs and the picture; default: .bench/curves")] = Path(".bench/curves")
+    overrides: Annotated[list[str], Key("key=value", "a key of every recipe", others=True)] = field(default_factory=list)
+
+
 def main(arguments: list[str]) -> int:
-    names = [argument for argument in arguments if "=" not in argument] or recipes()
-    options, overrides = split([a for a in arguments if "=" in a], ("seeds", "backends", "executor", "folder"))
-    seeds = range(1, int(options.get("seeds", 3)) + 1)
-    backends = options.get("backends", "dtensor,megatron").split(",")
-    folder = Path(options.get("folder", ".bench/curves")).absolute()
+    return command_line.run(__doc__, Request, compare, arguments)
+
+
+def compare(request: Request) -> int:
+    seeds, folder = range(1, request.seeds + 1), request.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    executor = options.get("executor", "local")
     found: list[Curve] = []
     print("| recipe | backend | metric | steps | mean | each seed |\n|---|---|---|---|---|---|", flush=True)
     failed = 0
-    for name in names:
-        for backend in backends:
+    for name in request.recipe:
+        for backend in request.backends.split(","):
             if backend == "megatron" and config.load(name).policy.dtensor_cfg.enabled:
                 continue  # LoRA is FSDP2's
             try:
-                curves = [run(name, backend, seed, executor, folder, overrides) for seed in seeds]
+                curves = [run(name, backend, seed, request.executor, folder, request.overrides) for seed in seeds]
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 print(f"| {name} | {LABELS[backend]} | FAILED: see below |", flush=True)
                 print(error, file=sys.stderr, flush=True)

@@ -1,6 +1,4 @@
-"""What sampling ahead costs and brings: reward, staleness and time at each age, over seeds, beside the synchronous run.
-
-    python -m tests.curves.ages [recipe=tiny_async] [ages=0,1,2,4,8] [seeds=3] [folder=DIR] [key=value ...]
+"""Compare ages of sampling ahead with the synchronous run, over seeds: python -m tests.curves.ages [key=value ...]
 
 For each seed one run without `grpo.async_grpo` and one for each age, submitted as a user would. Prints a Markdown table, means
 over seeds; draws ages.png in the folder: reward over steps, the ages of tokens, time per step and the idle share of each realm.
@@ -13,16 +11,17 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from launch.command_line import split
+from launch import command_line
+from launch.command_line import Key
 from pipeline import config
 from pipeline.metrics import NOT_REPRODUCIBLE, read
 from tests.curves.__main__ import submit
@@ -118,13 +117,26 @@ def draw(every: Sequence[Runs], path: Path) -> None:
     plt.close(figure)
 
 
+@dataclass(frozen=True)
+class Request:
+    """The command line."""
+
+    recipe: Annotated[str, Key("NAME", "default: tiny_async")] = "tiny_async"
+    ages: Annotated[str, Key("N,N", "default: 0,1,2,4,8")] = "0,1,2,4,8"
+    seeds: Annotated[int, Key("N", "how many; default: 3")] = 3
+    folder: Annotated[Path, Key("DIR", "of the runs and the picture; default: .bench/ages")] = Path(".bench/ages")
+    overrides: Annotated[list[str], Key("key=value", "a key of the recipe", others=True)] = field(default_factory=list)
+
+
 def main(arguments: list[str]) -> int:
-    options, overrides = split(arguments, ("recipe", "ages", "seeds", "folder"))
-    recipe = options.get("recipe", "tiny_async")
+    return command_line.run(__doc__, Request, compare, arguments)
+
+
+def compare(request: Request) -> int:
+    recipe, overrides, folder = request.recipe, request.overrides, request.folder.absolute()
     config.load(recipe, overrides)  # an error in it comes before the first run
-    names = [SYNCHRONOUS, *options.get("ages", "0,1,2,4,8").split(",")]
-    seeds = range(1, int(options.get("seeds", 3)) + 1)
-    folder = Path(options.get("folder", ".bench/ages")).absolute()
+    names = [SYNCHRONOUS, *request.ages.split(",")]
+    seeds = range(1, request.seeds + 1)
     folder.mkdir(parents=True, exist_ok=True)
     heads = ["age", "reward of the last 10 steps (seeds)", "tokens by age", "sync / step", *TIMES]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)

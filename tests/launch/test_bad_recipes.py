@@ -210,7 +210,7 @@ def test_recipe_that_does_not_exist(tmp_path):
 
 def test_recipe_without_equals(tmp_path):
     write_recipe(tmp_path)
-    assert "'grpo' on the command line is not key=value" in refuse(tmp_path, "grpo")
+    assert "grpo: is not key=value" in refuse(tmp_path, "grpo")
 
 
 def test_needs_in_a_circle(tmp_path, monkeypatch):

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from launch import export, submit, sweep, timeline
+from launch import submit, sweep
 from launch.executors.base import ROOT
-from tests.launch import fuzz, past_runs
+from tests.launch import fuzz
 from tests.launch.model import write_recipe
 
 
@@ -73,7 +73,6 @@ def test_the_fuzzer_sees_what_is_wrong(monkeypatch):
         (f"grpo.seed={'${' * 30}x{'}' * 30}", "got 30 interpolations in one value; expected 20 at most"),
         ("grpo.seed=${mul:'a',99999999999}", "got 'a'; expected a number"),
         ("grpo.seed=${oc.select:grpo}", "comes back to itself in a circle"),
-        ("name=a\udc80b", "on the command line is not UTF-8"),
         ("algorithm=2", "algorithm: '2' is not one of"),
         ("policy.generation.vllm_kwargs.kv_cache_memory_bytes=many", "kv_cache_memory_bytes: got 'many'; expected a number"),
     ],
@@ -87,19 +86,8 @@ def test_what_it_has_found_is_told(tmp_path, capsys, argument, says):
 def test_names_that_are_too_long_for_files_are_told(capsys):
     assert submit.main([f"recipe={'x' * 5000}", "show=true"]) == 2
     assert "no such recipe" in capsys.readouterr().err
-    assert submit.main(["recipe=tiny_grpo", "plan=true", f"plan_from={'x' * 5000}"]) == 2
-    assert "plan_from: 'xxx" in capsys.readouterr().err
     assert sweep.main([f"sweep={'x' * 5000}", "dry_run=true"]) == 2
     assert "error: " in capsys.readouterr().err
-
-
-def test_numbers_that_python_does_not_read_are_told(tmp_path, capsys):
-    run = past_runs.folder(tmp_path / "run")
-    assert timeline.main([f"run={run}", f"step={'9' * 5000}"]) == 2
-    assert timeline.main([f"run={run}", f"steps={'9' * 5000}"]) == 2
-    assert export.main([f"run={run}", f"step={'9' * 5000}"]) == 2
-    assert export.main([f"run={'x' * 5000}"]) == 2
-    assert capsys.readouterr().err.count("error: ") == 4
 
 
 def test_a_status_of_no_folder(tmp_path):

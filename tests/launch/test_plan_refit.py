@@ -140,15 +140,10 @@ def test_without_matplotlib_the_table_is_printed_and_the_picture_refused(tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["foo"], "'foo' on the command line is not key=value"),
-        (["out=a.png"], "recipe=NAME"),
         (["recipe=tiny_grp"], "did you mean 'tiny_grpo'?"),
         (["recipe=tiny_sft"], "no generate ranks"),
-        (["recipe=tiny_grpo", "model_config=nowhere/config.json"], "model_config: there is no file"),
         (["recipe=tiny_grpo", "model_config=recipes/tiny_grpo.yaml"], "not JSON"),
         (["recipe=tiny_grpo", "model_config=recipes/tiny/tokenizer.json"], "has a model_type"),
-        (["recipe=tiny_grpo", "out=nowhere/a.png"], "out: there is no folder"),
-        (["recipe=tiny_grpo", "out=a.jpg"], "is not a .png"),
         (["recipe=tiny_grpo", "cluster.network.nic_gb_per_s=0"], "cluster.network.nic_gb_per_s"),
         (["recipe=tiny_grpo", "policy.model_name=nowhere/model"], "policy.model_name"),
         (["recipe=tiny_grpo", "policy.generation.vllm_cfg.tensor_parallel_size=3"], "tensor_parallel_size: 3 does not divide"),
@@ -166,8 +161,3 @@ def test_the_command_ends_with_status_2():
     status, output, errors = plan("recipe=tiny_grpo", "cluster.train.ranks=2")
     assert (status, output) == (2, "")
     assert "cluster.train.ranks" in errors
-
-
-def test_help_explains_the_keys(capsys):
-    assert plan_refit.main(["--help"]) == 0
-    assert "model_config=PATH" in capsys.readouterr().out

@@ -203,8 +203,6 @@ def test_watching_ends_with_the_run(run, monkeypatch, capsys):
     [
         (["nowhere"], "there is no such folder"),
         (["."], "there is none below it"),
-        (["watch=0", "."], "no number of seconds"),
-        (["jsn=true"], "is none of watch=SECONDS"),
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path, monkeypatch, capsys, arguments, said):

@@ -148,13 +148,6 @@ def test_works_where_the_package_is_not_installed(here):
     assert answer.returncode == 0, answer.stderr
 
 
-@pytest.mark.parametrize(("arguments", "status"), [([], 2), (["--help"], 0)])
-def test_usage(arguments, status):
-    answer = subprocess.run([sys.executable, str(SUBMIT), *arguments], capture_output=True, text=True)
-    assert answer.returncode == status
-    assert "recipe=NAME" in answer.stdout and "follow=RUN_DIR" in answer.stdout
-
-
 # ---- a run ----------------------------------------------------------------------------------------------------------------
 
 

@@ -140,24 +140,6 @@ def test_what_is_wrong_with_the_recipes_of_all_runs_comes_in_one_list_and_nothin
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["seeds=[1]"], "needs sweep=NAME, or check=DIR"),
-        (["sweep=a", "check=b"], "needs sweep=NAME, or check=DIR"),
-        (["check=b", "wait=true"], "check=DIR takes update_baseline=true at most"),
-        (["check=b", "seeds=[1]"], "check=DIR takes update_baseline=true at most"),
-        (["sweep=a", "id=../x"], "id: '../x' must be letters"),
-        (["sweep=a", "wait=maybe"], "wait: 'maybe' is not true or false"),
-        (["sweep"], "'sweep' on the command line is not key=value"),
-        (["check=/nowhere"], "/nowhere is not the folder of a sweep"),
-    ],
-)
-def test_command_lines_that_ask_for_nothing(arguments, said, capsys):
-    assert sweep.main(arguments) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_dry_run_writes_nothing(tmp_path, capsys):
     path = write_suite(tmp_path)
     before = sorted(tmp_path.rglob("*"))
