@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from pipeline import config
+from pipeline.algorithms.advantages import standard
 from pipeline.algorithms.base import Objective, OnlineAlgorithm
-from pipeline.algorithms.standardize import standard
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, version_problem
 from pipeline.config import Recipe, evaluates_alone

@@ -5,7 +5,7 @@ from pipeline.algorithms.distillation import Distillation
 from pipeline.algorithms.dpo import DPO
 from pipeline.algorithms.grpo import GRPO
 from pipeline.algorithms.ppo import PPO
-from pipeline.algorithms.reward_model import RewardModel
+from pipeline.algorithms.rm import RewardModel
 from pipeline.algorithms.sft import SFT
 from pipeline.config import Recipe, updates_per_epoch
 

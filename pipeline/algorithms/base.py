@@ -12,7 +12,7 @@ Loss = Callable[[Outputs, PackedBatch, GlobalCounts], LossOutput]
 """(a model's outputs with a graph, the batch, the whole optimizer step's counts) -> this batch's share of the loss."""
 
 Variance = Literal["biased", "unbiased"]
-"""Which variance of the advantages becomes 1: pipeline/algorithms/standardize.py."""
+"""Which variance of the advantages becomes 1: `standard` in pipeline/algorithms/advantages.py."""
 
 
 @dataclass(frozen=True)

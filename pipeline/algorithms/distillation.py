@@ -1,46 +1,26 @@
-"""On-policy distillation: the policy samples, and learns the teacher's distribution of every token that it sampled
-(GKD, https://arxiv.org/abs/2306.13649 eq. 4 with lambda = 1).
+"""On-policy distillation: the policy samples, and learns the teacher's distribution of every token that it sampled.
 
-p is the teacher's distribution and q the policy's. The sums are over the k tokens that the teacher finds most likely
-(distillation.topk_logits_k), and the loss is averaged over all sampled tokens of the step:
-
-    forward   sum_v p_v (log p_v - log q_v)
-    reverse   sum_v q_v (log q_v - log p_v)
-    mixed     mixed_kl_weight * forward + (1 - mixed_kl_weight) * reverse
-
-    zero_outside_topk=false   p and q are both renormalised over the k tokens. Each kind is then a divergence: it is 0, with
-                              gradient 0, where the policy agrees with the teacher. How much mass the k tokens have together
-                              does not enter the loss.
-    zero_outside_topk=true    p is renormalised and q is not, so the loss also moves the policy's mass into the k tokens. The
-                              reverse divergence includes the other tokens, for which log p = -100; the policy's part of that
-                              sum follows from its exact entropy.
-
-NeMo-RL does the same (nemo_rl/algorithms/loss/loss_functions.py, DistillationLossFn; nemo_rl/distributed/model_utils.py,
-get_distillation_topk_logprobs_from_logits). Both distributions are at policy.generation.temperature, as the samples are.
-
+Its loss is `distillation_loss` in divergence.py. Both distributions are at policy.generation.temperature, as the samples are.
 Rewards are not used. Left out: the Jensen-Shannon divergence, a share of data that the policy did not sample (lambda below 1),
 teachers with another vocabulary.
 """
 
 from __future__ import annotations
 
-import torch
+from functools import partial
 
+from pipeline.algorithms.advantages import sample
 from pipeline.algorithms.base import Needs
-from pipeline.algorithms.reductions import masked_share
-from pipeline.algorithms.samples import sample
+from pipeline.algorithms.divergence import distillation_loss
 from pipeline.config import DistillationConfig, LossConfig
-from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
-
-LOG_INFINITESIMAL = -100.0  # NeMo-RL's, DistillationLossFn
+from pipeline.types import PackedBatch, RolloutGroup, Sample
 
 
 class Distillation:
     def __init__(self, config: DistillationConfig, loss: LossConfig):
-        self._loss = loss
-        self._rest = loss.zero_outside_topk and loss.kl_type != "forward"
-        self.needs = Needs(teacher_top_k=config.topk_logits_k, entropy=self._rest)
-        self.losses = {"policy": self.loss}
+        outside = loss.zero_outside_topk and loss.kl_type != "forward"
+        self.needs = Needs(teacher_top_k=config.topk_logits_k, entropy=outside)
+        self.losses = {"policy": partial(distillation_loss, loss)}
 
     def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         return groups
@@ -54,25 +34,3 @@ class Distillation:
 
     def trains(self, step: int) -> tuple[str, ...]:
         return ("policy",)
-
-    def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
-        of_teacher, of_policy = batch.teacher.logprobs, outputs.top_k.logprobs  # [T, K] each, of the same tokens
-        teacher = of_teacher.log_softmax(-1)
-        policy = of_policy if self._loss.zero_outside_topk else of_policy.log_softmax(-1)
-        p, q = teacher.exp(), policy.exp()
-        forward = (p * (teacher - policy)).sum(-1)
-        reverse = (q * (policy - teacher)).sum(-1)
-        if self._rest:
-            entropy_of_rest = -outputs.entropy - (q * policy).sum(-1)  # sum of q log q outside the k tokens
-            reverse = reverse + entropy_of_rest - LOG_INFINITESIMAL * (1 - q.sum(-1))
-        weight = {"forward": 1.0, "reverse": 0.0, "mixed": self._loss.mixed_kl_weight}[self._loss.kl_type]
-        loss = masked_share(weight * forward + (1 - weight) * reverse, batch, counts)
-        with torch.no_grad():
-            metrics = {
-                "forward_kl": masked_share(forward, batch, counts),
-                "teacher_top_k_mass": masked_share(of_teacher.exp().sum(-1), batch, counts),
-                "policy_top_k_mass": masked_share(of_policy.exp().sum(-1), batch, counts),
-            }
-            if self._rest or not self._loss.zero_outside_topk:  # else its part outside the k tokens is not known
-                metrics["reverse_kl"] = masked_share(reverse, batch, counts)
-        return LossOutput(loss, metrics)

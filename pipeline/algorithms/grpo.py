@@ -1,14 +1,14 @@
 """GRPO: group-relative policy optimization (https://arxiv.org/abs/2402.03300), with what later papers changed about it.
 
-The answers to one prompt are each other's baseline, so that there is no critic: advantages.py, or reinforce_plus_plus.py where
-grpo.adv_estimator.name says so. The loss is policy_loss.py, which names the file of each of its parts. Of GRPO's descendants
+The answers to one prompt are each other's baseline, so there is no critic: advantages.py. The loss is `policy_loss` in loss.py.
+GRPO's descendants are settings of it:
 
-    Dr. GRPO   dr_grpo.py    normalize_rewards=false, token_level_loss=true
-    DAPO       dapo.py       use_dynamic_sampling, ratio_clip_max above ratio_clip_min, overlong_filtering, reward_shaping
-    GSPO       gspo.py       sequence_level_importance_ratios=true, token_level_loss=false
-    CISPO      cispo.py      use_cispo=true
-    RLOO       rloo.py       disable_ppo_ratio=true, normalize_rewards=false
-    REINFORCE++              adv_estimator.name=reinforce_plus_plus
+    Dr. GRPO      normalize_rewards=false, use_leave_one_out_baseline=false, token_level_loss=true
+    DAPO          use_dynamic_sampling, ratio_clip_max above ratio_clip_min, overlong_filtering, reward_shaping
+    GSPO          sequence_level_importance_ratios=true, token_level_loss=false
+    CISPO         use_cispo=true
+    RLOO          use_leave_one_out_baseline=true, disable_ppo_ratio=true, normalize_rewards=false
+    REINFORCE++   adv_estimator.name=reinforce_plus_plus
 
 The GRPO paper itself is use_leave_one_out_baseline=false, token_level_loss=false and a KL penalty in the loss. Left out:
 rewards for parts of an answer (process supervision).
@@ -20,13 +20,18 @@ import dataclasses
 
 import numpy as np
 
-from pipeline.algorithms.advantages import group_advantages
+from pipeline.algorithms.advantages import (
+    group_advantages,
+    is_cut,
+    judged,
+    minus_kl_to_come,
+    sample,
+    selected,
+    sequence_advantages,
+    shaped_rewards,
+)
 from pipeline.algorithms.base import Needs
-from pipeline.algorithms.importance_sampling import trusted
-from pipeline.algorithms.policy_loss import PolicyLoss
-from pipeline.algorithms.reinforce_plus_plus import minus_kl_to_come, sequence_advantages
-from pipeline.algorithms.rewards import is_cut, judged, selected, shaped_rewards
-from pipeline.algorithms.samples import sample
+from pipeline.algorithms.loss import policy_loss, trusted
 from pipeline.config import GRPOConfig, LossConfig
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
 
@@ -35,7 +40,6 @@ class GRPO:
     def __init__(self, grpo: GRPOConfig, loss: LossConfig, updates_per_step: int):
         self._grpo = grpo
         self._loss = loss
-        self._policy_loss = PolicyLoss(loss)
         self._plus_plus = grpo.adv_estimator.name == "reinforce_plus_plus"
         filtered = grpo.seq_logprob_error_threshold is not None
         several = updates_per_step > 1 and not loss.force_on_policy_ratio
@@ -89,4 +93,4 @@ class GRPO:
         low, high = self._grpo.advantage_clip_low, self._grpo.advantage_clip_high
         if low is not None or high is not None:
             batch = dataclasses.replace(batch, advantages=batch.advantages.clamp(low, high))
-        return self._policy_loss(outputs, batch, counts)
+        return policy_loss(self._loss, outputs, batch, counts)

@@ -1,9 +1,9 @@
 """PPO: proximal policy optimization (https://arxiv.org/abs/1707.06347) with a critic, as RLHF has it
 (https://arxiv.org/abs/2203.02155).
 
-A model of its own says before each token what reward to expect. gae.py makes advantages and returns of that, on the train
-ranks; the policy's loss is GRPO's, policy_loss.py, and the critic's value_loss.py. Both go over a step's samples ppo_epochs
-times. Before step policy_training_start_step only the critic learns, and the policy's schedule stays where it is.
+The critic estimates before each token what reward to expect, of which `estimate_gae` makes advantages and returns on the train
+ranks. The losses are `policy_loss` and `value_loss` in loss.py; both models go over a step's samples ppo_epochs times. Before
+step policy_training_start_step only the critic learns, and the policy's schedule stays where it is.
 
 A schedule advances once per step, as in verl, or after each epoch with schedule_every_epoch, as in NeMo-RL.
 
@@ -13,20 +13,17 @@ Left out: a critic that shares the policy's body, VAPO's loss on right answers.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
+from pipeline.algorithms.advantages import estimate_gae, is_cut, sample, selected, shaped_rewards
 from pipeline.algorithms.base import Needs
-from pipeline.algorithms.gae import estimate_gae
-from pipeline.algorithms.importance_sampling import trusted
-from pipeline.algorithms.policy_loss import PolicyLoss
-from pipeline.algorithms.rewards import is_cut, selected, shaped_rewards
-from pipeline.algorithms.samples import sample
-from pipeline.algorithms.value_loss import ValueLoss
+from pipeline.algorithms.loss import policy_loss, trusted, value_loss
 from pipeline.config import LossConfig, PPOConfig, ValueLossConfig
 from pipeline.types import PackedBatch, RolloutGroup, Sample
 
 
 class PPO:
-    def __init__(self, ppo: PPOConfig, loss: LossConfig, value_loss: ValueLossConfig, updates_per_step: int):
+    def __init__(self, ppo: PPOConfig, loss: LossConfig, value: ValueLossConfig, updates_per_step: int):
         self._ppo = ppo
         self._loss = loss
         several = updates_per_step * ppo.ppo_epochs > 1 and not loss.force_on_policy_ratio
@@ -42,7 +39,7 @@ class PPO:
             epochs=ppo.ppo_epochs,
             schedule_every_epoch=ppo.schedule_every_epoch,
         )
-        self.losses = {"policy": PolicyLoss(loss), "critic": ValueLoss(value_loss)}
+        self.losses = {"policy": partial(policy_loss, loss), "critic": partial(value_loss, value)}
 
     def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         return selected(groups, self._ppo)

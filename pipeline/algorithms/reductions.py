@@ -1,4 +1,4 @@
-"""Sums over packed tokens, shared by the losses."""
+"""Sums, means and extremes over the counted tokens of packed sequences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.types import BIN_EDGES, BINS, GlobalCounts, PackedBatch
 
 
 def masked_share(values: torch.Tensor, batch: PackedBatch, counts: GlobalCounts, token_level: bool = True) -> torch.Tensor:
-    """This batch's share of a mean over all counted tokens of the optimizer step: `[T]` -> `[]`.
+    """Return this batch's share of a mean over all counted tokens of the optimizer step: `[T]` -> `[]`.
 
     Token level: every token weighs the same. Sequence level: the mean within each sequence, then the mean over sequences.
     """
@@ -20,25 +20,25 @@ def masked_share(values: torch.Tensor, batch: PackedBatch, counts: GlobalCounts,
 
 
 def masked_extreme(values: torch.Tensor, batch: PackedBatch, largest: bool) -> torch.Tensor:
-    """The largest or smallest counted entry, `[]`; -inf or inf if none is counted."""
+    """Return the largest or smallest counted entry, `[]`; -inf or inf if none is counted."""
     if largest:
         return torch.where(batch.loss_mask, values, -torch.inf).max()
     return torch.where(batch.loss_mask, values, torch.inf).min()
 
 
 def histogram_share(logs: torch.Tensor, batch: PackedBatch, counts: GlobalCounts) -> torch.Tensor:
-    """`[T]` log x -> `[BINS]`: in each bin of `BIN_EDGES` this batch's share of all counted tokens."""
+    """Return this batch's share of all counted tokens in each bin of `BIN_EDGES`: `[T]` log x -> `[BINS]`."""
     bins = torch.bucketize(logs, torch.as_tensor(BIN_EDGES, dtype=logs.dtype, device=logs.device))
     return logs.new_zeros(BINS).index_add(0, bins, batch.loss_mask.to(logs.dtype)) / max(1, counts.tokens)
 
 
 def counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """`[T]`: 0 where the mask is False, whatever is there (inf and nan too), and with no gradient."""
+    """Return `[T]` with 0, and no gradient, where the mask is False, also in place of inf and nan."""
     return torch.where(batch.loss_mask, values, 0)
 
 
 def possible(batch: PackedBatch, *logprobs: torch.Tensor) -> PackedBatch:
-    """The batch without the tokens that have no probability in one of the `[T]` log-probs: they do not count."""
+    """Return the batch with a mask that excludes tokens without probability in one of the `[T]` log-probs."""
     mask = batch.loss_mask
     for each in logprobs:
         mask = mask & (each != -torch.inf)
@@ -46,22 +46,27 @@ def possible(batch: PackedBatch, *logprobs: torch.Tensor) -> PackedBatch:
 
 
 def sequence_sums(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """`[T]` -> `[S]`: the sum over each sequence's counted tokens."""
+    """Return the sum over each sequence's counted tokens: `[T]` -> `[S]`."""
     values = counted(values, batch)
     return values.new_zeros(len(batch.lengths)).index_add(0, _sequence_of_token(batch), values)
 
 
 def sequence_means(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """`[T]` -> `[S]`: the mean over each sequence's counted tokens; 0 for a sequence without any."""
+    """Return the mean over each sequence's counted tokens, 0 for a sequence without any: `[T]` -> `[S]`."""
     return sequence_sums(values, batch) / sequence_sums(torch.ones_like(values), batch).clamp(min=1)
 
 
 def per_token(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """`[S]` -> `[T]`: each sequence's value at all of its tokens."""
+    """Return each sequence's value at all of its tokens: `[S]` -> `[T]`."""
     return values[_sequence_of_token(batch)]
 
 
+def values_before(values: torch.Tensor) -> torch.Tensor:
+    """Return what stands before each token, of what stands after it: `[T]` -> `[T]`, 0 where a sequence begins."""
+    return torch.cat([values.new_zeros(1), values[:-1]])
+
+
 def _sequence_of_token(batch: PackedBatch) -> torch.Tensor:
-    """`[T]` int64: which sequence each token belongs to."""
+    """Return the index of the sequence that each token belongs to, `[T]` int64."""
     ends = batch.cu_seqlens[1:]
     return torch.bucketize(torch.arange(len(batch.tokens), device=ends.device), ends, right=True)

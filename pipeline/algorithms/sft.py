@@ -1,6 +1,4 @@
-"""SFT: supervised fine-tuning, the mean negative log-likelihood of the tokens that the mask counts.
-
-    loss = - sum_t mask_t log pi(y_t | y_<t) / sum_t mask_t
+"""SFT: supervised fine-tuning, the mean negative log-likelihood of the tokens that the mask counts: `sft_loss` in loss.py.
 
 The mask (assistant turns only) is the data's. Left out: weighting of examples.
 """
@@ -8,15 +6,11 @@ The mask (assistant turns only) is the data's. Left out: weighting of examples.
 from __future__ import annotations
 
 from pipeline.algorithms.base import Needs
-from pipeline.algorithms.reductions import masked_share
-from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
+from pipeline.algorithms.loss import sft_loss
 
 
 class SFT:
     needs = Needs()
 
     def __init__(self) -> None:
-        self.losses = {"policy": self.loss}
-
-    def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
-        return LossOutput(masked_share(-outputs.logprobs, batch, counts), {})
+        self.losses = {"policy": sft_loss}

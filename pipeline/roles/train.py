@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline import config, train
+from pipeline.algorithms.advantages import moments, standardize
 from pipeline.algorithms.base import Loss, Objective
-from pipeline.algorithms.standardize import moments, standardize
 from pipeline.checkpoint import kept, storage_timeout_s, wait_until_seen
 from pipeline.config import PolicyConfig, Recipe
 from pipeline.data.packing import pack

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.algorithms.distillation import Distillation
-from pipeline.config import DistillationConfig, LossConfig
+from pipeline.algorithms.divergence import distillation_loss
+from pipeline.config import LossConfig
 from pipeline.train.logprobs import packed_outputs
 from pipeline.types import GlobalCounts, Outputs, PackedBatch, TopK
 
@@ -109,7 +109,6 @@ def distance(student: LlamaForCausalLM, teacher: LlamaForCausalLM) -> Distance:
 
 def distilled(config: LossConfig, student: LlamaForCausalLM, teacher: LlamaForCausalLM, steps: int = STEPS) -> None:
     """Train the student in place."""
-    algorithm = Distillation(DistillationConfig(topk_logits_k=TOP_K), config)
     optimizer = torch.optim.AdamW(student.parameters(), LEARNING_RATE, weight_decay=0.0)
     draw = torch.Generator().manual_seed(3)
     for _ in range(steps):
@@ -119,7 +118,7 @@ def distilled(config: LossConfig, student: LlamaForCausalLM, teacher: LlamaForCa
         batch = packed(rows, best)
         counts = GlobalCounts(int(batch.loss_mask.sum()), SEQUENCES)
         optimizer.zero_grad()
-        algorithm.loss(outputs_of(student, rows, best.tokens), batch, counts).loss.backward()
+        distillation_loss(config, outputs_of(student, rows, best.tokens), batch, counts).loss.backward()
         optimizer.step()
 
 

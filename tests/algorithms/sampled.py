@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.loss import policy_loss
 from pipeline.config import LossConfig
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
 from tests.algorithms import reference
@@ -61,7 +61,7 @@ def largest_difference(config: LossConfig, seeds: int = 8, **batch: float | bool
     entropy, losses, gradients = config.entropy_coeff != 0, [], []
     for seed in range(seeds):
         packed = random_sampled(seed, old=seed % 2 == 0, reference=config.reference_policy_kl_penalty != 0, **batch)
-        loss = PolicyLoss(config)(outputs_of(packed, entropy), packed.batch, packed.counts).loss
+        loss = policy_loss(config, outputs_of(packed, entropy), packed.batch, packed.counts).loss
         expected = reference.policy_loss(config, packed, outputs_of(packed, entropy).entropy)
         losses.append(abs(loss - expected).item())
         gradients.append(gradient_error(loss, expected, packed.leaf))

@@ -1,6 +1,7 @@
 """From a recipe to its algorithm, with what it needs; and from a step's shares to the numbers that are logged."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,11 +13,10 @@ from pipeline.algorithms.base import Needs
 from pipeline.algorithms.distillation import Distillation
 from pipeline.algorithms.dpo import DPO
 from pipeline.algorithms.grpo import GRPO
-from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.loss import policy_loss, value_loss
 from pipeline.algorithms.ppo import PPO
-from pipeline.algorithms.reward_model import RewardModel
+from pipeline.algorithms.rm import RewardModel
 from pipeline.algorithms.sft import SFT
-from pipeline.algorithms.value_loss import ValueLoss
 from pipeline.config import LossConfig, ValueLossConfig
 from pipeline.train.outputs import reduce_outputs
 from pipeline.types import BINS, LossOutput
@@ -65,7 +65,7 @@ def alone():
 def test_shares_become_numbers(alone):
     """However the batch is cut, what is logged is of the whole step."""
     packed = random_sampled(0)
-    for loss in (PolicyLoss(LossConfig()), ValueLoss(ValueLossConfig())):
+    for loss in (partial(policy_loss, LossConfig()), partial(value_loss, ValueLossConfig())):
         logged = []
         for cut in ([range(6)], *CUTS):
             pieces = [piece_of(packed, members) for members in cut]

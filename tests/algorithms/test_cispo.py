@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.loss import policy_loss
 from pipeline.config import LossConfig
 from tests.algorithms.sampled import assert_however_cut, gradient_of, largest_difference, outputs_of, random_sampled
 
@@ -32,7 +33,7 @@ def test_against_the_reference():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_however_sequences_are_cut_and_ordered(name):
-    assert_however_cut(PolicyLoss(CONFIGS[name]), random_sampled(1))
+    assert_however_cut(partial(policy_loss, CONFIGS[name]), random_sampled(1))
 
 
 def test_loss_and_gradient_by_hand():
@@ -49,7 +50,7 @@ def test_loss_and_gradient_by_hand():
     )
     packed = replace(packed, batch=batch)
     config = LossConfig(use_cispo=True, ratio_clip_min=0.2, ratio_clip_max=1.0)
-    out = PolicyLoss(config)(outputs_of(packed), batch, packed.counts)
+    out = policy_loss(config, outputs_of(packed), batch, packed.counts)
     weights = [2.0 * 1, 2.0 * -1, 0.8 * 1, 1.0 * -2]
     assert out.loss.item() == pytest.approx(-sum(weights) * math.log(0.5) / 4)
     assert gradient_of(out.loss, packed).tolist() == pytest.approx([0.0] + [-weight / 4 for weight in weights])
@@ -58,7 +59,7 @@ def test_loss_and_gradient_by_hand():
 
 def test_equal_policies_are_reinforce():
     packed = random_sampled(2, old=False)
-    one = PolicyLoss(CONFIGS["the paper's"])(outputs_of(packed), packed.batch, packed.counts)
-    other = PolicyLoss(LossConfig(disable_ppo_ratio=True))(outputs_of(packed), packed.batch, packed.counts)
+    one = policy_loss(CONFIGS["the paper's"], outputs_of(packed), packed.batch, packed.counts)
+    other = policy_loss(LossConfig(disable_ppo_ratio=True), outputs_of(packed), packed.batch, packed.counts)
     assert one.loss == other.loss
     assert torch.equal(gradient_of(one.loss, packed), gradient_of(other.loss, packed))

@@ -1,12 +1,13 @@
 """DAPO: clip-higher, dynamic sampling, overlong filtering and the soft overlong penalty; and what else becomes of rewards."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from pipeline.algorithms.dapo import soft_overlong_penalty, varies
-from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.advantages import scaled_rewards, shaped_rewards, soft_overlong_penalty, varies
+from pipeline.algorithms.loss import policy_loss
 from pipeline.algorithms.ppo import PPO
-from pipeline.algorithms.rewards import scaled_rewards, shaped_rewards
 from pipeline.config import (
     GRPOConfig,
     LossConfig,
@@ -26,7 +27,7 @@ OVERLONG = RewardShapingConfig(enabled=True, max_response_length=20, overlong_bu
 def largest_differences() -> dict[str, tuple[int, float, float | None]]:
     lengths = np.arange(1, 30)
     expected = [0.0 if n <= 16 else (16 - n) / 4 for n in lengths]  # eq. 13, whose -1 beyond 20 the peers' codes do not have
-    penalty = np.abs(soft_overlong_penalty(lengths, 20, 4, 1.0) - expected).max()
+    penalty = np.abs(soft_overlong_penalty(lengths, RewardShapingConfig(True, 4, 1.0, 20)) - expected).max()
     return {"DAPO": largest_difference(CONFIG), "DAPO, soft overlong penalty": (len(lengths), penalty, None)}
 
 
@@ -36,11 +37,11 @@ def test_against_the_reference():
 
 
 def test_however_sequences_are_cut_and_ordered():
-    assert_however_cut(PolicyLoss(CONFIG), random_sampled(1))
+    assert_however_cut(partial(policy_loss, CONFIG), random_sampled(1))
 
 
 def test_gradcheck():
-    assert_gradcheck(PolicyLoss(CONFIG), random_sampled(2))
+    assert_gradcheck(partial(policy_loss, CONFIG), random_sampled(2))
 
 
 def test_clip_higher_by_hand():
@@ -87,7 +88,7 @@ def test_rewards_that_scaling_makes_equal_are_not_kept():
 
 def test_soft_overlong_penalty_by_hand():
     lengths = np.array([1, 16, 17, 18, 20, 25])
-    assert soft_overlong_penalty(lengths, 20, 4, 0.5).tolist() == [0, 0, -0.125, -0.25, -0.5, -1.125]
+    assert soft_overlong_penalty(lengths, RewardShapingConfig(True, 4, 0.5, 20)).tolist() == [0, 0, -0.125, -0.25, -0.5, -1.125]
 
 
 def test_scaling_clamps_and_maps():

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pipeline.algorithms.base import Needs
-from pipeline.algorithms.distillation import LOG_INFINITESIMAL, Distillation
+from pipeline.algorithms.distillation import Distillation
+from pipeline.algorithms.divergence import LOG_INFINITESIMAL, distillation_loss
 from pipeline.config import DistillationConfig, LossConfig
 from pipeline.types import Completion, Outputs, Prompt, Rollout, RolloutGroup, Span, TopK, Turn
 from tests.algorithms import distillation
@@ -42,8 +43,7 @@ def told(logits: torch.Tensor, teacher: torch.Tensor, top_k: int) -> tuple[Outpu
 
 def loss_of(config: LossConfig, logits: torch.Tensor, teacher: torch.Tensor, packed: Packed, top_k: int):
     outputs, best = told(logits, teacher, top_k)
-    algorithm = Distillation(DistillationConfig(topk_logits_k=top_k), config)
-    return algorithm.loss(outputs, replace(packed.batch, teacher=best), packed.counts)
+    return distillation_loss(config, outputs, replace(packed.batch, teacher=best), packed.counts)
 
 
 def reference_loss(
@@ -109,7 +109,7 @@ def one_token(policy: list[float], teacher: list[float], entropy: float = 0.0) -
 def test_one_token_by_hand(config: LossConfig, expected: float):
     """Renormalised, the teacher gives the two tokens 2/3 and 1/3, and the policy 1/3 and 2/3."""
     outputs, packed = one_token([0.25, 0.5], [0.5, 0.25])
-    out = Distillation(DistillationConfig(topk_logits_k=2), config).loss(outputs, packed.batch, packed.counts)
+    out = distillation_loss(config, outputs, packed.batch, packed.counts)
     assert out.loss.item() == pytest.approx(expected, abs=1e-15)
     assert out.metrics["teacher_top_k_mass"].item() == out.metrics["policy_top_k_mass"].item() == 0.75
     assert ("reverse_kl" in out.metrics) == (not config.zero_outside_topk)
@@ -119,7 +119,7 @@ def test_what_lies_outside_the_top_k_by_hand():
     """The policy has 1/2 in the top token and 1/4 in each of two others; its entropy is 1.5 log 2."""
     outputs, packed = one_token([0.5], [0.4], entropy=1.5 * math.log(2))
     config = LossConfig(kl_type="reverse", zero_outside_topk=True)
-    out = Distillation(DistillationConfig(topk_logits_k=1), config).loss(outputs, packed.batch, packed.counts)
+    out = distillation_loss(config, outputs, packed.batch, packed.counts)
     assert LOG_INFINITESIMAL == -100
     assert out.loss.item() == pytest.approx(0.5 * math.log(0.5) + 2 * 0.25 * (math.log(0.25) + 100), abs=1e-12)
 
@@ -175,13 +175,12 @@ def test_gradcheck(config: LossConfig):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_however_sequences_are_cut_and_ordered(config: LossConfig):
     packed = random_packed(LENGTHS, top_k=5)
-    algorithm = Distillation(DistillationConfig(topk_logits_k=5), config)
     shift = torch.linspace(-1, 0, 5, dtype=torch.float64)
 
     def share(piece: Packed):
         policy = piece.logprobs[:, None] + shift
         outputs = Outputs(entropy=piece.logprobs.square(), top_k=TopK(piece.batch.teacher.tokens, policy))
-        return algorithm.loss(outputs, piece.batch, packed.counts)
+        return distillation_loss(config, outputs, piece.batch, packed.counts)
 
     whole = in_pieces(packed, [range(4)], share)
     for cut in ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1], []]):

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from pipeline.algorithms.dr_grpo import centered
-from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.advantages import centered
+from pipeline.algorithms.loss import policy_loss
 from pipeline.config import AdvantageConfig, LossConfig
 from tests.algorithms import reference
 from tests.algorithms.groups import group_of
@@ -38,6 +38,6 @@ def test_advantages_by_hand():
 
 def test_a_tokens_weight_does_not_depend_on_its_answers_length():
     packed = random_sampled(0, old=False)
-    out = PolicyLoss(LossConfig(token_level_loss=True))(outputs_of(packed), packed.batch, packed.counts)
+    out = policy_loss(LossConfig(token_level_loss=True), outputs_of(packed), packed.batch, packed.counts)
     weights = gradient_of(out.loss, packed) / -packed.batch.advantages
     assert torch.allclose(weights[packed.batch.loss_mask], torch.tensor(1 / packed.counts.tokens, dtype=torch.float64))

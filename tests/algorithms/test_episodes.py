@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.algorithms.advantages import estimate_gae, minus_kl_to_come, sample
 from pipeline.algorithms.distillation import Distillation
-from pipeline.algorithms.gae import estimate_gae
-from pipeline.algorithms.gspo import sequence_log_ratios
+from pipeline.algorithms.loss import sequence_log_ratios
 from pipeline.algorithms.ppo import PPO
 from pipeline.algorithms.reductions import masked_share, sequence_means
-from pipeline.algorithms.reinforce_plus_plus import minus_kl_to_come
-from pipeline.algorithms.samples import sample
 from pipeline.config import (
     AdvantageConfig,
     DistillationConfig,

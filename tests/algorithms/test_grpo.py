@@ -9,15 +9,16 @@ that these tests go through, to the 1e-8 that it adds to lengths; so did its GAE
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline.algorithms.advantages import EPSILON, group_advantages
+from pipeline.algorithms.advantages import GROUP_EPSILON, group_advantages
 from pipeline.algorithms.base import Needs
 from pipeline.algorithms.grpo import GRPO
-from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.loss import policy_loss
 from pipeline.config import AdvantageConfig, GRPOConfig, LossConfig
 from pipeline.types import PackedBatch
 from tests.algorithms import reference
@@ -73,7 +74,7 @@ def test_leave_one_out_by_hand():
 
 
 def test_normalised_by_hand():
-    expected = 0.5 / (math.sqrt(4 * 0.25 / 3) + EPSILON)
+    expected = 0.5 / (math.sqrt(4 * 0.25 / 3) + GROUP_EPSILON)
     advantages = group_advantages([1.0, 0.0, 0.0, 1.0], False, normalize=True)
     np.testing.assert_allclose(advantages, [expected, -expected, -expected, expected], rtol=1e-12)
 
@@ -83,7 +84,7 @@ def test_leave_one_out_normalised_by_hand(value):
     """The sample that is right alone sees others that do not vary, so it is not divided, not even by what is left of their
     deviation after rounding; the others see (1, 0, 0)."""
     advantages = group_advantages([value + 1, value, value, value], True, normalize=True)
-    expected = -(1 / 3) / (math.sqrt(1 / 3) + EPSILON)
+    expected = -(1 / 3) / (math.sqrt(1 / 3) + GROUP_EPSILON)
     np.testing.assert_allclose(advantages, [1.0, expected, expected, expected], rtol=1e-12)
 
 
@@ -137,12 +138,12 @@ def test_needs_follow_from_the_recipe():
 def test_however_sequences_are_cut_and_ordered(name):
     config = CONFIGS[name]
     packed = random_sampled(1, reference=config.reference_policy_kl_penalty != 0)
-    assert_however_cut(PolicyLoss(config), packed, entropy=config.entropy_coeff != 0)
+    assert_however_cut(partial(policy_loss, config), packed, entropy=config.entropy_coeff != 0)
 
 
 @pytest.mark.parametrize("name", ["token-level", "dual clip", "entropy bonus, by sequence"])
 def test_gradcheck(name):
-    assert_gradcheck(PolicyLoss(CONFIGS[name]), random_sampled(2), entropy=CONFIGS[name].entropy_coeff != 0)
+    assert_gradcheck(partial(policy_loss, CONFIGS[name]), random_sampled(2), entropy=CONFIGS[name].entropy_coeff != 0)
 
 
 def by_hand(config: LossConfig, ratios: list[float], advantages: list[float]) -> tuple[float, list[float], dict[str, float]]:
@@ -159,7 +160,7 @@ def by_hand(config: LossConfig, ratios: list[float], advantages: list[float]) ->
         advantages=torch.tensor([0.0, *advantages], dtype=torch.float64),
     )
     packed = replace(packed, batch=batch)
-    out = PolicyLoss(config)(outputs_of(packed), batch, packed.counts)
+    out = policy_loss(config, outputs_of(packed), batch, packed.counts)
     metrics = {name: value.item() for name, value in out.metrics.items() if value.numel() == 1}
     return out.loss.item(), gradient_of(out.loss, packed)[1:].tolist(), metrics
 
@@ -187,10 +188,10 @@ def test_token_and_sequence_level_by_hand():
     mask = torch.tensor([False, True, False, True, True, True])
     batch = replace(packed.batch, loss_mask=mask, advantages=torch.tensor([0, 1.0, 0, -1, -1, -1], dtype=torch.float64))
     packed = replace(packed, batch=batch)
-    by_token = PolicyLoss(LossConfig())(outputs_of(packed), batch, packed.counts)
+    by_token = policy_loss(LossConfig(), outputs_of(packed), batch, packed.counts)
     assert by_token.loss.item() == (-1 + 3) / 4
     assert gradient_of(by_token.loss, packed).tolist() == [0, -0.25, 0, 0.25, 0.25, 0.25]
-    by_sequence = PolicyLoss(LossConfig(token_level_loss=False))(outputs_of(packed), batch, packed.counts)
+    by_sequence = policy_loss(LossConfig(token_level_loss=False), outputs_of(packed), batch, packed.counts)
     assert by_sequence.loss.item() == 0
     torch.testing.assert_close(
         gradient_of(by_sequence.loss, packed), torch.tensor([0, -1 / 2, 0, 1 / 6, 1 / 6, 1 / 6], dtype=torch.float64)
@@ -203,8 +204,8 @@ def test_on_policy_gradient_is_reinforce(forced):
     policy change nothing where the ratio is forced."""
     packed = random_sampled(3, old=forced)
     config = LossConfig(force_on_policy_ratio=forced, ratio_clip_min=0.0, ratio_clip_max=0.0)
-    out = PolicyLoss(config)(outputs_of(packed), packed.batch, packed.counts)
-    reinforce = PolicyLoss(LossConfig(disable_ppo_ratio=True))(outputs_of(packed), packed.batch, packed.counts)
+    out = policy_loss(config, outputs_of(packed), packed.batch, packed.counts)
+    reinforce = policy_loss(LossConfig(disable_ppo_ratio=True), outputs_of(packed), packed.batch, packed.counts)
     expected = -packed.batch.advantages / packed.counts.tokens
     torch.testing.assert_close(gradient_of(out.loss, packed), expected, rtol=0, atol=1e-15)
     torch.testing.assert_close(gradient_of(reinforce.loss, packed), expected, rtol=0, atol=1e-15)
@@ -216,17 +217,17 @@ def test_first_of_several_updates_is_on_policy():
     """An old policy that is the policy: the same, to the last bit."""
     packed = random_sampled(4, old=False)
     batch = replace(packed.batch, old_logprobs=packed.leaf.detach().clone())
-    one = PolicyLoss(LossConfig())(outputs_of(packed), packed.batch, packed.counts)
-    other = PolicyLoss(LossConfig())(outputs_of(packed), batch, packed.counts)
+    one = policy_loss(LossConfig(), outputs_of(packed), packed.batch, packed.counts)
+    other = policy_loss(LossConfig(), outputs_of(packed), batch, packed.counts)
     assert one.loss == other.loss and other.metrics["ppo_kl"] == 0 and other.metrics["ratio_max"] == 1
     assert torch.equal(gradient_of(one.loss, packed), gradient_of(other.loss, packed))
 
 
 def test_entropy_is_taken_off_the_loss():
     packed = random_sampled(5)
-    without = PolicyLoss(LossConfig())(outputs_of(packed), packed.batch, packed.counts)
-    logged = PolicyLoss(LossConfig(log_entropy=True))(outputs_of(packed, entropy=True), packed.batch, packed.counts)
-    bonus = PolicyLoss(LossConfig(entropy_coeff=0.5))(outputs_of(packed, entropy=True), packed.batch, packed.counts)
+    without = policy_loss(LossConfig(), outputs_of(packed), packed.batch, packed.counts)
+    logged = policy_loss(LossConfig(log_entropy=True), outputs_of(packed, entropy=True), packed.batch, packed.counts)
+    bonus = policy_loss(LossConfig(entropy_coeff=0.5), outputs_of(packed, entropy=True), packed.batch, packed.counts)
     mean = packed.leaf.detach().square()[packed.batch.loss_mask].mean()
     assert "entropy" not in without.metrics and logged.loss == without.loss
     assert logged.metrics["entropy"].item() == pytest.approx(mean.item())
@@ -248,7 +249,7 @@ def test_approximate_entropy_is_the_entropy_over_tokens_drawn_from_the_generate_
         with torch.no_grad():
             packed.leaf[1:] = policy[i]
         one = replace(batch, generate_logprobs=torch.full((7,), generate[i].item(), dtype=torch.float64))
-        out = PolicyLoss(LossConfig())(outputs_of(packed), one, packed.counts)
+        out = policy_loss(LossConfig(), outputs_of(packed), one, packed.counts)
         entropies.append(generate[i].exp() * out.metrics["approx_entropy"] * packed.counts.tokens / 6)
     assert sum(entropies).item() == pytest.approx(-(policy.exp() * policy).sum().item())
 
@@ -258,7 +259,7 @@ def test_advantages_are_clipped_where_they_are_final():
     algorithm = grpo(advantage_clip_low=-0.5, advantage_clip_high=0.25)
     clipped = replace(packed.batch, advantages=packed.batch.advantages.clamp(-0.5, 0.25))
     out = algorithm.losses["policy"](outputs_of(packed), packed.batch, packed.counts)
-    assert out.loss == PolicyLoss(LossConfig())(outputs_of(packed), clipped, packed.counts).loss
+    assert out.loss == policy_loss(LossConfig(), outputs_of(packed), clipped, packed.counts).loss
     assert out.loss != grpo().losses["policy"](outputs_of(packed), packed.batch, packed.counts).loss
 
 
@@ -270,8 +271,8 @@ def test_entries_outside_the_mask_do_not_matter():
     )
     fields = ("generate_logprobs", "old_logprobs", "reference_logprobs")
     clean = {name: torch.where(packed.batch.loss_mask, getattr(packed.batch, name), 0.0) for name in fields}
-    out = PolicyLoss(config)(outputs_of(packed), packed.batch, packed.counts)
-    expected = PolicyLoss(config)(outputs_of(packed), replace(packed.batch, **clean), packed.counts)
+    out = policy_loss(config, outputs_of(packed), packed.batch, packed.counts)
+    expected = policy_loss(config, outputs_of(packed), replace(packed.batch, **clean), packed.counts)
     assert out.loss == expected.loss and out.loss.isfinite()
     assert torch.equal(gradient_of(out.loss, packed), gradient_of(expected.loss, packed))
     assert all(torch.equal(out.metrics[name], value) for name, value in expected.metrics.items())
@@ -280,5 +281,5 @@ def test_entries_outside_the_mask_do_not_matter():
 def test_a_batch_that_does_not_count_has_no_share():
     packed = random_sampled(8)
     batch: PackedBatch = replace(packed.batch, loss_mask=torch.zeros_like(packed.batch.loss_mask))
-    out = PolicyLoss(LossConfig(token_level_loss=False))(outputs_of(packed), batch, packed.counts)
+    out = policy_loss(LossConfig(token_level_loss=False), outputs_of(packed), batch, packed.counts)
     assert out.loss == 0 and not gradient_of(out.loss, packed).any()

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from pipeline.algorithms.gspo import sequence_log_ratios
-from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.loss import policy_loss, sequence_log_ratios
 from pipeline.config import LossConfig
 from tests.algorithms.sampled import (
     assert_gradcheck,
@@ -43,11 +43,11 @@ def test_against_the_reference():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_however_sequences_are_cut_and_ordered(name):
-    assert_however_cut(PolicyLoss(CONFIGS[name]), random_sampled(1, noise=0.1))
+    assert_however_cut(partial(policy_loss, CONFIGS[name]), random_sampled(1, noise=0.1))
 
 
 def test_gradcheck():
-    assert_gradcheck(PolicyLoss(CONFIGS["wide bounds"]), random_sampled(2))
+    assert_gradcheck(partial(policy_loss, CONFIGS["wide bounds"]), random_sampled(2))
 
 
 def test_the_ratio_is_the_geometric_mean():
@@ -69,7 +69,7 @@ def test_a_sequence_is_clipped_as_a_whole():
         advantages=torch.tensor([0.0, 1.0, 1.0] * 2, dtype=torch.float64),
     )
     packed = replace(packed, batch=batch)
-    out = PolicyLoss(LossConfig(**SEQUENCES))(outputs_of(packed), batch, packed.counts)
+    out = policy_loss(LossConfig(**SEQUENCES), outputs_of(packed), batch, packed.counts)
     assert out.loss.item() == pytest.approx(-(1 + 1.2) / 2)
     assert gradient_of(out.loss, packed).tolist() == pytest.approx([0, -0.25, -0.25, 0, 0, 0])
     assert out.metrics["clip_fraction"] == 0.5
@@ -77,13 +77,13 @@ def test_a_sequence_is_clipped_as_a_whole():
 
 def test_equal_policies_are_reinforce_by_sequence():
     packed = random_sampled(3, old=False)
-    out = PolicyLoss(LossConfig(**SEQUENCES))(outputs_of(packed), packed.batch, packed.counts)
-    expected = PolicyLoss(LossConfig(token_level_loss=False))(outputs_of(packed), packed.batch, packed.counts)
+    out = policy_loss(LossConfig(**SEQUENCES), outputs_of(packed), packed.batch, packed.counts)
+    expected = policy_loss(LossConfig(token_level_loss=False), outputs_of(packed), packed.batch, packed.counts)
     assert out.metrics["ratio_max"] == out.metrics["ratio_min"] == 1
     assert out.loss.item() == pytest.approx(expected.loss.item(), abs=1e-15)
     # With one advantage for all tokens of a sequence, the gradients are the same too.
     constant = torch.cat([torch.full((n,), math.sin(n), dtype=torch.float64) for n in packed.batch.lengths])
     batch = replace(packed.batch, advantages=constant)
-    one = gradient_of(PolicyLoss(LossConfig(**SEQUENCES))(outputs_of(packed), batch, packed.counts).loss, packed)
-    other = gradient_of(PolicyLoss(LossConfig(token_level_loss=False))(outputs_of(packed), batch, packed.counts).loss, packed)
+    one = gradient_of(policy_loss(LossConfig(**SEQUENCES), outputs_of(packed), batch, packed.counts).loss, packed)
+    other = gradient_of(policy_loss(LossConfig(token_level_loss=False), outputs_of(packed), batch, packed.counts).loss, packed)
     torch.testing.assert_close(one, other, rtol=0, atol=1e-15)

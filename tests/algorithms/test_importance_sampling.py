@@ -3,13 +3,13 @@
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline.algorithms.importance_sampling import importance_log_weights, mismatch_metrics, truncated, trusted
-from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.loss import importance_log_weights, mismatch_metrics, policy_loss, truncated, trusted
 from pipeline.config import LossConfig
 from pipeline.train.outputs import quantiles
 from pipeline.types import BIN_EDGES
@@ -56,13 +56,13 @@ def test_against_the_reference():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_however_sequences_are_cut_and_ordered(name):
-    assert_however_cut(PolicyLoss(CONFIGS[name]), random_sampled(1))
+    assert_however_cut(partial(policy_loss, CONFIGS[name]), random_sampled(1))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradcheck(name):
     """With log-probs of an old policy, no weight has a gradient."""
-    assert_gradcheck(PolicyLoss(CONFIGS[name]), random_sampled(2))
+    assert_gradcheck(partial(policy_loss, CONFIGS[name]), random_sampled(2))
 
 
 @pytest.mark.parametrize("sequences", [False, True])
@@ -72,8 +72,8 @@ def test_equal_logprobs_make_every_correction_nothing(name, sequences):
     level = {"sequence_level_importance_ratios": sequences and "mask" not in name, "token_level_loss": False}
     packed = random_sampled(3, old=False)
     batch = replace(packed.batch, generate_logprobs=packed.leaf.detach().clone())
-    one = PolicyLoss(LossConfig(**level))(outputs_of(packed), batch, packed.counts)
-    other = PolicyLoss(replace(CONFIGS[name], **level))(outputs_of(packed), batch, packed.counts)
+    one = policy_loss(LossConfig(**level), outputs_of(packed), batch, packed.counts)
+    other = policy_loss(replace(CONFIGS[name], **level), outputs_of(packed), batch, packed.counts)
     assert one.loss == other.loss
     assert torch.equal(gradient_of(one.loss, packed), gradient_of(other.loss, packed))
     metrics = other.metrics
@@ -136,10 +136,10 @@ def test_weights_by_hand(config, weights, outside):
 def test_mean_weight_and_share_out_of_bounds_by_hand(config, ratio, outside):
     """Of tokens, or of sequences where those are weighed or left out."""
     packed = by_hand()
-    metrics = PolicyLoss(config)(outputs_of(packed), packed.batch, packed.counts).metrics
+    metrics = policy_loss(config, outputs_of(packed), packed.batch, packed.counts).metrics
     assert metrics["sampling_importance_ratio"].item() == pytest.approx(ratio)
     assert metrics["is_oob_ratio"].item() == pytest.approx(outside)
-    assert "is_oob_ratio" not in PolicyLoss(weighed())(outputs_of(packed), packed.batch, packed.counts).metrics
+    assert "is_oob_ratio" not in policy_loss(weighed(), outputs_of(packed), packed.batch, packed.counts).metrics
 
 
 def test_mismatch_by_hand():
@@ -194,7 +194,7 @@ def test_a_sequence_left_out_is_as_if_it_were_not_there():
     counts = replace(packed.counts, tokens=1, sequences=1)
     for token_level in (True, False):
         config = LossConfig(token_level_loss=token_level)
-        out = PolicyLoss(config)(outputs_of(kept), kept.batch, counts)
+        out = policy_loss(config, outputs_of(kept), kept.batch, counts)
         assert gradient_of(out.loss, packed)[:4].tolist() == [0.0] * 4
         assert out.metrics["seq_mult_prob_error_max"].item() == pytest.approx(1.1)
 
@@ -207,7 +207,7 @@ def test_quantiles_of_weights():
     rng = np.random.default_rng(0)
     logs = rng.normal(scale=0.02, size=1000)
     packed = by_hand(tuple(np.exp(logs)), lengths=(1001,))
-    shares = PolicyLoss(weighed())(outputs_of(packed), packed.batch, packed.counts).metrics[
+    shares = policy_loss(weighed(), outputs_of(packed), packed.batch, packed.counts).metrics[
         "sampling_importance_ratio_histogram"
     ]
     assert shares.sum().item() == pytest.approx(1)
@@ -219,7 +219,7 @@ def test_quantiles_of_weights():
 
 def test_weights_beyond_the_bins_are_in_the_outermost_ones():
     packed = by_hand((math.exp(-30), math.exp(30), 1.0))
-    shares = PolicyLoss(weighed())(outputs_of(packed), packed.batch, packed.counts).metrics[
+    shares = policy_loss(weighed(), outputs_of(packed), packed.batch, packed.counts).metrics[
         "sampling_importance_ratio_histogram"
     ]
     assert shares[0].item() == shares[-1].item() == shares[len(shares) // 2].item() == pytest.approx(1 / 3)

@@ -3,12 +3,12 @@
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from pipeline.algorithms.kl import estimate_kl, kl_in_loss, kl_in_reward
-from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.loss import estimate_kl, kl_in_loss, kl_in_reward, policy_loss
 from pipeline.config import LossConfig
 from tests.algorithms import reference
 from tests.algorithms.sampled import (
@@ -44,14 +44,14 @@ def test_against_the_reference():
 
 @pytest.mark.parametrize("name", list(CONFIGS)[::3])
 def test_however_sequences_are_cut_and_ordered(name):
-    assert_however_cut(PolicyLoss(CONFIGS[name]), random_sampled(1, reference=True))
+    assert_however_cut(partial(policy_loss, CONFIGS[name]), random_sampled(1, reference=True))
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_gradcheck(kind):
     """The factor pi / pi_generate has nothing stopped in it."""
     config = CONFIGS[f"{kind}, unclamped, pi / pi_generate"]
-    assert_gradcheck(PolicyLoss(config), random_sampled(2, reference=True))
+    assert_gradcheck(partial(policy_loss, config), random_sampled(2, reference=True))
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 1 + 0.5)])
@@ -95,8 +95,8 @@ def test_a_policy_that_is_the_reference_has_no_kl():
     packed = random_sampled(5, reference=True)
     batch = replace(packed.batch, reference_logprobs=packed.leaf.detach().clone())
     config = LossConfig(reference_policy_kl_penalty=0.3)
-    with_it = PolicyLoss(config)(outputs_of(packed), batch, packed.counts)
-    without = PolicyLoss(LossConfig())(outputs_of(packed), packed.batch, packed.counts)
+    with_it = policy_loss(config, outputs_of(packed), batch, packed.counts)
+    without = policy_loss(LossConfig(), outputs_of(packed), packed.batch, packed.counts)
     assert with_it.metrics["reference_kl"] == 0 and with_it.loss == without.loss
     assert torch.equal(gradient_of(with_it.loss, packed), gradient_of(without.loss, packed))
 
@@ -108,8 +108,8 @@ def test_in_the_reward_it_is_of_the_old_policy_and_not_in_the_loss():
     mask = packed.batch.loss_mask
     torch.testing.assert_close(found[mask], (packed.batch.old_logprobs - packed.batch.reference_logprobs)[mask])
     assert not found[~mask].any()
-    out = PolicyLoss(config)(outputs_of(packed), packed.batch, packed.counts)
-    assert out.loss == PolicyLoss(LossConfig())(outputs_of(packed), packed.batch, packed.counts).loss
+    out = policy_loss(config, outputs_of(packed), packed.batch, packed.counts)
+    assert out.loss == policy_loss(LossConfig(), outputs_of(packed), packed.batch, packed.counts).loss
     assert out.metrics["reference_kl"].item() == pytest.approx(
         kl_in_loss(packed.leaf, packed.batch, config)[mask].mean().item()
     )

@@ -2,15 +2,15 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from pipeline.algorithms.advantages import discounted_sums, estimate_gae, rows, scattered
 from pipeline.algorithms.base import Needs
-from pipeline.algorithms.gae import discounted_sums, estimate_gae, rows, scattered
-from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.loss import policy_loss, value_loss
 from pipeline.algorithms.ppo import PPO
-from pipeline.algorithms.value_loss import ValueLoss
 from pipeline.config import GAEConfig, LossConfig, PPOConfig, ValueLossConfig
 from pipeline.train.outputs import explained_variance
 from tests.algorithms import reference
@@ -62,7 +62,7 @@ def largest_differences() -> dict[str, tuple[int, float, float | None]]:
         losses, gradients = [], []
         for seed in range(8):
             packed = random_sampled(seed)
-            loss = ValueLoss(config)(outputs_of(packed), packed.batch, packed.counts).loss
+            loss = value_loss(config, outputs_of(packed), packed.batch, packed.counts).loss
             expected = reference.value_loss(config, packed, packed.leaf)
             losses.append(abs(loss - expected).item())
             gradients.append(gradient_error(loss, expected, packed.leaf))
@@ -205,18 +205,18 @@ def test_estimate_leaves_sequences_out():
 
 @pytest.mark.parametrize("name", CRITICS)
 def test_critic_however_sequences_are_cut_and_ordered(name):
-    assert_however_cut(ValueLoss(CRITICS[name]), random_sampled(1))
+    assert_however_cut(partial(value_loss, CRITICS[name]), random_sampled(1))
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_policy_however_sequences_are_cut_and_ordered(name):
-    assert_however_cut(PolicyLoss(POLICIES[name]), random_sampled(1, reference=True))
+    assert_however_cut(partial(policy_loss, POLICIES[name]), random_sampled(1, reference=True))
 
 
 def test_gradcheck():
     for config in CRITICS.values():
-        assert_gradcheck(ValueLoss(config), random_sampled(2))
-    assert_gradcheck(PolicyLoss(POLICIES["clipped"]), random_sampled(2))
+        assert_gradcheck(partial(value_loss, config), random_sampled(2))
+    assert_gradcheck(partial(policy_loss, POLICIES["clipped"]), random_sampled(2))
 
 
 def test_critics_loss_by_hand():
@@ -232,7 +232,7 @@ def test_critics_loss_by_hand():
         returns=torch.tensor([0.0, 0.0, -1.0, 3.0], dtype=torch.float64),
     )
     packed = replace(packed, batch=batch)
-    out = ValueLoss(ValueLossConfig(scale=2.0, cliprange=0.5))(outputs_of(packed), batch, packed.counts)
+    out = value_loss(ValueLossConfig(scale=2.0, cliprange=0.5), outputs_of(packed), batch, packed.counts)
     assert out.loss.item() == 2.0 * 0.5 * ((1 + 1) ** 2 + (1.5 - 3) ** 2) / 2
     assert gradient_of(out.loss, packed).tolist() == [0.0, 2.0, 0.0, 0.0]
     metrics = out.metrics
@@ -247,7 +247,7 @@ def test_a_critic_that_knows_explains_all_and_a_constant_nothing():
     for values, expected in ((torch.roll(packed.batch.returns, -1), 1.0), (torch.full_like(packed.leaf, 7.0), 0.0)):
         with torch.no_grad():
             packed.leaf.copy_(values)
-        out = ValueLoss(ValueLossConfig(cliprange=None))(outputs_of(packed), packed.batch, packed.counts)
+        out = value_loss(ValueLossConfig(cliprange=None), outputs_of(packed), packed.batch, packed.counts)
         moments = out.metrics["explained_variance_moments"].tolist()
         assert explained_variance(*moments) == pytest.approx(expected, abs=1e-12)
     assert explained_variance(2.0, 4.0, 0.0, 0.0) == 1  # of returns that do not vary: no division by 0

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.algorithms.advantages import moments, standard, standardize
 from pipeline.algorithms.base import Needs
 from pipeline.algorithms.grpo import GRPO
-from pipeline.algorithms.standardize import moments, standard, standardize
 from pipeline.config import AdvantageConfig, LossConfig
 from pipeline.types import PackedBatch
 from tests.algorithms import reference

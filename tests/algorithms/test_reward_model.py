@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pipeline.algorithms.base import Needs
-from pipeline.algorithms.reward_model import RewardModel
+from pipeline.algorithms.pairs import reward_model_loss
+from pipeline.algorithms.rm import RewardModel
 from pipeline.types import GlobalCounts, LossOutput, Outputs
 from tests.algorithms.packed import Packed, gradient_error, in_pieces, random_packed
 
@@ -18,7 +19,7 @@ LENGTHS = (7, 4, 3, 9, 5, 5, 2, 8)  # chosen, rejected, chosen, rejected ...
 
 
 def share_of(piece: Packed, counts: GlobalCounts) -> LossOutput:
-    return RewardModel().loss(Outputs(values=piece.logprobs), piece.batch, counts)
+    return reward_model_loss(Outputs(values=piece.logprobs), piece.batch, counts)
 
 
 def reference_loss(values: torch.Tensor, lengths: tuple[int, ...], margins: torch.Tensor) -> torch.Tensor:
@@ -78,7 +79,7 @@ def test_equal_rewards_without_a_margin():
 def test_gradcheck():
     packed = random_packed(LENGTHS)
     assert torch.autograd.gradcheck(
-        lambda values: RewardModel().loss(Outputs(values=values), packed.batch, packed.counts).loss, (packed.leaf,)
+        lambda values: reward_model_loss(Outputs(values=values), packed.batch, packed.counts).loss, (packed.leaf,)
     )
 
 

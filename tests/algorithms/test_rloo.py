@@ -1,11 +1,13 @@
 """RLOO: each answer against the mean of the others, and REINFORCE."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
-from pipeline.algorithms.policy_loss import PolicyLoss
-from pipeline.algorithms.rloo import leave_one_out
+from pipeline.algorithms.advantages import leave_one_out
+from pipeline.algorithms.loss import policy_loss
 from pipeline.config import LossConfig
 from tests.algorithms import reference
 from tests.algorithms.sampled import (
@@ -45,11 +47,11 @@ def test_against_the_reference():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_however_sequences_are_cut_and_ordered(name):
-    assert_however_cut(PolicyLoss(CONFIGS[name]), random_sampled(1, reference="KL" in name))
+    assert_however_cut(partial(policy_loss, CONFIGS[name]), random_sampled(1, reference="KL" in name))
 
 
 def test_gradcheck():
-    assert_gradcheck(PolicyLoss(CONFIGS["by token"]), random_sampled(2))
+    assert_gradcheck(partial(policy_loss, CONFIGS["by token"]), random_sampled(2))
 
 
 def test_advantages_by_hand():
@@ -65,7 +67,7 @@ def test_leave_one_out_is_the_centered_one_times_g_over_g_minus_1():
 def test_loss_and_gradient_by_hand():
     """An old policy changes nothing: there is no ratio."""
     packed = random_sampled(3)
-    out = PolicyLoss(CONFIGS["by token"])(outputs_of(packed), packed.batch, packed.counts)
+    out = policy_loss(CONFIGS["by token"], outputs_of(packed), packed.batch, packed.counts)
     mask, n = packed.batch.loss_mask, packed.counts.tokens
     assert out.loss.item() == pytest.approx(-(packed.batch.advantages * packed.leaf.detach())[mask].sum().item() / n)
     torch.testing.assert_close(gradient_of(out.loss, packed), -packed.batch.advantages / n, rtol=0, atol=1e-15)

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from pipeline.algorithms.base import Needs
+from pipeline.algorithms.loss import sft_loss
 from pipeline.algorithms.sft import SFT
 from pipeline.types import LossOutput, Outputs
 from tests.algorithms.packed import Packed, gradient_error, in_pieces, random_packed
@@ -12,7 +13,7 @@ LENGTHS = (5, 3, 7, 2)
 
 
 def loss_of(packed: Packed) -> LossOutput:
-    return SFT().loss(Outputs(logprobs=packed.leaf), packed.batch, packed.counts)
+    return sft_loss(Outputs(logprobs=packed.leaf), packed.batch, packed.counts)
 
 
 def reference_loss(logits: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -31,7 +32,7 @@ def largest_differences() -> dict[str, tuple[int, float, float]]:
         logits = torch.randn(len(packed.leaf), 11, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         logits.requires_grad_()
         logprobs = logits.log_softmax(-1).gather(-1, packed.batch.tokens[:, None])[:, 0]
-        loss = SFT().loss(Outputs(logprobs=logprobs), packed.batch, packed.counts).loss
+        loss = sft_loss(Outputs(logprobs=logprobs), packed.batch, packed.counts).loss
         expected = reference_loss(logits, packed)
         losses.append(abs(loss - expected).item())
         gradients.append(gradient_error(loss, expected, logits))
@@ -54,14 +55,14 @@ def test_loss_by_hand():
 
 def test_gradcheck():
     packed = random_packed(LENGTHS)
-    assert torch.autograd.gradcheck(lambda x: SFT().loss(Outputs(logprobs=x), packed.batch, packed.counts).loss, (packed.leaf,))
+    assert torch.autograd.gradcheck(lambda x: sft_loss(Outputs(logprobs=x), packed.batch, packed.counts).loss, (packed.leaf,))
 
 
 def test_however_sequences_are_cut_and_ordered():
     packed = random_packed(LENGTHS)
 
     def share(piece: Packed) -> LossOutput:
-        return SFT().loss(Outputs(logprobs=piece.logprobs), piece.batch, packed.counts)
+        return sft_loss(Outputs(logprobs=piece.logprobs), piece.batch, packed.counts)
 
     whole = in_pieces(packed, [range(4)], share)
     for cut in ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1], []]):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeline import train
-from pipeline.algorithms.sft import SFT
+from pipeline.algorithms.loss import sft_loss
 from pipeline.config import DTensorConfig, MegatronConfig, MegatronDDPConfig, PolicyConfig
 from pipeline.data.batches import share
 from pipeline.data.packing import pack
@@ -95,6 +95,6 @@ def test_packed_conversations(backend, template, realm, tmp_path):
     assert update.counts.tokens == labels
     made = train.build(policy, dist.group.WORLD, 0, Use())
     batches = [pack([update.samples[i] for i in members], made.device) for members in update.train]
-    metrics = made.step(batches, lambda outputs, batch: SFT().loss(outputs, batch, update.counts)).metrics
+    metrics = made.step(batches, lambda outputs, batch: sft_loss(outputs, batch, update.counts)).metrics
     assert metrics["loss"] == pytest.approx(loss, rel=2e-6)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=2e-5)

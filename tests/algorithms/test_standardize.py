@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from pipeline.algorithms.standardize import moments, standard, standardize
+from pipeline.algorithms.advantages import moments, standard, standardize
 from pipeline.types import GlobalCounts
 from tests.algorithms.sampled import random_sampled
 

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from pipeline.algorithms.grpo import GRPO
-from pipeline.algorithms.importance_sampling import mismatch_metrics, trusted
-from pipeline.algorithms.kl import kl_in_reward
-from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.loss import kl_in_reward, mismatch_metrics, policy_loss, trusted
 from pipeline.config import GRPOConfig, LossConfig
 from pipeline.types import Outputs
 from tests.algorithms.packed import Packed
@@ -53,11 +51,11 @@ def truncated(packed: Packed) -> tuple[Outputs, Packed]:
 def test_tokens_that_are_cut_away_do_not_count(name, old):
     packed = random_sampled(3, old=old)
     outputs, given = truncated(packed)
-    out = PolicyLoss(CONFIGS[name])(outputs, given.batch, packed.counts)
+    out = policy_loss(CONFIGS[name], outputs, given.batch, packed.counts)
     by_current, by_old = cut_away(packed)
     outside = by_current | by_old if old else by_current
     without = replace(packed.batch, loss_mask=packed.batch.loss_mask & ~outside)
-    expected = PolicyLoss(CONFIGS[name])(Outputs(logprobs=packed.logprobs), without, packed.counts)
+    expected = policy_loss(CONFIGS[name], Outputs(logprobs=packed.logprobs), without, packed.counts)
     torch.testing.assert_close(out.loss, expected.loss, rtol=0, atol=1e-14)
     gradient = gradient_of(out.loss, packed)
     torch.testing.assert_close(gradient, gradient_of(expected.loss, packed), rtol=0, atol=1e-14)
@@ -78,11 +76,11 @@ def test_kl_in_the_loss_is_of_whole_distributions_at_all_tokens(approximation):
     packed = random_sampled(4, reference=True)
     config = LossConfig(reference_policy_kl_penalty=0.1, use_on_policy_kl_approximation=approximation)
     _, given = truncated(packed)
-    out = PolicyLoss(config)(truncated(packed)[0], given.batch, packed.counts)
+    out = policy_loss(config, truncated(packed)[0], given.batch, packed.counts)
     only_kl = replace(packed.batch, advantages=torch.zeros_like(packed.batch.advantages))
-    expected = PolicyLoss(config)(Outputs(logprobs=truncated(packed)[0].full_logprobs), only_kl, packed.counts)
+    expected = policy_loss(config, Outputs(logprobs=truncated(packed)[0].full_logprobs), only_kl, packed.counts)
     assert out.metrics["reference_kl"] == expected.metrics["reference_kl"]
-    surrogate = PolicyLoss(LossConfig())(truncated(packed)[0], replace(given.batch, reference_logprobs=None), packed.counts)
+    surrogate = policy_loss(LossConfig(), truncated(packed)[0], replace(given.batch, reference_logprobs=None), packed.counts)
     gradients = [gradient_of(loss, packed) for loss in (out.loss, expected.loss, surrogate.loss)]
     torch.testing.assert_close(gradients[0], gradients[1] + gradients[2], rtol=0, atol=1e-14)
     assert gradients[0][cut_away(packed)[0] & packed.batch.loss_mask].all()

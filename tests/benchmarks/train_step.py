@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline import train
-from pipeline.algorithms.sft import SFT
+from pipeline.algorithms.loss import sft_loss
 from pipeline.config import (
     DTensorConfig,
     MegatronConfig,
@@ -55,7 +55,7 @@ class TrainStep:
         def loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:
             # The engine alone knows when a backward pass has ended, whoever began it.
             outputs.logprobs.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(backward_ends))
-            output = SFT().loss(outputs, batch, counts)
+            output = sft_loss(outputs, batch, counts)
             self.clock.lap(FORWARD)
             return output
 

@@ -1,23 +1,20 @@
 """What a train rank makes of a batch on a GPU meets no tensor of the host, and is what it is on the host."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline.algorithms import standardize
-from pipeline.algorithms.distillation import Distillation
-from pipeline.algorithms.dpo import DPO
+from pipeline.algorithms import advantages
+from pipeline.algorithms.divergence import distillation_loss
 from pipeline.algorithms.grpo import GRPO
-from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.loss import policy_loss, sft_loss, value_loss
+from pipeline.algorithms.pairs import dpo_loss, reward_model_loss
 from pipeline.algorithms.ppo import PPO
-from pipeline.algorithms.reward_model import RewardModel
-from pipeline.algorithms.sft import SFT
-from pipeline.algorithms.value_loss import ValueLoss
 from pipeline.config import (
-    DistillationConfig,
     DPOConfig,
     GRPOConfig,
     LossConfig,
@@ -192,19 +189,21 @@ def test_losses_of_policies(config, truncated):
     sampled = random_sampled(reference="reference_policy_kl_penalty" in config)
     logprobs = sampled.logprobs.detach()
     full = logprobs - 0.1 if truncated else None
-    same_losses(PolicyLoss(LossConfig(**config)), Outputs(logprobs, logprobs.square(), full_logprobs=full), sampled.batch)
+    same_losses(
+        partial(policy_loss, LossConfig(**config)), Outputs(logprobs, logprobs.square(), full_logprobs=full), sampled.batch
+    )
 
 
 def test_other_losses():
     sampled = random_sampled(reference=True)
     of_pairs = Outputs(sampled.logprobs, values=sampled.logprobs)
-    for loss in (DPO(DPOConfig()).loss, RewardModel().loss, SFT().loss, ValueLoss(ValueLossConfig())):
+    for loss in (partial(dpo_loss, DPOConfig()), reward_model_loss, sft_loss, partial(value_loss, ValueLossConfig())):
         same_losses(loss, of_pairs, sampled.batch)
     taught = random_packed((5, 3, 8), top_k=4)
     outputs = Outputs(taught.logprobs, -taught.logprobs, TopK(taught.batch.teacher.tokens, taught.batch.teacher.logprobs - 0.5))
     for whole in (False, True):
         config = LossConfig(kl_type="mixed", zero_outside_topk=whole)
-        same_losses(Distillation(DistillationConfig(topk_logits_k=4), config).loss, outputs, taught.batch)
+        same_losses(partial(distillation_loss, config), outputs, taught.batch)
 
 
 ESTIMATES = {
@@ -224,7 +223,7 @@ def test_estimates(algorithm):
     with pretended() as device:
         found, expected = (algorithm.estimate(moved(batch, on)) for on in (device, "cpu"))
         assert_same(found, expected)
-        of_rank = standardize.moments([found])
-        assert of_rank == standardize.moments([expected])
-        to = standardize.standard([[of_rank]], "unbiased")
-        assert_same(standardize.standardize(found, to), standardize.standardize(expected, to))
+        of_rank = advantages.moments([found])
+        assert of_rank == advantages.moments([expected])
+        to = advantages.standard([[of_rank]], "unbiased")
+        assert_same(advantages.standardize(found, to), advantages.standardize(expected, to))

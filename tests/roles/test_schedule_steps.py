@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeline import algorithms, config
-from pipeline.algorithms.standardize import standard
+from pipeline.algorithms.advantages import standard
 from pipeline.data.batches import share
 from pipeline.roles import TrainRole
 from pipeline.types import DataPlace, Sample

@@ -9,24 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.algorithms.advantages import group_advantages
+from pipeline.algorithms.advantages import group_advantages, moments, sequence_advantages, shaped_rewards, standard, standardize
 from pipeline.algorithms.base import Variance
-from pipeline.algorithms.distillation import Distillation
-from pipeline.algorithms.dpo import DPO
+from pipeline.algorithms.divergence import distillation_loss
 from pipeline.algorithms.grpo import GRPO
-from pipeline.algorithms.importance_sampling import mismatch_metrics, trusted
-from pipeline.algorithms.kl import estimate_kl
-from pipeline.algorithms.policy_loss import PolicyLoss
+from pipeline.algorithms.loss import estimate_kl, mismatch_metrics, policy_loss, sft_loss, trusted, value_loss
+from pipeline.algorithms.pairs import dpo_loss, reward_model_loss
 from pipeline.algorithms.ppo import PPO
-from pipeline.algorithms.reinforce_plus_plus import sequence_advantages
-from pipeline.algorithms.reward_model import RewardModel
-from pipeline.algorithms.rewards import shaped_rewards
-from pipeline.algorithms.sft import SFT
-from pipeline.algorithms.standardize import moments, standard, standardize
-from pipeline.algorithms.value_loss import ValueLoss
 from pipeline.config import (
     AdvantageConfig,
-    DistillationConfig,
     DPOConfig,
     GAEConfig,
     GRPOConfig,
@@ -56,7 +47,7 @@ def _of_tokens(found: Found) -> Found:
     return found | {"gradient": found["gradient"][:, 1:]}
 
 
-def policy_loss(golden: Golden) -> Found:
+def of_policy(golden: Golden) -> Found:
     rows = Rows(golden.inputs)
     leaf = rows.leaf("logprobs")
     names = ("old_logprobs", "generate_logprobs", "reference_logprobs", "advantages")
@@ -69,13 +60,13 @@ def policy_loss(golden: Golden) -> Found:
         fields["advantages"] = torch.zeros_like(leaf)
         config = LossConfig(entropy_coeff=1.0, disable_ppo_ratio=True)
         outputs = dataclasses.replace(outputs, entropy=rows.packed(leaf))
-    return _of_tokens(_told(PolicyLoss(config)(outputs, rows.batch(**fields), rows.counts), leaf))
+    return _of_tokens(_told(policy_loss(config, outputs, rows.batch(**fields), rows.counts), leaf))
 
 
 def sft(golden: Golden) -> Found:
     rows = Rows(golden.inputs)
     leaf = rows.leaf("logprobs")
-    return _of_tokens(_told(SFT().loss(Outputs(logprobs=rows.packed(leaf)), rows.batch(), rows.counts), leaf))
+    return _of_tokens(_told(sft_loss(Outputs(logprobs=rows.packed(leaf)), rows.batch(), rows.counts), leaf))
 
 
 def dpo(golden: Golden) -> Found:
@@ -88,7 +79,7 @@ def dpo(golden: Golden) -> Found:
         leaf = rows.leaf("logprobs")
         logprobs, reference = leaf, rows.tensor("reference_logprobs")
     batch = rows.batch(reference_logprobs=reference)
-    found = _told(DPO(config).loss(Outputs(logprobs=rows.packed(logprobs)), batch, rows.counts), leaf)
+    found = _told(dpo_loss(config, Outputs(logprobs=rows.packed(logprobs)), batch, rows.counts), leaf)
     return found if "logits" in rows.inputs else _of_tokens(found)
 
 
@@ -106,16 +97,16 @@ def reward_model(golden: Golden) -> Found:
     if golden.arguments.get("margins"):
         margins[0::2] = tensor(golden.inputs["margins"])
     values = torch.stack([torch.full_like(scores, 9.0), scores], 1).flatten()
-    return _told(RewardModel().loss(Outputs(values=values), rows.batch(rewards=margins), rows.counts), scores)
+    return _told(reward_model_loss(Outputs(values=values), rows.batch(rewards=margins), rows.counts), scores)
 
 
-def value_loss(golden: Golden) -> Found:
+def of_critic(golden: Golden) -> Found:
     """Peers' values of a token are of what stands before it."""
     rows = Rows(golden.inputs)
     leaf = rows.leaf("values")
     batch = rows.batch(old_values=after(rows.tensor("old_values")), returns=rows.tensor("returns"))
     outputs = Outputs(values=rows.packed(after(leaf)))
-    return _told(ValueLoss(ValueLossConfig(**golden.arguments))(outputs, batch, rows.counts), leaf)
+    return _told(value_loss(ValueLossConfig(**golden.arguments), outputs, batch, rows.counts), leaf)
 
 
 def distillation(golden: Golden) -> Found:
@@ -128,8 +119,7 @@ def distillation(golden: Golden) -> Found:
         entropy=torch.special.entr(student.exp()).sum(-1), top_k=TopK(best.indices, student.gather(-1, best.indices))
     )
     batch = rows.batch(teacher=TopK(best.indices, best.values))
-    algorithm = Distillation(DistillationConfig(topk_logits_k=top_k), LossConfig(**golden.arguments))
-    return _told(algorithm.loss(outputs, batch, rows.counts), leaf)
+    return _told(distillation_loss(LossConfig(**golden.arguments), outputs, batch, rows.counts), leaf)
 
 
 def kl(golden: Golden) -> Found:
@@ -223,12 +213,12 @@ OURS: dict[str, Callable[[Golden], Found]] = {
     "gae": gae,
     "kl": kl,
     "mismatch": mismatch,
-    "policy_loss": policy_loss,
+    "policy_loss": of_policy,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reward_model": reward_model,
     "rewards": rewards,
     "sft": sft,
-    "value_loss": value_loss,
+    "value_loss": of_critic,
 }
 
 

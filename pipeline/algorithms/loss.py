@@ -1,0 +1,338 @@
+"""The losses of GRPO and PPO, of the policy and the critic, and of SFT. Formulas have their paper and equation beside them.
+
+With r = pi / pi_old and w = pi_old / pi_generate for each token, A its advantage and sg() a stopped gradient:
+
+    loss = - w S + reference_policy_kl_penalty KL - entropy_coeff H        `policy_loss`
+    S    = min(r A, clip(r) A)                  PPO, GRPO, DAPO, GSPO      `clipped_surrogate`
+         | sg(clip(r)) A log pi                 CISPO                      `cispo`
+         | A log pi                             REINFORCE, RLOO
+
+S and KL are averaged over all tokens of the step (token_level_loss), or first within each sequence; H, the exact entropy of a
+token's distribution, always over all tokens.
+
+If a step has one update, pi_old is pi itself and needs no forward pass; force_on_policy_ratio says so of any step. The ratio is
+then 1 and its gradient is that of log pi.
+
+Where top_p and top_k truncate sampling, pi is the truncated distribution, from which tokens were drawn. A token that was drawn
+may still lie outside: train and generate ranks round differently, and the policy moves within a step. There pi or pi_old is 0,
+so the token has no part in S and in the metrics, except `excluded_fraction`, which is the share of such tokens. (They still
+count among all tokens of the step.) NeMo-RL gives them pi = 1, which has no gradient either but enters ratios of sequences and
+the metrics. KL is of whole distributions, as in NeMo-RL: the reference would cut away other tokens.
+
+Left out: VAPO's loss on right answers, PPO's penalty on KL(pi_old || pi) (eq. 8), GSPO-token (eq. 13), CISPO's masks on tokens
+(eq. 7), the exact KL over the vocabulary, masks by a sequence's worst token, losses on a distribution of values.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.functional import softplus
+
+from pipeline.algorithms.reductions import (
+    counted,
+    histogram_share,
+    masked_extreme,
+    masked_share,
+    per_token,
+    possible,
+    sequence_means,
+    sequence_sums,
+    values_before,
+)
+from pipeline.config import LossConfig, ValueLossConfig
+from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
+
+
+def policy_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
+    """Return this batch's share of the policy's loss and of its metrics."""
+    logprobs, current = outputs.logprobs, outputs.logprobs.detach()
+    on_policy = batch.old_logprobs is None or config.force_on_policy_ratio
+    old = current if on_policy else batch.old_logprobs
+    whole, truncates = batch, outputs.full_logprobs is not None
+    if truncates:
+        batch = possible(whole, current, old)
+        seen = torch.where(old == -torch.inf, whole.generate_logprobs, old)
+    log_ratio = counted(logprobs - old, batch)
+    if config.sequence_level_importance_ratios:
+        log_ratio = sequence_log_ratios(log_ratio, batch)
+    ratio = torch.exp(log_ratio)
+    surrogate, bounded = _surrogate(config, counted(logprobs, batch), ratio, batch.advantages)
+    log_weights = importance_log_weights(old, batch, config)
+    weights, outside = truncated(log_weights, batch, config)
+    if config.use_importance_sampling_correction:
+        surrogate = surrogate * weights
+    loss = masked_share(-surrogate, batch, counts, config.token_level_loss)
+    with torch.no_grad():
+        metrics = {
+            "ppo_kl": masked_share(old - current, batch, counts),
+            "clip_fraction": masked_share(bounded.to(ratio.dtype), batch, counts),
+            "ratio_max": masked_extreme(ratio, batch, largest=True),
+            "ratio_min": masked_extreme(ratio, batch, largest=False),
+            "approx_entropy": masked_share(-torch.exp(current - batch.generate_logprobs) * current, batch, counts),
+            **mismatch_metrics(seen if truncates else old, whole, counts),
+            **_weight_metrics(log_weights, outside, batch, counts, config),
+        }
+        if truncates:
+            excluded = whole.loss_mask & ~batch.loss_mask
+            metrics["excluded_fraction"] = masked_share(excluded.to(ratio.dtype), whole, counts)
+    if whole.reference_logprobs is not None:
+        kl = kl_in_loss(outputs.full_logprobs if truncates else logprobs, whole, config)
+        kl = masked_share(kl, whole, counts, config.token_level_loss)
+        metrics["reference_kl"] = kl.detach()
+        if not config.use_kl_in_reward:
+            loss = loss + config.reference_policy_kl_penalty * kl
+    if outputs.entropy is not None:
+        entropy = masked_share(outputs.entropy, whole, counts)
+        metrics["entropy"] = entropy.detach()
+        if config.entropy_coeff != 0:
+            loss = loss - config.entropy_coeff * entropy
+    return LossOutput(loss, metrics)
+
+
+# ---- surrogates: (what the loss makes larger, where a bound on the ratio is at work), `[T]` each --------------------------
+
+
+def _surrogate(
+    config: LossConfig, logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if config.disable_ppo_ratio:
+        return advantages * logprobs, torch.zeros_like(ratio, dtype=torch.bool)
+    if config.use_cispo:
+        return cispo(config, logprobs, ratio, advantages)
+    return clipped_surrogate(config, ratio, advantages)
+
+
+def clipped_surrogate(config: LossConfig, ratio: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's clipped surrogate (https://arxiv.org/abs/1707.06347 eq. 7). A bounded token has no gradient.
+
+        min(r A, clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max) A)
+
+    Different bounds are DAPO's clip-higher (https://arxiv.org/abs/2503.14476 eq. 10). With ratio_clip_c (dual clip,
+    https://arxiv.org/abs/1912.09729 eq. 5) it is at least c A where A < 0, so that a token that became far more likely and
+    should not have does not outweigh all others.
+    """
+    low, high, c = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max, config.ratio_clip_c
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    bounded = (ratio > high) & (advantages > 0) | (ratio < low) & (advantages < 0)
+    if c is None:
+        return surrogate, bounded
+    dual = torch.where(advantages < 0, torch.maximum(surrogate, c * advantages), surrogate)
+    return dual, bounded | (ratio > c) & (advantages < 0)
+
+
+def cispo(
+    config: LossConfig, logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CISPO's clipped importance-sampling weight (MiniMax-M1, https://arxiv.org/abs/2506.13585 eq. 4).
+
+        sg(clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max)) A log pi
+
+    The bound limits a token's gradient and never removes it. The paper has no lower bound: ratio_clip_min=1.
+    """
+    low, high = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
+    return ratio.detach().clamp(low, high) * advantages * logprobs, (ratio > high) | (ratio < low)
+
+
+def sequence_log_ratios(log_ratios: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """Return log s of each token's sequence, `[T]`, from `[T]` log r (GSPO, https://arxiv.org/abs/2507.18071 eq. 7).
+
+        s_i = (pi(y_i) / pi_old(y_i))^(1/|y_i|) = exp(1/|y_i| sum_t log r_t)
+
+    It replaces every token's own ratio in the clipped surrogate (eq. 5), so a sequence is clipped as a whole. The loss is a
+    mean over sequences: token_level_loss=false.
+    """
+    return per_token(sequence_means(log_ratios, batch), batch)
+
+
+# ---- KL divergence from the reference --------------------------------------------------------------------------------------
+
+
+def estimate_kl(
+    logprobs: torch.Tensor,
+    reference: torch.Tensor,
+    kind: str,
+    input_clamp: float | None = None,
+    output_clamp: float | None = None,
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Estimate KL(pi || reference) at each token drawn from pi, times `weight`; `[T]` each. With x = log pi_ref - log pi:
+
+        k1 = -x        k2 = x^2 / 2        k3 = exp(x) - 1 - x        Schulman, http://joschu.net/blog/kl-approx.html
+
+    The clamps bound x, and the product, to plus or minus their value, as in NeMo-RL; beyond a bound there is no gradient.
+    """
+    x = reference - logprobs
+    if input_clamp is not None:
+        if weight is not None:
+            weight = torch.where(x.abs() <= input_clamp, weight, weight.detach())
+        x = x.clamp(-input_clamp, input_clamp)
+    if kind == "k1":
+        kl = -x
+    elif kind == "k2":
+        kl = x.square() / 2
+    elif kind == "k3":
+        kl = torch.exp(x) - 1 - x
+    else:
+        raise ValueError(f"unknown KL estimate '{kind}'")
+    if weight is not None:
+        kl = weight * kl
+    return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
+
+
+def kl_in_loss(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfig) -> torch.Tensor:
+    """Return what reference_policy_kl_penalty multiplies in the loss: `[T]`, 0 where the mask is False.
+
+    In a loss the distribution that tokens are drawn from is differentiated too, so the estimate carries a factor
+    (https://arxiv.org/abs/2506.09477): exp(log pi - sg(log pi)), which is 1 and has the score function as its gradient. With
+    use_on_policy_kl_approximation it is pi / pi_generate, which also corrects for tokens that another policy drew.
+    """
+    drawn_from = batch.generate_logprobs if config.use_on_policy_kl_approximation else logprobs.detach()
+    return _kl_of_counted(logprobs, batch, config, torch.exp(counted(logprobs - drawn_from, batch)))
+
+
+def kl_in_reward(batch: PackedBatch, config: LossConfig) -> torch.Tensor:
+    """Return the KL of the policy before the step's first update, without a gradient: `[T]`, 0 where the mask is False."""
+    old = batch.old_logprobs if batch.old_full_logprobs is None else batch.old_full_logprobs
+    return _kl_of_counted(old, batch, config, weight=None)
+
+
+def _kl_of_counted(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfig, weight: torch.Tensor | None) -> torch.Tensor:
+    kl = estimate_kl(
+        counted(logprobs, batch),
+        counted(batch.reference_logprobs, batch),
+        config.reference_policy_kl_type,
+        config.kl_input_clamp_value,
+        config.kl_output_clamp_value,
+        weight,
+    )
+    return counted(kl, batch)
+
+
+# ---- importance sampling between generate and train ranks, which find different log-probs for the same weights -------------
+
+
+def importance_log_weights(old: torch.Tensor, batch: PackedBatch, config: LossConfig) -> torch.Tensor:
+    """Return log w of w_t = pi_old(y_t) / pi_generate(y_t), `[T]` (https://fengyao.notion.site/off-policy-rl).
+
+    It is 0 where the mask is False. With sequence_level_importance_ratios w is the sequence's product, at all of its tokens.
+    """
+    log_weights = counted(old - batch.generate_logprobs, batch)
+    if config.sequence_level_importance_ratios:
+        return per_token(sequence_sums(log_weights, batch), batch)
+    return log_weights
+
+
+def truncated(log_weights: torch.Tensor, batch: PackedBatch, config: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (w bounded from [ratio_min or 0] to [ratio], `[T]`; where w was out of bounds, `[T]` bool).
+
+    tis            w clamped to the bounds
+    icepop         0 outside of them (https://ringtech.notion.site/icepop)
+    seq-mask-tis   0 in sequences whose geometric mean of w is outside of them
+                   (https://yingru.notion.site/When-Speed-Kills-Stability-Demystifying-RL-Collapse-from-the-Training-Inference-Mismatch)
+    """
+    weights = torch.exp(log_weights)
+    kind, high = config.truncated_importance_sampling_type, config.truncated_importance_sampling_ratio
+    low = config.truncated_importance_sampling_ratio_min or 0.0
+    if kind is None:
+        return weights, torch.zeros_like(batch.loss_mask)
+    compared = weights
+    if kind == "seq-mask-tis":
+        compared = per_token(torch.exp(sequence_means(log_weights, batch)), batch)
+    outside = (compared < low) | (compared > high)
+    if kind == "tis":
+        return weights.clamp(low, high), outside
+    return torch.where(outside, 0.0, weights), outside
+
+
+def trusted(batch: PackedBatch, threshold: float) -> torch.Tensor:
+    """Return the mask without sequences whose mean of exp|log pi_old - log pi_generate| is above the threshold, `[T]` bool.
+
+    Such sequences are left out before anything is divided by a count. Tokens that truncated sampling excludes are not compared.
+    """
+    compared = batch if batch.old_full_logprobs is None else possible(batch, batch.old_logprobs)
+    return batch.loss_mask & (per_token(_sequence_errors(batch.old_logprobs, compared), batch) <= threshold)
+
+
+def mismatch_metrics(old: torch.Tensor, batch: PackedBatch, counts: GlobalCounts) -> dict[str, torch.Tensor]:
+    """Return how far the log-probs of generate and train ranks are apart, with p = pi_generate, q = pi_old and NeMo-RL's names.
+
+    token_mult_prob_error: mean of exp|log p - log q|; seq_mult_prob_error: of a sequence, the largest and smallest.
+    gen_kl_error, policy_kl_error: k3 estimates of KL(p || q) and KL(q || p).
+    js_divergence_error: of the Jensen-Shannon divergence, the mean of (w log w - (1 + w) log((1 + w) / 2)) / 2, w = q / p,
+    which is unbiased for tokens drawn from p. NeMo-RL's estimate is the same to second order in log w.
+    """
+    generate, old = counted(batch.generate_logprobs, batch), counted(old, batch)
+    log_weights = old - generate
+    weights = torch.exp(log_weights)
+    jensen_shannon = (weights * log_weights - (1 + weights) * (softplus(log_weights) - math.log(2))) / 2
+    errors = per_token(_sequence_errors(old, batch), batch)
+    return {
+        "token_mult_prob_error": masked_share(torch.exp((generate - old).abs()), batch, counts),
+        "seq_mult_prob_error_max": masked_extreme(errors, batch, largest=True),
+        "seq_mult_prob_error_min": masked_extreme(errors, batch, largest=False),
+        "gen_logprob_error_max": masked_extreme((generate - old).abs(), batch, largest=True),
+        "gen_kl_error": masked_share(estimate_kl(generate, old, "k3"), batch, counts),
+        "policy_kl_error": masked_share(estimate_kl(old, generate, "k3"), batch, counts),
+        "js_divergence_error": masked_share(jensen_shannon, batch, counts),
+    }
+
+
+def _weight_metrics(
+    log_weights: torch.Tensor, outside: torch.Tensor, batch: PackedBatch, counts: GlobalCounts, config: LossConfig
+) -> dict[str, torch.Tensor]:
+    """Return mean and histogram of w before it is truncated, and the share of tokens or sequences that were out of bounds."""
+    sequences = config.sequence_level_importance_ratios
+    metrics = {
+        "sampling_importance_ratio": masked_share(torch.exp(log_weights), batch, counts, token_level=not sequences),
+        "sampling_importance_ratio_histogram": histogram_share(log_weights, batch, counts),
+    }
+    if config.truncated_importance_sampling_type is not None:
+        sequences = sequences or config.truncated_importance_sampling_type == "seq-mask-tis"
+        metrics["is_oob_ratio"] = masked_share(outside.to(log_weights.dtype), batch, counts, token_level=not sequences)
+    return metrics
+
+
+def _sequence_errors(old: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """Return each sequence's mean of exp|log pi_old - log pi_generate| over counted tokens, `[S]`."""
+    return sequence_means(torch.exp(counted(old - batch.generate_logprobs, batch).abs()), batch)
+
+
+# ---- other losses -----------------------------------------------------------------------------------------------------------
+
+
+def sft_loss(outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
+    """Return this batch's share of - sum_t mask_t log pi(y_t | y_<t) / sum_t mask_t."""
+    return LossOutput(masked_share(-outputs.logprobs, batch, counts), {})
+
+
+def value_loss(config: ValueLossConfig, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
+    """Return this batch's share of the critic's loss (https://arxiv.org/abs/2005.12729 sec. 3) and of its metrics.
+
+        loss = scale / 2 mean over tokens of max((V - R)^2, (clip(V, V_old - cliprange, V_old + cliprange) - R)^2)
+
+    V, V_old and the return R are of the text before a counted token, so V comes from the state after the previous token.
+    """
+    values, returns = values_before(outputs.values), batch.returns
+    errors = (values - returns).square()
+    is_clipped = torch.zeros_like(batch.loss_mask)
+    if (most := config.cliprange) is not None:
+        old = values_before(batch.old_values)
+        clipped = (old + (values - old).clamp(-most, most) - returns).square()
+        is_clipped = clipped > errors
+        errors = torch.maximum(errors, clipped)
+    loss = config.scale / 2 * masked_share(errors, batch, counts)
+    with torch.no_grad():
+        found = counted(values, batch)
+        residuals = returns - found
+        terms = torch.stack([returns, returns.square(), residuals, residuals.square()])
+        metrics = {
+            "values_mean": masked_share(found, batch, counts),
+            "values_max": masked_extreme(found, batch, largest=True),
+            "values_min": masked_extreme(found, batch, largest=False),
+            "returns_mean": masked_share(returns, batch, counts),
+            "value_clip_fraction": masked_share(is_clipped.to(found.dtype), batch, counts),
+            "explained_variance_moments": torch.stack([masked_share(term, batch, counts) for term in terms]),
+        }
+    return LossOutput(loss, metrics)
