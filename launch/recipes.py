@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from launch import nemo_rl
@@ -32,13 +32,13 @@ def _translated(path: Path, tree: Branch, given: list[tuple[str, Leaf | Branch]]
     tree = layers.merged(tree, layer(theirs))
     faults = resolving.resolve(tree)
     faults |= {key: problem for key, problem in _misfits(tree).items() if key not in faults}
-    problems = [Problem(key, "wrong-type", problem, tree.find(key).origin or "") for key, problem in faults.items()]
+    problems = [replace(problem, origin=tree.find(key).origin or "") for key, problem in faults.items()]
     for key in faults:
         tree.drop(key)
     origins = {key: leaf.origin for key, leaf in tree.leaves()}
     translation = nemo_rl.translate(tree.plain(), origins, path)
     problems += independent(map(as_problem, translation.problems), faults)
-    readers = dataclasses.replace(unread.Readers.of_tree(tree), algorithm=None)  # `nemo_rl` knows which of theirs it is
+    readers = replace(unread.Readers.of_tree(tree), algorithm=None)  # `nemo_rl` knows which of theirs it is
     for key, _ in theirs:
         if why := readers.unread(key):
             problems.append(Problem(key, "has-no-effect", f"{why}; {readers.instead(key)}", layers.COMMAND_LINE))
@@ -48,15 +48,20 @@ def _translated(path: Path, tree: Branch, given: list[tuple[str, Leaf | Branch]]
     return Layers(trees, [*translation.changed, *translation.ignored], problems, named)
 
 
-def _misfits(tree: Branch) -> dict[str, str]:
-    """By key what has no value in a NeMo-RL recipe, and what is of another type than in ours, where both have the key."""
-    found = typed.misfits(Recipe, tree)
-    found |= {key: "has no value; the recipe must set it" for key, leaf in tree.leaves() if leaf.value == typed.MISSING}
+def _misfits(tree: Branch) -> dict[str, Problem]:
+    """Return problems by key: no value, or another type than in ours where both have the key."""
+    found = typed.converted(Recipe, tree)
+    for key, leaf in tree.leaves():
+        if leaf.value == typed.MISSING:
+            found[key] = Problem(key, "missing-value", "got no value; the recipe must set it")
     for key in ("data.train", "data.validation"):  # which may be lists of data sets in theirs
         value = getattr(tree.find(key), "value", None)
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             found.pop(key)
-    default = tree.find("data.default")
+    key, default = "data.default", tree.find("data.default")
     if isinstance(default, Branch):
-        return found | typed.misfits(DatasetConfig, default, "data.default.")
-    return found | ({"data.default": "must be a mapping of keys"} if default and default.value is not None else {})
+        inside = typed.converted(DatasetConfig, default)
+        return found | {f"{key}.{name}": replace(one, key=f"{key}.{name}") for name, one in inside.items()}
+    if default and default.value is not None:
+        found[key] = Problem(key, "wrong-type", f"got {default.value!r}; expected a mapping of keys")
+    return found

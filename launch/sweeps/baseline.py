@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from launch.sweeps.expressions import Curve
-from pipeline.config import RecipeError, layers, typed
+from pipeline.config import layers, refuse, typed
+from pipeline.config.values import Bool, Float, Int, Text
 from pipeline.files import write_durably
 
 HEADER = "# Written by `python launch/sweep.py ... update_baseline=true`. Bands and speeds of the sweep are judged by it.\n"
@@ -22,34 +23,34 @@ POINTS = 40
 
 @dataclass
 class Provenance:
-    sweep: str = typed.MISSING  # the suite's name and the sweep's id
-    date: str = typed.MISSING
-    commit: str | None = None  # of the code that ran; null: not a Git checkout
-    dirty: bool = False  # it was changed since that commit
+    sweep: Text = typed.MISSING  # the suite's name and the sweep's id
+    date: Text = typed.MISSING
+    commit: Text | None = None  # of the code that ran; null: not a Git checkout
+    dirty: Bool = False  # it was changed since that commit
 
 
 @dataclass
 class Stored:
     """A gate's values. The expression is kept because a value of another expression is nothing to compare with."""
 
-    value: str = typed.MISSING
-    relative_to: str | None = None
-    seeds: dict[str, float] = field(default_factory=dict)
+    value: Text = typed.MISSING
+    relative_to: Text | None = None
+    seeds: dict[str, Float] = field(default_factory=dict)
 
 
 @dataclass
 class StoredCurve:
     """Over the seeds: mean and standard deviation at each step."""
 
-    steps: list[int] = field(default_factory=list)
-    mean: list[float] = field(default_factory=list)
-    spread: list[float] = field(default_factory=list)
+    steps: list[Int] = field(default_factory=list)
+    mean: list[Float] = field(default_factory=list)
+    spread: list[Float] = field(default_factory=list)
 
 
 @dataclass
 class StoredRun:
-    hardware: str | None = None  # null: the runs did not say
-    overrides: list[str] = field(default_factory=list)  # that the recipe ran with, for who wonders what changed
+    hardware: Text | None = None  # null: the runs did not say
+    overrides: list[Text] = field(default_factory=list)  # that the recipe ran with, for who wonders what changed
     gates: dict[str, Stored] = field(default_factory=dict)
     curves: dict[str, StoredCurve] = field(default_factory=dict)
 
@@ -67,13 +68,9 @@ def read(path: Path) -> Baseline | None:
     """None if there is none yet. Raises RecipeError for a file that is no baseline."""
     if not path.exists():
         return None
-    tree, faults = layers.chain(path), {}
-    wrong = [problem for _, problem in typed.unknown(Baseline, tree, Baseline)]
-    if not wrong:
-        found = typed.built(Baseline, typed.filled(Baseline, tree), faults)
-        wrong = [f"{key}: {fault}" for key, fault in faults.items()]
-    if wrong:
-        raise RecipeError(*(f"baseline {path}: {problem}" for problem in wrong))
+    tree = layers.chain(path)
+    found, wrong = typed.validated(Baseline, typed.filled(Baseline, tree))
+    refuse(problem.within(f"baseline {path}") for problem in [*typed.unknown(Baseline, tree, Baseline), *wrong])
     return found
 
 

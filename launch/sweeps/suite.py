@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.sweeps import expressions
-from pipeline.config import RECIPES, Problem, Recipe, RecipeError, independent, layers, typed
+from pipeline.config import RECIPES, Problem, Recipe, as_problem, independent, layers, refuse, typed
+from pipeline.config.values import Float, Int, Text
 
 SUITES = RECIPES / "sweeps"
 OVER = ("each", "mean", "median", "min", "max")
@@ -32,9 +33,9 @@ GIVEN = ("run_dir", "name")  # keys of a recipe that the sweep sets itself
 class BandConfig:
     """Within the baseline's mean over seeds +- spreads * spread, where spread is its standard deviation, `floor` at least."""
 
-    spreads: float = 3.0
-    floor: float = 0.0  # in units of the value: what a spread of three seeds that happen to agree is taken for
-    better: str = "neither"  # higher, lower: only the other side of the band can fail; neither: both
+    spreads: Float = 3.0
+    floor: Float = 0.0  # in units of the value: what a spread of three seeds that happen to agree is taken for
+    better: Text = "neither"  # higher, lower: only the other side of the band can fail; neither: both
 
 
 @dataclass
@@ -42,38 +43,38 @@ class SpeedConfig:
     """A ratio to the baseline: of the value itself, which is only judged on the baseline's hardware; or, with `relative_to`, of
     the value divided by that of another run of this sweep, seed by seed, which is judged anywhere."""
 
-    at_most: float | None = None  # of times: e.g. 1.25
-    at_least: float | None = None  # of throughputs: e.g. 0.8
-    relative_to: str | None = None  # a run of this sweep
+    at_most: Float | None = None  # of times: e.g. 1.25
+    at_least: Float | None = None  # of throughputs: e.g. 0.8
+    relative_to: Text | None = None  # a run of this sweep
 
 
 @dataclass
 class SameConfig:
     """Every reproducible metric is that of another run to the last bit, seed by seed."""
 
-    run: str = typed.MISSING
-    metrics: list[str] = field(default_factory=lambda: ["*"])  # patterns of names, for runs that differ in some on purpose
+    run: Text = typed.MISSING
+    metrics: list[Text] = field(default_factory=lambda: ["*"])  # patterns of names, for runs that differ in some on purpose
 
 
 @dataclass
 class GateConfig:
     """One check: bounds (at_least, at_most, equals), a band, a speed, or same_as."""
 
-    value: str | None = None  # an expression, launch/sweeps/expressions.py
-    over: str | None = None  # what becomes of the seeds' values; null: each for bounds, mean for a band, median for a speed
-    at_least: float | None = None
-    at_most: float | None = None
-    equals: float | None = None  # exactly
+    value: Text | None = None  # an expression, launch/sweeps/expressions.py
+    over: Text | None = None  # what becomes of the seeds' values; null: each for bounds, mean for a band, median for a speed
+    at_least: Float | None = None
+    at_most: Float | None = None
+    equals: Float | None = None  # exactly
     band: BandConfig | None = None
     speed: SpeedConfig | None = None
     same_as: SameConfig | None = None
-    runs: list[str] | None = None  # of a suite's gate: which runs it is for; null: all
+    runs: list[Text] | None = None  # of a suite's gate: which runs it is for; null: all
 
 
 @dataclass
 class RunConfig:
-    recipe: str | None = None  # null: of the run's name
-    seeds: list[int] | None = None  # null: the suite's
+    recipe: Text | None = None  # null: of the run's name
+    seeds: list[Int] | None = None  # null: the suite's
     overrides: dict[str, Any] = field(default_factory=dict)  # keys of the recipe, as a mapping or dotted
     gates: dict[str, GateConfig] = field(default_factory=dict)
 
@@ -82,24 +83,24 @@ class RunConfig:
 class CheckConfig:
     """The job that judges at the end: one task that reads the run folders. Null: as cluster.train of the first run."""
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    mem: str | None = None
-    time_min: int = 30
+    partition: Text | None = None
+    account: Text | None = None
+    qos: Text | None = None
+    mem: Text | None = None
+    time_min: Int = 30
 
 
 @dataclass
 class Suite:
-    name: str = typed.MISSING  # the file's, without .yaml
-    seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
-    max_concurrent: int = 4  # runs at once
-    retries: int = 1  # of a run that failed
+    name: Text = typed.MISSING  # the file's, without .yaml
+    seeds: list[Int] = field(default_factory=lambda: [1, 2, 3])
+    max_concurrent: Int = 4  # runs at once
+    retries: Int = 1  # of a run that failed
     overrides: dict[str, Any] = field(default_factory=dict)  # of every run
     runs: dict[str, RunConfig] = field(default_factory=dict)
     gates: dict[str, GateConfig] = field(default_factory=dict)
-    baseline: str | None = None  # beside the suite's file; null: baselines/<name>.yaml
-    folder: str = "runs/sweeps"  # this one is in <folder>/<name>/<id>
+    baseline: Text | None = None  # beside the suite's file; null: baselines/<name>.yaml
+    folder: Text = "runs/sweeps"  # this one is in <folder>/<name>/<id>
     check: CheckConfig = field(default_factory=CheckConfig)
 
 
@@ -147,25 +148,22 @@ def load(name: str, arguments: Iterable[str] = ()) -> Asked:
         layer = layers.Branch()
         layer.set(key, node)
         tree = layers.merged(tree, layer)
-    unknown = dict(typed.unknown(Suite, tree, Suite))
-    found += unknown.values()
-    for key in unknown:
-        tree.drop(key)
+    wrong = list(typed.unknown(Suite, tree, Suite))
+    for problem in wrong:
+        tree.drop(problem.key)
     suite, faults = _built(tree)
-    found += [f"{_origin(tree, key)}{key}: {fault}" for key, fault in faults.items()]
-    for key in faults:
-        tree.drop(key)  # its default stands in, so that the rest can be judged
-    found += independent(problems(_built(tree)[0]), [*unknown, *faults])
-    if found:
-        raise RecipeError(*dict.fromkeys(found))
+    for problem in faults:
+        tree.drop(problem.key)  # its default stands in, so that the rest can be judged
+    wrong += faults
+    wrong += independent(problems(suite or _built(tree)[0]), [problem.key for problem in wrong])
+    refuse([*map(as_problem, found), *wrong])
     return Asked(suite, (path.parent / (suite.baseline or f"baselines/{suite.name}.yaml")).absolute(), overrides)
 
 
 def read(path: Path) -> Suite:
     """One that `to_yaml` wrote. Raises RecipeError."""
     suite, faults = _built(layers.chain(path))
-    if faults:
-        raise RecipeError(*(f"{path}: {key}: {fault}" for key, fault in faults.items()))
+    refuse(problem.within(str(path)) for problem in faults)
     return suite
 
 
@@ -173,15 +171,9 @@ def to_yaml(suite: Suite) -> str:
     return layers.dumped(asdict(suite))
 
 
-def _built(tree: layers.Branch) -> tuple[Suite, dict[str, str]]:
-    """The suite, of no use where there are faults: by key what is wrong with a value."""
-    faults: dict[str, str] = {}
-    return typed.built(Suite, typed.filled(Suite, tree), faults), faults
-
-
-def _origin(tree: layers.Branch, key: str) -> str:
-    node = tree.find(key)
-    return f"{node.origin}: " if node is not None and node.origin else ""
+def _built(tree: layers.Branch) -> tuple[Suite | None, list[Problem]]:
+    """Return the suite, None if values keep it from being made, and what is wrong with them."""
+    return typed.validated(Suite, typed.filled(Suite, tree))
 
 
 def _split(arguments: list[str]) -> tuple[list[tuple[str, Any]], list[str], list[str]]:

@@ -53,6 +53,7 @@ from pipeline.config.data import (
 )
 from pipeline.config.environments import TOOLS, ToolArguments, arguments_of, arguments_of_tool, own_kind, tools_of
 from pipeline.config.errors import Problem, RecipeError, as_problem, collected, listed, refuse
+from pipeline.config.generation import GenerationConfig, RefitConfig, VLLMConfig
 from pipeline.config.layout import Backend, asked_backend, check_expert_layout, colocated, decided, refits_by_ipc
 from pipeline.config.megatron import (
     MEGATRON_MODEL_TYPES,
@@ -63,6 +64,17 @@ from pipeline.config.megatron import (
     MegatronSchedulerConfig,
 )
 from pipeline.config.models import critic, judge, models, reward_environment, reward_model, serves_rewards, teacher
+from pipeline.config.policy import (
+    PRECISIONS,
+    DTensorConfig,
+    LoRAConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+    TeacherConfig,
+    TokenizerConfig,
+    ValueConfig,
+)
 from pipeline.config.reading import (
     RECIPES,
     Loaded,
@@ -80,24 +92,12 @@ from pipeline.config.reading import (
 from pipeline.config.schema import (
     ENVIRONMENT_KINDS,
     GENERATED_DATASETS,
-    PRECISIONS,
     CheckpointingConfig,
     DataConfig,
     DatasetConfig,
-    DTensorConfig,
     EnvironmentConfig,
-    GenerationConfig,
     LoggerConfig,
-    LoRAConfig,
-    OptimizerConfig,
-    PolicyConfig,
     Recipe,
-    RefitConfig,
-    SequencePackingConfig,
-    TeacherConfig,
-    TokenizerConfig,
-    ValueConfig,
-    VLLMConfig,
     engine_ranks,
     evaluates_alone,
     expert_tensor_parallel_size,

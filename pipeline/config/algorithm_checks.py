@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.config.algorithms import (
-    OFFLINE,
-    ONLINE,
     PAIRED,
     DPOConfig,
     GAEConfig,
@@ -21,64 +19,9 @@ from pipeline.config.algorithms import (
 )
 from pipeline.config.data import keyed_sets
 from pipeline.config.layout import named_backend
-from pipeline.config.schema import PRECISIONS, LoRAConfig, Recipe, generates, section
+from pipeline.config.policy import LoRAConfig
+from pipeline.config.schema import Recipe, generates, section
 from pipeline.config.updates import epochs_per_step, updates_per_epoch
-
-CHOICES = {
-    "loss_fn.reference_policy_kl_type": ("k1", "k2", "k3"),
-    "loss_fn.truncated_importance_sampling_type": (None, "tis", "icepop", "seq-mask-tis"),
-    "loss_fn.kl_type": ("forward", "reverse", "mixed"),
-    "grpo.adv_estimator.name": ("grpo", "reinforce_plus_plus"),
-    "ppo.adv_estimator.name": ("gae",),
-    "dpo.preference_loss": ("sigmoid", "ipo"),
-    "value.precision": tuple(PRECISIONS),
-    "teacher.precision": tuple(PRECISIONS),
-    "policy.dtensor_cfg.lora_cfg.lora_A_init": ("xavier", "gaussian", "kaiming"),
-}
-
-AT_LEAST = {
-    **{
-        f"{name}.{key}": least
-        for name in ("grpo", "ppo")
-        for key, least in {
-            "dynamic_sampling_max_gen_batches": 1,
-            "batch_multiplier": 1,
-            "seq_logprob_error_threshold": 1,  # exp|x| is
-            "reward_shaping.overlong_buffer_length": 1,
-            "reward_shaping.overlong_buffer_penalty": 0,
-        }.items()
-    },
-    **{
-        f"{name}.{key}": 1
-        for name in ("grpo", "ppo", "distillation")
-        for key in (
-            "num_prompts_per_step",
-            "num_generations_per_prompt",
-            "val_num_generations_per_prompt",
-            "max_rollout_turns",
-        )
-    },
-    **{
-        f"{name}.{key}": least
-        for name in (*ONLINE, *OFFLINE)
-        for key, least in {"max_num_steps": 0, "max_num_epochs": 1, "val_period": 0, "max_val_samples": 1, "seed": 0}.items()
-    },
-    "ppo.ppo_epochs": 1,
-    "ppo.policy_training_start_step": 0,
-    "ppo.adv_estimator.length_adaptive_alpha": 0,
-    "distillation.topk_logits_k": 1,
-    "dpo.preference_loss_weight": 0,
-    "dpo.sft_loss_weight": 0,
-    "loss_fn.reference_policy_kl_penalty": 0,
-    "loss_fn.kl_input_clamp_value": 0,
-    "loss_fn.kl_output_clamp_value": 0,
-    "loss_fn.ratio_clip_min": 0,
-    "loss_fn.ratio_clip_max": 0,
-    "loss_fn.entropy_coeff": 0,
-    "value_loss_fn.scale": 0,
-    "policy.dtensor_cfg.lora_cfg.dim": 1,
-    "policy.dtensor_cfg.lora_cfg.alpha": 1,
-}
 
 Finding = tuple[bool, str, str]
 """(whether it is so, the key, what is wrong and what would be right)"""

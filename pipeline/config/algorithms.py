@@ -1,9 +1,11 @@
 """The recipe's keys of the algorithms: their sections, and the losses'. Names are NeMo-RL's where they mean the same."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Optional  # OmegaConf reads these annotations at run time
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pipeline.config.values import Bool, Float, Int, NotNegative, Positive
 
 ONLINE = ("grpo", "ppo", "distillation")  # they sample, so that the job has a generate component
 OFFLINE = ("sft", "dpo", "rm")  # they learn from a data set
@@ -12,35 +14,45 @@ UNBOUNDED = 1_000_000  # so many steps, epochs or samples bound nothing: what Ne
 
 
 def bound(number: int) -> int | None:
-    """Of steps, epochs or samples; None if it bounds nothing."""
+    """Return a number of steps, epochs or samples; None if it bounds nothing."""
     return number if number < UNBOUNDED else None
 
 
-# ---- what shapes a reward -----------------------------------------------------------------------------------------------
+# ---- rewards ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class RewardScalingConfig:
-    """A reward is clamped to the source range, which is then mapped to the target range."""
+    """Clamp rewards to the source range, then map that to the target range."""
 
-    enabled: bool = False
-    source_min: float = 0.0
-    source_max: float = 1.0
-    target_min: float = 0.0
-    target_max: float = 1.0
+    enabled: Annotated[Bool, Field(description="Whether rewards are scaled.")] = False
+    source_min: Annotated[Float, Field(description="Lower end of the source range.")] = 0.0
+    source_max: Annotated[Float, Field(description="Upper end of the source range.")] = 1.0
+    target_min: Annotated[Float, Field(description="The reward that source_min becomes.")] = 0.0
+    target_max: Annotated[Float, Field(description="The reward that source_max becomes.")] = 1.0
 
 
 @dataclass
 class RewardShapingConfig:
-    """DAPO's soft penalty for long answers; or, with stop_properly_penalty_coef, a factor on the reward of cut ones."""
+    """DAPO's soft penalty for long answers; or, with stop_properly_penalty_coef, a factor on the reward of truncated ones."""
 
-    enabled: bool = False
-    overlong_buffer_length: int = 128  # tokens before max_response_length over which the penalty grows
-    overlong_buffer_penalty: float = 1.0  # at max_response_length; it grows on beyond, where answers may be longer
-    max_response_length: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
-    stop_properly_penalty_coef: Optional[float] = (
-        None  # in [0, 1]; replaces the soft penalty; null: cut answers are judged as they are
+    enabled: Annotated[Bool, Field(description="Whether rewards are shaped.")] = False
+    overlong_buffer_length: Annotated[
+        Positive, Field(description="Tokens before max_response_length over which the penalty grows from 0.")
+    ] = 128
+    overlong_buffer_penalty: Annotated[
+        Float, Field(ge=0, description="Penalty at max_response_length. It keeps growing for longer answers.")
+    ] = 1.0
+    max_response_length: Annotated[Int, Field(description="Tokens of an answer at which the penalty is full.")] = (
+        "${policy.max_total_sequence_length}"  # type: ignore[assignment]
     )
+    stop_properly_penalty_coef: Annotated[
+        Float | None,
+        Field(
+            description="Factor in [0, 1] on the reward of truncated answers, in place of the soft penalty. null: truncated"
+            " answers keep their reward."
+        ),
+    ] = None
 
 
 # ---- algorithms that sample ---------------------------------------------------------------------------------------------
@@ -48,98 +60,175 @@ class RewardShapingConfig:
 
 @dataclass
 class OnlineConfig:
-    """What the sections of all algorithms that sample have."""
+    """Keys that all algorithms that sample have."""
 
-    num_prompts_per_step: int = 32
-    num_generations_per_prompt: int = 16
-    max_rollout_turns: int = 1  # of an episode
-    max_num_steps: int = 1000  # 0: validate once, learn nothing
-    max_num_epochs: int = UNBOUNDED  # over each data set; the run ends at whichever comes first
-    val_period: int = 0  # in steps; 0: never
-    val_at_start: bool = False
-    val_at_end: bool = False
-    val_num_generations_per_prompt: int = 1  # n: pass@k is told for k = 1, 2, 4 ... up to n
-    max_val_samples: int = 256  # of each data set the first; data.validation.max_samples draws them by its seed
-    seed: int = 42
+    num_prompts_per_step: Annotated[Positive, Field(description="Prompts of a step.")] = 32
+    num_generations_per_prompt: Annotated[Positive, Field(description="Answers sampled for each prompt.")] = 16
+    max_rollout_turns: Annotated[Positive, Field(description="Most turns of an episode.")] = 1
+    max_num_steps: Annotated[NotNegative, Field(description="Steps of the run. 0: validate once, learn nothing.")] = 1000
+    max_num_epochs: Annotated[
+        Positive,
+        Field(description="Most passes over each data set. The run ends at max_num_steps or here, whichever is first."),
+    ] = UNBOUNDED
+    val_period: Annotated[NotNegative, Field(description="Steps between validations. 0: never.")] = 0
+    val_at_start: Annotated[Bool, Field(description="Whether to validate before the first step.")] = False
+    val_at_end: Annotated[Bool, Field(description="Whether to validate after the last step.")] = False
+    val_num_generations_per_prompt: Annotated[
+        Positive, Field(description="Answers n to each prompt of validation. pass@k is logged for k = 1, 2, 4, ..., n.")
+    ] = 1
+    max_val_samples: Annotated[
+        Positive,
+        Field(
+            description="Validate on the first so many records of each data set. data.validation.max_samples draws records at"
+            " random instead."
+        ),
+    ] = 256
+    seed: Annotated[NotNegative, Field(description="Seed of the data's order and of sampling.")] = 42
 
 
 @dataclass
 class RewardedConfig(OnlineConfig):
-    """What those have that learn from rewards."""
+    """Keys that all algorithms that learn from rewards have."""
 
-    use_dynamic_sampling: bool = False  # DAPO: only groups whose rewards vary are trained on, others are sampled anew
-    dynamic_sampling_max_gen_batches: int = 10  # the run ends if so many batches do not fill a step
-    batch_multiplier: float = 1.0  # prompts in a batch of dynamic sampling, as a multiple of num_prompts_per_step
-    overlong_filtering: bool = False  # answers that were cut for length do not count in the loss
-    seq_logprob_error_threshold: Optional[float] = (
-        None  # sequences with a higher mean of exp|log pi_old - log pi_generate| do not
+    use_dynamic_sampling: Annotated[
+        Bool, Field(description="DAPO: train only on groups whose rewards vary, and sample others in place of the rest.")
+    ] = False
+    dynamic_sampling_max_gen_batches: Annotated[
+        Positive, Field(description="The run fails if so many batches of dynamic sampling do not fill a step.")
+    ] = 10
+    batch_multiplier: Annotated[
+        Float, Field(ge=1, description="Prompts in a batch of dynamic sampling, as a multiple of num_prompts_per_step.")
+    ] = 1.0
+    overlong_filtering: Annotated[Bool, Field(description="Leave answers that were truncated for length out of the loss.")] = (
+        False
     )
+    seq_logprob_error_threshold: Annotated[
+        Float | None,
+        Field(
+            ge=1,
+            description="Leave sequences out of the loss whose mean of exp|log pi_old - log pi_generate| is above this."
+            " null: none.",
+        ),
+    ] = None
     reward_scaling: RewardScalingConfig = field(default_factory=RewardScalingConfig)
     reward_shaping: RewardShapingConfig = field(default_factory=RewardShapingConfig)
 
 
 @dataclass
 class AdvantageConfig:
-    name: str = "grpo"  # grpo, reinforce_plus_plus
-    normalize_rewards: bool = "${grpo.normalize_rewards}"  # type: ignore[assignment]
-    use_leave_one_out_baseline: bool = "${grpo.use_leave_one_out_baseline}"  # type: ignore[assignment]
-    minus_baseline: bool = True  # reinforce_plus_plus: subtract the group's mean (REINFORCE++-baseline)
+    """How advantages are estimated from rewards."""
+
+    name: Annotated[Literal["grpo", "reinforce_plus_plus"], Field(description="The estimator.")] = "grpo"
+    normalize_rewards: Annotated[Bool, Field(description="As grpo.normalize_rewards.")] = "${grpo.normalize_rewards}"  # type: ignore[assignment]
+    use_leave_one_out_baseline: Annotated[Bool, Field(description="As grpo.use_leave_one_out_baseline.")] = (
+        "${grpo.use_leave_one_out_baseline}"  # type: ignore[assignment]
+    )
+    minus_baseline: Annotated[
+        Bool, Field(description="reinforce_plus_plus: subtract the group's mean reward (REINFORCE++-baseline).")
+    ] = True
 
 
 @dataclass
 class AsyncConfig:
-    """Generation runs ahead of training. The age of a rollout: the step that trains on it, less the version of the weights that
-    began it."""
+    """Let generation run ahead of training.
 
-    enabled: bool = False
-    max_trajectory_age_steps: int = 1  # 0: as without
-    in_flight_weight_updates: bool = False  # a refit does not wait for rollouts under way: they go on with the new weights
-    recompute_kv_cache_after_weight_updates: bool = False  # of those: keys and values anew, else as the old weights made them
-    # wait: a step trains on the oldest prompts. keep: on those that are complete; half of the age is for those that are not.
-    # cut: on the oldest, of which the last straggler_share of the answers are cut where they are
-    stragglers: str = "wait"
-    straggler_share: float = 0.05
-    # Also while it is off, and as it is here for other algorithms:
-    max_generation_failures: int = 10  # groups in a row that nobody could judge, by no answer's doing; one more ends the run
+    The age of a rollout is the step that trains on it, less the version of the weights that began it.
+    """
+
+    enabled: Annotated[Bool, Field(description="Whether generation runs ahead.")] = False
+    max_trajectory_age_steps: Annotated[
+        NotNegative, Field(description="Greatest age of a rollout, in steps. 0: the synchronous algorithm.")
+    ] = 1
+    in_flight_weight_updates: Annotated[
+        Bool, Field(description="A refit does not wait for rollouts under way. They go on with the new weights.")
+    ] = False
+    recompute_kv_cache_after_weight_updates: Annotated[
+        Bool,
+        Field(description="Compute keys and values of rollouts under way anew after a refit. Otherwise the old ones stay."),
+    ] = False
+    stragglers: Annotated[
+        Literal["wait", "keep", "cut"],
+        Field(
+            description="wait: a step trains on the oldest prompts. keep: on those that are complete; half of the age is left"
+            " for those that are not. cut: on the oldest, of which the last straggler_share of the answers are truncated."
+        ),
+    ] = "wait"
+    straggler_share: Annotated[Float, Field(ge=0, le=1, description="stragglers=cut: share of a step's answers.")] = 0.05
+    max_generation_failures: Annotated[
+        NotNegative,
+        Field(
+            description="Groups in a row that could not be judged, through no fault of the answers. One more ends the run."
+            " Read also while async_grpo is off; other algorithms have this default."
+        ),
+    ] = 10
 
 
 @dataclass
 class GRPOConfig(RewardedConfig):
-    normalize_rewards: bool = True  # divide advantages by the group's standard deviation; false: Dr. GRPO
-    use_leave_one_out_baseline: bool = True  # NeMo-RL's; with normalize_rewards a lone right answer counts least: README.md
+    """Group relative policy optimization, and its variants (DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++)."""
+
+    normalize_rewards: Annotated[
+        Bool, Field(description="Divide advantages by the standard deviation of the group's rewards. false: Dr. GRPO.")
+    ] = True
+    use_leave_one_out_baseline: Annotated[
+        Bool,
+        Field(
+            description="Subtract from a reward the mean of the others in its group, as NeMo-RL does. false: the mean of the"
+            " whole group. With normalize_rewards a lone right answer then counts least; see README.md."
+        ),
+    ] = True
     adv_estimator: AdvantageConfig = field(default_factory=AdvantageConfig)
-    advantage_clip_low: Optional[float] = None
-    advantage_clip_high: Optional[float] = None
+    advantage_clip_low: Annotated[Float | None, Field(description="Lower bound of advantages. null: none.")] = None
+    advantage_clip_high: Annotated[Float | None, Field(description="Upper bound of advantages. null: none.")] = None
     async_grpo: AsyncConfig = field(default_factory=AsyncConfig)
 
 
 @dataclass
 class GAEConfig:
-    name: str = "gae"
-    gae_gamma: float = 1.0
-    gae_lambda: float = 0.95
-    gae_lambda_value: Optional[float] = None  # of the critic's returns; null: gae_lambda (VAPO: 1)
-    gae_lambda_policy: Optional[float] = None  # of the policy's advantages; null: gae_lambda
-    length_adaptive_alpha: float = 0.0  # above 0: the policy's lambda is 1 - 1 / (alpha * tokens of the answer) (VAPO)
-    normalize_advantages: bool = True  # to mean 0 and variance 1 over the tokens of a step
+    """Generalized advantage estimation (https://arxiv.org/abs/1506.02438)."""
+
+    name: Annotated[Literal["gae"], Field(description="The estimator.")] = "gae"
+    gae_gamma: Annotated[Float, Field(description="Discount, in [0, 1].")] = 1.0
+    gae_lambda: Annotated[Float, Field(description="Lambda, in [0, 1].")] = 0.95
+    gae_lambda_value: Annotated[
+        Float | None, Field(description="Lambda of the critic's returns, in [0, 1]. null: gae_lambda. VAPO: 1.")
+    ] = None
+    gae_lambda_policy: Annotated[
+        Float | None, Field(description="Lambda of the policy's advantages, in [0, 1]. null: gae_lambda.")
+    ] = None
+    length_adaptive_alpha: Annotated[
+        Float, Field(ge=0, description="Above 0: the policy's lambda is 1 - 1 / (alpha * tokens of the answer), as in VAPO.")
+    ] = 0.0
+    normalize_advantages: Annotated[
+        Bool, Field(description="Normalize advantages to mean 0 and variance 1 over the tokens of a step.")
+    ] = True
 
 
 @dataclass
 class PPOConfig(RewardedConfig):
-    num_generations_per_prompt: int = 1
-    ppo_epochs: int = 1  # passes over the samples of a step
-    schedule_every_epoch: bool = (
-        False  # true: schedules advance once per epoch, as in NeMo-RL; false: once per step, as in verl
-    )
-    policy_training_start_step: int = 0  # before it only the critic learns
+    """Proximal policy optimization with a critic."""
+
+    num_generations_per_prompt: Annotated[Positive, Field(description="Answers sampled for each prompt.")] = 1
+    ppo_epochs: Annotated[Positive, Field(description="Passes over the samples of a step.")] = 1
+    schedule_every_epoch: Annotated[
+        Bool,
+        Field(description="Learning-rate schedules advance once per epoch, as in NeMo-RL. false: once per step, as in verl."),
+    ] = False
+    policy_training_start_step: Annotated[
+        NotNegative, Field(description="Step at which the policy begins to learn. Before it only the critic learns.")
+    ] = 0
     adv_estimator: GAEConfig = field(default_factory=GAEConfig)
 
 
 @dataclass
 class DistillationConfig(OnlineConfig):
-    num_prompts_per_step: int = 128
-    num_generations_per_prompt: int = 1
-    topk_logits_k: int = 64  # the teacher's most likely tokens, over which the divergence is summed
+    """On-policy distillation: the policy samples, and learns the teacher's distribution over each token."""
+
+    num_prompts_per_step: Annotated[Positive, Field(description="Prompts of a step.")] = 128
+    num_generations_per_prompt: Annotated[Positive, Field(description="Answers sampled for each prompt.")] = 1
+    topk_logits_k: Annotated[
+        Positive, Field(description="The divergence is summed over so many of the teacher's most likely tokens.")
+    ] = 64
 
 
 # ---- algorithms that learn from a data set ------------------------------------------------------------------------------
@@ -147,37 +236,48 @@ class DistillationConfig(OnlineConfig):
 
 @dataclass
 class OfflineConfig:
-    max_num_steps: int = 60  # 0: validate once, learn nothing
-    max_num_epochs: int = UNBOUNDED
-    val_period: int = 0
-    val_at_start: bool = False
-    val_at_end: bool = False
-    max_val_samples: int = 256
-    seed: int = 42
+    """Keys that all algorithms that learn from a data set have."""
+
+    max_num_steps: Annotated[NotNegative, Field(description="Steps of the run. 0: validate once, learn nothing.")] = 60
+    max_num_epochs: Annotated[
+        Positive, Field(description="Most passes over the data. The run ends at max_num_steps or here, whichever is first.")
+    ] = UNBOUNDED
+    val_period: Annotated[NotNegative, Field(description="Steps between validations. 0: never.")] = 0
+    val_at_start: Annotated[Bool, Field(description="Whether to validate before the first step.")] = False
+    val_at_end: Annotated[Bool, Field(description="Whether to validate after the last step.")] = False
+    max_val_samples: Annotated[Positive, Field(description="Validate on the first so many records of each data set.")] = 256
+    seed: Annotated[NotNegative, Field(description="Seed of the data's order.")] = 42
 
 
 @dataclass
 class SFTConfig(OfflineConfig):
-    pass
+    """Supervised fine-tuning."""
 
 
 @dataclass
 class DPOConfig(OfflineConfig):
-    """policy.train_global_batch_size counts pairs."""
+    """Direct preference optimization. policy.train_global_batch_size counts pairs."""
 
-    preference_loss: str = "sigmoid"  # sigmoid (DPO), ipo
-    reference_policy_kl_penalty: float = 0.05  # beta
-    label_smoothing: float = 0.0  # of sigmoid: how often a label is taken to be wrong (conservative DPO)
-    preference_average_log_probs: bool = False  # of sigmoid: log-ratios per token of the answer
-    reference_free: bool = False  # the reference is uniform
-    preference_loss_weight: float = 1.0
-    sft_loss_weight: float = 0.0  # of the chosen answers' negative log-likelihood
-    sft_average_log_probs: bool = "${.preference_average_log_probs}"  # type: ignore[assignment]
+    preference_loss: Annotated[Literal["sigmoid", "ipo"], Field(description="sigmoid: DPO. ipo: IPO.")] = "sigmoid"
+    reference_policy_kl_penalty: Annotated[Float, Field(description="DPO's beta, above 0.")] = 0.05
+    label_smoothing: Annotated[
+        Float,
+        Field(description="sigmoid: how often a label is taken to be wrong, in [0, 0.5). Above 0: conservative DPO."),
+    ] = 0.0
+    preference_average_log_probs: Annotated[Bool, Field(description="sigmoid: log-ratios per token of the answer.")] = False
+    reference_free: Annotated[Bool, Field(description="Take a uniform distribution for the reference.")] = False
+    preference_loss_weight: Annotated[Float, Field(ge=0, description="Weight of the preference loss.")] = 1.0
+    sft_loss_weight: Annotated[
+        Float, Field(ge=0, description="Weight of the negative log-likelihood of the chosen answers.")
+    ] = 0.0
+    sft_average_log_probs: Annotated[Bool, Field(description="Average that likelihood over the tokens of the answer.")] = (
+        "${.preference_average_log_probs}"  # type: ignore[assignment]
+    )
 
 
 @dataclass
 class RMConfig(OfflineConfig):
-    """policy.train_global_batch_size counts pairs; `policy` is the reward model."""
+    """Bradley-Terry reward model, which is `policy`. policy.train_global_batch_size counts pairs."""
 
 
 # ---- losses -------------------------------------------------------------------------------------------------------------
@@ -185,34 +285,64 @@ class RMConfig(OfflineConfig):
 
 @dataclass
 class LossConfig:
-    """Of grpo and ppo, but for the last three keys, which are distillation's."""
+    """The policy's loss. Distillation reads kl_type, mixed_kl_weight and zero_outside_topk, grpo and ppo the others."""
 
-    reference_policy_kl_penalty: float = 0.0
-    reference_policy_kl_type: str = "k3"  # k1, k2, k3: http://joschu.net/blog/kl-approx.html
-    kl_input_clamp_value: Optional[float] = 20.0
-    kl_output_clamp_value: Optional[float] = 10.0
-    use_kl_in_reward: bool = False  # the penalty is taken off each token's reward, not added to the loss
-    use_on_policy_kl_approximation: bool = False  # weigh the loss's KL by pi / pi_generate
-    ratio_clip_min: float = 0.2
-    ratio_clip_max: float = 0.2
-    ratio_clip_c: Optional[float] = None  # dual clip, above 1
-    disable_ppo_ratio: bool = False  # REINFORCE: A log pi in place of the clipped ratio
-    force_on_policy_ratio: bool = False  # pi_old is pi: no forward pass for it; needs one update per step
-    use_cispo: bool = False
-    sequence_level_importance_ratios: bool = False  # GSPO; needs token_level_loss=false
-    token_level_loss: bool = True  # False: mean over tokens within a sequence, then over sequences
-    entropy_coeff: float = 0.0  # of the entropy that is subtracted from the loss
-    log_entropy: bool = False  # the exact entropy as a metric; without, `approx_entropy` estimates it from the samples
-    use_importance_sampling_correction: bool = False  # weigh tokens by pi_old / pi_generate
-    truncated_importance_sampling_type: Optional[str] = None  # tis, icepop, seq-mask-tis
-    truncated_importance_sampling_ratio: Optional[float] = None  # its upper bound
-    truncated_importance_sampling_ratio_min: Optional[float] = None  # its lower bound
-    kl_type: str = "mixed"  # forward, reverse, mixed
-    mixed_kl_weight: float = 0.5  # of the forward divergence
-    zero_outside_topk: bool = False  # False: policy and teacher are renormalised over the top k; True: only the teacher is
+    reference_policy_kl_penalty: Annotated[Float, Field(ge=0, description="Weight of the KL to the reference policy.")] = 0.0
+    reference_policy_kl_type: Annotated[
+        Literal["k1", "k2", "k3"], Field(description="Estimator of that KL: http://joschu.net/blog/kl-approx.html.")
+    ] = "k3"
+    kl_input_clamp_value: Annotated[
+        Float | None, Field(ge=0, description="Bound on the absolute log-ratio that goes into the KL. null: none.")
+    ] = 20.0
+    kl_output_clamp_value: Annotated[
+        Float | None, Field(ge=0, description="Bound on the absolute KL of a token. null: none.")
+    ] = 10.0
+    use_kl_in_reward: Annotated[
+        Bool, Field(description="Subtract the KL penalty from each token's reward. false: add it to the loss.")
+    ] = False
+    use_on_policy_kl_approximation: Annotated[Bool, Field(description="Weight the loss's KL by pi / pi_generate.")] = False
+    ratio_clip_min: Annotated[Float, Field(ge=0, description="The ratio pi / pi_old is clipped at 1 - this.")] = 0.2
+    ratio_clip_max: Annotated[Float, Field(ge=0, description="The ratio pi / pi_old is clipped at 1 + this.")] = 0.2
+    ratio_clip_c: Annotated[
+        Float | None, Field(description="Dual clip: bound, above 1, of the ratio where the advantage is negative. null: none.")
+    ] = None
+    disable_ppo_ratio: Annotated[Bool, Field(description="REINFORCE: advantage * log pi in place of the clipped ratio.")] = (
+        False
+    )
+    force_on_policy_ratio: Annotated[
+        Bool, Field(description="Take pi for pi_old, which needs no forward pass then. Needs one update per step.")
+    ] = False
+    use_cispo: Annotated[Bool, Field(description="CISPO's loss: clipped ratios weight log pi, without a gradient.")] = False
+    sequence_level_importance_ratios: Annotated[
+        Bool, Field(description="GSPO: one ratio for a whole sequence. Needs token_level_loss=false.")
+    ] = False
+    token_level_loss: Annotated[
+        Bool, Field(description="Mean over all tokens. false: mean over the tokens of a sequence, then over sequences.")
+    ] = True
+    entropy_coeff: Annotated[Float, Field(ge=0, description="Weight of the entropy, which is subtracted from the loss.")] = 0.0
+    log_entropy: Annotated[
+        Bool, Field(description="Log the exact entropy. false: `approx_entropy` estimates it from the samples.")
+    ] = False
+    use_importance_sampling_correction: Annotated[Bool, Field(description="Weight tokens by pi_old / pi_generate.")] = False
+    truncated_importance_sampling_type: Annotated[
+        Literal["tis", "icepop", "seq-mask-tis"] | None, Field(description="How these weights are bounded. null: not.")
+    ] = None
+    truncated_importance_sampling_ratio: Annotated[Float | None, Field(description="Upper bound of these weights.")] = None
+    truncated_importance_sampling_ratio_min: Annotated[Float | None, Field(description="Lower bound of these weights.")] = None
+    kl_type: Annotated[Literal["forward", "reverse", "mixed"], Field(description="Divergence between teacher and policy.")] = (
+        "mixed"
+    )
+    mixed_kl_weight: Annotated[Float, Field(description="mixed: weight of the forward divergence, in [0, 1].")] = 0.5
+    zero_outside_topk: Annotated[
+        Bool, Field(description="Renormalize only the teacher over the top k. false: renormalize the policy too.")
+    ] = False
 
 
 @dataclass
 class ValueLossConfig:
-    scale: float = 1.0
-    cliprange: Optional[float] = 0.2  # of the critic's change within a step; null: none
+    """The critic's loss."""
+
+    scale: Annotated[Float, Field(ge=0, description="Weight of the loss.")] = 1.0
+    cliprange: Annotated[
+        Float | None, Field(description="Bound, above 0, on the change of a value within a step. null: none.")
+    ] = 0.2

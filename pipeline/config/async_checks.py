@@ -9,16 +9,6 @@ from pipeline.config.schema import Recipe, runs_ahead
 
 KEY = "grpo.async_grpo"
 
-CHOICES = {f"{KEY}.stragglers": ("wait", "keep", "cut")}
-
-AT_LEAST = {
-    f"{KEY}.max_trajectory_age_steps": 0,
-    f"{KEY}.max_generation_failures": 0,
-    f"{KEY}.straggler_share": 0,
-}
-
-AT_MOST = {f"{KEY}.straggler_share": 1}
-
 
 def check_async(recipe: Recipe) -> Iterator[str]:
     """A problem for each contradiction."""

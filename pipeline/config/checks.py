@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
-from typing import Any
 
-from pipeline.config import algorithm_checks, async_checks, dtensor_checks, durations, hardware, megatron_checks, sbatch, texts
+from pipeline.config import (
+    algorithm_checks,
+    async_checks,
+    dtensor_checks,
+    durations,
+    hardware,
+    megatron_checks,
+    sbatch,
+    texts,
+    typed,
+)
 from pipeline.config.algorithms import OFFLINE, ONLINE
 from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig, TimeoutsConfig, ranks_per_node
 from pipeline.config.data import check_data, validates
@@ -14,75 +22,10 @@ from pipeline.config.environments import check_environments, unusable_kinds
 from pipeline.config.errors import refuse
 from pipeline.config.layout import check_divides, check_layout, colocated, named_backend
 from pipeline.config.models import check_reward_model, reward_environment, reward_model, serves_rewards
-from pipeline.config.schema import PRECISIONS, PolicyConfig, Recipe, engine_ranks, generates, section
+from pipeline.config.policy import PolicyConfig
+from pipeline.config.schema import Recipe, engine_ranks, generates, section
 
-CHOICES = {
-    "algorithm": (*ONLINE, *OFFLINE),
-    "policy.precision": tuple(PRECISIONS),
-    "policy.generation.backend": ("vllm", "transformers"),
-    "policy.generation.vllm_cfg.precision": ("auto", "fp8"),
-    "policy.generation.refit_transport": ("planned", "delta", "broadcast"),
-    "policy.generation.colocated.refit": ("ipc", "host"),
-    "data.overlong_prompts": ("error", "drop"),
-    "data.unknown_tokens": ("error", "keep", "drop"),
-    "data.bad_records": ("error", "drop"),
-    "cluster.executor": ("auto", "slurm", "allocation", "local"),
-}
-
-COMPONENTS = ("train", "generate", "reward")
 LEARN_LOGPROBS = ("sft", "dpo")  # those that sample nothing; rm has no log-probs
-TIMEOUTS = tuple(f.name for f in fields(TimeoutsConfig))
-
-AT_LEAST = {
-    "policy.train_global_batch_size": 1,
-    "policy.train_micro_batch_size": 1,
-    "policy.logprob_batch_size": 1,
-    "policy.max_total_sequence_length": 2,
-    "policy.dtensor_cfg.tensor_parallel_size": 1,
-    "policy.sequence_packing.train_mb_tokens": 1,
-    "policy.sequence_packing.logprob_mb_tokens": 1,
-    "policy.generation.max_new_tokens": 1,
-    "policy.generation.top_k": 1,
-    "policy.generation.val_top_k": 1,
-    "policy.generation.val_temperature": 0,
-    "policy.generation.vllm_cfg.max_model_len": 2,
-    "policy.generation.vllm_cfg.gpu_memory_utilization": 0.01,
-    "policy.generation.vllm_cfg.tensor_parallel_size": 1,
-    "policy.generation.vllm_cfg.pipeline_parallel_size": 1,
-    "policy.generation.vllm_cfg.expert_parallel_size": 1,
-    "policy.generation.refit_cfg.bucket_bytes": 1,
-    "checkpointing.save_period": 1,
-    "checkpointing.keep_top_k": 1,
-    "logger.num_rollouts_to_log": 0,
-    "policy.logprob_chunk_size": 1,
-    "policy.max_grad_norm": 0,
-    "value.max_grad_norm": 0,
-    "policy.generation.max_num_seqs": 1,
-    "data.max_input_seq_length": 1,
-    "cluster.time_min": 1,
-    "cluster.requeue.max_restarts": 0,
-    "cluster.node_checks.min_gb_per_s": 1e-6,
-    "cluster.node_checks.max_clock_skew_s": 1e-3,
-    **{f"cluster.timeouts.{name}": 1e-3 for name in TIMEOUTS},
-    **{
-        f"cluster.{component}.{key}": least
-        for component in COMPONENTS
-        for key, least in {"nodes": 1, "gpus_per_node": 0, "ranks_per_node": 1, "cpus_per_task": 1, "gpu_memory_gb": 1}.items()
-    },
-    "cluster.network.nic_gb_per_s": 1e-3,
-    "cluster.network.node_gb_per_s": 1e-3,
-    "cluster.network.memory_gb_per_s": 1e-3,
-    "cluster.network.latency_us": 0,
-}
-
-AT_MOST = {
-    "policy.generation.vllm_cfg.gpu_memory_utilization": 1,
-    **{
-        f"cluster.{component}.{key}": most
-        for component in COMPONENTS
-        for key, most in {"nodes": 1 << 16, "gpus_per_node": 1024, "ranks_per_node": 1024}.items()  # beyond all there is
-    },
-}
 
 
 def validate(recipe: Recipe) -> None:
@@ -95,24 +38,12 @@ def validate(recipe: Recipe) -> None:
 
 def problems(recipe: Recipe) -> Iterator[str]:
     """What a recipe says against itself; the contradictions only where each value by itself can be used."""
-    alone = [problem for _, problem in unusable(recipe)]
+    alone = [*typed.refused(recipe), *(problem for _, problem in unusable(recipe))]
     yield from alone or contradictions(recipe)
 
 
 def unusable(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """(key, problem) of values that are wrong whatever the others are."""
-    of_sections = algorithm_checks.CHOICES | async_checks.CHOICES | dtensor_checks.CHOICES | megatron_checks.CHOICES
-    for key, choices in (CHOICES | of_sections).items():
-        if (value := _select(recipe, key)) not in choices:
-            yield key, f"{key}: '{value}' is not one of: {', '.join(str(c) for c in choices if c is not None)}"
-    for key, least in (AT_LEAST | algorithm_checks.AT_LEAST | async_checks.AT_LEAST | megatron_checks.AT_LEAST).items():
-        value = _select(recipe, key)
-        if value is not None and value < least:  # what may not be null, the schema has refused
-            yield key, f"{key}: {value} is too small; at least {least}"
-    for key, most in (AT_MOST | async_checks.AT_MOST).items():
-        value = _select(recipe, key)
-        if value is not None and value > most:
-            yield key, f"{key}: {value} is too large; at most {most}"
+    """Yield (key, problem) for values that are wrong whatever the others are, beyond their types, bounds and choices."""
     yield from _check_must_save_by(recipe.checkpointing.checkpoint_must_save_by)
     yield from unusable_kinds(recipe)
     yield from texts.unusable(recipe)
@@ -128,14 +59,6 @@ def _check_must_save_by(text: str | None) -> Iterator[tuple[str, str]]:
         yield key, f"{key}: {error}, in quotes"
 
 
-def _select(recipe: Recipe, key: str) -> Any:
-    """The value at a dotted key; None inside a section that is null."""
-    value: Any = recipe
-    for name in key.split("."):
-        value = getattr(value, name) if value is not None else None
-    return value
-
-
 def contradictions(recipe: Recipe) -> Iterator[str]:
     """What values say against each other."""
     yield from algorithm_checks.check_algorithm(recipe)
@@ -143,7 +66,7 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
     yield from _check_packing(recipe.policy)
     yield from _check_storage(recipe.cluster.timeouts)
     yield from _check_world(recipe)
-    if recipe.algorithm in CHOICES["algorithm"]:
+    if recipe.algorithm in (*ONLINE, *OFFLINE):
         yield from _check_validation(recipe)
     if generates(recipe):
         yield from _check_sampling(recipe)
@@ -297,11 +220,6 @@ def _check_validation(recipe: Recipe) -> Iterator[str]:
 
 def _check_sampling(recipe: Recipe) -> Iterator[str]:
     generation = recipe.policy.generation
-    for name in ("top_p", "val_top_p"):
-        if not 0 < (share := getattr(generation, name)) <= 1:
-            yield f"policy.generation.{name}: {share} is not a share of the probability; above 0 and at most 1"
-    if generation.temperature <= 0:
-        yield f"policy.generation.temperature: {generation.temperature} has no log-probs to train on; it must be above 0"
     if (sampled := generation.vllm_cfg.max_model_len) != (trained := recipe.policy.max_total_sequence_length):
         yield (
             f"policy.generation.vllm_cfg.max_model_len: {sampled} is {'below' if sampled < trained else 'above'}"

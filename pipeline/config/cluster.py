@@ -1,57 +1,95 @@
 """Where a run runs, and how it lives there: the components of its job, timeouts, requeueing, checks of nodes, the network."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
-from typing import Optional  # OmegaConf reads these annotations at run time
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pipeline.config.values import Bool, Float, NotNegative, Positive, Text
 
 COLOCATED = "policy.generation.colocated.enabled"
 
 
+Seconds = Annotated[Float, Field(ge=1e-3)]
+Bandwidth = Annotated[Float, Field(ge=1e-3)]
+
+
 @dataclass
 class TimeoutsConfig:
-    """Seconds. A wait that outlasts its bound ends the run and names the verb, the phase and the ranks."""
+    """Longest waits, in seconds. A longer one ends the run, and names the verb, the phase and the ranks."""
 
-    join: float = 600.0  # all ranks meet
-    silence: float = 60.0  # a rank that has not been heard from at all; ten times that while ranks load
-    setup: float = 3600.0
-    rollout: float = 7200.0
-    train: float = 7200.0
-    refit: float = 1800.0
-    save: float = 3600.0  # a checkpoint; before it, rank 0 waits as long for rollouts that are still being written
-    storage: Optional[float] = None  # the run folder's disk is full, read-only or away; null: 600, or half of save if less
+    join: Annotated[Seconds, Field(description="Until all ranks have met.")] = 600.0
+    silence: Annotated[Seconds, Field(description="Until a rank is heard from. Ten times that while ranks load.")] = 60.0
+    setup: Annotated[Seconds, Field(description="Loading models and making groups.")] = 3600.0
+    rollout: Annotated[Seconds, Field(description="Sampling a step's answers.")] = 7200.0
+    train: Annotated[Seconds, Field(description="A step's training.")] = 7200.0
+    refit: Annotated[Seconds, Field(description="Moving weights to the engines.")] = 1800.0
+    save: Annotated[
+        Seconds, Field(description="Saving a checkpoint. Before it, rank 0 waits as long for rollouts still being written.")
+    ] = 3600.0
+    storage: Annotated[
+        Seconds | None,
+        Field(description="While the run folder's disk is full, read-only or away. null: 600, or half of save if less."),
+    ] = None
 
 
 @dataclass
 class ComponentConfig:
-    """The ranks of one realm, as a component of the heterogeneous job. On `local` only nodes * ranks_per_node counts."""
+    """The ranks of one component of the heterogeneous job. The executor `local` reads only nodes and ranks_per_node."""
 
-    nodes: int = 1
-    gpus_per_node: int = 0
-    # What the plan takes a GPU for: a file in recipes/hardware/, without .yaml, or a path to one. By its compute_capability
-    # flash_attention=3 is checked, and Megatron-Core's train ranks get CUDA_DEVICE_MAX_CONNECTIONS (launch/cuda_variables.py).
-    gpu: str = "h100"
-    gpu_memory_gb: Optional[float] = None  # of one GPU, in units of 10^9 bytes; null: the described GPU's
-    ranks_per_node: Optional[int] = None  # null: one per GPU, or 1
-    cpus_per_task: Optional[int] = None  # null: ranks with GPUs share all CPUs that the job has on a node, others have one each
-    partition: Optional[str] = None
-    account: Optional[str] = None
-    qos: Optional[str] = None
-    mem: Optional[str] = None  # of each node: 500G; 0: all; default: what Slurm gives; null: 0 on whole nodes, else default
-    constraint: Optional[str] = None
-    # Whole nodes, with all their CPUs and memory. null: true with GPUs, as in NeMo-RL's ray.sub, since Slurm else gives a rank
-    # one CPU and some memory. Where a site forbids --exclusive or --mem: false with cpus_per_task and mem, or mem=default.
-    exclusive: Optional[bool] = None
-    sbatch_options: dict[str, Optional[str]] = field(default_factory=dict)  # of these nodes; they go before cluster's own
-    container_image: Optional[str] = None
-    container_mounts: Optional[list[str]] = None
-    container_workdir: Optional[str] = None
-    container_env: list[str] = field(default_factory=list)  # variables whose value on the node goes before the image's own
-    container_writable: Optional[bool] = None  # null: as the site has configured pyxis
-    python: Optional[str] = None  # the interpreter inside the container; null: the one that submits
-    srun_args: list[str] = field(default_factory=list)
-    env_vars: dict[str, str] = field(default_factory=dict)
+    nodes: Annotated[Positive, Field(le=1 << 16, description="Nodes.")] = 1
+    gpus_per_node: Annotated[NotNegative, Field(le=1024, description="GPUs on each node.")] = 0
+    gpu: Annotated[
+        Text,
+        Field(
+            description="The GPU, for the plan: a file in recipes/hardware/, without .yaml, or a path to one. Its"
+            " compute_capability decides on flash_attention=3 and on CUDA_DEVICE_MAX_CONNECTIONS of Megatron-Core's ranks."
+        ),
+    ] = "h100"
+    gpu_memory_gb: Annotated[
+        Float | None, Field(ge=1, description="Memory of one GPU, in 10^9 bytes. null: as described for `gpu`.")
+    ] = None
+    ranks_per_node: Annotated[Positive | None, Field(le=1024, description="null: one per GPU, or 1 without GPUs.")] = None
+    cpus_per_task: Annotated[
+        Positive | None,
+        Field(description="CPUs of a rank. null: ranks with GPUs share all CPUs that the job has on a node, others have one."),
+    ] = None
+    partition: Annotated[Text | None, Field(description="sbatch's --partition.")] = None
+    account: Annotated[Text | None, Field(description="sbatch's --account.")] = None
+    qos: Annotated[Text | None, Field(description="sbatch's --qos.")] = None
+    mem: Annotated[
+        Text | None,
+        Field(
+            description="Memory of each node: 500G, say; 0: all; default: what Slurm gives. null: 0 on whole nodes, else"
+            " default."
+        ),
+    ] = None
+    constraint: Annotated[Text | None, Field(description="sbatch's --constraint.")] = None
+    exclusive: Annotated[
+        Bool | None,
+        Field(
+            description="Whole nodes, with all their CPUs and memory. null: true with GPUs, as in NeMo-RL's ray.sub, since"
+            " Slurm otherwise gives a rank one CPU and little memory. Where a site forbids --exclusive or --mem: false with"
+            " cpus_per_task and mem, or mem=default."
+        ),
+    ] = None
+    sbatch_options: Annotated[
+        dict[str, Text | None],
+        Field(description="More options of sbatch for these nodes. They override cluster.sbatch_options."),
+    ] = field(default_factory=dict)
+    container_image: Annotated[Text | None, Field(description="Image for pyxis. null: no container.")] = None
+    container_mounts: Annotated[list[Text] | None, Field(description="Mounts, as SOURCE:TARGET[:FLAGS].")] = None
+    container_workdir: Annotated[Text | None, Field(description="Working directory in the container.")] = None
+    container_env: Annotated[list[Text], Field(description="Variables whose value on the node overrides the image's own.")] = (
+        field(default_factory=list)
+    )
+    container_writable: Annotated[
+        Bool | None, Field(description="Whether the container can be written to. null: as the site configured pyxis.")
+    ] = None
+    python: Annotated[Text | None, Field(description="Python in the container. null: the one that submits.")] = None
+    srun_args: Annotated[list[Text], Field(description="More arguments of srun.")] = field(default_factory=list)
+    env_vars: Annotated[dict[str, Text], Field(description="Environment variables of the ranks.")] = field(default_factory=dict)
 
 
 OF_NODES = {
@@ -95,47 +133,71 @@ def _of_gpu(component: str, name: str) -> str:
 
 @dataclass
 class NetworkConfig:
-    """What the refit is planned and judged by. GB/s are 10^9 bytes a second, one way. A recipe that leaves the first two open
-    has those of cluster.train.gpu."""
+    """What refits are planned and judged by. GB/s are 10^9 bytes per second, in one direction.
 
-    nic_gb_per_s: float = 50.0  # of one rank, to other nodes
-    node_gb_per_s: float = 450.0  # of one rank, within its node: NVLink 4
-    latency_us: float = 20.0  # of a message
-    memory_gb_per_s: float = 1500.0  # at which a rank gathers what it sends and places what it received
+    The first two are those of cluster.train.gpu unless the recipe gives them.
+    """
+
+    nic_gb_per_s: Annotated[Bandwidth, Field(description="GB/s of one rank to other nodes.")] = 50.0
+    node_gb_per_s: Annotated[Bandwidth, Field(description="GB/s of one rank within its node, as by NVLink.")] = 450.0
+    latency_us: Annotated[Float, Field(ge=0, description="Microseconds of a message.")] = 20.0
+    memory_gb_per_s: Annotated[
+        Bandwidth, Field(description="GB/s at which a rank gathers what it sends and places what it received.")
+    ] = 1500.0
 
 
 @dataclass
 class RequeueConfig:
     """How a run goes on by itself, in the same job, from its last checkpoint."""
 
-    enabled: bool = True  # false: what had to be left, or crashed, is not started again
-    max_restarts: int = 3  # after crashes; none without a new checkpoint since the last start
+    enabled: Annotated[Bool, Field(description="false: a run that ran out of time, or crashed, is not started again.")] = True
+    max_restarts: Annotated[
+        NotNegative, Field(description="Restarts after crashes. There is none without a checkpoint since the last start.")
+    ] = 3
 
 
 @dataclass
 class NodeChecksConfig:
-    """What every node must pass before anything is loaded. A node that fails is named, and left out by a requeue."""
+    """What every node must pass before anything is loaded. A node that fails is named, and excluded by a requeue."""
 
-    enabled: bool = True
-    min_gb_per_s: Optional[float] = None  # between two neighbours of the ring of nodes; null: measured and told, not judged
-    max_clock_skew_s: float = 5.0
+    enabled: Annotated[Bool, Field(description="Whether nodes are checked.")] = True
+    min_gb_per_s: Annotated[
+        Float | None,
+        Field(ge=1e-6, description="GB/s between neighbours of the ring of nodes. null: measured and reported, not judged."),
+    ] = None
+    max_clock_skew_s: Annotated[Seconds, Field(description="Seconds by which two clocks may differ.")] = 5.0
 
 
 @dataclass
 class ClusterConfig:
-    # auto, slurm, allocation, local; auto: the allocation that it is in, else slurm where a controller answers
-    executor: str = "auto"
-    time_min: int = 240  # of one allocation; see requeue
+    """Where a run runs."""
+
+    executor: Annotated[
+        Literal["auto", "slurm", "allocation", "local"],
+        Field(description="auto: the allocation that it is in, else slurm where a controller answers, else local."),
+    ] = "auto"
+    time_min: Annotated[Positive, Field(description="Minutes of one allocation; see requeue.")] = 240
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     node_checks: NodeChecksConfig = field(default_factory=NodeChecksConfig)
-    # More options for sbatch, of every component's nodes: {reservation: weekly, exclude: "n[3-4]", contiguous: null}, null for
-    # one that takes no value. Those that another key stands for are refused.
-    sbatch_options: dict[str, Optional[str]] = field(default_factory=dict)
-    # All components are on the same nodes, each with GPUs of its own: of 8, gpus_per_node may be 4 in train and 4 in generate.
-    share_nodes: bool = False
+    sbatch_options: Annotated[
+        dict[str, Text | None],
+        Field(
+            description="More options of sbatch for every component's nodes: {reservation: weekly, exclude: 'n[3-4]',"
+            " contiguous: null}, null for one without a value. Those that another key stands for are refused."
+        ),
+    ] = field(default_factory=dict)
+    share_nodes: Annotated[
+        Bool,
+        Field(
+            description="All components are on the same nodes, each with GPUs of its own: of 8, gpus_per_node may be 4 in train"
+            " and 4 in generate."
+        ),
+    ] = False
     train: ComponentConfig = field(default_factory=ComponentConfig)
     generate: ComponentConfig = field(default_factory=_generate)
-    reward: ComponentConfig = field(default_factory=_reward)  # only if an environment is served_by reward
+    reward: Annotated[ComponentConfig, Field(description="Only if an environment is served_by reward.")] = field(
+        default_factory=_reward
+    )
     network: NetworkConfig = field(
         default_factory=lambda: NetworkConfig(
             nic_gb_per_s=_of_gpu("train", "nic_gb_per_s"),  # type: ignore[arg-type]
@@ -146,7 +208,7 @@ class ClusterConfig:
 
 
 def ranks(component: ComponentConfig) -> int:
-    """How many processes a component has."""
+    """Return how many processes a component has."""
     return component.nodes * ranks_per_node(component)
 
 

@@ -149,8 +149,6 @@ def _check_several(data: DataConfig) -> Iterator[str]:
             yield f"{key}: the name becomes a part of metrics' names, so it may have letters, digits, _ and - alone"
         if dataset.weight is not None and not key.startswith("data.datasets."):
             yield f"{key}.weight: only what is in data.datasets is mixed; leave it out"
-        if dataset.weight is not None and dataset.weight <= 0:
-            yield f"{key}.weight: {dataset.weight:g} must be above 0; leave the data set out if it is not to be drawn from"
         if dataset.split_validation_size and key.startswith("data.validation"):
             yield f"{key}.split_validation_size: nothing is held out of what is validated on; leave it at 0"
     weighed = [dataset.weight is not None for dataset in data.datasets.values()]
@@ -164,12 +162,8 @@ def _check_several(data: DataConfig) -> Iterator[str]:
 
 def _check_numbers(key: str, dataset: DatasetConfig) -> Iterator[str]:
     size = dataset.split_validation_size
-    if size < 0 or (size >= 1 and size != int(size)):
+    if size >= 1 and size != int(size):
         yield f"{key}.split_validation_size: {size:g} is neither a share below 1 nor a number of records; 0.05, or 256"
-    if dataset.repeat < 1:
-        yield f"{key}.repeat: {dataset.repeat} is too small; at least 1"
-    if dataset.max_samples is not None and dataset.max_samples < 1:
-        yield f"{key}.max_samples: {dataset.max_samples} is too small; at least 1, or null for all"
 
 
 def _check_named(recipe: Recipe, key: str, dataset: DatasetConfig) -> Iterator[str]:

@@ -9,8 +9,6 @@ from pipeline.config.layout import DTENSOR
 from pipeline.config.models import serves_rewards
 from pipeline.config.schema import Recipe
 
-CHOICES = {f"{DTENSOR}.recompute_granularity": ("full", "selective"), f"{DTENSOR}.flash_attention": (2, 3)}
-
 
 def check_dtensor(recipe: Recipe) -> Iterator[str]:
     """Yield a problem for each pair of keys that cannot be had together."""

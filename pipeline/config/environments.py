@@ -4,19 +4,20 @@ A kind's keys are the fields of a dataclass here; what they mean stands at its c
 dotted path are checked where its module is imported: `pipeline/environments/own.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from pipeline.config import typed
 from pipeline.config.layers import of
 from pipeline.config.schema import ENVIRONMENT_KINDS, EnvironmentConfig, Recipe
+from pipeline.config.values import MISSING, Bool, Float, Int, Positive, Text
 from pipeline.sandbox.limits import ASKED, Limits
 
 MATH_VERIFIERS = ("hf_math_verify", "dapo_math_verify")
@@ -45,98 +46,124 @@ class NoArguments:
 
 @dataclass
 class ExactMatchArguments:
-    pattern: str | None = None
+    pattern: Annotated[
+        Text | None, Field(description="Regular expression of the answer; its group, if it has one. null: the whole response.")
+    ] = None
 
 
 @dataclass
 class MathArguments:
-    math_verify_impl: str = MATH_VERIFIERS[0]
+    math_verify_impl: Annotated[Literal[MATH_VERIFIERS], Field(description="How answers are compared.")] = MATH_VERIFIERS[0]
 
 
 @dataclass
 class MultipleChoiceArguments:
-    verifier_type: str = MULTICHOICE_VERIFIERS[0]
-    choices: int = 26
+    verifier_type: Annotated[Literal[MULTICHOICE_VERIFIERS], Field(description="How the choice is found in a response.")] = (
+        MULTICHOICE_VERIFIERS[0]
+    )
+    choices: Annotated[Int, Field(ge=2, le=26, description="Number of choices, from A on.")] = 26
 
 
 @dataclass
 class CalculatorArguments:
-    judge: str = typed.MISSING
-    open: str = "<calculator>"
-    close: str = "</calculator>"
-    reply: str = "{}"
-    limit: int = 4096
+    judge: Annotated[Text, Field(description="Environment that judges the final answer.")] = MISSING
+    open: Annotated[Text, Field(description="What begins a calculation.")] = "<calculator>"
+    close: Annotated[Text, Field(description="What ends a calculation.")] = "</calculator>"
+    reply: Annotated[Text, Field(description="What the policy gets; {} is the result.")] = "{}"
+    limit: Annotated[Positive, Field(le=1 << 20, description="Most characters of a reply.")] = 4096
 
 
 LIMITS = {limit.name: limit.default for limit in dataclasses.fields(Limits)}
-SandboxArguments = dataclasses.make_dataclass(
-    "SandboxArguments",
-    [
-        ("sandbox", str, ASKED[0]),
-        ("readable", list[str], field(default_factory=list)),
-        *((name, type(default), default) for name, default in LIMITS.items()),
-    ],
-)
+
+
+@dataclass
+class SandboxArguments:
+    """Limits are for all processes of one program together, unless they say otherwise."""
+
+    sandbox: Annotated[Literal[ASKED], Field(description="How programs are contained.")] = ASKED[0]
+    readable: Annotated[list[Text], Field(description="More folders that a program may read; absolute paths.")] = field(
+        default_factory=list
+    )
+    wall_s: Annotated[Float, Field(gt=0, description="Seconds of wall time.")] = LIMITS["wall_s"]
+    cpu_s: Annotated[Float, Field(gt=0, description="Seconds of CPU time.")] = LIMITS["cpu_s"]
+    memory_bytes: Annotated[Positive, Field(description="Bytes of memory.")] = LIMITS["memory_bytes"]
+    processes: Annotated[Positive, Field(description="Processes, with their threads.")] = LIMITS["processes"]
+    output_bytes: Annotated[Positive, Field(description="Bytes of stdout and stderr.")] = LIMITS["output_bytes"]
+    scratch_bytes: Annotated[Positive, Field(description="Bytes of all files.")] = LIMITS["scratch_bytes"]
+    scratch_files: Annotated[Positive, Field(description="Number of files.")] = LIMITS["scratch_files"]
+    open_files: Annotated[Positive, Field(description="Open files of each process.")] = LIMITS["open_files"]
 
 
 @dataclass
 class CodeArguments(SandboxArguments):
-    reward: str = "all"
+    reward: Annotated[
+        Literal["all", "share"], Field(description="all: 1 if all tests pass. share: the share of tests that pass.")
+    ] = "all"
 
 
 @dataclass
 class PythonArguments(SandboxArguments):
-    output_bytes: int = 1 << 16  # of each call
-    session_s: float = 3600.0  # of an interpreter, with the time between its calls
+    output_bytes: Annotated[Positive, Field(description="Bytes of stdout and stderr of each call.")] = 1 << 16
+    session_s: Annotated[
+        Float, Field(ge=1, le=1e6, description="Seconds that an interpreter lives, with the time between its calls.")
+    ] = 3600.0
 
 
 @dataclass
 class CodeInterpreterArguments(PythonArguments):
-    terminate_on_evaluation: bool = True
-    role: str = "user"
+    terminate_on_evaluation: Annotated[Bool, Field(description="End the episode with the first evaluation.")] = True
+    role: Annotated[Text, Field(description="Role of the message with the output.")] = "user"
 
 
 @dataclass
 class ToolArguments:
-    kind: str | None = None  # null: the tool's name
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kind: Annotated[Text | None, Field(description="A tool of ours, or a dotted path. null: the tool's name.")] = None
+    kwargs: Annotated[dict[str, Any], Field(description="Its arguments.")] = field(default_factory=dict)
 
 
 @dataclass
 class ToolsArguments:
-    judge: str = typed.MISSING
-    tools: Any = typed.MISSING  # names, or {name: {kind, kwargs}}
-    limit: int = 4096
-    max_calls: int = 8
+    judge: Annotated[Text, Field(description="Environment that judges the final answer.")] = MISSING
+    tools: Annotated[Any, Field(description="Names, or {name: {kind, kwargs}}.")] = MISSING
+    limit: Annotated[Positive, Field(le=1 << 20, description="Most characters of a result.")] = 4096
+    max_calls: Annotated[Positive, Field(le=1000, description="Most calls of an episode.")] = 8
 
 
 @dataclass
 class SlidingPuzzleArguments:
-    max_moves: int = 50
-    action_pattern: str = r"<action>([^<]*)</action>"
-    tells: str = "words"
-    observation: str = "<environment>\n{}\n</environment>\n"
-    role: str = "user"
+    max_moves: Annotated[Positive, Field(le=1 << 20, description="Most moves of an episode.")] = 50
+    action_pattern: Annotated[Text, Field(description="Regular expression of a move.")] = r"<action>([^<]*)</action>"
+    tells: Annotated[Literal["words", "board"], Field(description="What the policy is told after a move.")] = "words"
+    observation: Annotated[Text, Field(description="What is around that; its place is {}.")] = (
+        "<environment>\n{}\n</environment>\n"
+    )
+    role: Annotated[Text, Field(description="Role of the message.")] = "user"
 
 
 @dataclass
 class LLMJudgeArguments:
-    url: str = typed.MISSING
-    model: str = typed.MISSING
-    prompt: str = JUDGE_PROMPT
-    second_prompt: str | None = None
-    marks: bool = True
-    score_pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
-    scale: list[float] = field(default_factory=lambda: [0.0, 10.0])
-    tries: int = 4
-    api_key_env: str | None = None
-    request: dict[str, Any] = field(default_factory=dict)
+    url: Annotated[Text, Field(description="Address of an OpenAI-compatible server, as http://host:port/v1.")] = MISSING
+    model: Annotated[Text, Field(description="The model that the server is asked for.")] = MISSING
+    prompt: Annotated[Text, Field(description="What it is asked, with {question}, {answer} and {response}.")] = JUDGE_PROMPT
+    second_prompt: Annotated[Text | None, Field(description="A second question about the response. null: none.")] = None
+    marks: Annotated[Bool, Field(description="Whether the response is enclosed in marks that it cannot contain.")] = True
+    score_pattern: Annotated[Text, Field(description="Regular expression of the score in a reply.")] = (
+        r"Score:\s*(-?\d+(?:\.\d+)?)"
+    )
+    scale: Annotated[list[Float], Field(description="The scores of reward 0 and of reward 1.")] = field(
+        default_factory=lambda: [0.0, 10.0]
+    )
+    tries: Annotated[Positive, Field(le=100, description="Most requests for one answer.")] = 4
+    api_key_env: Annotated[Text | None, Field(description="Environment variable that holds the key. null: none.")] = None
+    request: Annotated[dict[str, Any], Field(description="More keys of the request, such as temperature.")] = field(
+        default_factory=dict
+    )
 
 
 @dataclass
 class VerifiersArguments:
-    taskset: str = typed.MISSING
-    config: dict[str, Any] = field(default_factory=dict)
+    taskset: Annotated[Text, Field(description="Name of the taskset.")] = MISSING
+    config: Annotated[dict[str, Any], Field(description="Its arguments.")] = field(default_factory=dict)
 
 
 ARGUMENTS: dict[str, type] = {
@@ -156,22 +183,6 @@ ARGUMENTS: dict[str, type] = {
 
 TOOL_ARGUMENTS: dict[str, type] = {"calculator": NoArguments, "python": PythonArguments}
 
-CHOICES = {
-    ("math", "math_verify_impl"): MATH_VERIFIERS,
-    ("multiple_choice", "verifier_type"): MULTICHOICE_VERIFIERS,
-    ("sliding_puzzle", "tells"): ("words", "board"),
-    ("code", "reward"): ("all", "share"),
-}
-RANGES: dict[tuple[str, str], tuple[float, float]] = {
-    ("multiple_choice", "choices"): (2, 26),
-    ("calculator", "limit"): (1, 1 << 20),
-    ("tools", "limit"): (1, 1 << 20),
-    ("tools", "max_calls"): (1, 1000),
-    ("sliding_puzzle", "max_moves"): (1, 1 << 20),
-    ("llm_judge", "tries"): (1, 100),
-    ("python", "session_s"): (1, 1e6),
-    ("code_interpreter", "session_s"): (1, 1e6),
-}
 PATTERNS = {("exact_match", "pattern"), ("sliding_puzzle", "action_pattern"), ("llm_judge", "score_pattern")}
 HAVE_PLACES = {
     ("calculator", "reply"): "{}",
@@ -182,10 +193,8 @@ HAVE_PLACES = {
 
 
 def arguments_of(environment: EnvironmentConfig) -> dict[str, Any]:
-    """All of a kind of ours, those that are not given too. Raises ValueError, saying what is wrong with them, or with the
-    environment's numbers."""
-    arguments, problems = _checked(ARGUMENTS, "kwargs", environment)
-    return _sound(arguments, [*_check_numbers("", environment), *problems])
+    """All of a kind of ours, those that are not given too. Raises ValueError, saying what is wrong with them."""
+    return _sound(*_checked(ARGUMENTS, "kwargs", environment))
 
 
 def arguments_of_tool(tool: ToolArguments) -> dict[str, Any]:
@@ -218,16 +227,8 @@ def unusable_kinds(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def check_environments(recipe: Recipe) -> Iterator[str]:
     """What `env` says against itself, where all kinds are known, or a user's own."""
     for name, environment in recipe.env.items():
-        yield from _check_numbers(f"env.{name}.", environment)
         if environment.kind in ARGUMENTS:
             yield from _check_arguments(recipe, f"env.{name}", environment)
-
-
-def _check_numbers(prefix: str, environment: EnvironmentConfig) -> Iterator[str]:
-    if environment.timeout_s <= 0:
-        yield f"{prefix}timeout_s: {environment.timeout_s:g} must be above 0"
-    if environment.workers is not None and environment.workers < 1:
-        yield f"{prefix}workers: {environment.workers} is too small; at least 1, or null for the kind's own"
 
 
 def _check_path(key: str, kind: str, kinds: tuple[str, ...]) -> Iterator[str]:
@@ -270,11 +271,9 @@ def _read(section: type, key: str, given: dict[str, Any]) -> tuple[Any, list[str
             near = difflib.get_close_matches(name.lower(), known, 1, typed.SIMILAR)
             there = f"there are: {', '.join(known)}" if known else "there are none"
             problems.append(f"{key}.{name}: is not a key; {f'did you mean {near[0]}?' if near else there}")
-    faults: dict[str, str] = {}
     tree = typed.filled(section, of({name: value for name, value in given.items() if name in known}, None))
-    arguments = typed.built(section, tree, faults)
-    for name, fault in faults.items():
-        problems.append(f"{key}.{name}: must be given" if fault == typed.MISSING else f"{key}.{name}: {fault}")
+    arguments, faults = typed.validated(section, tree)
+    problems += [f"{key}.{fault.key}: {fault.message}" for fault in faults]
     return (None if problems else arguments), problems
 
 
@@ -293,12 +292,6 @@ def _check_value(key: str, kind: str, name: str, value: Any) -> Iterator[str]:
     if value is None:
         return
     where = (kind, name)
-    if where in CHOICES and value not in CHOICES[where]:
-        yield f"{key}: '{value}' is not one of: {', '.join(CHOICES[where])}"
-    if where in RANGES:
-        least, most = RANGES[where]
-        if not least <= value <= most:
-            yield f"{key}: {value} is out of range; from {least:g} to {most:g}"
     if where in PATTERNS:
         yield from _check_pattern(key, value)
     if where in HAVE_PLACES and HAVE_PLACES[where] not in value:
@@ -306,12 +299,6 @@ def _check_value(key: str, kind: str, name: str, value: Any) -> Iterator[str]:
 
 
 def _check_sandbox(key: str, arguments: SandboxArguments) -> Iterator[str]:
-    if arguments.sandbox not in ASKED:
-        yield f"{key}.sandbox: '{arguments.sandbox}' is not one of: {', '.join(ASKED)}"
-    try:
-        Limits(**{name: getattr(arguments, name) for name in LIMITS})
-    except ValueError as error:
-        yield f"{key}.{error}"
     if relative := [path for path in arguments.readable if not path.startswith("/")]:
         yield f"{key}.readable: '{relative[0]}' is not an absolute path"
 

@@ -12,7 +12,8 @@ from typing import Literal
 from pipeline.config.cluster import ComponentConfig, ranks, ranks_per_node
 from pipeline.config.errors import refuse
 from pipeline.config.models import serves_rewards
-from pipeline.config.schema import PolicyConfig, Recipe, expert_tensor_parallel_size, generates
+from pipeline.config.policy import PolicyConfig
+from pipeline.config.schema import Recipe, expert_tensor_parallel_size, generates
 
 Backend = Literal["megatron", "dtensor"]
 

@@ -6,39 +6,10 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from pipeline.config.megatron import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
-from pipeline.config.schema import PolicyConfig
+from pipeline.config.policy import PolicyConfig
 
 KEY = "policy.megatron_cfg"
 RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
-
-CHOICES = {  # null passes wherever the schema allows it
-    f"{KEY}.recompute_granularity": ("full", "selective"),
-    f"{KEY}.recompute_method": (None, "uniform", "block"),
-    f"{KEY}.empty_unused_memory_level": (0, 1, 2),
-    f"{KEY}.moe_router_dtype": (None, "fp32", "fp64"),
-    f"{KEY}.attention_backend": (None, "auto", "flash", "fused", "unfused"),
-    f"{KEY}.optimizer.optimizer": (None, "adam"),  # all that its distributed optimizer does
-    f"{KEY}.scheduler.lr_decay_style": (None, "constant", "linear", "cosine", "inverse-square-root"),
-}
-
-AT_LEAST = {
-    f"{KEY}.tensor_model_parallel_size": 1,
-    f"{KEY}.pipeline_model_parallel_size": 1,
-    f"{KEY}.num_layers_in_first_pipeline_stage": 1,
-    f"{KEY}.num_layers_in_last_pipeline_stage": 1,
-    f"{KEY}.context_parallel_size": 1,
-    f"{KEY}.expert_model_parallel_size": 1,
-    f"{KEY}.expert_tensor_parallel_size": 1,
-    f"{KEY}.recompute_num_layers": 1,
-    f"{KEY}.moe_router_bias_update_rate": 0,
-    f"{KEY}.optimizer.lr": 0,
-    f"{KEY}.optimizer.min_lr": 0,
-    f"{KEY}.optimizer.weight_decay": 0,
-    f"{KEY}.optimizer.clip_grad": 0,
-    f"{KEY}.scheduler.lr_decay_iters": 1,
-    f"{KEY}.scheduler.lr_warmup_iters": 0,
-    f"{KEY}.scheduler.lr_warmup_init": 0,
-}
 
 # Keys that may only have their default, each with what to say to another value.
 ONLY_DEFAULT = {

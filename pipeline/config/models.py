@@ -6,19 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline.config.schema import (
-    PRECISIONS,
-    EnvironmentConfig,
-    LoRAConfig,
-    PolicyConfig,
-    Recipe,
-    TeacherConfig,
-    TokenizerConfig,
-    ValueConfig,
-    generates,
-)
-
-SERVED_BY = ("train", "reward")  # which ranks may hold the reward model
+from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, TokenizerConfig, ValueConfig
+from pipeline.config.schema import EnvironmentConfig, Recipe, generates
 
 
 def reward_environment(recipe: Recipe) -> str | None:
@@ -51,9 +40,6 @@ def check_reward_model(recipe: Recipe) -> Iterator[str]:
             yield f"{key}: kind reward_model needs one, a folder or a Hugging Face name"
         if kind != "reward_model" and model is not None:
             yield f"{key}: {model}, but the kind is {kind}; only a reward_model has one"
-        for key, choices in (("served_by", SERVED_BY), ("precision", tuple(PRECISIONS))):
-            if (value := getattr(environment, key)) not in choices:
-                yield f"env.{name}.{key}: '{value}' is not one of: {', '.join(choices)}"
 
 
 def critic(recipe: Recipe) -> PolicyConfig:

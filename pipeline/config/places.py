@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.config.data import NAMED_DATASETS, is_dotted_path
-from pipeline.config.errors import RecipeError
+from pipeline.config.errors import Problem, RecipeError, collected
 from pipeline.config.layers import RECIPES, Branch, Leaf, no_recipe, other_recipe
 from pipeline.config.resolving import interpolated
 from pipeline.config.schema import GENERATED_DATASETS
@@ -30,19 +30,19 @@ SOURCES = {"dataset_name": "data_path", "data_path": "dataset_name"}
 """Of these a data set has one, so that a layer which gives one takes the other away."""
 
 
-def absolute(tree: Branch, folders: Mapping[str, Path | None] = {}) -> dict[str, str]:
-    """Makes the relative paths in a tree absolute, in place, but for those that are not resolved yet.
+def absolute(tree: Branch, folders: Mapping[str, Path | None] = {}) -> dict[str, Problem]:
+    """Make the relative paths in a tree absolute, in place, but for those that are not resolved yet. Return problems by key.
 
-    folders: by key those of the files that set values which have been resolved since. Returns by key what is wrong.
+    folders: by key the folders of the files that set values which have been resolved since.
     """
-    problems: dict[str, str] = {}
+    problems: dict[str, Problem] = {}
     for key, leaf in tree.leaves():
         kind = _kind(key)
         if (kind is None and key != "run_dir") or interpolated(leaf.value):
             continue
         folder = leaf.folder or folders.get(key) or Path.cwd()
         value = _text(leaf.value)
-        try:
+        with collected(found := []):
             if key == "run_dir" and isinstance(value, str) and value:
                 leaf.value = _from(Path.cwd(), value)
             elif kind is MARKED and isinstance(value, list):
@@ -52,9 +52,8 @@ def absolute(tree: Branch, folders: Mapping[str, Path | None] = {}) -> dict[str,
             elif kind is FILES and isinstance(value, list):
                 leaf.value = [_file(folder, item) if isinstance(item, str) else item for item in map(_text, value)]
             elif isinstance(value, str) and value:
-                leaf.value = _file(folder, value) if kind is FILES else _name(folder, value)
-        except RecipeError as error:
-            problems[key] = str(error)
+                leaf.value = _file(folder, value) if kind is FILES else _name(key, folder, value)
+        problems |= {problem.key: problem for problem in found}
     return problems
 
 
@@ -89,8 +88,11 @@ def _marked(folder: Path, value: object) -> object:
     return f"{_from(folder, path)}{colon}{rest}"
 
 
-def _name(folder: Path, name: str) -> str:
-    """Raises RecipeError for a name that is a folder in the working directory alone, where the recipe's file is elsewhere."""
+def _name(key: str, folder: Path, name: str) -> str:
+    """Return the path of a folder, and a name of a hub as it is.
+
+    Raise RecipeError for a folder in the working directory where the recipe's file is elsewhere and has none of this name.
+    """
     if name in (*NAMED_DATASETS, *GENERATED_DATASETS):
         return name
     if name.startswith(("./", "../", "~", f"{WRITTEN}/")) or name in (".", ".."):
@@ -98,10 +100,8 @@ def _name(folder: Path, name: str) -> str:
     if os.path.isdir(folder / name):
         return _from(folder, name)
     if os.path.isdir(name) and not os.path.isabs(name):
-        raise RecipeError(
-            f"'{name}' is no folder in {folder}, where the recipe is, but one in the working directory; paths in a recipe are"
-            f" relative to its file: give {os.path.abspath(name)}, or a path from there"
-        )
+        message = f"got '{name}', a folder in the working directory; expected a path from the recipe's file, in {folder}"
+        raise RecipeError(Problem(key, "ambiguous", f"{message}. Try {os.path.abspath(name)}"))
     return name
 
 
@@ -115,15 +115,16 @@ def with_one_source(below: Branch, above: Branch) -> None:
                 above.set(other, Leaf(None, node.origin))
 
 
-def find_needs(tree: Branch) -> list[str]:
-    """Makes whole paths of `needs` that are not recipes in recipes/, in place. Returns a problem for each that is not there."""
+def find_needs(tree: Branch) -> list[Problem]:
+    """Make absolute paths of `needs` that are not in recipes/, in place. Return a problem for each that is not there."""
     node, problems = tree.find("needs"), []
     if isinstance(node, Leaf) and isinstance(node.value, list):
         found = []
         for need in node.value:
             path = other_recipe(need, node.folder or Path.cwd()) if isinstance(need, str) else None
             if path is None and isinstance(need, str):
-                problems.append(f"{node.origin}: needs: {no_recipe(need, node.folder or Path.cwd())}")
+                told = no_recipe(need, node.folder or Path.cwd())
+                problems.append(Problem("needs", "file-not-found", told, node.origin or ""))
             elif path is not None:
                 need = path.stem if path.parent == RECIPES else str(path)
             found.append(need)

@@ -196,21 +196,23 @@ def _inspected(given: Branch, notes: Iterable[str] = (), problems: Iterable[str]
     problems, faulty = list(problems), set(faulty)
     whole = _whole(given)
     readers = unread.Readers.of_tree(whole)
-    for key, problem in typed.unknown(Recipe, whole, Recipe, readers):
+    for problem in typed.unknown(Recipe, whole, Recipe, readers):
         problems.append(problem)
-        faulty.add(key)
+        faulty.add(problem.key)
     origins = {key: leaf.origin for key, leaf in given.leaves() if leaf.origin}
     while True:
         recipe, found = _attempt(given, faulty, readers)
-        found = found or _unusable(recipe, given, faulty)
+        found = {key: problem for key, problem in found.items() if key not in faulty}
+        if recipe and not found:
+            found = _unusable(recipe, given, faulty)
         if not found:
             break
-        if found.keys() <= faulty:  # leaving them out did not help
-            raise RecipeError(*problems)
-        problems += [problem for key, problem in found.items() if problem and key not in faulty]
+        problems += filter(None, found.values())
         faulty |= found.keys()
         for key in found:
             _leave_out(given, key)
+    if not recipe:  # leaving them out did not help
+        raise RecipeError(*problems)
     references = {key: found for key, leaf in whole.leaves() if (found := resolving.references(key, leaf.value))}
     problems += independent(contradictions(recipe), resolving.dependent(faulty, references))
     told = list(dict.fromkeys(map(as_problem, problems)))
@@ -223,53 +225,50 @@ def _whole(given: Branch) -> Branch:
     return typed.filled(Recipe, tree) if resolving.expand(tree) else tree
 
 
-def _attempt(given: Branch, faulty: set[str], readers: unread.Readers) -> tuple[Recipe, dict[str, str | None]]:
-    """The recipe, and by key what of it cannot be used; None if that only follows from a key that is known to be faulty."""
+def _attempt(given: Branch, faulty: set[str], readers: unread.Readers) -> tuple[Recipe | None, dict[str, Problem | None]]:
+    """Return the recipe, None where values keep it from being made, and by key the problems of values that cannot be used.
+
+    The problem is None if it only follows from a key that is known to be faulty.
+    """
     tree = _whole(given)
-    misplaced = places.absolute(tree)
+    faults = places.absolute(tree)
     written = {key: leaf for key, leaf in tree.leaves() if resolving.interpolated(leaf.value)}
     unresolved = resolving.resolve(tree)
-    misplaced |= places.absolute(tree, {key: leaf.folder for key, leaf in written.items()})
+    faults |= places.absolute(tree, {key: leaf.folder for key, leaf in written.items()})
     if any(isinstance(tree.find(key), Branch) for key in written):
         tree = typed.filled(Recipe, tree)
-    wrong: dict[str, str] = {}
-    recipe = typed.built(Recipe, tree, wrong)
-    faults = misplaced | wrong | unresolved
+    recipe, wrong = typed.validated(Recipe, tree)
+    faults |= {problem.key: problem for problem in wrong} | unresolved
 
     def follows(key: str, others: Iterable[str]) -> bool:
         referred = resolving.references(key, written[key].value) if key in written else ()
         return any(f"{name}.".startswith(f"{other}.") for name in referred for other in others if other != key)
 
-    def problem(key: str) -> str | None:
+    def problem(key: str) -> Problem | None:
         if follows(key, faulty):
             return None
-        if faults[key] == typed.MISSING:
-            return f"{key} has no value; the recipe must set it"
-        node, origin = tree.find(key), tree.find(key).origin
+        node, message = tree.find(key), faults[key].message
+        if key in written and key not in unresolved:
+            message += f". It comes from {written[key].value}"
         inside = node.leaves(f"{key}.") if isinstance(node, Branch) else ()
         hints = dict.fromkeys(hint for inner, _ in inside if (hint := readers.hint(inner)))
-        stands_for = f"{written[key].value} is " if key in written and key not in unresolved else ""
-        return f"{f'{origin}: ' if origin else ''}{key}: {stands_for}{faults[key]}{''.join(f'; {hint}' for hint in hints)}"
+        return dataclasses.replace(faults[key], message="; ".join([message, *hints]), origin=node.origin or "")
 
     roots = [key for key in faults if not follows(key, faults)]
     roots = roots or [key for key in faults if given.find(key)] or list(faults)  # a circle: whoever was given a value
     return recipe, {key: problem(key) for key in roots}
 
 
-def _unusable(recipe: Recipe, given: Branch, faulty: set[str]) -> dict[str, str]:
-    """By key what is wrong with values whatever the others are; those that a default takes from another key come with that."""
+def _unusable(recipe: Recipe, given: Branch, faulty: set[str]) -> dict[str, Problem]:
+    """Return by key what is wrong with values whatever the others are, but for those that defaults take from other keys."""
     found = {key: problem for key, problem in unusable(recipe) if key not in faulty}
     return {key: problem for key, problem in found.items() if given.find(key)} or found
 
 
 def _leave_out(given: Branch, key: str) -> None:
-    """Then the schema's default stands, or an empty text where it has none."""
+    """Let the schema's default stand, or no value where it has none."""
     around = key
     while around and given.find(around) is None:
         around = around.rpartition(".")[0]
-    if around and (
-        around == key or isinstance(given.find(around), Leaf)
-    ):  # that is, a section that was given as a reference to another
+    if around and (around == key or isinstance(given.find(around), Leaf)):  # a section that was given as a reference to another
         given.drop(around)
-    if typed.must_be_given(Recipe, given, key):
-        given.set(key, Leaf(""))

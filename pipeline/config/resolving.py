@@ -18,6 +18,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
+from pipeline.config.errors import Problem
 from pipeline.config.layers import Branch, Leaf, copied
 
 REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")
@@ -103,8 +104,8 @@ def expand(tree: Branch) -> bool:
     return found
 
 
-def resolve(tree: Branch) -> dict[str, str]:
-    """Puts what they stand for in the place of interpolations. Problems by dotted key; those values stay as they are."""
+def resolve(tree: Branch) -> dict[str, Problem]:
+    """Replace interpolations by what they stand for, in place. Return the problems by dotted key; those values stay."""
     unread = {key: leaf for key, leaf in tree.leaves() if interpolated(leaf.value)}
     values = {}
     for key, leaf in unread.items():
@@ -114,7 +115,7 @@ def resolve(tree: Branch) -> dict[str, str]:
             with contextlib.suppress(OmegaConfBaseException):  # computed once more below, where it is explained
                 values[key] = copy.deepcopy(_computed(key, leaf.value, known))
     others = {key: leaf for key, leaf in unread.items() if key not in values}
-    problems = {key: problem for key, leaf in others.items() if (problem := _malformed(leaf.value))}
+    problems = {key: problem for key, leaf in others.items() if (problem := _malformed(key, leaf.value))}
     config = OmegaConf.create(_referred(tree, others, set(problems)))
     for key, leaf in others.items():
         if key in problems:
@@ -122,9 +123,9 @@ def resolve(tree: Branch) -> dict[str, str]:
         try:
             values[key] = _value(config, tree, key)
         except OmegaConfBaseException as error:
-            problems[key] = _explained(leaf.value, error)
+            problems[key] = Problem(key, *_explained(leaf.value, error))
         except RecursionError:  # `oc.select` of a mapping that holds it
-            problems[key] = f"'{leaf.value}' comes back to itself in a circle; one of the keys in it needs a value"
+            problems[key] = Problem(key, *_circular(leaf.value))
     for key, value in values.items():
         tree.set(key, _node(value, unread[key].origin))
     return problems
@@ -200,32 +201,45 @@ def _node(value: Any, origin: str | None) -> Leaf | Branch:
     return Leaf(value, origin)
 
 
-def _malformed(value: Any) -> str | None:
+def _malformed(key: str, value: Any) -> Problem | None:
     if isinstance(value, str) and REFERENCE.fullmatch(value):
         return None
     if (count := str(value).count("${")) > MOST_REFERENCES:  # the parser takes seconds for many
-        return f"got {count} interpolations in one value; expected {MOST_REFERENCES} at most"
+        message = f"got {count} interpolations in one value; expected {MOST_REFERENCES} at most"
+        return Problem(key, "bad-interpolation", message)
     try:
         OmegaConf.create({"value": value})
     except GrammarParseError as error:
-        return f"'{value}' is not an interpolation: {_first_line(error)}"
+        return Problem(key, "bad-interpolation", f"got '{value}'; expected an interpolation: {_first_line(error)}")
     return None
 
 
-def _explained(value: Any, error: OmegaConfBaseException) -> str:
+def _explained(value: Any, error: OmegaConfBaseException) -> tuple[str, str]:
+    """Return the code and the message of a problem."""
     if isinstance(error, InterpolationKeyError):
         missing = re.search(r"Interpolation key '([^']*)'", str(error))
-        return f"'{value}' refers to {missing.group(1) if missing else 'a key'}, which is not there"
+        return (
+            "unknown-reference",
+            f"got '{value}', which refers to {missing.group(1) if missing else 'a key'}; there is no such key",
+        )
     if "Recursive interpolation" in str(error):
-        return f"'{value}' comes back to itself in a circle; one of the keys in it needs a value"
+        return _circular(value)
     if isinstance(error, InterpolationToMissingValueError):
-        return f"'{value}' refers to a key that has no value"
+        return "missing-value", f"got '{value}', which refers to a key without a value"
     if isinstance(error, UnsupportedInterpolationType):
-        return f"'{value}' has no such resolver; there are: {', '.join(sorted(RESOLVERS))}, and OmegaConf's own oc.*"
+        known = ", ".join(sorted(RESOLVERS))
+        return "unknown-resolver", f"got '{value}'; expected one of the resolvers {known}, or OmegaConf's own oc.*"
     if "Environment variable" in str(error):
         name = re.search(r"Environment variable '([^']*)'", str(error)).group(1)
-        return f"'{value}' needs the environment variable {name}, which is not set; export it, or write the value"
-    return f"'{value}' cannot be computed: {_first_line(error)}"
+        return (
+            "missing-variable",
+            f"got '{value}', but the environment variable {name} is not set. Export it, or give the value",
+        )
+    return "bad-interpolation", f"got '{value}', which cannot be computed: {_first_line(error)}"
+
+
+def _circular(value: Any) -> tuple[str, str]:
+    return "circular", f"got '{value}', which leads back to itself in a circle. Give one of the keys in it a value"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,14 +1,13 @@
-"""The recipe's schema: every key, its type and its default.
+"""The recipe's schema: every key with its type, range, default and meaning.
 
 Keys follow NeMo-RL's where they mean the same; ours adds `cluster.train`, `cluster.generate` and `cluster.timeouts`.
+`recipes/KEYS.md` lists them all.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Any, Optional  # OmegaConf reads these annotations at run time
+from typing import Annotated, Any, Literal
 
-from omegaconf import MISSING
+from pydantic import Field
 
 from pipeline.config.algorithms import (
     ONLINE,
@@ -24,167 +23,10 @@ from pipeline.config.algorithms import (
     ValueLossConfig,
 )
 from pipeline.config.cluster import ClusterConfig
+from pipeline.config.generation import VLLMConfig
 from pipeline.config.megatron import MegatronConfig
-
-# ---- the policy ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class TokenizerConfig:
-    name: str = "${policy.model_name}"
-    chat_template: Optional[str] = None  # Jinja text; null: the tokenizer's own
-    chat_template_kwargs: Optional[dict[str, Any]] = None
-
-
-@dataclass
-class LoRAConfig:
-    """Low-rank adapters (https://arxiv.org/abs/2106.09685): W + alpha / dim B A, of which only A and B are trained."""
-
-    enabled: bool = False
-    target_modules: list[str] = field(
-        default_factory=list
-    )  # names of linear layers, or their endings; with match_all_linear none
-    exclude_modules: list[str] = field(default_factory=list)
-    match_all_linear: bool = True  # all linear layers but the head
-    dim: int = 8
-    alpha: int = 32
-    lora_A_init: str = "xavier"  # xavier, gaussian, kaiming; B begins at 0
-
-
-@dataclass
-class DTensorConfig:
-    enabled: Optional[bool] = None  # null: launch/backend.py chooses at submission
-    tensor_parallel_size: int = 1
-    activation_checkpointing: bool = False  # without it the next key says nothing
-    recompute_granularity: str = "full"  # full, selective: outputs of matrix products and attention are kept
-    cpu_offload: bool = False
-    # The reference policy's weights, in policy.precision, are in page-locked host memory while it does not compute
-    reference_cpu_offload: bool = True
-    # Liger's norms, rotary embeddings and MLPs in place of transformers': pip install 'hetstep[liger]', for GPUs
-    use_liger_kernel: bool = False
-    flash_attention: int = 2  # 2: torch's own; 3: FlashAttention-3, where flash_attn_interface is installed, on Hopper
-    # torch.compile of decoder layers: pipeline/train/compiled.py. null: on GPUs, of dense models without tensor parallelism,
-    # selective recomputation and Liger's kernels.
-    # It rounds otherwise than eager layers do; on the same machine it resumes to the last bit. The model is compiled on a full
-    # microbatch of sequences of max_total_sequence_length tokens, so memory must suffice for that even if no data are so long.
-    compile: Optional[bool] = None
-    lora_cfg: LoRAConfig = field(default_factory=LoRAConfig)
-
-
-@dataclass
-class SequencePackingConfig:
-    enabled: bool = True  # False: microbatches of train_micro_batch_size sequences; they are laid end to end just the same
-    train_mb_tokens: int = 8192
-    logprob_mb_tokens: int = 8192
-
-
-@dataclass
-class OptimizerConfig:
-    name: str = "torch.optim.AdamW"
-    kwargs: dict[str, Any] = field(default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01})
-
-
-@dataclass
-class ColocatedConfig:
-    enabled: bool = False
-    # How a refit moves weights within a node. ipc: in memory of the sender that the receivers map, by CUDA IPC on GPUs; as host
-    # where they cannot. host: through host memory, by gloo, as refit_transport=broadcast does anyway.
-    refit: str = "ipc"
-
-
-@dataclass
-class VLLMConfig:
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    expert_parallel_size: int = 1  # 1: experts are cut like other weights; tensor_parallel_size: whole experts are spread
-    gpu_memory_utilization: float = 0.6
-    max_model_len: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
-    enforce_eager: bool = False
-    enable_prefix_caching: bool = True
-    # auto: policy.precision. fp8: linear layers in 8 bits, scaled in blocks of 128 x 128, quantised anew at every refit.
-    precision: str = "auto"
-    quantization_ignored_layer_kws: Optional[list[str]] = None  # layers with one of these in their names stay as they are
-    env_vars: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class RefitConfig:
-    # What a rank sends, or receives, in one round. It stages at most three times as much; four times where ranks share GPUs on
-    # several nodes.
-    bucket_bytes: int = 256 << 20
-    digest: bool = True  # after every refit both ends prove that they hold the same values
-
-
-@dataclass
-class GenerationConfig:
-    backend: str = "vllm"  # vllm, transformers
-    max_new_tokens: int = 512  # of an answer, or of a turn; the window bounds it besides
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: Optional[int] = None
-    # Of validation. NeMo-RL's names; there only NeMo Gym may have other values than training, here every recipe may.
-    val_temperature: float = "${.temperature}"  # type: ignore[assignment]
-    val_top_p: float = "${.top_p}"  # type: ignore[assignment]
-    val_top_k: Optional[int] = "${.top_k}"  # type: ignore[assignment]
-    stop_token_ids: Optional[list[int]] = None  # end an answer besides the tokenizer's and the model's own end tokens
-    max_num_seqs: int = 256  # completions that one engine decodes at once
-    # Whether environments run in a process of their own beside each engine, else in threads of the engine's process
-    environment_process: bool = True
-    refit_transport: str = "planned"  # planned, delta: each rank receives its own shard; broadcast: all of it, from rank 0
-    refit_cfg: RefitConfig = field(default_factory=RefitConfig)
-    vllm_cfg: VLLMConfig = field(default_factory=VLLMConfig)
-    vllm_kwargs: dict[str, Any] = field(default_factory=dict)  # straight to vllm.LLM
-    colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
-
-
-@dataclass
-class PolicyConfig:
-    model_name: str = MISSING  # a folder, or a Hugging Face name that is in the local cache
-    random_init: bool = False  # weights drawn from the config and the seed: the folder needs none
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    hf_config_overrides: dict[str, Any] = field(default_factory=dict)
-    train_global_batch_size: int = 512  # sequences per optimizer step
-    train_micro_batch_size: int = 4
-    logprob_batch_size: int = "${.train_micro_batch_size}"  # type: ignore[assignment]
-    max_total_sequence_length: int = 512
-    precision: str = "bfloat16"  # float32, bfloat16; master weights are float32 in either
-    logprob_chunk_size: Optional[int] = 2048  # tokens whose logits exist at once; null: all
-    dtensor_cfg: DTensorConfig = field(default_factory=DTensorConfig)
-    megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
-    sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
-    max_grad_norm: Optional[float] = 1.0
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    # NeMo-RL's list of {name, kwargs} ending in {milestones: [...]}, or one {name, kwargs}. It advances once per step of the
-    # algorithm, whatever number of optimizer updates such a step has.
-    scheduler: Optional[Any] = None
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
-
-
-# ---- other models of the train realm, cut as the policy is -------------------------------------------------------------------
-
-
-@dataclass
-class ValueConfig:
-    """PPO's critic: the body of a language model, or a reward model, with one number per token."""
-
-    model_name: str = "${policy.model_name}"
-    random_init: bool = "${policy.random_init}"  # type: ignore[assignment]
-    hf_config_overrides: dict[str, Any] = field(default_factory=dict)
-    precision: str = "${policy.precision}"
-    max_grad_norm: Optional[float] = 1.0
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    scheduler: Optional[Any] = None  # as policy.scheduler; it advances in the steps before policy_training_start_step too
-
-
-@dataclass
-class TeacherConfig:
-    """Distillation's teacher; it must have the policy's vocabulary."""
-
-    model_name: Optional[str] = None
-    hf_config_overrides: dict[str, Any] = field(default_factory=dict)
-    precision: str = "${policy.precision}"
-    cpu_offload: bool = True  # its weights are in host memory while it does not compute
-
+from pipeline.config.policy import PolicyConfig, Precision, TeacherConfig, TokenizerConfig, ValueConfig
+from pipeline.config.values import MISSING, Bool, Float, Int, NotNegative, Positive, Text
 
 # ---- data and environments ----------------------------------------------------------------------------------------------
 
@@ -212,70 +54,135 @@ ENVIRONMENT_KINDS = (  # pipeline/environments/registry.py
 
 @dataclass
 class DatasetConfig:
-    # One of GENERATED_DATASETS, one of NAMED_DATASETS (pipeline/config/data.py), a name or folder for `datasets`, or the dotted
-    # path of a callable (split, seed=, **kwargs) that gives a sequence of records
-    dataset_name: Optional[str] = None
-    data_path: Optional[str] = None  # or a JSONL file
-    subset: Optional[str] = None  # the repository's configuration; null: the data set's own
-    split: Optional[str] = None  # null: the data set's own, which is "train" for most
-    max_samples: Optional[int] = None  # so many of its records, drawn with `seed`; null: all
-    split_validation_size: float = 0.0  # of training data: the share, or from 1 on the number, held out to validate on
-    seed: int = 42  # of max_samples and split_validation_size
-    repeat: int = 1  # the records so many times over, one pass after another
-    # Columns. Where a record lacks those of the recipe, TRL's and common ones are recognized (pipeline/config/columns.py).
-    input_key: str = "input"  # a text or messages {role, content}; DPO, RM: "" for what both answers begin with
-    output_key: str = "output"  # a text or messages
-    messages_key: Optional[str] = None  # a list of {role, content}; replaces input_key and output_key
-    text_key: Optional[str] = None  # SFT: a text of which every token is learned; replaces the others
-    chosen_key: str = (
-        "chosen"  # DPO, RM: an answer, or messages {role, content} that end in one, perhaps with the prompt before
+    """A data set and its columns.
+
+    Where a record lacks the columns that the recipe names, those of TRL and other common ones are recognized.
+    """
+
+    dataset_name: Annotated[
+        Text | None,
+        Field(
+            description="A generated or named data set of ours, a name or folder for `datasets`, or the dotted path of a"
+            " callable (split, seed=, **kwargs) that returns a sequence of records."
+        ),
+    ] = None
+    data_path: Annotated[Text | None, Field(description="A JSONL file, in place of dataset_name.")] = None
+    subset: Annotated[Text | None, Field(description="Configuration of the repository. null: the data set's own.")] = None
+    split: Annotated[Text | None, Field(description="null: the data set's own, `train` for most.")] = None
+    max_samples: Annotated[Positive | None, Field(description="So many records, drawn at random with `seed`. null: all.")] = (
+        None
     )
-    rejected_key: str = "rejected"
-    margin_key: Optional[str] = None  # RM: by how much the chosen answer is the better one
-    prompt_file: Optional[str] = None  # a text with {} where the input goes; of messages, what the user says first
-    system_prompt_file: Optional[str] = None
-    env_name: Optional[str] = None  # key under `env`
-    weight: Optional[float] = None  # in data.datasets: how often it is drawn from; null, for all: its number of records
-    kwargs: dict[str, Any] = field(default_factory=dict)  # for a generated data set, for `datasets`, or for a user's callable
+    split_validation_size: Annotated[
+        Float, Field(ge=0, description="Training data held out for validation: below 1 a share, from 1 a number of records.")
+    ] = 0.0
+    seed: Annotated[Int, Field(description="Seed of max_samples and split_validation_size.")] = 42
+    repeat: Annotated[Positive, Field(description="How many times the records are gone through in one epoch.")] = 1
+    input_key: Annotated[
+        Text,
+        Field(
+            description="Column of a text or of messages {role, content}. DPO, RM: what both answers begin with; `''` for none."
+        ),
+    ] = "input"
+    output_key: Annotated[Text, Field(description="Column of a text or of messages.")] = "output"
+    messages_key: Annotated[
+        Text | None, Field(description="Column of a list of {role, content}, in place of input_key and output_key.")
+    ] = None
+    text_key: Annotated[Text | None, Field(description="SFT: column of a text of which every token is learned.")] = None
+    chosen_key: Annotated[
+        Text,
+        Field(
+            description="DPO, RM: column of the better answer, or of messages {role, content} that end in it, perhaps after the"
+            " prompt."
+        ),
+    ] = "chosen"
+    rejected_key: Annotated[Text, Field(description="DPO, RM: column of the worse answer, as chosen_key.")] = "rejected"
+    margin_key: Annotated[Text | None, Field(description="RM: column of how much better the chosen answer is.")] = None
+    prompt_file: Annotated[
+        Text | None,
+        Field(description="A file with a text around the input, whose place is `{}`. With messages: the first of the user."),
+    ] = None
+    system_prompt_file: Annotated[Text | None, Field(description="A file with the system prompt.")] = None
+    env_name: Annotated[Text | None, Field(description="Key under `env` of the environment that judges.")] = None
+    weight: Annotated[
+        Float | None,
+        Field(gt=0, description="data.datasets: how often it is drawn from. null, for all: its number of records."),
+    ] = None
+    kwargs: Annotated[
+        dict[str, Any], Field(description="Arguments of a generated data set, of `datasets`, or of your own callable.")
+    ] = field(default_factory=dict)
 
 
 @dataclass
 class DataConfig:
-    train: Optional[DatasetConfig] = field(default_factory=DatasetConfig)
-    validation: Optional[DatasetConfig] = None
-    datasets: dict[str, DatasetConfig] = field(default_factory=dict)  # in place of train: several by name, mixed by weight
-    validations: dict[str, DatasetConfig] = field(default_factory=dict)  # in place of validation: several by name, each told of
-    max_input_seq_length: int = "${policy.max_total_sequence_length}"  # type: ignore[assignment]
-    # error, drop: what to do with a prompt longer than max_input_seq_length, or that leaves no room for an answer
-    overlong_prompts: str = "error"
-    # error, keep, drop: what to do with a prompt of which the tokenizer knows a part only as its unknown token
-    unknown_tokens: str = "error"
-    bad_records: str = (
-        "error"  # error, drop: what to do with one that cannot be used (no answer, two answers that are the same)
+    """What is trained and validated on."""
+
+    train: DatasetConfig | None = field(default_factory=DatasetConfig)
+    validation: DatasetConfig | None = None
+    datasets: Annotated[
+        dict[str, DatasetConfig], Field(description="In place of train: several data sets by name, mixed by weight.")
+    ] = field(default_factory=dict)
+    validations: Annotated[
+        dict[str, DatasetConfig], Field(description="In place of validation: several data sets by name, each with its metrics.")
+    ] = field(default_factory=dict)
+    max_input_seq_length: Annotated[Positive, Field(description="Tokens of the longest prompt.")] = (
+        "${policy.max_total_sequence_length}"  # type: ignore[assignment]
     )
-    shuffle: bool = True
-    apply_chat_template: bool = True  # False: the prompt is the bare text after prompt_file
+    overlong_prompts: Annotated[
+        Literal["error", "drop"],
+        Field(description="What to do with a prompt above max_input_seq_length, or that leaves no room for an answer."),
+    ] = "error"
+    unknown_tokens: Annotated[
+        Literal["error", "keep", "drop"],
+        Field(description="What to do with a prompt of which the tokenizer knows a part only as its unknown token."),
+    ] = "error"
+    bad_records: Annotated[
+        Literal["error", "drop"],
+        Field(description="What to do with a record that cannot be used: no answer, say, or two that are the same."),
+    ] = "error"
+    shuffle: Annotated[Bool, Field(description="Shuffle each epoch, with the algorithm's seed.")] = True
+    apply_chat_template: Annotated[Bool, Field(description="false: the prompt is the bare text after prompt_file.")] = True
 
 
 @dataclass
 class RewardTokenizerConfig(TokenizerConfig):
-    name: Optional[str] = None  # type: ignore[assignment]  # null: what lies with the reward model
+    name: Annotated[Text | None, Field(description="null: the one in the reward model's folder.")] = None  # type: ignore[assignment]
 
 
 @dataclass
 class EnvironmentConfig:
-    kind: str = MISSING  # one of ENVIRONMENT_KINDS, or the dotted path of a class or a function: pipeline/environments/own.py
-    timeout_s: float = 10.0  # for one turn of an episode
-    workers: Optional[int] = None  # turns judged at once, on each engine; null: the kind's own number
-    broken_reward: float = 0.0  # of an answer that breaks its judge; for a kind of your own that pays less for wrong answers
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    # Of kind reward_model:
-    model_name: Optional[str] = None  # what algorithm `rm` left in a run's hf/, or any sequence classifier with one label
+    """An environment: how answers are judged, and what a policy can do before its answer.
+
+    model_name and the keys after it are for kind reward_model.
+    """
+
+    kind: Annotated[
+        Text,
+        Field(description=f"One of {', '.join(ENVIRONMENT_KINDS)}; or the dotted path of a class or a function of your own."),
+    ] = MISSING
+    timeout_s: Annotated[Float, Field(gt=0, description="Seconds for one turn of an episode.")] = 10.0
+    workers: Annotated[
+        Positive | None, Field(description="Turns that are judged at once, on each engine. null: the kind's own number.")
+    ] = None
+    broken_reward: Annotated[
+        Float,
+        Field(description="Reward of an answer that breaks its judge. For kinds of your own that pay less for wrong ones."),
+    ] = 0.0
+    kwargs: Annotated[dict[str, Any], Field(description="Arguments of the kind.")] = field(default_factory=dict)
+    model_name: Annotated[
+        Text | None, Field(description="What algorithm rm left in a run's hf/, or any sequence classifier with one label.")
+    ] = None
     tokenizer: RewardTokenizerConfig = field(default_factory=RewardTokenizerConfig)
-    hf_config_overrides: dict[str, Any] = field(default_factory=dict)
-    precision: str = "${policy.precision}"
-    served_by: str = "train"  # train: the train ranks, cut as the policy is; reward: ranks of its own, cluster.reward
-    cpu_offload: bool = True  # served_by train: its weights are in host memory while it does not compute
+    hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
+        default_factory=dict
+    )
+    precision: Annotated[Precision, Field(description="As policy.precision.")] = "${policy.precision}"  # type: ignore[assignment]
+    served_by: Annotated[
+        Literal["train", "reward"],
+        Field(description="train: the train ranks, cut as the policy is. reward: ranks of its own, cluster.reward."),
+    ] = "train"
+    cpu_offload: Annotated[
+        Bool, Field(description="served_by=train: keep its weights in host memory while it does not compute.")
+    ] = True
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------------
@@ -283,39 +190,68 @@ class EnvironmentConfig:
 
 @dataclass
 class CheckpointingConfig:
-    enabled: bool = True
-    save_period: int = 10  # in steps; the last step is always saved
-    keep_top_k: Optional[int] = 3  # by metric_name; the latest is kept besides; null: all
-    metric_name: Optional[str] = None  # "val:accuracy", "train:reward"; null: keep the latest keep_top_k
-    higher_is_better: bool = True
-    async_save: bool = "${policy.megatron_cfg.checkpoint.async_save}"  # type: ignore[assignment]  # write while training goes on
-    save_consolidated: bool = False  # also write a Hugging Face checkpoint, in `hf/` beside the sharded one
-    checkpoint_must_save_by: Optional[str] = None  # days:hours:minutes:seconds after the job's start; null: its time limit
+    """What is saved, and when."""
+
+    enabled: Annotated[Bool, Field(description="Whether checkpoints are saved.")] = True
+    save_period: Annotated[Positive, Field(description="Steps between checkpoints. The last step is always saved.")] = 10
+    keep_top_k: Annotated[
+        Positive | None, Field(description="Keep the best so many by metric_name, and the latest. null: all.")
+    ] = 3
+    metric_name: Annotated[
+        Text | None, Field(description="`val:accuracy` or `train:reward`, say. null: keep the latest keep_top_k.")
+    ] = None
+    higher_is_better: Annotated[Bool, Field(description="Whether a higher value of the metric is better.")] = True
+    async_save: Annotated[Bool, Field(description="Write while training goes on.")] = (
+        "${policy.megatron_cfg.checkpoint.async_save}"  # type: ignore[assignment]
+    )
+    save_consolidated: Annotated[
+        Bool, Field(description="Also write a Hugging Face checkpoint, in `hf/` beside the sharded one.")
+    ] = False
+    checkpoint_must_save_by: Annotated[
+        Text | None,
+        Field(description="Save and leave by then: days:hours:minutes:seconds after the job's start. null: its time limit."),
+    ] = None
 
 
 @dataclass
 class LoggerConfig:
-    tensorboard_enabled: bool = True
-    timeline_enabled: bool = True  # what each rank did when, for launch/timeline.py
-    num_rollouts_to_log: Optional[int] = None  # per step, as JSONL; null: all
+    """What is logged."""
+
+    tensorboard_enabled: Annotated[Bool, Field(description="Write TensorBoard events.")] = True
+    timeline_enabled: Annotated[Bool, Field(description="Record what each rank does when, for launch/timeline.py.")] = True
+    num_rollouts_to_log: Annotated[NotNegative | None, Field(description="Rollouts per step, as JSONL. null: all.")] = None
 
 
 @dataclass
 class PlanConfig:
-    """What the plan has to assume, where no earlier run tells it. It decides nothing about the run itself."""
+    """What the plan assumes where no earlier run tells. It changes nothing about the run."""
 
-    prompt_tokens: Optional[float] = None  # mean length of a prompt; null: see launch/plan/lengths.py
-    answer_tokens: Optional[float] = None  # mean length of an answer; null: see there
+    prompt_tokens: Annotated[Float | None, Field(description="Mean tokens of a prompt. null: see launch/plan/lengths.py.")] = (
+        None
+    )
+    answer_tokens: Annotated[Float | None, Field(description="Mean tokens of an answer. null: see launch/plan/lengths.py.")] = (
+        None
+    )
 
 
 @dataclass
 class Recipe:
-    name: str = MISSING  # the file's, without .yaml
-    algorithm: str = MISSING  # grpo, ppo, distillation, sft, dpo, rm
-    run_dir: str = MISSING  # what the run writes; given again, the run goes on where it stopped
-    needs: list[str] = field(default_factory=list)  # recipes run first, each once, at runs/<name>
-    # Where modules of one's own are looked for, after PYTHONPATH; to these the folder of the recipe's file is added
-    module_folders: list[str] = field(default_factory=list)
+    """A run."""
+
+    name: Annotated[Text, Field(description="Name of the run. Default: the file's, without .yaml.")] = MISSING
+    algorithm: Annotated[
+        Literal["grpo", "ppo", "distillation", "sft", "dpo", "rm"], Field(description="What the run computes.")
+    ] = MISSING  # type: ignore[assignment]
+    run_dir: Annotated[
+        Text, Field(description="What the run writes. Given again, the run goes on where it stopped. Default: runs/<name>.")
+    ] = MISSING
+    needs: Annotated[list[Text], Field(description="Recipes that run first, each once, in runs/<name>.")] = field(
+        default_factory=list
+    )
+    module_folders: Annotated[
+        list[Text],
+        Field(description="Where your own modules are looked for, after PYTHONPATH. The folder of the recipe's file is added."),
+    ] = field(default_factory=list)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
@@ -328,7 +264,7 @@ class Recipe:
     value: ValueConfig = field(default_factory=ValueConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    env: dict[str, EnvironmentConfig] = field(default_factory=dict)
+    env: Annotated[dict[str, EnvironmentConfig], Field(description="Environments by name.")] = field(default_factory=dict)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -354,9 +290,6 @@ def section(recipe: Recipe) -> OnlineConfig | OfflineConfig:
 def evaluates_alone(recipe: Recipe) -> bool:
     """Whether the run validates once and learns nothing."""
     return section(recipe).max_num_steps == 0
-
-
-PRECISIONS = {"float32": 4, "bfloat16": 2}  # what policy.precision may be, and the bytes of a number in it
 
 
 def engine_ranks(vllm: VLLMConfig) -> int:

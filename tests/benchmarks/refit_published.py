@@ -25,7 +25,7 @@ from launch.model_shape import ModelShape
 from launch.plan.refit_time import Broadcast, Messages, bounds, broadcast_seconds, floor, merge, simulate
 from launch.plan_refit import Prediction, Request, load, model_folder, predict
 from pipeline.config.cluster import NetworkConfig
-from pipeline.config.schema import RefitConfig
+from pipeline.config.generation import RefitConfig
 
 NETWORK = NetworkConfig()
 GPUS = 8  # of a node

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.config import ENVIRONMENT_KINDS
 from pipeline.config import inspect as inspect_recipe
-from pipeline.config.environments import ARGUMENTS, CHOICES, RANGES, TOOL_ARGUMENTS, TOOLS
+from pipeline.config.environments import ARGUMENTS, TOOL_ARGUMENTS, TOOLS
 from pipeline.environments import registry
 
 RECIPE = "tiny_grpo"
@@ -136,5 +136,3 @@ def test_a_key_that_is_no_text_is_not_repeated():
 def test_checks_are_of_keys_that_there_are():
     assert set(ARGUMENTS) == set(ENVIRONMENT_KINDS) == set(registry.KINDS)
     assert set(TOOL_ARGUMENTS) == set(TOOLS) == set(registry.TOOLS)
-    for kind, name in (*CHOICES, *RANGES):
-        assert name in (TOOL_ARGUMENTS | ARGUMENTS)[kind].__dataclass_fields__

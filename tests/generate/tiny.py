@@ -25,7 +25,7 @@ from transformers import (
 
 from pipeline.boxes import whole
 from pipeline.config import GenerationConfig, PolicyConfig, TokenizerConfig, VLLMConfig
-from pipeline.config.schema import ColocatedConfig
+from pipeline.config.generation import ColocatedConfig
 from pipeline.generate.base import GenerateBackend, Unit, WeightUpdate
 from pipeline.types import Completion, Request, Sampling
 

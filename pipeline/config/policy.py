@@ -1,0 +1,184 @@
+"""The recipe's keys of models: `policy`, `value` and `teacher`."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from pipeline.config.generation import GenerationConfig
+from pipeline.config.megatron import MegatronConfig
+from pipeline.config.values import MISSING, Bool, Float, Int, Positive, Text
+
+PRECISIONS = {"float32": 4, "bfloat16": 2}  # what policy.precision may be, and the bytes of a number in it
+Precision = Literal["float32", "bfloat16"]
+
+
+@dataclass
+class TokenizerConfig:
+    """The tokenizer and its chat template."""
+
+    name: Annotated[Text, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = (
+        "${policy.model_name}"
+    )
+    chat_template: Annotated[Text | None, Field(description="A Jinja template. null: the tokenizer's own.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="Variables for the chat template.")] = None
+
+
+@dataclass
+class LoRAConfig:
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685): W + alpha / dim B A, of which only A and B are trained."""
+
+    enabled: Annotated[Bool, Field(description="Whether adapters are trained in place of all weights.")] = False
+    target_modules: Annotated[
+        list[Text], Field(description="Names of linear layers, or their endings. Empty with match_all_linear.")
+    ] = field(default_factory=list)
+    exclude_modules: Annotated[list[Text], Field(description="Names of layers, or their endings, that get no adapter.")] = (
+        field(default_factory=list)
+    )
+    match_all_linear: Annotated[Bool, Field(description="Adapt all linear layers but the head.")] = True
+    dim: Annotated[Positive, Field(description="Rank of the adapters.")] = 8
+    alpha: Annotated[Positive, Field(description="Scale: adapters are multiplied by alpha / dim.")] = 32
+    lora_A_init: Annotated[
+        Literal["xavier", "gaussian", "kaiming"], Field(description="How A is initialized. B begins at 0.")
+    ] = "xavier"
+
+
+@dataclass
+class DTensorConfig:
+    """The FSDP2 backend: PyTorch's fully_shard, with tensor parallelism by DTensor."""
+
+    enabled: Annotated[Bool | None, Field(description="Train with FSDP2. null: chosen at submission by the model's size.")] = (
+        None
+    )
+    tensor_parallel_size: Annotated[Positive, Field(description="Ranks that share each layer.")] = 1
+    activation_checkpointing: Annotated[Bool, Field(description="Recompute activations in the backward pass.")] = False
+    recompute_granularity: Annotated[
+        Literal["full", "selective"],
+        Field(
+            description="What is recomputed with activation_checkpointing. full: whole layers. selective: all but the outputs"
+            " of matrix products and attention."
+        ),
+    ] = "full"
+    cpu_offload: Annotated[Bool, Field(description="Keep parameters and optimizer state in host memory.")] = False
+    reference_cpu_offload: Annotated[
+        Bool,
+        Field(
+            description="Keep the reference policy's weights, in policy.precision, in page-locked host memory while it does not"
+            " compute."
+        ),
+    ] = True
+    use_liger_kernel: Annotated[
+        Bool,
+        Field(
+            description="Use Liger's norms, rotary embeddings and MLPs in place of transformers'. Needs GPUs and `pip install"
+            " 'hetstep[liger]'`."
+        ),
+    ] = False
+    flash_attention: Annotated[
+        Int,
+        Field(
+            ge=2,
+            le=3,
+            description="2: PyTorch's own. 3: FlashAttention-3, on Hopper, where flash_attn_interface is installed.",
+        ),
+    ] = 2
+    compile: Annotated[
+        Bool | None,
+        Field(
+            description="torch.compile decoder layers. null: on GPUs, for dense models without tensor parallelism, selective"
+            " recomputation and Liger's kernels. Compiled layers round differently from eager ones; on the same machine a run"
+            " still resumes to the last bit. The model is compiled on a full microbatch of sequences of"
+            " max_total_sequence_length tokens, so memory must suffice for that even if no data are so long."
+        ),
+    ] = None
+    lora_cfg: LoRAConfig = field(default_factory=LoRAConfig)
+
+
+@dataclass
+class SequencePackingConfig:
+    """How sequences are laid end to end in microbatches."""
+
+    enabled: Annotated[
+        Bool,
+        Field(
+            description="Fill microbatches by tokens. false: by train_micro_batch_size sequences, which are laid end to end"
+            " too."
+        ),
+    ] = True
+    train_mb_tokens: Annotated[Positive, Field(description="Tokens of a microbatch in training.")] = 8192
+    logprob_mb_tokens: Annotated[Positive, Field(description="Tokens of a microbatch in log-prob passes.")] = 8192
+
+
+@dataclass
+class OptimizerConfig:
+    """A torch optimizer."""
+
+    name: Annotated[Text, Field(description="Dotted path of its class.")] = "torch.optim.AdamW"
+    kwargs: Annotated[dict[str, Any], Field(description="Its arguments.")] = field(
+        default_factory=lambda: {"lr": 5e-6, "weight_decay": 0.01}
+    )
+
+
+SCHEDULER = (
+    "NeMo-RL's list of {name, kwargs} ending in {milestones: [...]}, or one {name, kwargs}. It advances once per step of the"
+    " algorithm, however many optimizer updates a step has. null: a constant rate."
+)
+
+
+@dataclass
+class PolicyConfig:
+    """The model that is trained."""
+
+    model_name: Annotated[Text, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = MISSING
+    random_init: Annotated[Bool, Field(description="Draw weights from the config and the seed; the folder needs none.")] = False
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
+        default_factory=dict
+    )
+    train_global_batch_size: Annotated[Positive, Field(description="Sequences of an optimizer step. DPO and RM: pairs.")] = 512
+    train_micro_batch_size: Annotated[Positive, Field(description="Sequences of a microbatch without sequence packing.")] = 4
+    logprob_batch_size: Annotated[Positive, Field(description="The same in log-prob passes.")] = "${.train_micro_batch_size}"  # type: ignore[assignment]
+    max_total_sequence_length: Annotated[Int, Field(ge=2, description="Tokens of the longest sequence, prompt included.")] = 512
+    precision: Annotated[Precision, Field(description="Of weights and activations. Master weights are float32.")] = "bfloat16"
+    logprob_chunk_size: Annotated[Positive | None, Field(description="Tokens whose logits exist at once. null: all.")] = 2048
+    dtensor_cfg: DTensorConfig = field(default_factory=DTensorConfig)
+    megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
+    sequence_packing: SequencePackingConfig = field(default_factory=SequencePackingConfig)
+    max_grad_norm: Annotated[Float | None, Field(ge=0, description="Clip gradients to this norm. null, 0: do not clip.")] = 1.0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: Annotated[Any, Field(description=SCHEDULER)] = None
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+
+# ---- other models of the train ranks, cut as the policy is ------------------------------------------------------------------
+
+
+@dataclass
+class ValueConfig:
+    """PPO's critic: the body of a language model, or a reward model, with one number per token."""
+
+    model_name: Annotated[Text, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = (
+        "${policy.model_name}"
+    )
+    random_init: Annotated[Bool, Field(description="As policy.random_init.")] = "${policy.random_init}"  # type: ignore[assignment]
+    hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
+        default_factory=dict
+    )
+    precision: Annotated[Precision, Field(description="As policy.precision.")] = "${policy.precision}"  # type: ignore[assignment]
+    max_grad_norm: Annotated[Float | None, Field(ge=0, description="Clip gradients to this norm. null, 0: do not clip.")] = 1.0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: Annotated[
+        Any, Field(description="As policy.scheduler. It advances in the steps before ppo.policy_training_start_step too.")
+    ] = None
+
+
+@dataclass
+class TeacherConfig:
+    """Distillation's teacher. It must have the policy's vocabulary."""
+
+    model_name: Annotated[Text | None, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = None
+    hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
+        default_factory=dict
+    )
+    precision: Annotated[Precision, Field(description="As policy.precision.")] = "${policy.precision}"  # type: ignore[assignment]
+    cpu_offload: Annotated[Bool, Field(description="Keep its weights in host memory while it does not compute.")] = True
