@@ -7,29 +7,30 @@
         quantile(METRIC, Q)  linear between neighbours, Q in [0, 1]
         area(METRIC)         under the curve by the trapezoidal rule, over the steps that it spans: a mean height
 
-A metric's name is as in metrics.jsonl, so a quotient of metrics is written as one of statistics. Nothing is ever evaluated as
-Python. What has no value (no such metric, no such step, a NaN in the window) is an error that says so, never a number.
+A metric's name is as in metrics.jsonl, so a quotient of metrics is written as one of statistics. Python parses the text and
+never runs it. What has no value (no such metric, no such step, a NaN in the window) is an error, never a number.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import itertools
+import operator
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-NUMBER = re.compile(r"\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?")
-NAME = re.compile(r"[A-Za-z_]\w*")
-METRIC = re.compile(r"[A-Za-z_][\w./:-]*")
+FIRST_ARGUMENT = re.compile(r"([A-Za-z_]\w*)\s*\(\s*([A-Za-z_][\w./:-]*)")  # a statistic and its metric
+LONGEST = 500
+"""Characters of an expression: more than anybody means, and far from the limits of Python's parser."""
 WINDOW = ("last", "from", "to")
-DEPTH = 50
-"""Of parentheses in each other; more than anybody means, and far from Python's limit."""
+SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 class Malformed(ValueError):
-    """It is no expression: what is wrong, and where."""
+    """It is no expression: what is wrong."""
 
 
 class NoValue(ValueError):
@@ -45,30 +46,25 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Number:
-    value: float
-
-
-@dataclass(frozen=True)
 class Statistic:
     name: str
     metric: str
-    argument: float | None = None
-    window: tuple[tuple[str, float], ...] = ()
+    argument: float | None
+    window: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Operation:
-    sign: str
+    function: Callable[[float, float], float]
     left: Expression
     right: Expression
 
 
-Expression = Number | Statistic | Operation
+Expression = float | Statistic | Operation
 
 
 def metrics(expression: Expression) -> Iterator[str]:
-    """The names of the metrics in it, in order; one may come twice."""
+    """Yield the names of the metrics in it, in order; one may come twice."""
     if isinstance(expression, Statistic):
         yield expression.metric
     elif isinstance(expression, Operation):
@@ -76,54 +72,108 @@ def metrics(expression: Expression) -> Iterator[str]:
         yield from metrics(expression.right)
 
 
+# ---- reading it -----------------------------------------------------------------------------------------------------------
+
+
+def parse(text: str) -> Expression:
+    """Raises Malformed."""
+    if len(text) > LONGEST:
+        raise Malformed(f"got {len(text)} characters; expected {LONGEST} at most")
+    quoted = re.sub(r"\bfrom\s*=", "from_=", FIRST_ARGUMENT.sub(r'\1("\2"', text.strip()))  # `from` is a word of Python's
+    try:
+        return _read(ast.parse(quoted, mode="eval").body)
+    except (SyntaxError, OverflowError, RecursionError, MemoryError) as error:
+        why = error.msg if isinstance(error, SyntaxError) else "numbers too large, or too many parentheses in each other"
+        raise Malformed(f"'{text}' is no expression: {why}") from None
+    except ValueError as error:
+        raise Malformed(f"'{text}' is no expression: {error}") from None
+
+
+def _read(node: ast.expr) -> Expression:
+    """Raises ValueError."""
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return float(number)
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return Operation(operator.sub, 0.0, _read(inner))
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in SIGNS:
+            return Operation(SIGNS[type(sign)], _read(left), _read(right))
+        case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str(metric)), *numbers], keywords=windows):
+            return _statistic(
+                name, metric, [*map(_number, numbers)], [(str(each.arg), _number(each.value)) for each in windows]
+            )
+        case ast.Call(func=ast.Name(id=name)):
+            raise ValueError(f"{name} needs the name of a metric: {name}(val/loss)")
+    raise ValueError("expected a number or a statistic such as last(val/loss)")
+
+
+def _statistic(name: str, metric: str, numbers: list[float], windows: list[tuple[str, float]]) -> Statistic:
+    """Raises ValueError."""
+    if name not in STATISTICS:
+        near = difflib.get_close_matches(name, STATISTICS, 1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise ValueError(f"'{name}' is no statistic; {hint}there are: {', '.join(STATISTICS)}")
+    if len(numbers) != (name in WITH_ARGUMENT):
+        wanted = f"needs {WITH_ARGUMENT[name]}" if name in WITH_ARGUMENT else "takes no number; a window is last=, from=, to="
+        raise ValueError(f"{name} {wanted}: {name}({metric}{', ...' if name in WITH_ARGUMENT else ''})")
+    if name == "quantile" and not 0 <= numbers[0] <= 1:
+        raise ValueError(f"{numbers[0]:g} is not between 0 and 1")
+    window: dict[str, float] = {}
+    for key, value in windows:
+        key = key.rstrip("_")
+        if key not in WINDOW or key in window:
+            raise ValueError(f"{key}= {'is given twice' if key in window else 'is no window'}; there are last=, from=, to=")
+        if name == "at":
+            raise ValueError(f"at is of one step, so {key}= means nothing")
+        if value != int(value) or (key == "last" and value < 1):
+            raise ValueError(f"{key}= is a whole number" + (" from 1 on" if key == "last" else ""))
+        window[key] = value
+    return Statistic(name, metric, numbers[0] if numbers else None, window)
+
+
+def _number(node: ast.expr) -> float:
+    """Raises ValueError."""
+    found = _read(node)
+    if not isinstance(found, float):
+        raise ValueError("expected a number behind a metric's name")
+    return found
+
+
 # ---- the value ------------------------------------------------------------------------------------------------------------
 
 
 def evaluate(expression: Expression, curves: Mapping[str, Curve]) -> float:
     """Raises NoValue."""
-    if isinstance(expression, Number):
-        return expression.value
+    if isinstance(expression, float):
+        return expression
     if isinstance(expression, Statistic):
-        return _statistic(expression, curves)
-    left, right = evaluate(expression.left, curves), evaluate(expression.right, curves)
-    match expression.sign:
-        case "+":
-            return left + right
-        case "-":
-            return left - right
-        case "*":
-            return left * right
-    if right == 0:
-        raise NoValue("division by 0")
-    return left / right
+        return STATISTICS[expression.name](_points(expression, curves), expression.argument)
+    try:
+        return expression.function(evaluate(expression.left, curves), evaluate(expression.right, curves))
+    except ZeroDivisionError:
+        raise NoValue("division by 0") from None
 
 
-def _statistic(statistic: Statistic, curves: Mapping[str, Curve]) -> float:
-    points = _points(statistic, curves)
-    values = [value for _, value in points]
-    if statistic.name == "at":
-        return values[0]
-    if statistic.name == "quantile":
-        return _quantile(sorted(values), statistic.argument)
-    if statistic.name == "area":
-        return _area(points)
-    return REDUCTIONS[statistic.name](values)
+Points = list[tuple[int, float]]
 
 
-def _points(statistic: Statistic, curves: Mapping[str, Curve]) -> list[tuple[int, float]]:
-    """What the statistic is of: (step, value), one at least. Raises NoValue."""
+def _points(statistic: Statistic, curves: Mapping[str, Curve]) -> Points:
+    """Return the (step, value) that the statistic is of, one at least. Raises NoValue."""
     name = statistic.metric
     if name not in curves:
         near = difflib.get_close_matches(name, curves, 1)
         raise NoValue(f"there is no {name} in metrics.jsonl" + (f"; the nearest is {near[0]}" if near else ""))
-    points = list(zip(curves[name].steps, curves[name].values, strict=True))
-    window = dict(statistic.window)
+    steps, window = curves[name].steps, statistic.window
     if statistic.name == "at":
         window = {"from": statistic.argument, "to": statistic.argument}
-    points = [point for point in points if window.get("from", point[0]) <= point[0] <= window.get("to", point[0])]
+    points = [
+        point
+        for point in zip(steps, curves[name].values, strict=True)
+        if window.get("from", point[0]) <= point[0] <= window.get("to", point[0])
+    ]
     if not points:
-        steps = curves[name].steps
-        raise NoValue(f"{name} has no value {_where(window)}; it has from step {steps[0]} to {steps[-1]}")
+        asked = " ".join(f"{key} step {window[key]:g}" for key in ("from", "to") if key in window)
+        raise NoValue(f"{name} has no value {asked}; it has from step {steps[0]} to {steps[-1]}")
     if (count := int(window.get("last", len(points)))) > len(points):
         raise NoValue(f"{name} has {len(points)} values, and the last {count} are asked for")
     points = points[len(points) - count :]
@@ -132,163 +182,34 @@ def _points(statistic: Statistic, curves: Mapping[str, Curve]) -> list[tuple[int
     return points
 
 
-def _where(window: Mapping[str, float]) -> str:
-    if window.get("from") == window.get("to"):
-        return f"at step {window['from']:g}"
-    return " ".join(f"{key} step {window[key]:g}" for key in ("from", "to") if key in window)
+def _over(reduce: Callable[[list[float]], float]) -> Callable[[Points, float | None], float]:
+    return lambda points, _: reduce([value for _, value in points])
 
 
-def _quantile(ordered: list[float], share: float) -> float:
+def _quantile(points: Points, share: float | None) -> float:
+    ordered = sorted(value for _, value in points)
     place = share * (len(ordered) - 1)
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
-def _area(points: list[tuple[int, float]]) -> float:
+def _area(points: Points, _: float | None) -> float:
     if len(points) == 1:
         return points[0][1]
-    pairs = list(itertools.pairwise(points))
+    pairs = itertools.pairwise(points)
     return sum((b - a) * (left + right) / 2 for (a, left), (b, right) in pairs) / (points[-1][0] - points[0][0])
 
 
-REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
-    "first": lambda values: values[0],
-    "last": lambda values: values[-1],
-    "min": min,
-    "max": max,
-    "mean": statistics.fmean,
-    "median": statistics.median,
+STATISTICS: dict[str, Callable[[Points, float | None], float]] = {
+    "first": _over(operator.itemgetter(0)),
+    "last": _over(operator.itemgetter(-1)),
+    "min": _over(min),
+    "max": _over(max),
+    "mean": _over(statistics.fmean),
+    "median": _over(statistics.median),
+    "at": _over(operator.itemgetter(0)),
+    "quantile": _quantile,
+    "area": _area,
 }
-STATISTICS = (*REDUCTIONS, "at", "quantile", "area")
 WITH_ARGUMENT = {"at": "a step", "quantile": "a number between 0 and 1"}
-
-
-# ---- reading it -------------------------------------------------------------------------------------------------------------
-
-
-def parse(text: str) -> Expression:
-    """Raises Malformed."""
-    return _Parser(text).whole()
-
-
-class _Parser:
-    """By recursive descent: sum -> product -> factor -> statistic."""
-
-    def __init__(self, text: str):
-        self.text, self.place, self.depth = text, 0, 0
-
-    def whole(self) -> Expression:
-        found = self._sum()
-        if self._rest():
-            self._fail("what follows is no part of an expression")
-        return found
-
-    def _sum(self) -> Expression:
-        return self._chain("+-", self._product)
-
-    def _product(self) -> Expression:
-        return self._chain("*/", self._factor)
-
-    def _chain(self, signs: str, part: Callable[[], Expression]) -> Expression:
-        left = part()
-        while sign := self._take_any(signs):
-            left = Operation(sign, left, part())
-        return left
-
-    def _factor(self) -> Expression:
-        self.depth += 1
-        if self.depth > DEPTH:
-            self._fail("too many parentheses in each other")
-        try:
-            if self._take_any("-"):
-                return Operation("-", Number(0.0), self._factor())
-            if self._take_any("("):
-                inner = self._sum()
-                self._insist(")")
-                return inner
-            if (number := self._match(NUMBER)) is not None:
-                return Number(float(number))
-            return self._statistic()
-        finally:
-            self.depth -= 1
-
-    def _statistic(self) -> Statistic:
-        name = self._match(NAME)
-        if name is None:
-            self._fail("a number or a statistic such as last(val/loss) is wanted")
-        if name not in STATISTICS:
-            near = difflib.get_close_matches(name, STATISTICS, 1)
-            hint = f"did you mean '{near[0]}'? " if near else ""
-            self._fail(f"'{name}' is no statistic; {hint}there are: {', '.join(STATISTICS)}", back=len(name))
-        self._insist("(")
-        metric = self._match(METRIC)
-        if metric is None:
-            self._fail("the name of a metric is wanted, such as val/loss")
-        argument, window = self._options(name)
-        if name in WITH_ARGUMENT and argument is None:
-            self._fail(f"{name} needs {WITH_ARGUMENT[name]}: {name}({metric}, ...)")
-        if name == "quantile" and not 0 <= argument <= 1:
-            self._fail(f"{argument:g} is not between 0 and 1")
-        if name == "at" and window:
-            self._fail(f"at is of one step, so {window[0][0]}= means nothing")
-        return Statistic(name, metric, argument, tuple(window))
-
-    def _options(self, name: str) -> tuple[float | None, list[tuple[str, float]]]:
-        """(the plain number, the window) up to the closing parenthesis."""
-        argument, window = None, []
-        while not self._take_any(")"):
-            if not self._take_any(","):
-                self._fail("a comma or a closing parenthesis is wanted")
-            if (key := self._match(NAME)) is None:
-                if name not in WITH_ARGUMENT or argument is not None:
-                    self._fail(
-                        f"{name} takes no {'second ' if argument is not None else ''}number; a window is last=, from=, to="
-                    )
-                argument = self._number()
-                continue
-            if key not in WINDOW or key in dict(window):
-                twice = "is given twice" if key in WINDOW else "is no window"
-                self._fail(f"{key}= {twice}; there are last=, from=, to=", back=len(key))
-            self._insist("=")
-            value = self._number()
-            if value != int(value) or (key == "last" and value < 1):
-                self._fail(f"{key}= is a whole number" + (" from 1 on" if key == "last" else ""))
-            window.append((key, value))
-        return argument, window
-
-    # ---- characters ---------------------------------------------------------------------------------------------------------
-
-    def _rest(self) -> str:
-        while self.place < len(self.text) and self.text[self.place].isspace():
-            self.place += 1
-        return self.text[self.place :]
-
-    def _match(self, pattern: re.Pattern[str]) -> str | None:
-        found = pattern.match(self._rest())
-        if found is None:
-            return None
-        self.place += found.end()
-        return found.group()
-
-    def _take_any(self, characters: str) -> str | None:
-        rest = self._rest()
-        if not rest or rest[0] not in characters:
-            return None
-        self.place += 1
-        return rest[0]
-
-    def _insist(self, character: str) -> None:
-        if not self._take_any(character):
-            self._fail(f"'{character}' is wanted")
-
-    def _number(self) -> float:
-        number = self._match(NUMBER)
-        if number is None:
-            self._fail("a number is wanted")
-        return float(number)
-
-    def _fail(self, what: str, back: int = 0) -> None:
-        place = self.place - back
-        where = f"at '{self.text[place:].strip()[:30]}'" if self.text[place:].strip() else "at the end"
-        raise Malformed(f"'{self.text}' is no expression: {where}: {what}")
