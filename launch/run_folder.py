@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import fnmatch
 import getpass
 import json
@@ -34,15 +33,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from launch import slurm_client
+from launch import folder_lock, slurm_client
 from launch.executors.allocation import batch_job
 from launch.executors.base import ROOT, RunJob, write_json
 from launch.executors.record import read_record
 from pipeline import config, metrics
 from pipeline import secrets as kept_secrets
 from pipeline.checkpoint import Checkpoints, version_problem
-from pipeline.config import Recipe, RecipeError, places
-from pipeline.files import REMEDY, NotOwn, open_own, user_name, write_durably
+from pipeline.config import Problem, Recipe, RecipeError, places
+from pipeline.files import REMEDY, user_name, write_durably
 
 TRAINED = "trained.json"
 """Holds the done.json of a complete run while the run is evaluated alone, which writes a done.json of its own."""
@@ -94,39 +93,49 @@ def earlier(recipe: Recipe) -> Recipe | None:
     try:
         before = config.read(path)
     except (RecipeError, ValueError) as error:
-        raise RecipeError(
-            f"run_dir: {run_dir} holds a recipe that this version cannot read ({error}); take another folder"
-        ) from None
+        message = f"{run_dir} holds a recipe that this version cannot read ({error}); take another folder"
+        raise _refused("unreadable", message) from None
     backend = config.asked_backend(before.policy)  # older versions wrote one of the two keys only
     return config.decided(before, backend) if backend else before
 
 
 def check(recipe: Recipe) -> None:
-    """Raises RecipeError if this recipe may not be written into its run_dir, which is another recipe's, or cannot be written,
-    or holds a checkpoint of an earlier version that cannot be resumed; or nowhere, as it holds a secret."""
+    """Raise RecipeError if the recipe holds a secret, or may not be written into its run_dir.
+
+    That is another recipe's, cannot be written, or holds a checkpoint of an earlier version that cannot be resumed.
+    """
     config.refuse(kept_secrets.problems(dataclasses.asdict(recipe)))
-    before = earlier(recipe)
-    if before is not None and (different := differences(before, recipe)):
-        given, asked = _flat(before), _flat(recipe)
-        lines = [
-            f"{key} is {old if key in given else 'absent'} there and {new if key in asked else 'absent'} here"
-            for key, (old, new) in different.items()
-        ]
-        kept = [shlex.quote(config.argument(key, old)) for key, (old, _) in different.items() if key in given]
-        more = [key for key in different if key not in given]
-        lines.append("Take another folder (run_dir=...), or go on as it began:")
-        lines += [" ".join(kept)] if kept else []
-        lines += [f"leave out {', '.join(more)}"] if more else []
-        told = f"run_dir: {Path(recipe.run_dir).absolute()} holds another recipe:"
-        raise RecipeError("\n      ".join((told, *lines)))
-    complete = Checkpoints(Path(recipe.run_dir).absolute(), "", recipe.checkpointing).all()
+    run_dir = Path(recipe.run_dir).absolute()
+    if (before := earlier(recipe)) is not None and (different := differences(before, recipe)):
+        raise _refused("run-exists", f"{run_dir} holds another recipe:\n      {_ways_on(before, recipe, different)}")
+    complete = Checkpoints(run_dir, "", recipe.checkpointing).all()
     if complete and (problem := version_problem(complete[-1], recipe)):
         raise RecipeError(problem)
-    if not complete and config.evaluates_alone(recipe) and _has_learned(Path(recipe.run_dir)):
-        raise RecipeError(
-            f"run_dir: {Path(recipe.run_dir).absolute()} has steps in metrics.jsonl, and no checkpoint to evaluate; expected a"
-            " run with checkpoints, or a new folder. Try run_dir=runs/evaluation policy.model_name=MODEL"
+    if not complete and config.evaluates_alone(recipe) and _has_learned(run_dir):
+        raise _refused(
+            "no-checkpoint",
+            f"{run_dir} has steps in metrics.jsonl, and no checkpoint to evaluate; expected a run with checkpoints, or a new"
+            " folder. Try run_dir=runs/evaluation policy.model_name=MODEL",
         )
+
+
+def _refused(code: str, message: str) -> RecipeError:
+    return RecipeError(Problem("run_dir", code, message))
+
+
+def _ways_on(before: Recipe, now: Recipe, different: dict[str, tuple[Any, Any]]) -> str:
+    """Return the keys that differ, a line each, and what to give to go on with the run as it began."""
+    given, asked = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
+    lines = [
+        f"{key} is {old if key in given else 'absent'} there and {new if key in asked else 'absent'} here"
+        for key, (old, new) in different.items()
+    ]
+    kept = [shlex.quote(config.argument(key, old)) for key, (old, _) in different.items() if key in given]
+    more = [key for key in different if key not in given]
+    lines.append("Take another folder (run_dir=...), or go on as it began:")
+    lines += [" ".join(kept)] if kept else []
+    lines += [f"leave out {', '.join(more)}"] if more else []
+    return "\n      ".join(lines)
 
 
 def _has_learned(run_dir: Path) -> bool:
@@ -136,11 +145,10 @@ def _has_learned(run_dir: Path) -> bool:
 def _check_writable(run_dir: Path) -> None:
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists() or path.is_symlink())
     if not existing.is_dir():
-        raise RecipeError(f"run_dir: {run_dir} cannot be a folder: {existing} is not one; give another run_dir=...")
+        raise _refused("unwritable", f"{run_dir} cannot be a folder: {existing} is not one; give another run_dir=...")
     if not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
-        raise RecipeError(
-            f"run_dir: {run_dir} cannot be written: {getpass.getuser()} may not write in {existing}; give another run_dir=..."
-        )
+        why = f"{run_dir} cannot be written: {getpass.getuser()} may not write in {existing}; give another run_dir=..."
+        raise _refused("unwritable", why)
 
 
 def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
@@ -148,7 +156,7 @@ def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
 
     Paths that lead to the same place from the run folder do not differ: all of it may have been moved.
     """
-    old, new = _flat(before), _flat(now)
+    old, new = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
     moved, here = _from_run_folder(before, old), _from_run_folder(now, new)
     return {
         key: (old.get(key), new.get(key))
@@ -171,18 +179,14 @@ def _from_run_folder(recipe: Recipe, flat: dict[str, Any]) -> dict[str, Any]:
     return {key: relative(value) if places.is_path(key) else value for key, value in flat.items()}
 
 
-def _flat(recipe: Recipe) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                walk(f"{prefix}.{key}" if prefix else str(key), inner)
-        else:
-            flat[prefix] = value
-
-    walk("", dataclasses.asdict(recipe))
-    return flat
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return dotted key -> value of nested mappings. An empty mapping is a value."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return found
 
 
 def live_job(run_dir: Path) -> RunJob | None:
@@ -191,9 +195,10 @@ def live_job(run_dir: Path) -> RunJob | None:
     if record is None or (record.executor, record.job_id) == ("slurm", batch_job()):  # then of an earlier start of this job
         return None
     if record.executor == "slurm" and (why := slurm_client.unreachable()):
-        raise RecipeError(
-            f"run_dir: {run_dir} was last written by Slurm job {record.job_id}, and whether that has ended cannot be asked:"
-            f" {why}. Try again where a controller answers, or, if the job has ended, delete {run_dir}/job.json"
+        raise _refused(
+            "unreachable",
+            f"{run_dir} was last written by Slurm job {record.job_id}, and whether that has ended cannot be asked: {why}. Try"
+            f" again where a controller answers, or, if the job has ended, delete {run_dir}/job.json",
         )
     job = record.attach(run_dir)
     status = job.status(now=True)
@@ -201,12 +206,10 @@ def live_job(run_dir: Path) -> RunJob | None:
 
 
 def refuse_live(run_dir: Path) -> None:
-    """Raises RecipeError if a job still writes into this folder."""
+    """Raise RecipeError if a job still writes into this folder."""
     if job := live_job(run_dir):
-        raise RecipeError(
-            f"run_dir: {job.name()} is still writing into {run_dir}; follow it with `python launch/submit.py"
-            f" follow={run_dir}`, cancel it, or take another folder"
-        )
+        follow = f"follow it with `python launch/submit.py follow={run_dir}`, cancel it, or take another folder"
+        raise _refused("in-use", f"{job.name()} is still writing into {run_dir}; {follow}")
 
 
 @contextlib.contextmanager
@@ -222,32 +225,19 @@ def locked(run_dir: Path) -> Iterator[None]:
     try:
         try:
             _make_private(run_dir)
-            lock = open(open_own(run_dir / ".lock", os.O_WRONLY | os.O_CREAT), "w")  # noqa: SIM115 closed below
-        except NotOwn as error:
-            raise RecipeError(f"run_dir: {error}, or give another run_dir=...") from None
         except OSError as error:
-            raise RecipeError(f"run_dir: {run_dir} cannot be written: {error.strerror}; give another run_dir=...") from None
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RecipeError(
-                    f"run_dir: {run_dir} is just being submitted to by someone else; wait for that, or take another"
-                ) from None
-            except OSError as error:
-                raise RecipeError(
-                    f"run_dir: {run_dir} cannot be locked: {error.strerror}; mount its file system with locks (Lustre: -o"
-                    " flock), or give another run_dir=..."
-                ) from None
+            raise RecipeError(folder_lock.unwritable(run_dir, "run_dir", error)) from None
+        with folder_lock.held(run_dir, "run_dir"):
             refuse_live(run_dir)
             _make_secret(run_dir / ".secret")
             yield
     except OSError as error:
         if error.errno not in REMEDY:
             raise
-        raise RecipeError(
-            f"run_dir: {error.filename or run_dir} cannot be written: {error.strerror}; {REMEDY[error.errno]}. No job was left"
-            " behind; the same command tries again"
+        raise _refused(
+            "unwritable",
+            f"{error.filename or run_dir} cannot be written: {error.strerror}; {REMEDY[error.errno]}. No job was left behind;"
+            " the same command tries again",
         ) from error
     finally:
         os.umask(before)
@@ -264,7 +254,7 @@ def _make_private(run_dir: Path) -> None:
         status, link = folder.stat(), folder.lstat()
         if status.st_uid != os.geteuid() or not _trusted(link):
             owner = user_name(link.st_uid if _trusted(status) else status.st_uid)
-            raise RecipeError(f"run_dir: {folder} belongs to {owner}, not to you; give another run_dir=...")
+            raise _refused("permission-denied", f"{folder} belongs to {owner}, not to you; give another run_dir=...")
         mode = stat.S_IMODE(status.st_mode)
         if mode & 0o022:
             folder.chmod(mode & ~0o022)
@@ -272,10 +262,8 @@ def _make_private(run_dir: Path) -> None:
     for path in run_dir.iterdir():
         with contextlib.suppress(FileNotFoundError):  # a job that still writes here renames its files
             if not _trusted(status := path.lstat()):
-                raise RecipeError(
-                    f"run_dir: {path} belongs to {user_name(status.st_uid)}, not to you, and the run would use it; delete it,"
-                    " or give another run_dir=..."
-                )
+                owner = f"belongs to {user_name(status.st_uid)}, not to you, and the run would use it"
+                raise _refused("permission-denied", f"{path} {owner}; delete it, or give another run_dir=...")
 
 
 def _trusted(status: os.stat_result) -> bool:

@@ -31,7 +31,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import files
-from pipeline.config import CheckpointingConfig, Recipe, TimeoutsConfig, advances_per_step, has_schedule, updates_per_step
+from pipeline.config import (
+    CheckpointingConfig,
+    Problem,
+    Recipe,
+    TimeoutsConfig,
+    advances_per_step,
+    has_schedule,
+    updates_per_step,
+)
 from pipeline.files import Patience, append, retrying, sync, write_durably
 
 COMPLETE = "complete.json"
@@ -183,8 +191,8 @@ def superfluous(checkpoints: list[Checkpoint], config: CheckpointingConfig) -> l
     return [checkpoint for checkpoint in checkpoints if checkpoint not in best and checkpoint is not checkpoints[-1]]
 
 
-def version_problem(checkpoint: Checkpoint, recipe: Recipe) -> str | None:
-    """Why a run of this recipe cannot go on from a checkpoint of an earlier version; None if it can.
+def version_problem(checkpoint: Checkpoint, recipe: Recipe) -> Problem | None:
+    """Return why a run of this recipe cannot go on from a checkpoint of an earlier version; None if it can.
 
     Version 1 advanced schedules with every optimizer update. Where a step advances them as often as it has updates, or where
     there is no schedule, its count has the same meaning.
@@ -192,11 +200,13 @@ def version_problem(checkpoint: Checkpoint, recipe: Recipe) -> str | None:
     updates, advances = updates_per_step(recipe), advances_per_step(recipe)
     if checkpoint.version >= VERSION or not has_schedule(recipe) or updates == advances:
         return None
-    return (
-        f"run_dir: {checkpoint.folder} counts its learning-rate schedule in optimizer updates, as earlier versions did; this"
+    return Problem(
+        "run_dir",
+        "earlier-version",
+        f"{checkpoint.folder} counts its learning-rate schedule in optimizer updates, as earlier versions did; this"
         f" version counts steps, and a step has {updates} updates, so the rate would change on resuming. Go on with the version"
         " that wrote it (the run's manifest.json names the commit), or begin another run from its weights (python"
-        " launch/export.py)"
+        " launch/export.py)",
     )
 
 

@@ -18,7 +18,7 @@ from pipeline.algorithms.advantages import standard
 from pipeline.algorithms.base import Objective, OnlineAlgorithm
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, version_problem
-from pipeline.config import Recipe, evaluates_alone
+from pipeline.config import Recipe, RecipeError, evaluates_alone
 from pipeline.data.batches import share
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import ExampleStream, PairStream, PromptStream, Stream
@@ -70,7 +70,7 @@ class Run:
         if latest is None:
             return 0, Metrics(self.folder, self.recipe.logger, None, self.checkpoints.patience)
         if problem := version_problem(latest, self.recipe):
-            raise ValueError(problem)
+            raise RecipeError(problem)
         self.startup.enter("read the checkpoint")
         with self.sharing.training():
             self.train.restore(str(latest.folder)).result()

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pipeline.config.errors import Problem
+
 NAMES = re.compile(
     r"(.*_)?(TOKEN|API_?KEY|ACCESS_KEY|PRIVATE_KEY|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|PASSWORD|PASSWD|CREDENTIALS?)"
     r"|.*PASSWORD.*|HUGGING_FACE_HUB_TOKEN|HETSTEP_SECRET"
@@ -51,8 +53,8 @@ def redacted(text: str, values: Mapping[str, str] | None = None) -> str:
     return VALUES.sub("***", text)
 
 
-def problems(tree: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """What a recipe's keys and values give away, without saying it. `tree`: the recipe as nested dicts and lists."""
+def problems(tree: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Iterator[Problem]:
+    """Yield a problem for each secret that a recipe holds, without the secret. tree: the recipe as nested dicts and lists."""
     values = in_environment(environment)
     for keys, value in _leaves((), tree):
         if not isinstance(value, str) or not value:
@@ -60,11 +62,14 @@ def problems(tree: Mapping[str, Any], environment: Mapping[str, str] = os.enviro
         key = ".".join(keys)
         held = next((name for secret, name in values.items() if secret in value), None)
         if len(keys) > 1 and keys[-2] == "env_vars" and is_secret(keys[-1]):
-            yield f"{key}: a recipe is written to disk and shown, so it may not hold a secret; {ADVICE}"
+            why = f"a recipe is written to disk and shown, so it may not hold a secret; {ADVICE}"
         elif held:
-            yield f"{key}: holds the value of the variable {held}; a recipe may not hold a secret, and ranks have the variable"
+            why = f"holds the value of the variable {held}; a recipe may not hold a secret, and ranks have the variable"
         elif VALUES.search(value) or GIVEN.search(value):
-            yield f"{key}: looks as if it held a secret, and a recipe is written to disk and shown; {ADVICE}"
+            why = f"looks as if it held a secret, and a recipe is written to disk and shown; {ADVICE}"
+        else:
+            continue
+        yield Problem(key, "secret-in-recipe", why)
 
 
 def _leaves(keys: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:

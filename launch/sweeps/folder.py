@@ -12,24 +12,22 @@ process that submitted it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from launch import run_folder
+from launch import folder_lock, run_folder
 from launch.executors.base import JobStatus, write_json
 from launch.executors.record import JobRecord, read_record, write_record
+from launch.run_folder import flat
 from launch.sweeps import suite as suites
 from launch.sweeps.queue import Queue
 from launch.sweeps.suite import Suite
-from pipeline.config import RecipeError
-from pipeline.files import NotOwn, listed, open_own, write_durably
+from pipeline.config import Problem, RecipeError
+from pipeline.files import listed, write_durably
 
 SETTLE_S = 5.0
 """How long done.json may lag behind the job's end on a shared file system."""
@@ -102,7 +100,8 @@ class Folder:
     def plan(self) -> Plan:
         """Raises RecipeError where there is none."""
         if not self.begun:
-            raise RecipeError(f"{self.path} is not the folder of a sweep: it has no sweep.json")
+            why = f"{self.path} is not the folder of a sweep: it has no sweep.json"
+            raise RecipeError(Problem("check", "not-a-run", why))
         said = json.loads((self.path / "sweep.json").read_text())
         return Plan(**{**said, "jobs": [Job(**job) for job in said["jobs"]]})
 
@@ -121,40 +120,21 @@ class Folder:
 
     def refuse_other(self, suite: Suite, overrides: list[str]) -> None:
         """Raises RecipeError if the sweep in this folder was begun with another suite."""
-        before = {**_flat("", asdict(self.suite)), "the command line": self.plan.overrides}
-        now = {**_flat("", asdict(suite)), "the command line": overrides}
+        before = {**flat(asdict(self.suite)), "the command line": self.plan.overrides}
+        now = {**flat(asdict(suite)), "the command line": overrides}
         for key in [*now, *before]:
             if now.get(key) != before.get(key):
-                raise RecipeError(
-                    f"{self.path} was begun with another suite: {key} is {before.get(key)} there and {now.get(key)} here; give"
-                    " the same, or begin another with id=NAME"
-                )
+                there = f"{self.path} was begun with {before.get(key)}; give that, or begin another with id=NAME"
+                raise RecipeError(Problem(key, "run-exists", f"got {now.get(key)}; {there}"))
 
     @contextlib.contextmanager
     def locked(self, wait_s: float = 0.0) -> Iterator[None]:
         """Create the folder if need be, and hold it. Raises RecipeError if another process has it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(open_own(self.path / ".lock", os.O_WRONLY | os.O_CREAT), "w")  # noqa: SIM115 closed below
-        except NotOwn as error:
-            raise RecipeError(f"folder: {error}, or give another folder") from None
         except OSError as error:
-            raise RecipeError(f"folder: {self.path} cannot be written: {error.strerror}") from None
-        deadline = time.monotonic() + wait_s
-        with lock:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise RecipeError(f"{self.path} is just being submitted or judged by another process") from None
-                    time.sleep(0.2)
-                except OSError as error:
-                    raise RecipeError(
-                        f"folder: {self.path} cannot be locked: {error.strerror}; mount its file system with locks (Lustre: -o"
-                        " flock), or give another folder"
-                    ) from None
+            raise RecipeError(folder_lock.unwritable(self.path, "folder", error)) from None
+        with folder_lock.held(self.path, "folder", wait_s):
             yield
 
     # ---- what was submitted -------------------------------------------------------------------------------------------------
@@ -210,12 +190,3 @@ def _seen_late(path: Path) -> bool:
     while not (there := listed(path)) and time.monotonic() < deadline:
         time.sleep(0.2)
     return there
-
-
-def _flat(prefix: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not value:
-        return {prefix: value}
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= _flat(f"{prefix}.{key}" if prefix else str(key), inner)
-    return found

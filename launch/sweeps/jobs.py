@@ -10,7 +10,7 @@ from pathlib import Path
 from launch import recipes
 from launch.prepare import Prepared, folder_name, prepare
 from launch.sweeps.folder import Job
-from launch.sweeps.suite import Asked, Suite, flat, seeds_of
+from launch.sweeps.suite import Asked, Suite, as_arguments, seeds_of
 from pipeline import config
 from pipeline.config import RecipeError, refuse
 
@@ -47,7 +47,7 @@ def _in_turn(suite: Suite) -> list[tuple[str, int]]:
 def _prepared(suite: Suite, more: list[str], run: str, seed: int, folder: Path) -> tuple[list[str], list[Prepared]]:
     """(the recipe's overrides, what has to run). Raises RecipeError."""
     recipe = suite.runs[run].recipe or run
-    given = [*flat(suite.overrides), *flat(suite.runs[run].overrides), *more]
+    given = [*as_arguments(suite.overrides), *as_arguments(suite.runs[run].overrides), *more]
     algorithm = recipes.inspect(recipe, given).recipe.algorithm
     given += [f"{algorithm}.seed={seed}"] if algorithm else []
     given += [f"run_dir={folder / 'runs' / f'{run}-{seed}'}"]

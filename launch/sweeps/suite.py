@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launch.run_folder import flat
 from launch.sweeps import expressions
 from pipeline.config import RECIPES, Problem, Recipe, as_problem, independent, layers, refuse, typed
 from pipeline.config.values import Float, Int, Text
@@ -196,19 +197,10 @@ def _split(arguments: list[str]) -> tuple[list[tuple[str, Any]], list[str], list
     return given, overrides, found
 
 
-def flat(overrides: dict[str, Any]) -> list[str]:
-    """A mapping of a recipe's keys as `key=value`. An empty mapping is a value."""
-    found = []
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict) and value:
-            for key, inner in value.items():
-                walk(f"{prefix}.{key}" if prefix else str(key), inner)
-        else:
-            found.append(f"{prefix}={layers.dumped([value], on_one_line=True).strip()[1:-1]}")
-
-    walk("", overrides)
-    return found if overrides else []
+def as_arguments(overrides: dict[str, Any]) -> list[str]:
+    """Return a mapping of a recipe's keys as `key=value`."""
+    values = flat(overrides) if overrides else {}
+    return [f"{key}={layers.dumped([value], on_one_line=True).strip()[1:-1]}" for key, value in values.items()]
 
 
 # ---- what can be said against it -------------------------------------------------------------------------------------------
@@ -262,7 +254,7 @@ def _seeds(key: str, seeds: list[int]) -> Iterator[str]:
 
 
 def _given(key: str, overrides: dict[str, Any]) -> Iterator[str]:
-    for override in flat(overrides):
+    for override in as_arguments(overrides):
         name = override.partition("=")[0]
         if name in GIVEN:
             yield f"{key}.{name}: the sweep gives each run its own"

@@ -19,6 +19,7 @@ from pipeline.files import write_durably
 from pipeline.store.proof import attempt_key
 from pipeline.watchdog import Failure
 from tests.launch.model import write_recipe
+from tests.problems import named
 from tests.world.secret import write_secret
 
 HF = "hf_" + "aB3dE6gH" * 4
@@ -54,8 +55,8 @@ def test_a_recipe_with_a_secret_is_refused_without_saying_it(load, monkeypatch, 
     monkeypatch.setenv("SOME_PASSWORD", "correct horse")
     with pytest.raises(RecipeError) as error:
         run_folder.check(load(override))
-    (problem,) = map(str, error.value.problems)
-    assert problem.startswith(f"{key}: ")
+    assert named(error.value.problems) == {(key, "secret-in-recipe")}
+    problem = str(error.value)
     assert HF not in problem and "ghp_" not in problem and "sk-proj" not in problem and "correct horse" not in problem
     assert "export it in the shell that submits" in problem or "ranks have the variable" in problem
 

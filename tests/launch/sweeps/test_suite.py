@@ -71,7 +71,7 @@ gates:
         "gates.shared.runs: 'to' is no run of this sweep; did you mean 'two'? there are: one, two, three, four",
         "runs.one.overrides.run_dir: the sweep gives each run its own",
         "runs.one.overrides.grpo.seed: a run's seeds are listed in `seeds`",
-        "no such statistic.value: 'lst(loss)' is no expression: at 'lst(loss)': 'lst' is no statistic; did you mean 'last'?",
+        "no such statistic.value: 'lst(loss)' is no expression: 'lst' is no statistic; did you mean 'last'?",
         "nothing to fail: says nothing that could fail; give at_least",
         "nothing passes: at_least 3 is above at_most 2: nothing passes",
         "no metric.value: '1 + 1' names no metric, so it is the same whatever happens",
@@ -109,13 +109,13 @@ def test_the_command_line_changes_the_suite_or_every_recipe(tmp_path):
     path = write_suite(tmp_path)
     asked = suite.load(str(path), ["seeds=[4]", "runs.a.overrides.grpo.max_num_steps=7", "cluster.time_min=5"])
     assert (asked.suite.seeds, asked.overrides) == ([4], ["cluster.time_min=5"])
-    assert suite.flat(asked.suite.runs["a"].overrides) == ["policy.optimizer.kwargs.lr=0.5", "grpo.max_num_steps=7"]
-    assert suite.flat(asked.suite.runs["b"].overrides) == ["policy.optimizer.kwargs.lr=0.5"]
+    assert suite.as_arguments(asked.suite.runs["a"].overrides) == ["policy.optimizer.kwargs.lr=0.5", "grpo.max_num_steps=7"]
+    assert suite.as_arguments(asked.suite.runs["b"].overrides) == ["policy.optimizer.kwargs.lr=0.5"]
 
 
 def test_overrides_become_what_a_command_line_says():
     given = {"a": {"b": 1.5, "c": [1, "x y"], "d": None}, "e.f": "it's: so", "g": {}, "h": True, "i": "true"}
-    told = suite.flat(given)
+    told = suite.as_arguments(given)
     assert [each.partition("=")[0] for each in told] == ["a.b", "a.c", "a.d", "e.f", "g", "h", "i"]
     read = [node for each in told for _, node in layers.overrides([each])]
     values = [node.plain() if isinstance(node, layers.Branch) else [node.value] for node in read]

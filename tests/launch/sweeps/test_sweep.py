@@ -34,7 +34,7 @@ def test_from_nothing_to_a_baseline_to_a_regression(tmp_path):
     assert starts(good) == {"a-1": 1, "b-1": 1}
 
     status, output = sweep(*command, "id=good", "seeds=[3]", env=environment())
-    assert status == 2 and "was begun with another suite: seeds is [1] there and [3] here" in output
+    assert status == 2 and "seeds: got [3]; " in output and "was begun with [1]" in output
 
     bad = ["id=bad", "runs.b.overrides.policy.optimizer.kwargs.lr=5.0"]  # what write_suite gives, times 10
     status, output = sweep(*command, *bad, env=environment())
@@ -89,7 +89,7 @@ def test_two_at_the_same_time_are_refused(tmp_path):
     command = [f"sweep={write_suite(tmp_path, **ONE_SEED)}", "id=x"]
     with Folder(tmp_path / "sweeps/some/x").locked():
         status, output = sweep(*command, env=environment())
-    assert status == 2 and "is just being submitted or judged by another process" in output
+    assert status == 2 and "[in-use]" in output
     assert not (tmp_path / "sweeps/some/x/sweep.json").exists()
 
 
