@@ -14,8 +14,8 @@ from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
 from pipeline.config import Recipe
 from pipeline.coordinator import Run, run_offline, run_online
-from pipeline.data import build_streams
 from pipeline.data.chat import load_tokenizer
+from pipeline.data.mixture import build_streams
 from pipeline.deadline import Deadline
 from pipeline.files import Patience, retrying, wait_for, write_durably
 from pipeline.refit.base import Refit

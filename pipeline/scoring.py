@@ -45,7 +45,7 @@ class Scoring:
     def __init__(self, recipe: Recipe, serving: Remote, places: list[DataPlace], tokenizer: PreTrainedTokenizerBase):
         """serving: the realm that serves the reward model, and `places` its ranks'. tokenizer: the policy's."""
         self._environment = config.reward_environment(recipe)
-        self._model = config.judge(recipe)
+        self._model = config.reward_model_policy(recipe)
         self._serving = serving
         self._places = places
         self._encode = _encoder(recipe, self._model, self._environment, tokenizer)

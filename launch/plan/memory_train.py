@@ -16,7 +16,15 @@ from launch.plan.memory_fsdp import FSDP
 from launch.plan.memory_load import Load, Model, load, models
 from launch.plan.memory_megatron import Megatron, stages
 from launch.plan.memory_parts import RUNTIME, Parts, TrainMemory, add
-from pipeline.config import PRECISIONS, Recipe, generates, judge, reward_environment, serves_rewards, uses_megatron
+from pipeline.config import (
+    PRECISIONS,
+    Recipe,
+    generates,
+    reward_environment,
+    reward_model_policy,
+    serves_rewards,
+    uses_megatron,
+)
 
 Held = FSDP | Megatron
 
@@ -37,7 +45,7 @@ def reward(recipe: Recipe, shapes: dict[str, ModelShape]) -> TrainMemory | None:
     """Return the memory of the fullest reward rank; None if the reward model has no ranks of its own."""
     if not serves_rewards(recipe):
         return None
-    policy, component = judge(recipe), recipe.cluster.reward
+    policy, component = reward_model_policy(recipe), recipe.cluster.reward
     cut, cuda = train_cut(policy, component), component.gpus_per_node > 0
     model = Model(policy, shapes[f"env.{reward_environment(recipe)}"], values=True, trained=False)
     found = peak([model], cut, cuda, load(recipe, cut.data))

@@ -267,7 +267,7 @@ def reward_phase(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths
         return None
     served = config.serves_rewards(recipe)
     component = recipe.cluster.reward if served else recipe.cluster.train
-    judge = _without_head(job(recipe, config.judge(recipe), shapes[f"env.{name}"], lengths, gpu, component))
+    judge = _without_head(job(recipe, config.reward_model_policy(recipe), shapes[f"env.{name}"], lengths, gpu, component))
     work, parts = forward_pass(judge, count)
     return Phase(
         "rollout", "scores of the reward model", work, parts | _fetched(judge, not served and recipe.env[name].cpu_offload)

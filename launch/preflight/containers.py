@@ -230,7 +230,7 @@ def _needs(recipe: Recipe, name: str, pending: list[Path], conversions: Path) ->
         yield from _of_model("the tokenizer of policy.tokenizer.name", "policy.tokenizer.name", tokenizer, pending)
     if judged and _holds(recipe, name, f"env.{judged}", judged):
         key = f"env.{judged}.tokenizer.name"
-        yield from _of_model(f"the tokenizer of {key}", key, config.judge(recipe).tokenizer.name, pending)
+        yield from _of_model(f"the tokenizer of {key}", key, config.reward_model_policy(recipe).tokenizer.name, pending)
     if name == "train":
         yield from _of_data(recipe)
     for code in own_code.named(recipe):

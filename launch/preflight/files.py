@@ -52,7 +52,7 @@ def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None =
     yield from libraries.problems(recipe)
     tokenizer = yield from _tokenizer(recipe, "policy", recipe.policy, pending)
     if (name := config.reward_environment(recipe)) and recipe.env[name].model_name:
-        yield from _check_reward_tokenizer(recipe, f"env.{name}", config.judge(recipe), pending)
+        yield from _check_reward_tokenizer(recipe, f"env.{name}", config.reward_model_policy(recipe), pending)
     if recipe.algorithm == "distillation":
         if tokenizer:
             yield from _check_teacher_tokenizer(recipe, tokenizer, pending)

@@ -42,7 +42,7 @@ def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
             yield from _check_weights(section, folder)
     names = {"policy.tokenizer.name": recipe.policy.tokenizer.name}
     if environment := config.reward_environment(recipe):
-        names[f"env.{environment}.tokenizer.name"] = config.judge(recipe).tokenizer.name
+        names[f"env.{environment}.tokenizer.name"] = config.reward_model_policy(recipe).tokenizer.name
     for key, name in names.items():
         if (folder := _folder(key, name, pending)) and folder not in seen:
             seen.add(folder)

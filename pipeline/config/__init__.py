@@ -40,6 +40,7 @@ from pipeline.config.cluster import (
 from pipeline.config.columns import Columns, Message, conversation, judged_by_answer, recognized
 from pipeline.config.data import (
     DATASET_CARDS,
+    GENERATED_DATASETS,
     NAMED_DATASETS,
     NamedDataset,
     check_data,
@@ -63,7 +64,15 @@ from pipeline.config.megatron import (
     MegatronOptimizerConfig,
     MegatronSchedulerConfig,
 )
-from pipeline.config.models import critic, judge, models, reward_environment, reward_model, serves_rewards, teacher
+from pipeline.config.models import (
+    critic,
+    models,
+    reward_environment,
+    reward_model,
+    reward_model_policy,
+    serves_rewards,
+    teacher,
+)
 from pipeline.config.policy import (
     PRECISIONS,
     DTensorConfig,
@@ -91,7 +100,6 @@ from pipeline.config.reading import (
 )
 from pipeline.config.schema import (
     ENVIRONMENT_KINDS,
-    GENERATED_DATASETS,
     CheckpointingConfig,
     DataConfig,
     DatasetConfig,
@@ -202,7 +210,6 @@ __all__ = [
     "independent",
     "inspect",
     "is_dotted_path",
-    "judge",
     "judged_by_answer",
     "keyed_sets",
     "listed",
@@ -220,6 +227,7 @@ __all__ = [
     "refuse",
     "reward_environment",
     "reward_model",
+    "reward_model_policy",
     "runs_ahead",
     "section",
     "serves_rewards",

@@ -1,6 +1,7 @@
-"""The data sets that have names of their own, as NeMo-RL has them, and what a recipe's `data` says against itself.
+"""The data sets that have names of their own, which keys of `data` name data sets, and checks of `data` against itself.
 
-How their records are read is in `pipeline/data/named.py`.
+A generated data set is a callable (split, seed=, **kwargs) that returns a sequence of records, as a user's own may be. Named
+ones are NeMo-RL's, on the Hugging Face Hub; `pipeline/data/named.py` reads their records. One line adds either.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from pipeline.config.algorithms import OFFLINE, ONLINE, PAIRED
-from pipeline.config.schema import GENERATED_DATASETS, DataConfig, DatasetConfig, Recipe, evaluates_alone, generates
+from pipeline.config.errors import Problem
+from pipeline.config.schema import DataConfig, DatasetConfig, Recipe, evaluates_alone, generates
+
+GENERATED_DATASETS = {
+    "calculator_multiplication": "pipeline.data.arithmetic.products",
+    "scratchpad_addition": "pipeline.data.scratchpad.addition",
+    "scratchpad_preferences": "pipeline.data.scratchpad.preferences",
+    "sliding_puzzle": "pipeline.data.puzzle.Puzzles",
+}
 
 
 @dataclass(frozen=True)
@@ -19,29 +28,39 @@ class NamedDataset:
     repository: str  # on the Hugging Face Hub
     split: str = "train"
     subsets: tuple[str, ...] = ()  # configurations of the repository, laid end to end; none: its default
+    form: str = "answered"  # of its records: see READERS in pipeline/data/named.py
+    question: str = "problem"  # of form answered: the columns
+    answer: str = "answer"
     conversations: bool = False  # whether its records are messages, else a question and an answer
     answers: bool = True  # whether they have an answer to expect or to learn
     pairs: bool = False  # whether they have a chosen and a rejected one
     output_key: bool = False  # whether the recipe may choose the answer's column
 
 
+GSM8K = NamedDataset("openai/gsm8k", subsets=("main",), form="gsm8k")
 NAMED_DATASETS = {
     "AIME2024": NamedDataset("HuggingFaceH4/aime_2024"),
-    "AIME2025": NamedDataset("opencompass/AIME2025", "test", ("AIME2025-I", "AIME2025-II")),
+    "AIME2025": NamedDataset("opencompass/AIME2025", "test", ("AIME2025-I", "AIME2025-II"), question="question"),
     "AIME2026": NamedDataset("MathArena/aime_2026"),
-    "DAPOMath17K": NamedDataset("BytedTsinghua-SIA/DAPO-Math-17k"),
-    "DAPOMathAIME2024": NamedDataset("BytedTsinghua-SIA/AIME-2024"),
+    "DAPOMath17K": NamedDataset("BytedTsinghua-SIA/DAPO-Math-17k", form="dapo"),
+    "DAPOMathAIME2024": NamedDataset("BytedTsinghua-SIA/AIME-2024", form="dapo"),
     "DeepScaler": NamedDataset("agentica-org/DeepScaleR-Preview-Dataset"),
-    "GSM8K": NamedDataset("openai/gsm8k", subsets=("main",)),
-    "gsm8k": NamedDataset("openai/gsm8k", subsets=("main",)),
-    "HelpSteer3": NamedDataset("nvidia/HelpSteer3", subsets=("preference",), conversations=True, pairs=True),
-    "Nemotron-Cascade-2-SFT-Math": NamedDataset("nvidia/Nemotron-Cascade-2-SFT-Data", subsets=("math",), conversations=True),
-    "OpenMathInstruct-2": NamedDataset("nvidia/OpenMathInstruct-2", "train_1M", output_key=True),
+    "GSM8K": GSM8K,
+    "gsm8k": GSM8K,
+    "HelpSteer3": NamedDataset("nvidia/HelpSteer3", "train", ("preference",), "helpsteer3", conversations=True, pairs=True),
+    "Nemotron-Cascade-2-SFT-Math": NamedDataset(
+        "nvidia/Nemotron-Cascade-2-SFT-Data", "train", ("math",), "conversation", conversations=True
+    ),
+    "OpenMathInstruct-2": NamedDataset("nvidia/OpenMathInstruct-2", "train_1M", answer="expected_answer", output_key=True),
     "OpenR1-Math-220k": NamedDataset("open-r1/OpenR1-Math-220k", subsets=("default",)),
-    "squad": NamedDataset("rajpurkar/squad", conversations=True),
-    "tulu3_sft_mixture": NamedDataset("allenai/tulu-3-sft-mixture", conversations=True),
+    "squad": NamedDataset("rajpurkar/squad", form="squad", conversations=True),
+    "tulu3_sft_mixture": NamedDataset("allenai/tulu-3-sft-mixture", form="conversation", conversations=True),
     "Tulu3Preference": NamedDataset(
-        "allenai/llama-3.1-tulu-3-8b-preference-mixture", conversations=True, answers=False, pairs=True
+        "allenai/llama-3.1-tulu-3-8b-preference-mixture",
+        form="tulu3_preference",
+        conversations=True,
+        answers=False,
+        pairs=True,
     ),
 }
 
@@ -99,74 +118,80 @@ def nearest_dataset(name: str) -> str | None:
     return known[close[0]] if close else None
 
 
-def check_data(recipe: Recipe) -> Iterator[str]:
-    """What `data` says against itself, and of `env`, before any file is looked for."""
-    for key, dataset in keyed_sets(recipe.data).items():
+def check_data(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of `data` against itself and `env`, before any file is looked for."""
+    data = recipe.data
+    for key, dataset in keyed_sets(data).items():
         yield from _check_numbers(key, dataset)
         yield from _check_named(recipe, key, dataset)
         if dataset.text_key and recipe.algorithm != "sft":
-            yield f"{key}.text_key: got '{dataset.text_key}'; expected null: {recipe.algorithm} needs prompts. Try input_key"
+            text = f"got '{dataset.text_key}'; expected null: {recipe.algorithm} needs prompts. Try input_key"
+            yield Problem(f"{key}.text_key", "unsupported", text)
         if generates(recipe) and dataset.env_name not in recipe.env:
-            yield _no_environment(recipe, key, dataset.env_name)
-    yield from _check_several(recipe.data)
+            yield _no_environment(recipe, f"{key}.env_name", dataset.env_name)
+    yield from _check_several(data)
     if recipe.algorithm in (*ONLINE, *OFFLINE) and evaluates_alone(recipe) and not validates(recipe):
-        yield (
-            f"{recipe.algorithm}.max_num_steps: got 0, which validates once and learns nothing; expected a data set to validate"
-            " on. Try data.validation.data_path=FILE.jsonl"
+        yield Problem(
+            f"{recipe.algorithm}.max_num_steps",
+            "missing-value",
+            "got 0, which validates once and learns nothing; expected a data set to validate on. Try"
+            " data.validation.data_path=FILE.jsonl",
         )
-    if (tokens := recipe.data.max_input_seq_length) > (longest := recipe.policy.max_total_sequence_length):
-        yield (
-            f"data.max_input_seq_length: {tokens} is above policy.max_total_sequence_length {longest}, and a batch need have"
-            " no room for more; at most that"
-        )
+    if (tokens := data.max_input_seq_length) > (longest := recipe.policy.max_total_sequence_length):
+        text = f"got {tokens}; expected at most policy.max_total_sequence_length {longest}, the most that a batch has room for"
+        yield Problem("data.max_input_seq_length", "too-large", text)
 
 
-def _no_environment(recipe: Recipe, key: str, name: str | None) -> str:
+def _no_environment(recipe: Recipe, key: str, name: str | None) -> Problem:
     got = "null" if name is None else f"'{name}'"
-    needs = f"{recipe.algorithm} samples answers, and an environment judges them"
+    why = f"got {got}, but {recipe.algorithm} samples answers, and an environment judges them; expected"
     if not recipe.env:
         name = name or "math"
-        return (
-            f"{key}.env_name: got {got}, but {needs}; expected the name of one under env, which has none. Try"
-            f" {key}.env_name={name} env.{name}.kind=math (or another kind: exact_match, code, the dotted path of your own ...)"
+        text = (
+            f"{why} the name of one under env, which has none. Try {key}={name} env.{name}.kind=math (or another kind:"
+            " exact_match, code, the dotted path of your own ...)"
         )
-    known = ", ".join(recipe.env)
-    return (
-        f"{key}.env_name: got {got}, but {needs}; expected one of env's: {known}. Try {key}.env_name={next(iter(recipe.env))}"
-    )
+    else:
+        text = f"{why} one of env's: {', '.join(recipe.env)}. Try {key}={next(iter(recipe.env))}"
+    return Problem(key, "missing-value" if got == "null" else "not-a-choice", text)
 
 
-def _check_several(data: DataConfig) -> Iterator[str]:
-    """What data sets say against each other."""
+def _check_several(data: DataConfig) -> Iterator[Problem]:
+    """Yield the problems of data sets against each other."""
     if data.train is None and not data.datasets:
-        yield "data.train: null, so that there is nothing to train on; it, or data.datasets, must name a data set"
-    if data.datasets and data.train not in (None, DatasetConfig()):
-        yield "data.train: data.datasets is there in its place; data.train=null, or leave data.datasets out"
-    if data.validations and data.validation is not None:
-        yield "data.validation: data.validations is there in its place; data.validation=null, or leave data.validations out"
+        text = "got null, which leaves nothing to train on; expected a data set here or in data.datasets"
+        yield Problem("data.train", "missing-value", text)
+    for single, default, several in (("train", DatasetConfig(), "datasets"), ("validation", None, "validations")):
+        if getattr(data, several) and getattr(data, single) not in (None, default):
+            text = f"data.{several} takes its place. Try data.{single}=null, or leave data.{several} out"
+            yield Problem(f"data.{single}", "contradiction", text)
     for key, dataset in keyed_sets(data).items():
         if not NAME.fullmatch(key.rpartition(".")[2]):
-            yield f"{key}: the name becomes a part of metrics' names, so it may have letters, digits, _ and - alone"
+            text = "expected a name of letters, digits, _ and - alone: it becomes a part of metrics' names"
+            yield Problem(key, "bad-format", text)
         if dataset.weight is not None and not key.startswith("data.datasets."):
-            yield f"{key}.weight: only what is in data.datasets is mixed; leave it out"
+            yield Problem(f"{key}.weight", "has-no-effect", "only what is in data.datasets is mixed. Leave it out")
         if dataset.split_validation_size and key.startswith("data.validation"):
-            yield f"{key}.split_validation_size: nothing is held out of what is validated on; leave it at 0"
-    weighed = [dataset.weight is not None for dataset in data.datasets.values()]
-    if any(weighed) and not all(weighed):
-        without = [name for name, dataset in data.datasets.items() if dataset.weight is None]
-        yield f"data.datasets.{without[0]}.weight: not given, but others are; a number, or none anywhere, for those of records"
+            text = "nothing is held out of what is validated on. Leave it at 0"
+            yield Problem(f"{key}.split_validation_size", "has-no-effect", text)
+    without = [name for name, dataset in data.datasets.items() if dataset.weight is None]
+    if 0 < len(without) < len(data.datasets):
+        text = "got null, but others have one. Try a number, or none anywhere, which weighs by the number of records"
+        yield Problem(f"data.datasets.{without[0]}.weight", "missing-value", text)
     for name in held_out_sets(data):
         if name in data.validations:
-            yield f"data.validations.{name}: what a training data set holds out is validated on under this name; another one"
+            text = "a training data set that holds records out is validated on under this name. Try another one"
+            yield Problem(f"data.validations.{name}", "ambiguous", text)
 
 
-def _check_numbers(key: str, dataset: DatasetConfig) -> Iterator[str]:
+def _check_numbers(key: str, dataset: DatasetConfig) -> Iterator[Problem]:
     size = dataset.split_validation_size
     if size >= 1 and size != int(size):
-        yield f"{key}.split_validation_size: {size:g} is neither a share below 1 nor a number of records; 0.05, or 256"
+        text = f"got {size:g}; expected a share below 1, or a number of records. Try 0.05, or 256"
+        yield Problem(f"{key}.split_validation_size", "bad-format", text)
 
 
-def _check_named(recipe: Recipe, key: str, dataset: DatasetConfig) -> Iterator[str]:
+def _check_named(recipe: Recipe, key: str, dataset: DatasetConfig) -> Iterator[Problem]:
     name = dataset.dataset_name
     if name not in NAMED_DATASETS:
         return
@@ -174,14 +199,14 @@ def _check_named(recipe: Recipe, key: str, dataset: DatasetConfig) -> Iterator[s
     default = {field.name: field.default for field in fields(DatasetConfig)}
     for column in COLUMNS:
         if getattr(dataset, column) != default[column] and not (column == "output_key" and named.output_key):
-            yield (
-                f"{key}.{column}: {name} has columns of its own, so this would mean nothing; leave it out, or read the columns"
-                f" you choose with {key}.dataset_name={named.repository}"
-            )
+            text = f"{name} has columns of its own. Leave it out, or choose columns with {key}.dataset_name={named.repository}"
+            yield Problem(f"{key}.{column}", "has-no-effect", text)
     if named.conversations and not recipe.data.apply_chat_template:
-        yield f"{key}.dataset_name: {name} has conversations, which need data.apply_chat_template=true"
+        text = f"{name} has conversations, which need data.apply_chat_template=true"
+        yield Problem(f"{key}.dataset_name", "contradiction", text)
     paired = recipe.algorithm in PAIRED
     if not (named.pairs if paired else named.answers):
         fit = [other for other, known in NAMED_DATASETS.items() if (known.pairs if paired else known.answers)]
         lacks = "no pairs of answers" if paired else "only pairs of answers"
-        yield f"{key}.dataset_name: {name} has {lacks}, which {recipe.algorithm} cannot learn from; one of: {', '.join(fit)}"
+        text = f"{name} has {lacks}, which {recipe.algorithm} cannot learn from; expected one of: {', '.join(fit)}"
+        yield Problem(f"{key}.dataset_name", "unsupported", text)

@@ -1,4 +1,4 @@
-"""The other models of a run, each as a policy's configuration, which is what backends are built from."""
+"""Describe the other models of a run, each as a policy's configuration, from which backends are built."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from pipeline.config.errors import Problem
 from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, TokenizerConfig, ValueConfig
 from pipeline.config.schema import EnvironmentConfig, Recipe, generates
 
@@ -29,17 +30,18 @@ def serves_rewards(recipe: Recipe) -> bool:
     return environment is not None and environment.served_by == "reward"
 
 
-def check_reward_model(recipe: Recipe) -> Iterator[str]:
-    """A problem for what the environments say against themselves about reward models."""
-    kinds = {name: environment.kind for name, environment in recipe.env.items()}
-    if len(judges := [name for name, kind in kinds.items() if kind == "reward_model"]) > 1:
-        yield f"env: {' and '.join(judges)} are of kind reward_model; a recipe has one reward model at most"
+def check_reward_model(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of the environments about reward models."""
+    models = [name for name, environment in recipe.env.items() if environment.kind == "reward_model"]
+    if len(models) > 1:
+        text = f"{' and '.join(models)} are of kind reward_model; expected one at most"
+        yield Problem("env", "contradiction", text)
     for name, environment in recipe.env.items():
         key, kind, model = f"env.{name}.model_name", environment.kind, environment.model_name
         if kind == "reward_model" and model is None:
-            yield f"{key}: kind reward_model needs one, a folder or a Hugging Face name"
+            yield Problem(key, "missing-value", "got null; expected the reward model's folder, or its Hugging Face name")
         if kind != "reward_model" and model is not None:
-            yield f"{key}: {model}, but the kind is {kind}; only a reward_model has one"
+            yield Problem(key, "has-no-effect", f"got {model}, but the kind is {kind}; only a reward_model has one")
 
 
 def critic(recipe: Recipe) -> PolicyConfig:
@@ -53,8 +55,8 @@ def teacher(recipe: Recipe) -> PolicyConfig:
     return _cut_as_the_policy(recipe, recipe.teacher)
 
 
-def judge(recipe: Recipe) -> PolicyConfig:
-    """The reward model."""
+def reward_model_policy(recipe: Recipe) -> PolicyConfig:
+    """Return the reward model as a policy's configuration."""
     environment = reward_model(recipe)
     given = environment.tokenizer
     tokenizer = TokenizerConfig(given.name or environment.model_name, given.chat_template, given.chat_template_kwargs)
@@ -69,7 +71,7 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
     if recipe.algorithm == "distillation":
         found["teacher"] = teacher(recipe)
     if name := reward_environment(recipe):
-        found[f"env.{name}"] = judge(recipe)
+        found[f"env.{name}"] = reward_model_policy(recipe)
     return {section: model for section, model in found.items() if model.model_name is not None}  # null is told elsewhere
 
 

@@ -31,12 +31,6 @@ from pipeline.config.values import MISSING, Bool, Float, Int, NotNegative, Posit
 # ---- data and environments ----------------------------------------------------------------------------------------------
 
 
-GENERATED_DATASETS = (  # pipeline/data/datasets.py
-    "calculator_multiplication",
-    "scratchpad_addition",
-    "scratchpad_preferences",
-    "sliding_puzzle",
-)
 ENVIRONMENT_KINDS = (  # pipeline/environments/registry.py
     "calculator",
     "code",

@@ -17,15 +17,8 @@ import msgspec
 import numpy as np
 
 from pipeline import own_code
-from pipeline.config import DATASET_CARDS, NAMED_DATASETS, DatasetConfig, is_dotted_path, nearest_dataset
-from pipeline.data import arithmetic, named, puzzle, scratchpad
-
-GENERATED = {
-    "calculator_multiplication": arithmetic.products,
-    "scratchpad_addition": scratchpad.addition,
-    "scratchpad_preferences": scratchpad.preferences,
-    "sliding_puzzle": puzzle.Puzzles,
-}
+from pipeline.config import DATASET_CARDS, GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, is_dotted_path, nearest_dataset
+from pipeline.data import named
 
 Record = dict[str, Any]
 
@@ -39,7 +32,7 @@ def load_split(dataset: DatasetConfig, seed: int) -> tuple[Sequence[Record], Seq
     """The records of a data set, and those of them that `split_validation_size` holds out. `seed` is for generated data sets
     whose `kwargs` give none.
 
-    `dataset_name` may be one of NAMED_DATASETS or GENERATED, a folder that `save_to_disk` wrote, whatever
+    `dataset_name` may be one of NAMED_DATASETS or GENERATED_DATASETS, a folder that `save_to_disk` wrote, whatever
     `datasets.load_dataset` takes (a folder of JSON or Parquet files, a name in the local caches; HF_HUB_OFFLINE=1 keeps it off
     the network; `kwargs` then go to `load_dataset`), or the dotted path of a callable (split, seed=, **kwargs).
 
@@ -66,12 +59,12 @@ def _read(dataset: DatasetConfig, seed: int) -> Sequence[Record]:
         raise ValueError("data: give either dataset_name or data_path (a JSONL file)")
     if dataset.data_path is not None:
         records: Sequence[Record] = JSONLRecords(Path(dataset.data_path))
-    elif name in GENERATED:
-        records = GENERATED[name](dataset.split or "train", **{"seed": seed, **dataset.kwargs})
+    elif name in GENERATED_DATASETS:
+        records = _from_callable(GENERATED_DATASETS[name], dataset, seed)
     elif name in NAMED_DATASETS:
         records = _Made(_from_hub(dataset), lambda row: named.record(dataset, row))
     elif is_dotted_path(name) and not Path(name).exists():
-        records = _from_callable(dataset, seed)
+        records = _from_callable(name, dataset, seed)
     else:
         records = _from_datasets(dataset)
     if not len(records):
@@ -219,9 +212,8 @@ def _snapshot(name: str, revision: str | None) -> str | None:
     return folder if any(path.is_file() and path.name not in DATASET_CARDS for path in Path(folder).rglob("*")) else None
 
 
-def _from_callable(dataset: DatasetConfig, seed: int) -> Sequence[Record]:
-    """What a user's class or function gives, called as the generators of this package are: (split, seed=, **kwargs)."""
-    path = dataset.dataset_name
+def _from_callable(path: str, dataset: DatasetConfig, seed: int) -> Sequence[Record]:
+    """Return what a class or a function at a dotted path gives, called with (split, seed=, **kwargs)."""
     try:
         make = own_code.load(path)
     except own_code.NotFound as error:

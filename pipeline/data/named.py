@@ -31,14 +31,13 @@ def columns(dataset: DatasetConfig, paired: bool) -> DatasetConfig:
 
 
 def record(dataset: DatasetConfig, row: Record) -> Record:
-    """A row of the named data set as a record. Raises ValueError if it is not in the data set's columns."""
-    if NAMED_DATASETS[dataset.dataset_name].output_key and dataset.output_key != DatasetConfig.output_key:
-        return _answered(row, "problem", dataset.output_key)
-    return RECORDS[dataset.dataset_name](row)
-
-
-def _answered(row: Record, question: str, answer: str) -> Record:
-    return {"input": text_of(row, question), "output": _not_empty(row, answer)}
+    """Return a row of the named data set as a record. Raises ValueError if it is not in the data set's columns."""
+    known = NAMED_DATASETS[dataset.dataset_name]
+    if known.form != "answered":
+        return READERS[known.form](row)
+    chosen = known.output_key and dataset.output_key != DatasetConfig.output_key
+    answer = dataset.output_key if chosen else known.answer
+    return {"input": text_of(row, known.question), "output": _not_empty(row, answer)}
 
 
 def _not_empty(row: Record, key: str) -> str:
@@ -105,20 +104,12 @@ def _plain(messages: list[Message]) -> list[Message]:
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
-RECORDS: dict[str, Callable[[Record], Record]] = {
-    "AIME2024": lambda row: _answered(row, "problem", "answer"),
-    "AIME2025": lambda row: _answered(row, "question", "answer"),
-    "AIME2026": lambda row: _answered(row, "problem", "answer"),
-    "DAPOMath17K": _dapo,
-    "DAPOMathAIME2024": _dapo,
-    "DeepScaler": lambda row: _answered(row, "problem", "answer"),
-    "GSM8K": _gsm8k,
+READERS: dict[str, Callable[[Record], Record]] = {
+    "conversation": _conversation,
+    "dapo": _dapo,
     "gsm8k": _gsm8k,
-    "HelpSteer3": _helpsteer3,
-    "Nemotron-Cascade-2-SFT-Math": _conversation,
-    "OpenMathInstruct-2": lambda row: _answered(row, "problem", "expected_answer"),
-    "OpenR1-Math-220k": lambda row: _answered(row, "problem", "answer"),
+    "helpsteer3": _helpsteer3,
     "squad": _squad,
-    "tulu3_sft_mixture": _conversation,
-    "Tulu3Preference": _tulu3_preference,
+    "tulu3_preference": _tulu3_preference,
 }
+"""By `NamedDataset.form`, all but `answered`."""

@@ -31,7 +31,7 @@ class Scorer:
     """This rank's part of the reward model."""
 
     def __init__(self, model: PolicyConfig, group: dist.ProcessGroup, seed: int, offload: bool):
-        """model: `config.judge(recipe)`. group: the realm that serves it, which must be the default group by now.
+        """model: `config.reward_model_policy(recipe)`. group: the realm that serves it, which must be the default group by now.
 
         Collective. Raises ValueError, which says what is wrong, if the model or the layout is not supported.
         """
@@ -62,7 +62,7 @@ class RewardRole:
     @verb("setup")
     def setup(self) -> DataPlace:
         with self._world.phase("load reward model"):
-            self._scorer = Scorer(config.judge(self._recipe), self._world.own, self._seed, offload=False)
+            self._scorer = Scorer(config.reward_model_policy(self._recipe), self._world.own, self._seed, offload=False)
         return self._scorer.place
 
     @verb("rollout")

@@ -75,7 +75,7 @@ class TrainRole:
         environment = config.reward_model(recipe)
         if environment and environment.served_by == "train":
             with self._world.phase("load reward model"):
-                self._scorer = Scorer(config.judge(recipe), self._world.own, self._seed, environment.cpu_offload)
+                self._scorer = Scorer(config.reward_model_policy(recipe), self._world.own, self._seed, environment.cpu_offload)
         seed_generators(self._seed, self._policy.data_rank)
         return DataPlace(self._policy.data_rank, self._policy.data_size)
 

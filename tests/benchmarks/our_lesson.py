@@ -14,9 +14,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeline import algorithms, config, train
-from pipeline.data import build_streams
 from pipeline.data.batches import share
 from pipeline.data.chat import load_tokenizer
+from pipeline.data.mixture import build_streams
 from pipeline.data.packing import pack
 from pipeline.train.base import Use
 from pipeline.train.export import export

@@ -21,10 +21,11 @@ from pipeline.config import (
     check_data,
     validates,
 )
-from pipeline.data import build_streams
 from pipeline.data.datasets import load_records, load_split
-from pipeline.data.named import RECORDS
+from pipeline.data.mixture import build_streams
+from pipeline.data.named import READERS
 from tests.data import hub, named_rows
+from tests.problems import named
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}#{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -107,7 +108,8 @@ PREFERRED = {  # prompt, chosen, rejected
 
 
 def test_every_name_is_tested():
-    assert ASKED.keys() | LEARNED.keys() | PREFERRED.keys() == NAMED_DATASETS.keys() == RECORDS.keys()
+    assert ASKED.keys() | LEARNED.keys() | PREFERRED.keys() == NAMED_DATASETS.keys()
+    assert {known.form for known in NAMED_DATASETS.values()} == {"answered", *READERS}
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -346,22 +348,14 @@ def test_all_that_is_wrong_is_told_at_once():
         dataset_name="gsm8k",
         input_key="question",
         split_validation_size=1.5,
-        repeat=0,
-        max_samples=0,
         validation=DatasetConfig(dataset_name="HelpSteer3", split_validation_size=0.1),
         data={"apply_chat_template": False},
     )
-    problems = list(check_data(recipe))
-    assert [problem.split(": ")[0] for problem in problems] == [
-        "data.train.split_validation_size",
-        "data.train.repeat",
-        "data.train.max_samples",
-        "data.train.input_key",
-        "data.train.dataset_name",
-        "data.validation.dataset_name",
-        "data.validation.split_validation_size",
-    ]
-    assert "data.train.dataset_name=openai/gsm8k" in problems[3]
-    assert problems[4].endswith("which dpo cannot learn from; one of: HelpSteer3, Tulu3Preference")
-    (problem,) = check_data(a_recipe("sft", dataset_name="Tulu3Preference"))
-    assert problem.startswith("data.train.dataset_name: Tulu3Preference has only pairs of answers, which sft cannot learn from")
+    assert named(check_data(recipe)) == {
+        ("data.train.split_validation_size", "bad-format"),
+        ("data.train.input_key", "has-no-effect"),
+        ("data.train.dataset_name", "unsupported"),
+        ("data.validation.dataset_name", "contradiction"),
+        ("data.validation.split_validation_size", "has-no-effect"),
+    }
+    assert named(check_data(a_recipe("sft", dataset_name="Tulu3Preference"))) == {("data.train.dataset_name", "unsupported")}

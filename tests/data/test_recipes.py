@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pipeline import config
-from pipeline.data import build_streams
 from pipeline.data.chat import Encoder, load_tokenizer
 from pipeline.data.datasets import load_records
+from pipeline.data.mixture import build_streams
 from pipeline.data.scratchpad import addition
 from pipeline.data.stream import ExampleStream, PairStream, PromptStream
 from pipeline.environments.registry import build

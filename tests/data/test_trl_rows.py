@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from pipeline import config
-from pipeline.data import build_streams
+from pipeline.data.mixture import build_streams
 
 GOLDEN = Path(__file__).parent / "golden"
 RECORDED = json.loads((GOLDEN / "trl_rows.json").read_text())

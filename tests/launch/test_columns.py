@@ -78,7 +78,7 @@ def test_common_columns_are_read_and_that_is_told(tmp_path, algorithm, row, over
 )  # fmt: skip
 def test_what_cannot_be_read_is_said_with_keys_and_lines(tmp_path, algorithm, rows, overrides, says):
     (problem,), _ = look(tmp_path, algorithm, rows, *overrides)
-    assert says in problem
+    assert says in str(problem)
 
 
 def test_an_answer_that_has_no_tests_is_told_where_code_is_judged(tmp_path):

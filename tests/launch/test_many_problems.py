@@ -220,7 +220,7 @@ BROKEN = {
         [
             "policy.tokenizer: null, but it must be a mapping of keys",
             "env.math.kind: 'poetry' is neither a kind nor the dotted path of a class or a function; there are: calculator,",
-            "env.judge.model_name: kind reward_model needs one",
+            "env.judge.model_name: got null",
             "cluster.train.nodes: -1 is too small; at least 1",
             "cluster.generate.gpus_per_node: 2000 is too large; at most 1024",
             "cluster.executor: 'kubernetes' is not one of: auto, slurm, allocation, local",

@@ -72,9 +72,9 @@ def test_a_good_one(load):
     [
         (["env.judge.served_by=policy"], ["env.judge.served_by", "'policy'", "train, reward"]),
         (["env.judge.precision=fp8"], ["env.judge.precision", "'fp8'", "float32, bfloat16"]),
-        (["env.judge.model_name=null"], ["env.judge.model_name", "kind reward_model needs one"]),
-        (["env.math.model_name=some/where"], ["env.math.model_name: some/where", "the kind is math"]),
-        (["env.second={kind: reward_model, model_name: x}"], ["env: judge and second", "one reward model at most"]),
+        (["env.judge.model_name=null"], ["env.judge.model_name: got null"]),
+        (["env.math.model_name=some/where"], ["env.math.model_name: got some/where", "the kind is math"]),
+        (["env.second={kind: reward_model, model_name: x}"], ["env: judge and second", "expected one at most"]),
         ([*APART, "cluster.reward.nodes=0"], ["cluster.reward.nodes", "at least 1"]),
         (
             [*APART, "cluster.reward.ranks_per_node=3", *cut("dtensor_cfg", tensor_parallel_size=2)],

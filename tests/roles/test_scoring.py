@@ -41,7 +41,7 @@ class Realm:
 
 
 def scorer(judged) -> Scorer:
-    return Scorer(config.judge(judged), dist.group.WORLD, seed=1, offload=False)
+    return Scorer(config.reward_model_policy(judged), dist.group.WORLD, seed=1, offload=False)
 
 
 def prompt(index: int, text: str, tokens: list[int], environment: str = "judge") -> Prompt:
