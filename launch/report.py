@@ -1,8 +1,8 @@
 """Write what came of runs as one HTML page: python launch/report.py run=RUN_DIR [run=RUN_DIR ...] [out=FILE]
 
 The page has curves, phase times, a timeline, refits, lengths, samples and recipes; several runs are drawn over each other. It
-is self-contained and loads nothing. Prints before and after and three samples of each run as well. Reads files alone: a run may
-be under way, or another version's.
+loads plotly.min.js, which is put beside it, and nothing else. Prints before and after and three samples of each run as well.
+Reads files alone: a run may be under way, or another version's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from launch.command_line import Key
 from launch.pages import rollouts
 from launch.pages.chart import Chart, figures
 from launch.pages.curves import Curves, Told
-from launch.pages.document import Section, document
+from launch.pages.document import Section, add_plotly, document
 from launch.pages.html import Html, tag
 from launch.pages.overview import moment, overview
 from launch.pages.recipes import recipes
@@ -59,6 +59,8 @@ def answer(request: Request) -> int:
     text = page(told, states(runs))
     out.write_text(text, encoding="utf-8")
     print(f"report: {out} ({size(len(text.encode()))})")
+    if out.is_file() and not add_plotly(out.parent):
+        print("warning: the report's charts are not drawn: plotly is not installed", file=sys.stderr)
     return 0
 
 
@@ -87,6 +89,10 @@ def _sections(told: Sequence[Told], of: Sequence[RunState]) -> Iterator[Section]
     curves = Curves(told)
     sampled = rollouts.read([each.run.folder for each in told])
     names = [each.label for each in told]
+
+    def grid(charts: Sequence[Chart]) -> list[Html]:
+        return [figures(charts, names)] if charts else []
+
     yield Section("Overview", overview(told, of))
     phases = [chart for chart in curves.phase_times() if chart.series]
     refit = [*curves.take(r"(refit/|throughput/refit_)"), *curves.refit_times()]
@@ -96,23 +102,19 @@ def _sections(told: Sequence[Told], of: Sequence[RunState]) -> Iterator[Section]
     idle, ages = curves.idle(), [*curves.ages(), *curves.take("async/")]
     main = curves.take("(train|val)/")
     spread = [*rollouts.lengths(sampled, curves.marks), *rollouts.rewards(sampled, names, curves.marks)]
-    yield Section("Curves", _grid(main), "Lines: training; circles: validation; flags on the step axis: restarts.")
+    yield Section("Curves", grid(main), "Lines: training; circles: validation; flags on the step axis: restarts.")
     for group in curves.groups():
-        yield Section(group.capitalize(), _grid(curves.take(rf"{group}/" if group != "other" else "")))
-    yield Section("Time", _grid([*phases, *speed]), "rest: what is left of time/step without its parts.")
+        yield Section(group.capitalize(), grid(curves.take(rf"{group}/" if group != "other" else "")))
+    yield Section("Time", grid([*phases, *speed]), "rest: what is left of time/step without its parts.")
     drawn = timelines([each.run for each in told], names)
-    yield Section("Timeline", [*drawn, *_grid(idle)], "Of the last step that ended; launch/timeline.py draws any.")
-    yield Section("Staleness", _grid(ages), "Age: steps between its weights and the step.")
+    yield Section("Timeline", [*drawn, *grid(idle)], "Of the last step that ended; launch/timeline.py draws any.")
+    yield Section("Staleness", grid(ages), "Age: steps between its weights and the step.")
     compared = "the busiest rank's rate, of what cluster.network allows it; ranks that share GPUs use gloo, not that network"
-    yield Section("Refit", _grid(refit), f"efficiency: {compared}.")
-    yield Section("Lengths and rewards", _grid([*lengths, *spread]), "Bands: of the rollouts of a step.")
+    yield Section("Refit", grid(refit), f"efficiency: {compared}.")
+    yield Section("Lengths and rewards", grid([*lengths, *spread]), "Bands: of the rollouts of a step.")
     if sampled.files:
         yield Section("Samples", [rollouts.samples(sampled)], f"{'; '.join(sampled.notes)}.")
     yield Section("Recipe" if len(told) == 1 else "Recipes", recipes([each.run for each in told], names))
-
-
-def _grid(charts: Sequence[Chart]) -> list[Html]:
-    return [figures(charts)] if charts else []
 
 
 # ---- the terminal -----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 from launch import command_line
 from launch.command_line import Key
+from launch.pages.document import add_plotly
 from launch.sweeps import baseline, lanes, suite, verdict
 from launch.sweeps.folder import LOCK_S, Folder, Plan
 from launch.sweeps.jobs import jobs_of
@@ -185,6 +186,7 @@ def report(folder: Folder) -> int:
     write_durably(folder.path / "junit.xml", junit(result))
     write_durably(folder.path / "report.md", markdown(result))
     write_durably(folder.path / "report.html", page(result))
+    add_plotly(folder.path)
     folder.want_baseline(False)  # it has been written, or could not be
     verdict.write(result)
     tell(result)

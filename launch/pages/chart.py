@@ -1,23 +1,31 @@
-"""What a chart shows, as data for charts.js, which draws it as SVG in the browser.
+"""Charts as traces of Plotly, which charts.js draws in the browser, and their legends.
 
-Every series belongs to a run: the page has one colour for it and one button that hides it in all charts. Charts with the same
-x_label share their x axis and the cursor.
+Every series belongs to a run: the page has one colour for it and one button that hides it in all charts. All charts of a page
+share the steps on their x axis. Colours are names of page.css, `var(--c0)`, which has one set for light and one for dark pages.
 """
 
 from __future__ import annotations
 
+import html
 import itertools
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from launch.pages.html import Html, data, tag
 
 POINTS = 1000
 """Numbers of one series at most: a chart is seldom wider in pixels."""
+BARS = 200
+"""Bars of one layer of a stack at most."""
 COLOURS = 8
 """That page.css has; further runs begin again, dashed."""
+NAMED = 3
+"""With more runs than this, colours stand for them in legends."""
+DASHES = ("solid", "dot", "dash", "dashdot")
+"""Of lines that one run has in one chart."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,7 @@ class Mark:
 class Chart:
     title: str
     series: Sequence[Series]
-    unit: str = ""  # "s", "B" ...: numbers get 1000-fold prefixes before it
-    x_label: str = "step"
+    unit: str = ""  # "s", "B" ...
     stacked: bool = False  # the series are layers of one run, from the bottom up, each with its own colour
     marks: Sequence[Mark] = ()
     levels: Sequence[tuple[float, str]] = ()  # horizontal lines with their names, e.g. the limits of a gate
@@ -55,43 +62,160 @@ class Chart:
     points: int = field(default=POINTS, kw_only=True)  # POINTS, for fewer
 
 
-def figure(chart: Chart) -> Html:
-    """The chart, to be put into a document's section."""
-    series = [_fewer(each, chart.points, chart.stacked) for each in chart.series]
+def figures(charts: Sequence[Chart], runs: Sequence[str] = ("",)) -> Html:
+    """Return the charts in as many columns as there is room for. runs: the names of the page's runs."""
+    return tag("div", *(figure(chart, runs) for chart in charts), class_="charts")
+
+
+def figure(chart: Chart, runs: Sequence[str] = ("",)) -> Html:
+    """Return the chart with its title, its note, and a legend, in which charts.js puts the values at the cursor."""
+    most = min(BARS, chart.points) if chart.stacked else chart.points
+    series = [_fewer(each, most, chart.stacked) for each in chart.series]
     bucket = max(
         (len(whole.x) / len(thin.x) for thin, whole in zip(series, chart.series, strict=True) if len(thin.x)), default=1
     )
     thinned = "" if bucket == 1 else f"means{'' if chart.stacked else ' and extremes'} of up to {math.ceil(bucket)} steps"
     note = "; ".join(filter(None, [chart.note, thinned]))
+    colours = [i if chart.stacked else each.run for i, each in enumerate(series)]
+    names = [_label(chart, each, runs) for each in series]
+    traces = [_trace(chart, *each) for each in zip(series, names, colours, _dashes(chart), strict=True)]
     packed = {
         "title": chart.title,
         "unit": chart.unit,
-        "x_label": chart.x_label,
-        "stacked": chart.stacked,
-        "series": [_packed(each) for each in series],
-        "marks": [{"x": mark.x, "label": mark.label, "run": mark.run} for mark in chart.marks],
-        "levels": [{"y": y, "label": label} for y, label in chart.levels],
+        "data": [*traces, *_marks(chart.marks)],
+        "layout": _layout(chart, series),
     }
+    named = len(runs) <= NAMED or chart.stacked
+    legend = []
+    for each, name, colour in zip(series, names, colours, strict=True):
+        shown = f"{name} " if named and name else None
+        legend.append(tag("span", swatch(colour, each.kind), shown, tag("span", class_="value"), data_run=each.run, title=name))
     caption = tag("figcaption", tag("h3", chart.title), tag("p", note) if note else None)
-    return tag("figure", caption, data(packed, "chart-data"), class_="chart")
+    table = tag("details", tag("summary", "data"))
+    return tag("figure", caption, tag("div", *legend, class_="legend"), data(packed, "chart-data"), table, class_="chart")
 
 
-def figures(charts: Sequence[Chart]) -> Html:
-    """Charts in as many columns as there is room for."""
-    return tag("div", *map(figure, charts), class_="charts")
+def swatch(colour: int, kind: str = "line") -> Html:
+    """Return a run's colour as a small square before its name; a circle for points."""
+    look = " points" if kind == "points" else " dashed" if colour >= COLOURS else ""
+    return tag("span", class_=f"swatch c{colour % COLOURS}{look}", aria_hidden="true")
 
 
-def _packed(series: Series) -> dict[str, object]:
-    columns = {"x": series.x, "y": series.y, "low": series.low, "high": series.high}
-    packed = {key: [_short(value) for value in column] for key, column in columns.items() if len(column)}
-    return {"name": series.name, "run": series.run, "kind": series.kind, **packed}
+def _label(chart: Chart, series: Series, runs: Sequence[str]) -> str:
+    if chart.stacked:
+        return series.name  # of one run, which the title names
+    alone = all(other.name == series.name for other in chart.series)
+    return " ".join(filter(None, [runs[series.run] if len(runs) > 1 else "", "" if alone else series.name]))
 
 
-def _short(value: float | None) -> float | None:
-    """Six digits, None where it is no number."""
-    if value is None or not math.isfinite(value):
-        return None
-    return int(value) if float(value).is_integer() and abs(value) < 1e15 else float(f"{value:.6g}")
+# ---- traces -----------------------------------------------------------------------------------------------------------------
+
+
+def _trace(chart: Chart, series: Series, name: str, colour: int, dash: str) -> dict[str, Any]:
+    """Return a trace for Plotly. For charts.js it has `meta`, the run and whether to smooth it, and `customdata`, the band."""
+    ink = f"var(--c{colour % COLOURS})"
+    trace = {
+        "name": _plain(name),
+        "x": _short(series.x),
+        "y": _short(series.y if len(series.y) else series.high),
+        "hoverinfo": "none",
+        "meta": {"run": series.run},
+    }
+    if chart.stacked:
+        width = (series.x[-1] - series.x[0]) / (len(series.x) - 1) if len(series.x) > 1 else 1
+        return trace | {"type": "bar", "width": width, "marker": {"color": ink, "line": {"width": 0}}}
+    if len(series.low):
+        trace["customdata"] = [[*pair] for pair in zip(_short(series.low), _short(series.high), strict=True)]
+    if series.kind == "points":
+        look = {"mode": "lines+markers", "line": {"color": ink, "width": 1, "dash": "2px,3px"}}
+        dot = {"size": 7, "color": "var(--panel)", "line": {"width": 1.8, "color": ink}, "opacity": 1}
+        return trace | look | {"marker": dot, "cliponaxis": False}
+    trace["line"] = {"color": ink, "width": 1.6 if len(series.y) else 0, "dash": "dash" if colour >= COLOURS else dash}
+    trace["meta"]["smooth"] = bool(len(series.y))
+    alone = _alone(trace["y"]) if len(series.y) else []
+    if not any(alone):
+        return trace | {"mode": "lines"}
+    return trace | {"mode": "lines+markers", "marker": {"color": ink, "size": [4 if each else 0 for each in alone]}}
+
+
+def _dashes(chart: Chart) -> Iterator[str]:
+    """Yield each series' dash, by how many lines its run has before it."""
+    for i, each in enumerate(chart.series):
+        yield DASHES[sum(other.run == each.run and other.kind == "line" for other in chart.series[:i]) % len(DASHES)]
+
+
+def _alone(values: list[float | None]) -> list[bool]:
+    """Return which values stand between gaps, where a line alone shows nothing."""
+    around = [None, *values, None]
+    return [b is not None and a is None and c is None for a, b, c in zip(around, values, around[2:], strict=False)]
+
+
+def _marks(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
+    """Yield a trace for each run with marks: dashed lines over the whole height, with a flag at the bottom."""
+    for run, of in itertools.groupby(sorted(marks, key=lambda mark: mark.run), key=lambda mark: mark.run):
+        found = list(of)
+        ink = f"var(--c{run % COLOURS})"
+        yield {
+            "name": "",
+            "x": [x for mark in found for x in (*_short([mark.x, mark.x]), None)],
+            "y": [-0.04, 1, None] * len(found),
+            "text": [label for mark in found for label in (_plain(mark.label), "", "")],
+            "yaxis": "y2",
+            "mode": "lines+markers",
+            "line": {"color": ink, "width": 1, "dash": "2px,3px"},
+            "marker": {"color": ink, "symbol": "triangle-up", "size": [9, 0, 0] * len(found), "opacity": 1},
+            "hovertemplate": "%{text}<extra></extra>",
+            "cliponaxis": False,
+            "meta": {"run": run, "mark": True},
+        }
+
+
+def _layout(chart: Chart, series: Sequence[Series]) -> dict[str, Any]:
+    """Return what the layout has of this chart; charts.js adds what all charts have."""
+    levels = [value for value, _ in chart.levels]
+    values = [*levels, *(value for each in series for column in (each.y, each.low, each.high) for value in column)]
+    finite = [value for value in values if _finite(value) is not None]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    axis: dict[str, Any] = {"exponentformat": "SI" if high >= 1 else "e"}
+    if chart.unit == "B":
+        axis = {"tickformat": "~s", "ticksuffix": "B"}
+    if not chart.stacked and high - low < (least := 1e-4 * max(abs(low), abs(high))):  # less is rounding: no tick would tell
+        axis["range"] = _short([low - 1e3 * least, high + 1e3 * least])
+    elif low == high == 0:
+        axis["range"] = [-0.1, 0.1]
+    elif 0 <= low < 0.06 * (high - low):
+        axis["rangemode"] = "tozero"
+    shapes = [
+        {
+            "type": "line",
+            "xref": "paper",
+            "x0": 0,
+            "x1": 1,
+            "y0": value,
+            "y1": value,
+            "line": {"color": "var(--bad)", "width": 1.2, "dash": "6px,4px"},
+            "label": {"text": _plain(name), "textposition": "end", "yanchor": "bottom", "font": {"size": 11}},
+        }
+        for value, name in chart.levels
+    ]
+    return {"yaxis": axis, "shapes": shapes}
+
+
+def _plain(said: str) -> str:
+    """Return a text as Plotly shows it, which would take <b> and <a> for markup, in lines that fit a chart."""
+    return "<br>".join(html.escape(line, quote=False) for line in textwrap.wrap(said, 50))
+
+
+def _short(values: Sequence[float | None]) -> list[float | None]:
+    """Return six digits of each value, None where it is no number."""
+    return [
+        None if _finite(value) is None else int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
+        for value in values
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 # ---- fewer points -----------------------------------------------------------------------------------------------------------
@@ -105,7 +229,7 @@ def _fewer(series: Series, most: int, stacked: bool) -> Series:
         return _extremes(series, most)
     buckets = _buckets(len(series.x), most if stacked else most // 3)
     x = [series.x[bucket[-1]] for bucket in buckets]
-    values = [[value for i in bucket if (value := _or(series.y[i], None)) is not None] for bucket in buckets]
+    values = [[value for i in bucket if (value := _finite(series.y[i])) is not None] for bucket in buckets]
     y = [sum(each) / len(each) if each else None for each in values]
     if stacked:  # layers that are drawn on each other must stay additive
         return replace(series, x=x, y=y)
@@ -118,8 +242,8 @@ def _extremes(series: Series, most: int) -> Series:
     below, above = (series.low, series.high) if series.kind == "band" else (series.y, series.y)
     kept = {0, len(series.x) - 1}
     for bucket in _buckets(len(series.x), most // 2 - 1):
-        kept.add(min(bucket, key=lambda i: _or(below[i], math.inf)))
-        kept.add(max(bucket, key=lambda i: _or(above[i], -math.inf)))
+        drawn = [i for i in bucket if _finite(below[i]) is not None and _finite(above[i]) is not None]
+        kept |= {min(drawn, key=lambda i: below[i]), max(drawn, key=lambda i: above[i])} if drawn else {bucket[0]}
     columns = {name: getattr(series, name) for name in ("x", "y", "low", "high")}
     return replace(series, **{name: [column[i] for i in sorted(kept)] for name, column in columns.items() if len(column)})
 
@@ -128,7 +252,3 @@ def _buckets(length: int, count: int) -> list[range]:
     """Consecutive ranges of nearly equal length that cover `length` indices, of which there are more than `count`."""
     edges = [length * i // count for i in range(count + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(edges)]
-
-
-def _or(value: float | None, otherwise: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else otherwise

@@ -1,23 +1,28 @@
-"""A page in one file: its style and its JavaScript are inside, and nothing is loaded from anywhere.
+"""A page with its style and its JavaScript inside. Plotly's script lies beside it, for all of a folder.
 
-What the page shows was written by models and users, so three things each keep it from running: all text is escaped (html.py),
-the JavaScript sets text and never markup, and a content security policy lets the browser run these scripts alone, by hash.
+What the page shows was written by models and users, so three things each keep it from running: all text is escaped (html.py,
+and chart.py for Plotly's own markup), the JavaScript sets text and never markup, and a content security policy lets the browser
+run these scripts alone: by hash, and Plotly's by a nonce.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.util
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.pages.chart import COLOURS
+from launch.pages.chart import swatch
 from launch.pages.html import Html, data, tag, text
+from pipeline.files import write_durably
 
 HERE = Path(__file__).parent
 SCRIPTS = ("charts.js", "samples.js")
+PLOTLY = "plotly.min.js"
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """As broken text may hold them; they have no UTF-8."""
 
@@ -37,14 +42,30 @@ class Section:
         return tag("section", tag("h2", self.title), note, *self.content, id=self.anchor)
 
 
+def add_plotly(folder: Path) -> bool:
+    """Put Plotly's script into a folder of pages; return False where Plotly is not installed, so that charts are not drawn.
+
+    Raises OSError.
+    """
+    script = folder / PLOTLY
+    found = importlib.util.find_spec("plotly")  # its script alone is needed: importing the package takes seconds
+    if found is None or found.origin is None:
+        return script.exists()
+    source = Path(found.origin).parent / "package_data" / PLOTLY
+    if not script.exists() or script.stat().st_size != source.stat().st_size:
+        write_durably(script, source.read_text(encoding="utf-8"))
+    return True
+
+
 def document(title: str, sections: Sequence[Section], runs: Sequence[str] = (), intro: Html | None = None) -> str:
-    """The whole page. runs: names for the colours that charts know by number; several get buttons that hide them."""
+    """Return the whole page. runs: names for the colours of charts; several get buttons that hide them."""
     style = _read("page.css")
     scripts = [_read(name) for name in SCRIPTS]
+    nonce = secrets.token_urlsafe(16)
     policy = (
-        f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src {_hash(style)};"
-        f" script-src {' '.join(map(_hash, scripts))}"
-    )
+        "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data: blob:; style-src 'unsafe-inline';"
+        f" script-src 'nonce-{nonce}' {' '.join(map(_hash, scripts))}"
+    )  # Plotly sets styles, and saves a chart as a picture by way of blob:
     head = [
         Html('<meta charset="utf-8">'),
         Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
@@ -60,6 +81,7 @@ def document(title: str, sections: Sequence[Section], runs: Sequence[str] = (), 
         tag("main", *(section.html() for section in sections)),
         tag("noscript", tag("p", "The charts and samples are drawn by JavaScript, which is switched off here.")),
         data(list(runs), "runs-data"),
+        tag("script", src=PLOTLY, nonce=nonce, charset="utf-8"),
         *(Html(f"<script>{script}</script>") for script in scripts),
     ]
     page = f'<!DOCTYPE html>\n<html lang="en">{tag("head", *head)}{tag("body", *body)}</html>\n'
@@ -82,12 +104,6 @@ def _toolbar(runs: Sequence[str]) -> Html:
         ),
     ]
     return tag("div", tag("div", *buttons, class_="runs"), tag("div", *controls, class_="controls"), class_="toolbar")
-
-
-def swatch(run: int) -> Html:
-    """A run's colour, as a small square before its name."""
-    dashed = " dashed" if run >= COLOURS else ""
-    return tag("span", class_=f"swatch c{run % COLOURS}{dashed}", aria_hidden="true")
 
 
 def folded(summary: str, *content: Html, open_: bool = False) -> Html:

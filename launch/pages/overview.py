@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 from launch.attempts import PastAttempt
+from launch.pages.chart import swatch
 from launch.pages.curves import Told
-from launch.pages.document import swatch
 from launch.pages.html import Html, table, tag, text
 from launch.past_run import Metrics, last_sign
 from launch.run_state import RunState

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from launch.pages.document import folded, swatch
+from launch.pages.chart import swatch
+from launch.pages.document import folded
 from launch.pages.html import Html, table, tag, text
 from launch.past_run import PastRun
 

@@ -20,7 +20,8 @@ from launch.sweeps.gates import Outcome, Verdict
 from launch.sweeps.markdown import baseline_of
 from launch.sweeps.verdict import Ran, Result, metrics_of, telling
 
-NOW, BEFORE = 0, 1  # the page's colours
+RUNS = ("this sweep", "baseline")
+NOW, BEFORE = 0, 1  # places in RUNS
 CLASSES = {Outcome.PASSED: "good", Outcome.FAILED: "bad", Outcome.NOT_JUDGED: "warn"}
 SECONDS = re.compile(r"time/")
 
@@ -31,7 +32,7 @@ def page(result: Result) -> str:
     commits = " and ".join(result.commits) or "unknown"
     intro = tag("p", verdict, f" · {result.summary} · judged {result.judged} · commit {commits} · {baseline_of(result)}")
     sections = [*_failed(result), *_notes(result), _gates(result), *_curves(result), _runs(result), _suite(result)]
-    return document(result.title, sections, ["this sweep", "baseline"], intro)
+    return document(result.title, sections, RUNS, intro)
 
 
 def _failed(result: Result) -> Iterator[Section]:
@@ -44,7 +45,7 @@ def _failed(result: Result) -> Iterator[Section]:
         cases = [case for case in result.sweep.cases(run) if (run, case.name) in broken]
         charts += [_chart(result, run, metric, f"{run}: {metric}") for metric in metrics_of(cases)]
     content = [table(["run", "gate", "found and wanted", "seeds"], rows)]
-    yield Section("Failed", [*content, *([figures(charts)] if charts else [])])
+    yield Section("Failed", [*content, *([figures(charts, RUNS)] if charts else [])])
 
 
 def _notes(result: Result) -> Iterator[Section]:
@@ -72,7 +73,7 @@ def _curves(result: Result) -> Iterator[Section]:
     for run in result.sweep.suite.runs:
         charts = [_chart(result, run, metric, metric) for metric in metrics_of(result.sweep.cases(run))]
         if charts:
-            yield Section(run, [figures(charts)], note)
+            yield Section(run, [figures(charts, RUNS)], note)
 
 
 def _chart(result: Result, run: str, metric: str, title: str) -> Chart:

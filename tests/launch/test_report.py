@@ -50,12 +50,13 @@ class Page(HTMLParser):
         if self.open:
             self.texts.setdefault(self.open[-1], []).append(data)
 
-    def charts(self) -> dict[str, dict]:
-        return {each["title"]: each for each in self.data("chart-data")}
+    def charts(self) -> dict[str, list[dict]]:
+        """Return the traces of each chart by its title."""
+        return {each["title"]: each["data"] for each in self.data("chart-data")}
 
     def data(self, class_: str) -> list[dict]:
         """What is packed for the scripts, in order."""
-        scripts = [attrs for tag, attrs in self.tags if tag == "script"]
+        scripts = [attrs for tag, attrs in self.tags if tag == "script" and "src" not in attrs]
         return [
             json.loads(text) for attrs, text in zip(scripts, self.texts["script"], strict=True) if attrs.get("class") == class_
         ]
@@ -84,31 +85,33 @@ def written(*arguments: object) -> str:
     return out.read_text()
 
 
+def layers(traces: list[dict]) -> list[dict]:
+    return [trace for trace in traces if trace.get("type") == "bar"]
+
+
 def test_the_page_tells_all_of_a_run(run, tmp_path, capsys):
     text = written(f"run={run}", f"out={tmp_path / 'r.html'}")
     page = Page(text)
 
     assert page.headings() == ["Overview", "Curves", "Time", "Refit", "Lengths and rewards", "Samples", "Recipe"]
     charts = page.charts()
-    reward = charts["reward"]
-    assert [(series["name"], series["kind"], series["x"]) for series in reward["series"]] == [
-        ("training", "line", [1, 2, 3, 4, 5, 6, 7]),
-        ("validation", "points", [2, 4, 6]),
+    *reward, mark = charts["reward"]
+    assert [(trace["name"], trace["mode"], trace["x"]) for trace in reward] == [
+        ("training", "lines", [1, 2, 3, 4, 5, 6, 7]),
+        ("validation", "lines+markers", [2, 4, 6]),
     ]
-    assert reward["series"][0]["y"][:2] == [0.666667, 0.333333]
-    ((mark),) = reward["marks"]
-    assert mark["x"] == 4 and "crashed with status 9" in mark["label"]
-    (band,) = charts["ratio"]["series"]
-    assert (band["kind"], band["low"][0], band["high"][0]) == ("band", 0.9, 1.1)
-    assert charts["grad norm"]["series"][0]["y"][2] is None
-    phases = {layer["name"]: layer["y"][:2] for layer in charts["seconds per step"]["series"]}
+    assert reward[0]["y"][:2] == [0.666667, 0.333333]
+    assert mark["x"][0] == 4 and "crashed with status 9" in mark["text"][0]
+    assert charts["ratio"][0]["customdata"][0] == [0.9, 1.1]
+    assert charts["grad norm"][0]["y"][2] is None
+    phases = {layer["name"]: layer["y"][:2] for layer in layers(charts["seconds per step"])}
     parts = {"rollout": 0.2, "train": 0.3, "refit": 0.1, "rest": 0.05}
     assert phases == {**{name: [seconds] * 2 for name, seconds in parts.items()}, "validation": [0, 0.4]}
-    bands = {each["name"]: each for each in charts["completion tokens, training"]["series"]}
-    assert (bands["median"]["y"][0], bands["5% to 95%"]["low"][0], bands["5% to 95%"]["high"][0]) == (2, 1, 3)
-    shares = charts["share of each reward, training"]["series"]
+    bands = {each["name"]: each for each in charts["completion tokens, training"]}
+    assert (bands["median"]["y"][0], bands["5% to 95%"]["customdata"][0]) == (2, [1, 3])
+    shares = layers(charts["share of each reward, training"])
     assert [(layer["name"], layer["y"][0]) for layer in shares] == [("0", 0.333333), ("1", 0.666667)]
-    assert charts["truncated"]["series"][0]["y"][0] == 0.333333
+    assert charts["truncated"][0]["y"][0] == 0.333333
 
     assert "<dt>steps</dt><dd>7 of 100</dd>" in text
     assert "<dt>restarts</dt><dd>1</dd>" in text
@@ -132,13 +135,18 @@ def test_what_a_model_says_is_text_and_nothing_is_loaded(run, tmp_path):
     page = Page(text)
     names = [tag for tag, _ in page.tags]
     assert "img" not in names and "b" not in names
-    own = [attrs for tag, attrs in page.tags if tag == "script" and attrs.get("type") != "application/json"]
+    plotly, *own = [attrs for tag, attrs in page.tags if tag == "script" and attrs.get("type") != "application/json"]
+    assert plotly["src"] == "plotly.min.js" and (tmp_path / "plotly.min.js").exists()
     assert own == [{}, {}]  # charts.js and samples.js; what is of another type does not run
     for _, attrs in page.tags:
-        assert not {"src", "style", "background"} & set(attrs)
+        assert "src" not in attrs or attrs is plotly
+        assert not {"style", "background"} & set(attrs)
         assert not any(name.startswith("on") for name in attrs)
         assert attrs.get("href", "#").startswith("#")
     assert not re.search(r"url\(|@import|fetch\(|innerHTML|XMLHttpRequest", text)
+    texts = [text for traces in page.charts().values() for trace in traces for text in (trace["name"], *trace.get("text", ()))]
+    assert "&lt;img src=x onerror=alert(1)&gt;" in "".join(texts)
+    assert not any("<" in text.replace("<br>", "") for text in texts)  # Plotly takes <a href=...> for markup
     (samples,) = page.data("samples-data")
     assert HOSTILE.replace("\ud800", "\ufffd") in samples["prompts"]  # there is no UTF-8 for half a character
 
@@ -149,7 +157,10 @@ def test_several_runs_lie_over_each_other(run, tmp_path):
     page = Page(written(f"run={run}", f"run={other}", f"out={tmp_path / 'r.html'}"))
 
     assert page.data("runs-data") == [["one", "two"]]
-    assert [(series["run"], series["y"][0]) for series in page.charts()["loss"]["series"]] == [(0, 0.5), (1, 0.25)]
+    found = [
+        (trace["meta"]["run"], trace["name"], trace["y"][0]) for trace in page.charts()["loss"] if "mark" not in trace["meta"]
+    ]
+    assert found == [(0, "one", 0.5), (1, "two", 0.25)]
     assert "seconds per step of two" in page.charts()
     found = dict(differences([PastRun.at(run).recipe, PastRun.at(other).recipe]))
     assert found == {"grpo.seed": ["42", "3"]}
@@ -165,9 +176,9 @@ def test_an_async_run_tells_how_old_its_tokens_were(tmp_path):
     page = Page(written(run, f"out={tmp_path / 'r.html'}"))
     assert page.headings() == ["Overview", "Staleness", "Recipe"]
     charts = page.charts()
-    layers = {layer["name"]: layer["y"] for layer in charts["share of tokens by age"]["series"]}
-    assert layers == {"age 0": [0.75, 0.5], "age 1": [0.25, 0], "age 10": [0, 0.5]}
-    assert {series["name"]: series["y"] for series in charts["age"]["series"]} == {"mean": [0.5, 0.5], "max": [2, 2]}
+    shares = {layer["name"]: layer["y"] for layer in layers(charts["share of tokens by age"])}
+    assert shares == {"age 0": [0.75, 0.5], "age 1": [0.25, 0], "age 10": [0, 0.5]}
+    assert {series["name"]: series["y"] for series in charts["age"]} == {"mean": [0.5, 0.5], "max": [2, 2]}
     assert "groups live" in charts
 
 
@@ -206,7 +217,7 @@ def test_an_offline_run_has_no_empty_sections(tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "ti')
     page = Page(written(run, f"out={tmp_path / 'r.html'}"))
     assert page.headings() == ["Overview", "Curves", "Time", "Recipe"]
-    assert page.charts()["loss"]["series"][0]["x"] == [1, 2, 3]
+    assert page.charts()["loss"][0]["x"] == [1, 2, 3]
 
 
 def test_a_run_without_a_step_is_told(tmp_path, capsys):
@@ -248,12 +259,13 @@ def test_a_long_series_keeps_its_peaks_and_a_stack_its_means():
     def drawn(**options) -> tuple[dict, list[str]]:
         kind = options.pop("kind", "line")
         page = Page(figure(Chart("c", [Series("", x, y, kind=kind)], **options)))
-        return page.data("chart-data")[0]["series"][0], page.texts["p"]
+        return page.data("chart-data")[0]["data"][0], page.texts["p"]
 
     line, notes = drawn()
     assert len(line["x"]) == 333 and line["x"][-1] == 99_999
-    assert (max(line["high"]), min(line["low"])) == (9, -9)
-    peak = line["high"].index(9)
+    lows, highs = zip(*line["customdata"], strict=True)
+    assert (max(highs), min(lows)) == (9, -9)
+    peak = highs.index(9)
     assert line["x"][peak - 1] < 54_321 <= line["x"][peak]
     assert line["y"][peak] == pytest.approx(1 + 8 / 300, abs=1e-3)
     assert notes == ["means and extremes of up to 301 steps"]
@@ -306,9 +318,8 @@ DRIVE = """
   const search = document.querySelector("input[type=search]");
   search.value = "nothing says this";
   search.dispatchEvent(new Event("input"));
-  const key = (key) => document.querySelector("svg").dispatchEvent(new KeyboardEvent("keydown", {key}));
-  key("ArrowRight");
-  key("ArrowRight");
+  const key = (key) => document.querySelector(".plot").dispatchEvent(new KeyboardEvent("keydown", {key}));
+  setTimeout(() => { key("ArrowRight"); key("ArrowRight"); }, 800);
 }, 0));</script>
 """
 
@@ -316,7 +327,13 @@ DRIVE = """
 def browse(path: Path) -> tuple[str, str]:
     """(the page's elements after its scripts ran, what was written to the console)."""
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={path.parent / 'profile'}"]
-    command += ["--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom", f"file://{path}"]
+    command += [
+        "--enable-logging=stderr",
+        "--window-size=1400,12000",
+        "--virtual-time-budget=6000",
+        "--dump-dom",
+        f"file://{path}",
+    ]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout, "\n".join(line for line in answer.stderr.splitlines() if "CONSOLE" in line)
@@ -335,7 +352,7 @@ def test_the_scripts_draw_and_hostile_text_does_not_run(run, tmp_path):
     figures = re.findall(r'<figure class="chart">.*?</figure>', dom, re.DOTALL)
     assert len(figures) == len(Page(text).charts())
     for each in figures:
-        assert re.search(r'<path class="(series|layer|band)[^"]*" d="M', each), each[:300]
+        assert re.search(r'<path class="js-(line|fill)"|<g class="point"><path', each), each[:300]
         assert "NaN" not in each.split("</script>")[1] and "Infinity" not in each
     assert dom.count("<article>") == 10
     assert "<title>one · two</title>" in dom  # HOSTILE sets another one, if it runs
@@ -349,9 +366,9 @@ def test_the_scripts_draw_and_hostile_text_does_not_run(run, tmp_path):
     assert console == ""
     assert 'aria-pressed="false"' in dom
     loss = next(each for each in re.findall(r'<figure class="chart">.*?</figure>', dom, re.DOTALL) if "<h3>loss</h3>" in each)
-    assert loss.count('class="series') == 2  # of the one run that is left: smoothed, and faintly as it was
-    assert '<b title="step 2">' in loss  # the cursor that the first chart has moved there
-    assert re.search(r'<line class="cursor"[^>]* visibility="visible"', loss)
+    assert loss.count('class="js-line"') == 3  # of the one run that is left: smoothed, and faintly as it was; its restart
+    assert '<span class="value" title="step 2">' in loss  # the cursor that the first chart has moved there
+    assert "spikeline" in loss
     assert '<div class="data"' in dom and "<article>" not in dom and "none found" in dom
 
     # And the policy holds: a script that is put in does not run.
