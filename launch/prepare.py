@@ -16,7 +16,7 @@ from launch.model_files import NotHere, Pending
 from launch.model_shape import NotDescribed
 from launch.plan import Plan, plan
 from launch.preflight import allocation as allocated
-from launch.preflight import files, libraries, own_code, sandbox, slurm, storage
+from launch.preflight import files, libraries, own_code, sandbox, slurm, slurm_request, slurm_test, storage
 from pipeline import config
 from pipeline.config import Loaded, Problem, Recipe, RecipeError, as_problem, collected, refuse
 
@@ -130,9 +130,11 @@ def file_problems(recipe: Recipe, chosen: selection.Choice, pending: list[Path],
     notes += placement.notes(recipe)
     notes += cuda_variables.notes(recipe)
     if unreachable:
-        told = f"cluster.executor: got slurm; {unreachable}. Try it where a controller answers, or cluster.executor=local"
-        notes += [told] if dry else []
+        why = f"got slurm; {unreachable}. Try it where a controller answers, or cluster.executor=local"
+        told = Problem("cluster.executor", "unreachable", why)
+        notes += [str(told)] if dry else []
         yield from [] if dry else [told]
+        yield from slurm_test.option_problems(slurm_request.requests(recipe))
     else:
         yield from _executor_problems(recipe, chosen, notes)
     yield from sandbox.problems(recipe, chosen.name, notes)
@@ -158,4 +160,5 @@ def _executor_problems(recipe: Recipe, chosen: selection.Choice, notes: list[str
         yield from allocated.problems(recipe, job_id, notes)
         yield from slurm.container_problems(recipe, notes)
     else:
-        yield "cluster.executor: allocation, but this is in none (salloc), or in a step of one (srun); =slurm submits a job"
+        why = "got allocation, but this is in none (salloc), or in a step of one (srun). Try slurm, which submits a job"
+        yield Problem("cluster.executor", "unreachable", why)

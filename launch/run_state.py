@@ -5,23 +5,18 @@ Asking is bounded in time, and a job that cannot be asked (another machine's, no
 
 from __future__ import annotations
 
-import contextlib
-import re
-import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Literal
 
 from launch import slurm_client
 from launch.executors import slurm
 from launch.executors.record import JobRecord, read_record
 from launch.past_run import PastRun
+from launch.slurm_client import TERMINAL, JobPart, SlurmError
 from pipeline.config import RecipeError
 
-ASK_S = 5.0
-"""How long Slurm may take to answer."""
 ASKERS = 8
 """Jobs that are asked for at once."""
 
@@ -126,47 +121,25 @@ def _ask_local(run: PastRun, record: JobRecord) -> _Answer:
 def _ask_slurm(run: PastRun, record: JobRecord) -> _Answer:
     if why := slurm_client.unreachable():
         return _Answer(silence=why)
-    job_id = record.job_id
-    if record.cluster and (here := slurm_client.cluster_name(ASK_S)) not in (None, record.cluster):
+    if record.cluster and (here := slurm_client.cluster_name()) not in (None, record.cluster):
         return _Answer(silence=f"its job is on the cluster {record.cluster}, and this is {here}; ask there")
-    try:
-        answer = slurm_client.ask("scontrol", "show", "job", "-o", job_id, timeout_s=ASK_S)
-    except subprocess.TimeoutExpired:
-        return _Answer(silence=f"Slurm did not answer within {ASK_S:g} s")
     names = list(run.components)
-    if answer.returncode == 0:
-        lines = [line for line in answer.stdout.splitlines() if line.startswith("JobId=")]
-        rows = [slurm.parse(line) for line in lines]
-        ends = [end for line in lines if (end := _moment(line, "EndTime"))]
-        return _of_rows(rows, names, min(ends, default=None))
-    if "Invalid job id" not in answer.stderr:
-        return _Answer(silence=f"Slurm did not answer: {answer.stderr.strip()}")
-    with contextlib.suppress(FileNotFoundError, subprocess.TimeoutExpired):
-        answer = slurm_client.ask("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id, timeout_s=ASK_S)
-        rows = [slurm.parse_sacct(*row) for line in answer.stdout.splitlines() if len(row := line.split("|")) == 3]
-        if rows:
-            return _of_rows(rows, names, None)
+    try:
+        if parts := slurm_client.job_parts(record.job_id):
+            return _of_parts(parts, names)
+    except SlurmError as error:
+        return _Answer(silence=f"Slurm did not answer: {error}")
     if run.attempts and run.attempts[-1].verdict is None:
         return _Answer([Part(name, slurm.GONE) for name in names], ended=True)
     return _Answer(silence="Slurm does not know its job any more")
 
 
-def _of_rows(rows: list[dict[str, str]], names: list[str], ends_by: float | None) -> _Answer:
-    rows = sorted(rows, key=lambda row: int(row["Offset"]))
-    names = names if len(rows) > 1 else [", ".join(names)]  # of a plain job, which holds them all
+def _of_parts(found: list[JobPart], names: list[str]) -> _Answer:
+    names = names if len(found) > 1 else [", ".join(names)]  # of a plain job, which holds them all
     parts = [
-        Part(names[i] if i < len(names) else f"component {i}", row["State"], row["NodeList"], _reason(row["Reason"]))
-        for i, row in enumerate(rows)
+        Part(names[i] if i < len(names) else f"component {i}", part.state, part.nodes, part.reason)
+        for i, part in enumerate(found)
     ]
-    ended = all(row["State"] in slurm.TERMINAL for row in rows)
-    return _Answer(parts, None if ended else ends_by, ended)
-
-
-def _reason(reason: str) -> str:
-    return "" if reason == "None" else reason
-
-
-def _moment(line: str, key: str) -> float | None:
-    """Of `scontrol show job -o`, in unix seconds; its times are local ones."""
-    found = re.search(rf"\s{key}=(\d{{4}}-\S+)", line)
-    return datetime.fromisoformat(found[1]).timestamp() if found else None
+    ended = all(part.state in TERMINAL for part in found)
+    ends = [part.ends_by for part in found if part.ends_by]
+    return _Answer(parts, None if ended else min(ends, default=None), ended)

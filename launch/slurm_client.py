@@ -1,4 +1,7 @@
-"""Asks Slurm through its commands, each within a time limit: whether a controller answers here, and which cluster that is."""
+"""Ask Slurm through its commands, each within a time limit. All of the launcher's questions to Slurm go through `ask`.
+
+Fields are those of `scontrol -o`, `sacct -P` and `sacctmgr -P`, which are the same from Slurm 22.05 to 26.05; --json's are not.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,12 @@ import os
 import re
 import subprocess
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Literal
 
-ANSWER_S = 30.0
+ANSWER_S = 10.0
 """How long Slurm may take to answer. Its own commands give up after a minute or more."""
 PING_S = 5.0
 """How long a controller may take to answer a ping. A busy one answers too: a ping waits for none of its locks."""
@@ -19,10 +26,56 @@ NOT_CONFIGURED = "Slurm's commands are here, but no cluster is configured (`scon
 DOWN = "Slurm's controller does not answer (`scontrol ping`: {})"
 LATE = "Slurm's controller does not answer (`scontrol ping`: nothing within {:g} s)"
 
+# A state that is not here is on its way: Slurm adds new ones (SIGNALING ...), and taking one for an end would lose a live job.
+TERMINAL = frozenset(
+    (
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED"),
+        "TIMEOUT",
+    )
+)
+
+Fields = dict[str, str]
+"""A line of Slurm's answer, such as {"PartitionName": "gpu", "MaxTime": "1-00:00:00", ...}."""
 Place = tuple[str | None, str | None]
 
 _unreachable: dict[Place, tuple[float, str | None]] = {}
 _clusters: dict[Place, str] = {}
+
+
+class SlurmError(Exception):
+    """A Slurm command that did not answer a question. The message names the command and says why.
+
+    kind: `missing`: the command is not installed; `late`: no answer in time; `failed`: it ended with an error, with `said`
+    """
+
+    def __init__(self, message: str, kind: Literal["missing", "late", "failed"], said: str = ""):
+        super().__init__(message)
+        self.kind = kind
+        self.said = said
+
+
+def ask(*command: str, timeout_s: float | None = None, script: str | None = None) -> str:
+    """Return what a command prints. timeout_s: ANSWER_S if None. script: what the command reads from its standard input.
+
+    Raises SlurmError. A controller that hangs must not hang whoever asks it.
+    """
+    timeout = ANSWER_S if timeout_s is None else timeout_s
+    environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # a user's own may be any
+    run = {"capture_output": True, "text": True, "errors": "replace", "timeout": timeout, "env": environment}
+    try:
+        answer = subprocess.run(command, **run, **({"stdin": subprocess.DEVNULL} if script is None else {"input": script}))
+    except FileNotFoundError:
+        raise SlurmError(f"there is no {command[0]} here", "missing") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"`{' '.join(command)}` gave no answer in {timeout:g} s", "late") from None
+    if answer.returncode:
+        said = f"{answer.stdout}\n{answer.stderr}".strip()
+        last = said.splitlines()[-1] if said else f"status {answer.returncode}"
+        raise SlurmError(f"`{' '.join(command)}` failed: {last}", "failed", said)
+    return answer.stdout or answer.stderr  # sbatch --test-only tells on stderr when a job would start
+
+
+# ---- which cluster ------------------------------------------------------------------------------------------------------
 
 
 def _here() -> Place:
@@ -30,19 +83,8 @@ def _here() -> Place:
     return os.environ.get("PATH"), os.environ.get("SLURM_CONF")
 
 
-def ask(*command: str, timeout_s: float | None = None) -> subprocess.CompletedProcess[str]:
-    """timeout_s: ANSWER_S if None.
-
-    Raises FileNotFoundError where there is no such command, and subprocess.TimeoutExpired: a slurmctld that hangs must not hang
-    whoever asks.
-    """
-    timeout = ANSWER_S if timeout_s is None else timeout_s
-    environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # a user's own may be any
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, env=environment)
-
-
 def unreachable(patience_s: float = 0.0) -> str | None:
-    """Why no Slurm controller answers here; None if one does. Takes PING_S + patience_s at most.
+    """Return why no Slurm controller answers here; None if one does. Takes PING_S + patience_s at most.
 
     patience_s: how long to ask again, for a controller that is being restarted.
     """
@@ -60,30 +102,153 @@ def unreachable(patience_s: float = 0.0) -> str | None:
 
 
 def _ping() -> tuple[str | None, bool]:
-    """(why no controller answers, whether that may pass)."""
+    """Return (why no controller answers, whether that may pass)."""
     try:
         answer = ask("scontrol", "ping", timeout_s=PING_S)
-    except FileNotFoundError:
-        return NOT_INSTALLED, False
-    except subprocess.TimeoutExpired:
-        return LATE.format(PING_S), True
-    if re.search(r"^Slurmctld\(.*\bis UP\b", answer.stdout, re.MULTILINE):
+    except SlurmError as error:
+        if error.kind != "failed":
+            return (NOT_INSTALLED, False) if error.kind == "missing" else (LATE.format(PING_S), True)
+        answer = error.said
+    if re.search(r"^Slurmctld\(.*\bis UP\b", answer, re.MULTILINE):
         return None, False
-    errors = [re.sub(r"^\w+: (error|fatal): ", "", line) for line in answer.stderr.splitlines()]
-    if states := re.findall(r"^Slurmctld\(.*", answer.stdout, re.MULTILINE):
+    errors = [re.sub(r"^\w+: (error|fatal): ", "", line) for line in answer.splitlines() if not line.startswith("Slurmctld(")]
+    if states := re.findall(r"^Slurmctld\(.*", answer, re.MULTILINE):
         return DOWN.format("; ".join([*states, *errors[-1:]])), True
-    return NOT_CONFIGURED.format(errors[-1] if errors else f"status {answer.returncode}"), False
+    return NOT_CONFIGURED.format(errors[-1] if errors else "no words"), False
 
 
-def cluster_name(timeout_s: float | None = None) -> str | None:
-    """Of the cluster that is asked here; None if Slurm does not answer, or there is none. timeout_s: as for `ask`."""
+def configuration() -> Fields:
+    """Return Slurm's settings. Raises SlurmError."""
+    lines = ask("scontrol", "show", "config").splitlines()
+    return {key.strip(): value.strip() for key, equals, value in (line.partition("=") for line in lines) if equals}
+
+
+def cluster_name() -> str | None:
+    """Return the name of the cluster that is asked here; None if Slurm does not answer, or there is none."""
     here = _here()
     if here not in _clusters:  # asked once: whoever lists many runs wants to know it of each
         try:
-            answer = ask("scontrol", "show", "config", timeout_s=timeout_s)
-        except (FileNotFoundError, subprocess.TimeoutExpired):
+            _clusters[here] = configuration()["ClusterName"]
+        except (SlurmError, KeyError):
             return None
-        if (found := re.search(r"^ClusterName\s*=\s*(\S+)", answer.stdout, re.MULTILINE)) is None:
-            return None
-        _clusters[here] = found[1]
     return _clusters[here]
+
+
+# ---- jobs ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JobPart:
+    """What Slurm tells of one component of a job; a plain job has one."""
+
+    job_id: str  # of the whole job, which is its leader's
+    state: str
+    nodes: str = ""  # in Slurm's short form
+    reason: str = ""
+    offset: int = 0
+    ends_by: float | None = None  # unix seconds; None: not known
+    output: str = ""  # path of the batch script's log
+
+
+def job_parts(job_id: str) -> list[JobPart]:
+    """Return the components of a job in order; none if neither the controller nor accounting knows it. Raises SlurmError."""
+    try:
+        return read_jobs(ask("scontrol", "show", "job", "-o", job_id))
+    except SlurmError as error:
+        if "Invalid job id" not in error.said:
+            raise
+    try:
+        answer = ask("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id)
+    except SlurmError as error:
+        if error.kind == "late":
+            raise
+        return []  # there is no accounting
+    return _in_order(read_sacct(*row) for line in answer.splitlines() if len(row := line.split("|")) == 3)
+
+
+def read_jobs(text: str) -> list[JobPart]:
+    """Return the components that an answer of `scontrol show job -o` names, each job's in order."""
+    return _in_order(_read_job(fields) for fields in lines_of(text) if "JobId" in fields)
+
+
+def _read_job(fields: Fields) -> JobPart:
+    ends, reason = fields.get("EndTime", ""), fields.get("Reason", "None")
+    return JobPart(
+        job_id=fields.get("HetJobId", fields["JobId"]),
+        state=fields["JobState"],
+        nodes=fields.get("NodeList", ""),
+        reason="" if reason == "None" else reason,
+        offset=int(fields.get("HetJobOffset", 0)),
+        ends_by=datetime.fromisoformat(ends).timestamp() if re.match(r"\d{4}-", ends) else None,
+        output=fields.get("StdOut", ""),
+    )
+
+
+def read_sacct(job_id: str, state: str, nodes: str) -> JobPart:
+    """`17+1`, `CANCELLED by 0`, `n[1-2]` -> a part of job 17."""
+    leader, _, offset = job_id.partition("+")
+    return JobPart(leader, state.split()[0], nodes, offset=int(offset or 0))
+
+
+def _in_order(parts: Iterator[JobPart]) -> list[JobPart]:
+    return sorted(parts, key=lambda part: (part.job_id, part.offset))
+
+
+def whole(parts: Sequence[JobPart]) -> JobPart:
+    """Return the components of a job as one: the leader's state, but no end before every component has ended."""
+    leader = replace(parts[0], nodes=",".join(part.nodes for part in parts if part.nodes))
+    if leader.state in TERMINAL and not all(part.state in TERMINAL for part in parts):
+        return replace(leader, state="COMPLETING")
+    return leader
+
+
+# ---- formats ------------------------------------------------------------------------------------------------------------
+
+
+def lines_of(text: str) -> Iterator[Fields]:
+    """Yield the lines of `scontrol -o`. Of a key that comes twice the first counts: what is free text comes last."""
+    for line in text.splitlines():
+        fields: Fields = {}
+        for word in line.split():
+            key, equals, value = word.partition("=")
+            if equals:
+                fields.setdefault(key, value)
+        if fields:
+            yield fields
+
+
+def host_names(short: str) -> list[str]:
+    """`n[1-2],m3` -> n1, n2, m3. Raises SlurmError."""
+    return ask("scontrol", "show", "hostnames", short).split() if short else []
+
+
+def minutes(text: str) -> float | None:
+    """`1-12:00:00`, `12:00:00`, `30` -> minutes; None for no limit. Slurm's formats: sbatch(1), --time."""
+    if text.upper() in ("", "UNLIMITED", "INFINITE", "NONE", "N/A"):
+        return None
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash or len(parts) == 3:  # [days-]hours[:minutes[:seconds]]
+        hours, mins, seconds = [*parts, 0, 0][:3]
+    else:  # minutes[:seconds]
+        hours, (mins, seconds) = 0, [*parts, 0][:2]
+    return (int(days or 0) * 24 + hours) * 60 + mins + seconds / 60
+
+
+def megabytes(text: str) -> float:
+    """`500G`, `2000` -> units of 2^20 bytes, in which Slurm counts. Raises ValueError."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)B?", text.upper())
+    if not size:
+        raise ValueError(text)
+    return float(size[1]) * 1024.0 ** ("KMGTP".index(size[2] or "M") - 1)
+
+
+def gpus(gres: str) -> int:
+    """`gpu:h100:8(S:0-1),nvme:1` -> 8, whatever their types."""
+    return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)(?=[,(]|$)", gres))
+
+
+def tres(text: str) -> dict[str, float]:
+    """`cpu=6,mem=2G,gres/gpu=8` -> {"cpu": 6, "mem": 2048, "gres/gpu": 8}: memory in 2^20 bytes."""
+    pairs = (item.split("=") for item in text.split(",") if "=" in item)
+    return {name: megabytes(value) for name, value in pairs}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,24 +22,11 @@ from submitit.slurm import slurm
 from launch import containers, nodes, slurm_client
 from launch.executors.base import ROOT, JobStatus
 from launch.nodes import Share
+from launch.slurm_client import TERMINAL, JobPart, SlurmError
 from pipeline.config import ClusterConfig, ComponentConfig, ranks
 
-# A state that is not here is on its way: Slurm adds new ones (SIGNALING ...), and taking one for an end would lose a live job.
-TERMINAL = frozenset(
-    (
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "REVOKED",
-        "TIMEOUT",
-    )
-)
-GONE = "GONE"  # not Slurm's: nobody knows the job any more
+GONE = "GONE"
+"""The state of a job that nobody knows any more. It is not one of Slurm's."""
 
 # srun reads these as its own options. sbatch sets the first ones from the leading component: the others would get the leader's
 # numbers. From a shell inside a step (`srun --pty bash`) it hands on how that step is bound and laid out, and it hands on
@@ -85,16 +71,20 @@ def batch_script(
     header = []
     for k, host in enumerate(nodes.hosts(components).values()):
         header += ["#SBATCH hetjob"] if k else []
-        header += _directives(f"--job-name={name.replace(' ', '_')}", f"--time={cluster.time_min}")
-        header += _directives(*nodes.allocation_options(host))
-        header += _directives(f"--signal=B:USR2@{SIGNAL_LEAD_S}") if cluster.time_min >= SIGNALLED_MIN else []
+        header += directives(*request_options(name, cluster, host))
         if k == 0:  # these concern the one batch script
-            header += _directives(f"--output={run_dir}/submitit/%j_0_log.out", "--open-mode=append")
+            header += directives(f"--output={run_dir}/submitit/%j_0_log.out", "--open-mode=append")
             if earlier := dependency(afterok=after, afterany=behind):
-                header += _directives(f"--dependency={earlier}")
-            header += _directives("--kill-on-invalid-dep=yes") if after else []
-            header += _directives("--requeue" if cluster.requeue.enabled else "--no-requeue")
+                header += directives(f"--dependency={earlier}")
+            header += directives("--kill-on-invalid-dep=yes") if after else []
+            header += directives("--requeue" if cluster.requeue.enabled else "--no-requeue")
     return "\n".join(["#!/bin/bash", *header, "", attempt_text(run_dir, cluster, components), "", *JOB, ""])
+
+
+def request_options(name: str, cluster: ClusterConfig, host: ComponentConfig) -> list[str]:
+    """Return the options for sbatch that ask for the nodes of a component of `nodes.hosts`. Nothing in them is quoted."""
+    options = [f"--job-name={name.replace(' ', '_')}", f"--time={cluster.time_min}", *nodes.allocation_options(host)]
+    return [*options, f"--signal=B:USR2@{SIGNAL_LEAD_S}"] if cluster.time_min >= SIGNALLED_MIN else options
 
 
 def attempt_text(
@@ -146,7 +136,7 @@ def dependency(**job_ids: tuple[str, ...]) -> str | None:
     return ",".join(f"{kind}:{':'.join(ids)}" for kind, ids in job_ids.items() if ids) or None
 
 
-def _directives(*options: str) -> list[str]:
+def directives(*options: str) -> list[str]:
     """Return the lines of a batch script that give sbatch these options.
 
     A backslash stands before each character that sbatch could read as something else: unlike a shell, it takes a backslash
@@ -192,8 +182,13 @@ class HetWatcher(slurm.SlurmInfoWatcher):
     def update(self) -> None:
         for job_id in self._registered - self._finished:
             self._num_calls += 1
-            if info := query(job_id):
-                self._info_dict[job_id] = info
+            try:
+                part = slurm_client.whole(slurm_client.job_parts(job_id) or [JobPart(job_id, GONE)])
+                named = {"JobID": part.job_id, "State": part.state, "NodeList": part.nodes, "Reason": part.reason}
+                self._info_dict[job_id] = named
+            except SlurmError as error:  # what was known before stays
+                if error.kind == "missing":
+                    raise
             if self.is_done(job_id, mode="cache"):
                 self._finished.add(job_id)
         self._last_status_check = time.time()
@@ -202,62 +197,19 @@ class HetWatcher(slurm.SlurmInfoWatcher):
         return self.get_state(job_id, mode) in {*TERMINAL, GONE}
 
 
-def query(job_id: str) -> dict[str, str] | None:
-    """{"JobID", "State", "NodeList", "Reason"} of the whole job. State GONE: neither slurmctld nor accounting know it.
-
-    None if Slurm does not answer just now. Raises FileNotFoundError where there is no scontrol.
-    """
-    try:
-        return _query(job_id)
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _query(job_id: str) -> dict[str, str] | None:
-    answer = slurm_client.ask("scontrol", "show", "job", "-o", job_id)
-    if answer.returncode == 0:
-        return combine([parse(line) for line in answer.stdout.splitlines() if line.startswith("JobId=")])
-    if "Invalid job id" not in answer.stderr:
-        return None
-    answer = slurm_client.ask("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id)
-    rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 2]
-    return combine([parse_sacct(*row) for row in rows]) if rows else {"JobID": job_id, "State": GONE}
-
-
-def parse(line: str) -> dict[str, str]:
-    """A line of `scontrol show job -o`. Of a key that comes twice the first counts: SubmitLine is free text, and last."""
-    fields: dict[str, str] = {}
-    for word in line.split():
-        key, equals, value = word.partition("=")
-        if equals:
-            fields.setdefault(key, value)
-    return {
-        "JobID": fields.get("HetJobId", fields["JobId"]),
-        "Offset": fields.get("HetJobOffset", "0"),
-        "State": fields["JobState"],
-        "NodeList": fields.get("NodeList", ""),
-        "Reason": fields.get("Reason", "None"),
-    }
-
-
-def parse_sacct(job_id: str, state: str, nodes: str) -> dict[str, str]:
-    """`17+1`, `CANCELLED by 0`, `n[1-2]` -> the same keys as `parse`."""
-    leader, _, offset = job_id.partition("+")
-    return {"JobID": leader, "Offset": offset or "0", "State": state.split()[0], "NodeList": nodes, "Reason": "None"}
-
-
-def combine(parts: list[dict[str, str]]) -> dict[str, str]:
-    """The components' rows as one: the leader's state, but no end before every component has ended."""
-    parts = sorted(parts, key=lambda part: int(part["Offset"]))
-    leader = dict(parts[0])
-    leader.pop("Offset")
-    leader["NodeList"] = ",".join(part["NodeList"] for part in parts if part["NodeList"])
-    if leader["State"] in TERMINAL and not all(part["State"] in TERMINAL for part in parts):
-        leader["State"] = "COMPLETING"
-    return leader
+def job_status(part: JobPart) -> JobStatus:
+    """Return the status of a job as one, which `slurm_client.whole` makes of its components."""
+    return JobStatus(part.state, part.reason, ended=part.state in {*TERMINAL, GONE})
 
 
 # ---- submitting ---------------------------------------------------------------------------------------------------------
+
+
+def outside() -> list[str]:
+    """Return the beginning of a command that runs sbatch. sbatch hands on what a heterogeneous salloc around us has set, and a
+    plain job would take that for its own."""
+    around = [name for name in os.environ if name == "SLURM_HET_SIZE" or "_HET_GROUP_" in name]
+    return ["env", *(f"--unset={name}" for name in around)]
 
 
 class HetSlurmJob(slurm.SlurmJob):
@@ -269,8 +221,7 @@ class HetSlurmJob(slurm.SlurmJob):
 
     def status(self, now: bool = False) -> JobStatus:
         info = self.watcher.get_info(self.job_id, mode="force" if now else "standard")
-        state, reason = info.get("State", "UNKNOWN"), info.get("Reason", "None")
-        return JobStatus(state, "" if reason == "None" else reason, ended=state in TERMINAL or state == GONE)
+        return job_status(JobPart(self.job_id, info.get("State", "UNKNOWN"), reason=info.get("Reason", "")))
 
     def name(self) -> str:
         return f"Slurm job {self.job_id}"
@@ -299,9 +250,7 @@ class HetSlurmExecutor(slurm.SlurmExecutor):
         return self.script
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        """sbatch hands on what a heterogeneous salloc around us has set, and a plain job would take that for its own."""
-        around = [name for name in os.environ if name == "SLURM_HET_SIZE" or "_HET_GROUP_" in name]
-        return ["env", *(f"--unset={name}" for name in around), *super()._make_submission_command(submission_file_path)]
+        return [*outside(), *super()._make_submission_command(submission_file_path)]
 
     def _num_tasks(self) -> int:
         return sum(ranks(component) for component in self.components.values())

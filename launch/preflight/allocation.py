@@ -1,4 +1,4 @@
-"""Whether the Slurm allocation that this process is in has room for a recipe: nodes, and on each of them GPUs, CPUs and memory.
+"""Check that the Slurm allocation of this process has room for a recipe: nodes, and on each of them GPUs, CPUs and memory.
 
 Asks `scontrol show job -d`, which says of each node what the job has there. What a partition, account, QOS or constraint of the
 recipe asks for is not compared: the allocation has what it has.
@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 from launch.components import components
 from launch.nodes import PLACES, allocation_options, hosts
-from launch.preflight.slurm_cluster import Unanswered, ask
 from launch.preflight.slurm_request import Request, requests
+from launch.slurm_client import SlurmError, ask, gpus, host_names
 from launch.units import plural
-from pipeline.config import Recipe
+from pipeline.config import Problem, Recipe
 
 # `Nodes=n[1-2] CPU_IDs=0-7,16 Mem=1024 GRES=gpu:h100:8(IDX:0-7)`; Mem is 0 where Slurm does not hand out memory.
 ON_NODES = re.compile(r"\bNodes=(\S+) CPU_IDs=(\S+) Mem=(\d+) GRES=(\S*)")
-GPUS = re.compile(r"\bgpu(?::[^:(,]+)?:(\d+)")
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Allocation:
     het: bool
 
     def nodes_of(self, asked: list[int]) -> list[list[Node]]:
-        """The nodes for components of so many nodes: in a plain allocation one after the other. There may be fewer."""
+        """Return the nodes for components of so many nodes: in a plain allocation one after the other. There may be fewer."""
         if self.het:
             return [self.parts[k] if k < len(self.parts) else [] for k in range(len(asked))]
         first, given = 0, []
@@ -51,7 +50,7 @@ class Allocation:
 
 
 def read(job_id: str) -> Allocation:
-    """Raises Unanswered."""
+    """Ask what a job has. Raises SlurmError."""
     lines = [line for line in ask("scontrol", "show", "job", "-d", "-o", job_id).splitlines() if line.startswith("JobId=")]
     parts = {}
     for line in lines:
@@ -62,9 +61,8 @@ def read(job_id: str) -> Allocation:
 
 def _nodes(line: str) -> Iterator[Node]:
     for names, cpus, memory, gres in ON_NODES.findall(line):
-        gpus = sum(map(int, GPUS.findall(gres)))
-        for name in ask("scontrol", "show", "hostnames", names).split():
-            yield Node(name, _length(cpus), int(memory), gpus)
+        for name in host_names(names):
+            yield Node(name, _length(cpus), int(memory), gpus(gres))
 
 
 def _length(ids: str) -> int:
@@ -73,22 +71,20 @@ def _length(ids: str) -> int:
     return sum(int(last or first) - int(first) + 1 for first, _, last in ends)
 
 
-def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[str]:
+def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[Problem]:
     """notes: what is done otherwise than the recipe says is appended to it."""
     try:
         allocation = read(job_id)
-    except Unanswered as why:
-        yield f"cluster.executor: what Slurm job {job_id} has cannot be seen: {why}"
+    except SlurmError as why:
+        yield Problem("cluster.executor", "unreachable", f"what Slurm job {job_id} has cannot be seen: {why}")
         return
     asked = requests(recipe)
     given = allocation.nodes_of([request.nodes for request in asked])
     found = [problem for request, nodes in zip(asked, given, strict=True) for problem in _against(allocation, request, nodes)]
     yield from found
     if found:
-        yield (
-            f"cluster.executor: Slurm job {job_id} has {_has(allocation)}; an allocation that would do: `{command(recipe)}`; or"
-            " cluster.executor=slurm, which submits a job of its own"
-        )
+        has = f"Slurm job {job_id} has {_has(allocation)}. Try an allocation that would do: `{command(recipe)}`; or"
+        yield Problem("cluster.executor", "over-limit", f"{has} cluster.executor=slurm, which submits a job of its own")
         return
     notes.append(f"runs in Slurm job {job_id}, within its time limit and not cluster.time_min")
     for name, component in hosts(components(recipe)).items():
@@ -96,23 +92,26 @@ def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[str]:
             notes.append(f"cluster.{name}.{', '.join(said)}: the allocation's own count")
 
 
-def _against(allocation: Allocation, request: Request, nodes: list[Node]) -> Iterator[str]:
-    """Why a component cannot run on its nodes."""
+def _against(allocation: Allocation, request: Request, nodes: list[Node]) -> Iterator[Problem]:
+    """Yield why a component cannot run on its nodes."""
     if len(nodes) < request.nodes:
         room = not allocation.het and len(allocation.parts[0]) >= request.nodes
         shared = "; cluster.share_nodes=true puts all components on the same nodes" if room else ""
-        yield f"{request.key}.nodes: {request.nodes}, but Slurm job {allocation.job_id} has {len(nodes)} for it{shared}"
+        has = f"got {request.nodes}; expected at most the {len(nodes)} that Slurm job {allocation.job_id} has for it{shared}"
+        yield Problem(f"{request.key}.nodes", "over-limit", has)
         return
     used = nodes[: request.nodes]
     for_ranks = f"CPUs for its {plural(request.ranks_per_node, 'rank')}"
-    for keys, what, needed, has in (
-        (request.keys("gpus_per_node"), "GPUs", request.gpus, lambda node: node.gpus),
-        (request.keys("cpus_per_task"), for_ranks, request.cpus, lambda node: node.cpus),
-        (f"{request.key}.mem", "MB", request.memory_mb, lambda node: node.memory_mb or request.memory_mb),
+    for name, what, needed, has in (
+        ("gpus_per_node", "GPUs", request.gpus, lambda node: node.gpus),
+        ("cpus_per_task", for_ranks, request.cpus, lambda node: node.cpus),
+        ("mem", "MB of memory", request.memory_mb, lambda node: node.memory_mb or request.memory_mb),
     ):
         fewest = min(used, key=has)
         if has(fewest) < needed:
-            yield f"{keys}: {needed:g} {what} are needed on each node, and the job has {has(fewest):g} on {fewest.name}"
+            terms = f" ({request.keys(name)})" if len(request.together) > 1 and name != "mem" else ""
+            message = f"got {needed:g} {what} on each node{terms}; expected at most {has(fewest):g}, which the job has on"
+            yield Problem(f"{request.key}.{name}", "over-limit", f"{message} {fewest.name}")
 
 
 def _has(allocation: Allocation) -> str:
@@ -124,13 +123,13 @@ def _has(allocation: Allocation) -> str:
             if kind not in kinds:
                 kinds.append(kind)
     told = []
-    for k, cpus, gpus in kinds:
-        number = sum((node.cpus, node.gpus) == (cpus, gpus) for node in allocation.parts[k])
-        told.append(f"{plural(number, 'node')} with {plural(cpus, 'CPU')} and {plural(gpus, 'GPU')}{' each' * (number > 1)}")
+    for k, cpus, count in kinds:
+        number = sum((node.cpus, node.gpus) == (cpus, count) for node in allocation.parts[k])
+        told.append(f"{plural(number, 'node')} with {plural(cpus, 'CPU')} and {plural(count, 'GPU')}{' each' * (number > 1)}")
     return ", then ".join(told) or "no nodes"
 
 
 def command(recipe: Recipe) -> str:
-    """The salloc that gets what a recipe asks for."""
+    """Return the salloc that gets what a recipe asks for."""
     asked = (shlex.join(allocation_options(host)) for host in hosts(components(recipe)).values())
     return f"salloc --time={recipe.cluster.time_min} {' : '.join(asked)}"

@@ -1,183 +1,126 @@
-"""Whether the nodes of a partition are what a component asks for, and whether there are enough for all components together.
+"""Read the partitions and nodes of a cluster, and compare a request with a partition's own limits.
 
-Nodes that are down or drained count: they may be back when the job's turn comes; a note says how many there are now. Of a
-constraint with counts or brackets (`[rack1*2&rack2*4]`) only the names are looked at.
+Slurm takes jobs beyond a partition's limits, unless EnforcePartLimits is set, and never starts them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from itertools import combinations
+from functools import cached_property
 
-from launch.preflight.slurm_cluster import Fields, Node, SlurmCluster
 from launch.preflight.slurm_request import Request
+from launch.slurm_client import Fields, ask, configuration, gpus, lines_of, minutes
+from pipeline.config import Problem
+
+UNAVAILABLE = frozenset(
+    ("DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "ERROR", "INVAL", "INVALID_REG", "UNKNOWN", "NOT_RESPONDING")
+)
+"""States in which a node takes no jobs until someone mends it."""
 
 
-@dataclass(frozen=True)
-class _Amount:
-    """Something that a node has so much of."""
-
-    key: str
-    wanted: float
-    what: str
-    of: Callable[[Node], float]
-    would_do: Callable[[float], str]  # the value of `key` for what nodes have
-
-
-def problems(cluster: SlurmCluster, partition: Fields, request: Request) -> Iterator[str]:
-    """That the nodes of one partition do not do for one component."""
-    name, key = partition["PartitionName"], request.key
-    members = [node for node in cluster.nodes if name in node.partitions]
-    if not members:
-        yield f"{key}.partition: {name} has no nodes"
-        return
-    if request.nodes > len(members):
-        yield f"{key}.nodes: {request.nodes}, but partition {name} has {len(members)} nodes; at most {len(members)}"
-    count = min(request.nodes, len(members))  # that there are too few has been said
-    alone = True
-    for amount in _amounts(partition, request):
-        have = sorted((amount.of(node) for node in members), reverse=True)
-        if have[count - 1] < amount.wanted:
-            alone = False
-            enough = sum(value >= amount.wanted for value in have)
-            yield (
-                f"{amount.key}: that is {amount.wanted:g} {amount.what} on each of {request.nodes} nodes, but {enough} of the"
-                f" {len(members)} nodes of partition {name} have so much; at most {amount.would_do(have[count - 1])}"
-            )
-    for problem in _features(members, name, request, count):
-        alone = False
-        yield problem
-    if alone and len(fitting(cluster, partition, request)) < count:
-        yield (
-            f"{key}.nodes: {request.nodes}, but {len(fitting(cluster, partition, request))} of the {len(members)} nodes of"
-            f" partition {name} have all that is asked for ({_asked(partition, request)}); fewer nodes, or less of one of these"
-        )
+@dataclass(frozen=True, slots=True)
+class Node:
+    name: str
+    cpus: int
+    memory_mb: int  # what jobs may have
+    gpus: int
+    features: frozenset[str]
+    partitions: frozenset[str]
+    available: bool  # in no state of UNAVAILABLE
 
 
-def fitting(cluster: SlurmCluster, partition: Fields, request: Request) -> list[Node]:
-    """The nodes of a partition that have all that a component asks of each."""
-    amounts = _amounts(partition, request)
-    return [
-        node
-        for node in cluster.nodes
-        if partition["PartitionName"] in node.partitions
-        and all(amount.of(node) >= amount.wanted for amount in amounts)
-        and satisfies(request.constraint, node.features)
-    ]
+class Cluster:
+    """The cluster's settings, partitions and nodes, asked when it is made. Raises SlurmError."""
+
+    def __init__(self) -> None:
+        self.config = configuration()
+        # -a: those too that are hidden from this user, who may name them all the same
+        found = lines_of(ask("scontrol", "-a", "-o", "show", "partition"))
+        self.partitions = {fields["PartitionName"]: fields for fields in found}
+
+    @cached_property
+    def nodes(self) -> dict[str, Node]:
+        found = map(_node, lines_of(ask("scontrol", "-a", "-o", "show", "node")))
+        return {node.name: node for node in found}
+
+    @property
+    def enforced(self) -> frozenset[str]:
+        """Of associations, limits, qos, safe: what of accounting keeps jobs from running."""
+        return frozenset(self.config.get("AccountingStorageEnforce", "none").lower().split(","))
+
+    def names(self, request: Request) -> list[str]:
+        """Return the partitions of a request that exist; Slurm's default one if it names none."""
+        default = [name for name, fields in self.partitions.items() if fields.get("Default") == "YES"]
+        return [name for name in request.partitions or default if name in self.partitions]
+
+    def partition(self, request: Request) -> Fields:
+        """Return the first partition of a request that Slurm takes."""
+        return self.partitions[self.names(request)[0]]
+
+    def least_nodes(self, request: Request) -> int:
+        """Return how many nodes a job must have in the partitions of a request."""
+        return max(1, min((int(self.partitions[name].get("MinNodes", 1)) for name in self.names(request)), default=1))
+
+    def members(self, request: Request) -> list[Node]:
+        names = set(self.names(request))
+        return [node for node in self.nodes.values() if names & node.partitions]
+
+    def may_return(self, request: Request) -> set[str]:
+        """Return the nodes that take no jobs just now, and would do for a request, by their numbers, if they came back."""
+        needs, features = (request.cpus, request.gpus, request.memory_mb), set(re.findall(r"[\w.-]+", request.constraint or ""))
+        return {
+            node.name
+            for node in self.members(request)
+            if not node.available
+            and all(has >= need for has, need in zip((node.cpus, node.gpus, node.memory_mb), needs, strict=True))
+            and (not features or features & node.features)
+        }
 
 
-def counted(request: Request, nodes: list[Node]) -> Request:
+def _node(fields: Fields) -> Node:
+    features = fields.get("AvailableFeatures", "(null)")
+    states = {state.strip("*~#!%$@^-") for state in fields["State"].split("+")}
+    return Node(
+        name=fields["NodeName"],
+        cpus=int(fields.get("CPUEfctv") or fields["CPUTot"]),
+        memory_mb=int(fields["RealMemory"]) - int(fields.get("MemSpecLimit", 0)),
+        gpus=gpus(fields.get("Gres", "")),
+        features=frozenset() if features == "(null)" else frozenset(features.split(",")),
+        partitions=frozenset(fields.get("Partitions", "").split(",")),
+        available=not states & UNAVAILABLE and "*" not in fields["State"],
+    )
+
+
+def counted(request: Request, cluster: Cluster, names: Collection[str]) -> Request:
     """Return what limits count, at least: of whole nodes all CPUs and GPUs, and all memory where all is asked for.
 
-    nodes: those that would do.
+    names: the nodes that would do.
     """
-    if request.all_memory:
+    nodes = [cluster.nodes[name] for name in names if name in cluster.nodes]
+    if request.all_memory and nodes:
         request = replace(request, memory_mb=min(node.memory_mb for node in nodes))
-    if request.whole:
+    if request.whole and nodes:
         request = replace(request, cpus=min(node.cpus for node in nodes), gpus=min(node.gpus for node in nodes))
     return request
 
 
-def problems_together(sets: dict[str, tuple[int, set[str]]]) -> Iterator[str]:
-    """`sets`: component's key -> (nodes that it asks for, names of those that would do). Two components never share a node.
-
-    Slurm takes such a job, and it waits for ever. By Hall's theorem there is a choice of nodes if and only if any number of
-    components find as many nodes as they ask for among those that would do for one of them.
-    """
-    for size in range(2, len(sets) + 1):
-        for keys in combinations(sets, size):
-            wanted, there = sum(sets[key][0] for key in keys), len(set.union(*(sets[key][1] for key in keys)))
-            if wanted > there:
-                terms = " + ".join(str(sets[key][0]) for key in keys)
-                yield (
-                    f"{', '.join(f'{key}.nodes' for key in keys)}: {terms} nodes, but there are {there} that would do, and two"
-                    f" components share one only with cluster.share_nodes=true; without it together at most {there}"
-                )
-                return
-
-
-def _amounts(partition: Fields, request: Request) -> list[_Amount]:
-    most_cpus, most_memory = (_limit(partition.get(name)) for name in ("MaxCPUsPerNode", "MaxMemPerNode"))
-    return [
-        _Amount(
-            request.keys("cpus_per_task"),
-            request.cpus,
-            "CPUs",
-            lambda node: min(node.cpus, most_cpus),
-            lambda have: (
-                str(int(have) // request.ranks_per_node)
-                if have >= request.ranks_per_node
-                else f"1, with {request.key}.ranks_per_node={have:g}"
-            ),
-        ),
-        _Amount(request.keys("gpus_per_node"), request.gpus, "GPUs", lambda node: node.gpus, lambda have: f"{have:g}"),
-        _Amount(
-            f"{request.key}.mem",
-            request.memory_mb,
-            "MB of memory",
-            lambda node: min(node.memory_mb, most_memory),
-            lambda have: f"{int(have)}M",
-        ),
-    ]
-
-
-def _limit(text: str | None) -> float:
-    return float(text) if text and text.isdigit() and text != "0" else float("inf")
-
-
-def _asked(partition: Fields, request: Request) -> str:
-    asked = [f"{amount.wanted:g} {amount.what}" for amount in _amounts(partition, request) if amount.wanted]
-    return ", ".join([*asked, *([f"the features {request.constraint}"] if request.constraint else [])])
-
-
-def _features(members: list[Node], partition: str, request: Request, count: int) -> Iterator[str]:
-    if not request.constraint:
-        return
-    key, there = f"{request.key}.constraint", sorted(set.union(*(set(node.features) for node in members)))
-    if unknown := [name for name in feature_names(request.constraint) if name not in there]:
-        near = get_close_matches(unknown[0], there, 1)
-        has = f"did you mean '{near[0]}'?" if near else f"they have: {', '.join(there) or 'none at all'}"
-        if "|" not in request.constraint:
-            yield f"{key}: no node of partition {partition} has the feature '{unknown[0]}'; {has}"
-            return
-    enough = sum(satisfies(request.constraint, node.features) for node in members)
-    if enough < count:
-        yield (
-            f"{key}: {enough} of the {len(members)} nodes of partition {partition} have {request.constraint}, not"
-            f" {request.nodes}; their features: {', '.join(there) or 'none'}"
-        )
-
-
-def feature_names(constraint: str) -> list[str]:
-    return [re.sub(r"\*\d+$", "", word) for word in re.findall(r"[^&|,()\[\]\s]+", constraint)]
-
-
-def satisfies(constraint: str | None, features: frozenset[str]) -> bool:
-    """Whether a node may be one of those. `&` and `|` from left to right, as Slurm has them; sbatch(1), --constraint."""
-    if not constraint:
-        return True
-    if set("*[") & set(constraint):  # of the whole allocation, not of each node
-        return any(name in features for name in feature_names(constraint))
-    words = re.findall(r"[&|,()]|[^&|,()\s]+", constraint)
-
-    def expression() -> bool:
-        value = term()
-        while words and words[0] != ")":
-            operator = words.pop(0)
-            other = term()
-            value = value or other if operator == "|" else value and other
-        return value
-
-    def term() -> bool:
-        word = words.pop(0) if words else ""
-        if word != "(":
-            return word in features
-        value = expression()
-        if words:
-            words.pop(0)
-        return value
-
-    return expression()
+def beyond(partition: Fields, request: Request, account: str | None, qos: str | None, flags: str) -> Iterator[Problem]:
+    """Yield where a request is beyond the limits of a partition. flags: of the job's QOS, which may lift them."""
+    name, key = partition["PartitionName"], request.key
+    limit = minutes(partition.get("MaxTime", "UNLIMITED"))
+    if limit is not None and request.minutes > limit and "PartitionTimeLimit" not in flags:
+        message = f"got {request.minutes}; expected at most {limit:g} minutes in partition {name} ({key})"
+        yield Problem("cluster.time_min", "over-limit", message)
+    most, least = partition.get("MaxNodes", "UNLIMITED"), partition.get("MinNodes", "0")
+    if most.isdigit() and request.nodes > int(most) and "PartitionMaxNodes" not in flags:
+        yield Problem(f"{key}.nodes", "over-limit", f"got {request.nodes}; expected at most {most} in partition {name}")
+    if least.isdigit() and request.nodes < int(least) and "PartitionMinNodes" not in flags:
+        yield Problem(f"{key}.nodes", "too-small", f"got {request.nodes}; expected at least {least} in partition {name}")
+    for own, what, kind in ((account, "account", "Accounts"), (qos, "qos", "Qos")):
+        allowed, denied = partition.get(f"Allow{kind}", "ALL"), partition.get(f"Deny{kind}", "")
+        expected = f"one of {allowed}" if allowed != "ALL" else f"any but {denied}"
+        if own is not None and (own in denied.split(",") or (allowed != "ALL" and own not in allowed.split(","))):
+            message = f"got {own}, which may not use partition {name}; expected {expected}"
+            yield Problem(f"{key}.{what}", "permission-denied", message)

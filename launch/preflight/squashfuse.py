@@ -13,7 +13,7 @@ import glob
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.preflight.slurm_cluster import Fields
+from launch.slurm_client import Fields
 
 TRUE = ("1", "y", "yes", "on", "true")
 DEPTH = 4  # of includes

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from launch.sweeps.folder import Folder, Standing
 from launch.sweeps.queue import Queue
 from launch.terminal import on_one_line
 from pipeline import config
-from pipeline.config import RecipeError
+from pipeline.config import Problem, RecipeError
 
 POLL_S = 0.5
 SUBMIT_S = 120.0
@@ -102,11 +101,13 @@ def submit_check(folder: Folder, waits_for: list[str]) -> str:
     flags = [f"--{key}={value}" for key, value in options.items() if value is not None]
     try:
         answer = slurm_client.ask("sbatch", "--parsable", *flags, str(script), timeout_s=SUBMIT_S)
-    except subprocess.TimeoutExpired as error:
-        raise RecipeError(f"check: {error}; the same command goes on, with the job if there is one by then") from None
-    if answer.returncode:
-        raise RecipeError(f"check: sbatch refused the job that judges the sweep: {answer.stderr.strip()}")
-    return answer.stdout.strip().partition(";")[0]
+    except slurm_client.SlurmError as error:
+        if error.kind == "failed":
+            why = f"sbatch refused the job that judges the sweep: {error.said}"
+            raise RecipeError(Problem("check", "refused-by-slurm", why)) from None
+        why = f"{error}; the same command goes on, with the job if there is one by then"
+        raise RecipeError(Problem("check", "unreachable", why)) from None
+    return answer.strip().partition(";")[0]
 
 
 # ---- on this machine ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import re
 import socket
-import subprocess
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -19,7 +18,8 @@ from launch.executors import slurm
 from launch.executors.base import JobStatus
 from launch.executors.local import start_time
 from launch.executors.record import JobRecord
-from pipeline.config import RecipeError
+from launch.executors.slurm import HetSlurmJob
+from pipeline.config import Problem, RecipeError
 
 PAUSES_S = (5, 15)
 
@@ -33,21 +33,17 @@ class Queue:
     @functools.cached_property
     def _seen(self) -> tuple[dict[str, JobStatus], list[tuple[str, str]]]:
         """(status by job id, (job id, what it writes to) of each). Raises RecipeError where Slurm cannot be asked."""
-        outputs, components = [], defaultdict(list)
-        for line in _scontrol().splitlines():
-            if line.startswith("JobId="):
-                component = slurm.parse(line)
-                components[component["JobID"]].append(component)
-                if output := re.search(r" StdOut=(\S+)", line):
-                    outputs.append((component["JobID"], output[1]))
-        return {job_id: _status(slurm.combine(parts)) for job_id, parts in components.items()}, outputs
+        jobs = defaultdict(list)
+        for part in slurm_client.read_jobs(_scontrol()):
+            jobs[part.job_id].append(part)
+        outputs = [(part.job_id, part.output) for parts in jobs.values() for part in parts if part.output]
+        return {job_id: slurm.job_status(slurm_client.whole(parts)) for job_id, parts in jobs.items()}, outputs
 
     def status(self, job_id: str) -> JobStatus:
         """Of a Slurm job."""
         known, _ = self._seen
         if job_id not in known:
-            info = slurm.query(job_id)  # forgotten by slurmctld; perhaps accounting knows
-            known[job_id] = _status(info) if info else JobStatus("UNKNOWN")
+            known[job_id] = HetSlurmJob(".", job_id).status()  # forgotten by slurmctld; perhaps accounting knows
         return known[job_id]
 
     def of(self, record: JobRecord, run_dir: Path) -> JobStatus:
@@ -69,25 +65,16 @@ class Queue:
 
 
 def _scontrol() -> str:
-    """What it says of all jobs. A controller that is just being restarted is given a moment. Raises RecipeError."""
+    """Return what it says of all jobs. A controller that is just being restarted is given a moment. Raises RecipeError."""
     for pause in (*PAUSES_S, None):
         try:
-            answer = slurm_client.ask("scontrol", "show", "job", "-o")
-            if answer.returncode == 0:
-                return answer.stdout
-            why = answer.stderr.strip()
-        except FileNotFoundError:
-            raise RecipeError("the sweep runs on Slurm, and there is no scontrol here to ask what has become of it") from None
-        except subprocess.TimeoutExpired as error:
-            why = str(error)
-        if pause is not None:
+            return slurm_client.ask("scontrol", "show", "job", "-o")
+        except slurm_client.SlurmError as error:
+            if error.kind == "missing" or pause is None:
+                why = f"the sweep runs on Slurm, which does not say what has become of it: {error}"
+                raise RecipeError(Problem("", "unreachable", why)) from None
             time.sleep(pause)
-    raise RecipeError(f"scontrol does not answer: {why}")
-
-
-def _status(info: dict[str, str]) -> JobStatus:
-    state, reason = info["State"], info.get("Reason", "None")
-    return JobStatus(state, "" if reason == "None" else reason, ended=state in slurm.TERMINAL or state == slurm.GONE)
+    raise AssertionError("the last pause is None")
 
 
 def _controller(run_dir: Path) -> int | None:

@@ -234,8 +234,8 @@ def test_a_job_that_cannot_be_asked_is_told_so(run, tmp_path, monkeypatch, capsy
 
     write_json(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "start_time": None})
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 30\n")
-    monkeypatch.setattr(run_state, "ASK_S", 0.2)
-    assert "unknown; Slurm did not answer within 0.2 s" in asked(capsys, run)[1]
+    monkeypatch.setattr(slurm_client, "ANSWER_S", 0.2)
+    assert "gave no answer in 0.2 s" in asked(capsys, run)[1]
 
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
     assert "Unable to contact slurm controller" in asked(capsys, run)[1]

@@ -1,7 +1,8 @@
-"""What preflight says of a recipe and a real Slurm, beside what the real sbatch says."""
+"""Preflight against a real Slurm: what it refuses, in keys of the recipe, and what it takes and never starts."""
 
+import functools
 import os
-import re
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -9,14 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.components import components
-from launch.executors.slurm import batch_script
-from launch.preflight import slurm, slurm_accounts
-from launch.preflight.slurm_cluster import SlurmCluster as Answers
-from launch.preflight.slurm_cluster import gpus, megabytes, minutes
+from launch import slurm_client
+from launch.preflight import slurm, slurm_limits
+from launch.preflight.slurm_nodes import Cluster
 from launch.preflight.slurm_request import requests
-from pipeline.config import ClusterConfig, ComponentConfig, Recipe
+from launch.preflight.slurm_test import option_problems
+from launch.slurm_client import gpus, megabytes, minutes
+from pipeline.config import ClusterConfig, ComponentConfig, Problem, Recipe
 from tests.launch.waiting import wait_until
+from tests.problems import named
 from tests.slurm.cluster import SlurmCluster, missing
 
 pytestmark = pytest.mark.slurm
@@ -38,12 +40,12 @@ PartitionName=held Nodes=ALL ReqResv=YES
 """
 
 
-@pytest.fixture(scope="module")
-def own_cluster():
+@pytest.fixture(scope="module", params=["EnforcePartLimits=ALL", "EnforcePartLimits=NO"])
+def own_cluster(request):
     if lacking := missing():
         (pytest.fail if os.environ.get("HETSTEP_REQUIRE_SLURM") == "1" else pytest.skip)(f"no Slurm here: {lacking}")
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # a short path: it holds a Unix socket
-        cluster = SlurmCluster(Path(folder), NODES, PARTITIONS, "EnforcePartLimits=ALL")
+        cluster = SlurmCluster(Path(folder), NODES, PARTITIONS, request.param)
         cluster.start()
         yield cluster
         cluster.stop()
@@ -60,58 +62,82 @@ def recipe(time_min: int = 30, **parts: ComponentConfig) -> Recipe:
     return recipe
 
 
-def sbatch_takes(asked: Recipe, tmp_path) -> bool:
-    """Whether `sbatch --test-only` takes the components one by one; it never looks at two together."""
-    for name, component in components(asked).items():
-        script = tmp_path / f"{name}.sh"
-        script.write_text(batch_script(tmp_path, "x", asked.cluster, {name: component}))
-        answer = subprocess.run(["sbatch", "--test-only", str(script)], capture_output=True, text=True)
-        print(name, answer.stderr.strip())
-        if answer.returncode:
-            return False
-    return True
+def examined(asked: Recipe) -> set[tuple[str, str]]:
+    return named(slurm.problems(asked))
+
+
+def of_train(found: set[tuple[str, str]]) -> dict[str, str]:
+    """{key under cluster.train: code}, without the advice to take another partition."""
+    return {key.removeprefix("cluster.train."): code for key, code in found if (key, code) != ELSEWHERE}
+
+
+ELSEWHERE = ("cluster.train.partition", "refused-by-slurm")
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ({"partition": "bigg"}, {"partition": "no-such-partition"}),
+        ({"nodes": 3}, {"nodes": "over-limit"}),
+        ({"nodes": 2, "partition": "small"}, {"nodes": "over-limit"}),
+        ({"partition": "pair"}, {"nodes": "too-small"}),
+        ({"gpus_per_node": 9}, {"gpus_per_node": "over-limit"}),
+        ({"nodes": 3, "gpus_per_node": 8, "partition": "all"}, {"nodes": "over-limit"}),
+        ({"mem": "17G"}, {"mem": "over-limit"}),
+        ({"mem": "17 gigs"}, {"mem": "bad-format"}),
+        ({"ranks_per_node": 4, "cpus_per_task": 3}, {"cpus_per_task": "over-limit"}),
+        ({"ranks_per_node": 9}, {"ranks_per_node": "over-limit"}),
+        ({"constraint": "h10"}, {"constraint": "not-a-choice"}),
+        ({"constraint": "ib&a100", "partition": "all"}, {"constraint": "over-limit"}),
+        ({"constraint": "cpu", "gpus_per_node": 1, "partition": "all"}, {"gpus_per_node": "over-limit"}),
+        ({"partition": "big,small", "nodes": 3}, {"nodes": "over-limit"}),
+        ({"partition": "held"}, {"partition": "permission-denied"}),
+        ({"partition": "private", "account": "other"}, {"account": "permission-denied"}),
+        ({"nodes": 2, "sbatch_options": {"exclude": "127.0.0.10"}}, {"nodes": "over-limit"}),
+        ({"sbatch_options": {"reservation": "weekly"}}, {"sbatch_options.reservation": "refused-by-slurm"}),
+        ({"sbatch_options": {"contiguos": None}}, {"sbatch_options.contiguos": "unknown-key"}),
+        ({"sbatch_options": {"comment": None}}, {"sbatch_options.comment": "missing-value"}),
+        ({"sbatch_options": {"begin": "never"}}, {"sbatch_options.begin": "bad-format"}),
+        (
+            {"nodes": 3, "gpus_per_node": 9, "constraint": "ibb"},
+            {"nodes": "over-limit", "gpus_per_node": "over-limit", "constraint": "not-a-choice"},
+        ),
+    ],
+)
+def test_what_slurm_refuses(cluster, asked, found):
+    assert of_train(examined(recipe(train=ComponentConfig(**asked)))) == found
+
+
+def test_a_partition_that_starts_no_jobs(cluster):
+    assert ELSEWHERE in examined(recipe(train=ComponentConfig(partition="off")))
 
 
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"partition": "bigg"}, "cluster.train.partition: there is no partition 'bigg'; did you mean 'big'"),
-        ({"partition": "off"}, "cluster.train.partition: off is DRAIN"),
-        ({"nodes": 3}, "cluster.train.nodes: 3, but partition big has 2 nodes; at most 2"),
-        ({"nodes": 2, "partition": "small"}, "cluster.train.nodes: 2, but a job in partition small may have 1; at most 1"),
-        ({"partition": "pair"}, "cluster.train.nodes: 1, but a job in partition pair must have 2; at least 2"),
-        ({"gpus_per_node": 9}, "cluster.train.gpus_per_node: that is 9 GPUs on each of 1 nodes, but 0 of the 2 nodes"),
-        ({"nodes": 3, "gpus_per_node": 8, "partition": "all"}, "but 2 of the 5 nodes of partition all have so much; at most 4"),
-        ({"mem": "17G"}, "cluster.train.mem: that is 17408 MB of memory on each of 1 nodes, but 0 of the 2"),
-        ({"mem": "17 gigs"}, "cluster.train.mem: '17 gigs' is not an amount of memory such as 500G"),
-        ({"ranks_per_node": 4, "cpus_per_task": 3}, "cluster.train.cpus_per_task: that is 12 CPUs"),
-        ({"ranks_per_node": 9}, "at most 1, with cluster.train.ranks_per_node=8"),
-        (
-            {"constraint": "h10"},
-            "cluster.train.constraint: no node of partition big has the feature 'h10'; did you mean 'h100'",
-        ),
-        ({"constraint": "ib&a100", "partition": "all"}, "cluster.train.constraint: 0 of the 5 nodes of partition all"),
-        (
-            {"constraint": "cpu", "gpus_per_node": 1, "partition": "all"},
-            "cluster.train.nodes: 1, but 0 of the 5 nodes of partition all have all that is asked for",
-        ),
-        ({"partition": "big,small", "nodes": 3}, "cluster.train.nodes: 3, but partition small has 2 nodes"),
-        (
-            {"partition": "held"},
-            "takes only jobs with a reservation; another, or cluster.train.sbatch_options={reservation: NAME}",
-        ),
+        ({"partition": "bigg"}, "Did you mean 'big'?"),
+        ({"constraint": "h10"}, "Did you mean 'h100'?"),
+        ({"gpus_per_node": 9}, "expected at most 8"),
+        ({"nodes": 3, "gpus_per_node": 8, "partition": "all"}, "expected at most 2 with --gpus-per-node=8"),
+        ({"ranks_per_node": 4, "cpus_per_task": 3}, "expected at most 2 with --ntasks-per-node=4"),
+        ({"partition": "held"}, "held has ReqResv=YES. Try cluster.train.sbatch_options={reservation: NAME}"),
+        ({"sbatch_options": {"contiguos": None}}, "Did you mean 'contiguous'?"),
     ],
 )
-def test_what_sbatch_refuses(cluster, tmp_path, asked, says):
-    wrong = recipe(train=ComponentConfig(**asked))
-    problems = list(slurm.problems(wrong))
-    assert any(says in problem for problem in problems), problems
-    assert not sbatch_takes(wrong, tmp_path)
+def test_what_would_do_is_told(cluster, asked, says):
+    assert says in "\n".join(map(str, slurm.problems(recipe(train=ComponentConfig(**asked)))))
 
 
-def test_a_partition_for_reservations_takes_one(cluster):
-    given = ComponentConfig(partition="held", sbatch_options={"reservation": "weekly"})
-    assert not any("reservation" in problem for problem in slurm.problems(recipe(train=given)))
+def test_a_wrong_option_needs_no_controller(cluster, monkeypatch):
+    """sbatch reads its options itself, so a dry run finds them where no controller answers."""
+    asked = requests(recipe(train=ComponentConfig(sbatch_options={"contiguos": None})))
+    monkeypatch.setattr(slurm_client, "ANSWER_S", 2.0)
+    os.kill(cluster.pid("slurmctld"), signal.SIGSTOP)
+    try:
+        assert named(option_problems(asked)) == {("cluster.train.sbatch_options.contiguos", "unknown-key")}
+        assert list(option_problems(requests(recipe(train=ComponentConfig(constraint="h10"))))) == []
+    finally:
+        os.kill(cluster.pid("slurmctld"), signal.SIGCONT)
 
 
 @pytest.mark.parametrize(
@@ -126,23 +152,17 @@ def test_a_partition_for_reservations_takes_one(cluster):
         {"mem": "0"},
     ],
 )
-def test_what_sbatch_takes(cluster, tmp_path, asked):
-    right = recipe(train=ComponentConfig(**asked))
-    assert list(slurm.problems(right)) == []
-    assert sbatch_takes(right, tmp_path)
+def test_what_slurm_takes(cluster, asked):
+    assert examined(recipe(train=ComponentConfig(**asked))) == set()
 
 
-def test_the_time_limit_and_what_would_do(cluster, tmp_path):
+def test_the_time_limit_and_what_would_do(cluster):
     wrong = recipe(time_min=61, train=ComponentConfig(gpus_per_node=8))
-    open_to_us = "all or private or club" if os.getuid() == 0 else "all or private"  # club is for a group
-    assert list(slurm.problems(wrong)) == [
-        "cluster.time_min: 61, but partition big (cluster.train) allows 60 minutes; at most 60",
-        f"cluster.train.partition: {open_to_us} would do for what cluster.train asks for",
-    ]
-    assert not sbatch_takes(wrong, tmp_path)
+    limit, elsewhere = slurm.problems(wrong)
+    assert named([limit, elsewhere]) == {("cluster.time_min", "over-limit"), ELSEWHERE}
+    assert "Try all or " in elsewhere.message
     wrong.cluster.train.partition = "all"
-    assert list(slurm.problems(wrong)) == []
-    assert sbatch_takes(wrong, tmp_path)
+    assert examined(wrong) == set()
 
 
 def test_all_problems_of_all_components_at_once(cluster):
@@ -150,21 +170,21 @@ def test_all_problems_of_all_components_at_once(cluster):
         train=ComponentConfig(nodes=3, gpus_per_node=9, constraint="ibb"),
         generate=ComponentConfig(partition="smal", container_image="/images/x.sqsh"),
     )
-    problems = "\n".join(slurm.problems(wrong))
     keys = ("train.nodes", "train.gpus_per_node", "train.constraint", "generate.partition", "generate.container_image")
-    assert all(re.search(rf"^cluster\.{key}: ", problems, re.MULTILINE) for key in keys), problems
+    assert {key for key, _ in examined(wrong)} == {f"cluster.{key}" for key in keys}
 
 
-def test_components_that_share_a_node(cluster, tmp_path):
+def test_components_on_the_same_nodes_add_up(cluster):
     four = {"gpus_per_node": 4, "constraint": "ib"}
     asked = recipe(train=ComponentConfig(nodes=2, **four), generate=ComponentConfig(nodes=2, **four))
     (apart,) = slurm.problems(asked)
-    assert "2 + 2 nodes, but there are 2 that would do, and two components share one only with cluster.share_nodes" in apart
+    assert named([apart]) == {("cluster.generate.nodes", "over-limit")} and "cluster.share_nodes=true" in apart.message
     asked.cluster.share_nodes = True
-    assert list(slurm.problems(asked)) == []
+    assert examined(asked) == set()
     asked.cluster.generate.gpus_per_node = 5
-    nine = "cluster.train.gpus_per_node + cluster.generate.gpus_per_node: that is 9 GPUs on each of 2 nodes"
-    assert any(problem.startswith(nine) for problem in slurm.problems(asked))
+    problems = [*slurm.problems(asked)]
+    assert "gpus_per_node" in of_train(named(problems))
+    assert any("cluster.train.gpus_per_node + cluster.generate.gpus_per_node" in problem.message for problem in problems)
 
 
 def test_gpus_that_a_job_takes_and_does_not_use_are_noted(cluster):
@@ -174,71 +194,52 @@ def test_gpus_that_a_job_takes_and_does_not_use_are_noted(cluster):
         assert any(note.startswith(idle) for note in notes) == found, notes
 
 
-def test_accounts_of_a_partition(cluster):
-    """sbatch looks at them only where there is accounting, or in some versions."""
-    asked = recipe(train=ComponentConfig(account="other", partition="private"))
-    assert list(slurm.problems(asked)) == [
-        "cluster.train.account: 'other' may not use partition private; one of: team",
-        "cluster.train.partition: big or small or all would do for what cluster.train asks for",
-    ]
-    asked.cluster.train.account = "team"
-    assert list(slurm.problems(asked)) == []
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be someone else")
-def test_groups_of_a_partition(cluster):
+@pytest.mark.parametrize(("number", "found"), [(65534, {"partition": "permission-denied"}), (1, {})], ids=["nobody", "daemon"])
+def test_groups_of_a_partition(cluster, monkeypatch, number, found):
     asked = recipe(train=ComponentConfig(partition="club"))
-    assert list(slurm.problems(asked)) == []  # root may
-    command, nobody = ["sbatch", "--test-only", "--partition=club", "--wrap=true"], 65534
-    for groups in ([], [1]):
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in {"getuid": nobody, "getgid": nobody, "getgroups": groups}.items():
-                patch.setattr(os, name, lambda value=value: value)
-            problems = list(slurm.problems(asked))
-        someone = {"user": nobody, "group": nobody, "extra_groups": groups, "cwd": "/"}
-        answer = subprocess.run(command, capture_output=True, text=True, **someone)
-        if groups:
-            assert problems == []
-        else:
-            assert "cluster.train.partition: club is for the groups daemon" in problems[0]
-            assert answer.returncode and "group" in answer.stderr
+    assert examined(asked) == set()  # root may
+    run = functools.partial(subprocess.run, user=number, group=number, extra_groups=[], cwd="/")
+    monkeypatch.setattr(slurm_client, "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run}))
+    assert of_train(examined(asked)) == found
 
 
-def test_two_components_never_share_a_node(cluster, tmp_path):
+def test_two_components_never_share_a_node(cluster):
     """Slurm takes the job, and it waits for ever: each component alone would fit."""
     wrong = recipe(train=ComponentConfig(nodes=2, gpus_per_node=4), generate=ComponentConfig(nodes=1, gpus_per_node=4))
-    assert sbatch_takes(wrong, tmp_path)
     (problem,) = slurm.problems(wrong)
-    assert problem.startswith("cluster.train.nodes, cluster.generate.nodes: 2 + 1 nodes, but there are 2 that would do")
+    assert named([problem]) == {("cluster.generate.nodes", "over-limit")}
+    assert "2 + 1 nodes, but there are 2 that would do" in problem.message
     wrong.cluster.generate.partition = "big,small"
-    assert list(slurm.problems(wrong)) == []
+    assert examined(wrong) == set()
     wrong.cluster.generate = ComponentConfig(nodes=3, gpus_per_node=4, partition="all")
-    assert "2 + 3 nodes, but there are 4" in "".join(slurm.problems(wrong))
+    assert "2 + 3 nodes, but there are 4" in "".join(map(str, slurm.problems(wrong)))
+    wrong.cluster.generate = ComponentConfig(nodes=2, gpus_per_node=4, partition="all")
+    assert examined(wrong) == set()
+    wrong.cluster.generate.sbatch_options = {"exclude": "127.0.0.12"}
+    assert "2 + 2 nodes, but there are 3" in "".join(map(str, slurm.problems(wrong)))
 
 
-def test_drained_nodes_are_noted(cluster, tmp_path):
-    """They may be back when the job's turn comes, and sbatch takes such jobs."""
-    right, notes = recipe(train=ComponentConfig(nodes=2)), []
+def test_drained_nodes_are_noted(cluster):
+    """They may be back when the job's turn comes, and sbatch takes such jobs; --test-only does not."""
     change = ["scontrol", "update", f"nodename={cluster.nodes[1]}"]
     subprocess.run([*change, "state=drain", "reason=test"], check=True)
     try:
-        assert list(slurm.problems(right, notes)) == []
+        assert list(slurm.problems(recipe(train=ComponentConfig(nodes=2)), notes := [])) == []
+        assert of_train(examined(recipe(train=ComponentConfig(nodes=3)))) == {"nodes": "over-limit"}
+        assert of_train(examined(recipe(train=ComponentConfig(gpus_per_node=9)))) == {"gpus_per_node": "over-limit"}
     finally:
         subprocess.run([*change, "state=resume"], check=True)
-        wait_until(lambda: all(node.available for node in Answers().nodes), "the node's return")
+        wait_until(lambda: all(node.available for node in Cluster().nodes.values()), "the node's return")
     assert any("of the 2 nodes that would do 1 are not down or drained just now" in note for note in notes), notes
 
 
-def test_variables_that_sbatch_takes_before_the_recipe(cluster, tmp_path, monkeypatch):
+def test_variables_that_sbatch_takes_before_the_recipe(cluster, monkeypatch):
     monkeypatch.setenv("SBATCH_PARTITION", "all")
     monkeypatch.setenv("SBATCH_TIMELIMIT", "2:00:00")
-    right = recipe(time_min=120, train=ComponentConfig(nodes=5))
-    assert list(slurm.problems(right)) == []
-    assert sbatch_takes(right, tmp_path)
-    wrong = recipe(train=ComponentConfig(partition="big"))
-    problems = list(slurm.problems(wrong))
-    assert [problem.split(":")[0] for problem in problems] == ["cluster.train.partition", "cluster.time_min"]
-    assert all("SBATCH_" in problem and "unset it" in problem for problem in problems)
+    assert examined(recipe(time_min=120, train=ComponentConfig(nodes=5))) == set()
+    contradicted = {("cluster.train.partition", "contradiction"), ("cluster.time_min", "contradiction")}
+    assert examined(recipe(train=ComponentConfig(partition="big"))) == contradicted
 
 
 def test_what_slurm_does_not_answer_is_noted(cluster, monkeypatch, tmp_path):
@@ -253,6 +254,7 @@ def test_what_slurm_does_not_answer_is_noted(cluster, monkeypatch, tmp_path):
 
 # ---- accounts -----------------------------------------------------------------------------------------------------------
 
+NODES_OVER = {("cluster.train.nodes", "over-limit")}
 # What the real sacctmgr of Slurm 22.05 printed, where account team is below research and QOS short and long were limited; and
 # what the real slurmctld made of the jobs below: sbatch took them, and they waited for ever, but for those of QOS long.
 SACCTMGR = r"""#!/bin/sh
@@ -285,63 +287,52 @@ def accounts(cluster, monkeypatch, tmp_path):
     (tmp_path / "sacctmgr").write_text(SACCTMGR)
     (tmp_path / "sacctmgr").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    answers = Answers()
-    answers.config["AccountingStorageEnforce"] = "associations,limits,qos"  # which a slurmctld without slurmdbd does not take
-    accounting = answers.accounting("jo")
+    accounting, answers = slurm_limits.accounting("hetstep", "jo"), Cluster()
 
-    def problems(asked: Recipe) -> list[str]:
-        each = [(request, answers.partitions[request.partitions[0]]) for request in requests(asked)]
-        return list(slurm_accounts.problems(answers, accounting, "jo", each))
+    def problems(asked: Recipe) -> list[Problem]:
+        return [*slurm_limits.problems(accounting, "jo", [(each, answers.partition(each)) for each in requests(asked)])]
 
     return problems
 
 
 @pytest.mark.parametrize(
-    ("time_min", "asked", "says"),
+    ("time_min", "asked", "found", "says"),
     [
-        (30, {"account": "tem"}, ["cluster.train.account: jo may not use account 'tem'; did you mean 'team'"]),
-        (30, {"account": "other"}, ["cluster.train.account: account 'other' is jo's in partition small only, not in all"]),
-        (30, {"qos": "shor"}, ["cluster.train.qos: there is no QOS 'shor'; did you mean 'short'"]),
-        (30, {"qos": "short", "account": "other", "partition": "small"}, ["may not use QOS 'short'; one of: normal"]),
-        (200, {}, ["cluster.time_min: 200 minutes, and jo's account team allows 180"]),
-        (30, {"qos": "short"}, ["cluster.time_min: 30 minutes, and QOS short allows 20", "or another QOS (of long, normal)"]),
-        (20, {"qos": "short", "nodes": 2, "gpus_per_node": 8}, ["16 GPUs at once, and QOS short allows a user 8"]),
-        (20, {"qos": "short", "ranks_per_node": 7}, ["7 CPUs at once, and QOS short allows 6"]),
-        (20, {"qos": "short", "mem": "3G"}, ["3072 MB of memory at once, and QOS short allows 2048"]),
-        (30, {"qos": "long", "nodes": 2, "gpus_per_node": 1}, ["cluster.train.nodes: 2 nodes, and QOS long allows a job 1"]),
-        (30, {"qos": "long"}, ["cluster.train.qos: 0 GPUs, and QOS long is for jobs of 2 or more"]),
-        (30, {"nodes": 2, "gpus_per_node": 8}, ["16 GPUs at once, and account research allows 12"]),
-        (20, {"qos": "short", "gpus_per_node": 8, "mem": "2G", "ranks_per_node": 6}, []),
-        (180, {"gpus_per_node": 8}, []),
-        (30, {"account": "other", "partition": "small", "gpus_per_node": 4}, []),
+        (200, {}, {("cluster.time_min", "over-limit")}, "at most 180 minutes, which jo's account team allows"),
+        (30, {"qos": "short"}, {("cluster.time_min", "over-limit")}, "another QOS (of long, normal)"),
+        (20, {"qos": "short", "nodes": 2, "gpus_per_node": 8}, NODES_OVER, "the 8 that QOS short allows a user"),
+        (20, {"qos": "short", "ranks_per_node": 7}, NODES_OVER, "got 7 CPUs at once"),
+        (20, {"qos": "short", "mem": "3G"}, NODES_OVER, "at most the 2048 that QOS short allows"),
+        (30, {"qos": "long", "nodes": 2, "gpus_per_node": 1}, NODES_OVER, "QOS long allows a job 1"),
+        (30, {"qos": "long"}, {("cluster.train.qos", "too-small")}, "QOS long is for jobs of 2 or more"),
+        (30, {"nodes": 2, "gpus_per_node": 8}, NODES_OVER, "at most the 12 that account research allows"),
+        (20, {"qos": "short", "gpus_per_node": 8, "mem": "2G", "ranks_per_node": 6}, set(), ""),
+        (180, {"gpus_per_node": 8}, set(), ""),
+        (30, {"account": "other", "partition": "small", "gpus_per_node": 4}, set(), ""),
     ],
 )
-def test_accounts_and_qos(accounts, time_min, asked, says):
+def test_accounts_and_qos(accounts, time_min, asked, found, says):
     problems = accounts(recipe(time_min, train=ComponentConfig(**{"partition": "all", **asked})))
-    assert bool(problems) == bool(says), problems
-    assert [part for part in says if not any(part in problem for problem in problems)] == []
+    assert named(problems) == found
+    assert says in "\n".join(map(str, problems))
 
 
 def test_limits_count_all_components(accounts):
     part = ComponentConfig(partition="all", qos="short")
-    problems = accounts(recipe(20, train=part, generate=part))
-    assert problems == [
-        "cluster.train.qos, cluster.generate.qos: each component is a job to Slurm, and QOS short allows a user 1 at once, not"
-        " 2; another QOS or account"
-    ]
+    assert named(accounts(recipe(20, train=part, generate=part))) == {("cluster.generate.qos", "over-limit")}
     part = ComponentConfig(partition="all", gpus_per_node=8)
     (problem,) = accounts(recipe(20, train=part, generate=part))
-    assert problem.startswith("cluster.train.nodes, cluster.generate.nodes: 8 + 8 GPUs at once, and account research allows 12")
+    assert "got 8 + 8 GPUs at once (cluster.train + cluster.generate); expected at most the 12" in problem.message
 
 
 def test_limits_count_whole_nodes(accounts, monkeypatch):
     """2 nodes of 8 GPUs are more than the account's 12, whatever is used of them."""
-    monkeypatch.setattr(slurm.SlurmCluster, "enforced", property(lambda _: frozenset(("associations", "limits"))))
+    monkeypatch.setattr(Cluster, "enforced", property(lambda _: frozenset(("associations", "limits"))))
     monkeypatch.setattr(slurm.pwd, "getpwuid", lambda _: SimpleNamespace(pw_name="jo"))
     asked = {"nodes": 2, "gpus_per_node": 4, "constraint": "ib", "partition": "all"}
     (problem,) = slurm.problems(recipe(train=ComponentConfig(**asked)))
-    assert problem.startswith("cluster.train.nodes: 16 GPUs at once, and account research allows 12")
-    assert list(slurm.problems(recipe(train=ComponentConfig(**asked, exclusive=False)))) == []
+    assert "got 16 GPUs at once (cluster.train); expected at most the 12 that account research allows" in problem.message
+    assert examined(recipe(train=ComponentConfig(**asked, exclusive=False))) == set()
 
 
 # ---- formats ------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """How Slurm's words for a job are read; lines as Slurm 22.05 to 26.05 print them."""
 
 from launch import slurm_client
-from launch.executors import slurm
-from launch.executors.slurm import TERMINAL, HetSlurmJob, combine, parse, parse_sacct
+from launch.executors.base import JobStatus
+from launch.executors.slurm import HetSlurmJob
+from launch.slurm_client import TERMINAL, JobPart, read_jobs, read_sacct, whole
 
 LEADER = (
     "JobId=17 HetJobId=17 HetJobOffset=0 HetJobIdSet=17-18 JobName=a UserId=root(0) JobState=FAILED Reason=NonZeroExitCode"
@@ -12,20 +13,19 @@ CHILD = "JobId=18 HetJobId=17 HetJobOffset=1 HetJobIdSet=17-18 JobName=a JobStat
 
 
 def test_free_text_at_the_end_of_a_line_does_not_count():
-    assert parse(LEADER)["State"] == "FAILED"
-    assert parse(LEADER)["JobID"] == "17"
+    (part,) = read_jobs(LEADER)
+    assert (part.job_id, part.state) == ("17", "FAILED")
 
 
 def test_a_job_has_ended_when_every_component_has():
     ended = CHILD.replace("RUNNING", "CANCELLED")
-    assert combine([parse(CHILD), parse(LEADER)])["State"] == "COMPLETING"
-    whole = combine([parse(ended), parse(LEADER)])
-    assert whole == {"JobID": "17", "State": "FAILED", "NodeList": "n[1-2],n[3-4]", "Reason": "NonZeroExitCode"}
+    assert whole(read_jobs(f"{CHILD}\n{LEADER}")).state == "COMPLETING"
+    assert whole(read_jobs(f"{ended}\n{LEADER}")) == JobPart("17", "FAILED", "n[1-2],n[3-4]", "NonZeroExitCode")
 
 
 def test_sacct_rows_of_a_het_job():
-    rows = [parse_sacct("17+1", "COMPLETED", "n3"), parse_sacct("17+0", "CANCELLED by 1000", "n1")]
-    assert combine(rows) == {"JobID": "17", "State": "CANCELLED", "NodeList": "n1,n3", "Reason": "None"}
+    parts = [read_sacct("17+0", "CANCELLED by 1000", "n1"), read_sacct("17+1", "COMPLETED", "n3")]
+    assert whole(parts) == JobPart("17", "CANCELLED", "n1,n3")
 
 
 def test_a_state_that_is_not_known_is_not_an_end():
@@ -41,7 +41,7 @@ def test_times_are_asked_for_in_the_form_that_is_read(tmp_path, monkeypatch):
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-    assert slurm_client.ask("scontrol", "show", "job").stdout == "standard\n"
+    assert slurm_client.ask("scontrol", "show", "job") == "standard\n"
 
 
 def test_a_slurmctld_that_hangs_leaves_the_state_open(tmp_path, monkeypatch):
@@ -50,4 +50,4 @@ def test_a_slurmctld_that_hangs_leaves_the_state_open(tmp_path, monkeypatch):
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(slurm_client, "ANSWER_S", 0.2)
-    assert HetSlurmJob(tmp_path, "17").status(now=True) == slurm.JobStatus("UNKNOWN")
+    assert HetSlurmJob(tmp_path, "17").status(now=True) == JobStatus("UNKNOWN")

@@ -1,0 +1,201 @@
+"""Compare requests with the limits of accounts and QOS, where Slurm's accounting keeps jobs beyond them from starting.
+
+sbatch refuses accounts and QOS that a user may not use, but takes most jobs that no limit will ever let start. The order in
+which limits count: https://slurm.schedmd.com/resource_limits.html. Heterogeneous components are jobs of their own to these.
+
+Leaves out what other jobs use at the moment (it passes), limits of minutes (TRESMins), and limits of a GPU's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from launch.preflight.slurm_request import Request
+from launch.slurm_client import Fields, SlurmError, ask, minutes, tres
+from pipeline.config import Problem
+
+ASSOCIATION = (
+    *("Account", "User", "ParentName", "Partition", "QOS", "DefaultQOS"),
+    *("GrpTRES", "GrpJobs", "MaxTRES", "MaxTRESPerNode", "MaxWall", "MaxJobs"),
+)
+QOS = (
+    *("Name", "Flags", "GrpTRES", "GrpJobs", "MaxTRES", "MaxTRESPerNode", "MaxWall"),
+    *("MaxTRESPU", "MaxJobsPU", "MaxTRESPA", "MaxJobsPA", "MinTRES"),
+)
+WHAT = {"node": "nodes", "cpu": "CPUs", "gres/gpu": "GPUs", "mem": "MB of memory"}
+WHOM = {"PU": "a user ", "PA": "an account "}
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """What the accounting database says of one user on this cluster. Rows have the fields of ASSOCIATION and QOS."""
+
+    associations: tuple[Fields, ...]  # the user's own
+    accounts: dict[str, Fields]  # those of the user and the accounts above them, by name
+    qos: dict[str, Fields]
+    default_account: str | None
+
+    def association(self, account: str | None, partition: str) -> Fields | None:
+        """Return the one for that partition, else the one for all of them."""
+        rows = {row["Partition"]: row for row in self.associations if row["Account"] == account}
+        return rows.get(partition) or rows.get("")
+
+
+def accounting(cluster: str, user: str) -> Accounting:
+    """Ask sacctmgr. Raises SlurmError, also where there is no accounting."""
+    of_cluster = ("sacctmgr", "-nP", "show", "assoc", f"format={','.join(ASSOCIATION)}", "where", f"cluster={cluster}")
+    associations = _rows(ASSOCIATION, ask(*of_cluster, f"user={user}"))
+    accounts: dict[str, Fields] = {}
+    wanted = {row["Account"] for row in associations}
+    while wanted:
+        rows = _rows(ASSOCIATION, ask(*of_cluster, f"account={','.join(sorted(wanted))}"))
+        above = [row for row in rows if not row["User"]]
+        accounts |= {row["Account"]: row for row in above}
+        wanted = {row["ParentName"] for row in above if row["ParentName"]} - accounts.keys()
+    qos = {row["Name"]: row for row in _rows(QOS, ask("sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS)}"))}
+    default = ask("sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount").strip()
+    return Accounting(tuple(associations), accounts, qos, default or None)
+
+
+def _rows(names: tuple[str, ...], text: str) -> list[Fields]:
+    """Read an answer of `sacctmgr -nP`."""
+    rows = [line.split("|") for line in text.splitlines() if line]
+    if any(len(row) != len(names) for row in rows):
+        first = text.splitlines()[0]
+        raise SlurmError(f"sacctmgr's answer does not have the {len(names)} fields that were asked for: {first}", "failed")
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def effective_account(request: Request, accounting: Accounting | None) -> str | None:
+    return request.account or (accounting.default_account if accounting else None)
+
+
+def effective_qos(accounting: Accounting | None, request: Request, partition: str) -> str | None:
+    """Return the one that is asked for, or the association's default; None where that cannot be told."""
+    if request.qos or accounting is None:
+        return request.qos
+    row = accounting.association(effective_account(request, accounting), partition)
+    allowed = _names(row["QOS"]) if row else []
+    return (row and row["DefaultQOS"]) or ("normal" if "normal" in allowed else allowed[0] if len(allowed) == 1 else None)
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+# ---- whose limits count -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Something that sets limits."""
+
+    name: str  # "QOS short"
+    row: Fields
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A component's request, with whatever limits it."""
+
+    request: Request
+    qos: tuple[Holder, ...]  # whose limits come first, first
+    association: Holder
+    accounts: tuple[Holder, ...]  # the account, and those above it
+
+    @property
+    def holders(self) -> tuple[Holder, ...]:
+        return (*self.qos, self.association, *self.accounts)
+
+
+def problems(accounting: Accounting, user: str, requests: list[tuple[Request, Fields]]) -> Iterator[Problem]:
+    """requests: each with a partition in which Slurm takes it."""
+    standings = [found for each in requests if (found := _standing(accounting, user, *each))]
+    for standing in standings:
+        yield from _of_one_job(standing)
+    yield from _of_all(standings)
+
+
+def _standing(accounting: Accounting, user: str, request: Request, partition: Fields) -> Standing | None:
+    """None without an association, which Slurm itself refuses."""
+    account = effective_account(request, accounting)
+    if (row := accounting.association(account, partition["PartitionName"])) is None:
+        return None
+    qos = effective_qos(accounting, request, partition["PartitionName"])
+    of_job, of_partition = (accounting.qos.get(each or "") for each in (qos, partition.get("QoS")))
+    holders = [Holder(f"QOS {of['Name']}", of) for of in (of_partition, of_job) if of]
+    if of_job and "OverPartQOS" in of_job["Flags"]:
+        holders.reverse()
+    chain, above = [], account
+    while above in accounting.accounts:
+        chain.append(Holder(f"account {above}", accounting.accounts[above]))
+        above = accounting.accounts[above]["ParentName"]
+    return Standing(request, tuple(holders), Holder(f"{user}'s account {account}", row), tuple(chain))
+
+
+# ---- how much -----------------------------------------------------------------------------------------------------------
+
+
+def _on_a_node(request: Request) -> dict[str, float]:
+    return {"node": 1, "cpu": request.cpus, "gres/gpu": request.gpus, "mem": request.memory_mb}
+
+
+def _of_one_job(standing: Standing) -> Iterator[Problem]:
+    request, holders = standing.request, (*standing.qos, standing.association)
+    in_use = {holder.name.removeprefix("QOS ") for holder in standing.qos}
+    others = ", ".join(sorted(set(_names(standing.association.row["QOS"])) - in_use))
+    instead = f"another QOS (of {others})" if others else "another QOS, of which there is none"
+    for name, each in _on_a_node(request).items():
+        for field, count, of in (("MaxTRES", request.nodes, "a job"), ("MaxTRESPerNode", 1, "a node of a job")):
+            if (limit := _first(holders, field, name)) and each * count > limit[1]:
+                fewer = f"{int(limit[1] // each)} nodes" if count > 1 or name == "node" else f"{limit[1]:g}"
+                message = f"got {_times(count, each, name)}, but {limit[0]} allows {of} {limit[1]:g}; expected at most {fewer}"
+                yield Problem(f"{request.key}.nodes", "over-limit", f"{message}. Try {instead}")
+        least = _first(standing.qos, "MinTRES", name)
+        if least and name in ("node", "gres/gpu") and each * request.nodes < least[1]:
+            message = f"got {_times(request.nodes, each, name)}, but {least[0]} is for jobs of {least[1]:g} or more"
+            yield Problem(f"{request.key}.qos", "too-small", f"{message}. Try {instead}")
+    for holder in holders:
+        if (most := minutes(holder.row["MaxWall"])) is not None:
+            if request.minutes > most:
+                message = f"got {request.minutes}; expected at most {most:g} minutes, which {holder.name} allows {request.key}"
+                yield Problem("cluster.time_min", "over-limit", f"{message}. Try less, or {instead}")
+            break  # a QOS that says something goes before the association
+
+
+def _of_all(standings: list[Standing]) -> Iterator[Problem]:
+    """Yield what is beyond limits that are counted over all components."""
+    holders = {holder.name: holder for standing in standings for holder in standing.holders}
+    for name, holder in holders.items():
+        under = [s for s in standings if holder in s.holders]
+        of = " + ".join(s.request.key for s in under)
+        # What a QOS limits, associations no longer do.
+        settled = set() if name.startswith("QOS ") else {t for s in under for q in s.qos for t in tres(q.row["GrpTRES"])}
+        for field in ("GrpTRES", "MaxTRESPU", "MaxTRESPA"):
+            for what, limit in tres(holder.row.get(field, "")).items():
+                amounts = [s.request.nodes * _on_a_node(s.request).get(what, 0) for s in under]
+                if sum(amounts) > limit and what not in settled:
+                    terms = " + ".join(f"{amount:g}" for amount in amounts)
+                    message = f"got {terms} {WHAT[what]} at once ({of}); expected at most the {limit:g} that {name} allows"
+                    who = WHOM.get(field[-2:], "")
+                    yield Problem(
+                        f"{under[-1].request.key}.nodes",
+                        "over-limit",
+                        f"{message} {who}".rstrip() + ". Try fewer nodes, or another QOS or account",
+                    )
+        for field in ("GrpJobs", "MaxJobs", "MaxJobsPU", "MaxJobsPA"):
+            if (text := holder.row.get(field, "")) and len(under) > int(text):
+                message = f"got {len(under)} components ({of}), each a job to Slurm; expected at most the {text} that {name}"
+                allows = f"allows {WHOM.get(field[-2:], '')}at once. Try another QOS or account"
+                yield Problem(f"{under[-1].request.key}.qos", "over-limit", f"{message} {allows}")
+
+
+def _first(holders: tuple[Holder, ...], field: str, name: str) -> tuple[str, float] | None:
+    """Return (who sets the limit, the limit): the first who does."""
+    found = ((holder.name, tres(holder.row.get(field, "")).get(name)) for holder in holders)
+    return next(((who, limit) for who, limit in found if limit is not None), None)
+
+
+def _times(count: int, each: float, name: str) -> str:
+    return f"{count} nodes" if name == "node" else f"{count} x {each:g} {WHAT[name]}" if count > 1 else f"{each:g} {WHAT[name]}"

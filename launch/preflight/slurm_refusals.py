@@ -1,0 +1,228 @@
+"""Say in keys of the recipe why Slurm does not take the request of a component, and what it would take.
+
+Slurm gives one sentence for many faults ("Requested node configuration is not available"). Which of the demands are at fault,
+and what would do, is found by testing one demand after the other, and smaller ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from launch.preflight import slurm_limits
+from launch.preflight.slurm_limits import Accounting
+from launch.preflight.slurm_nodes import Cluster, beyond
+from launch.preflight.slurm_request import Request, option_name
+from launch.preflight.slurm_test import Tester
+from launch.slurm_client import SlurmError, host_names
+from pipeline.config import Problem
+
+MISFIT = re.compile(r"configuration is not available|nodes? (are|is|not) (busy|not available|available)", re.I)
+"""What Slurm says, too, where nodes that would do are down."""
+CODES = {
+    "invalid partition": "no-such-partition",
+    "no partition specified": "missing-value",
+    "feature": "not-a-choice",
+    "limit|node count|configuration|more processors": "over-limit",
+    "permission denied|permitted|invalid (account|qos)": "permission-denied",
+}
+"""Words of a refusal -> code. Others are `refused-by-slurm`."""
+OPEN = {"State": "UP", "AllowGroups": "ALL", "RootOnly": "NO", "ReqResv": "NO", "AllocNodes": "ALL"}
+"""Settings of a partition that keep nobody out."""
+WEAK = ("job-name", "time", "signal", "partition", "exclusive")
+"""Options that are not to blame where a request for one node is refused, or only if none else is."""
+TRIED, TOLD = 12, 3
+"""Other partitions that are tried, and told."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Something that a component asks of nodes."""
+
+    key: str  # under the component's
+    value: int | str  # a number if less of it may do
+    template: str  # options of sbatch, without blanks in them; {} is the value
+    step: int = 1  # how exactly what would do is to be found
+
+    def options(self, value: int | str) -> list[str]:
+        return [word.format(value) for word in self.template.split()]
+
+    def most(self, fits: Callable[[list[str]], bool]) -> int:
+        """Return the largest smaller value whose options `fits` takes; 0: there is none."""
+        low, high = 0, self.value if isinstance(self.value, int) else 0
+        while high - low > self.step:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(self.options(middle)) else (low, middle)
+        return low
+
+
+@dataclass(frozen=True)
+class Examiner:
+    """Finds out about requests. Slurm is asked on the way, so that any of it raises SlurmError."""
+
+    cluster: Cluster
+    accounting: Accounting | None
+    tester: Tester
+    notes: list[str]  # what will only take its time is appended
+
+    def refusal(self, request: Request) -> list[Problem]:
+        """Return why Slurm does not take a request, or takes it and never starts it. Raises SlurmError."""
+        answer = self.tester(request.options)
+        against = {name: [*self._beyond(request, name)] for name in self.cluster.names(request)}
+        if not answer.refusal and not (against and all(against.values())):  # one of the partitions is enough
+            self._note_idle(request, answer.nodes)
+            return []
+        found = [problem for each in against.values() for problem in each]
+        if answer.refusal:
+            if not found and MISFIT.search(answer.refusal) and self._waits(request):
+                return []
+            try:
+                known = {problem.key for problem in found}
+                known |= {f"{request.key}.partition"} if found else set()  # why it is closed to this job has been said
+                found += [each for each in self._diagnosis(request, answer.refusal) if each.key not in known]
+            except SlurmError:  # there was no time to find out more
+                found.append(_problem(request.key, "a request", answer.refusal))
+        instead = self._others_that_do(request)
+        if instead and not any(problem.key == f"{request.key}.partition" for problem in found):
+            message = (
+                f"got {_given(request, '.partition')}. Try {' or '.join(instead)}, which would do for all of {request.key}"
+            )
+            found.append(Problem(f"{request.key}.partition", "refused-by-slurm", message))
+        return found
+
+    def _beyond(self, request: Request, name: str) -> Iterator[Problem]:
+        account = slurm_limits.effective_account(request, self.accounting)
+        qos = slurm_limits.effective_qos(self.accounting, request, name)
+        flags = self.accounting.qos.get(qos or "", {}).get("Flags", "") if self.accounting else ""
+        return beyond(self.cluster.partitions[name], request, account, qos, flags)
+
+    def _waits(self, request: Request) -> bool:
+        """Return whether Slurm refuses a request only because of nodes that are down or drained: the job waits for them."""
+        if all(node.available for node in self.cluster.members(request)):
+            return False
+        do = self.tester.nodes_for(request, self.cluster)
+        up = sum(self.cluster.nodes[name].available for name in do)
+        if len(do) < request.nodes:
+            return False
+        self.notes.append(
+            f"{request.key}.nodes: {request.nodes}, and of the {len(do)} nodes that would do {up} are not down or drained just"
+            " now: the job will wait for more"
+        )
+        return True
+
+    def _note_idle(self, request: Request, nodes: str) -> None:
+        """Note GPUs that the job takes and does not use. nodes: on which it would run, in Slurm's short form."""
+        there = self.cluster.nodes
+        given = [there[name].gpus for name in host_names(nodes) if name in there] if request.whole else []
+        if given and 0 < request.gpus < min(given):
+            self.notes.append(
+                f"{request.keys('gpus_per_node')}: {request.gpus}, and the job takes whole nodes of {min(given)} or more GPUs;"
+                f" {request.key}.exclusive=false with cpus_per_task and mem leaves the others to other jobs"
+            )
+
+    def _diagnosis(self, request: Request, said: str) -> Iterator[Problem]:
+        """Yield what is wrong with a request that Slurm refuses with the sentence `said`.
+
+        Each demand is tested beside those before it, of which as much is asked for as Slurm takes.
+        """
+        demands = _demands(request)
+        asked = {option_name(option) for demand in demands for option in demand.options(demand.value)}
+        rest = [option for option in request.options if option_name(option) not in asked]
+
+        def refused(options: Sequence[str]) -> str:
+            """Return Slurm's words against options, for one minute; "" if it takes them."""
+            nodes = (
+                []
+                if any(option.startswith("--nodes=") for option in options)
+                else [f"--nodes={self.cluster.least_nodes(request)}"]
+            )
+            return self.tester([*nodes, *options], "--time=1").refusal
+
+        if why := refused(rest):
+            may = (option for option in rest if option_name(option) not in WEAK)
+            guilty = next((option for option in may if not refused([each for each in rest if each != option])), "--partition")
+            key = request.key_of(guilty)
+            yield _problem(key, _given(request, key), why, self._choices(request, key))
+            return
+        taken: list[str] = []
+        found = False
+        for demand in demands:
+            options = demand.options(demand.value)
+            if why := refused([*rest, *taken, *options]):
+                found, most = True, demand.most(lambda options: not refused([*rest, *taken, *options]))  # noqa: B023 called here
+                beside = f" with {' '.join(taken)}" if taken else ""
+                unit = "M" if demand.key == "mem" else ""
+                expected = f"; expected at most {most}{unit}{beside}" if most else self._choices(request, demand.key) or beside
+                given = f"{demand.value}{unit}" + (f" ({request.keys(demand.key)})" if len(request.together) > 1 else "")
+                yield _problem(f"{request.key}.{demand.key}", given, why, expected)
+                options = demand.options(most) if most else []
+            taken += options
+        if not found:
+            yield _problem("cluster.time_min", request.minutes, said)
+
+    def _choices(self, request: Request, key: str) -> str:
+        """Return what might be meant: the end of a sentence."""
+        name, given = key.rpartition(".")[2], ""
+        if name == "partition":
+            there: list[str] = [*self.cluster.partitions]
+            settings = [(each, name, usual) for each in self.cluster.names(request) for name, usual in OPEN.items()]
+            if closed := [
+                f"{each} has {name}={value}"
+                for each, name, usual in settings
+                if (value := self.cluster.partitions[each].get(name, usual)) != usual
+            ]:
+                reservation = any("ReqResv" in each for each in closed)
+                help_ = f". Try {request.key}.sbatch_options={{reservation: NAME}}" if reservation else ""
+                return f"; {', '.join(closed)}{help_}"
+            given = next((each for each in request.partitions if each not in there), "")
+        elif name == "constraint":
+            there = sorted({feature for node in self.cluster.members(request) for feature in node.features})
+            words = re.findall(r"[\w.-]+", request.constraint or "")
+            given = next((word for word in words if word not in there), "")
+        elif name in ("account", "qos") and self.accounting:
+            column, given = ("Account", request.account) if name == "account" else ("QOS", request.qos)
+            there = sorted({each for row in self.accounting.associations for each in row[column].split(",") if each})
+        else:
+            return ""
+        near = get_close_matches(given or "", there, 1)
+        return f". Did you mean '{near[0]}'?" if near else f"; there is: {', '.join(there) or 'none'}"
+
+    def _others_that_do(self, request: Request) -> list[str]:
+        """Return a few other partitions in which Slurm would take the request as it is."""
+        found: list[str] = []
+        others = [name for name in self.cluster.partitions if name not in self.cluster.names(request)]
+        with contextlib.suppress(SlurmError):  # there was no time left
+            for name in others[:TRIED]:
+                if len(found) == TOLD:
+                    break
+                if not any(self._beyond(request, name)):
+                    found += [] if self.tester(request.options, f"--partition={name}").refusal else [name]
+        return found
+
+
+def _demands(request: Request) -> list[Demand]:
+    host, memory, many = request.host, round(request.memory_mb), "--ntasks-per-node={}"
+    found = [
+        Demand("constraint", request.constraint or "", "--constraint={}"),
+        Demand("ranks_per_node", host.ranks_per_node or 0, many),
+        Demand("gpus_per_node", request.gpus, "--gpus-per-node={}" if host.ranks_per_node else f"--gpus-per-node={{}} {many}"),
+        Demand("cpus_per_task", host.cpus_per_task or 0, "--cpus-per-task={}"),
+        Demand("mem", memory, "--mem={}M", step=max(1, memory // 32)),
+        Demand("nodes", request.nodes, "--nodes={}"),
+    ]
+    return [demand for demand in found if demand.value]
+
+
+def _given(request: Request, key: str) -> str:
+    name = key.rpartition(".")[2]
+    if name == "partition":
+        return ",".join(request.partitions) or "null"
+    return next((o.partition("=")[2] or name for o in request.options if request.key_of(o) == key), name)
+
+
+def _problem(key: str, given: object, said: str, expected: str = "") -> Problem:
+    code = next((code for words, code in CODES.items() if re.search(words, said, re.I)), "refused-by-slurm")
+    return Problem(key, code, f"got {given}, which Slurm refuses: {said}{expected}")
