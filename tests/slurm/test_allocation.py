@@ -69,7 +69,6 @@ def test_an_allocation_that_is_too_small(here):
         *("cluster.generate.nodes=2", "policy.train_global_batch_size=4"),
     )
     assert answer.returncode == 2
-    job = answer.stderr.partition("Granted job allocation ")[2].split()[0]
     found = re.findall(r"^  - (cluster\.\S+): .* \[over-limit\]$", answer.stderr, re.M)
     keys = ("train.gpus_per_node", "train.cpus_per_task", "generate.nodes", "executor")
     assert found == [f"cluster.{key}" for key in keys], answer.stderr
