@@ -22,9 +22,8 @@ def test_a_sweeps_names_do_not_climb(tmp_path, name):
     for given in ({"name": name, "runs": {"tiny_sft": {}}}, {"name": "one", "runs": {name: {"recipe": "tiny_sft"}}}):
         path = tmp_path / "suite.yaml"
         path.write_text(config.layers.dumped({"seeds": [1], "gates": gates, **given}))
-        with pytest.raises(RecipeError) as error:
+        with refused(("name" if given["name"] == name else f"runs.{name}", "bad-name")):
             suite.load(str(path), [])
-        assert "must be letters" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["../../a", "/tmp/a", ".."])
