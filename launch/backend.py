@@ -23,6 +23,7 @@ from typing import Any
 
 from launch.model_files import described
 from launch.model_shape import ModelShape
+from launch.units import plural
 from pipeline import config
 from pipeline.config import (
     MEGATRON_MODEL_TYPES,
@@ -30,6 +31,7 @@ from pipeline.config import (
     Backend,
     DTensorConfig,
     MegatronConfig,
+    Problem,
     Recipe,
     RecipeError,
     asked_backend,
@@ -66,9 +68,10 @@ class Choice:
 
 
 def choose(recipe: Recipe, pending: list[Path] = (), before: Recipe | None = None) -> tuple[Recipe, Choice]:
-    """The recipe with both `enabled` keys set and everything checked that depends on them, and why. Raises RecipeError.
+    """Return the recipe with both `enabled` keys set and everything checked that depends on them, and why.
 
     pending: run folders of needed recipes that have not run yet. before: the recipe that the run began with, if it has begun.
+    Raises RecipeError.
     """
     choice = _asked_for(recipe) or _as_before(before) or _by_keys(recipe) or _by_size(recipe, pending)
     recipe = config.decided(recipe, choice.backend)
@@ -80,13 +83,13 @@ def _asked_for(recipe: Recipe) -> Choice | None:
     backend = asked_backend(recipe.policy)
     if backend is None:
         return None
-    megatron, dtensor = recipe.policy.megatron_cfg.enabled, recipe.policy.dtensor_cfg.enabled
-    if megatron and dtensor:
+    given = {"megatron": recipe.policy.megatron_cfg.enabled, "dtensor": recipe.policy.dtensor_cfg.enabled}
+    if all(given.values()):
         both = "policy.megatron_cfg.enabled and policy.dtensor_cfg.enabled are both true; one of them is enough"
         return Choice(backend, "policy.megatron_cfg.enabled goes before policy.dtensor_cfg.enabled", both)
-    asked, other = ("megatron", "dtensor") if backend == "megatron" else ("dtensor", "megatron")
-    if {"megatron": megatron, "dtensor": dtensor}[asked]:
-        return Choice(backend, f"policy.{asked}_cfg.enabled is true")
+    if given[backend]:
+        return Choice(backend, f"policy.{backend}_cfg.enabled is true")
+    other = next(name for name in given if name != backend)
     return Choice(backend, f"policy.{other}_cfg.enabled is false")
 
 
@@ -100,21 +103,64 @@ def _by_keys(recipe: Recipe) -> Choice | None:
     megatron = _changed("megatron", policy.megatron_cfg, MegatronConfig(), MEGATRON_LAYOUT)
     dtensor = _changed("dtensor", policy.dtensor_cfg, DTensorConfig(), DTENSOR_LAYOUT)
     if megatron and dtensor:
-        raise RecipeError(
-            f"{megatron} and {dtensor} are of two backends; say which one trains with policy.megatron_cfg.enabled=true or"
-            " policy.dtensor_cfg.enabled=true"
+        told = (
+            f"got a layout of Megatron-Core, and {dtensor} of FSDP2; expected one backend. Try policy.megatron_cfg.enabled=true"
+            " or policy.dtensor_cfg.enabled=true"
         )
+        raise RecipeError(Problem(megatron, "ambiguous", told))
     if megatron or dtensor:
         return Choice("megatron" if megatron else "dtensor", f"{megatron or dtensor} is set")
     return None
 
 
 def _changed(backend: Backend, section: Any, defaults: Any, names: tuple[str, ...]) -> str | None:
-    """The first of the keys that is not at its default."""
+    """Return the first of the keys that is not at its default."""
     return next((f"policy.{backend}_cfg.{n}" for n in names if getattr(section, n) != getattr(defaults, n)), None)
 
 
 # ---- by size ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A model that the train ranks hold."""
+
+    shape: ModelShape
+    precision: str
+    trained: bool = True
+    offloaded: bool = False  # a frozen model's weights are in host memory while it does not compute
+
+    @property
+    def weights(self) -> int:
+        return PRECISIONS[self.precision] * self.shape.parameters
+
+
+def fsdp_bytes(held: list[Held], count: int) -> float:
+    """Return the bytes on each of `count` GPUs: the state of all models, cut, and the layers in use of one at a time.
+
+    A layer in use is whole, in the compute precision, with the next one on its way; so is its gradient, before it is scattered.
+    """
+
+    def state(m: Held) -> int:
+        return STATE_BYTES * m.shape.parameters if m.trained else 0 if m.offloaded else m.weights
+
+    return sum(state(m) / count for m in held) + max(3 * PRECISIONS[m.precision] * m.shape.largest_layer for m in held)
+
+
+def megatron_bytes(held: list[Held], count: int, cut: int) -> float:
+    """Return the bytes on each of `count` GPUs: parameters and gradients cut over `cut` of them, optimizer state over all.
+
+    Bytes per parameter from Megatron-Core's guide to the distributed optimizer, d GPUs sharing the state: 6 + 12/d with
+    bfloat16 parameters and float32 gradients, 8 + 8/d with float32 parameters. Frozen weights come to the GPUs whole, so for a
+    while they lie beside the others.
+    """
+    sharing = count / cut
+
+    def state(m: Held) -> float:
+        each = 6 + 12 / sharing if m.precision == "bfloat16" else 8 + 8 / sharing
+        return m.shape.parameters / cut * each if m.trained else m.weights / cut
+
+    return sum(map(state, held))
 
 
 def _by_size(recipe: Recipe, pending: list[Path]) -> Choice:
@@ -130,89 +176,40 @@ def _by_size(recipe: Recipe, pending: list[Path]) -> Choice:
         if (family := its.get("model_type")) not in MEGATRON_MODEL_TYPES:
             return Choice("dtensor", f"the Megatron backend has no '{family}' models")
         if not (section.startswith("env.") and config.serves_rewards(recipe)):  # that one has ranks of its own
-            held.append(_Held(ModelShape.of(its), policy.precision, *_kind(recipe, section)))
-    shape = held[0].shape
-    memory_gb = hardware.memory_gb(train)
-    parameters, count, room = shape.parameters, ranks(train), FILLED * memory_gb * 1e9
-    fsdp, megatron = _fsdp_total(held, count), _megatron_total(held, count, 1)
-    what = f"{parameters / 1e9:.1f}e9 parameters"
-    if shape.experts:
-        what += f" ({shape.routed / 1e9:.1f}e9 in {shape.experts} experts a layer)"
-    if len(held) > 1:
-        what += f" and {len(held) - 1} more model{'s' if len(held) > 2 else ''}"
-    gpus = f"GB on each of {count} GPUs with {memory_gb:g}"
-    if shape.experts >= MANY_EXPERTS and megatron <= room:
+            held.append(Held(ModelShape.of(its), policy.precision, *_kind(recipe, section)))
+    count, memory_gb = ranks(train), hardware.memory_gb(train)
+    room, fsdp, megatron = FILLED * memory_gb * 1e9, fsdp_bytes(held, count), megatron_bytes(held, count, 1)
+    what, gpus = _described(held), f"GB on each of {count} GPUs with {memory_gb:g}"
+    if held[0].shape.experts >= MANY_EXPERTS and megatron <= room:
         return Choice("megatron", f"{what} take {megatron / 1e9:.1f} {gpus}, and are not gathered layer by layer")
     if fsdp <= room:
         return Choice("dtensor", f"{what} take {fsdp / 1e9:.1f} {gpus}")
     reason = f"under FSDP2 {what} would take {fsdp / 1e9:.1f} {gpus}"
     if megatron <= room:
         return Choice("megatron", reason)
-    cuts = [cut for cut in range(2, count + 1) if count % cut == 0 and _megatron_total(held, count, cut) <= room]
+    cuts = [cut for cut in range(2, count + 1) if count % cut == 0 and megatron_bytes(held, count, cut) <= room]
     if not cuts:
-        raise RecipeError(
-            f"cluster.train: {reason}; under Megatron-Core too they do not fit into {FILLED:.0%} of that, however they are cut;"
-            " more GPUs, or policy.megatron_cfg.enabled=true or policy.dtensor_cfg.enabled=true to try"
+        told = (
+            f"{reason}; under Megatron-Core too they do not fit into {FILLED:.0%} of that, however they are cut. Try more GPUs,"
+            " or policy.megatron_cfg.enabled=true or policy.dtensor_cfg.enabled=true"
         )
-    raise RecipeError(
-        f"policy.megatron_cfg: {reason}; Megatron-Core fits if it cuts the model over at least {cuts[0]} GPUs: say how, with"
-        " tensor_model_parallel_size, pipeline_model_parallel_size or expert_model_parallel_size"
+        raise RecipeError(Problem("cluster.train", "out-of-memory", told))
+    told = (
+        f"{reason}; Megatron-Core fits if it cuts the model over at least {cuts[0]} GPUs. Try tensor_model_parallel_size,"
+        " pipeline_model_parallel_size or expert_model_parallel_size"
     )
+    raise RecipeError(Problem("policy.megatron_cfg", "out-of-memory", told))
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A model of the train ranks."""
-
-    shape: ModelShape
-    precision: str
-    trained: bool
-    offloaded: bool  # the weights of one that is not trained are in host memory while it does not compute
+def _described(held: list[Held]) -> str:
+    shape, others = held[0].shape, len(held) - 1
+    experts = f" ({shape.routed / 1e9:.1f}e9 in {shape.experts} experts a layer)" if shape.experts else ""
+    more = f" and {plural(others, 'more model')}" if others else ""
+    return f"{shape.parameters / 1e9:.1f}e9 parameters{experts}{more}"
 
 
 def _kind(recipe: Recipe, section: str) -> tuple[bool, bool]:
-    """(trained, offloaded) of the model that a section describes."""
+    """Return whether the model that a section describes is trained, and whether it is offloaded."""
     if section in ("policy", "value"):
         return True, False
     return False, recipe.teacher.cpu_offload if section == "teacher" else config.reward_model(recipe).cpu_offload
-
-
-def _fsdp_total(held: list[_Held], count: int) -> float:
-    """The state of all models, and the layers in use of one at a time."""
-
-    def state(m: _Held) -> float:
-        each = STATE_BYTES if m.trained else 0 if m.offloaded else PRECISIONS[m.precision]
-        return each * m.shape.parameters / count
-
-    return sum(map(state, held)) + max(_in_use(m.shape, m.precision) for m in held)
-
-
-def _megatron_total(held: list[_Held], count: int, cut: int) -> float:
-    """Frozen weights come to the GPUs whole, so for a while they lie beside the others."""
-    return sum(
-        megatron_bytes(m.shape.parameters, count, cut, m.precision)
-        if m.trained
-        else PRECISIONS[m.precision] * m.shape.parameters / cut
-        for m in held
-    )
-
-
-def fsdp_bytes(shape: ModelShape, count: int, precision: str) -> float:
-    """On each of `count` GPUs: parameters, gradients and Adam's two moments, float32 and cut; and two layers in use."""
-    return STATE_BYTES * shape.parameters / count + _in_use(shape, precision)
-
-
-def _in_use(shape: ModelShape, precision: str) -> float:
-    """A layer in use is whole, in the compute precision, with the next one on its way; so is its gradient, before it is
-    scattered."""
-    return 3 * PRECISIONS[precision] * shape.largest_layer
-
-
-def megatron_bytes(parameters: int, count: int, cut: int, precision: str) -> float:
-    """On each of `count` GPUs: parameters and gradients, cut over `cut` of them, and the optimizer's state, cut over all.
-
-    Bytes per parameter from Megatron-Core's guide to the distributed optimizer, d GPUs sharing the state: 6 + 12/d with
-    bfloat16 parameters and float32 gradients, 8 + 8/d with float32 parameters.
-    """
-    sharing = count / cut
-    return parameters / cut * (6 + 12 / sharing if precision == "bfloat16" else 8 + 8 / sharing)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.config import RecipeError
+from pipeline.config import Problem, RecipeError
 
 SMI_S = 20.0
 """How long nvidia-smi may take: some seconds where no persistence daemon runs. A driver that is stuck never answers."""
@@ -16,7 +17,7 @@ OTHER_DRIVERS = ("/dev/dxg", "/dev/kfd")
 
 
 def count() -> tuple[int | None, str]:
-    """(The number of GPUs, None where nobody can tell; who says so.)
+    """Return the number of GPUs, None where nobody can tell, and who says so.
 
     Asks `nvidia-smi`, which knows of a container's limits. Where it is missing or fails, counts /dev/nvidia0, /dev/nvidia1 ...
     """
@@ -45,7 +46,7 @@ def usable() -> tuple[list[str], str]:
     return _shown(visible, there), f"{source or 'an unknown driver'} and CUDA_VISIBLE_DEVICES={visible}"
 
 
-def assigned(asked: int, keys: str = "cluster.train.gpus_per_node") -> list[str]:
+def assigned(asked: int, keys: Sequence[str]) -> list[str]:
     """Return the first `asked` GPUs that a process of ours may use, as CUDA_VISIBLE_DEVICES names them.
 
     Raises RecipeError, naming the keys that ask for them, if this machine has fewer.
@@ -56,10 +57,11 @@ def assigned(asked: int, keys: str = "cluster.train.gpus_per_node") -> list[str]
     if not source:  # nobody can tell
         devices = [str(i) for i in range(asked)]
     if len(devices) < asked:
-        raise RecipeError(
-            f"{keys}: got {asked} GPUs in all (nodes x gpus_per_node); expected at most {len(devices)}, which this machine has"
-            f" by {source}. Try fewer (0: on CPUs), or cluster.executor=slurm"
+        told = (
+            f"got {asked} GPUs in all ({' + '.join(keys)}, times nodes); expected at most {len(devices)}, which this machine"
+            f" has by {source}. Try fewer (0: on CPUs), or cluster.executor=slurm"
         )
+        raise RecipeError(Problem(keys[0], "too-large", told))
     return devices[:asked]
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from launch import backend, recipes
 from pipeline import config
-from pipeline.config import Loaded, collected, layers, sbatch
+from pipeline.config import Loaded, Problem, collected, layers, sbatch
 
 SITE = (
     *("partition", "account", "qos", "constraint", "sbatch_options", "python", "srun_args", "env_vars"),
@@ -44,7 +44,7 @@ def inspect(need: str, own: list[str], asking: Loaded, command_line: list[str]) 
     return tried[-1] if len(_problems(tried[-1])) < len(_problems(tried[0])) else tried[0]
 
 
-def _problems(loaded: Loaded) -> list[str]:
+def _problems(loaded: Loaded) -> list[Problem]:
     found = list(loaded.problems)
     if not found:
         with collected(found):

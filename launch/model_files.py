@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import PolicyConfig, RecipeError, collected, refuse
+from pipeline.config import PolicyConfig, Problem, RecipeError, collected, refuse
 
 KNOWN = Path(__file__).resolve().parent.parent / "recipes/models"
 """Folder of ORG/NAME.json: what a plan needs of the config.json of public models. `like` in one of them names another, whose
@@ -77,8 +77,8 @@ def _of_language_model(config: dict[str, Any], policy: PolicyConfig, key: str) -
     return config | (config.get("text_config") or {})
 
 
-def _other_types(key: str, given: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
-    """A problem for each override that is of another type than what it overrides."""
+def _other_types(key: str, given: dict[str, Any], config: dict[str, Any]) -> Iterator[Problem]:
+    """Yield a problem for each override that is of another type than what it overrides."""
 
     def kind(x: Any) -> str:
         return "number" if isinstance(x, int | float) and not isinstance(x, bool) else type(x).__name__
@@ -88,7 +88,7 @@ def _other_types(key: str, given: dict[str, Any], config: dict[str, Any]) -> Ite
         if isinstance(value, dict) and isinstance(there, dict):
             yield from _other_types(f"{key}.{name}", value, there)
         elif value is not None and there is not None and kind(value) != kind(there):
-            yield f"{key}.{name}: {value!r}, but config.json has {there!r} there; one of its type"
+            yield Problem(f"{key}.{name}", "wrong-type", f"got {value!r}; expected the type of {there!r}, as in config.json")
 
 
 def known(name: str) -> dict[str, Any] | None:
@@ -114,13 +114,15 @@ def model_folder(key: str, name: str) -> Path:
     """The folder that a model's name stands for: itself, or a snapshot in the Hugging Face cache. Raises RecipeError."""
     if Path(name).is_dir():
         if not (Path(name) / "config.json").exists() and key.endswith("model_name"):
-            raise RecipeError(f"{key}: {name} has no config.json; give a folder with a Hugging Face checkpoint")
+            told = f"{name} has no config.json; expected a folder with a Hugging Face checkpoint"
+            raise RecipeError(Problem(key, "file-not-found", told))
         return Path(name)
     if snapshot := _in_cache(name):
         return snapshot
     if _looks_like_path(name):
-        raise NotHere(f"{key}: there is no folder {name}")
-    raise NotHere(f"{key}: '{name}' is neither a folder nor in the cache {hub_cache()}; fetch it with `hf download {name}`")
+        raise NotHere(Problem(key, "file-not-found", f"there is no folder {name}"))
+    told = f"'{name}' is neither a folder nor in the cache {hub_cache()}. Try `hf download {name}`"
+    raise NotHere(Problem(key, "unavailable-model", told))
 
 
 def _looks_like_path(name: str) -> bool:
@@ -153,7 +155,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
-        raise RecipeError(f"{path}: not JSON: {error}") from None
+        raise RecipeError(Problem(str(path), "bad-format", f"not JSON: {error}")) from None
     if not isinstance(found, dict):
-        raise RecipeError(f"{path}: a JSON {type(found).__name__}, not an object; fetch it again")
+        told = f"got a JSON {type(found).__name__}; expected an object. Try to fetch it again"
+        raise RecipeError(Problem(str(path), "bad-format", told))
     return found

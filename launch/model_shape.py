@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from pipeline.config import RecipeError
+from pipeline.config import Problem, RecipeError
 from pipeline.models import sizes
 from pipeline.models.tensors import Tensor, experts, tensors
 
@@ -74,11 +74,10 @@ class ModelShape:
         try:
             return _shape(sizes.sizes(config), tensors(config))
         except KeyError as error:
-            raise RecipeError(
-                f"{key}: config.json of this {config['model_type']} has no {error}; fetch the model again"
-            ) from None
+            told = f"config.json of this {config['model_type']} has no {error}. Try to fetch the model again"
+            raise RecipeError(Problem(key, "missing-value", told)) from None
         except ValueError as error:
-            raise NotDescribed(f"{key}: {error}") from None
+            raise NotDescribed(Problem(key, "unsupported", str(error))) from None
 
 
 def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:

@@ -21,7 +21,7 @@ from launch.executors import selection
 from launch.nodes import groups, hosts, takes_turns
 from launch.units import plural
 from pipeline import config
-from pipeline.config import Loaded, Recipe, RecipeError, collected, hardware, layers, ranks, ranks_per_node
+from pipeline.config import Loaded, Problem, Recipe, RecipeError, collected, hardware, layers, ranks, ranks_per_node
 from pipeline.config.cluster import SHARED
 
 Changes = dict[str, Any]
@@ -53,21 +53,20 @@ def placed(loaded: Loaded) -> Loaded:
             note = f"this machine has {there}: {given}; give cluster.*.gpus_per_node to place the ranks yourself"
             return replace(loaded, recipe=recipe, notes=[*loaded.notes, note])
         refused = refused or f": {found[0]}"
-    problem = (
-        f"cluster.train.gpus_per_node: the recipe fits in no way onto this machine's {there}{refused}. Try a smaller layout, or"
-        " cluster.train.gpus_per_node=0 for CPUs"
-    )
-    return replace(loaded, problems=[problem])
+    key = "cluster.train.gpus_per_node"
+    told = f"the recipe fits in no way onto this machine's {there}{refused}. Try a smaller layout, or {key}=0 for CPUs"
+    return replace(loaded, problems=[Problem(key, "too-many-ranks", told)])
 
 
-def problems(recipe: Recipe) -> Iterator[str]:
-    """Yield what is wrong with a job of which only a part has GPUs: some ranks would join over NCCL and some over gloo."""
+def problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem if only a part of the components has GPUs: some ranks would join over NCCL and some over gloo."""
     parts = components(recipe)
     without = [name for name, part in parts.items() if not part.gpus_per_node]
     if 0 < len(without) < len(parts):
         having = ", ".join(f"cluster.{name}" for name in parts if name not in without)
         key = f"cluster.{without[0]}.gpus_per_node"
-        yield f"{key}: got 0; expected GPUs as {having} has, since all ranks join each other over NCCL. Try {key}=1"
+        told = f"got 0; expected GPUs as {having} has, since all ranks join each other over NCCL. Try {key}=1"
+        yield Problem(key, "needs-gpu", told)
 
 
 def notes(recipe: Recipe) -> Iterator[str]:

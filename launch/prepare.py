@@ -6,7 +6,7 @@ All problems are told in one list: those of the recipe itself, of its models' an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch import backend, cuda_variables, handed_on, placement, recipes, run_folder, slurm_client
@@ -46,7 +46,7 @@ def prepare(name: str, overrides: list[str], plan_from: Path | None = None) -> l
     return prepared
 
 
-def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None = None) -> tuple[list[Prepared], list[str]]:
+def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None = None) -> tuple[list[Prepared], list[Problem]]:
     """Return what has to run, as `prepare` does, and all problems; nothing has to run if the asked-for recipe cannot be used.
 
     dry: the batch script is only wanted to be seen, so that there need be no Slurm. Raises RecipeError for what cannot be read.
@@ -108,7 +108,8 @@ def in_order(name: str, overrides: list[str]) -> list[Loaded]:
         for need in loaded.recipe.needs:
             named = config.name_of(need)
             if named in path:
-                raise RecipeError(f"needs: goes in a circle: {' -> '.join([*path, named])}")
+                circle = " -> ".join([*path, named])
+                raise RecipeError(Problem("needs", "circular", f"the recipes need each other: {circle}"))
             if named not in map(folder_name, [other.recipe for other in ordered]):
                 needed = handed_on.inspect(need, [f"run_dir=runs/{named}"], asked_for, overrides)
                 if run_folder.done_step(Path(needed.recipe.run_dir)) is None:
@@ -119,9 +120,14 @@ def in_order(name: str, overrides: list[str]) -> list[Loaded]:
     return ordered
 
 
-def file_problems(recipe: Recipe, chosen: selection.Choice, pending: list[Path], dry: bool, notes: list[str]) -> Iterator[str]:
-    """What files, folders and Slurm say against a recipe. `pending`: run folders of needed recipes that have not run yet.
-    `notes` takes in what could not be checked, and what only delays the start."""
+def file_problems(
+    recipe: Recipe, chosen: selection.Choice, pending: list[Path], dry: bool, notes: list[str]
+) -> Iterator[Problem]:
+    """Yield the problems of files, folders and Slurm.
+
+    pending: run folders of needed recipes that have not run yet. notes: takes in what could not be checked, and what only
+    delays the start.
+    """
     yield from placement.problems(recipe)
     yield from files.problems(recipe, pending, notes)
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
@@ -141,19 +147,20 @@ def file_problems(recipe: Recipe, chosen: selection.Choice, pending: list[Path],
     yield from own_code.problems(recipe, chosen.name, notes)
 
 
-def folder_problems(recipe: Recipe) -> list[str]:
+def folder_problems(recipe: Recipe) -> list[Problem]:
     """Return the problems of a recipe's run folder. Call it only for a recipe that has no other problem."""
     with collected(found := []):
         run_folder.check(recipe)
     return found
 
 
-def _executor_problems(recipe: Recipe, chosen: selection.Choice, notes: list[str]) -> Iterator[str]:
+def _executor_problems(recipe: Recipe, chosen: selection.Choice, notes: list[str]) -> Iterator[Problem]:
     notes += [str(chosen)] if chosen.reason else []
     if chosen.name == "local":
         with collected(found := []):
             local.rank_environments(components(recipe))
-        yield from (f"{problem} ({chosen})" if chosen.reason else problem for problem in found)
+        why = f" ({chosen})" if chosen.reason else ""
+        yield from (replace(problem, message=f"{problem.message}{why}") for problem in found)
     elif chosen.name == "slurm":
         yield from slurm.problems(recipe, notes)
     elif job_id := allocation.current():

@@ -57,7 +57,7 @@ def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, 
     """What each rank's environment has besides the submitting one's, in rank order. Raises RecipeError if GPUs are too few."""
     world_size = sum(ranks(component) for component in components.values())
     owners = [component for component in components.values() if not takes_turns(component)]
-    keys = ", ".join(f"cluster.{name}.gpus_per_node" for name, each in components.items() if each.gpus_per_node)
+    keys = [f"cluster.{name}.gpus_per_node" for name, each in components.items() if each.gpus_per_node]
     devices = gpus.assigned(sum(component.nodes * component.gpus_per_node for component in owners), keys)
     threads = max(1, len(os.sched_getaffinity(0)) // sum(map(ranks, hosts(components).values())))
     environments, first_gpu, next_gpu = [], 0, 0

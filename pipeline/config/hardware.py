@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from pipeline.config import layers
 from pipeline.config.cluster import ComponentConfig
-from pipeline.config.errors import RecipeError
+from pipeline.config.errors import Problem, RecipeError, collected, refuse
 from pipeline.config.schema import Recipe
 
 HARDWARE = Path(__file__).parents[2] / "recipes/hardware"
@@ -62,62 +62,61 @@ class GPU:
 
 @functools.cache
 def gpu(name: str, key: str = "cluster.train.gpu") -> GPU:
-    """The description that `name` stands for. key: where the recipe says so. Raises RecipeError."""
-    path = _find(name, key)
+    """Return the description that `name` stands for. key: where the recipe names it. Raises RecipeError."""
+    path = layers.named(name, HARDWARE, f"{key}: '{name}' is no described GPU", ", or a path to a YAML like those")
     try:
         described = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise RecipeError(f"{key}: {path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(described, dict):
-        raise RecipeError(f"{key}: {path} is not a mapping of keys, as {HARDWARE / DEFAULT}.yaml is")
-    assumed = described.pop("assumed", None)
+        raise RecipeError(Problem(key, "unreadable", f"cannot read {path}: {' '.join(str(error).split())}")) from None
+    assumed = described.pop("assumed", None) if isinstance(described, dict) else None
     if not isinstance(assumed, dict):
-        raise RecipeError(f"{key}: {path} has no mapping 'assumed', as {HARDWARE / DEFAULT}.yaml has")
-    problems = [*_wrong(described, GPU, key, path, ""), *_wrong(assumed, Assumed, key, path, "assumed.")]
-    if problems:
-        raise RecipeError(*problems)
+        told = f"got {path}; expected a mapping of keys with a mapping `assumed`, as in {HARDWARE / DEFAULT}.yaml"
+        raise RecipeError(Problem(key, "bad-format", told))
+    faults = [*_wrong(described, GPU, ""), *_wrong(assumed, Assumed, "assumed.")]
+    refuse(Problem(key, code, f"{path}: {told}") for code, told in faults)
     numbers = {name: value if name in ("nvlink_gpus", CROSSES) else float(value) for name, value in described.items()}
     return GPU(name=path.stem, **numbers, assumed=Assumed(**{name: float(value) for name, value in assumed.items()}))
 
 
-def _find(name: str, key: str) -> Path:
-    return layers.named(name, HARDWARE, f"{key}: '{name}' is no described GPU", ", or a path to a YAML like those")
-
-
-def _wrong(given: dict[Any, Any], kind: type, key: str, path: Path, prefix: str) -> Iterator[str]:
+def _wrong(given: dict[Any, Any], kind: type, prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield (code, message) of what is wrong in a description. prefix: of its keys."""
     wanted = {field.name: field.type for field in dataclasses.fields(kind) if field.name not in ("name", "assumed")}
     if missing := [f"{prefix}{name}" for name in wanted if name not in given and name != CROSSES]:
-        yield f"{key}: {path} lacks {', '.join(missing)}"
+        yield "missing-value", f"lacks {', '.join(missing)}"
     if unknown := [f"{prefix}{name}" for name in given if name not in wanted]:
-        yield f"{key}: {path} has unknown keys: {', '.join(unknown)}; there are: {', '.join(wanted)}"
+        yield "unknown-key", f"has unknown keys: {', '.join(unknown)}; expected some of: {', '.join(wanted)}"
     for name, value in given.items():
-        if name in wanted and name == CROSSES:
-            if not isinstance(value, bool):
-                yield f"{key}: {path}: {name} is {value!r}; true or false"
-        elif name in wanted and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf")):
-            yield f"{key}: {path}: {prefix}{name} is {value!r}; a number above 0"
-        elif wanted.get(name) == "int" and not isinstance(value, int):
-            yield f"{key}: {path}: {prefix}{name} is {value!r}; a whole number"
-        elif kind is Assumed and name in wanted and name.endswith(("training", "bandwidth", "host")) and value > 1:
-            yield f"{key}: {path}: {prefix}{name} is {value!r}; a fraction, at most 1"
+        fraction = kind is Assumed and str(name).endswith(("training", "bandwidth", "host"))
+        if name not in wanted:
+            continue
+        if name == CROSSES:
+            wrong = None if isinstance(value, bool) else ("wrong-type", "true or false")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            wrong = "wrong-type", "a number above 0"
+        elif wanted[name] == "int" and not isinstance(value, int):
+            wrong = "wrong-type", "a whole number"
+        else:
+            wrong = ("too-large", "a fraction, at most 1") if fraction and value > 1 else None
+        if wrong:
+            yield wrong[0], f"got {prefix}{name}: {value!r}; expected {wrong[1]}"
 
 
-def problems(recipe: Recipe) -> Iterator[str]:
-    """What is wrong with the descriptions that a recipe names."""
+def problems(recipe: Recipe) -> list[Problem]:
+    """Return what is wrong with the descriptions that a recipe names."""
+    found: list[Problem] = []
     for component in COMPONENTS:
-        try:
+        with collected(found):
             gpu(getattr(recipe.cluster, component).gpu, f"cluster.{component}.gpu")
-        except RecipeError as error:
-            yield from error.problems
+    return found
 
 
 def memory_gb(component: ComponentConfig) -> float:
-    """Of one GPU of a component, in units of 10^9 bytes."""
+    """Return the memory of one GPU of a component, in units of 10^9 bytes."""
     return gpu(component.gpu).memory_gb if component.gpu_memory_gb is None else component.gpu_memory_gb
 
 
 def nvlink_gpus(component: ComponentConfig) -> int:
-    """How many of a component's ranks, counted node by node, reach each other by NVLink."""
+    """Return how many of a component's ranks, counted node by node, reach each other by NVLink."""
     described, own = gpu(component.gpu), component.ranks_per_node or component.gpus_per_node
     return described.nvlink_gpus if described.nvlink_crosses_nodes else min(described.nvlink_gpus, own)
 
@@ -125,7 +124,7 @@ def nvlink_gpus(component: ComponentConfig) -> int:
 def described(name: str, key: str) -> float:
     """Return a number of a GPU's description, which `${hardware:name,key}` stands for in a recipe.
 
-    Of a description that cannot be read return the default's: `problems` tells of that.
+    Of a description that cannot be read return the default's: `problems` has the reason.
     """
     try:
         return getattr(gpu(name), key)

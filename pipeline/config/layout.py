@@ -1,16 +1,17 @@
-"""Which backend trains, and whether the ranks divide as it needs them to, as far as the recipe alone can tell.
+"""Which backend trains, and whether the ranks divide as its layout needs, from the recipe alone.
 
-What the model has to say (heads, layers, experts) is in `launch/preflight/architecture.py`.
+`launch/preflight/architecture.py` checks the layout against the model: heads, layers, experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Literal
 
 from pipeline.config.cluster import ComponentConfig, ranks, ranks_per_node
-from pipeline.config.errors import refuse
+from pipeline.config.errors import Problem, refuse
 from pipeline.config.models import serves_rewards
 from pipeline.config.policy import PolicyConfig
 from pipeline.config.schema import Recipe, expert_tensor_parallel_size, generates
@@ -23,7 +24,10 @@ LARGEST_NAMED = 1024  # of the sizes that would divide
 
 
 def asked_backend(policy: PolicyConfig) -> Backend | None:
-    """What the two `enabled` keys say; None if they leave it open. Both true is Megatron, both false raises RecipeError."""
+    """Return the backend that the two `enabled` keys name; None if they leave it open.
+
+    Both true is Megatron; both false raises RecipeError.
+    """
     refuse(check_asked_backend(policy))
     return named_backend(policy)
 
@@ -40,12 +44,10 @@ def backend_of(megatron: bool | None, dtensor: bool | None) -> Backend | None:
     return "dtensor" if dtensor is True or (megatron is False and dtensor is None) else None
 
 
-def check_asked_backend(policy: PolicyConfig) -> Iterator[str]:
+def check_asked_backend(policy: PolicyConfig) -> Iterator[Problem]:
     if policy.megatron_cfg.enabled is False and policy.dtensor_cfg.enabled is False:
-        yield (
-            f"{MEGATRON}.enabled, {DTENSOR}.enabled: both false leaves no training backend; one of them true, or both null for"
-            " a choice by the size of the model"
-        )
+        told = f"got false, and {DTENSOR}.enabled=false too; expected one true, or both null for a choice by the model's size"
+        yield Problem(f"{MEGATRON}.enabled", "contradiction", told)
 
 
 def colocated(recipe: Recipe) -> bool:
@@ -69,8 +71,8 @@ def decided(recipe: Recipe, backend: Backend) -> Recipe:
     return replace(recipe, policy=replace(policy, **sections))
 
 
-def check_layout(recipe: Recipe) -> Iterator[str]:
-    """A problem if the ranks that hold models cannot be divided as the chosen backend's keys have it."""
+def check_layout(recipe: Recipe) -> Iterator[Problem]:
+    """Yield a problem if the ranks that hold models cannot be divided as the chosen backend's keys have it."""
     yield from check_asked_backend(recipe.policy)
     if backend := named_backend(recipe.policy):
         undivided = list(_check_ranks(recipe.policy, backend, recipe.cluster.train, "train"))
@@ -79,95 +81,84 @@ def check_layout(recipe: Recipe) -> Iterator[str]:
             yield from _check_ranks(recipe.policy, backend, recipe.cluster.reward, "reward")
 
 
-def _check_ranks(policy: PolicyConfig, backend: Backend, component: ComponentConfig, realm: str) -> Iterator[str]:
-    """A problem if a realm's ranks cannot be divided as the policy's layout has it."""
+def _check_ranks(policy: PolicyConfig, backend: Backend, component: ComponentConfig, realm: str) -> Iterator[Problem]:
+    """Yield a problem if a realm's ranks cannot be divided as the policy's layout has it."""
     if backend == "megatron":
         yield from _check_megatron(policy, component, realm)
     else:
-        yield from check_divides(f"{DTENSOR}.tensor_parallel_size", policy.dtensor_cfg.tensor_parallel_size, component, realm)
+        sizes = {"tensor_parallel_size": policy.dtensor_cfg.tensor_parallel_size}
+        yield from check_divides(DTENSOR, sizes, component, realm)
 
 
-def check_divides(key: str, size: int, component: ComponentConfig, realm: str) -> Iterator[str]:
-    """A problem if a realm's ranks are no multiple of `size` ranks that belong together. `key`: what says so."""
-    count = ranks(component)
+def check_divides(section: str, sizes: Mapping[str, int], component: ComponentConfig, realm: str) -> Iterator[Problem]:
+    """Yield a problem if a realm's ranks are no multiple of the product of `sizes`, by their names in `section`."""
+    count, size = ranks(component), math.prod(sizes.values())
     if count % size:
         divisors = ", ".join(str(k) for k in range(1, min(count, LARGEST_NAMED) + 1) if count % k == 0)
-        yield (
-            f"{key}: {size} does not divide the {count} ranks of cluster.{realm} (nodes {component.nodes} x"
-            f" {ranks_per_node(component)} per node); one of {divisors} would"
+        product = " x ".join(f"{name} {value}" for name, value in sizes.items()) if len(sizes) > 1 else size
+        told = (
+            f"got {product}, which does not divide the {count} ranks of cluster.{realm} (nodes {component.nodes} x"
+            f" {ranks_per_node(component)} per node); expected one of {divisors}"
         )
+        key = next(name for name, value in sizes.items() if value > 1)
+        yield Problem(f"{section}.{key}", "not-divisible", told)
 
 
 def data_parallel_size(recipe: Recipe, backend: Backend) -> int:
-    """How many train ranks hold different samples of a batch."""
+    """Return how many train ranks hold different samples of a batch."""
     policy = recipe.policy
-    if backend == "megatron":
-        m = policy.megatron_cfg
-        share = m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
-    else:
-        share = policy.dtensor_cfg.tensor_parallel_size
+    share = math.prod(_sizes(policy).values()) if backend == "megatron" else policy.dtensor_cfg.tensor_parallel_size
     return ranks(recipe.cluster.train) // share
 
 
-def _check_megatron(policy: PolicyConfig, component: ComponentConfig, realm: str) -> Iterator[str]:
-    """What megatron.core.parallel_state and ModelParallelConfig would refuse, and the same for experts."""
+def _sizes(policy: PolicyConfig) -> dict[str, int]:
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    return {name: getattr(policy.megatron_cfg, name) for name in names}
+
+
+def _check_megatron(policy: PolicyConfig, component: ComponentConfig, realm: str) -> Iterator[Problem]:
+    """Yield what megatron.core.parallel_state and ModelParallelConfig would refuse, and the same for experts."""
     m = policy.megatron_cfg
-    tensor, pipeline, context = m.tensor_model_parallel_size, m.pipeline_model_parallel_size, m.context_parallel_size
-    found = list(
-        check_divides(
-            f"{MEGATRON}: tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline} x context_parallel_size"
-            f" {context}",
-            tensor * pipeline * context,
-            component,
-            realm,
-        )
-    )
-    yield from found
-    expert, expert_tensor = m.expert_model_parallel_size, expert_tensor_parallel_size(m)
-    if not found or expert > 1:  # experts that are not spread are cut as the rest is
-        yield from check_divides(
-            f"{MEGATRON}: expert_model_parallel_size {expert} x expert_tensor_parallel_size {expert_tensor} x"
-            f" pipeline_model_parallel_size {pipeline}",
-            expert * expert_tensor * pipeline,
-            component,
-            realm,
-        )
-    if m.sequence_parallel and tensor == 1:
-        yield (
-            f"{MEGATRON}.sequence_parallel: true cuts sequences over the tensor-parallel ranks, and"
-            " tensor_model_parallel_size is 1; make that more, or this false"
-        )
+    yield from (found := list(check_divides(MEGATRON, _sizes(policy), component, realm)))
+    if not found or m.expert_model_parallel_size > 1:  # experts that are not spread are cut as the rest is
+        sizes = {
+            "expert_model_parallel_size": m.expert_model_parallel_size,
+            "expert_tensor_parallel_size": expert_tensor_parallel_size(m),
+            "pipeline_model_parallel_size": m.pipeline_model_parallel_size,
+        }
+        yield from check_divides(MEGATRON, sizes, component, realm)
+    if m.sequence_parallel and m.tensor_model_parallel_size == 1:
+        told = f"got true with {MEGATRON}.tensor_model_parallel_size=1; expected more ranks to cut sequences over, or false"
+        yield Problem(f"{MEGATRON}.sequence_parallel", "contradiction", told)
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
-        if getattr(m, name) is not None and pipeline == 1:
-            yield f"{MEGATRON}.{name}: there is one stage only; pipeline_model_parallel_size makes more"
+        if getattr(m, name) is not None and m.pipeline_model_parallel_size == 1:
+            told = f"got {getattr(m, name)} with one stage only. Try {MEGATRON}.pipeline_model_parallel_size above 1, or null"
+            yield Problem(f"{MEGATRON}.{name}", "has-no-effect", told)
 
 
-def check_expert_layout(policy: PolicyConfig) -> Iterator[str]:
-    """Of a mixture of experts. A problem for layouts that Megatron-Core gets wrong, or refuses when it trains.
+def check_expert_layout(policy: PolicyConfig) -> Iterator[Problem]:
+    """Yield a problem for layouts of a mixture of experts that Megatron-Core gets wrong, or refuses when it trains.
 
     With experts not spread (EP 1) Megatron-Core reduces their gradients as it does those of other weights, over ranks with the
-    same tensor-parallel part. Cut otherwise than those (ETP != TP), the sum lacks terms or mixes parts, and nothing is said:
+    same tensor-parallel part. Cut otherwise than those (ETP != TP), the sum lacks terms or mixes parts, without an error:
     `allreduce` in megatron/core/tensor_parallel/layers.py.
     """
     m = policy.megatron_cfg
     tensor, expert_tensor = m.tensor_model_parallel_size, expert_tensor_parallel_size(m)
     if m.expert_model_parallel_size == 1 and expert_tensor != tensor:
-        yield (
-            f"{MEGATRON}.expert_tensor_parallel_size: {expert_tensor} with tensor_model_parallel_size {tensor} and"
-            " expert_model_parallel_size 1 gives wrong gradients of the experts, without an error; leave it null, or spread"
-            " the experts with expert_model_parallel_size"
+        told = (
+            f"got {expert_tensor} with {MEGATRON}.tensor_model_parallel_size={tensor} and expert_model_parallel_size=1, whose"
+            " experts would get wrong gradients without an error. Try null, or spread the experts with"
+            " expert_model_parallel_size"
         )
+        yield Problem(f"{MEGATRON}.expert_tensor_parallel_size", "unsupported", told)
     if tensor > 1 and not m.sequence_parallel:
-        yield (
-            f"{MEGATRON}.sequence_parallel: false, but a mixture of experts with tensor_model_parallel_size {tensor} trains"
-            " only with true"
-        )
+        told = f"got false; expected true for a mixture of experts with {MEGATRON}.tensor_model_parallel_size={tensor}"
+        yield Problem(f"{MEGATRON}.sequence_parallel", "unsupported", told)
 
 
-def _check_global_batch(recipe: Recipe, backend: Backend) -> Iterator[str]:
-    size = data_parallel_size(recipe, backend)
-    if recipe.policy.train_global_batch_size < size:
-        yield (
-            f"policy.train_global_batch_size: {recipe.policy.train_global_batch_size} sequences cannot be shared among {size}"
-            f" data-parallel ranks; at least {size}"
-        )
+def _check_global_batch(recipe: Recipe, backend: Backend) -> Iterator[Problem]:
+    given, size = recipe.policy.train_global_batch_size, data_parallel_size(recipe, backend)
+    if given < size:
+        told = f"got {given} sequences; expected at least {size}, one for each data-parallel rank"
+        yield Problem("policy.train_global_batch_size", "too-small", told)

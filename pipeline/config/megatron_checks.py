@@ -1,10 +1,11 @@
-"""What the keys of `policy.megatron_cfg` may hold. How the ranks divide is checked in `layout.py`."""
+"""Checks Megatron-Core's keys, `policy.megatron_cfg`. `pipeline/config/layout.py` checks how the ranks divide."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
 
+from pipeline.config.errors import Problem
 from pipeline.config.megatron import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from pipeline.config.policy import PolicyConfig
 
@@ -47,40 +48,36 @@ ONLY_DEFAULT = {
 }
 
 
-def check_megatron(policy: PolicyConfig) -> Iterator[str]:
-    """A problem for what Megatron-Core, or this backend of it, does not do."""
+def check_megatron(policy: PolicyConfig) -> Iterator[Problem]:
+    """Yield a problem for what Megatron-Core, or this backend of it, does not do."""
     megatron = policy.megatron_cfg
     yield from _check_only_defaults(megatron)
     if megatron.pipeline_dtype != policy.precision:
-        yield (
-            f"{KEY}.pipeline_dtype: {megatron.pipeline_dtype}, but stages pass on activations of policy.precision"
-            f" {policy.precision}; leave it out"
-        )
+        told = f"got {megatron.pipeline_dtype}; expected policy.precision, {policy.precision}. Try without it"
+        yield Problem(f"{KEY}.pipeline_dtype", "contradiction", told)
     yield from _check_recompute(megatron)
     if megatron.optimizer is not None:
         yield from _check_optimizer(megatron.optimizer, policy.precision)
     if megatron.scheduler is not None:
         if megatron.optimizer is None:
-            yield (
-                f"{KEY}.scheduler: its rates are those of {KEY}.optimizer, which is null; give that too, or the torch schedule"
-                " in policy.scheduler"
-            )
+            told = f"got a schedule, but {KEY}.optimizer, whose rate it sets, is null. Try that too, or policy.scheduler"
+            yield Problem(f"{KEY}.scheduler", "contradiction", told)
         else:
             yield from _check_scheduler(megatron.scheduler, megatron.optimizer)
     known = {field.name for field in fields(MegatronConfig)}
     for name in megatron.model_overrides:
         if name in known:
-            yield f"{KEY}.model_overrides.{name}: this has a key of its own: {KEY}.{name}"
+            yield Problem(f"{KEY}.model_overrides.{name}", "contradiction", f"has a key of its own. Try {KEY}.{name}")
 
 
-def _check_only_defaults(megatron: MegatronConfig) -> Iterator[str]:
+def _check_only_defaults(megatron: MegatronConfig) -> Iterator[Problem]:
     defaults = MegatronConfig(optimizer=MegatronOptimizerConfig(), scheduler=MegatronSchedulerConfig())
     for key, why in ONLY_DEFAULT.items():
         if _section(megatron, key) is None:
             continue
         value, only = _get(megatron, key), _get(defaults, key)
         if value != only:
-            yield f"{KEY}.{key}: {_yaml(value)} is not supported, only {_yaml(only)}: {why}"
+            yield Problem(f"{KEY}.{key}", "unsupported", f"got {_yaml(value)}; expected {_yaml(only)}: {why}")
 
 
 def _section(megatron: MegatronConfig, key: str) -> object:
@@ -97,49 +94,48 @@ def _yaml(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check_recompute(megatron: MegatronConfig) -> Iterator[str]:
+def _check_recompute(megatron: MegatronConfig) -> Iterator[Problem]:
     """As TransformerConfig has it: method and number of layers are of "full", modules of "selective"."""
-    of = {"full": ("recompute_method", "recompute_num_layers"), "selective": ("recompute_modules",)}
-    for granularity, names in of.items():
-        for name in names:
-            if getattr(megatron, name) is not None and megatron.recompute_granularity != granularity:
-                yield (
-                    f"{KEY}.{name}: belongs to recompute_granularity={granularity}, which is {megatron.recompute_granularity}"
-                )
-    given = [name for name in ("recompute_method", "recompute_num_layers", "recompute_modules") if getattr(megatron, name)]
+    of = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
+    for name, granularity in of.items():
+        if getattr(megatron, name) is not None and megatron.recompute_granularity != granularity:
+            told = f"got a value with {KEY}.recompute_granularity={megatron.recompute_granularity}; expected {granularity}"
+            yield Problem(f"{KEY}.{name}", "contradiction", told)
+    given = [name for name in of if getattr(megatron, name)]
     if megatron.recompute_granularity != "full":
         given.append("recompute_granularity")
     if given and not megatron.activation_checkpointing:
-        yield f"{KEY}.{given[0]}: says nothing while {KEY}.activation_checkpointing is false; set that to true"
+        told = f"got a value, but nothing is recomputed. Try {KEY}.activation_checkpointing=true"
+        yield Problem(f"{KEY}.{given[0]}", "has-no-effect", told)
     for name in megatron.recompute_modules or ():
         if name not in RECOMPUTE_MODULES:
-            yield f"{KEY}.recompute_modules: '{name}' is not one of: {', '.join(RECOMPUTE_MODULES)}"
+            told = f"got '{name}'; expected some of: {', '.join(RECOMPUTE_MODULES)}"
+            yield Problem(f"{KEY}.recompute_modules", "not-a-choice", told)
 
 
-def _check_optimizer(optimizer: MegatronOptimizerConfig, precision: str) -> Iterator[str]:
-    key = f"{KEY}.optimizer"
-    bf16 = precision == "bfloat16"
+def _check_optimizer(optimizer: MegatronOptimizerConfig, precision: str) -> Iterator[Problem]:
+    key, bf16 = f"{KEY}.optimizer", precision == "bfloat16"
     if optimizer.bf16 not in (None, bf16):
-        yield f"{key}.bf16: {_yaml(optimizer.bf16)}, but policy.precision is {precision}; leave it out"
+        told = f"got {_yaml(optimizer.bf16)} with policy.precision={precision}; expected {_yaml(bf16)}. Try without it"
+        yield Problem(f"{key}.bf16", "contradiction", told)
     if optimizer.min_lr > optimizer.lr:
-        yield f"{key}.min_lr: {optimizer.min_lr} is above {key}.lr {optimizer.lr}"
+        yield Problem(f"{key}.min_lr", "too-large", f"got {optimizer.min_lr}; expected at most {key}.lr, {optimizer.lr}")
 
 
-def _check_scheduler(scheduler: MegatronSchedulerConfig, optimizer: MegatronOptimizerConfig) -> Iterator[str]:
-    key = f"{KEY}.scheduler"
+def _check_scheduler(scheduler: MegatronSchedulerConfig, optimizer: MegatronOptimizerConfig) -> Iterator[Problem]:
+    key, decay = f"{KEY}.scheduler", optimizer.weight_decay
     for name in ("start_weight_decay", "end_weight_decay"):
-        if getattr(scheduler, name) not in (None, optimizer.weight_decay):
-            yield (
-                f"{key}.{name}: {getattr(scheduler, name)} differs from {KEY}.optimizer.weight_decay"
-                f" {optimizer.weight_decay}; weight decay does not change, leave it out"
-            )
+        if (given := getattr(scheduler, name)) not in (None, decay):
+            told = f"got {given}; expected {KEY}.optimizer.weight_decay, {decay}, which does not change. Try without it"
+            yield Problem(f"{key}.{name}", "unsupported", told)
     if scheduler.lr_warmup_init > optimizer.lr:
-        yield f"{key}.lr_warmup_init: {scheduler.lr_warmup_init} is above {KEY}.optimizer.lr {optimizer.lr}"
-    if scheduler.lr_decay_iters is None:
+        told = f"got {scheduler.lr_warmup_init}; expected at most {KEY}.optimizer.lr, {optimizer.lr}"
+        yield Problem(f"{key}.lr_warmup_init", "too-large", told)
+    warm_up, end = scheduler.lr_warmup_iters, scheduler.lr_decay_iters
+    if end is None:
         if scheduler.lr_decay_style != "constant":
-            yield f"{key}.lr_decay_iters: {scheduler.lr_decay_style} must know at which step it ends; give that"
-    elif scheduler.lr_warmup_iters >= scheduler.lr_decay_iters:
-        yield (
-            f"{key}.lr_warmup_iters: {scheduler.lr_warmup_iters} steps must be fewer than {key}.lr_decay_iters"
-            f" {scheduler.lr_decay_iters}"
-        )
+            told = f"got null; expected the step at which the {scheduler.lr_decay_style} decay ends"
+            yield Problem(f"{key}.lr_decay_iters", "missing-value", told)
+    elif warm_up >= end:
+        told = f"got {warm_up}; expected fewer than {key}.lr_decay_iters, {end}"
+        yield Problem(f"{key}.lr_warmup_iters", "too-large", told)
