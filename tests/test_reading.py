@@ -183,7 +183,7 @@ def test_what_follows_from_a_faulty_value_is_not_told(write):
         "a.yaml:10: 'a' is not a key; there are: " + ", ".join(sorted(typed.fields(Recipe))),
         "a.yaml:11: grpo.val_period: 'many', but it must be a whole number",
         "the command line: policy.max_total_sequence_length: 'long', but it must be a whole number",
-        "policy.precision: 'fp4' is not one of: float32, bfloat16",
+        "policy.precision: got 'fp4'; expected one of: float32, bfloat16",
     ]
 
 

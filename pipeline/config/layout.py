@@ -95,13 +95,13 @@ def check_divides(section: str, sizes: Mapping[str, int], component: ComponentCo
     count, size = ranks(component), math.prod(sizes.values())
     if count % size:
         divisors = ", ".join(str(k) for k in range(1, min(count, LARGEST_NAMED) + 1) if count % k == 0)
-        product = " x ".join(f"{name} {value}" for name, value in sizes.items()) if len(sizes) > 1 else size
+        cuts = {name: value for name, value in sizes.items() if value > 1}
+        product = " x ".join(f"{name} {value}" for name, value in cuts.items()) if len(cuts) > 1 else size
         told = (
             f"got {product}, which does not divide the {count} ranks of cluster.{realm} (nodes {component.nodes} x"
             f" {ranks_per_node(component)} per node); expected one of {divisors}"
         )
-        key = next(name for name, value in sizes.items() if value > 1)
-        yield Problem(f"{section}.{key}", "not-divisible", told)
+        yield Problem(f"{section}.{next(iter(cuts))}", "not-divisible", told)
 
 
 def data_parallel_size(recipe: Recipe, backend: Backend) -> int:

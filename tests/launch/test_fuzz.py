@@ -73,7 +73,7 @@ def test_the_fuzzer_sees_what_is_wrong(monkeypatch):
         (f"grpo.seed={'${' * 30}x{'}' * 30}", "got 30 interpolations in one value; expected 20 at most"),
         ("grpo.seed=${mul:'a',99999999999}", "got 'a'; expected a number"),
         ("grpo.seed=${oc.select:grpo}", "comes back to itself in a circle"),
-        ("algorithm=2", "algorithm: '2' is not one of"),
+        ("algorithm=2", "algorithm: got '2'; expected one of"),
         ("policy.generation.vllm_kwargs.kv_cache_memory_bytes=many", "kv_cache_memory_bytes: got 'many'; expected a number"),
     ],
 )

@@ -25,7 +25,7 @@ EXPERTS = {
     "tie_word_embeddings": False,
 }
 
-# (overrides, changes to files by name, a part of each problem)
+# (overrides, changes to files by name, of each problem its key and code, or a part)
 BROKEN = {
     "keys, types, choices and layout": (
         [
@@ -40,10 +40,10 @@ BROKEN = {
         [
             "did you mean 'grpo.max_num_steps'",
             "policy.train_micro_batch_size: 'four', but it must be a whole number",
-            "policy.precision: 'fp4' is not one of: float32, bfloat16",
-            "loss_fn.reference_policy_kl_type: 'k9' is not one of: k1, k2, k3",
-            f"{VLLM}.tensor_parallel_size: 3 does not divide the 1 ranks of cluster.generate",
-            "policy.dtensor_cfg.tensor_parallel_size: 2 does not divide the 1 ranks of cluster.train",
+            ("policy.precision", "not-a-choice"),
+            ("loss_fn.reference_policy_kl_type", "not-a-choice"),
+            (f"{VLLM}.tensor_parallel_size", "not-divisible"),
+            ("policy.dtensor_cfg.tensor_parallel_size", "not-divisible"),
             f"{VLLM}.tensor_parallel_size: 3 does not divide the model's 4 attention heads",
         ],
     ),
@@ -77,8 +77,8 @@ BROKEN = {
             "grpo.batch_multiplier: 2.0 only means something with grpo.use_dynamic_sampling=true",
             "loss_fn.sequence_level_importance_ratios: a ratio of whole sequences",
             "loss_fn.truncated_importance_sampling_ratio: 2.0 bounds nothing",
-            "grpo.val_period: there is nothing to validate on",
-            "policy.generation.temperature: 0.0 has no log-probs",
+            ("grpo.val_period", "missing-value"),
+            ("policy.generation.temperature", "too-small"),
         ],
     ),
     "megatron": (
@@ -93,12 +93,12 @@ BROKEN = {
         ],
         {},
         [
-            f"{MEGATRON}: tensor_model_parallel_size 4 x pipeline_model_parallel_size 1 x context_parallel_size 1: 4 does not",
-            f"{MEGATRON}.mtp_num_layers: 1 is not supported",
-            f"{MEGATRON}.recompute_num_layers: says nothing while",
+            (f"{MEGATRON}.tensor_model_parallel_size", "not-divisible"),
+            (f"{MEGATRON}.mtp_num_layers", "unsupported"),
+            (f"{MEGATRON}.recompute_num_layers", "has-no-effect"),
             f"{MEGATRON}.model_overrides.num_layers: it is the model's",
             f"{MEGATRON}.model_overrides.masked_softmax_fusio: Megatron-Core as it is installed here has no such option",
-            f"{MEGATRON}.scheduler: its rates are those of {MEGATRON}.optimizer, which is null",
+            (f"{MEGATRON}.scheduler", "contradiction"),
             f"{MEGATRON}.tensor_model_parallel_size: 4 does not divide the model's 4 attention heads and 2 key-value heads",
         ],
     ),
@@ -115,7 +115,7 @@ BROKEN = {
         ],
         {"model/config.json": json.dumps(EXPERTS)},
         [
-            f"{MEGATRON}: expert_model_parallel_size 4 x expert_tensor_parallel_size 1 x pipeline_model_parallel_size 4: 16",
+            (f"{MEGATRON}.expert_model_parallel_size", "not-divisible"),
             f"{MEGATRON}.moe_router_bias_update_rate: qwen3_moe models have no such bias",
             f"{MEGATRON}.pipeline_model_parallel_size: 4 does not divide the model's 2 layers",
             f"{MEGATRON}.expert_model_parallel_size: 4 does not divide the model's 6 experts",
@@ -139,7 +139,7 @@ BROKEN = {
             "policy.optimizer.kwargs.decay: torch.optim.AdamW has no such option",
             "policy.scheduler.name: there is no 'torch.optim.lr_scheduler.NoneLR'",
             "policy.hf_config_overrides.hidden_sizes: a llama configuration has no such option; did you mean 'hidden_size'",
-            "policy.hf_config_overrides.num_key_value_heads: 'two', but config.json has 2",
+            ("policy.hf_config_overrides.num_key_value_heads", "wrong-type"),
             "cluster.train.env_vars.A: true, but it must be a text; in quotes",
         ],
     ),
@@ -195,8 +195,8 @@ BROKEN = {
         ],
         {},
         [
-            "value.model_name: there is no folder {folder}/nowhere",
-            "value.precision: 'fp8' is not one of: float32, bfloat16",
+            ("value.model_name", "file-not-found"),
+            ("value.precision", "not-a-choice"),
             "ppo.adv_estimator.gae_gamma: 2.0 must be in [0, 1]",
             "ppo.policy_training_start_step: 2000 leaves the policy no step to learn in",
             "policy.dtensor_cfg.lora_cfg.target_modules: empty",
@@ -221,12 +221,12 @@ BROKEN = {
             "policy.tokenizer: null, but it must be a mapping of keys",
             "env.math.kind: 'poetry' is neither a kind nor the dotted path of a class or a function; there are: calculator,",
             "env.judge.model_name: got null",
-            "cluster.train.nodes: -1 is too small; at least 1",
-            "cluster.generate.gpus_per_node: 2000 is too large; at most 1024",
-            "cluster.executor: 'kubernetes' is not one of: auto, slurm, allocation, local",
-            "checkpointing.keep_top_k: 0 is too small; at least 1",
-            f"{VLLM}.max_model_len: 8 is below policy.max_total_sequence_length 32",
-            f"{MEGATRON}.enabled, policy.dtensor_cfg.enabled: both false leaves no training backend",
+            ("cluster.train.nodes", "too-small"),
+            ("cluster.generate.gpus_per_node", "too-large"),
+            ("cluster.executor", "not-a-choice"),
+            ("checkpointing.keep_top_k", "too-small"),
+            (f"{VLLM}.max_model_len", "contradiction"),
+            (f"{MEGATRON}.enabled", "contradiction"),
         ],
     ),
 }
@@ -242,14 +242,18 @@ def test_all_are_named_in_one_go_and_nothing_else_is(tmp_path, name):
             (tmp_path / path).write_text(text)
     problems = told(refuse(tmp_path, *overrides, count=len(says)))
     for part in says:
-        part = part.format(folder=tmp_path) if "{folder}" in part else part
-        assert [problem for problem in problems if part in problem], part
+        if isinstance(part, tuple):
+            key, code = part
+            assert [line for line in problems if f"{key}: " in line and line.endswith(f"[{code}]")], part
+        else:
+            part = part.format(folder=tmp_path) if "{folder}" in part else part
+            assert [problem for problem in problems if part in problem], part
 
 
 def test_a_model_is_told_of_once_however_many_keys_name_it(tmp_path):
     write_recipe(tmp_path)
     (problem,) = told(refuse(tmp_path, "policy.model_name=./none"))
-    assert problem.startswith(f"policy.model_name: there is no folder {tmp_path}/none")
+    assert problem == f"policy.model_name: there is no folder {tmp_path}/none [file-not-found]"
 
 
 def test_a_file_of_bad_lines_is_told_of_in_a_few(tmp_path):

@@ -146,7 +146,10 @@ def test_without_matplotlib_the_table_is_printed_and_the_picture_refused(tmp_pat
         (["recipe=tiny_grpo", "model_config=recipes/tiny/tokenizer.json"], "has a model_type"),
         (["recipe=tiny_grpo", "cluster.network.nic_gb_per_s=0"], "cluster.network.nic_gb_per_s"),
         (["recipe=tiny_grpo", "policy.model_name=nowhere/model"], "policy.model_name"),
-        (["recipe=tiny_grpo", "policy.generation.vllm_cfg.tensor_parallel_size=3"], "tensor_parallel_size: 3 does not divide"),
+        (
+            ["recipe=tiny_grpo", "policy.generation.vllm_cfg.tensor_parallel_size=3"],
+            "[not-divisible]",
+        ),
     ],
 )
 def test_wrong_input_is_told_before_anything_is_planned(arguments, message, capsys, monkeypatch):

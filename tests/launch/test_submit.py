@@ -105,7 +105,7 @@ def test_dry_run_shows_what_would_be_submitted_where_files_are_missing(here, cap
 def test_dry_run_of_a_recipe_that_contradicts_itself_tells_only_that(here, capsys):
     assert submit.main(["recipe=tiny", "dry_run=true", "policy.train_global_batch_size=0"]) == 2
     out, err = capsys.readouterr()
-    assert not out and "policy.train_global_batch_size: 0 is too small" in err
+    assert not out and "policy.train_global_batch_size: got 0; expected at least 1" in err
 
 
 def test_dry_run_warns_of_two_backends(here, capsys):

@@ -60,7 +60,7 @@ def test_a_refit_goes_by_ipc_where_ranks_share_gpus(keys, by_ipc, tmp_path):
 
 
 def test_what_a_refit_goes_through_is_chosen_by_name(tmp_path):
-    with pytest.raises(config.RecipeError, match=r"colocated\.refit: 'nvlink' is not one of: ipc, host"):
+    with pytest.raises(config.RecipeError, match=r"colocated\.refit: got 'nvlink'; expected one of: ipc, host"):
         config.load("tiny_grpo", [f"run_dir={tmp_path}", "policy.generation.colocated.refit=nvlink"])
 
 

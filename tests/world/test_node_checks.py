@@ -519,8 +519,8 @@ def test_a_folder_that_cannot_be_written_has_no_space(tmp_path):
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("min_gb_per_s=0", "cluster.node_checks.min_gb_per_s: 0.0 is too small"),
-        ("max_clock_skew_s=-1", "cluster.node_checks.max_clock_skew_s: -1.0 is too small"),
+        ("min_gb_per_s=0", "cluster.node_checks.min_gb_per_s: got 0.0; expected at least"),
+        ("max_clock_skew_s=-1", "cluster.node_checks.max_clock_skew_s: got -1.0; expected at least"),
     ],
 )
 def test_bounds_that_are_none_are_refused(tmp_path, override, problem):
