@@ -42,7 +42,7 @@ def test_what_is_written_is_read_back(write, tmp_path):
         ("defaults: a.yaml", "in a circle"),
         ("- a", "a recipe is a mapping"),
         ("grpo: {seed: [", "not YAML"),
-        ("policy: {model_name: x}", "algorithm has no value"),
+        ("policy: {model_name: x}", "algorithm: got no value"),
     ],
 )
 def test_a_file_that_cannot_be_read_says_why(write, text, expected):
@@ -53,15 +53,15 @@ def test_a_file_that_cannot_be_read_says_why(write, text, expected):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["grpo.sede=1"], "'grpo.sede' is not a key; did you mean 'grpo.seed'?"),
-        (["grpo.seed=one"], "grpo.seed: 'one', but it must be a whole number"),
+        (["grpo.sede=1"], ("grpo.sede", "unknown-key")),
+        (["grpo.seed=one"], ("grpo.seed", "wrong-type")),
         (["seed"], "not key=value"),
-        (["grpo.seed=${nowhere}"], "nowhere"),
+        (["grpo.seed=${nowhere}"], ("grpo.seed", "unknown-reference")),
         (
             ["policy.dtensor_cfg.compile=true", "policy.dtensor_cfg.tensor_parallel_size=2", "cluster.train.ranks_per_node=2"],
             ("policy.dtensor_cfg.compile", "contradiction"),
         ),
-        (["policy.dtensor_cfg.flash_attention=4"], ("policy.dtensor_cfg.flash_attention", "not-a-choice")),
+        (["policy.dtensor_cfg.flash_attention=4"], ("policy.dtensor_cfg.flash_attention", "too-large")),
         (
             ["policy.dtensor_cfg.use_liger_kernel=true", "policy.dtensor_cfg.compile=true"],
             ("policy.dtensor_cfg.use_liger_kernel", "contradiction"),
@@ -99,12 +99,12 @@ def test_a_file_that_cannot_be_read_says_why(write, text, expected):
         (["policy.generation.vllm_cfg.max_model_len=511"], ("policy.generation.vllm_cfg.max_model_len", "contradiction")),
         (
             ["data.max_input_seq_length=513"],
-            "data.max_input_seq_length: got 513; expected at most policy.max_total_sequence_length",
+            ("data.max_input_seq_length", "too-large"),
         ),
-        (["algorithm=sft", "data.max_input_seq_length=513"], "data.max_input_seq_length: 513 is above"),
+        (["algorithm=sft", "data.max_input_seq_length=513"], ("data.max_input_seq_length", "too-large")),
         (["algorithm=sft", "policy.generation.temperature=0.6"], ("policy.generation.temperature", "contradiction")),
-        (["algorithm=dpo", "policy.generation.temperature=0"], ("policy.generation.temperature", "contradiction")),
-        (["policy.generation.top_p=1.5"], ("policy.generation.val_top_p", "too-large")),
+        (["algorithm=dpo", "policy.generation.temperature=0"], ("policy.generation.temperature", "too-small")),
+        (["policy.generation.top_p=1.5"], ("policy.generation.top_p", "too-large")),
         (["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"], "leave-one-out"),
         (["policy.sequence_packing.train_mb_tokens=100"], ("policy.sequence_packing.train_mb_tokens", "too-small")),
         (["grpo.val_period=5"], ("grpo.val_period", "missing-value")),
