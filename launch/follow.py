@@ -8,7 +8,6 @@ any run.
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections import deque
@@ -28,6 +27,7 @@ from launch.attempts import PastAttempt, all_attempts
 from launch.executors.base import JobStatus, RunJob
 from launch.last_words import container_trouble, failed_step, last_words, shown, tail
 from launch.terminal import plain
+from pipeline.metrics import Reader
 
 UNJUDGED = ("train/broke_judge", "train/env_failures")
 """Shown where they are not 0."""
@@ -60,38 +60,24 @@ class Metrics:
     """metrics.jsonl, read as it grows."""
 
     def __init__(self, run_dir: Path):
-        self.path = run_dir / "metrics.jsonl"
-        self.inode = self.offset = 0
+        self.reader = Reader(run_dir / "metrics.jsonl")
         self.step = 0
-        self.time = 0.0
         self.latest: dict[str, float] = {}  # of each key
         self.pace: deque[tuple[int, float]] = deque(maxlen=20)  # (step, unix time)
 
     def new_lines(self) -> list[dict[str, Any]]:
-        """The complete lines since the last call. A line that is not JSON is an error of its writer, and raises ValueError."""
-        if not self.path.exists():
-            return []
-        with open(self.path, "rb") as file:
-            if (inode := os.fstat(file.fileno()).st_ino) != self.inode:
-                self.inode, self.offset = (
-                    inode,
-                    0,
-                )  # a resumed run writes the file anew, without the steps that it will do again
-            file.seek(self.offset)
-            text = file.read()
-        complete = text[: text.rfind(b"\n") + 1]
-        self.offset += len(complete)
-        lines = [line for line in map(json.loads, complete.splitlines()) if line["time"] > self.time]
+        """Return the complete lines since the last call. Raises RecipeError for one that is no step's."""
+        lines = list(self.reader.lines())
         for line in lines:
             self._take(line)
         return lines
 
     def _take(self, line: dict[str, Any]) -> None:
-        self.step, self.time = line["step"], line["time"]
+        self.step = line["step"]
         self.latest.update({key: value for key, value in line.items() if isinstance(value, int | float)})
         if self.pace and self.pace[-1][0] >= self.step:  # the same step's validation, or a resumed run
             self.pace = deque((p for p in self.pace if p[0] < self.step), maxlen=self.pace.maxlen)
-        self.pace.append((self.step, self.time))
+        self.pace.append((self.step, line["time"]))
 
     def seconds_left(self, max_steps: int) -> float | None:
         """At the mean pace of the last steps; None before there are two."""

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from launch.attempts import PastAttempt
 from launch.executors.base import REPORT
-from launch.past_run import NoRun, PastRun
+from launch.past_run import PastRun
+from pipeline.config import RecipeError
 
 ENDED_WITH_ANOTHER = re.compile(r"exit code 12[34]\b")
 """What srun says of the ranks that pipeline/watchdog.py ends because another one has failed."""
@@ -56,7 +57,7 @@ def container_trouble(run_dir: Path, attempt: PastAttempt) -> list[str]:
 def _image(run_dir: Path, component: str) -> str | None:
     try:
         return PastRun.at(run_dir).of(f"cluster.{component}.container_image")
-    except NoRun:
+    except RecipeError:
         return None
 
 

@@ -14,22 +14,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import yaml
 
 from launch.attempts import PastAttempt, all_attempts
 from launch.units import plural
-from pipeline.config import ONLINE, RecipeError, bound
+from pipeline.config import ONLINE, Problem, RecipeError, bound
+from pipeline.metrics import Reader
 
 PARTS = ("rollout", "train", "refit")
 """Phases within time/step."""
 BESIDE = ("validation", "save")
 """Phases between two steps."""
-
-
-class NoRun(RecipeError):
-    """This is no run folder, or not to be read."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +37,21 @@ class PastRun:
 
     @classmethod
     def at(cls, folder: Path) -> PastRun:
-        """Raises NoRun."""
+        """Raises RecipeError for a folder that is no run folder, or cannot be read."""
         try:
+            if not folder.is_dir():
+                raise RecipeError(Problem("run", "file-not-found", f"{folder} is not a run folder: there is no such folder"))
             if not (folder / "recipe.yaml").exists():
-                missing = "there is no such folder" if not folder.is_dir() else "it has no recipe.yaml"
-                raise NoRun(f"{folder} is not a run folder: {missing}")
+                raise RecipeError(Problem("run", "not-a-run", f"{folder} is not a run folder: it has no recipe.yaml"))
             run = cls(folder)
             if not isinstance(run.recipe, dict) or "algorithm" not in run.recipe:
-                raise NoRun(f"{folder} is not a run folder: its recipe.yaml says no algorithm")
+                message = f"{folder} is not a run folder: its recipe.yaml says no algorithm"
+                raise RecipeError(Problem("run", "not-a-run", message))
         except OSError as error:
-            raise NoRun(f"{folder} cannot be read: {error.strerror}") from None
+            raise RecipeError(Problem("run", "unreadable", f"{folder} cannot be read: {error.strerror}")) from None
         except yaml.YAMLError:
-            raise NoRun(f"{folder} is not a run folder: its recipe.yaml is not YAML") from None
+            message = f"{folder} is not a run folder: its recipe.yaml is not YAML"
+            raise RecipeError(Problem("run", "bad-format", message)) from None
         return run
 
     @cached_property
@@ -146,21 +146,16 @@ class PastRun:
 
     # ---- metrics ------------------------------------------------------------------------------------------------------------
 
-    def metrics(self, steps: int | None = None) -> Metrics:
-        """metrics.jsonl, or about so many of its last steps. A last line that is under way is left out."""
-        columns = Metrics()
-        path = self.folder / "metrics.jsonl"
-        if path.exists():
-            with open(path, "rb") as file:
-                if steps:
-                    _skip_to_last(file, steps)
-                for line in _parsed(line for line in file if line.endswith(b"\n")):
-                    columns.take(line)
+    def metrics(self, steps: int | None = None) -> Columns:
+        """Return metrics.jsonl, or about so many of its last steps. Raises RecipeError for a line that is no step's."""
+        columns = Columns()
+        for line in Reader(self.folder / "metrics.jsonl", steps).lines():
+            columns.take(line)
         return columns
 
 
 @dataclass
-class Metrics:
+class Columns:
     """metrics.jsonl by column."""
 
     steps: array = field(default_factory=lambda: array("d"))
@@ -185,7 +180,7 @@ class Metrics:
         return next((step for step, time in zip(self.steps, self.times, strict=True) if time > moment), None)
 
 
-def phases(metrics: Metrics) -> dict[str, tuple[list[float], list[float]]]:
+def phases(metrics: Columns) -> dict[str, tuple[list[float], list[float]]]:
     """Phase -> (all steps, seconds in each): the parts of time/step, the rest of it, and what came after it."""
     columns = {
         part: dict(zip(*metrics.columns.get(f"time/{part}", ((), ())), strict=True)) for part in ("step", *PARTS, *BESIDE)
@@ -201,26 +196,6 @@ def phases(metrics: Metrics) -> dict[str, tuple[list[float], list[float]]]:
 
 def _or_zero(value: float | None) -> float:
     return 0.0 if value is None or math.isnan(value) else value
-
-
-def _skip_to_last(file: BinaryIO, lines: int) -> None:
-    """To the beginning of about so many last lines, as long as the first ones are."""
-    length = max(len(file.readline()), len(file.readline()), 1)
-    start = file.seek(0, os.SEEK_END) - 2 * lines * length
-    file.seek(max(0, start))
-    if start > 0:
-        file.readline()  # the rest of a line that began before
-
-
-def _parsed(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
-    """Raises NoRun for a complete line that is not one of metrics.jsonl's."""
-    for line in lines:
-        try:
-            value = json.loads(line)
-            value["step"], value["time"]
-        except (ValueError, KeyError, TypeError):
-            raise NoRun(f"metrics.jsonl holds a line that is no step's: {line[:80]!r}") from None
-        yield value
 
 
 def last_sign(attempt: PastAttempt) -> float:

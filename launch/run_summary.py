@@ -11,7 +11,7 @@ from launch import starting
 from launch.attempts import PastAttempt
 from launch.follow import UNJUDGED, first_failure
 from launch.last_words import container_trouble, last_words
-from launch.past_run import Metrics, PastRun, last_sign, phases
+from launch.past_run import Columns, PastRun, last_sign, phases
 from launch.run_state import RunState
 from pipeline.checkpoint import NAME, Checkpoints
 from pipeline.config import CheckpointingConfig, durations
@@ -84,7 +84,7 @@ def _ended(run: PastRun, state: RunState) -> float | None:
 # ---- how fast, how well -----------------------------------------------------------------------------------------------------
 
 
-def _pace(run: PastRun, metrics: Metrics) -> float | None:
+def _pace(run: PastRun, metrics: Columns) -> float | None:
     """Seconds from one step's end to the next one's, all between them included, in the present attempt; None before there are
     two steps of it."""
     own = sorted(_steps_of_now(run, metrics).items())[-RECENT:]
@@ -94,24 +94,24 @@ def _pace(run: PastRun, metrics: Metrics) -> float | None:
     return (end - begin) / (last - first)
 
 
-def _steps_of_now(run: PastRun, metrics: Metrics) -> dict[float, float]:
+def _steps_of_now(run: PastRun, metrics: Columns) -> dict[float, float]:
     """Step -> when it ended, of the present attempt."""
     begun = run.attempts[-1].started if run.attempts else 0.0
     return {step: moment for step, moment in zip(metrics.steps, metrics.times, strict=True) if moment > begun}
 
 
-def _recent(metrics: Metrics, key: str) -> list[float]:
+def _recent(metrics: Columns, key: str) -> list[float]:
     """The last values, oldest first."""
     return list(metrics.columns[key][1][-RECENT:]) if key in metrics.columns else []
 
 
-def _phase_means(metrics: Metrics) -> dict[str, float]:
+def _phase_means(metrics: Columns) -> dict[str, float]:
     """Seconds of each phase in a step, the mean of the last ones."""
     recent = {phase: seconds[-RECENT:] for phase, (_, seconds) in phases(metrics).items()}
     return {phase: sum(seconds) / len(seconds) for phase, seconds in recent.items()}
 
 
-def _idle_means(metrics: Metrics) -> dict[str, float]:
+def _idle_means(metrics: Columns) -> dict[str, float]:
     """Each realm's idle share, the mean of the last steps."""
     recent = {key.partition("/")[2]: _recent(metrics, key) for key in metrics.columns if key.startswith("idle/")}
     return {realm: sum(shares) / len(shares) for realm, shares in recent.items()}

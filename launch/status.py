@@ -20,10 +20,11 @@ if __name__ == "__main__":
 
 from launch import command_line, run_summary
 from launch.command_line import Key
-from launch.past_run import NoRun, PastRun, find
+from launch.past_run import PastRun, find
 from launch.run_state import state, states
 from launch.terminal import on_one_line, plain
 from launch.units import plural, seconds, size
+from pipeline.config import Problem, RecipeError
 
 BAD = ("failed", "stopped")
 BARS = "▁▂▃▄▅▆▇█"
@@ -66,7 +67,7 @@ def _watch(request: Request) -> int:
 
 
 def _show(request: Request) -> tuple[int, bool]:
-    """(the status to exit with, whether it was one run and that has ended). Raises NoRun."""
+    """(the status to exit with, whether it was one run and that has ended). Raises RecipeError."""
     only = request.run[0]
     if len(request.run) == 1 and (not only.is_dir() or (only / "recipe.yaml").exists()):
         return _show_one(PastRun.at(only), request.json)
@@ -77,11 +78,14 @@ def _show(request: Request) -> tuple[int, bool]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """Raises NoRun if there is none."""
+    """Raises RecipeError if there is none."""
     found = list(find(folder))
     if not found:
-        raise NoRun(
-            f"{folder} is no run folder, and there is none below it" if folder.is_dir() else f"{folder}: no such folder"
+        none_there = f"{folder} is no run folder, and there is none below it"
+        raise RecipeError(
+            Problem("run", "not-a-run", none_there)
+            if folder.is_dir()
+            else Problem("run", "file-not-found", f"{folder}: no such folder")
         )
     return found
 
@@ -92,12 +96,12 @@ def _lines(folders: list[Path]) -> list[dict[str, Any]]:
     for folder in folders:
         try:
             runs.append(PastRun.at(folder))
-        except NoRun as error:
+        except RecipeError as error:
             unreadable.append(_unreadable(folder, error))
     for run, of in zip(runs, states(runs), strict=True):
         try:
             told.append(run_summary.line(run, of))
-        except (NoRun, OSError) as error:
+        except (RecipeError, OSError) as error:
             unreadable.append(_unreadable(run.folder, error))
     return sorted(told, key=lambda each: -each["last_written"]) + unreadable
 
@@ -111,7 +115,7 @@ def _show_one(run: PastRun, json_asked: bool) -> tuple[int, bool]:
     try:
         told = run_summary.whole(run, of)
     except OSError as error:
-        raise NoRun(f"{error.filename} cannot be read: {error.strerror}") from None
+        raise RecipeError(Problem("run", "unreadable", f"{error.filename} cannot be read: {error.strerror}")) from None
     print(as_json(told) if json_asked else "\n".join(map(plain, whole(told))))
     return int(of.word in BAD), of.word in ("done", *BAD)
 

@@ -19,11 +19,11 @@ if __name__ == "__main__":
 
 from launch import command_line, starting
 from launch.command_line import Key
-from launch.past_run import NoRun, PastRun
+from launch.past_run import PastRun
 from launch.timelines import reading, trace
 from launch.timelines.reading import Rank
 from launch.units import is_count, plural, size
-from pipeline.config import Problem
+from pipeline.config import Problem, RecipeError
 
 EVER = (float("-inf"), float("inf"))
 PIXELS = 1600
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
 
 
 def answer(request: Request) -> int:
-    """Raises NoRun."""
+    """Raises RecipeError."""
     run = PastRun.at(request.run)
     attempts = _recorded(run)
     chosen = attempts if request.attempts == "all" else attempts[-1:]
@@ -93,12 +93,12 @@ def answer(request: Request) -> int:
 
 
 def _recorded(run: PastRun) -> list[list[Rank]]:
-    """Of each attempt that has a timeline, oldest first. Raises NoRun if none has."""
+    """Of each attempt that has a timeline, oldest first. Raises RecipeError if none has."""
     found = [of for attempt in run.attempts if (of := reading.ranks(attempt))]
     if not found:
         switched = run.of("logger.timeline_enabled", True)
         why = "it has not begun, or is an older version's" if switched else "logger.timeline_enabled is false in its recipe"
-        raise NoRun(f"{run.folder} has no timeline: {why}")
+        raise RecipeError(Problem("run", "no-records", f"{run.folder} has no timeline: {why}"))
     return found
 
 

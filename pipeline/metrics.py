@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from pipeline.config import LoggerConfig
+from pipeline.config import LoggerConfig, Problem, RecipeError
 from pipeline.files import NONE, SLOW_S, Patience, append, retrying, tell_slow, write_durably
 from pipeline.types import NOTHING_SAID
 
@@ -153,6 +154,69 @@ class Metrics:
                 print(f"hetstep: {what} of steps {_spans(steps)} could not be written to the end", flush=True)
 
 
+class Reader:
+    """Reads a metrics.jsonl while a run writes it; gives no step twice when a restarted run does steps again."""
+
+    def __init__(self, path: Path, steps: int | None = None):
+        """steps: begin with about so many of the last steps; None: with the first."""
+        self._path = path
+        self._steps = steps
+        self._inode = self._offset = 0
+        self._latest = self._given = -math.inf  # time of the latest line; of the latest one before the file was replaced
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the complete lines since the last call, one by one. Raises RecipeError for one that is no step's."""
+        if not self._path.exists():
+            return
+        with open(self._path, "rb") as file:
+            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:  # a restarted run writes the file anew
+                self._inode, self._given = inode, self._latest
+                self._offset = _last(file, self._steps) if self._steps else 0
+            file.seek(self._offset)
+            for text in file:
+                if not text.endswith(b"\n"):  # being written, or cut short by a kill
+                    return
+                self._offset += len(text)
+                line = _parsed(self._path, text, ("step", "time"))
+                if line["time"] > self._given:
+                    self._latest = line["time"]
+                    yield line
+
+
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of rollouts. Raises RecipeError for one that is not JSON."""
+    with open(path, "rb") as file:
+        return [_parsed(path, text, ()) for text in file if text.endswith(b"\n")]
+
+
+def _parsed(path: Path, text: bytes, keys: Iterable[str]) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+        for key in keys:
+            line[key]
+    except (ValueError, KeyError, TypeError):
+        what = " or ".join(keys)
+        message = f"{path} holds a line that is not JSON{f' or has no {what}' if what else ''}: {text[:80]!r}"
+        raise RecipeError(Problem("run", "bad-format", message)) from None
+    return line
+
+
+def _last(file: BinaryIO, lines: int) -> int:
+    """Return where about so many last lines begin, if they are as long as the first ones."""
+    length = max(len(file.readline()), len(file.readline()), 1)
+    start = file.seek(0, os.SEEK_END) - 2 * lines * length
+    if start <= 0:
+        return 0
+    file.seek(start)
+    file.readline()  # the rest of a line that began before
+    return file.tell()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a metrics.jsonl. Raises RecipeError for one that is no step's."""
+    return list(Reader(path).lines())
+
+
 def _finite(values: dict[str, float]) -> dict[str, float | None]:
     """NaN and infinity become None, which JSON has."""
     return {key: value if math.isfinite(value) else None for key, value in values.items()}
@@ -252,14 +316,6 @@ def pass_at_k(answers: int, right: int, k: int) -> float:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else math.nan
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics.jsonl; a last line that a kill cut short is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline is empty or cut short
 
 
 def _board(folder: Path, last: int) -> Board:

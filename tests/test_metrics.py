@@ -1,6 +1,7 @@
 """metrics.jsonl, TensorBoard and rollouts, and how a rerun continues them."""
 
 import itertools
+import json
 import math
 from dataclasses import replace
 
@@ -9,8 +10,19 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipeline.config import LoggerConfig
-from pipeline.metrics import Metrics, is_right, mean_metrics, pass_at_k, read, rollout_metrics, validation_metrics
+from pipeline.metrics import (
+    Metrics,
+    Reader,
+    is_right,
+    mean_metrics,
+    pass_at_k,
+    read,
+    read_rollouts,
+    rollout_metrics,
+    validation_metrics,
+)
 from pipeline.types import NOTHING_SAID, Completion, Prompt, Rollout, RolloutGroup, Span, Turn
+from tests.problems import refused
 
 
 class Words:
@@ -52,6 +64,42 @@ def test_a_rerun_leaves_no_step_twice(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 20.0)]
+
+
+def test_a_reader_gives_each_step_once_while_a_run_writes_and_restarts(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    reader = Reader(path)
+
+    def new() -> list[int]:
+        return [line["step"] for line in reader.lines()]
+
+    def text(*steps: tuple[int, float]) -> str:
+        return "".join(json.dumps({"step": step, "time": time}) + "\n" for step, time in steps)
+
+    assert new() == []
+    path.write_text(text((1, 1.0), (2, 2.0)) + '{"step": 3, "ti')
+    assert new() == [1, 2] and new() == []
+    with open(path, "a") as file:
+        file.write('me": 3.0}\n')
+    assert new() == [3]
+    (tmp_path / "anew").write_text(text((1, 1.0), (2, 9.0)))  # gone on from step 1
+    (tmp_path / "anew").replace(path)
+    assert new() == [2]
+    assert [line["step"] for line in Reader(path).lines()] == [1, 2]
+
+
+def test_a_reader_of_the_last_steps_leaves_the_first_ones_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "time": float(step)}) + "\n" for step in range(1000, 9000)))
+    steps = [line["step"] for line in Reader(path, steps=20).lines()]
+    assert steps[-20:] == list(range(8980, 9000)) and len(steps) < 60
+
+
+@pytest.mark.parametrize("line", ["not JSON", "[]", '{"step": 1}', "\x00\x00"])
+def test_a_line_that_is_no_step_is_refused(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    with refused(("run", "bad-format")):
+        read(tmp_path / "metrics.jsonl")
 
 
 def test_a_rerun_without_a_checkpoint_begins_anew(tmp_path):
@@ -100,7 +148,7 @@ def test_num_rollouts_to_log(tmp_path):
     metrics = Metrics(tmp_path, LoggerConfig(tensorboard_enabled=False, num_rollouts_to_log=1), after_step=None)
     metrics.log_rollouts(1, [group(1.0, 0.0)], Words())
     metrics.close()
-    (record,) = read(tmp_path / "rollouts" / "step_000001.jsonl")
+    (record,) = read_rollouts(tmp_path / "rollouts" / "step_000001.jsonl")
     assert (record["prompt"], record["completion"], record["reward"], record["spans"]) == ("1 2", "0", 1.0, [[5, 1]])
 
 
@@ -208,7 +256,7 @@ def test_the_record_of_an_episode(tmp_path):
     metrics.log_rollouts(1, [RolloutGroup(replace(group(0.0).prompt, dataset="puzzles"), (episode,)), group(1.0)], Words())
     metrics.log(1, validation_metrics([group(1.0, 0.0)]))
     metrics.close()
-    record, single = read(tmp_path / "rollouts" / "step_000001.jsonl")
+    record, single = read_rollouts(tmp_path / "rollouts" / "step_000001.jsonl")
     assert record["turns"] == [
         {"said": "1 2", "told": "9 9", "said_tokens": 2, "told_tokens": 2},
         {"said": "4", "told": "", "said_tokens": 1, "told_tokens": 0},

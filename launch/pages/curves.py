@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from launch.pages.chart import POINTS, Chart, Mark, Series
-from launch.past_run import BESIDE, PARTS, Metrics, PastRun, phases
+from launch.past_run import BESIDE, PARTS, Columns, PastRun, phases
 
 ROLES = {"mean": "mean", "p50": "median", "min": "min", "max": "max", "p01": "1%", "p99": "99%"}
 BANDS = (("min", "max"), ("p01", "p99"))
@@ -39,7 +39,7 @@ class Told:
 
     run: PastRun
     label: str  # unique among the runs of the page
-    metrics: Metrics
+    metrics: Columns
 
     def restarts(self) -> list[tuple[float, str]]:
         """(the step that was gone on from, why), for each start after the first that brought a step."""

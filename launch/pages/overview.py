@@ -10,7 +10,7 @@ from launch.attempts import PastAttempt
 from launch.pages.chart import swatch
 from launch.pages.curves import Told
 from launch.pages.html import Html, table, tag, text
-from launch.past_run import Metrics, last_sign
+from launch.past_run import Columns, last_sign
 from launch.run_state import RunState
 from launch.units import plural
 
@@ -80,13 +80,13 @@ def _gpu_hours(gpus: int, busy_s: float) -> str:
     return f"{gpus * busy_s / 3600:.4g} on {plural(gpus, 'GPU')}" if gpus else "none: no GPUs"
 
 
-def _change(metrics: Metrics, key: str) -> str:
+def _change(metrics: Columns, key: str) -> str:
     """The first value and the last."""
     values = metrics.columns[key][1] if key in metrics.columns else ()
     return f"{values[0]:.4g} → {values[-1]:.4g}" if len(values) > 1 else ""
 
 
-def _median_step(metrics: Metrics) -> str:
+def _median_step(metrics: Columns) -> str:
     seconds = sorted(metrics.columns["time/step"][1]) if "time/step" in metrics.columns else []
     return f"{seconds[len(seconds) // 2]:.3g} s (median)" if seconds else ""
 

@@ -6,7 +6,6 @@ up to a bound, and of some of them samples are shown, long texts without their m
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 
 from launch.pages.chart import Chart, Mark, Series
 from launch.pages.html import Html, data, tag
-from launch.past_run import NoRun
+from pipeline.metrics import read_rollouts
 
 KINDS = {"step": "training", "val": "validation"}
 FILES = 200
@@ -72,7 +71,7 @@ def read(folders: Sequence[Path]) -> Rollouts:
         room = PAGE_CHARACTERS // len(kinds) // len(sampled)
         steps, of = [], 0
         for path in chosen:
-            records = list(_records(path))
+            records = _records(path)
             if not records:
                 continue
             steps.append(Step(_step(path), [_length(each) for each in records], [each["reward"] for each in records]))
@@ -93,17 +92,11 @@ def _step(path: Path) -> int:
     return int(path.stem.rpartition("_")[2])
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of a file, which may be under way. Raises NoRun for one that is not JSON."""
+def _records(path: Path) -> list[dict[str, Any]]:
     try:
-        text = path.read_text()
+        return read_rollouts(path)
     except FileNotFoundError:  # a restart has just cut it away
-        return
-    for line in text.split("\n")[:-1]:
-        try:
-            yield json.loads(line)
-        except ValueError:
-            raise NoRun(f"{path} holds a line that is not JSON: {line[:80]!r}") from None
+        return []
 
 
 def _length(record: dict[str, Any]) -> int:

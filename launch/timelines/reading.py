@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from launch.attempts import PastAttempt
-from launch.past_run import NoRun
+from pipeline.config import Problem, RecipeError
 from pipeline.timeline import CATEGORIES, WAITING, Merger, Span, span
 
 REALMS = ("train", "generate", "reward")
@@ -96,7 +96,7 @@ def _skip(file: BinaryIO, after: float) -> None:
 
 
 def ranks(attempt: PastAttempt) -> list[Rank]:
-    """Those that have a timeline, in rank order. Raises NoRun for a file that is none."""
+    """Those that have a timeline, in rank order. Raises RecipeError for a file that is none."""
     clocks = _clocks(attempt)
     found = []
     for path in sorted((attempt.folder / "timeline").glob("rank*.jsonl")):
@@ -109,7 +109,7 @@ def ranks(attempt: PastAttempt) -> list[Rank]:
             place = (about["rank"], about["realm"], about["engine"], about["node"])
             found.append(Rank(path, *place, about["began"] - ahead, error))
         except (TypeError, KeyError) as wrong:
-            raise NoRun(f"{path} is not a rank's timeline") from wrong
+            raise RecipeError(Problem("run", "bad-format", f"{path} is not a rank's timeline")) from wrong
     return sorted(found, key=lambda each: each.rank)
 
 
@@ -172,7 +172,7 @@ class Step:
 def step_of(of: list[Rank], number: int | None, pixels: int) -> Step:
     """A step of an attempt, by default the last one that ended; before one did, all there is.
 
-    Spans too short to be seen on so many pixels are merged. Raises NoRun if the attempt did not make that step.
+    Spans too short to be seen on so many pixels are merged. Raises RecipeError if the attempt did not make that step.
     """
     steps = of[0].steps() if of[0].rank == 0 else {}
     if number is None and not steps:
@@ -186,7 +186,7 @@ def step_of(of: list[Rank], number: int | None, pixels: int) -> Step:
 
 
 def window(of: list[Rank], first: int, last: int) -> tuple[float, float]:
-    """When a step of an attempt began and a later one ended. Raises NoRun if the attempt did not make both."""
+    """When a step of an attempt began and a later one ended. Raises RecipeError if the attempt did not make both."""
     steps = of[0].steps() if of[0].rank == 0 else {}
     for number in (first, last):
         if number not in steps:
@@ -194,9 +194,10 @@ def window(of: list[Rank], first: int, last: int) -> tuple[float, float]:
     return steps[first][0], steps[last][1]
 
 
-def _unknown(of: list[Rank], number: int, steps: dict[int, tuple[float, float]]) -> NoRun:
+def _unknown(of: list[Rank], number: int, steps: dict[int, tuple[float, float]]) -> RecipeError:
     known = f"steps {min(steps)} to {max(steps)}" if steps else "no step"
-    return NoRun(f"step {number} is not in the timeline of attempt {of[0].path.parents[1].name}, which has {known}")
+    message = f"step {number} is not in the timeline of attempt {of[0].path.parents[1].name}, which has {known}"
+    return RecipeError(Problem("step", "no-such-step", message))
 
 
 def rows(of: list[Rank], begin: float, end: float, pixels: int) -> list[tuple[Rank, list[Span]]]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from launch.past_run import Metrics
+from launch.past_run import Columns
 from launch.starting import Stage
 from launch.timelines.reading import REALMS, Rank
 from pipeline.timeline import Span
@@ -168,7 +168,7 @@ def add_startup(trace: Trace, stages: Iterable[Stage], window: tuple[float, floa
             trace.put({**slice_, "dur": round(trace.us(stage.ended) - at, 1)})
 
 
-def add_steps(trace: Trace, steps: dict[int, tuple[float, float]], metrics: Metrics) -> None:
+def add_steps(trace: Trace, steps: dict[int, tuple[float, float]], metrics: Columns) -> None:
     """Steps as slices, and idle shares, which are of the whole step, from its beginning on."""
     shares = {key: dict(zip(*column, strict=True)) for key, column in metrics.columns.items() if key.startswith("idle/")}
     for step, (begin, end) in steps.items():

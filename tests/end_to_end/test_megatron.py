@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from pipeline.metrics import read
+from pipeline.metrics import read_rollouts
 from tests.end_to_end.runs import LOCAL, ROOT, SLURM, Fault, submit
 
 SHAPE = {
@@ -160,7 +160,7 @@ def test_the_exported_checkpoint_says_what_the_run_said(tp2, tmp_path):
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    records = read(tp2.folder / "rollouts" / "val_000004.jsonl")
+    records = read_rollouts(tp2.folder / "rollouts" / "val_000004.jsonl")
     assert len(records) == 6
     for record in records:
         prompt = torch.tensor([record["prompt_tokens"]])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from pipeline.metrics import read
+from pipeline.metrics import read_rollouts
 from tests.end_to_end.runs import LOCAL, SLURM, Fault, left_alive, pids_of, submit
 
 MODEL = "recipes/tiny"
@@ -41,7 +41,7 @@ def test_train_ranks_serve_it(on_train_ranks):
         assert line["train/reward"] == line["train/reward_model_score"] != 0
         assert line["train/reward_model_truncated"] == 0
     assert lines[1]["val/reward"] == lines[1]["val/reward_model_score"] != 0
-    rollouts = read(on_train_ranks.folder / "rollouts/step_000001.jsonl")
+    rollouts = read_rollouts(on_train_ranks.folder / "rollouts/step_000001.jsonl")
     assert len({rollout["reward"] for rollout in rollouts}) == len(rollouts)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pipeline.metrics import read
+from pipeline.metrics import read, read_rollouts
 from tests.end_to_end.runs import LOCAL, SLURM, Fault, submit
 
 VLLM = ("policy.generation.backend=vllm", "cluster.timeouts.silence=120")
@@ -73,7 +73,7 @@ def test_training_moved_the_policy(local):
 
 def test_generation_equals_a_fresh_vllm_with_the_exported_checkpoint(local):
     """In a process that never saw the run."""
-    records = read(local.folder / "rollouts" / "val_000003.jsonl")
+    records = read_rollouts(local.folder / "rollouts" / "val_000003.jsonl")
     assert len(records) == 6
     assert all(record["spans"] == [[3, len(record["completion_tokens"])]] for record in records)
     from tests.end_to_end.fresh_vllm import greedy
@@ -88,7 +88,7 @@ def test_exported_checkpoint_loads_in_transformers(local):
 
     model = AutoModelForCausalLM.from_pretrained(local.folder / "hf", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(local.folder / "hf")
-    record = read(local.folder / "rollouts" / "val_000003.jsonl")[0]
+    record = read_rollouts(local.folder / "rollouts" / "val_000003.jsonl")[0]
     prompt = torch.tensor([record["prompt_tokens"]])
     out = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
     assert out.tolist()[: len(record["completion_tokens"])] == record["completion_tokens"]

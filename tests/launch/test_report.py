@@ -228,25 +228,18 @@ def test_a_run_without_a_step_is_told(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "code"),
     [
-        (lambda folder: None, "there is no such folder"),
-        (lambda folder: folder.mkdir(), "it has no recipe.yaml"),
-        (lambda folder: (folder.mkdir(), (folder / "recipe.yaml").write_text("a: [")), "its recipe.yaml is not YAML"),
-        (lambda folder: (folder.mkdir(), (folder / "recipe.yaml").write_text("a: 1")), "says no algorithm"),
+        (lambda folder: None, "file-not-found"),
+        (lambda folder: folder.mkdir(), "not-a-run"),
+        (lambda folder: (folder.mkdir(), (folder / "recipe.yaml").write_text("a: [")), "bad-format"),
+        (lambda folder: (folder.mkdir(), (folder / "recipe.yaml").write_text("a: 1")), "not-a-run"),
     ],
 )
-def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys, make, said):
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys, make, code):
     make(tmp_path / "no")
     assert report.main([f"run={tmp_path / 'no'}"]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_metrics_file_that_is_none_is_refused(tmp_path, capsys):
-    run = past_runs.folder(tmp_path / "run")
-    (run / "metrics.jsonl").write_text("not JSON\n")
-    assert report.main([str(run)]) == 2
-    assert "metrics.jsonl holds a line that is no step's" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(f"[{code}]\n")
 
 
 # ---- how much -------------------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from launch import report, timeline
-from launch.past_run import NoRun, PastRun
+from launch.past_run import PastRun
 from launch.timelines import picture, reading
 from pipeline.timeline import CATEGORIES
 from tests.launch import past_runs, timelines
 from tests.launch.timelines import BEGAN, record
+from tests.problems import refused
 
 NEEDED = {"X": {"name", "pid", "tid", "ts", "dur"}, "M": {"name", "pid", "args"}, "C": {"name", "pid", "ts", "args"}}
 NEEDED |= {"s": {"name", "cat", "id", "pid", "tid", "ts"}, "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"}}
@@ -256,7 +257,7 @@ def test_a_run_without_a_timeline_is_told_why(tmp_path, capsys):
     folder = past_runs.attempt(spoiled, "1", BEGAN) / "timeline"
     folder.mkdir()
     (folder / "rank00000.jsonl").write_text('{"rank": 0}\n')
-    with pytest.raises(NoRun, match="is not a rank's timeline"):
+    with refused(("run", "bad-format")):
         reading.ranks(PastRun.at(spoiled).attempts[0])
 
 

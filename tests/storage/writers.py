@@ -20,7 +20,7 @@ from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept
 from pipeline.config import CheckpointingConfig, LoggerConfig
 from pipeline.files import NONE, Patience, retrying, write_durably
-from pipeline.metrics import Metrics, read
+from pipeline.metrics import Metrics, read, read_rollouts
 from pipeline.rank_log import Guarded
 from pipeline.train.background import Background
 from pipeline.train.export import write_model
@@ -107,7 +107,7 @@ class Rollouts(Writer):
         names = sorted(path.name for path in (self.folder / "rollouts").iterdir())
         assert "step_000001.jsonl" in names and "step_000003.jsonl" in names
         for name in names:
-            assert len(read(self.folder / "rollouts" / name)) == 100
+            assert len(read_rollouts(self.folder / "rollouts" / name)) == 100
         return "whole: " + ", ".join(name.removeprefix("step_00000").removesuffix(".jsonl") for name in names)
 
 
