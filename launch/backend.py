@@ -10,24 +10,26 @@ The rule, where the recipe leaves it open; the first line that applies:
     the model fits under FSDP2                      FSDP2
     otherwise                                       Megatron-Core; if its layout's keys must cut the model first, that is said
 
-"Fits" is what parameters, gradients and optimizer state take, against 70 % of the GPUs' memory; activations and logits are
-not counted, they have the rest. PPO's critic is a second trained model; a teacher or a reward model on the train ranks has its
-weights alone, and with cpu_offload it has them on the GPUs only while it computes; the reference stays in host memory.
+A model "fits" if parameters, gradients and optimizer state, as `launch/plan/memory_backends.py` counts them for all models
+of the train ranks, take at most 70 % of the GPUs' memory. Activations and logits are not counted: they have the rest.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from launch.model_files import described
 from launch.model_shape import ModelShape
+from launch.plan.cut import Cut
+from launch.plan.memory_backends import FSDP, Megatron, stages
+from launch.plan.memory_parts import Model, models
 from launch.units import plural
 from pipeline import config
 from pipeline.config import (
     MEGATRON_MODEL_TYPES,
-    PRECISIONS,
     Backend,
     DTensorConfig,
     MegatronConfig,
@@ -42,7 +44,6 @@ from pipeline.config import (
 NAMES: dict[Backend, str] = {"megatron": "Megatron-Core", "dtensor": "FSDP2"}
 MANY_EXPERTS = 16  # Mixtral's 8 are few: a token passes 2 of them, and gathering all costs four times what it uses
 FILLED = 0.7  # of the memory
-STATE_BYTES = 16  # FSDP2's for each trained parameter: itself, its gradient and Adam's two moments in float32
 
 MEGATRON_LAYOUT = (
     "tensor_model_parallel_size",
@@ -121,46 +122,23 @@ def _changed(backend: Backend, section: Any, defaults: Any, names: tuple[str, ..
 # ---- by size ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A model that the train ranks hold."""
-
-    shape: ModelShape
-    precision: str
-    trained: bool = True
-    offloaded: bool = False  # a frozen model's weights are in host memory while it does not compute
-
-    @property
-    def weights(self) -> int:
-        return PRECISIONS[self.precision] * self.shape.parameters
-
-
-def fsdp_bytes(held: list[Held], count: int) -> float:
-    """Return the bytes on each of `count` GPUs: the state of all models, cut, and the layers in use of one at a time.
+def fsdp_bytes(held: Sequence[Model], count: int) -> float:
+    """Return the bytes on each of `count` GPUs: the state of all models, and the layers in use of one at a time.
 
     A layer in use is whole, in the compute precision, with the next one on its way; so is its gradient, before it is scattered.
     """
-
-    def state(m: Held) -> int:
-        return STATE_BYTES * m.shape.parameters if m.trained else 0 if m.offloaded else m.weights
-
-    return sum(state(m) / count for m in held) + max(3 * PRECISIONS[m.precision] * m.shape.largest_layer for m in held)
+    state = sum(sum(FSDP(model, Cut(count), True).resident.values()) for model in held)
+    return state + max(3 * model.size * model.shape.largest_layer for model in held)
 
 
-def megatron_bytes(held: list[Held], count: int, cut: int) -> float:
-    """Return the bytes on each of `count` GPUs: parameters and gradients cut over `cut` of them, optimizer state over all.
+def megatron_bytes(held: Sequence[Model], count: int, size: int) -> float:
+    """Return the bytes of the state of all models on each of `count` GPUs, of which `size` cut a model.
 
-    Bytes per parameter from Megatron-Core's guide to the distributed optimizer, d GPUs sharing the state: 6 + 12/d with
-    bfloat16 parameters and float32 gradients, 8 + 8/d with float32 parameters. Frozen weights come to the GPUs whole, so for a
-    while they lie beside the others.
+    Frozen weights come to the GPUs whole, so for a while they are there beside the others.
     """
-    sharing = count / cut
-
-    def state(m: Held) -> float:
-        each = 6 + 12 / sharing if m.precision == "bfloat16" else 8 + 8 / sharing
-        return m.shape.parameters / cut * each if m.trained else m.weights / cut
-
-    return sum(map(state, held))
+    cut = Cut(count, tensor=size, expert_tensor=size)
+    ranks = (Megatron(replace(model, offload=False), cut, True, stages(model)[0]) for model in held)
+    return sum(sum(rank.resident.values()) for rank in ranks)
 
 
 def _by_size(recipe: Recipe, pending: list[Path]) -> Choice:
@@ -170,13 +148,14 @@ def _by_size(recipe: Recipe, pending: list[Path]) -> Choice:
     model = described(recipe.policy, pending)
     if model is None:
         return Choice("dtensor", f"{recipe.policy.model_name} is not there yet, so its size is not known")
-    held = []
+    shapes = {}
     for section, policy in config.models(recipe).items():
-        its = described(policy, pending, f"{section}.model_name") or model  # what a run has yet to leave: as the policy
+        key = f"{section}.model_name"
+        its = described(policy, pending, key) or model  # what a run has yet to leave: as the policy
         if (family := its.get("model_type")) not in MEGATRON_MODEL_TYPES:
             return Choice("dtensor", f"the Megatron backend has no '{family}' models")
-        if not (section.startswith("env.") and config.serves_rewards(recipe)):  # that one has ranks of its own
-            held.append(Held(ModelShape.of(its), policy.precision, *_kind(recipe, section)))
+        shapes[section] = ModelShape.of(its, key)
+    held = models(recipe, shapes)
     count, memory_gb = ranks(train), hardware.memory_gb(train)
     room, fsdp, megatron = FILLED * memory_gb * 1e9, fsdp_bytes(held, count), megatron_bytes(held, count, 1)
     what, gpus = _described(held), f"GB on each of {count} GPUs with {memory_gb:g}"
@@ -201,15 +180,8 @@ def _by_size(recipe: Recipe, pending: list[Path]) -> Choice:
     raise RecipeError(Problem("policy.megatron_cfg", "out-of-memory", told))
 
 
-def _described(held: list[Held]) -> str:
+def _described(held: Sequence[Model]) -> str:
     shape, others = held[0].shape, len(held) - 1
     experts = f" ({shape.routed / 1e9:.1f}e9 in {shape.experts} experts a layer)" if shape.experts else ""
     more = f" and {plural(others, 'more model')}" if others else ""
     return f"{shape.parameters / 1e9:.1f}e9 parameters{experts}{more}"
-
-
-def _kind(recipe: Recipe, section: str) -> tuple[bool, bool]:
-    """Return whether the model that a section describes is trained, and whether it is offloaded."""
-    if section in ("policy", "value"):
-        return True, False
-    return False, recipe.teacher.cpu_offload if section == "teacher" else config.reward_model(recipe).cpu_offload

@@ -1,7 +1,7 @@
-"""The sizes of a model by its config.json, and how many parameters it has, without torch.
+"""Sizes and parameter counts of a model, from its config.json, without torch.
 
-The counts are those of transformers' modules, to the last bias, for every family that `pipeline.models.tensors` describes: all
-that the Megatron backend has, and others that FSDP2 trains.
+The counts equal those of transformers' modules, biases included, for every family that `pipeline.models.tensors` describes: all
+that the Megatron backend trains, and others that FSDP2 trains.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pipeline.models.tensors import Tensor, experts, tensors
 
 
 class NotDescribed(RecipeError):
-    """The sizes of a model of this family cannot be told from config.json alone; it may train all the same."""
+    """A model of a family whose sizes config.json alone does not give. It may train all the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Of the language model. A critic or a reward model has a value head of `hidden` parameters in place of `output`."""
+    """Sizes of a language model. A critic or a reward model has a value head of `hidden` parameters in place of `output`."""
 
     family: str  # model_type
     layers: int
@@ -62,15 +62,44 @@ class ModelShape:
 
     @property
     def active(self) -> int:
-        """Parameters that a token is multiplied with: of the routed experts those chosen; of the embedding the output layer,
-        for the table is only looked up."""
+        """Return the number of parameters that a token is multiplied with.
+
+        Of the routed experts only the chosen ones count, and of the embedding only the output layer: the table is looked up.
+        """
         chosen = self.routed * self.experts_per_token // self.experts if self.experts else 0
         return self.vocabulary * self.hidden + self.attention + self.mlp + chosen + self.other
 
+    @property
+    def latent(self) -> bool:
+        """Return whether attention caches a latent that all heads share, as DeepSeek's does."""
+        return self.family == "deepseek_v3"
+
+    @property
+    def norms_layer(self) -> int:
+        """Return the parameters of the norms of a layer."""
+        return self.largest_layer - self.attention_layer - max(self.sparse_layer, self.mlp_layer)
+
+    @property
+    def routed_layer(self) -> int:
+        """Return the parameters of the routed experts of a layer that is a mixture."""
+        return self.routed // max(1, self.sparse_layers)
+
+    @property
+    def shared_layer(self) -> int:
+        """Return the parameters of the shared experts of a layer that is a mixture."""
+        return 3 * self.hidden * self.shared_width
+
+    @property
+    def router_layer(self) -> int:
+        """Return the parameters of the router of a layer that is a mixture."""
+        return self.sparse_layer - self.shared_layer - self.routed_layer
+
     @classmethod
     def of(cls, config: Mapping[str, Any], key: str = "policy.model_name") -> ModelShape:
-        """`config`: config.json of one of `pipeline.models.sizes.MODEL_TYPES`. Raises NotDescribed for another family and
-        RecipeError for a key that it lacks, and says which `key` of the recipe names the model."""
+        """Return the shape of the model with this config.json. `key` names the model in the recipe.
+
+        Raises NotDescribed for a family that is not in `pipeline.models.sizes.MODEL_TYPES`, and RecipeError for a missing key.
+        """
         try:
             return _shape(sizes.sizes(config), tensors(config))
         except KeyError as error:
@@ -119,7 +148,7 @@ def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:
 
 
 def _parts(found: list[Tensor]) -> Counter[str]:
-    """Parameters by part."""
+    """Return the number of parameters of each part."""
     counts: Counter[str] = Counter()
     for tensor in found:
         if tensor.part != "buffer":

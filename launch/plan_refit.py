@@ -99,7 +99,8 @@ def model_folder(model_config: Path | None) -> Iterator[Path | None]:
         return
     model = read_json(model_config)
     if not isinstance(model, dict) or "model_type" not in model:
-        raise RecipeError(f"model_config: {model_config} is not a model's config.json, which has a model_type")
+        message = f"{model_config} is not a model's config.json, which has a model_type"
+        raise RecipeError(Problem("model_config", "bad-format", message))
     with tempfile.TemporaryDirectory(prefix="model-") as folder:
         shutil.copyfile(model_config, Path(folder) / "config.json")
         yield Path(folder)
@@ -112,7 +113,8 @@ def load(request: Request, folder: Path | None) -> tuple[Recipe, backend.Choice]
         overrides.append(f"policy.model_name={folder}")
     recipe = recipes.load(request.recipe, overrides)
     if not generates(recipe):
-        raise RecipeError(f"algorithm: {recipe.algorithm} has no generate ranks, so nothing is refitted; grpo has")
+        message = f"{recipe.algorithm} has no generate ranks, so nothing is refitted; grpo has"
+        raise RecipeError(Problem("algorithm", "unsupported", message))
     if not folder and (model := needed_model(recipe)):
         recipe = recipes.load(request.recipe, [*overrides, f"policy.model_name={model}"])
     recipe, choice = backend.choose(recipe)

@@ -14,7 +14,7 @@ from launch.components import components
 from launch.executors import allocation, local, selection
 from launch.model_files import NotHere, Pending
 from launch.model_shape import NotDescribed
-from launch.plan import Plan, plan
+from launch.plan.estimate import Plan, plan
 from launch.preflight import allocation as allocated
 from launch.preflight import files, libraries, own_code, sandbox, slurm, slurm_request, slurm_test, storage
 from pipeline import config

@@ -31,7 +31,8 @@ from launch.executors.base import RunJob
 from launch.executors.record import JobRecord, read_record, write_record
 from launch.follow import Follower, Metrics
 from launch.model_files import Pending
-from launch.plan import modes, plan, report
+from launch.plan import modes, report
+from launch.plan.estimate import plan
 from launch.preflight import architecture
 from launch.prepare import RESTART_S, Prepared, examine, file_problems, folder_name, folder_problems, in_order, prepare
 from launch.units import plural

@@ -1,8 +1,8 @@
-"""What layers keep for their backward pass, and what they work in, in bytes for one microbatch on one rank.
+"""Activation memory of layers, the last norm and the head, in bytes for one microbatch on one rank.
 
-Counted from the tensors that autograd's nodes save, operation by operation. Widths below are numbers per token after tensor
-parallelism: h the hidden size, q k v those of queries, keys and values, o that of the attention's output, i the MLP's; c is the
-bytes of a number (2 or 4).
+The numbers come from the tensors that autograd's nodes save, operation by operation. Widths below are numbers per token after
+tensor parallelism: h the hidden size, q k v those of queries, keys and values, o that of the attention's output, i the MLP's; c
+is the bytes of a number (2 or 4).
 
   Hugging Face's eager modules (FSDP2)
     RMSNorm           (4 + 2c) h + 4    input as float32, its normalized value, the output; 1 / rms in float32
@@ -25,10 +25,17 @@ bytes of a number (2 or 4).
     attention         as above, without cosine and sine
     MLP, experts      3 c i, c (h + 4i) the activation is one kernel that saves its input
 
+  Head (`pipeline/train/logprobs.py`), of n rows at once with v entries of the vocabulary on this rank
+    forward pass      8 n v             the logits in float32, and as much inside logsumexp
+                      20 n v            with the most likely tokens, which are found by 64-bit keys
+    saved             4 n v             the softmax, where a batch is one chunk; several chunks save nothing
+    backward pass     see `head`        several chunks: the last one's softmax and gradient beside the new logits before and
+                                        after their cast, 12 n v; and the gradient of the head's weight in float32
+
 The flash kernels, on a GPU and on the CPU, save no probabilities. Where sequences are attended one run of equal lengths after
 another (CPU; float32 or unequal head widths on a GPU) the outputs are joined by a copy: c o more.
 
-Left out: masks of context parallelism without TransformerEngine (tokens x sequence length), gpt_oss's sinks.
+Not counted: masks of context parallelism without TransformerEngine (tokens x sequence length), gpt_oss's sinks.
 """
 
 from __future__ import annotations
@@ -36,13 +43,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launch.model_shape import ModelShape
+from launch.plan.memory_parts import Model
 
 ROTARY = 64  # qk_rope_head_dim of DeepSeek-V3 and of all its kin
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """How a microbatch passes the layers on one rank."""
+    """A microbatch on one rank, and how it is cut."""
 
     tokens: float  # of this rank
     size: int  # c
@@ -55,7 +63,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Bytes."""
+    """Bytes of a layer's activations."""
 
     saved: float  # from the forward pass to the backward pass
     input: float  # what is kept in place of `saved` where activations are recomputed
@@ -63,20 +71,16 @@ class Layer:
     forward: float  # without a graph, at most at once
 
 
-def norms(shape: ModelShape) -> tuple[float, bool, float]:
-    """(RMSNorms of width h in a layer, whether there are some of queries and keys, widths of latent attention's norms)."""
-    router = 0
-    if shape.sparse_layers:
-        router = shape.sparse_layer - 3 * shape.hidden * shape.shared_width - shape.routed // shape.sparse_layers
-    entries = (shape.other - shape.hidden - shape.sparse_layers * router) // shape.layers
-    count, rest = divmod(entries, shape.hidden)
-    if shape.family == "deepseek_v3":
-        return 2, False, entries - 2 * shape.hidden
+def norms(shape: ModelShape) -> tuple[int, bool, int]:
+    """Return (RMSNorms of width h in a layer, whether queries and keys have norms, widths of the norms of latents)."""
+    if shape.latent:
+        return 2, False, shape.norms_layer - 2 * shape.hidden
+    count, rest = divmod(shape.norms_layer, shape.hidden)
     return count, rest == 2 * shape.head_dim, 0
 
 
 def latent_projections(shape: ModelShape) -> int:
-    """Parameters of one layer's projections to latents, which tensor parallelism leaves whole on every rank."""
+    """Return the parameters of a layer's projections to latents, which tensor parallelism leaves whole on every rank."""
     _, _, latent = norms(shape)
     return shape.hidden * (latent + ROTARY) if latent else 0
 
@@ -94,7 +98,7 @@ class Widths:
 
     @classmethod
     def of(cls, shape: ModelShape, passage: Passage) -> Widths:
-        tensor, kv = passage.tensor, shape.heads if shape.family == "deepseek_v3" else shape.kv_heads
+        tensor, kv = passage.tensor, shape.heads if shape.latent else shape.kv_heads
         return cls(
             shape.hidden,
             shape.heads * shape.head_dim / tensor,
@@ -106,6 +110,7 @@ class Widths:
 
 
 def hugging_face(shape: ModelShape, sparse: bool, passage: Passage) -> Layer:
+    """Return the activations of a layer of Hugging Face's eager modules. sparse: a mixture of experts."""
     c, w = passage.size, Widths.of(shape, passage)
     count, of_heads, latent = norms(shape)
     saved = count * ((4 + 2 * c) * w.hidden + 4) + c * (w.query + w.key + w.value + w.output) + 4 * w.heads
@@ -130,7 +135,7 @@ def hugging_face(shape: ModelShape, sparse: bool, passage: Passage) -> Layer:
 
 
 def selected(shape: ModelShape, sparse: bool, passage: Passage) -> float:
-    """Bytes that a layer of Hugging Face's keeps in place of `Layer.saved` where it is recomputed selectively."""
+    """Return the bytes that a layer of Hugging Face's keeps in place of `Layer.saved` with selective recomputation."""
     c, w = passage.size, Widths.of(shape, passage)
     kept = c * (2 * w.hidden + w.query + w.key + w.value + w.output) + 4 * w.heads
     _, _, latent = norms(shape)
@@ -145,6 +150,7 @@ def selected(shape: ModelShape, sparse: bool, passage: Passage) -> float:
 
 
 def megatron(shape: ModelShape, sparse: bool, passage: Passage) -> Layer:
+    """Return the activations of a layer of Megatron-Core's: on TransformerEngine on a GPU, else of its local modules."""
     c, w, fused = passage.size, Widths.of(shape, passage), passage.cuda
     hidden = w.hidden / passage.sequence
     count, of_heads, latent = norms(shape)
@@ -179,7 +185,7 @@ def megatron(shape: ModelShape, sparse: bool, passage: Passage) -> Layer:
 
 
 def final_norm(shape: ModelShape, passage: Passage, fused: bool) -> Layer:
-    """Of the last layer's output, and the head's input."""
+    """Return the activations of the last norm. fused: TransformerEngine's."""
     c, hidden = passage.size, shape.hidden / passage.sequence
     saved = (2 * c if fused else 8 + c) * hidden + (c * shape.hidden if passage.sequence > 1 else 0)
     return _of_tokens(passage, saved, 0, (2 * c if fused else 16) * hidden, (c if fused else 8) * hidden)
@@ -188,3 +194,35 @@ def final_norm(shape: ModelShape, passage: Passage, fused: bool) -> Layer:
 def _of_tokens(passage: Passage, saved: float, kept: float, backward: float, forward: float) -> Layer:
     tokens = passage.tokens
     return Layer(tokens * saved, tokens * kept, tokens * backward, tokens * forward)
+
+
+# ---- the head -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Bytes of the head's activations."""
+
+    saved: float  # from the forward pass to the backward pass
+    forward: float  # at most at once, without a graph too
+    backward: float  # besides what is saved
+    gradient: float  # of the head's weight, in the compute precision
+
+
+def head(model: Model, tokens: float, tensor: int) -> Head:
+    """Return the activations of a model's head for a microbatch of `tokens` on this rank, cut over `tensor` ranks."""
+    c, hidden = model.size, model.shape.hidden
+    if model.values:
+        cast = 4 * tokens * hidden if c < 4 else 0.0
+        return Head(cast, cast, 4 * tokens * hidden + c * tokens * hidden, c * hidden)
+    vocabulary = -(-model.shape.vocabulary // tensor)
+    rows = min(tokens, model.policy.logprob_chunk_size or tokens)
+    logits, weight = rows * vocabulary, vocabulary * hidden
+    forward = (20 if model.top_k else 8) * logits
+    of_hidden = c * tokens * hidden
+    if rows < tokens:
+        backward = of_hidden + 4 * weight + max(12 * logits, c * weight + (4 + c) * logits)
+        return Head(0.0, forward, backward, c * weight)
+    half = c if c < 4 else 0
+    work = max(4 + half, 8 if model.entropy else 4) * logits
+    return Head(4 * logits, forward, of_hidden + max(work, c * (logits + weight)), c * weight)

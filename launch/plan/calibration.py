@@ -15,7 +15,7 @@ from typing import Any
 from launch.plan.lengths import sequences
 from launch.plan.phase import CLOCKS, Phase
 from pipeline import config
-from pipeline.config import Recipe, RecipeError, generates, runs_ahead
+from pipeline.config import Problem, Recipe, RecipeError, generates, runs_ahead
 from pipeline.metrics import read
 
 
@@ -73,10 +73,11 @@ def find(recipe: Recipe, before: Path | None) -> Measured | None:
         return measured(Path(recipe.run_dir))
     found = measured(before)
     if found is None:
-        raise RecipeError(
-            f"plan_from: {before} has no complete step to calibrate by (metrics.jsonl with time/step, beside a recipe.yaml);"
-            " give the folder of a run that made some steps"
+        message = (
+            f"{before} has no complete step to calibrate by (metrics.jsonl with time/step, beside a recipe.yaml). Try the"
+            " folder of a run that made some steps"
         )
+        raise RecipeError(Problem("plan_from", "no-records", message))
     return found
 
 

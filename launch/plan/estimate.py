@@ -12,7 +12,7 @@ from typing import Any
 from launch import backend, recipes
 from launch.model_files import described, inside
 from launch.model_shape import ModelShape
-from launch.plan import calibration, generate_time, lengths, memory, pace, sharing, split
+from launch.plan import advice, calibration, generate_time, lengths, memory, memory_generate, pace, sharing, split
 from launch.plan.calibration import Measured
 from launch.plan.lengths import Lengths
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
@@ -23,7 +23,7 @@ from launch.plan.split import Split
 from launch.plan.step import priced, step_phases, validation_seconds
 from launch.preflight.space import saved_bytes
 from pipeline import config
-from pipeline.config import Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
+from pipeline.config import Problem, Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
 from pipeline.config.schema import PlanConfig
 
 GIGA = 1e9
@@ -135,76 +135,53 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        over = self._train_over or self._generate_over or self._reward_over or self._turns_over
-        return not any(self.problems()) and not over and not self._cache_short
+        return not any(self.problems()) and not any(self.warnings())
 
-    @property
-    def _turns_over(self) -> list[sharing.Turn]:
-        """Turns in which both ranks of a GPU need more than it has."""
-        return [turn for turn in self.turns if _over(self.recipe.cluster.train, turn.total)]
-
-    @property
-    def _train_over(self) -> float:
-        """Bytes that a train rank may need beyond what its GPU has."""
-        return _over(self.recipe.cluster.train, self.train.total)
-
-    @property
-    def _generate_over(self) -> float:
-        return _over(self.recipe.cluster.generate, self.generate.total) if self.generate else 0.0
-
-    @property
-    def _reward_over(self) -> float:
-        return _over(self.recipe.cluster.reward, self.reward.total) if self.reward else 0.0
-
-    @property
-    def _cache_short(self) -> bool:
-        """Whether vLLM may refuse to start, since not one sequence fits into the KV cache."""
-        return self.generate is not None and self.recipe.cluster.generate.gpus_per_node > 0 and self.generate.sequences < 1
-
-    def problems(self) -> Iterator[str]:
-        """What surely cannot work, as what is counted exactly is too large by itself."""
+    def problems(self) -> Iterator[Problem]:
+        """Yield what cannot fit: parts of memory that are counted exactly and are too large by themselves."""
         train, generate = self.recipe.cluster.train, self.recipe.cluster.generate
         state = sum(self.train.parts.get(name, 0.0) for name in STATE)
-        if _over(train, state):
-            yield (
-                f"{_cut_keys(self.recipe)}: weights, gradients and optimizer state alone take {state / GIGA:.0f} GB on a train"
-                f" rank, and its GPU has {hardware.memory_gb(train):g} (cluster.train.gpu, gpu_memory_gb); more"
+        if _exceeds(train, state):
+            key, how = _cut_key(self.recipe)
+            message = (
+                f"weights, gradients and optimizer state take {state / GIGA:.0f} GB on a train rank; expected at most the"
+                f" {hardware.memory_gb(train):g} GB of its GPU (cluster.train.gpu, gpu_memory_gb). Try {how}"
             )
+            yield Problem(key, "out-of-memory", message)
         weights = self.generate.parts.get("weights", 0.0) if self.generate and self.generate.exact else 0.0
-        if _over(generate, weights):
-            size = self.recipe.policy.generation.vllm_cfg.tensor_parallel_size
-            has = hardware.memory_gb(generate)
-            yield (
-                f"policy.generation.vllm_cfg.tensor_parallel_size: {size}: the weights alone take {weights / GIGA:.0f} GB on a"
-                f" generate rank, and its GPU has {has:g} (cluster.generate.gpu, gpu_memory_gb);"
-                f" {2 ** math.ceil(math.log2(size * weights / (ROOM * has * GIGA)))} would do"
+        if _exceeds(generate, weights):
+            key = "policy.generation.vllm_cfg.tensor_parallel_size"
+            size, has = self.recipe.policy.generation.vllm_cfg.tensor_parallel_size, hardware.memory_gb(generate)
+            message = (
+                f"got {size}, with which the weights take {weights / GIGA:.0f} GB on a generate rank; expected at most the"
+                f" {has:g} GB of its GPU (cluster.generate.gpu, gpu_memory_gb). Try"
+                f" {2 ** math.ceil(math.log2(size * weights / (ROOM * has * GIGA)))}"
             )
+            yield Problem(key, "out-of-memory", message)
 
     def warnings(self) -> Iterator[str]:
-        """What only an estimate says is too large."""
+        """Yield what may not fit, by the parts that are only estimated; nothing if there are problems."""
         if any(self.problems()):
             return
-        train, generate = self.recipe.cluster.train, self.recipe.cluster.generate
-        if self._train_over:
-            needed = f"{self.train.total / GIGA:.0f} GB"
-            yield f"a train rank may need {needed} in {self.train.phase}, and its GPU has {hardware.memory_gb(train):g}"
-        if self._cache_short:
-            limit = self.recipe.policy.generation.vllm_cfg.max_model_len
+        cluster, generate = self.recipe.cluster, self.generate
+        if _exceeds(cluster.train, self.train.total):
+            yield f"a train rank may need {_of_gpu(self.train.total, cluster.train, self.train.phase)}"
+        if generate and cluster.generate.gpus_per_node and generate.sequences < 1:  # vLLM may refuse to start
             yield (
-                f"an engine's KV cache may hold {max(0.0, self.generate.tokens):,.0f} tokens, and one sequence of"
-                f" policy.generation.vllm_cfg.max_model_len has {limit:,}"
+                f"an engine's KV cache may hold {max(0.0, generate.tokens):,.0f} tokens, and one sequence of"
+                f" policy.generation.vllm_cfg.max_model_len has {self.recipe.policy.generation.vllm_cfg.max_model_len:,}"
             )
-        elif self._generate_over:
-            needed = f"{self.generate.total / GIGA:.0f} GB"
-            yield f"a generate rank may need {needed}, and its GPU has {hardware.memory_gb(generate):g}"
-        if self._reward_over:
-            needed, has = f"{self.reward.total / GIGA:.0f} GB", hardware.memory_gb(self.recipe.cluster.reward)
-            yield f"a reward rank may need {needed}, and its GPU has {has:g}; cluster.reward.nodes or gpus_per_node: more"
-        for turn in self._turns_over:
-            yield (
-                f"a GPU may need {turn.total / GIGA:.0f} GB in the {turn.name} ({turn.train / GIGA:.0f} of the train rank,"
-                f" {turn.generate / GIGA:.0f} of the generate rank), and has {hardware.memory_gb(train):g}"
-            )
+        elif generate and _exceeds(cluster.generate, generate.total):
+            yield f"a generate rank may need {_of_gpu(generate.total, cluster.generate)}"
+        if self.reward and _exceeds(cluster.reward, self.reward.total):
+            more = "cluster.reward.nodes or gpus_per_node: more"
+            yield f"a reward rank may need {_of_gpu(self.reward.total, cluster.reward)}; {more}"
+        for turn in self.turns:
+            if _exceeds(cluster.train, turn.total):
+                yield (
+                    f"a GPU may need {turn.total / GIGA:.0f} GB in the {turn.name} ({turn.train / GIGA:.0f} of the train rank,"
+                    f" {turn.generate / GIGA:.0f} of the generate rank), and has {hardware.memory_gb(cluster.train):g}"
+                )
 
     def advice(self) -> list[str]:
         """What would help where it does not fit, by key, the most helpful first."""
@@ -215,13 +192,17 @@ class Plan:
                 room = hardware.memory_gb(component) * GIGA
                 if besides:  # what the rank that is not on keeps
                     room -= besides["training"].generate if held is self.train else besides["rollout"].train
-                found += memory.advice(self.recipe, held, room)
+                found += advice.advice(self.recipe, held, room)
         return found
 
 
-def _over(component: config.ComponentConfig, count: float) -> float:
-    """By how many bytes `count` are more than a GPU has. Without GPUs nothing is known to be too much."""
-    return max(0.0, count - hardware.memory_gb(component) * GIGA) if component.gpus_per_node else 0.0
+def _exceeds(component: config.ComponentConfig, count: float) -> bool:
+    """Return whether `count` bytes are more than a GPU has. Without GPUs nothing is known to be too much."""
+    return component.gpus_per_node > 0 and count > hardware.memory_gb(component) * GIGA
+
+
+def _of_gpu(count: float, component: config.ComponentConfig, phase: str = "") -> str:
+    return f"{count / GIGA:.0f} GB{f' in {phase}' if phase else ''}, and its GPU has {hardware.memory_gb(component):g}"
 
 
 def plan(recipe: Recipe, choice: backend.Choice, before: Path | None = None, pending: Sequence[Path] = ()) -> Plan:
@@ -236,7 +217,7 @@ def plan(recipe: Recipe, choice: backend.Choice, before: Path | None = None, pen
     earlier = calibration.find(recipe, before)
     spread = lengths.assumed(recipe, *((earlier.prompt, earlier.answer, earlier.where) if earlier else ()))
     train = memory.train(recipe, found)
-    generate = memory.generate(recipe, found["policy"]) if generates(recipe) else None
+    generate = memory_generate.generate(recipe, found["policy"]) if generates(recipe) else None
     refit, unknown = _refit(recipe, described["policy"])
     ratios = _ratios(earlier, pending) if earlier and _can_be_timed(recipe, generate) else {}
     parts = (recipe, choice, described, found, spread, train, generate, refit, unknown)
@@ -268,9 +249,9 @@ def step_elsewhere(plan: Plan, recipe: Recipe) -> float | None:
 
 
 def _untimed(plan: Plan, recipe: Recipe) -> Plan:
-    train = memory.train(recipe, dict(plan.shapes))
-    generate = memory.generate(recipe, plan.shapes["policy"]) if generates(recipe) else None
-    reward = memory.reward(recipe, dict(plan.shapes))
+    train = memory.train(recipe, plan.shapes)
+    generate = memory_generate.generate(recipe, plan.shapes["policy"]) if generates(recipe) else None
+    reward = memory.reward(recipe, plan.shapes)
     return replace(plan, recipe=recipe, train=train, generate=generate, reward=reward, phases=[], validation=0.0, split=None)
 
 
@@ -301,9 +282,8 @@ def model_configs(recipe: Recipe, pending: Sequence[Path]) -> dict[str, Mapping[
         if model is None:
             start = needed_model(replace(recipe, policy=policy))
             if start is None:
-                raise RecipeError(
-                    f"{key}: {policy.model_name} is not there yet, and no recipe under `needs` says what it will be"
-                )
+                message = f"{policy.model_name} is not there yet, and no recipe under `needs` says what it will be"
+                raise RecipeError(Problem(key, "unavailable-model", message))
             model = described(replace(policy, model_name=start), [], key)
         found[name] = model
     return found
@@ -359,14 +339,14 @@ def _ratios(measured: Measured, pending: Sequence[Path]) -> dict[str, float]:
     models = model_configs(recipe, pending)
     found = _shapes(models)
     spread = lengths.assumed(replace(recipe, plan=PlanConfig()), measured.prompt, measured.answer, measured.where)
-    generate = memory.generate(recipe, found["policy"]) if generates(recipe) else None
+    generate = memory_generate.generate(recipe, found["policy"]) if generates(recipe) else None
     refit = _refit_phases(recipe, generate, _refit(recipe, models["policy"])[0])
     phases = step_phases(recipe, found, spread, generate)
     return calibration.ratios(measured, seconds_by_clock([*phases, *refit]))
 
 
-def _cut_keys(recipe: Recipe) -> str:
-    if not uses_megatron(recipe.policy):
-        return "cluster.train.nodes"
-    name = "policy.megatron_cfg.pipeline_model_parallel_size"
-    return f"{name} or tensor_model_parallel_size" if ranks(recipe.cluster.train) > 1 else "cluster.train.nodes"
+def _cut_key(recipe: Recipe) -> tuple[str, str]:
+    """Return the key that would cut the train ranks' state further, and what to try."""
+    if not uses_megatron(recipe.policy) or ranks(recipe.cluster.train) == 1:
+        return "cluster.train.nodes", "more nodes"
+    return "policy.megatron_cfg.pipeline_model_parallel_size", "a larger one, or a larger tensor_model_parallel_size"

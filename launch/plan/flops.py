@@ -23,11 +23,6 @@ def attention(shape: ModelShape, pairs: float) -> float:
 
 def decode_attention(shape: ModelShape, pairs: float) -> float:
     """As `attention`, on what the KV cache holds: latent attention works on the latent, which all heads share."""
-    if not latent(shape):
+    if not shape.latent:
         return attention(shape, pairs)
     return 4 * shape.layers * shape.heads * shape.kv_width * pairs
-
-
-def latent(shape: ModelShape) -> bool:
-    """Whether the cache has less than keys and values (DeepSeek's attention)."""
-    return shape.kv_width < shape.kv_heads * (shape.head_dim + shape.value_dim)

@@ -66,7 +66,7 @@ class Engine:
         """Bytes a rank reads of the KV cache for each token in it. Ranks beyond the number of key-value heads hold copies, and
         of a latent all do."""
         shape = self.shape
-        heads = 1 if flops.latent(shape) else min(self.tensor, shape.kv_heads)
+        heads = 1 if shape.latent else min(self.tensor, shape.kv_heads)
         return shape.kv_width * shape.layers * self.itemsize / heads / (self.ranks // self.tensor)
 
     def parts(self, batch: float, context: float) -> dict[str, float]:

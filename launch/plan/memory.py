@@ -1,15 +1,108 @@
-"""Memory of the plan, without torch: what the fullest train rank and the fullest generate rank hold when they hold most.
+"""Memory of the fullest train rank: the fullest phase of every model that it holds.
 
-    memory_train, memory_fsdp, memory_megatron    train ranks, by phase and backend
-    activations, memory_head, memory_load         layers, logits, and the microbatches that pass them
-    memory_generate                               weights and KV cache
-    memory_advice                                 which key to change if it does not fit
+    memory_parts        what memory is divided into; models and microbatches of the train ranks
+    memory_backends     one model on one rank, with FSDP2 and with Megatron-Core
+    activations         layers, the last norm and the head
+    memory_generate     generate ranks: weights and KV cache
+    advice              which key to change where it does not fit
 `python -m tests.launch.plan memory` prints these figures beside measured ones.
+
+What is not known before a run is taken at its worst: microbatches are full, all sequences are the longest. Not counted: the
+fragmentation of CUDA's allocator, copies for checkpoints that are written behind training, weights gathered for an export.
 """
 
-from launch.plan.memory_advice import advice
-from launch.plan.memory_generate import generate
-from launch.plan.memory_parts import GenerateMemory, TrainMemory
-from launch.plan.memory_train import reward, staging, train
+from __future__ import annotations
 
-__all__ = ["GenerateMemory", "TrainMemory", "advice", "generate", "reward", "staging", "train"]
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from launch.model_shape import ModelShape
+from launch.plan.cut import Cut, engines, train_cut
+from launch.plan.memory_backends import Held, held
+from launch.plan.memory_parts import RUNTIME, Load, Model, Parts, TrainMemory, add, load, models
+from pipeline.config import (
+    PRECISIONS,
+    Recipe,
+    generates,
+    reward_environment,
+    reward_model_policy,
+    serves_rewards,
+    uses_megatron,
+)
+
+
+def train(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> TrainMemory:
+    """Return the memory of the fullest train rank. shapes: by the sections of `pipeline.config.models(recipe)`."""
+    component, cut = recipe.cluster.train, train_cut(recipe.policy, recipe.cluster.train)
+    cuda, of_rank = component.gpus_per_node > 0, load(recipe, cut.data)
+    found = peak(models(recipe, shapes), cut, cuda, of_rank)
+    fixed: Parts = {"buffers": of_rank.batch_bytes + staging(recipe, shapes["policy"], cut)}
+    if cuda:
+        fixed["runtime"] = RUNTIME
+    phases = {name: size + sum(fixed.values()) for name, size in found.phases.items()}
+    return TrainMemory(add(found.parts, fixed), found.phase, phases, found.host, _assumptions(recipe, of_rank, cuda), shapes)
+
+
+def reward(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> TrainMemory | None:
+    """Return the memory of the fullest reward rank; None if the reward model has no ranks of its own."""
+    if not serves_rewards(recipe):
+        return None
+    policy, component = reward_model_policy(recipe), recipe.cluster.reward
+    cut, cuda = train_cut(policy, component), component.gpus_per_node > 0
+    model = Model(policy, shapes[f"env.{reward_environment(recipe)}"], values=True, trained=False)
+    found = peak([model], cut, cuda, load(recipe, cut.data))
+    return replace(found, parts=add(found.parts, {"runtime": RUNTIME} if cuda else {}), shapes=shapes)
+
+
+def peak(models: Sequence[Model], cut: Cut, cuda: bool, of_rank: Load) -> TrainMemory:
+    """Return the memory of the models alone, the policy first: without packed batches, staging of the refit and runtime."""
+    fullest: TrainMemory | None = None
+    for place, of_stage in enumerate(zip(*(held(model, cut, cuda) for model in models), strict=True)):
+        stage = f" (pipeline stage {place})" if cut.pipeline > 1 else ""
+        phases = {f"{name}{stage}": parts for name, parts in _phases(of_stage, cuda, of_rank)}
+        sizes = {name: sum(parts.values()) for name, parts in phases.items()}
+        phase = max(sizes, key=sizes.get)
+        if fullest is None or sizes[phase] > fullest.total:
+            fullest = TrainMemory(phases[phase], phase, sizes, sum(one.host for one in of_stage), (), {})
+    return fullest
+
+
+def _phases(of_stage: Sequence[Held], cuda: bool, of_rank: Load) -> Iterator[tuple[str, Parts]]:
+    """Yield each model's phases, with what all models hold all the time."""
+    policy, *others = of_stage
+    besides = sum(sum(other.resident.values()) for other in others)
+    if not cuda:
+        besides += sum(one.host for one in of_stage)
+    resident = add(policy.resident, {"other models": besides})
+    for one in of_stage:
+        name = "policy" if one is policy else "other model"
+        for phase, parts in one.phases(of_rank):
+            yield f"{phase}, {name}", add(resident, parts)
+
+
+def staging(recipe: Recipe, shape: ModelShape, cut: Cut) -> float:
+    """Return the bytes that a train rank packs a refit in.
+
+    These are the buffers of two rounds (`pipeline.refit.planned`), each at most all that it sends; for a broadcast one bucket
+    and one tensor; for deltas also what it sent last.
+    """
+    if not generates(recipe):
+        return 0.0
+    generation, size = recipe.policy.generation, PRECISIONS[recipe.policy.precision]
+    bucket = generation.refit_cfg.bucket_bytes
+    if generation.refit_transport == "broadcast":
+        return bucket + size * max(shape.output, shape.embedding - shape.output)
+    sent = size * shape.parameters * engines(recipe.policy, recipe.cluster.generate) / cut.ranks
+    return 2 * min(bucket, sent) + (sent if generation.refit_transport == "delta" else 0.0)
+
+
+def _assumptions(recipe: Recipe, of_rank: Load, cuda: bool) -> tuple[str, ...]:
+    found = [
+        f"microbatches of {of_rank.train_tokens:,} tokens with a gradient and {of_rank.forward_tokens:,} without",
+        "all sequences of a step at policy.max_total_sequence_length, in its packed batches",
+    ]
+    if cuda:
+        found.append(f"{RUNTIME / 2**30:g} GiB for CUDA's context, libraries and NCCL; no fragmentation")
+        if uses_megatron(recipe.policy):
+            found.append("TransformerEngine is installed; tokens spread evenly over experts")
+    return tuple(found)

@@ -1,4 +1,7 @@
-"""What a rank's memory is divided into, and the answers of the memory part of the plan."""
+"""What the memory of a rank is divided into: the parts that are reported, and the models and microbatches that take them.
+
+Lengths are not known before a run, so microbatches are taken to be as full as the recipe allows.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +9,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch.model_shape import ModelShape
+from launch.plan.lengths import sequences
+from pipeline import config
+from pipeline.config import PAIRED, PRECISIONS, PolicyConfig, Recipe
 
-Parts = dict[str, float]  # bytes, by one of PARTS
+Parts = dict[str, float]
+"""Bytes, by one of PARTS."""
 PARTS = (
     "weights",  # of the policy, with float32 main weights
     "merged weights",  # W + BA, of a policy with adapters: what a refit reads
-    "gradients",  # as they lie between microbatches
+    "gradients",  # between microbatches
     "optimizer",  # Adam's two moments
-    "activations",  # what layers keep for their backward pass, and what one of them works in
-    "logits",  # of a chunk, with what the softmax and its gradient work in
-    "buffers",  # gathered weights, gradients under way, staging of the refit, the step's packed batches
+    "activations",  # saved for the backward pass, and the workspace of one layer
+    "logits",  # of a chunk, with the workspace of the softmax and its gradient
+    "buffers",  # gathered weights, gradients being reduced, staging of the refit, the step's packed batches
     "other models",  # critic, teacher, reward model, the reference policy (Megatron-Core: on a CPU rank)
     "KV cache",
     "runtime",  # of a GPU: CUDA context, libraries' workspaces, NCCL; CUDA graphs
 )
-RUNTIME = 2.0 * 2**30  # bytes of a GPU that no tensor has: an assumption, not a measurement
+RUNTIME = 2.0 * 2**30  # bytes of a GPU that no tensor has. Assumed, not measured
+TOKEN_BYTES = 8 + 8 + 1 + 4 + 4  # of a packed batch: token, position, mask, log-prob, advantage (pipeline.types.PackedBatch)
+FIELD_BYTES = 4  # of what a forward pass adds for each token: old or reference log-prob, value
+TEACHER_BYTES = 8 + 4  # for each token and each of its teacher's K: token, log-prob
 
 
 @dataclass(frozen=True)
 class TrainMemory:
-    """Of the fullest train rank in its fullest phase."""
+    """Memory of the fullest train rank in its fullest phase."""
 
     parts: Parts
-    phase: str  # when that is
-    phases: Mapping[str, float]  # bytes, of each phase that was looked at
+    phase: str  # the fullest one
+    phases: Mapping[str, float]  # bytes of each phase
     host: float  # bytes of host memory per rank: reference weights, what is offloaded
     assumptions: tuple[str, ...]
-    shapes: Mapping[str, ModelShape]  # what it was told from
+    shapes: Mapping[str, ModelShape]  # of the models it is counted from
 
     @property
     def total(self) -> float:
@@ -41,7 +51,7 @@ class TrainMemory:
 
 @dataclass(frozen=True)
 class GenerateMemory:
-    """The memory of the fullest generate rank."""
+    """Memory of the fullest generate rank."""
 
     parts: Parts
     received: float  # bytes of weights that a refit brings, which are not quantized yet
@@ -49,7 +59,7 @@ class GenerateMemory:
     tokens: float  # that the KV cache of an engine holds; 0 or less: the weights leave no room
     sequences: float  # of max_model_len that fit at once; policy.generation.max_num_seqs is what may run
     assumptions: tuple[str, ...]
-    shape: ModelShape  # what it was told from
+    shape: ModelShape  # of the model it is counted from
 
     @property
     def total(self) -> float:
@@ -57,8 +67,97 @@ class GenerateMemory:
 
 
 def add(*parts: Mapping[str, float]) -> Parts:
-    """Summed by name, in the order of PARTS, without what is 0."""
+    """Return the sums by name, in the order of PARTS, without those that are 0."""
     sums = {name: sum(part.get(name, 0.0) for part in parts) for name in PARTS}
     if unknown := {name for part in parts for name in part} - sums.keys():
         raise AssertionError(f"not parts of memory: {unknown}")
     return {name: size for name, size in sums.items() if size}
+
+
+# ---- what train ranks hold, and work on ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The largest microbatches of a data-parallel rank, before context parallelism cuts them."""
+
+    train_tokens: int  # of a microbatch with a graph
+    forward_tokens: int  # of one without
+    microbatches: int  # of an optimizer step
+    batch_bytes: float  # of a step's packed batches, which are on the device
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of the train ranks, and what it is used for (`pipeline.train.base.Use`)."""
+
+    policy: PolicyConfig
+    shape: ModelShape
+    values: bool = False  # one number per token in place of log-probs
+    trained: bool = True
+    reference: bool = False
+    entropy: bool = False
+    offload: bool = False
+    top_k: int = 0
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of a number in the precision it computes in."""
+        return PRECISIONS[self.policy.precision]
+
+    @property
+    def output(self) -> int:
+        """Return the number of parameters of the head; 0 if it is the embedding."""
+        return self.shape.hidden if self.values else self.shape.output
+
+    @property
+    def table(self) -> int:
+        """Return the number of parameters of the embedding."""
+        return self.shape.embedding - self.shape.output
+
+
+def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[Model]:
+    """Return the models of the train ranks, the policy first. shapes: by the sections of `config.models`."""
+    found = []
+    for name, policy in config.models(recipe).items():
+        shape = shapes[name]
+        if name == "policy":
+            uses = {"values": recipe.algorithm == "rm", "reference": uses_reference(recipe), "entropy": _uses_entropy(recipe)}
+            found.append(Model(policy, shape, **uses))
+        elif name == "value":
+            found.append(Model(policy, shape, values=True))
+        elif name == "teacher":
+            top_k = recipe.distillation.topk_logits_k
+            found.append(Model(policy, shape, trained=False, offload=recipe.teacher.cpu_offload, top_k=top_k))
+        elif (environment := config.reward_model(recipe)).served_by == "train":
+            found.append(Model(policy, shape, values=True, trained=False, offload=environment.cpu_offload))
+    return found
+
+
+def uses_reference(recipe: Recipe) -> bool:
+    """Return whether a step computes log-probs of the weights that the policy began with."""
+    if recipe.algorithm == "dpo":
+        return not recipe.dpo.reference_free
+    return recipe.algorithm in ("grpo", "ppo") and recipe.loss_fn.reference_policy_kl_penalty != 0
+
+
+def _uses_entropy(recipe: Recipe) -> bool:
+    loss = recipe.loss_fn
+    if recipe.algorithm == "distillation":
+        return loss.zero_outside_topk and loss.kl_type != "forward"
+    return recipe.algorithm in ("grpo", "ppo") and (loss.log_entropy or loss.entropy_coeff != 0)
+
+
+def load(recipe: Recipe, data_ranks: int) -> Load:
+    """Return the microbatches of a rank. data_ranks: how many train ranks have samples of their own."""
+    policy, together = recipe.policy, 2 if recipe.algorithm in PAIRED else 1
+    longest, packing = policy.max_total_sequence_length, policy.sequence_packing
+    update = -(-policy.train_global_batch_size // data_ranks) * together * longest
+    train, forward = (size * together * longest for size in (policy.train_micro_batch_size, policy.logprob_batch_size))
+    if packing.enabled:
+        train, forward = packing.train_mb_tokens, packing.logprob_mb_tokens
+    train, forward = min(train, update), min(forward, update)
+    fields = 3 * FIELD_BYTES if recipe.algorithm == "ppo" else 2 * FIELD_BYTES
+    teacher = TEACHER_BYTES * recipe.distillation.topk_logits_k if recipe.algorithm == "distillation" else 0
+    step = -(-sequences(recipe) // data_ranks) * longest
+    return Load(train, forward, -(-update // train), step * (TOKEN_BYTES + fields + teacher))

@@ -20,7 +20,7 @@ from launch.placement import Changes
 from launch.plan import split
 from launch.plan.estimate import Plan, elsewhere, step_elsewhere
 from pipeline import config
-from pipeline.config import Recipe, RecipeError, collected
+from pipeline.config import Problem, Recipe, RecipeError, collected
 
 ON_POLICY = ("sync", "colocated")
 """These are chosen before async where that saves less than `split.WORTH`: every token is of the weights that are trained."""
@@ -130,7 +130,8 @@ def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
             yield _sizes("gpus_per_node", *[train.gpus_per_node + generate.gpus_per_node] * 2)
             return
         if not split.alike(recipe):
-            raise RecipeError("cluster.generate: got other nodes than cluster.train has; expected the same")
+            message = "got other nodes than cluster.train has; expected the same"
+            raise RecipeError(Problem("cluster.generate", "contradiction", message))
         yield from (_sizes("nodes", nodes, nodes) for nodes in range(train.nodes + generate.nodes, 0, -1))
         return
     if not in_turn:
@@ -143,7 +144,8 @@ def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
     elif train.gpus_per_node > 1 and train.ranks_per_node is None:
         yield from (SHARE | _sizes("gpus_per_node", *sizes) for sizes in split.halves(train.gpus_per_node))
     else:
-        raise RecipeError("cluster.train.gpus_per_node: got 1; expected a GPU for each component at least")
+        message = "got 1; expected a GPU for each component at least"
+        raise RecipeError(Problem("cluster.train.gpus_per_node", "too-small", message))
 
 
 def _sizes(key: str, train: int, generate: int) -> Changes:
@@ -167,7 +169,8 @@ def _keys(recipe: Recipe, name: str) -> Changes:
     if name == "sync":
         return keys | ({"grpo.async_grpo.enabled": False} if config.runs_ahead(recipe) else {})
     if recipe.algorithm != "grpo":
-        raise RecipeError(f"algorithm: got {recipe.algorithm}; expected grpo, which alone samples ahead (grpo.async_grpo)")
+        message = f"got {recipe.algorithm}; expected grpo, which alone samples ahead (grpo.async_grpo)"
+        raise RecipeError(Problem("algorithm", "unsupported", message))
     ahead = {"enabled": True, "in_flight_weight_updates": True}
     ahead["max_trajectory_age_steps"] = max(1, recipe.grpo.async_grpo.max_trajectory_age_steps)
     keys |= {f"grpo.async_grpo.{key}": value for key, value in ahead.items()}

@@ -1,7 +1,7 @@
-"""Which boxes every rank of a run holds or wants, from the recipe and the model's config.json alone: no processes, no weights,
-and neither torch nor transformers nor vLLM.
+"""Boxes that every rank of a run holds or wants, from the recipe and the model's config.json alone.
 
-For planning runs that are not there. A run itself asks its backends (`layout`), and tests hold both against each other.
+It needs no processes, no weights, and neither torch nor transformers nor vLLM. The plan of a run uses it. A run itself asks its
+backends (`layout`), and tests compare both.
 
 Train ranks: FSDP2 with tensor parallelism, by the chunks that torch makes of transformers' parameters, where the experts of a
 layer are one; Megatron-Core, by the family's description in `pipeline/models`. Generate ranks: vLLM at tensor, expert and
@@ -9,7 +9,7 @@ pipeline parallelism, by how each tensor is cut; transformers, whose engines are
 
 Tables are shared: ranks that hold the same have one object.
 
-Left out: families that `pipeline.models.tensors` does not describe, gpt_oss in vLLM (which pads its experts), quantised
+Not described: families that `pipeline.models.tensors` does not describe, gpt_oss in vLLM (which pads its experts), quantised
 weights, and multi-token prediction.
 """
 
@@ -28,7 +28,9 @@ from pipeline.boxes import Box, chunk, whole
 from pipeline.config import (
     MegatronConfig,
     PolicyConfig,
+    Problem,
     Recipe,
+    RecipeError,
     VLLMConfig,
     engine_ranks,
     expert_tensor_parallel_size,
@@ -42,7 +44,7 @@ from pipeline.models.sizes import sizes
 from pipeline.models.tensors import Part, Tensor, experts, tensors
 from pipeline.refit.tables import Table, columns
 
-_KEY = "policy.generation.vllm_cfg.tensor_parallel_size"
+_MODEL = "policy.model_name"
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _PADDING = 64  # vLLM's DEFAULT_VOCAB_PADDING_SIZE: the vocabulary is padded to a multiple of it, then cut
 # Described as cut by rows, but whole on every rank, with TransformerEngine as well as without in our stages.
@@ -69,7 +71,7 @@ class Ownership:
 
 
 def tables(config: Mapping[str, Any], recipe: Recipe) -> Ownership:
-    """config: config.json of the policy's model. Raises ValueError, naming the recipe's key, if it cannot be laid out so."""
+    """config: config.json of the policy's model. Raises RecipeError if it cannot be laid out so."""
     return ownership(config, recipe.policy, ranks(recipe.cluster.train), ranks(recipe.cluster.generate))
 
 
@@ -77,14 +79,14 @@ def ownership(config: Mapping[str, Any], policy: PolicyConfig, train: int, gener
     """config: config.json, in the place of policy.model_name's; train, generate: the numbers of ranks. The model's layouts are
     taken from `policy.megatron_cfg` if that is enabled, else `policy.dtensor_cfg`, and `policy.generation`.
 
-    Raises ValueError, naming the recipe's key.
+    Raises RecipeError.
     """
     try:
         of, found = sizes(config), tensors(config)
     except KeyError as error:
-        raise ValueError(f"policy.model_name: its config.json has no {error}") from None
+        raise RecipeError(Problem(_MODEL, "bad-format", f"its config.json has no {error}")) from None
     except ValueError as error:
-        raise ValueError(f"policy.model_name: {error}") from None
+        raise RecipeError(Problem(_MODEL, "unsupported", str(error))) from None
     maker = _Maker(found)
     if uses_megatron(policy):
         held = _megatron(of, policy.megatron_cfg, train, maker)
@@ -203,18 +205,19 @@ def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, maker: 
 
 
 def _parameters(of: SimpleNamespace, shapes: dict[str, Shape]) -> dict[str, Parameter]:
-    """The family's. Raises ValueError if it leaves out a tensor that is on disk."""
+    """The family's. Raises RecipeError if it leaves out a tensor that is on disk."""
     parameters = models.family(of).parameters(of)
     known = {source for parameter in parameters.values() for source in parameter.sources}
     if left := [name for name in shapes if name not in known]:
-        raise ValueError(f"policy.model_name: this {of.model_type} has {left[0]}, which its family does not describe")
+        message = f"this {of.model_type} has {left[0]}, which its family does not describe"
+        raise RecipeError(Problem(_MODEL, "unsupported", message))
     return parameters
 
 
 def _megatron_boxes(
     name: str, parameter: Parameter, shapes: dict[str, Shape], rank: int, size: int
 ) -> Iterator[tuple[str, Box]]:
-    """Of one rank of `size`. Raises ValueError if the parameter cannot be cut so."""
+    """Of one rank of `size`. Raises RecipeError if the parameter cannot be cut so."""
     sources = [(source, whole(shapes[source])) for source in parameter.sources]
     if name in _VOCABULARY:  # padded, then cut in equal parts
         yield sources[0][0], chunk(sources[0][1], 0, size, rank)
@@ -248,24 +251,26 @@ def _query_group_boxes(sources: list[tuple[str, Box]], groups: int, rank: int, r
 
 def _divided(name: str, count: int, size: int) -> int:
     if count % size:
-        raise ValueError(f"policy.megatron_cfg.tensor_model_parallel_size: {name} cannot be cut into {size} equal parts")
+        key = "policy.megatron_cfg.tensor_model_parallel_size"
+        raise RecipeError(Problem(key, "not-divisible", f"{name} cannot be cut into {size} equal parts"))
     return count // size
 
 
 def _stages(of: SimpleNamespace, megatron: MegatronConfig) -> list[range]:
     """The layers of each pipeline stage: those of the first and the last may be given, the others are equal.
 
-    Raises ValueError where Megatron-Core does.
+    Raises RecipeError where Megatron-Core does.
     """
     count, layers = megatron.pipeline_model_parallel_size, of.num_hidden_layers
     first, last = megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage
     middle = count - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
     if rest < 0 or (rest % middle if middle else rest):
-        raise ValueError(
-            f"policy.megatron_cfg.pipeline_model_parallel_size: {layers} layers cannot be divided among {count} stages with"
-            f" num_layers_in_first_pipeline_stage={first} and num_layers_in_last_pipeline_stage={last}"
+        message = (
+            f"{layers} layers cannot be divided among {count} stages with num_layers_in_first_pipeline_stage={first} and"
+            f" num_layers_in_last_pipeline_stage={last}"
         )
+        raise RecipeError(Problem("policy.megatron_cfg.pipeline_model_parallel_size", "not-divisible", message))
     each = rest // middle if middle else 0
     counts = [first] * (first is not None) + [each] * middle + [last] * (last is not None)
     return _ranges(counts)
@@ -309,7 +314,8 @@ class _Cut(NamedTuple):
 def _vllm(of: SimpleNamespace, vllm: VLLMConfig, maker: _Maker) -> list[Table]:
     """Of each rank of an engine: rank = pipeline rank * tensor-parallel size + tensor-parallel rank."""
     if of.model_type == "gpt_oss":
-        raise ValueError("policy.model_name: which parts of a 'gpt_oss' model vLLM's ranks have is not described")
+        message = "which parts of a 'gpt_oss' model vLLM's ranks have is not described"
+        raise RecipeError(Problem(_MODEL, "unsupported", message))
     tensor, pipeline = vllm.tensor_parallel_size, vllm.pipeline_parallel_size
     layers, rest = divmod(of.num_hidden_layers, pipeline)
     # get_pp_indices of vllm/distributed/utils.py: what is left over goes to the stages before the last.
@@ -355,7 +361,8 @@ def _vllm_cut(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor) -> _Cut:
     elif tensor.name.rpartition(".")[0].endswith((".k_proj", ".v_proj")):
         parts = min(size, of.num_key_value_heads)
     if length % parts:
-        raise ValueError(f"{_KEY}: {parts} does not divide dimension {dim} of {tensor.name}, which has {length} entries")
+        message = f"{parts} does not divide dimension {dim} of {tensor.name}, which has {length} entries"
+        raise RecipeError(Problem("policy.generation.vllm_cfg.tensor_parallel_size", "not-divisible", message))
     return _Cut(unit, tensor.name, dim, parts, length // parts)
 
 

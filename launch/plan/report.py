@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
 from launch.plan import generate_time, modes, sharing, split
+from launch.plan.advice import recomputes_less
 from launch.plan.cut import cut_sizes, engines
 from launch.plan.estimate import Plan, step_elsewhere
-from launch.plan.memory_advice import recomputes_less
 from launch.plan.modes import Mode
 from launch.plan.step import priced
 from launch.units import plural as _plural
@@ -365,13 +365,12 @@ def _unpriced(recipe: Recipe) -> str:
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
-    problems, warnings = list(plan.problems()), list(plan.warnings())
     if not any(component.gpus_per_node for component in config.components(plan.recipe).values()):
         yield _line("verdict", "no GPUs: memory is the host's, which is not described")
         return
     yield _line("verdict", "fits, by these estimates" if plan.fits else "does not fit")
-    for text in (*problems, *warnings):
-        yield _line("", text)
+    for text in (*plan.problems(), *plan.warnings()):
+        yield _line("", str(text))
     for number, text in enumerate(plan.advice()):
         yield _line("" if number else "would help", text)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.plan import memory_load, memory_train
+from launch.plan import memory
 from launch.plan.cut import train_cut
-from launch.plan.memory_parts import GenerateMemory, TrainMemory
+from launch.plan.memory_parts import GenerateMemory, TrainMemory, load, models
 from launch.plan.phase import Phase
 from launch.plan.rates import GLOO_GB_PER_S, IPC_GB_PER_S, PAGE_LOCKED, TCP_GB_PER_S
 from launch.plan.refit import Prediction
@@ -39,7 +39,7 @@ class Turn:
 
 def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple[Turn, ...]:
     """In the order of a step."""
-    staging = memory_train.staging(recipe, train.shapes["policy"], train_cut(recipe.policy, recipe.cluster.train))
+    staging = memory.staging(recipe, train.shapes["policy"], train_cut(recipe.policy, recipe.cluster.train))
     away = train.parts.get("runtime", 0.0) + staging
     asleep = generate.parts.get("runtime", 0.0) + generate.parts.get("buffers", 0.0)
     return (
@@ -51,9 +51,9 @@ def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple
 
 def _scoring(recipe: Recipe, train: TrainMemory) -> float:
     """Of a reward model that the train ranks serve, while it computes."""
-    judges = [each for each in memory_load.models(recipe, dict(train.shapes)) if each.values and not each.trained]
+    judges = [each for each in models(recipe, train.shapes) if each.values and not each.trained]
     cut = train_cut(recipe.policy, recipe.cluster.train)
-    return memory_train.peak(judges, cut, True, memory_load.load(recipe, cut.data)).total if judges else 0.0
+    return memory.peak(judges, cut, True, load(recipe, cut.data)).total if judges else 0.0
 
 
 def host(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> float:

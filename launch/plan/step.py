@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from launch.model_shape import ModelShape
 from launch.plan import generate_time, memory, sharing, train_time
 from launch.plan.lengths import Lengths
-from launch.plan.memory_parts import GenerateMemory
+from launch.plan.memory_parts import GenerateMemory, uses_reference
 from launch.plan.phase import Phase
 from pipeline import config
 from pipeline.config import PAIRED, Recipe, hardware, section
@@ -36,7 +36,7 @@ def step_phases(
     found += [score] if score else []
     found += train
     if config.colocated(recipe):
-        found += sharing.phases(recipe, memory.train(recipe, dict(shapes)), generate)
+        found += sharing.phases(recipe, memory.train(recipe, shapes), generate)
     return found
 
 
@@ -58,7 +58,7 @@ def validation_seconds(
         gpu = hardware.gpu(recipe.cluster.train.gpu)
         job = train_time.job(recipe, recipe.policy, shapes["policy"], lengths, gpu, recipe.cluster.train)
         count = samples * (2 if recipe.algorithm in PAIRED else 1)
-        passes = 1 + train_time.needs(recipe).reference
+        passes = 1 + uses_reference(recipe)
         return passes * sum(train_time.forward_pass(job, count)[1].values())
     gpu, count = hardware.gpu(recipe.cluster.generate.gpu), samples * algorithm.val_num_generations_per_prompt
     return generate_time.validation(recipe, shapes["policy"], lengths, gpu, generate.tokens, count)

@@ -24,6 +24,7 @@ from launch.model_shape import ModelShape
 from launch.plan import flops
 from launch.plan.cut import GIGA, Cut, Links, train_cut
 from launch.plan.lengths import Lengths, sequences
+from launch.plan.memory_parts import uses_reference
 from launch.plan.phase import Phase
 from launch.plan.rates import OPTIMIZER_BYTES
 from pipeline import config
@@ -31,23 +32,13 @@ from pipeline.config import PAIRED, PRECISIONS, ComponentConfig, PolicyConfig, R
 from pipeline.config.hardware import GPU
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """Which forward passes come before the updates, as `needs` of pipeline/algorithms/*.py say."""
-
-    old: bool
-    reference: bool
-
-
-def needs(recipe: Recipe) -> Needs:
-    if recipe.algorithm == "dpo":
-        return Needs(old=False, reference=not recipe.dpo.reference_free)
+def scores_before_updates(recipe: Recipe) -> bool:
+    """Return whether a step computes the policy's log-probs before its updates, as `needs` of pipeline/algorithms/*.py say."""
     if recipe.algorithm not in ("grpo", "ppo"):
-        return Needs(old=False, reference=False)
+        return False
     loss, section = recipe.loss_fn, config.section(recipe)
     several = updates_per_step(recipe) > 1 and not loss.force_on_policy_ratio
-    filtered = section.seq_logprob_error_threshold is not None
-    return Needs(several or filtered or loss.use_kl_in_reward, loss.reference_policy_kl_penalty != 0)
+    return several or section.seq_logprob_error_threshold is not None or loss.use_kl_in_reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +155,7 @@ def _waited_for(job: Job, count: float, passes: int) -> dict[str, float]:
         reduces = 2 * shape.dense_layers + sparse * shape.sparse_layers
         parts["tensor parallelism"] = passes * stage * reduces * 2 * links.ring_seconds(cut.tensor, hidden)
     if cut.context > 1:
-        keys = shape.heads if flops.latent(shape) else shape.kv_heads
+        keys = shape.heads if shape.latent else shape.kv_heads
         numbers = keys * (shape.head_dim + shape.value_dim) / cut.tensor
         gathered = links.ring_seconds(cut.context, tokens * numbers * job.itemsize, cut.tensor)
         parts["context parallelism"] = passes * stage * shape.layers * gathered
@@ -228,12 +219,11 @@ def phases(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu:
     """Of a step, on the train ranks, in their order."""
     component, models = recipe.cluster.train, config.models(recipe)
     jobs = {name: job(recipe, policy, shapes[name], lengths, gpu, component) for name, policy in models.items()}
-    count, wanted = sequences(recipe), needs(recipe)
-    policy = jobs["policy"]
+    count, policy = sequences(recipe), jobs["policy"]
     found = []
-    if wanted.old:
+    if scores_before_updates(recipe):
         found.append(Phase("train", "log-probs before the updates", *forward_pass(policy, count)))
-    if wanted.reference:
+    if uses_reference(recipe):
         work, parts = forward_pass(replace(policy, frozen=True), count)
         found.append(Phase("train", "log-probs of the reference", work, parts | _swapped(policy)))
     if "value" in jobs:

@@ -23,7 +23,7 @@ import textwrap
 from dataclasses import dataclass
 
 from launch import backend
-from launch.plan import Plan, plan
+from launch.plan.estimate import Plan, plan
 from pipeline import config
 
 GPUS = 8  # of a node

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 
 from launch import backend, cuda_variables, run_folder
-from launch.backend import Held, fsdp_bytes, megatron_bytes
+from launch.backend import fsdp_bytes, megatron_bytes
 from launch.components import components
 from launch.model_files import Pending
 from launch.model_shape import ModelShape
+from launch.plan.memory_parts import Model
 from launch.preflight import architecture
 from pipeline import config
-from pipeline.config import MEGATRON_MODEL_TYPES, RecipeError
+from pipeline.config import MEGATRON_MODEL_TYPES, PRECISIONS, GenerationConfig, PolicyConfig, RecipeError
 from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported
 from tests.launch.model import write_recipe
 from tests.problems import refused
@@ -253,13 +254,15 @@ def test_a_config_that_lacks_a_key():
         ModelShape.of({key: value for key, value in model("llama").items() if key != "vocab_size"})
 
 
-def test_bytes():
+@pytest.mark.parametrize(("precision", "cut", "each"), [("bfloat16", 1, 6 + 12 / 8), ("float32", 4, (8 + 8 / 2) / 4)])
+def test_bytes(precision, cut, each):
+    """Megatron-Core: bytes of a parameter by its guide to the distributed optimizer, on 8 GPUs of which `cut` cut the model."""
     shape = ModelShape.of(LLAMA_70B)
     assert shape.parameters == 70_553_706_496  # Llama 3 70B
-    small = replace(shape, attention=80, mlp=160, embedding=0, other=0, largest_layer=3)
-    assert megatron_bytes([Held(small, "bfloat16")], 8, 1) == 240 * (6 + 12 / 8)
-    assert megatron_bytes([Held(small, "float32")], 8, 4) == 240 / 4 * (8 + 8 / 2)
-    assert fsdp_bytes([Held(small, "bfloat16")], 4) == 978
+    held = [Model(PolicyConfig(precision=precision, generation=GenerationConfig(temperature=1.0)), shape)]
+    assert megatron_bytes(held, 8, cut) == pytest.approx(each * shape.parameters, rel=1e-4)
+    in_use = 3 * PRECISIONS[precision] * shape.largest_layer
+    assert fsdp_bytes(held, 4) == pytest.approx(16 * shape.parameters / 4 + in_use)
 
 
 # ---- what the model says against Megatron-Core ----------------------------------------------------------------------------

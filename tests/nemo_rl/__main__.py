@@ -21,7 +21,7 @@ from typing import Any
 
 import launch.recipes
 from launch import backend, nemo_rl
-from launch.plan import plan
+from launch.plan.estimate import plan
 from launch.preflight import architecture
 from pipeline.config import RecipeError, layers, resolving
 from pipeline.config.errors import refuse

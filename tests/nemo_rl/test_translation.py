@@ -10,7 +10,7 @@ import pytest
 from launch import backend, nemo_rl, recipes
 from launch.nemo_rl import megatron
 from launch.nemo_rl.ledger import Ledger
-from launch.plan import plan
+from launch.plan.estimate import plan
 from pipeline import config
 from pipeline.config import Recipe, layers, resolving, uses_megatron
 

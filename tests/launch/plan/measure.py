@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from launch.plan import memory
+from launch.plan.memory_generate import generate as generate_memory
 from pipeline import algorithms
 from pipeline.config import PAIRED, RECIPES, Recipe
 from pipeline.data.batches import share
@@ -257,7 +257,7 @@ def _engine(model: str, precision: str, out: Path) -> None:
 
     recipe = Case("engine", "tiny_grpo", model, overrides=(f"policy.precision={precision}",)).load()
     recipe.policy.generation.vllm_kwargs.clear()  # the cache has the size that the backend gives it
-    predicted = memory.generate(recipe, Case("engine", model=model).shapes(recipe)["policy"])
+    predicted = generate_memory(recipe, Case("engine", model=model).shapes(recipe)["policy"])
     backend = generate.build(recipe.policy, 1, 0, 0)
     # Kernels keep weights in forms of their own; what they are made from is what the modules' raw parameters take.
     raw = {name: form for described in backend._units.values() for name, form in described.raw.items()}

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from launch import backend
-from launch.plan import plan, report
+from launch.plan import report
 from launch.plan.calibration import measured
+from launch.plan.estimate import plan
 from pipeline import config
 from pipeline.config import LoggerConfig, RecipeError
 from pipeline.metrics import Metrics

@@ -43,7 +43,7 @@ def test_against_what_is_published():
 
 def test_a_latent_is_worked_on_as_it_is_cached():
     deepseek, llama = shape("deepseek-ai/DeepSeek-V3"), shape("meta-llama/Llama-3.1-8B")
-    assert flops.latent(deepseek) and not flops.latent(llama)
+    assert deepseek.latent and not llama.latent
     assert flops.decode_attention(llama, 7) == flops.attention(llama, 7)
     assert flops.decode_attention(deepseek, 1) == 2 * 61 * 128 * (576 + 576)
 

@@ -10,10 +10,11 @@ from launch.model_files import read_json
 from launch.model_shape import ModelShape
 from launch.plan import memory
 from launch.plan.activations import Passage, hugging_face, megatron, norms
+from launch.plan.advice import advice
 from launch.plan.cut import train_cut
-from launch.plan.memory_generate import Rank
-from launch.plan.memory_load import load, models
-from launch.plan.memory_megatron import Megatron, stages
+from launch.plan.memory_backends import Megatron, stages
+from launch.plan.memory_generate import Rank, generate
+from launch.plan.memory_parts import GenerateMemory, TrainMemory, load, models
 from pipeline import config
 from pipeline.config import RECIPES
 from tests.test_imports import ROOT
@@ -31,12 +32,12 @@ def recipe(*overrides: str, name: str = "llama8b_grpo"):
     return config.load(name, ["run_dir=runs/unused", *overrides])
 
 
-def trained(*overrides: str, of: ModelShape = LLAMA, name: str = "llama8b_grpo") -> memory.TrainMemory:
+def trained(*overrides: str, of: ModelShape = LLAMA, name: str = "llama8b_grpo") -> TrainMemory:
     loaded = recipe(*overrides, name=name)
     return memory.train(loaded, dict.fromkeys(config.models(loaded), of))
 
 
-def on_megatron(*overrides: str, **more) -> memory.TrainMemory:
+def on_megatron(*overrides: str, **more) -> TrainMemory:
     on = ("policy.dtensor_cfg.enabled=false", f"{MEGATRON}.enabled=true")
     return trained(*on, f"{MEGATRON}.activation_checkpointing=true", *overrides, **more)
 
@@ -161,8 +162,8 @@ def test_offloaded_weights_are_on_the_host():
 VLLM = "policy.generation.vllm_cfg"
 
 
-def generated(*overrides: str, of: ModelShape = LLAMA) -> memory.GenerateMemory:
-    return memory.generate(recipe(*overrides), of)
+def generated(*overrides: str, of: ModelShape = LLAMA) -> GenerateMemory:
+    return generate(recipe(*overrides), of)
 
 
 def test_the_cache_is_what_is_left_of_the_share():
@@ -248,8 +249,8 @@ def test_vllm_kwargs_override():
 def test_advice_does_what_it_says(backend):
     loaded = recipe(*backend)
     held = memory.train(loaded, {"policy": LLAMA})
-    assert memory.advice(loaded, held, held.total) == []
-    texts = memory.advice(loaded, held, 0.8 * held.total)
+    assert advice(loaded, held, held.total) == []
+    texts = advice(loaded, held, 0.8 * held.total)
     assert texts
     for text in texts:
         change, _, told = text.partition(": ")
@@ -260,11 +261,11 @@ def test_advice_does_what_it_says(backend):
 
 def test_advice_for_an_engine_makes_room():
     loaded = recipe("cluster.generate.gpu_memory_gb=16")
-    held = memory.generate(loaded, LLAMA)
+    held = generate(loaded, LLAMA)
     assert held.sequences == 0
-    (*_, text) = memory.advice(loaded, held, 16e9)
+    (*_, text) = advice(loaded, held, 16e9)
     changed = recipe("cluster.generate.gpu_memory_gb=16", text.partition(": ")[0])
-    assert memory.generate(changed, LLAMA).sequences >= 1
+    assert generate(changed, LLAMA).sequences >= 1
 
 
 def test_no_torch():

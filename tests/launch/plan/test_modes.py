@@ -5,7 +5,8 @@ import functools
 import pytest
 
 from launch import backend
-from launch.plan import modes, plan, report
+from launch.plan import modes, report
+from launch.plan.estimate import plan
 from pipeline import config
 
 COLOCATED = "policy.generation.colocated.enabled=true"

@@ -3,8 +3,9 @@
 import pytest
 
 from launch import backend
-from launch.plan import memory_train, plan, report, sharing, split
+from launch.plan import memory, report, sharing, split
 from launch.plan.cut import train_cut
+from launch.plan.estimate import plan
 from launch.plan.refit import node_names
 from pipeline import config
 from pipeline.config import hardware
@@ -23,7 +24,7 @@ def test_turns_are_what_each_rank_holds_in_them():
     found = made(*SHARED)
     rollout, training, refit = found.turns
     train, generate, recipe = found.train, found.generate, found.recipe
-    staging = memory_train.staging(recipe, found.shapes["policy"], train_cut(recipe.policy, recipe.cluster.train))
+    staging = memory.staging(recipe, found.shapes["policy"], train_cut(recipe.policy, recipe.cluster.train))
     stays = train.parts["runtime"] + staging
     asleep = generate.parts["runtime"] + generate.parts["buffers"]
     assert rollout.total == pytest.approx(stays + generate.total)

@@ -3,7 +3,8 @@
 import pytest
 
 from launch import backend
-from launch.plan import plan, report, split
+from launch.plan import report, split
+from launch.plan.estimate import plan
 from pipeline import config
 from tests.launch.plan.test_calibration import run
 

@@ -1,6 +1,6 @@
-"""What to change where a recipe needs more memory than its GPUs have: each change is tried, and said with what it comes to.
+"""Changes of a recipe that needs more memory than its GPUs have; each is tried, and comes with the memory that it leads to.
 
-Changes one key at a time, of those that leave the results as they are; a batch or a model of another size is not proposed.
+Only keys that leave the results as they are change, one or two at a time. A batch or a model of another size is not proposed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from launch.model_shape import ModelShape
 from launch.plan.cut import train_cut
+from launch.plan.memory import train
 from launch.plan.memory_generate import generate
 from launch.plan.memory_parts import GenerateMemory, TrainMemory
-from launch.plan.memory_train import train
 from pipeline.config import Recipe, ranks, uses_megatron
 
 GB = 1e9
@@ -23,14 +23,16 @@ SELECTIVE = "recompute_granularity=selective"
 
 
 def advice(recipe: Recipe, held: TrainMemory | GenerateMemory, room: float) -> list[str]:
-    """The changes after which a rank needs no more than the `room` bytes of its GPU, that with the least need first; if there
-    are none, those that come nearest. At most MOST texts; none if it fits now."""
+    """Return the changes after which a rank needs no more than the `room` bytes of its GPU, the least need first.
+
+    If there are none, those that come nearest. At most MOST texts; none if it fits now.
+    """
     if isinstance(held, GenerateMemory):
         return _generate_advice(recipe, held, room)
     if held.total <= room:
         return []
-    shapes = dict(held.shapes)
-    tried = sorted((train(changed, shapes).total, text) for text, changed in _train_changes(recipe, shapes["policy"]))
+    changes = _train_changes(recipe, held.shapes["policy"])
+    tried = sorted((train(changed, held.shapes).total, text) for text, changed in changes)
     fitting = [(total, text) for total, text in tried if total <= room]
     if any(SELECTIVE in text for _, text in fitting):  # recomputing all costs a forward pass more
         fitting = [(total, text) for total, text in fitting if not text.endswith("activation_checkpointing=true")]
@@ -93,7 +95,7 @@ def _megatron_changes(recipe: Recipe, shape: ModelShape, section: str) -> Iterat
 
 
 def _doubled(recipe: Recipe, key: str, of: int) -> Iterator[tuple[str, Recipe]]:
-    """If twice the size divides `of` and leaves whole data-parallel ranks."""
+    """Yield the recipe with twice the size, if that divides `of` and leaves whole data-parallel ranks."""
     for text, changed in _changed(recipe, key, lambda size: None if of % (2 * size) else 2 * size):
         cut = train_cut(changed.policy, changed.cluster.train)
         dense, experts = cut.tensor * cut.pipeline * cut.context, cut.expert * cut.expert_tensor * cut.pipeline
@@ -107,16 +109,14 @@ def _generate_changes(recipe: Recipe, shape: ModelShape) -> Iterator[tuple[str, 
     for share in (0.7, 0.8, 0.9):
         yield from _changed(recipe, f"{key}.gpu_memory_utilization", lambda now, share=share: share if now < share else None)
     for tensor in (2, 4, 8, 16):
-        fits = not shape.heads % tensor and not ranks(recipe.cluster.generate) % (tensor * size)
-        wanted = tensor if fits else None
-        yield from _changed(recipe, f"{key}.tensor_parallel_size", lambda now, to=wanted: to if to and now < to else None)
-    bucket = "policy.generation.refit_cfg.bucket_bytes"
-    yield from _changed(recipe, bucket, lambda now: now // 4)
+        if not shape.heads % tensor and not ranks(recipe.cluster.generate) % (tensor * size):
+            yield from _changed(recipe, f"{key}.tensor_parallel_size", lambda now, to=tensor: to if now < to else None)
+    yield from _changed(recipe, "policy.generation.refit_cfg.bucket_bytes", lambda now: now // 4)
     yield from _changed(recipe, f"{key}.gpu_memory_utilization", lambda now: 0.9 if now > 0.9 else None)
 
 
 def _changed(recipe: Recipe, key: str, to: Callable[[Any], Any]) -> Iterator[tuple[str, Recipe]]:
-    """The recipe with `to(value)` for the key's value, unless that is None."""
+    """Yield the recipe with `to(value)` for the key's value, unless that is None."""
     value = recipe
     for name in key.split("."):
         value = getattr(value, name)
@@ -126,6 +126,6 @@ def _changed(recipe: Recipe, key: str, to: Callable[[Any], Any]) -> Iterator[tup
 
 
 def set_key(section: Any, key: str, value: Any) -> Any:
-    """A copy of a section with one key below it set."""
+    """Return a copy of a section with one key below it set."""
     name, _, rest = key.partition(".")
     return replace(section, **{name: set_key(getattr(section, name), rest, value) if rest else value})

@@ -1,0 +1,398 @@
+"""Memory of one model on one train rank, as `pipeline.train.fsdp` and `pipeline.train.megatron` hold it.
+
+FSDP2: trained parameters, their gradients and Adam's moments are float32, cut over all ranks. The root's parameters (embedding,
+norm, head) are gathered for a whole microbatch, a layer's while it computes and the next one's ahead of time. Gradients are
+reduced in float32, one layer at a time; they stay until the next step begins, so forward passes find them there. On one rank
+without offloading, in float32, the plain module runs and nothing is gathered.
+
+Megatron-Core: weights are in the recipe's precision, in one buffer, whole on every data rank; gradients in another one, float32
+with distributed_data_parallel_config.grad_reduce_in_fp32, which is there all the time. Main weights in float32 (of weights in
+half precision) and Adam's moments are cut over data and context ranks, those of experts over the ranks that hold the same
+experts. Stage s of p keeps the activations of min(p - s, microbatches) microbatches (1F1B). Tokens are taken to spread evenly
+over experts: a rank receives as many copies as it sends.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from launch.plan.activations import Layer, Passage, final_norm, head, hugging_face, latent_projections, megatron, selected
+from launch.plan.cut import Cut
+from launch.plan.memory_parts import Load, Model, Parts, add
+from pipeline.config import uses_megatron
+
+
+@dataclass(frozen=True)
+class Held(ABC):
+    """One model on one rank."""
+
+    model: Model
+    cut: Cut
+    cuda: bool
+
+    @property
+    @abstractmethod
+    def resident(self) -> Parts:
+        """Return the bytes that are on the device all the time, gradients included."""
+
+    @property
+    @abstractmethod
+    def host(self) -> float:
+        """Return the bytes in host memory: what is offloaded, and reference weights."""
+
+    @abstractmethod
+    def phases(self, load: Load) -> Iterator[tuple[str, Parts]]:
+        """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""
+
+
+def held(model: Model, cut: Cut, cuda: bool) -> list[Held]:
+    """Return the model on a rank of each pipeline stage."""
+    if not uses_megatron(model.policy):
+        return [FSDP(model, cut, cuda)]
+    return [Megatron(model, cut, cuda, stage) for stage in stages(model)]
+
+
+# ---- FSDP2 --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FSDP(Held):
+    @property
+    def plain(self) -> bool:
+        """Return whether nothing is gathered."""
+        two_precisions = self.model.trained and self.model.size < 4
+        return self.cut.ranks == 1 and not two_precisions and not self.offloads
+
+    @property
+    def offloads(self) -> bool:
+        return self.cuda and (self.model.policy.dtensor_cfg.cpu_offload or self.model.offload)
+
+    @property
+    def adapted(self) -> bool:
+        return self.model.trained and self.model.policy.dtensor_cfg.lora_cfg.enabled
+
+    # ---- numbers of parameters
+
+    @property
+    def root(self) -> float:
+        """Return the parameters of embedding, last norm and head after tensor parallelism."""
+        return (self.model.table + self.model.output) / self.cut.tensor + self.model.shape.hidden
+
+    def layer(self, sparse: bool) -> float:
+        shape = self.model.shape
+        cut = shape.attention_layer + (shape.sparse_layer if sparse else shape.mlp_layer)
+        return cut / self.cut.tensor + shape.norms_layer
+
+    @property
+    def largest(self) -> float:
+        return max(self.layer(sparse) for sparse in self._counts)
+
+    @property
+    def parameters(self) -> float:
+        """Return the parameters that this rank holds."""
+        layers = sum(count * self.layer(sparse) for sparse, count in self._counts.items())
+        return (self.root + layers) / self.cut.data
+
+    @property
+    def adapters(self) -> float:
+        """Return the parameters of adapters that this rank holds: its share of dim x (in + out) of each linear layer."""
+        shape, lora = self.model.shape, self.model.policy.dtensor_cfg.lora_cfg
+        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        attention = 2 * (shape.hidden + query) + 2 * (shape.hidden + key)
+        mlp = 3 * (shape.hidden + shape.dense_width) if shape.dense_layers else 0
+        return lora.dim * (shape.layers * attention + shape.dense_layers * mlp) / self.cut.data
+
+    @property
+    def _counts(self) -> dict[bool, int]:
+        """Return how many layers are mixtures (True) and how many are not, of the kinds that there are."""
+        shape = self.model.shape
+        return {sparse: count for sparse, count in ((True, shape.sparse_layers), (False, shape.dense_layers)) if count}
+
+    # ---- bytes that are there all the time
+
+    @property
+    def resident(self) -> Parts:
+        if self.offloads:
+            return {}
+        whole = self.model.size * self.parameters
+        if not self.model.trained:
+            return {"weights": whole}
+        if self.adapted:
+            trained, merged = self.adapters, {"merged weights": whole}  # as if everything were adapted
+            return {"weights": whole + 4 * trained} | merged | {"gradients": 4 * trained, "optimizer": 8 * trained}
+        found = {"weights": 4 * self.parameters, "gradients": 4 * self.parameters, "optimizer": 8 * self.parameters}
+        stays = self.cuda and not self.model.policy.dtensor_cfg.reference_cpu_offload
+        return found | ({"other models": self.reference} if stays and self.reference else {})
+
+    @property
+    def reference(self) -> float:
+        return self.model.size * self.parameters if self.model.reference and not self.adapted else 0.0
+
+    @property
+    def host(self) -> float:
+        reference = 0.0 if "other models" in self.resident else self.reference
+        return reference + (self.parameters * (16 if self.model.trained else self.model.size) if self.offloads else 0.0)
+
+    # ---- bytes of a phase
+
+    def phases(self, load: Load) -> Iterator[tuple[str, Parts]]:
+        forward = self._forward(load.forward_tokens)
+        yield "log-probs", forward
+        if self.cuda and self.reference and not self.offloads and "other models" not in self.resident:
+            yield "log-probs of the reference", add(forward, {"other models": self.reference})
+        if self.model.trained:
+            yield from self._training(load)
+
+    def _forward(self, tokens: float) -> Parts:
+        hidden = self.model.size * tokens * self.model.shape.hidden
+        layer = max(self._activations(sparse, tokens).forward for sparse in self._counts)
+        logits = head(self.model, tokens, self.cut.tensor).forward
+        gathered = 0.0 if self.plain else self._gathered(3)
+        if logits > layer:
+            return {"activations": hidden, "logits": logits, "buffers": gathered}
+        return {"activations": hidden + layer, "buffers": gathered}
+
+    def _training(self, load: Load) -> Iterator[tuple[str, Parts]]:
+        c, tokens = self.model.size, load.train_tokens
+        recomputes = self.model.policy.dtensor_cfg.activation_checkpointing
+        layers = {sparse: self._activations(sparse, tokens) for sparse in self._counts}
+        kept = {sparse: self._kept(sparse, layer, tokens) for sparse, layer in layers.items()}
+        saved = sum(count * kept[sparse] for sparse, count in self._counts.items())
+        kind = next(iter(layers))
+        last = layers[kind]
+        again = last.saved - kept[kind] + last.input if recomputes else 0.0
+        norm, of_head = final_norm(self.model.shape, self._passage(tokens), False), head(self.model, tokens, self.cut.tensor)
+        missing = {} if load.microbatches > 1 or self.offloads or self.adapted else {"gradients": -4 * self.parameters}
+        flying = self._in_flight()
+        at_head = {"activations": saved + norm.saved, "logits": max(of_head.forward, of_head.saved + of_head.backward)}
+        yield "backward of the head", add(at_head, {"buffers": 0 if self.plain else self._gathered(2)}, missing)
+        at_layer = {"activations": saved + again, "buffers": flying}
+        yield "backward of the norm", add({"activations": saved + norm.backward, "buffers": flying}, missing)
+        yield "backward of the last layer", add(at_layer, {"activations": last.backward}, missing)
+        if recomputes and self.model.shape.layers > 1:  # while the last layer's gradients are reduced
+            before = {"activations": last.backward - last.input, "buffers": self._reducing}
+            yield "backward of the layer before", add(at_layer, before, missing)
+        if not self.plain:
+            yield "reduction of the last layer", self._reduction(saved - (0 if recomputes else last.saved), missing)
+            yield "reduction of the first layer", self._reduction(0.0, {})
+            yield "reduction of the root", {"buffers": (2 * c + 4 + 4 / self.cut.data) * self.root}
+        yield "optimizer", {}
+
+    def _passage(self, tokens: float) -> Passage:
+        return Passage(tokens, self.model.size, self.cuda, self.cut.tensor, 1, self.cut.tensor)
+
+    def _activations(self, sparse: bool, tokens: float) -> Layer:
+        return hugging_face(self.model.shape, sparse, self._passage(tokens))
+
+    def _kept(self, sparse: bool, layer: Layer, tokens: float) -> float:
+        """Return the bytes that a layer of `tokens` keeps from the forward pass to the backward pass."""
+        dtensor = self.model.policy.dtensor_cfg
+        if not dtensor.activation_checkpointing:
+            return layer.saved
+        if dtensor.recompute_granularity == "full":
+            return layer.input
+        return selected(self.model.shape, sparse, self._passage(tokens))
+
+    def _gathered(self, layers: int) -> float:
+        """Return the bytes of the root's and some layers' gathered weights."""
+        return self.model.size * (self.root + layers * self.largest)
+
+    def _in_flight(self) -> float:
+        """Return the bytes of gathered weights of a layer, the next one and the root, and of the head's gradient.
+
+        All of them are there while a layer goes backward.
+        """
+        if self.plain:
+            return 0.0
+        prefetched = self.model.size * self.largest if self.cut.data > 1 else 0.0
+        return self._gathered(1) + prefetched + self.model.size * self.model.output / self.cut.tensor
+
+    def _reduction(self, saved: float, missing: Parts) -> Parts:
+        """Return the bytes at the end of a layer's backward pass: its gradient as computed and in float32, whole and cut."""
+        own = self.model.size * self.largest
+        return add({"activations": saved, "buffers": self._in_flight() + own + self._reducing}, missing)
+
+    @property
+    def _reducing(self) -> float:
+        """Return the bytes of a layer's gradient in float32: this rank's part and, where there are several, the whole."""
+        if self.plain:
+            return 0.0
+        return 4 * self.largest * (1 + 1 / self.cut.data) if self.cut.data > 1 else 4 * self.largest
+
+
+# ---- Megatron-Core ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pipeline stage: how many layers of each kind it has, and whether it is at an end."""
+
+    number: int
+    dense: int
+    sparse: int
+    first: bool
+    last: bool
+
+    @property
+    def layers(self) -> int:
+        return self.dense + self.sparse
+
+
+def stages(model: Model) -> list[Stage]:
+    """Return the stages as Megatron-Core divides layers; those with an MLP are taken to come first."""
+    settings, shape = model.policy.megatron_cfg, model.shape
+    size = settings.pipeline_model_parallel_size
+    ends = {0: settings.num_layers_in_first_pipeline_stage, size - 1: settings.num_layers_in_last_pipeline_stage}
+    given = {number: count for number, count in ends.items() if count is not None}
+    middle = (shape.layers - sum(given.values())) // max(1, size - len(given))
+    found, done = [], 0
+    for number in range(size):
+        count = given.get(number, middle)
+        dense = max(0, min(shape.dense_layers - done, count))
+        found.append(Stage(number, dense, count - dense, number == 0, number == size - 1))
+        done += count
+    return found
+
+
+@dataclass(frozen=True)
+class Megatron(Held):
+    stage: Stage
+
+    # ---- numbers of parameters
+
+    @property
+    def dense_parameters(self) -> float:
+        """Return the parameters outside of experts. Norms and routers are whole on every rank."""
+        shape, stage, tensor, whole = self.model.shape, self.stage, self.cut.tensor, latent_projections(self.model.shape)
+        total = stage.layers * ((shape.attention_layer - whole) / tensor + whole + shape.norms_layer)
+        total += stage.dense * shape.mlp_layer / tensor
+        total += stage.sparse * (shape.shared_layer / tensor + shape.router_layer)
+        if stage.first:
+            total += self._rows * shape.hidden
+        if stage.last:
+            total += shape.hidden + self._head
+        return total
+
+    @property
+    def _head(self) -> float:
+        """Return the head's parameters besides the embedding. A tied one is there twice if that is on another stage."""
+        if self.model.values:
+            return self.model.shape.hidden
+        tied = not self.model.output
+        return 0.0 if tied and self.stage.first else self._rows * self.model.shape.hidden
+
+    @property
+    def _rows(self) -> int:
+        """Return the rows of the vocabulary on this rank."""
+        return -(-self.model.shape.vocabulary // self.cut.tensor)
+
+    @property
+    def expert_parameters(self) -> float:
+        return self.stage.sparse * self.model.shape.routed_layer / (self.cut.expert * self.cut.expert_tensor)
+
+    @property
+    def weights(self) -> float:
+        """Return the bytes of the weights in the precision that they compute in."""
+        return self.model.size * (self.dense_parameters + self.expert_parameters)
+
+    # ---- bytes that are there all the time
+
+    @property
+    def resident(self) -> Parts:
+        settings, c = self.model.policy.megatron_cfg, self.model.size
+        if not self.model.trained:
+            return {} if self._offloads else {"weights": self.weights}
+        dense, experts = self.dense_parameters, self.expert_parameters
+        dense -= self.stage.sparse * self.model.shape.router_layer if settings.freeze_moe_router else 0.0
+        share = dense / (self.cut.data * self.cut.context) + experts / self.cut.expert_data
+        in_float32 = settings.distributed_data_parallel_config.grad_reduce_in_fp32
+        return {
+            "weights": self.weights + (4 * share if c < 4 else 0.0),
+            "gradients": (4 if in_float32 else c) * (dense + experts),
+            "optimizer": 8 * share,
+        }
+
+    @property
+    def _offloads(self) -> bool:
+        return self.model.offload and self.cuda
+
+    @property
+    def host(self) -> float:
+        return self.weights * (2 * self.model.reference + self._offloads)  # while a reference is used, the policy's weights too
+
+    # ---- bytes of a phase
+
+    def phases(self, load: Load) -> Iterator[tuple[str, Parts]]:
+        yield "log-probs", self._forward(load.forward_tokens)
+        if self.model.trained:
+            yield from self._training(load)
+
+    def _forward(self, tokens: float) -> Parts:
+        passage = self._passage(tokens)
+        hidden = self.model.size * passage.tokens * self.model.shape.hidden
+        layer = max((one.forward for one in self._layers(passage).values()), default=0.0)
+        loaded = {"buffers": self.weights} if self._offloads else {}
+        if self.stage.last and (logits := head(self.model, passage.tokens, self.cut.tensor).forward) > layer:
+            return add({"activations": hidden, "logits": logits}, loaded)
+        return add({"activations": hidden + layer}, loaded)
+
+    def _training(self, load: Load) -> Iterator[tuple[str, Parts]]:
+        shape, passage = self.model.shape, self._passage(load.train_tokens)
+        layers = self._layers(passage)
+        flying = min(self.cut.pipeline - self.stage.number, load.microbatches)
+        counts = {True: self.stage.sparse, False: self.stage.dense}
+        kept = sum(counts[sparse] * self._kept(layer) for sparse, layer in layers.items())
+        last, again = next(iter(layers.values())), self._again(layers)
+        hidden = self.model.size * passage.tokens * shape.hidden
+        saved = flying * kept + (flying * hidden / passage.sequence if self.cut.pipeline > 1 else 0.0)
+        if self.stage.last:
+            of_head, norm = head(self.model, passage.tokens, self.cut.tensor), final_norm(shape, passage, self.cuda)
+            work = max(of_head.forward, of_head.saved + of_head.backward)
+            yield "backward of the head", {"activations": saved + norm.saved, "logits": work}
+            yield "backward of the norm", {"activations": saved + norm.backward + (norm.saved if self.cuda else 0.0)}
+        yield "backward of the last layer", {"activations": saved + again + last.backward}
+        if self.stage.first:
+            gradient = self.model.size * self._rows * shape.hidden  # the table's, whole
+            yield "backward of the embedding", {"activations": (flying - 1) * kept + hidden, "buffers": gradient}
+        yield "optimizer", {}
+
+    def _passage(self, tokens: float) -> Passage:
+        sequence = self.cut.tensor if self.cut.sequence else 1
+        experts = max(1, self.model.shape.experts // self.cut.expert)
+        local = tokens / self.cut.context
+        return Passage(local, self.model.size, self.cuda, self.cut.tensor, sequence, self.cut.expert_tensor, experts)
+
+    def _layers(self, passage: Passage) -> dict[bool, Layer]:
+        """Return the activations of a layer that is a mixture (True) and of one that is not, of the stage's kinds."""
+        kinds = ((True, self.stage.sparse), (False, self.stage.dense))
+        return {sparse: megatron(self.model.shape, sparse, passage) for sparse, count in kinds if count}
+
+    @property
+    def _recomputes(self) -> bool:
+        """Return whether layers are recomputed.
+
+        Selective recomputation of the attention's core keeps what flash attention keeps anyway; other modules are not counted.
+        """
+        settings = self.model.policy.megatron_cfg
+        return settings.activation_checkpointing and settings.recompute_granularity != "selective"
+
+    def _kept(self, layer: Layer) -> float:
+        """Return the bytes that a layer keeps from the forward pass to the backward pass."""
+        settings = self.model.policy.megatron_cfg
+        if not self._recomputes:
+            return layer.saved
+        several = settings.recompute_num_layers or 1
+        if settings.recompute_method == "block":
+            recomputed = min(1.0, several / max(1, self.stage.layers))
+            return recomputed * layer.input + (1 - recomputed) * layer.saved
+        return layer.input / several
+
+    def _again(self, layers: dict[bool, Layer]) -> float:
+        """Return the bytes of what is recomputed at a time."""
+        settings = self.model.policy.megatron_cfg
+        if not self._recomputes:
+            return 0.0
+        largest = max(layer.saved for layer in layers.values())
+        return largest * (1 if settings.recompute_method == "block" else settings.recompute_num_layers or 1)
