@@ -29,10 +29,9 @@ from launch.pages.document import add_plotly
 from launch.sweeps import baseline, lanes, suite, verdict
 from launch.sweeps.folder import LOCK_S, Folder, Plan
 from launch.sweeps.jobs import jobs_of
-from launch.sweeps.junit import junit
-from launch.sweeps.markdown import markdown
 from launch.sweeps.page import page
 from launch.sweeps.queue import Queue
+from launch.sweeps.texts import junit, markdown
 from launch.sweeps.verdict import Outcome, Result
 from launch.terminal import on_one_line, plain
 from pipeline.config import Problem

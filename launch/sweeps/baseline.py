@@ -6,12 +6,12 @@ one number a line, with where it comes from: commit, date, seeds, hardware. Writ
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from launch.sweeps.expressions import Curve
+from launch.sweeps.measured import mean_and_spread
 from pipeline.config import layers, refuse, typed
 from pipeline.config.values import Bool, Float, Int, Text
 from pipeline.files import write_durably
@@ -79,23 +79,6 @@ def write(baseline: Baseline, path: Path) -> None:
     write_durably(path, HEADER + layers.dumped(_sorted(asdict(baseline))))
 
 
-def by_step(seeds: Iterable[Curve]) -> dict[int, list[float]]:
-    """At each step, in order, the values of the seeds that have one."""
-    found: dict[int, list[float]] = {}
-    for curve in seeds:
-        for step, value in zip(curve.steps, curve.values, strict=True):
-            if value is not None:
-                found.setdefault(step, []).append(value)
-    return dict(sorted(found.items()))
-
-
-def mean_and_spread(seeds: Iterable[Curve]) -> tuple[dict[int, float], dict[int, float]]:
-    """At each step."""
-    found = by_step(seeds)
-    mean = {step: statistics.fmean(values) for step, values in found.items()}
-    return mean, {step: spread(values) for step, values in found.items()}
-
-
 def stored_curve(seeds: Iterable[Curve]) -> StoredCurve:
     """Thinned to POINTS."""
     mean, width = mean_and_spread(seeds)
@@ -103,12 +86,6 @@ def stored_curve(seeds: Iterable[Curve]) -> StoredCurve:
     count = min(POINTS, len(steps))
     kept = [steps[i * (len(steps) - 1) // max(1, count - 1)] for i in range(count)]
     return StoredCurve(kept, [_short(mean[step]) for step in kept], [_short(width[step]) for step in kept])
-
-
-def spread(values: Iterable[float]) -> float:
-    """The standard deviation of a sample; 0 of a single value."""
-    values = list(values)
-    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def _short(value: float) -> float:

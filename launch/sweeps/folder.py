@@ -1,12 +1,12 @@
-"""A sweep's own folder: what it consists of, what was submitted when, and what has become of each job.
+"""A sweep's own folder: its suite and jobs, what was submitted when, and the state of each job.
 
     runs/sweeps/<name>/<id>/
       suite.yaml     resolved                       check.sh, check.log   the job that judges at the end
       sweep.json     its jobs, where and by whom    verdict.json          what came of every gate
       jobs.jsonl     a line per submission          junit.xml, report.md, report.html
       runs/<run>-<seed>/                            the run folders
-Whether a job runs or has ended is asked of Slurm and of its run folder, never remembered here, so that nothing is lost with the
-process that submitted it.
+Slurm and the run folder tell whether a job runs or has ended. The sweep's folder does not remember it, so that nothing is lost
+with the process that submitted it.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class Submission:
     job: str  # a job's name
     job_id: str
     time: float
-    after: list[str] = field(default_factory=list)  # of a retry: what its predecessor failed of, in lines
+    after: list[str] = field(default_factory=list)  # of a retry: why its predecessor failed, in lines
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What has become of a job."""
+    """The state of a job."""
 
     job: Job
     state: str  # missing: never submitted; live; done; failed
@@ -90,7 +90,7 @@ class Folder:
     def title(self) -> str:
         return f"{self.path.parent.name} {self.path.name}"
 
-    # ---- what it consists of ------------------------------------------------------------------------------------------------
+    # ---- suite and jobs -----------------------------------------------------------------------------------------------------
 
     @property
     def begun(self) -> bool:
@@ -110,12 +110,12 @@ class Folder:
         return suites.read(self.path / "suite.yaml")
 
     def begin(self, suite: Suite, plan: Plan) -> None:
-        """sweep.json comes last: with it the folder is complete."""
+        """Write the suite and, last, sweep.json: with it the folder is complete."""
         write_durably(self.path / "suite.yaml", suites.to_yaml(suite))
         write_json(self.path / "sweep.json", asdict(plan))
 
     def want_baseline(self, wanted: bool) -> None:
-        """Whether the check shall write a new baseline."""
+        """Set whether the check writes a new baseline."""
         write_json(self.path / "sweep.json", {**asdict(self.plan), "update_baseline": wanted})
 
     def refuse_other(self, suite: Suite, overrides: list[str]) -> None:
@@ -140,7 +140,7 @@ class Folder:
     # ---- what was submitted -------------------------------------------------------------------------------------------------
 
     def submissions(self, job: str) -> list[Submission]:
-        """Of one job, oldest first. A line that a kill cut short is left out: its run folder knows the job."""
+        """Return those of one job, oldest first. A line that a kill cut short is left out: its run folder knows the job."""
         path = self.path / "jobs.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         found = [Submission(**json.loads(line)) for line in lines if line.startswith("{") and line.endswith("}")]
@@ -153,7 +153,7 @@ class Folder:
             line = json.dumps(asdict(Submission(job, job_id, time.time(), after or [])))
             file.write(f"{chr(10) if cut else ''}{line}\n".encode())
 
-    # ---- what has become of it ----------------------------------------------------------------------------------------------
+    # ---- states -------------------------------------------------------------------------------------------------------------
 
     def standings(self, queue: Queue) -> list[Standing]:
         """Raises RecipeError where it cannot be told from here."""
@@ -180,12 +180,12 @@ class Folder:
         return Standing(job, "failed", record, status, len(ids))
 
     def check_job(self, queue: Queue, but: str | None = None) -> str | None:
-        """The id of the live Slurm job that will judge, another one than `but`."""
+        """Return the id of the live Slurm job that will judge, another one than `but`."""
         return queue.writing_to(re.compile(re.escape(str(self.path / "check.log"))), but)
 
 
 def _seen_late(path: Path) -> bool:
-    """Whether a file that another node may just have written comes into sight."""
+    """Return whether a file that another node may just have written comes into sight."""
     deadline = time.monotonic() + SETTLE_S
     while not (there := listed(path)) and time.monotonic() < deadline:
         time.sleep(0.2)

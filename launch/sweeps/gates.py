@@ -1,8 +1,8 @@
-"""When a run's numbers, over its seeds, pass: bounds, bands around a baseline, speeds, equality to the last bit.
+"""Judge a run's numbers over its seeds: bounds, bands around a baseline, speeds, equality to the last bit.
 
-A gate never passes for want of something: a metric that is not there, a NaN, a baseline that does not have the gate fail it by
-name. Only two things are not judged, and say so: a run that did not come to its end, which has failed the suite already, and a
-speed on other hardware than the baseline's.
+A gate fails if it lacks something: a metric that is not there, a NaN, a baseline without the gate. Two things are not judged,
+and reported so: a run that did not complete, which has failed the suite already, and a speed on other hardware than the
+baseline's.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from launch.sweeps import expressions
-from launch.sweeps.baseline import Baseline, Stored, StoredRun, mean_and_spread, spread
+from launch.sweeps.baseline import Baseline, Stored, StoredRun
 from launch.sweeps.expressions import Curve, NoValue
-from launch.sweeps.measured import Measured
+from launch.sweeps.measured import Measured, mean_and_spread, spread
 from launch.sweeps.suite import GateConfig, Suite, gates_of, kind, seeds_of
 
 UPDATE = "update_baseline=true writes it"
@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one gate."""
+    """The outcome of one gate."""
 
     run: str
     gate: str
@@ -72,14 +72,14 @@ class NotJudged(ValueError):
 
 @dataclass(frozen=True)
 class Sweep:
-    """What all gates are judged from."""
+    """Everything that gates are judged from."""
 
     suite: Suite
     runs: Mapping[str, Mapping[int, Measured]]  # run -> seed -> what it measured; only those that came to their end
     baseline: Baseline | None
 
     def seeds(self, run: str) -> dict[int, Measured]:
-        """Of all its seeds. Raises NotJudged if one did not come to its end."""
+        """Return what each seed measured. Raises NotJudged if one did not complete."""
         asked, there = sorted(seeds_of(self.suite, run)), self.runs.get(run, {})
         if lost := [seed for seed in asked if seed not in there]:
             raise NotJudged(f"{run} did not come to its end with seed {', '.join(map(str, lost))}")
@@ -90,7 +90,7 @@ class Sweep:
 
 
 def judge(sweep: Sweep) -> list[Verdict]:
-    """Every gate of every run, in the suite's order."""
+    """Return the verdict of every gate of every run, in the suite's order."""
     return [case.verdict() for run in sweep.suite.runs for case in sweep.cases(run)]
 
 
@@ -109,7 +109,7 @@ class Case:
 
     @property
     def over(self) -> str:
-        """What becomes of the seeds' values."""
+        """Return how the seeds' values become one; `each`: every seed is judged."""
         return self.gate.over or {"bounds": "each", "band": "mean", "speed": "median"}[kind(self.gate)]
 
     def verdict(self) -> Verdict:
@@ -141,7 +141,7 @@ class Case:
     # ---- the values -------------------------------------------------------------------------------------------------------
 
     def values(self) -> dict[int, float]:
-        """The expression for each seed; relative to another run's where the gate wants that. Raises NoValue, NotJudged."""
+        """Return each seed's value, relative to another run's if the gate wants that. Raises NoValue, NotJudged."""
         values = self._of(self.run)
         if self.relative_to is None:
             return values
@@ -173,12 +173,12 @@ class Case:
         return limits, f"wanted: {limits} (baseline {middle:.4g}, band {half:.3g}{self._beyond(middle, half)})"
 
     def band(self) -> tuple[float, float]:
-        """(the baseline's middle, half the band's width). Raises Failed."""
+        """Return (the baseline's middle, half the band's width). Raises Failed."""
         values = self._stored()[1].seeds.values()
         return self._middle(values), self.gate.band.spreads * max(spread(values), self.gate.band.floor)
 
     def _beyond(self, middle: float, half: float) -> str:
-        """What there is to say if the run is better than the whole band."""
+        """Return a hint if the run is better than the whole band."""
         value = self._middle(self.values().values())
         ahead = {"higher": value - middle, "lower": middle - value, "neither": 0.0}[self.gate.band.better]
         return "; better than all of it: is it time for update_baseline=true?" if ahead > half else ""
@@ -199,7 +199,7 @@ class Case:
         return limits, f"{times:.3g} times {what}; wanted: {ratios} times"
 
     def departure(self) -> int | None:
-        """Of a band over one metric: the step from which on the seeds' mean is out of the baseline's curve, to the end."""
+        """Return the step from which on the seeds' mean is out of the baseline's curve, for a band over one metric."""
         named = set(expressions.metrics(expressions.parse(self.gate.value)))
         if self.gate.band is None or len(named) != 1:
             return None
@@ -216,7 +216,7 @@ class Case:
     # ---- the baseline -----------------------------------------------------------------------------------------------------
 
     def _stored(self) -> tuple[StoredRun, Stored]:
-        """Raises Failed where the baseline has nothing that this gate could be judged by."""
+        """Return the baseline's run and gate. Raises Failed if this gate cannot be judged by them."""
         if self.sweep.baseline is None:
             raise Failed(f"there is no baseline yet; {UPDATE}")
         of_run = self.sweep.baseline.of(self.run)
@@ -231,11 +231,11 @@ class Case:
         return of_run, stored
 
     def _middle(self, values: Iterable[float]) -> float:
-        """The seeds' values as one. Where `each` is judged, it is their mean."""
+        """Return the seeds' values as one. Where `each` is judged, it is their mean."""
         return REDUCTIONS["mean" if self.over == "each" else self.over](values)
 
     def to_store(self) -> Stored:
-        """What a baseline keeps. Raises NoValue, NotJudged."""
+        """Return what a baseline keeps. Raises NoValue, NotJudged."""
         return Stored(self.gate.value, self.relative_to, {str(seed): value for seed, value in self.values().items()})
 
     # ---- to the last bit --------------------------------------------------------------------------------------------------
@@ -251,25 +251,21 @@ class Case:
                 raise Failed(f"seed {seed} has no metric like {' or '.join(patterns)}")
             if alone := sorted(mine.keys() ^ theirs.keys()):
                 raise Failed(f"seed {seed}: {alone[0]} is in one of {self.run} and {other} only")
-            differences = [(step, name, *pair) for name in mine for step, *pair in _differences(mine[name], theirs[name])]
-            if differences:
-                step, name, one, two = min(differences)
+            texts = {name: (_texts(mine[name]), _texts(theirs[name])) for name in mine}
+            if different := [(step, name) for name, (one, two) in texts.items() for step, _ in one.items() ^ two.items()]:
+                step, name = min(different)
+                one, two = (values.get(step, "not there") for values in texts[name])
                 raise Failed(f"seed {seed}: {name} is {one} at step {step}, and {two} in {other}")
             compared += sum(len(curve.steps) for curve in mine.values())
         return f"{compared} values are the same as in {other}, to the last bit"
 
 
-def _differences(one: Curve, two: Curve) -> Iterable[tuple[int, str, str]]:
-    """(step, value, value)"""
-    first, second = (dict(zip(curve.steps, map(repr, curve.values), strict=True)) for curve in (one, two))
-    for step in first.keys() | second.keys():
-        pair = tuple(values.get(step, "not there") for values in (first, second))
-        if pair[0] != pair[1]:
-            yield step, *pair
+def _texts(curve: Curve) -> dict[int, str]:
+    return dict(zip(curve.steps, map(repr, curve.values), strict=True))
 
 
 def hardware(seeds: Iterable[Measured]) -> str:
-    """What all seeds ran on. Raises NotJudged where they do not say, or ran on different kinds."""
+    """Return the kind that all seeds ran on. Raises NotJudged where they do not say, or ran on different kinds."""
     kinds = {each.hardware for each in seeds}
     if None in kinds:
         raise NotJudged("not every run says which hardware it ran on, and a speed is of one kind")

@@ -1,4 +1,4 @@
-"""From a suite to its jobs: recipes x seeds x overrides, and what they need first; all that is wrong with any in one list.
+"""Make the jobs of a suite: recipes x seeds x overrides, and what they need first.
 
 Seeds are the outer loop: runs that are compared with each other run near to each other in time.
 """
@@ -12,11 +12,11 @@ from launch.prepare import Prepared, folder_name, prepare
 from launch.sweeps.folder import Job
 from launch.sweeps.suite import Asked, Suite, as_arguments, seeds_of
 from pipeline import config
-from pipeline.config import RecipeError, refuse
+from pipeline.config import Problem, RecipeError, refuse
 
 
 def jobs_of(asked: Asked, folder: Path) -> tuple[list[Job], str]:
-    """(jobs, those that others need first; slurm or local). Raises RecipeError with all that is wrong with any of them."""
+    """Return (jobs, those that others need first; slurm or local). Raises RecipeError with all that is wrong with any."""
     suite, problems, found, executors = asked.suite, [], {}, {}
     for run, seed in _in_turn(suite):
         if run in executors and executors[run] is None:
@@ -32,9 +32,9 @@ def jobs_of(asked: Asked, folder: Path) -> tuple[list[Job], str]:
             found.setdefault(job.name, job)
     if len(kinds := set(executors.values()) - {None}) > 1:
         told = ", ".join(f"{executor} for '{run}'" for run, executor in executors.items() if executor)
-        problems.append(f"cluster.executor: a sweep runs on one, and here it is {told}")
+        problems.append(Problem("cluster.executor", "contradiction", f"got {told}; expected one for all runs"))
     if kinds - {"slurm", "local"}:
-        problems.append("cluster.executor: a sweep runs as jobs of its own; slurm, or local")
+        problems.append(Problem("cluster.executor", "not-a-choice", "a sweep runs as jobs of its own; expected slurm or local"))
     refuse(problems)
     return sorted(found.values(), key=lambda job: job.run is not None), kinds.pop()
 
@@ -45,7 +45,7 @@ def _in_turn(suite: Suite) -> list[tuple[str, int]]:
 
 
 def _prepared(suite: Suite, more: list[str], run: str, seed: int, folder: Path) -> tuple[list[str], list[Prepared]]:
-    """(the recipe's overrides, what has to run). Raises RecipeError."""
+    """Return (the recipe's overrides, what has to run). Raises RecipeError."""
     recipe = suite.runs[run].recipe or run
     given = [*as_arguments(suite.overrides), *as_arguments(suite.runs[run].overrides), *more]
     algorithm = recipes.inspect(recipe, given).recipe.algorithm
@@ -55,7 +55,7 @@ def _prepared(suite: Suite, more: list[str], run: str, seed: int, folder: Path) 
 
 
 def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, seed: int) -> list[Job]:
-    """Of one run: what it needs, then itself. What is needed has the run folder that launch/prepare.py gives it."""
+    """Return the jobs that a run needs, with the run folders that launch/prepare.py gives them, then its own."""
     *needed, main = (each.recipe for each in prepared)
     executor = f"cluster.executor={prepared[-1].executor.name}"  # said, because the check inside a job would choose otherwise
     names = [folder_name(recipe) for recipe in needed]

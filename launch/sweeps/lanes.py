@@ -1,6 +1,6 @@
-"""The submission of a sweep's jobs: as many at once as the suite allows, and each job once, whatever was killed meanwhile.
+"""Submit a sweep's jobs: as many at once as the suite allows, and each job once, whatever was killed meanwhile.
 
-Under Slurm nothing has to stay alive: a run waits for the one that is `max_concurrent` places before it to end, and the check
+Under Slurm no process has to stay: a run waits until the one `max_concurrent` places before it has ended, and the check waits
 for all of them (`--dependency=afterany`). On this machine the process stays, and starts a run when another has ended.
 """
 
@@ -30,7 +30,7 @@ SUBMIT_S = 120.0
 
 
 def due(standings: list[Standing], retries: int) -> list[Standing]:
-    """What is to be submitted: what never was, and what failed and may be retried, unless it needs what failed for good."""
+    """Return what to submit: what never was, and what failed and may be retried, unless it needs what failed for good."""
     found: dict[str, Standing] = {}
     well = {each.job.name for each in standings if each.state in ("done", "live")}
     for each in standings:
@@ -41,7 +41,7 @@ def due(standings: list[Standing], retries: int) -> list[Standing]:
 
 
 def start(folder: Folder, standing: Standing, after: tuple[str, ...] = (), behind: tuple[str, ...] = ()) -> str:
-    """Submit one job; its id. What submit.py prints goes into submit.log. Raises RecipeError."""
+    """Submit one job, and return its id. What submit.py prints goes into submit.log. Raises RecipeError."""
     job = standing.job
     why = why_failed(standing) if standing.state == "failed" else []
     prepared = prepare(job.recipe, job.overrides)[-1]
@@ -54,7 +54,7 @@ def start(folder: Folder, standing: Standing, after: tuple[str, ...] = (), behin
 
 
 def why_failed(standing: Standing) -> list[str]:
-    """In lines, the most telling first."""
+    """Return why a job did not complete, in lines."""
     job, run_dir = standing.job, Path(standing.job.run_dir)
     if standing.record is None:
         return [f"was never submitted, because {', '.join(job.needs)} failed"] if job.needs else ["was never submitted"]
@@ -67,7 +67,7 @@ def why_failed(standing: Standing) -> list[str]:
 
 
 def submit_all(folder: Folder, todo: list[Standing], live: list[Standing]) -> None:
-    """Raises RecipeError; what was submitted until then goes on, and the same command submits the rest."""
+    """Submit `todo` behind `live`. Raises RecipeError; then the jobs so far go on, and the same command submits the rest."""
     most = folder.suite.max_concurrent
     ids = {each.job.name: each.record.job_id for each in live}
     queue = sorted(ids.values(), key=int)
@@ -79,7 +79,7 @@ def submit_all(folder: Folder, todo: list[Standing], live: list[Standing]) -> No
 
 
 def submit_check(folder: Folder, waits_for: list[str]) -> str:
-    """The job that judges when all others have ended; its id. Raises RecipeError if sbatch refuses it."""
+    """Submit the job that judges when all others have ended, and return its id. Raises RecipeError if sbatch refuses it."""
     suite, plan = folder.suite, folder.plan
     train = config.read(Path(plan.jobs[-1].run_dir) / "recipe.yaml").cluster.train
     options = {
@@ -114,7 +114,7 @@ def submit_check(folder: Folder, waits_for: list[str]) -> str:
 
 
 def run_here(folder: Folder) -> None:
-    """Until all have ended and nothing is left to retry. Raises RecipeError."""
+    """Run the jobs until all have ended and nothing is left to retry. Raises RecipeError."""
     suite = folder.suite
     said: dict[str, str] = {}
     while True:
@@ -132,7 +132,7 @@ def run_here(folder: Folder) -> None:
 
 
 def tell(standings: list[Standing], said: dict[str, str]) -> None:
-    """A line for each job whose state is not as it was said."""
+    """Print a line for each job whose state is not as it was said."""
     for each in standings:
         now = each.state if each.status is None else f"{each.state}, {each.status}"
         if each.state != "missing" and said.get(each.job.name) != now:

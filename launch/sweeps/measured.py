@@ -1,11 +1,12 @@
-"""What a run measured: its metrics as curves, and the hardware that it says it ran on. Reads the run folder alone."""
+"""Read what runs measured: their metrics as curves, and the hardware that they ran on. Needs the run folders alone."""
 
 from __future__ import annotations
 
 import fnmatch
 import json
+import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ class Measured:
     seconds: float = 0.0  # that its attempts took, as far as they left word
 
     def reproducible(self, patterns: list[str]) -> dict[str, Curve]:
-        """Of the metrics that are called like one of `patterns` those that a second run must have to the last bit."""
+        """Return the metrics named like one of `patterns` that a second run must have to the last bit."""
         kept = {name: curve for name, curve in self.curves.items() if not name.startswith(NOT_REPRODUCIBLE)}
         return {name: curve for name, curve in kept.items() if any(fnmatch.fnmatchcase(name, each) for each in patterns)}
 
@@ -37,7 +38,7 @@ def measured(run_dir: Path) -> Measured:
 
 
 def curves(lines: list[dict[str, Any]]) -> dict[str, Curve]:
-    """Every metric over the steps that have it. `step` and the line's own `time` are none."""
+    """Return every metric over the steps that have it. `step` and the line's own `time` are none."""
     found: dict[str, tuple[list[int], list[float | None]]] = {}
     for line in lines:
         for name, value in line.items():
@@ -49,7 +50,7 @@ def curves(lines: list[dict[str, Any]]) -> dict[str, Curve]:
 
 
 def _hardware(run_dir: Path) -> str | None:
-    """Of the newest attempt that says it, in its nodes.json: how many nodes of which kind."""
+    """Return how many nodes of which kind the newest attempt with a nodes.json had."""
     for attempt in reversed(all_attempts(run_dir)):
         if (path := attempt.folder / "nodes.json").exists():
             return described(json.loads(path.read_text())["nodes"].values())
@@ -57,7 +58,7 @@ def _hardware(run_dir: Path) -> str | None:
 
 
 def described(nodes: Any) -> str | None:
-    """nodes: those of a nodes.json. None if one of them says neither its GPUs nor its processor."""
+    """Return the nodes of a nodes.json by kind and count. None if one of them says neither its GPUs nor its processor."""
     kinds = []
     for node in nodes:
         gpus = Counter(gpu["name"] for gpu in node["gpus"])
@@ -66,3 +67,29 @@ def described(nodes: Any) -> str | None:
             return None
         kinds.append(kind)
     return "; ".join(f"{count} x ({kind})" if count > 1 else kind for kind, count in sorted(Counter(kinds).items())) or None
+
+
+# ---- over the seeds ----------------------------------------------------------------------------------------------------------
+
+
+def by_step(seeds: Iterable[Curve]) -> dict[int, list[float]]:
+    """Return step -> the values of the seeds that have one there, in order."""
+    found: dict[int, list[float]] = {}
+    for curve in seeds:
+        for step, value in zip(curve.steps, curve.values, strict=True):
+            if value is not None:
+                found.setdefault(step, []).append(value)
+    return dict(sorted(found.items()))
+
+
+def mean_and_spread(seeds: Iterable[Curve]) -> tuple[dict[int, float], dict[int, float]]:
+    """Return both of the seeds' values, by step."""
+    found = by_step(seeds)
+    mean = {step: statistics.fmean(values) for step, values in found.items()}
+    return mean, {step: spread(values) for step, values in found.items()}
+
+
+def spread(values: Iterable[float]) -> float:
+    """Return the standard deviation of a sample; 0 of a single value."""
+    values = list(values)
+    return statistics.stdev(values) if len(values) > 1 else 0.0

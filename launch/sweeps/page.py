@@ -14,11 +14,11 @@ from launch.pages.document import Section, document, folded
 from launch.pages.html import Html, table, tag
 from launch.sweeps import expressions
 from launch.sweeps import suite as suites
-from launch.sweeps.baseline import StoredCurve, by_step
+from launch.sweeps.baseline import StoredCurve
 from launch.sweeps.expressions import Curve, Statistic
 from launch.sweeps.gates import Outcome, Verdict
-from launch.sweeps.markdown import baseline_of
-from launch.sweeps.verdict import Ran, Result, metrics_of, telling
+from launch.sweeps.measured import by_step
+from launch.sweeps.verdict import Ran, Result, baseline_of, metrics_of, telling
 
 RUNS = ("this sweep", "baseline")
 NOW, BEFORE = 0, 1  # places in RUNS

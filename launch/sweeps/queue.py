@@ -1,7 +1,7 @@
-"""One look at what is under way: of all jobs at once, because a sweep has many and asking for each is slow.
+"""The jobs that are under way, asked for all at once, because a sweep has many and asking for each is slow.
 
-It also finds jobs by what they write: one whose submitter was killed between sbatch and its note in the run folder is nobody's
-otherwise, and would be submitted a second time.
+Jobs are also found by the files that they write: a run folder does not know a job whose submitter was killed between sbatch and
+its note there, and would be submitted to a second time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PAUSES_S = (5, 15)
 
 
 class Queue:
-    """As it is when it is first asked."""
+    """The state of all jobs when it is first asked for."""
 
     def __init__(self, executor: str):
         self._executor = executor
 
     @functools.cached_property
     def _seen(self) -> tuple[dict[str, JobStatus], list[tuple[str, str]]]:
-        """(status by job id, (job id, what it writes to) of each). Raises RecipeError where Slurm cannot be asked."""
+        """Return (status by job id, (job id, path of its log) of each). Raises RecipeError where Slurm cannot be asked."""
         jobs = defaultdict(list)
         for part in slurm_client.read_jobs(_scontrol()):
             jobs[part.job_id].append(part)
@@ -40,7 +40,7 @@ class Queue:
         return {job_id: slurm.job_status(slurm_client.whole(parts)) for job_id, parts in jobs.items()}, outputs
 
     def status(self, job_id: str) -> JobStatus:
-        """Of a Slurm job."""
+        """Return the status of a Slurm job."""
         known, _ = self._seen
         if job_id not in known:
             known[job_id] = HetSlurmJob(".", job_id).status()  # forgotten by slurmctld; perhaps accounting knows
@@ -50,7 +50,7 @@ class Queue:
         return self.status(record.job_id) if self._executor == "slurm" else record.attach(run_dir).status(now=True)
 
     def writing_into(self, run_dir: Path) -> JobRecord | None:
-        """The live job that was submitted for this run folder, whether the folder knows of it or not."""
+        """Return the live job that was submitted for this run folder, whether the folder knows of it or not."""
         if self._executor == "slurm":
             found = self.writing_to(re.compile(re.escape(f"{run_dir}/submitit/") + r"\d+_0_log\.out"))
             return JobRecord("slurm", found, socket.gethostname()) if found else None
@@ -58,7 +58,7 @@ class Queue:
         return JobRecord("local", str(controller), socket.gethostname(), start_time(controller)) if controller else None
 
     def writing_to(self, output: re.Pattern[str], but: str | None = None) -> str | None:
-        """The id of the live Slurm job whose output is called so, another one than `but`."""
+        """Return the id of the live Slurm job whose log has such a path, another one than `but`."""
         known, outputs = self._seen
         ids = [job_id for job_id, path in outputs if output.fullmatch(path) and job_id != but]
         return next((job_id for job_id in ids if not known[job_id].ended), None)
@@ -78,7 +78,7 @@ def _scontrol() -> str:
 
 
 def _controller(run_dir: Path) -> int | None:
-    """The process id of launch/executors/local.py's controller for this folder."""
+    """Return the process id of launch/executors/local.py's controller for this folder."""
     ends_with = b"\0".join([b"-m", b"launch.executors.local", str(run_dir).encode(), b""])
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -1,6 +1,6 @@
-"""The end of a sweep: every gate is judged, the reports are written, and, if it is wanted, a new baseline.
+"""Judge a sweep that has ended: every gate, and a new baseline if one is asked for.
 
-A run that did not come to its end fails the suite by a gate of its own, `completes`, which names its first failure.
+A run that did not complete fails the suite by a gate of its own, `completes`, which names its first failure.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,12 +26,12 @@ from launch.sweeps.suite import kind
 
 COMPLETES = "completes"
 NOT_TEXT = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What a log may hold and a report may not, such as a terminal's escapes: https://www.w3.org/TR/xml/#charsets."""
+"""Characters of logs that XML does not allow, such as a terminal's escapes: https://www.w3.org/TR/xml/#charsets."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """One job, for the reports."""
+    """One job, as reports show it."""
 
     job: Job
     state: str
@@ -42,18 +42,18 @@ class Ran:
 
     @property
     def gate(self) -> str:
-        """That it came to its end."""
+        """Name of the gate that it completes."""
         return COMPLETES if self.job.seed is None else f"seed {self.job.seed} {COMPLETES}"
 
     @property
     def restarts(self) -> int:
-        """Starts of its ranks beyond one per submission: after a crash, the time limit or preemption."""
+        """Number of starts of its ranks beyond one per submission: after a crash, the time limit or preemption."""
         return max(0, len(self.attempts) - self.tries)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of a whole sweep."""
+    """The verdicts of a whole sweep, and all that its reports show."""
 
     title: str
     folder: Path
@@ -74,14 +74,14 @@ class Result:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """Return the outcome in one line."""
         counts = {outcome: sum(verdict.outcome is outcome for verdict in self.verdicts) for outcome in Outcome}
         told = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
         return f"{self.title}: {'passed' if self.passed else 'FAILED'}: {told}"
 
 
 def conclude(folder: Folder) -> Result:
-    """Judge what is there. Raises RecipeError for a baseline that cannot be read."""
+    """Judge what the runs left. Raises RecipeError for a baseline that cannot be read."""
     plan, suite = folder.plan, folder.suite
     standings = folder.standings(Queue(plan.executor))
     runs: dict[str, dict[int, Measured]] = {run: {} for run in suite.runs}
@@ -89,22 +89,20 @@ def conclude(folder: Folder) -> Result:
         if each.state == "done" and each.job.run is not None:
             runs[each.job.run][each.job.seed] = measured(Path(each.job.run_dir))
     ran = [_ran(folder, each) for each in standings]
-    path, notes = Path(plan.baseline), []
-    sweep = Sweep(suite, runs, baselines.read(path))
-    commits = _commits(plan.jobs)
-    problems = []
+    sweep = Sweep(suite, runs, baselines.read(Path(plan.baseline)))
+    commits, notes, refused = _commits(plan.jobs), [], []
     if plan.update_baseline:
-        renewed, problems = _renewed(folder, sweep, ran, commits)
-        if not problems:
-            baselines.write(renewed, path)
-            sweep = Sweep(suite, runs, renewed)
-            notes.append(f"the baseline was written anew: {path}")
+        renewed, refused = _renewed(folder, sweep, ran, commits)
+        if not refused:
+            baselines.write(renewed, Path(plan.baseline))
+            sweep = replace(sweep, baseline=renewed)
+            notes.append(f"the baseline was written anew: {plan.baseline}")
     if len(commits) > 1:
         notes.append(f"the runs are of different versions of the code: {', '.join(commits)}")
     notes += _changed(sweep, plan.jobs)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     verdicts = [*map(_completes, ran), *judge(sweep)]
-    verdicts += [Verdict("baseline", "update_baseline", Outcome.FAILED, f"not written: {problem}") for problem in problems]
+    verdicts += [Verdict("baseline", "update_baseline", Outcome.FAILED, f"not written: {why}") for why in refused]
     return Result(folder.title, folder.path, sweep, ran, verdicts, commits, now, notes)
 
 
@@ -119,27 +117,27 @@ def _ran(folder: Folder, standing: Standing) -> Ran:
 
 
 def _completes(ran: Ran) -> Verdict:
-    run, gate = ran.job.run or ran.job.name, ran.gate
-    restarts = f"; its ranks were restarted {ran.restarts} times" if ran.restarts else ""
+    outcome, said = Outcome.FAILED, ""
     if ran.state == "done":
-        if not ran.why:
-            return Verdict(run, gate, Outcome.PASSED, f"done{restarts}")
-        return Verdict(run, gate, Outcome.PASSED, f"RETRIED: done at try {ran.tries}; before: {telling(ran.why[0])}{restarts}")
-    if ran.state == "live":
-        return Verdict(run, gate, Outcome.FAILED, "has not ended yet")
-    again = f"failed {len(ran.why)} times, first: " if len(ran.why) > 1 else ""
-    return Verdict(run, gate, Outcome.FAILED, f"{again}{telling(ran.why[0])}{restarts}")
+        outcome = Outcome.PASSED
+        said = f"RETRIED: done at try {ran.tries}; before: {telling(ran.why[0])}" if ran.why else "done"
+    elif ran.state == "live":
+        said = "has not ended yet"
+    else:
+        said = (f"failed {len(ran.why)} times, first: " if len(ran.why) > 1 else "") + telling(ran.why[0])
+    restarts = f"; its ranks were restarted {ran.restarts} times" if ran.restarts else ""
+    return Verdict(ran.job.run or ran.job.name, ran.gate, outcome, said + restarts)
 
 
 def telling(why: list[str]) -> str:
-    """Of a failure's lines the one that says most: the rank's own words, else the end of the log, else the first."""
+    """Return the line of a failure that says most: the rank's own words, else the end of the log, else the first."""
     said = [line for line in why if line.startswith("rank ")]
     log = [line.strip() for line in why if line.startswith("  ") and line.strip()]
     return (said or log[-1:] or why)[0]
 
 
 def _commits(jobs: list[Job]) -> list[str]:
-    """Of the runs' latest submissions, as `1a2b3c4` or `1a2b3c4, changed`."""
+    """Return the commits of the runs' latest submissions, as `1a2b3c4` or `1a2b3c4, changed`."""
     found = set()
     for job in jobs:
         path = Path(job.run_dir) / "manifest.json"
@@ -149,7 +147,7 @@ def _commits(jobs: list[Job]) -> list[str]:
 
 
 def _changed(sweep: Sweep, jobs: list[Job]) -> list[str]:
-    """Overrides that are not those of the baseline: the first thing to look at where a gate fails."""
+    """Return a note for each run whose overrides are not the baseline's: the first thing to look at where a gate fails."""
     notes = []
     for run in sweep.suite.runs if sweep.baseline else ():
         before, now = set(sweep.baseline.of(run).overrides), set(_overrides(jobs, run))
@@ -160,18 +158,26 @@ def _changed(sweep: Sweep, jobs: list[Job]) -> list[str]:
 
 
 def _overrides(jobs: list[Job], run: str) -> list[str]:
-    """Of one of its jobs, but for the seed, the folder and where it runs."""
+    """Return the overrides of one of its jobs, without the seed, the folder and where it runs."""
     job = next(job for job in jobs if job.run == run)
     own = ("run_dir=", "cluster.")
     kept = [each for each in job.overrides if not each.startswith(own) and not each.partition("=")[0].endswith(".seed")]
     return list({each.partition("=")[0]: each for each in kept}.values())
 
 
+def baseline_of(result: Result) -> str:
+    """Return which baseline the sweep was judged by."""
+    if result.sweep.baseline is None:
+        return "there is no baseline"
+    origin = result.sweep.baseline.provenance
+    return f"the baseline is of {origin.date}, from {origin.sweep}, commit {origin.commit or 'unknown'}"
+
+
 # ---- a new baseline -------------------------------------------------------------------------------------------------------
 
 
 def _renewed(folder: Folder, sweep: Sweep, ran: list[Ran], commits: list[str]) -> tuple[Baseline, list[str]]:
-    """(what this sweep measured, why it must not become the baseline: a run failed, or a gate that needs no baseline)."""
+    """Return (what this sweep measured, why it must not become the baseline: a run failed, or a gate that needs none)."""
     cases = [case for run in sweep.suite.runs for case in sweep.cases(run)]
     independent = [case.verdict() for case in cases if kind(case.gate) in ("bounds", "same_as")]
     bad = [each for each in [*map(_completes, ran), *independent] if each.outcome is not Outcome.PASSED]
@@ -203,7 +209,7 @@ def _hardware(seeds: Mapping[int, Measured]) -> str | None:
 
 
 def metrics_of(cases: list[Case]) -> list[str]:
-    """The metrics in their expressions, each once."""
+    """Return the metrics in their expressions, each once."""
     parsed = (expressions.parse(case.gate.value) for case in cases if case.gate.value is not None)
     return list(dict.fromkeys(metric for expression in parsed for metric in expressions.metrics(expression)))
 
@@ -212,7 +218,7 @@ def metrics_of(cases: list[Case]) -> list[str]:
 
 
 def write(result: Result) -> None:
-    """verdict.json, the last of the reports: it says that the sweep is over."""
+    """Write verdict.json, which tells other processes that the sweep is over."""
     verdicts = [{**asdict(each), "outcome": each.outcome.value} for each in result.verdicts]
     value = {"passed": result.passed, "summary": result.summary, "judged": result.judged, "commits": result.commits}
     write_json(result.folder / "verdict.json", {**value, "notes": result.notes, "verdicts": verdicts})

@@ -13,9 +13,8 @@ from launch.executors.record import JobRecord, write_record
 from launch.sweeps import baseline, suite, verdict
 from launch.sweeps.folder import Folder, Plan
 from launch.sweeps.jobs import jobs_of
-from launch.sweeps.junit import junit
-from launch.sweeps.markdown import markdown
 from launch.sweeps.page import page
+from launch.sweeps.texts import junit, markdown
 from tests.launch.sweeps.suites import write_suite
 
 SLOW = {"b": {"time/step": 0.15}}

@@ -1,14 +1,53 @@
-"""JUnit XML, as CI tools read it: a test suite per run, a test case per gate; https://github.com/testmoapp/junitxml."""
+"""The report as Markdown, and as JUnit XML for CI tools."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from xml.etree import ElementTree
 
 from launch.sweeps.gates import Outcome, Verdict
-from launch.sweeps.verdict import Ran, Result
+from launch.sweeps.verdict import Ran, Result, baseline_of, telling
+
+SIGNS = {Outcome.PASSED: "✅", Outcome.FAILED: "❌", Outcome.NOT_JUDGED: "⚠️ not judged"}
+
+
+def markdown(result: Result) -> str:
+    """Return the report: what failed first, then every gate, then the runs."""
+    parts = [f"# {result.title}: {'passed' if result.passed else 'failed'}", "", f"{result.summary}."]
+    if result.failed:
+        parts += ["", "## Failed", "", *(f"- **{each.run}, {each.gate}**: {_plain(each.said)}" for each in result.failed)]
+    if result.notes:
+        parts += ["", "## Notes", "", *(f"- {_plain(note)}" for note in result.notes)]
+    parts += ["", "## Gates", "", *_table(("run", "gate", "", "found and wanted"), map(_row, result.verdicts))]
+    parts += ["", "## Runs", "", *_table(("run", "", "tries", "restarts", "seconds", "failures"), map(_ran, result.ran))]
+    parts += ["", f"Judged {result.judged}, of commit {' and '.join(result.commits) or 'unknown'}; {baseline_of(result)}."]
+    return "\n".join([*parts, ""])
+
+
+def _row(verdict: Verdict) -> tuple[str, ...]:
+    return verdict.run, verdict.gate, SIGNS[verdict.outcome], verdict.said
+
+
+def _ran(ran: Ran) -> tuple[str, ...]:
+    failures = "; ".join(map(telling, ran.why))
+    return ran.job.name, ran.state, str(ran.tries), str(ran.restarts), f"{ran.seconds:.0f}", failures
+
+
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return [f"| {' | '.join(_plain(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
+
+
+def _plain(text: str) -> str:
+    """Return it on one line, without markup of its own."""
+    return " ".join(text.split()).replace("<", "&lt;").replace("`", "'")
+
+
+# ---- JUnit ----------------------------------------------------------------------------------------------------------------
 
 
 def junit(result: Result) -> str:
+    """Return a test suite per run, with a test case per gate: https://github.com/testmoapp/junitxml."""
     name = result.sweep.suite.name
     names = list(dict.fromkeys(verdict.run for verdict in result.verdicts))
     suites = ElementTree.Element("testsuites", _counts(f"{name} {result.folder.name}", result.verdicts, result.ran))
