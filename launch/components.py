@@ -9,7 +9,7 @@ from launch import cuda_variables
 from launch.executors.base import ROOT
 from launch.nodes import Guest
 from pipeline import config
-from pipeline.config import ComponentConfig, Recipe, colocated, sbatch, uses_megatron
+from pipeline.config import ComponentConfig, Recipe, colocated, guests, uses_megatron
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
@@ -29,8 +29,8 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
         )
         for name, part in config.components(recipe).items()
     }
-    guests = [name for name in sbatch.guests(recipe) if name in parts]
-    return parts | {name: Guest(**vars(parts[name]), takes_turns=colocated(recipe)) for name in guests}
+    beside = [name for name in guests(recipe) if name in parts]
+    return parts | {name: Guest(**vars(parts[name]), takes_turns=colocated(recipe)) for name in beside}
 
 
 def _with_root(variables: dict[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from launch import backend, recipes
 from pipeline import config
-from pipeline.config import Loaded, Problem, collected, layers, sbatch
+from pipeline.config import Loaded, Problem, collected, guests, layers
 
 SITE = (
     *("partition", "account", "qos", "constraint", "sbatch_options", "python", "srun_args", "env_vars"),
@@ -61,7 +61,7 @@ def _from_files(asking: Loaded, needed: Loaded) -> list[str]:
             continue
         if rest[0] in ("executor", "sbatch_options"):
             found[f"cluster.{rest[0]}"] = getattr(asking.recipe.cluster, rest[0])
-        elif rest[1:2] == ["sbatch_options"] and rest[0] in sbatch.guests(needed.recipe):
+        elif rest[1:2] == ["sbatch_options"] and rest[0] in guests(needed.recipe):
             continue  # it has no nodes there
         elif len(rest) > 1 and rest[1] in SITE:
             component = getattr(asking.recipe.cluster, rest[0], None)

@@ -14,7 +14,8 @@ from launch.last_words import container_trouble, last_words
 from launch.past_run import Columns, PastRun, last_sign, phases
 from launch.run_state import RunState
 from pipeline.checkpoint import NAME, Checkpoints
-from pipeline.config import CheckpointingConfig, durations
+from pipeline.config import CheckpointingConfig
+from pipeline.config.values import seconds
 
 RECENT = 20
 """Steps that pace, trends and phase times are of."""
@@ -121,7 +122,7 @@ def _saves_by(run: PastRun, state: RunState) -> float | None:
     by = run.of("checkpointing.checkpoint_must_save_by")
     if by is None or state.word != "running" or not run.attempts:
         return None
-    return run.attempts[-1].started + durations.seconds(by)
+    return run.attempts[-1].started + seconds(by)
 
 
 # ---- what is kept, and what failed ------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from pipeline import metrics, signals
-from pipeline.config import CheckpointingConfig, durations
+from pipeline.config import CheckpointingConfig
+from pipeline.config.values import seconds
 
 SLACK = 1.1
 """How much longer than the longest yet a step and a save may take."""
@@ -58,7 +59,7 @@ class Deadline:
         if end := os.environ["HETSTEP_END_TIME"]:
             ends["the allocation"] = float(end)
         if config.checkpoint_must_save_by is not None:
-            ends["checkpointing.checkpoint_must_save_by"] = started + durations.seconds(config.checkpoint_must_save_by)
+            ends["checkpointing.checkpoint_must_save_by"] = started + seconds(config.checkpoint_must_save_by)
         return cls(started, ends, metrics.read(run_dir / "metrics.jsonl"))
 
     def stepped(self, line: Mapping[str, float]) -> None:

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from pipeline.config import CheckpointingConfig, durations
+from pipeline.config import CheckpointingConfig
+from pipeline.config.values import seconds
 from pipeline.deadline import Deadline
 
 START = 1_000_000.0
@@ -127,11 +128,11 @@ def test_the_earlier_end_counts_and_the_attempt_tells_when_it_began(tmp_path, mo
 
 
 def test_durations():
-    assert durations.seconds("00:03:45:00") == 13500
-    assert durations.seconds("1:0:0:1") == 86401
+    assert seconds("00:03:45:00") == 13500
+    assert seconds("1:0:0:1") == 86401
     for wrong in ("03:45:00", "1:2:3:4:5", "a:b:c:d", "0:0:-1:0", "13500", "0:0:1.5:0", ""):
         with pytest.raises(ValueError, match="days:hours:minutes:seconds"):
-            durations.seconds(wrong)
+            seconds(wrong)
 
 
 # ---- signals --------------------------------------------------------------------------------------------------------------

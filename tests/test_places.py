@@ -85,8 +85,8 @@ def test_a_folder_in_the_working_directory_is_not_taken_for_one_beside_the_recip
     (tmp_path / "here/other").mkdir()
     loaded = config.inspect(write("a.yaml", BASE.replace("model_name: model", "model_name: other")))
     (problem,) = loaded.problems
-    assert problem.startswith(f"{tmp_path}/there/a.yaml:2: policy.model_name: 'other' is no folder in {tmp_path}/there")
-    assert problem.endswith(f"give {tmp_path}/here/other, or a path from there")
+    assert (problem.origin, problem.key, problem.code) == (f"{tmp_path}/there/a.yaml:2", "policy.model_name", "ambiguous")
+    assert f"{tmp_path}/there" in problem.message and f"{tmp_path}/here/other" in problem.message
 
 
 # ---- other recipes -----------------------------------------------------------------------------------------------------------
@@ -109,11 +109,10 @@ def test_who_asks_for_a_recipe_that_there_is_not_is_named(write, tmp_path, key):
     try:
         (problem,) = config.inspect(path).problems
     except config.RecipeError as error:
-        problem = str(error)
-    assert problem == (
-        f"{path}:1: {key}: there is no recipe 'tiny_grp': no {tmp_path}/there/tiny_grp, no {tmp_path}/there/tiny_grp.yaml, no"
-        f" {ROOT}/recipes/tiny_grp.yaml; did you mean tiny_grpo?"
-    )
+        (problem,) = error.problems
+    assert (problem.origin, problem.key, problem.code) == (f"{path}:1", key, "file-not-found")
+    looked = (f"{tmp_path}/there/tiny_grp", f"{tmp_path}/there/tiny_grp.yaml", f"{ROOT}/recipes/tiny_grp.yaml", "tiny_grpo?")
+    assert all(name in problem.message for name in looked)
 
 
 # ---- where data come from ----------------------------------------------------------------------------------------------------

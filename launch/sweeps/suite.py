@@ -138,7 +138,7 @@ class Asked:
 
 def find(name: str) -> Path:
     """Return the file of a suite. Raises RecipeError with the suites that exist."""
-    return layers.named(name, SUITES, f"sweep={name}: no such sweep")
+    return layers.named(name, SUITES, "sweep")
 
 
 def load(name: str, arguments: Iterable[str] = ()) -> Asked:

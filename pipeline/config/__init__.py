@@ -55,7 +55,7 @@ from pipeline.config.data import (
 from pipeline.config.environments import TOOLS, ToolArguments, arguments_of, arguments_of_tool, own_kind, tools_of
 from pipeline.config.errors import Problem, RecipeError, as_problem, collected, listed, refuse
 from pipeline.config.generation import GenerationConfig, RefitConfig, VLLMConfig
-from pipeline.config.layout import Backend, asked_backend, check_expert_layout, colocated, decided, refits_by_ipc
+from pipeline.config.layout import Backend, asked_backend, check_expert_layout, colocated, decided, guests, refits_by_ipc
 from pipeline.config.megatron import (
     MEGATRON_MODEL_TYPES,
     MegatronCheckpointConfig,
@@ -205,6 +205,7 @@ __all__ = [
     "expert_tensor_parallel_size",
     "find",
     "generates",
+    "guests",
     "has_schedule",
     "held_out_sets",
     "independent",

@@ -8,11 +8,8 @@ from pipeline.config import (
     algorithm_checks,
     async_checks,
     dtensor_checks,
-    durations,
     hardware,
     megatron_checks,
-    sbatch,
-    texts,
     typed,
 )
 from pipeline.config.algorithms import OFFLINE, ONLINE
@@ -20,7 +17,7 @@ from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig
 from pipeline.config.data import check_data, validates
 from pipeline.config.environments import check_environments, unusable_kinds
 from pipeline.config.errors import Problem, refuse
-from pipeline.config.layout import check_divides, check_layout, colocated, named_backend
+from pipeline.config.layout import check_divides, check_layout, colocated, guests, named_backend
 from pipeline.config.models import check_reward_model, reward_environment, reward_model, serves_rewards
 from pipeline.config.policy import PolicyConfig
 from pipeline.config.schema import Recipe, engine_ranks, generates, section
@@ -43,20 +40,8 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
 
 
 def unusable(recipe: Recipe) -> Iterator[tuple[str, Problem]]:
-    """Yield (key, problem) of values that are wrong whatever the others are, beyond their types, bounds and choices."""
-    yield from _check_must_save_by(recipe.checkpointing.checkpoint_must_save_by)
+    """Yield (key, problem) for values that are wrong whatever the others are, beyond what the schema says of them."""
     yield from unusable_kinds(recipe)
-    yield from texts.unusable(recipe)
-    yield from sbatch.problems(recipe)
-
-
-def _check_must_save_by(text: str | None) -> Iterator[tuple[str, Problem]]:
-    key = "checkpointing.checkpoint_must_save_by"
-    try:
-        if text is not None and durations.seconds(text) == 0:
-            yield key, Problem(key, "too-small", f"got {text}; expected more than 0. Try null for no limit")
-    except ValueError as error:
-        yield key, Problem(key, "bad-format", f"{error}, in quotes")
 
 
 def contradictions(recipe: Recipe) -> Iterator[Problem]:
@@ -107,7 +92,10 @@ def _check_world(recipe: Recipe) -> Iterator[Problem]:
     if recipe.cluster.share_nodes:
         yield from _check_shared_nodes(recipe)
     yield from _check_gpus(recipe)
-    yield from sbatch.of_guests(recipe)
+    for name in guests(recipe):
+        if getattr(recipe.cluster, name).sbatch_options:
+            message = "got options, but its ranks are on cluster.train's nodes. Try cluster.train.sbatch_options"
+            yield Problem(f"cluster.{name}.sbatch_options", "has-no-effect", message)
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:

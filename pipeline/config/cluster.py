@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.config.values import Bool, Float, NotNegative, Positive, Text
+from pipeline.config.sbatch import Options
+from pipeline.config.values import Bool, Float, Line, NotNegative, Positive, Variables, Word
 
 COLOCATED = "policy.generation.colocated.enabled"
 
@@ -41,7 +42,7 @@ class ComponentConfig:
     nodes: Annotated[Positive, Field(le=1 << 16, description="Nodes.")] = 1
     gpus_per_node: Annotated[NotNegative, Field(le=1024, description="GPUs on each node.")] = 0
     gpu: Annotated[
-        Text,
+        Line,
         Field(
             description="The GPU, for the plan: a file in recipes/hardware/, without .yaml, or a path to one. Its"
             " compute_capability decides on flash_attention=3 and on CUDA_DEVICE_MAX_CONNECTIONS of Megatron-Core's ranks."
@@ -55,17 +56,17 @@ class ComponentConfig:
         Positive | None,
         Field(description="CPUs of a rank. null: ranks with GPUs share all CPUs that the job has on a node, others have one."),
     ] = None
-    partition: Annotated[Text | None, Field(description="sbatch's --partition.")] = None
-    account: Annotated[Text | None, Field(description="sbatch's --account.")] = None
-    qos: Annotated[Text | None, Field(description="sbatch's --qos.")] = None
+    partition: Annotated[Word | None, Field(description="sbatch's --partition.")] = None
+    account: Annotated[Word | None, Field(description="sbatch's --account.")] = None
+    qos: Annotated[Word | None, Field(description="sbatch's --qos.")] = None
     mem: Annotated[
-        Text | None,
+        Line | None,
         Field(
             description="Memory of each node: 500G, say; 0: all; default: what Slurm gives. null: 0 on whole nodes, else"
             " default."
         ),
     ] = None
-    constraint: Annotated[Text | None, Field(description="sbatch's --constraint.")] = None
+    constraint: Annotated[Line | None, Field(description="sbatch's --constraint.")] = None
     exclusive: Annotated[
         Bool | None,
         Field(
@@ -75,21 +76,21 @@ class ComponentConfig:
         ),
     ] = None
     sbatch_options: Annotated[
-        dict[str, Text | None],
+        Options,
         Field(description="More options of sbatch for these nodes. They override cluster.sbatch_options."),
     ] = field(default_factory=dict)
-    container_image: Annotated[Text | None, Field(description="Image for pyxis. null: no container.")] = None
-    container_mounts: Annotated[list[Text] | None, Field(description="Mounts, as SOURCE:TARGET[:FLAGS].")] = None
-    container_workdir: Annotated[Text | None, Field(description="Working directory in the container.")] = None
-    container_env: Annotated[list[Text], Field(description="Variables whose value on the node overrides the image's own.")] = (
+    container_image: Annotated[Line | None, Field(description="Image for pyxis. null: no container.")] = None
+    container_mounts: Annotated[list[Line] | None, Field(description="Mounts, as SOURCE:TARGET[:FLAGS].")] = None
+    container_workdir: Annotated[Line | None, Field(description="Working directory in the container.")] = None
+    container_env: Annotated[list[Line], Field(description="Variables whose value on the node overrides the image's own.")] = (
         field(default_factory=list)
     )
     container_writable: Annotated[
         Bool | None, Field(description="Whether the container can be written to. null: as the site configured pyxis.")
     ] = None
-    python: Annotated[Text | None, Field(description="Python in the container. null: the one that submits.")] = None
-    srun_args: Annotated[list[Text], Field(description="More arguments of srun.")] = field(default_factory=list)
-    env_vars: Annotated[dict[str, Text], Field(description="Environment variables of the ranks.")] = field(default_factory=dict)
+    python: Annotated[Line | None, Field(description="Python in the container. null: the one that submits.")] = None
+    srun_args: Annotated[list[Line], Field(description="More arguments of srun.")] = field(default_factory=list)
+    env_vars: Annotated[Variables, Field(description="Environment variables of the ranks.")] = field(default_factory=dict)
 
 
 OF_NODES = {
@@ -180,7 +181,7 @@ class ClusterConfig:
     requeue: RequeueConfig = field(default_factory=RequeueConfig)
     node_checks: NodeChecksConfig = field(default_factory=NodeChecksConfig)
     sbatch_options: Annotated[
-        dict[str, Text | None],
+        Options,
         Field(
             description="More options of sbatch for every component's nodes: {reservation: weekly, exclude: 'n[3-4]',"
             " contiguous: null}, null for one without a value. Those that another key stands for are refused."

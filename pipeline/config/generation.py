@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.config.values import Bool, Float, Int, Positive, Text
+from pipeline.config.values import Bool, Float, Int, Positive, Text, Variables
 
 
 @dataclass
@@ -50,7 +50,7 @@ class VLLMConfig:
     quantization_ignored_layer_kws: Annotated[
         list[Text] | None, Field(description="Layers with one of these in their names are not quantized.")
     ] = None
-    env_vars: Annotated[dict[str, Text], Field(description="Environment variables of the generate ranks.")] = field(
+    env_vars: Annotated[Variables, Field(description="Environment variables of the generate ranks.")] = field(
         default_factory=dict
     )
 

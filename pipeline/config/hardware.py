@@ -63,7 +63,7 @@ class GPU:
 @functools.cache
 def gpu(name: str, key: str = "cluster.train.gpu") -> GPU:
     """Return the description that `name` stands for. key: where the recipe names it. Raises RecipeError."""
-    path = layers.named(name, HARDWARE, f"{key}: '{name}' is no described GPU", ", or a path to a YAML like those")
+    path = layers.named(name, HARDWARE, key, ", or a path to a YAML like those")
     try:
         described = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:

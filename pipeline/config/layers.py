@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.errors import RecipeError
+from pipeline.config.errors import Problem, RecipeError
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -172,10 +172,10 @@ def dumped(value: Any, on_one_line: bool = False) -> str:
     return yaml.dump(value, Dumper=_Dumper, default_flow_style=on_one_line, width=width, sort_keys=False, allow_unicode=True)
 
 
-def named(name: str, folder: Path, otherwise: str, more: str = "") -> Path:
-    """NAME.yaml in the folder, or the file of that path, with or without .yaml.
+def named(name: str, folder: Path, key: str, more: str = "") -> Path:
+    """Return NAME.yaml in the folder, or the file of that path, with or without .yaml.
 
-    Raises RecipeError: `otherwise`, and the names that there are.
+    Raise RecipeError, of the given key, with the names that there are.
     """
     for path in (folder / f"{name}.yaml", Path(name), Path(f"{name}.yaml")):
         if os.path.isfile(path):  # False also for a name that is too long for a file
@@ -183,7 +183,7 @@ def named(name: str, folder: Path, otherwise: str, more: str = "") -> Path:
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    raise RecipeError(f"{otherwise}; {hint}there are: {', '.join(known)}{more}")
+    raise RecipeError(Problem(key, "file-not-found", f"got '{name}'; {hint}there are: {', '.join(known)}{more}"))
 
 
 def scalar(text: str) -> Any:
@@ -203,25 +203,26 @@ def _told(error: Exception) -> str:
 
 
 def chain(path: Path) -> Branch:
-    """The YAML at `path` over its `defaults:` parents. Raises RecipeError where that cannot be read."""
+    """Return the YAML at `path` over its `defaults:` parents. Raise RecipeError where that cannot be read."""
     return functools.reduce(merged, stack(path), Branch())
 
 
 def stack(path: Path, seen: tuple[Path, ...] = ()) -> list[Branch]:
-    """The YAML at `path` and its `defaults:` parents, each with its own, the lowest first. Raises RecipeError."""
+    """Return the YAML at `path` and its `defaults:` parents, each after its own, the lowest first. Raise RecipeError."""
     real = path.resolve()
     if real in seen:
-        raise RecipeError(f"{path}: 'defaults' goes in a circle: {' -> '.join(p.name for p in [*seen, real])}")
+        circle = " -> ".join(parent.name for parent in [*seen, real])
+        raise RecipeError(Problem("defaults", "circular", f"got a circle: {circle}", short(path)))
     layer = _file(path)
     parents = layer.children.pop("defaults", Leaf([]))
     names = parents.value if isinstance(parents, Leaf) else parents
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise RecipeError(f"{parents.origin}: 'defaults' is a file's name, or a list of them")
+        raise RecipeError(Problem("defaults", "wrong-type", "expected a file's name, or a list of them", parents.origin))
     layers: list[Branch] = []
     for name in names:
         if (parent := other_recipe(name, path.parent, path)) is None:
-            raise RecipeError(f"{parents.origin}: defaults: {no_recipe(name, path.parent)}")
+            raise RecipeError(Problem("defaults", "file-not-found", no_recipe(name, path.parent), parents.origin))
         layers += stack(parent, (*seen, real))
     return [*layers, layer]
 
@@ -240,11 +241,13 @@ def other_recipe(name: str, folder: Path, asking: Path | None = None) -> Path | 
 
 
 def no_recipe(name: str, folder: Path) -> str:
-    """What to say where `other_recipe` finds none."""
+    """Return the message for a name under which `other_recipe` finds nothing."""
     places = _places(name, folder)
     known = {path.stem for where in (folder, RECIPES) for path in where.glob("*.yaml")}
     near = difflib.get_close_matches(Path(name).name.removesuffix(".yaml"), sorted(known), 1)
-    return f"there is no recipe '{name}': no {', no '.join(map(str, places))}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"got '{name}'; expected one of the files {', '.join(map(str, places))}" + (
+        f". Did you mean {near[0]}?" if near else ""
+    )
 
 
 def _places(name: str, folder: Path) -> list[Path]:
@@ -263,12 +266,14 @@ def _file(path: Path) -> Branch:
                 leaf.folder = path.absolute().parent
         finally:
             loader.dispose()
-    except (OSError, *NOT_YAML) as error:
-        if isinstance(error, RecipeError):
-            raise
-        raise RecipeError(f"{shown}: not YAML: {_told(error)}") from None
+    except RecipeError:
+        raise
+    except OSError as error:
+        raise RecipeError(Problem("", "unreadable", f"{error.strerror}", shown)) from None
+    except NOT_YAML as error:
+        raise RecipeError(Problem("", "bad-format", f"not YAML: {_told(error)}", shown)) from None
     if not isinstance(tree, Branch):
-        raise RecipeError(f"{shown}: a recipe is a mapping of keys, this is a {type(tree.value).__name__}")
+        raise RecipeError(Problem("", "wrong-type", f"got a {type(tree.value).__name__}; expected a mapping of keys", shown))
     return tree
 
 
@@ -279,18 +284,19 @@ def _tree(loader: Any, node: yaml.Node, file: str, above: tuple[yaml.Node, ...])
         _insist_on_plain(value, origin)
         return Leaf(value, origin)
     if any(node is other for other in above):
-        raise RecipeError(f"{origin}: this mapping contains itself")
+        raise RecipeError(Problem("", "circular", "got a mapping that contains itself", origin))
     named = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
     if len(set(named)) < len(named):
         double = next(name for number, name in enumerate(named) if name in named[:number])
-        raise RecipeError(f"{origin}: the key '{double}' is given twice in one mapping")
+        raise RecipeError(Problem(str(double), "given-twice", "got the key twice in one mapping", origin))
     loader.flatten_mapping(node)  # <<: *anchor
     branch = Branch(origin=origin)
     for key, value in node.value:
         name = loader.construct_object(key, deep=True)
         line = f"{file}:{key.start_mark.line + 1}"
         if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
-            raise RecipeError(f"{line}: a key must be a text, not {name!r}; put it in quotes")
+            told = key.value if isinstance(key, yaml.ScalarNode) else ""
+            raise RecipeError(Problem(told, "wrong-type", "got a key that is no text; put it in quotes", line))
         if name == REPLACES:
             branch.replaces = loader.construct_object(value) is True
             continue
@@ -300,19 +306,17 @@ def _tree(loader: Any, node: yaml.Node, file: str, above: tuple[yaml.Node, ...])
     return branch
 
 
-def _insist_on_plain(value: Any, origin: str, depth: int = 0) -> None:
-    """YAML can also say sets, bytes and the like, and values that contain themselves."""
+def _insist_on_plain(value: Any, origin: str, key: str = "", depth: int = 0) -> None:
+    """Raise RecipeError for what YAML can say besides: sets, bytes and the like, and values that contain themselves."""
     if depth > DEEPEST:
-        raise RecipeError(f"{origin}: got a value that is nested more than {DEEPEST} deep; expected a flatter one")
-    if isinstance(value, list):
-        for item in value:
-            _insist_on_plain(item, origin, depth + 1)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _insist_on_plain(key, origin, depth + 1)
-            _insist_on_plain(item, origin, depth + 1)
+        message = f"got a value that is nested more than {DEEPEST} deep; expected a flatter one"
+        raise RecipeError(Problem(key, "too-large", message, origin))
+    if isinstance(value, list | dict):
+        for item in value if isinstance(value, list) else [*value, *value.values()]:
+            _insist_on_plain(item, origin, key, depth + 1)
     elif not isinstance(value, str | int | float | None):
-        raise RecipeError(f"{origin}: a {type(value).__name__} is nothing that a recipe can hold")
+        message = f"got a {type(value).__name__}; expected a text, a number, true, false, null, a list or a mapping"
+        raise RecipeError(Problem(key, "wrong-type", message, origin))
 
 
 def short(path: Path) -> str:
@@ -325,20 +329,17 @@ def short(path: Path) -> str:
 
 
 def overrides(arguments: Iterable[str]) -> Iterator[tuple[str, Leaf | Branch]]:
-    """(dotted key, value) of each `key=value`. Raises RecipeError for what is not that."""
+    """Yield (dotted key, value) for each `key=value`. Raise RecipeError for what is not that."""
     for argument in arguments:
         key, equals, text = argument.partition("=")
-        if not equals:
-            raise RecipeError(f"'{argument}' on the command line is not key=value")
-        if not all(key.split(".")) or len(key) > LONGEST_KEY:
-            raise RecipeError(
-                f"{_shortened(argument)!r} on the command line: got the key '{_shortened(key)}'; expected a dotted key"
-            )
+        if not equals or not all(key.split(".")) or len(key) > LONGEST_KEY:
+            told = _shortened(key if equals else argument)
+            raise RecipeError(Problem(told, "bad-format", "expected key=value with a dotted key", COMMAND_LINE))
         try:
             value = scalar(text)
         except ValueError as error:
-            raise RecipeError(f"{key} on the command line: {error}") from None
-        _insist_on_plain(value, f"{key} on {COMMAND_LINE}")
+            raise RecipeError(Problem(key, "bad-format", str(error), COMMAND_LINE)) from None
+        _insist_on_plain(value, COMMAND_LINE, key)
         yield key, of(value, COMMAND_LINE)
 
 

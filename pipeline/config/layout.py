@@ -55,6 +55,13 @@ def colocated(recipe: Recipe) -> bool:
     return generates(recipe) and recipe.policy.generation.colocated.enabled
 
 
+def guests(recipe: Recipe) -> tuple[str, ...]:
+    """Return the components whose ranks are on cluster.train's nodes."""
+    if colocated(recipe):
+        return ("generate",)
+    return ("generate", "reward") if recipe.cluster.share_nodes else ()
+
+
 def refits_by_ipc(recipe: Recipe) -> bool:
     """Return whether train and generate ranks of a node map the memory that a refit is staged in."""
     generation = recipe.policy.generation

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.config.values import Bool, Float, Int, NotNegative, Positive, Text
+from pipeline.config.values import Bool, Float, Int, NotNegative, Positive, Text, Variables
 
 MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")  # pipeline/models/
 FIXED = "Only the default is supported."  # NeMo-RL's key for what this backend does not do; why is in megatron_checks.py
@@ -169,7 +169,7 @@ class MegatronConfig:
     distributed_data_parallel_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
     checkpoint: MegatronCheckpointConfig = field(default_factory=MegatronCheckpointConfig)
     env_vars: Annotated[
-        dict[str, Text] | None, Field(description="Environment variables of the train ranks, set before Python starts.")
+        Variables | None, Field(description="Environment variables of the train ranks, set before Python starts.")
     ] = None
     model_overrides: Annotated[dict[str, Any], Field(description="More arguments of Megatron's TransformerConfig.")] = field(
         default_factory=dict

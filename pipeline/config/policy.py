@@ -7,7 +7,7 @@ from pydantic import Field
 
 from pipeline.config.generation import GenerationConfig
 from pipeline.config.megatron import MegatronConfig
-from pipeline.config.values import MISSING, Bool, Float, Int, Positive, Text
+from pipeline.config.values import MISSING, Bool, Float, Int, Line, Positive, Text
 
 PRECISIONS = {"float32": 4, "bfloat16": 2}  # what policy.precision may be, and the bytes of a number in it
 Precision = Literal["float32", "bfloat16"]
@@ -17,7 +17,7 @@ Precision = Literal["float32", "bfloat16"]
 class TokenizerConfig:
     """The tokenizer and its chat template."""
 
-    name: Annotated[Text, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = (
+    name: Annotated[Line, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = (
         "${policy.model_name}"
     )
     chat_template: Annotated[Text | None, Field(description="A Jinja template. null: the tokenizer's own.")] = None
@@ -129,7 +129,7 @@ SCHEDULER = (
 class PolicyConfig:
     """The model that is trained."""
 
-    model_name: Annotated[Text, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = MISSING
+    model_name: Annotated[Line, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = MISSING
     random_init: Annotated[Bool, Field(description="Draw weights from the config and the seed; the folder needs none.")] = False
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
@@ -157,7 +157,7 @@ class PolicyConfig:
 class ValueConfig:
     """PPO's critic: the body of a language model, or a reward model, with one number per token."""
 
-    model_name: Annotated[Text, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = (
+    model_name: Annotated[Line, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = (
         "${policy.model_name}"
     )
     random_init: Annotated[Bool, Field(description="As policy.random_init.")] = "${policy.random_init}"  # type: ignore[assignment]
@@ -176,7 +176,7 @@ class ValueConfig:
 class TeacherConfig:
     """Distillation's teacher. It must have the policy's vocabulary."""
 
-    model_name: Annotated[Text | None, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = None
+    model_name: Annotated[Line | None, Field(description="A folder, or a Hugging Face name that is in the local cache.")] = None
     hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
         default_factory=dict
     )

@@ -132,12 +132,11 @@ def _resolved(tree: Branch) -> Recipe:
 
 
 def find(name: str) -> Path:
-    """The file of a recipe. Raises RecipeError with the recipes that exist."""
-    path = layers.named(name, RECIPES, f"recipe={name}: no such recipe")
+    """Return the file of a recipe. Raise RecipeError with the recipes that exist."""
+    path = layers.named(name, RECIPES, "recipe")
     if path.stem in (".", ".."):
-        raise RecipeError(
-            f"recipe={name}: got a file called {path.name}; expected a name for the run's folder. Rename the file"
-        )
+        message = f"got a file called {path.name}; expected a name for the run's folder. Rename the file"
+        raise RecipeError(Problem("recipe", "bad-name", message))
     return path
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from typing import Annotated
 
-from pipeline.config.layout import colocated
-from pipeline.config.schema import Recipe
+from pipeline.config.values import Check, Line
 
 NAME = re.compile(r"[a-z][a-z0-9-]+")
 OF_A_COMPONENT = {
@@ -49,33 +48,17 @@ REFUSED = {
 }
 
 
-def problems(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) for options that cannot be given, under their names or an abbreviation that sbatch takes."""
-    sections = {"cluster": recipe.cluster.sbatch_options}
-    sections |= {f"cluster.{name}": getattr(recipe.cluster, name).sbatch_options for name in ("train", "generate", "reward")}
-    for section, options in sections.items():
-        key, component = f"{section}.sbatch_options", "cluster.train" if section == "cluster" else section
-        whys = {name: f"set by {component}.{meant}; try that" for name, meant in OF_A_COMPONENT.items()}
-        whys |= {name: f"set by {meant}; try that" for name, meant in OF_THE_JOB.items()} | REFUSED
-        for name in options:
-            if not NAME.fullmatch(name):
-                yield (
-                    f"{key}.{name}",
-                    f"{key}: got the name {name!a}; expected a long option of sbatch without --, as in reservation",
-                )
-            elif why := next((why for full, why in whys.items() if full.startswith(name)), None):
-                yield f"{key}.{name}", f"{key}: got {name}; {why}"
+MEANT = {name: f"which {key} of the component sets" for name, key in OF_A_COMPONENT.items()}
+MEANT |= {name: f"which {key} sets" for name, key in OF_THE_JOB.items()} | REFUSED
+"""By option why it is refused."""
 
 
-def guests(recipe: Recipe) -> tuple[str, ...]:
-    """Return the components whose ranks are on cluster.train's nodes."""
-    if colocated(recipe):
-        return ("generate",)
-    return ("generate", "reward") if recipe.cluster.share_nodes else ()
+def _refused(name: str) -> str | None:
+    """Return why an option cannot be given, under its name or an abbreviation that sbatch takes."""
+    if not NAME.fullmatch(name):
+        return f"got the name {name!a}; expected a long option of sbatch without --, as in reservation"
+    why = next((why for full, why in MEANT.items() if full.startswith(name)), None)
+    return why and f"got {name}: {why}"
 
 
-def of_guests(recipe: Recipe) -> Iterator[str]:
-    """Yield a problem for each component that has options of its own, and no nodes."""
-    for name in guests(recipe):
-        if getattr(recipe.cluster, name).sbatch_options:
-            yield f"cluster.{name}.sbatch_options: its ranks are on cluster.train's nodes. Try cluster.train.sbatch_options"
+Options = dict[Annotated[str, Check(_refused, "unsupported")], Line | None]

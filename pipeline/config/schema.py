@@ -26,7 +26,7 @@ from pipeline.config.cluster import ClusterConfig
 from pipeline.config.generation import VLLMConfig
 from pipeline.config.megatron import MegatronConfig
 from pipeline.config.policy import PolicyConfig, Precision, TeacherConfig, TokenizerConfig, ValueConfig
-from pipeline.config.values import MISSING, Bool, Float, Int, NotNegative, Positive, Text
+from pipeline.config.values import MISSING, Bool, Duration, Float, Folder, Int, Line, NotNegative, Positive, Text
 
 # ---- data and environments ----------------------------------------------------------------------------------------------
 
@@ -54,13 +54,13 @@ class DatasetConfig:
     """
 
     dataset_name: Annotated[
-        Text | None,
+        Line | None,
         Field(
             description="A generated or named data set of ours, a name or folder for `datasets`, or the dotted path of a"
             " callable (split, seed=, **kwargs) that returns a sequence of records."
         ),
     ] = None
-    data_path: Annotated[Text | None, Field(description="A JSONL file, in place of dataset_name.")] = None
+    data_path: Annotated[Line | None, Field(description="A JSONL file, in place of dataset_name.")] = None
     subset: Annotated[Text | None, Field(description="Configuration of the repository. null: the data set's own.")] = None
     split: Annotated[Text | None, Field(description="null: the data set's own, `train` for most.")] = None
     max_samples: Annotated[Positive | None, Field(description="So many records, drawn at random with `seed`. null: all.")] = (
@@ -92,10 +92,10 @@ class DatasetConfig:
     rejected_key: Annotated[Text, Field(description="DPO, RM: column of the worse answer, as chosen_key.")] = "rejected"
     margin_key: Annotated[Text | None, Field(description="RM: column of how much better the chosen answer is.")] = None
     prompt_file: Annotated[
-        Text | None,
+        Line | None,
         Field(description="A file with a text around the input, whose place is `{}`. With messages: the first of the user."),
     ] = None
-    system_prompt_file: Annotated[Text | None, Field(description="A file with the system prompt.")] = None
+    system_prompt_file: Annotated[Line | None, Field(description="A file with the system prompt.")] = None
     env_name: Annotated[Text | None, Field(description="Key under `env` of the environment that judges.")] = None
     weight: Annotated[
         Float | None,
@@ -139,7 +139,7 @@ class DataConfig:
 
 @dataclass
 class RewardTokenizerConfig(TokenizerConfig):
-    name: Annotated[Text | None, Field(description="null: the one in the reward model's folder.")] = None  # type: ignore[assignment]
+    name: Annotated[Line | None, Field(description="null: the one in the reward model's folder.")] = None  # type: ignore[assignment]
 
 
 @dataclass
@@ -163,7 +163,7 @@ class EnvironmentConfig:
     ] = 0.0
     kwargs: Annotated[dict[str, Any], Field(description="Arguments of the kind.")] = field(default_factory=dict)
     model_name: Annotated[
-        Text | None, Field(description="What algorithm rm left in a run's hf/, or any sequence classifier with one label.")
+        Line | None, Field(description="What algorithm rm left in a run's hf/, or any sequence classifier with one label.")
     ] = None
     tokenizer: RewardTokenizerConfig = field(default_factory=RewardTokenizerConfig)
     hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
@@ -202,7 +202,7 @@ class CheckpointingConfig:
         Bool, Field(description="Also write a Hugging Face checkpoint, in `hf/` beside the sharded one.")
     ] = False
     checkpoint_must_save_by: Annotated[
-        Text | None,
+        Duration | None,
         Field(description="Save and leave by then: days:hours:minutes:seconds after the job's start. null: its time limit."),
     ] = None
 
@@ -232,18 +232,18 @@ class PlanConfig:
 class Recipe:
     """A run."""
 
-    name: Annotated[Text, Field(description="Name of the run. Default: the file's, without .yaml.")] = MISSING
+    name: Annotated[Line, Field(description="Name of the run. Default: the file's, without .yaml.")] = MISSING
     algorithm: Annotated[
         Literal["grpo", "ppo", "distillation", "sft", "dpo", "rm"], Field(description="What the run computes.")
     ] = MISSING  # type: ignore[assignment]
     run_dir: Annotated[
-        Text, Field(description="What the run writes. Given again, the run goes on where it stopped. Default: runs/<name>.")
+        Folder, Field(description="What the run writes. Given again, the run goes on where it stopped. Default: runs/<name>.")
     ] = MISSING
-    needs: Annotated[list[Text], Field(description="Recipes that run first, each once, in runs/<name>.")] = field(
+    needs: Annotated[list[Line], Field(description="Recipes that run first, each once, in runs/<name>.")] = field(
         default_factory=list
     )
     module_folders: Annotated[
-        list[Text],
+        list[Line],
         Field(description="Where your own modules are looked for, after PYTHONPATH. The folder of the recipe's file is added."),
     ] = field(default_factory=list)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)

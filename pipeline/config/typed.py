@@ -51,7 +51,7 @@ def keys(section: type, prefix: str = "") -> tuple[str, ...]:
 
 
 @cache
-def _defaults(section: type) -> Branch:
+def defaults(section: type) -> Branch:
     tree = Branch()
     for field in dataclasses.fields(section):
         value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
@@ -61,7 +61,7 @@ def _defaults(section: type) -> Branch:
 
 def filled(section: type, given: Branch, default: Branch | None = None) -> Branch:
     """`given` over the section's defaults, which the one around it may have changed; what the schema does not have is kept."""
-    tree = copied(default or _defaults(section))
+    tree = copied(default or defaults(section))
     tree.origin = given.origin
     for name, node in given.children.items():
         kind = nullable(fields(section).get(name))[0]
@@ -124,10 +124,10 @@ def unknown(section: type, tree: Branch, whole: type, advice: Advice = SPELLING,
         hints = {} if misspelt else {inner: hint for inner, _ in leaves if (hint := advice.hint(inner))}
         for inner, leaf in leaves:
             if inner in hints and next(one for one, hint in hints.items() if hint == hints[inner]) == inner:  # each hint once
-                yield Problem(inner, "unknown-key", f"this is not a key; {hints[inner]}", leaf.origin or "")
+                yield Problem(inner, "unknown-key", f"is not a key; {hints[inner]}", leaf.origin or "")
         if len(hints) < len(leaves) or not leaves:
             instead = _instead(whole, section, advice, prefix, name)
-            yield Problem(key, "unknown-key", f"this is not a key; {instead}", node.origin or "")
+            yield Problem(key, "unknown-key", f"is not a key; {instead}", node.origin or "")
 
 
 def _unknown_in(kind: Any, node: Branch, whole: type, advice: Advice, key: str) -> Iterator[Problem]:
@@ -208,8 +208,8 @@ def validated(section: type, tree: Branch) -> tuple[Any, list[Problem]]:
         return adapter(section).validate_python(given.plain()), list(problems.values())
     except ValidationError as error:
         for one in error.errors(include_url=False):
-            place = [str(name) for name in one["loc"] if isinstance(name, str)]  # not the index in a list
-            node = tree.find(key := ".".join(place))
+            key = ".".join(_printable(name) for name in one["loc"] if isinstance(name, str) and name != "[key]")
+            node = tree.find(key)
             problems.setdefault(key, _problem(key, one, node.origin if node else None))
     return None, list(problems.values())
 
@@ -240,9 +240,17 @@ def converted(section: type, tree: Branch) -> dict[str, Problem]:
 
 def _problem(key: str, error: Mapping[str, Any], origin: str | None) -> Problem:
     kind, context = error["type"], error.get("ctx", {})
+    if "-" in kind:  # one of our own checks: values.Check
+        return Problem(key, kind, error["msg"], origin or "")
     context = {name: str(one).replace(" or ", ", ").replace("'", "") for name, one in context.items()}
     code, expected = BOUNDS.get(kind) or ("wrong-type", EXPECTED[kind.partition("_")[0]])
-    return Problem(key, code, f"got {_shown(error['input'])}; expected {expected.format(**context)}", origin or "")
+    each = "a list, each item " if isinstance(error["loc"][-1], int) else ""
+    return Problem(key, code, f"got {_shown(error['input'])}; expected {each}{expected.format(**context)}", origin or "")
+
+
+def _printable(name: str) -> str:
+    """Return a key, which may be any text in a mapping of the user's, such that a terminal can show it."""
+    return name if name.isprintable() else ascii(name)[1:-1]
 
 
 def _shown(value: Any) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pipeline.config import aliases, typed
 from pipeline.config.algorithms import OFFLINE, ONLINE
+from pipeline.config.errors import Problem
 from pipeline.config.layers import COMMAND_LINE, Branch, Leaf, of
 from pipeline.config.layout import DTENSOR, MEGATRON, Backend, backend_of, named_backend
 from pipeline.config.schema import Recipe
@@ -115,16 +116,19 @@ class Readers:
         return f"try {' or '.join(dict.fromkeys(ways))}" if ways else "leave it out"
 
 
-def problems(recipe: Recipe, origins: Mapping[str, str], references: References) -> Iterator[str]:
-    """Of keys that the command line gives. recipe: with the backend that was chosen. origins: where each key was given."""
+def problems(recipe: Recipe, origins: Mapping[str, str], references: References) -> Iterator[Problem]:
+    """Yield a problem for each key that the command line gives and nothing reads.
+
+    recipe: with the backend that was chosen. origins: where each key was given.
+    """
     readers = Readers.of(recipe)
     for key in _given(recipe, origins, references, lambda origin: origin == COMMAND_LINE):
         if why := readers.unread(key):
-            yield f"{COMMAND_LINE}: {key}: {why}; {readers.instead(key)}"
+            yield Problem(key, "has-no-effect", f"{why}; {readers.instead(key)}", COMMAND_LINE)
 
 
 def notes(recipe: Recipe, origins: Mapping[str, str], references: References, file: str) -> Iterator[str]:
-    """Of keys of the backend that does not train that the recipe's own file gives. file: its name as origins have it."""
+    """Yield a note on keys of the recipe's own file for the backend that does not train. file: its name as origins have it."""
     readers = Readers.of(recipe)
     given = _given(recipe, origins, references, lambda origin: origin.rpartition(":")[0] == file)
     unread = [key for key in given if _within(key, SECTIONS.values()) and readers.unread(key)]

@@ -4,6 +4,7 @@ They convert what YAML, quotes and environment variables make necessary: "3" and
 They refuse what Python would accept: true is neither a number nor a text, and nan and infinity are not numbers.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -42,9 +43,92 @@ class _Before:
         return core_schema.no_info_before_validator_function(self.function, handler(kind))
 
 
+@dataclass(frozen=True)
+class Check:
+    """Refuse a value, once it has its type, for which `wrong` returns a message: `got ...; expected ...`.
+
+    code: the problem's code. A message that must not show the value leaves it out.
+    """
+
+    wrong: Callable[[Any], str | None]
+    code: str = "bad-format"
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self._passed, handler(kind))
+
+    def _passed(self, value: Any) -> Any:
+        if (message := self.wrong(value)) is not None:
+            raise PydanticCustomError(self.code, "{message}", {"message": message})
+        return value
+
+
 Bool = Annotated[bool, Strict(), _Before(_truth)]
 Int = Annotated[int, _Before(_not_bool)]
 Float = Annotated[float, Field(allow_inf_nan=False), _Before(_not_bool)]
 Text = Annotated[str, _Before(_text)]
 Positive = Annotated[Int, Field(ge=1)]
 NotNegative = Annotated[Int, Field(ge=0)]
+
+
+# ---- texts that become lines of a batch script, or names of files and variables ---------------------------------------------
+# Values are quoted wherever a shell reads them. A newline cannot be: sbatch's options are comments of a script, one a line.
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+OF_THE_JOB = tuple(
+    f"HETSTEP_{name}"
+    for name in (
+        *("RUN_DIR", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "ATTEMPT", "COMPONENT", "NODE"),
+        *("JOB_ID", "END_TIME", "SIGNALS"),
+    )
+)
+"""Variables that the launcher sets for each rank; see launch/executors/base.py."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Control characters, what else some programs end a line at, and halves of UTF-16's pairs, which no file can hold."""
+
+
+def _not_a_line(text: str) -> str | None:
+    return f"got {text!a}; expected a text without control characters" if _CONTROL.search(text) else None
+
+
+def _not_a_word(text: str) -> str | None:
+    return f"got {text!a}; expected a name without blanks" if " " in text else None
+
+
+def _pattern_of_slurm(text: str) -> str | None:
+    return (
+        f"got {text}; expected no % and no \\, with which Slurm and submitit write patterns" if set("%\\") & set(text) else None
+    )
+
+
+def _not_a_variable(name: str) -> str | None:
+    if not VARIABLE.fullmatch(name):
+        return f"got the name {name!a}; expected letters, digits and _, and no digit first, as in NCCL_DEBUG"
+    return f"got {name}, which the launcher sets for each rank. Try without it" if name in OF_THE_JOB else None
+
+
+def _control_characters(value: str) -> str | None:
+    return "got control characters in the value; expected a text without them" if _CONTROL.search(value) else None
+
+
+def seconds(text: str) -> int:
+    """Return the seconds of days:hours:minutes:seconds, as NeMo-RL writes them: 13500 for 00:03:45:00. Raise ValueError."""
+    parts = text.split(":")
+    if len(parts) != 4 or not all(part.isdecimal() for part in parts):
+        raise ValueError(f"got '{text}'; expected days:hours:minutes:seconds in quotes, as in '00:03:45:00'")
+    days, hours, minutes, rest = map(int, parts)
+    return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def _not_a_duration(text: str) -> str | None:
+    try:
+        return None if seconds(text) else f"got '{text}', which leaves no time; expected more, or null"
+    except ValueError as error:
+        return str(error)
+
+
+Line = Annotated[Text, Check(_not_a_line)]
+Word = Annotated[Line, Check(_not_a_word)]  # `scontrol show job` separates its fields by blanks
+Folder = Annotated[Line, Check(_pattern_of_slurm)]
+Duration = Annotated[Text, Check(_not_a_duration)]
+Variables = dict[Annotated[str, Check(_not_a_variable)], Annotated[Text, Check(_control_characters)]]
+"""Environment variables of ranks, whose values may be secrets. `env_vars` among the kwargs of a user's code may be anything."""

@@ -25,7 +25,7 @@ from launch import containers, nodes
 from launch.components import components
 from launch.executors import allocation, slurm
 from pipeline import config
-from pipeline.config import Recipe, texts
+from pipeline.config import Recipe, typed
 from tests.launch.model import write_recipe
 
 SYNTAX = (
@@ -134,7 +134,7 @@ def run(seed: int, base: Recipe) -> Outcome:
     author = Author(rng, refusable=rng.random() < 0.3)
     with surroundings() as folders:
         recipe = author.recipe(base, folders[0])
-        if refused := [problem for _, problem in texts.unusable(recipe)]:
+        if refused := [str(problem) for problem in typed.refused(recipe)]:
             return Outcome(seed, recipe, refused, [] if author.refusable else ["refused"])
         return Outcome(seed, recipe, [], run_script(recipe, rng.random() < 0.7, *folders))
 

@@ -1,0 +1,250 @@
+"""What the schema says of its keys: `submit.py help=KEY`, recipes/KEYS.md for readers, recipes/schema.json for editors.
+
+python -m pipeline.config.reference      write recipes/KEYS.md and recipes/schema.json again, after a change of the schema
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic.json_schema import GenerateJsonSchema
+
+from pipeline.config import typed
+from pipeline.config.errors import Problem, RecipeError
+from pipeline.config.layers import RECIPES, REPLACES, Branch, Leaf, dumped
+from pipeline.config.schema import Recipe
+from pipeline.config.values import MISSING
+
+NAMES = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text", "object": "mapping"}
+BOUNDS = {  # of pydantic, and its keyword in JSON schema, and its name for people
+    "ge": ("minimum", "at least"),
+    "gt": ("exclusiveMinimum", "above"),
+    "le": ("maximum", "at most"),
+    "lt": ("exclusiveMaximum", "below"),
+}
+NAME = "NAME"
+"""Stands in a key for a name that the recipe gives, as of an environment."""
+
+
+HEAD = """# Keys of a recipe
+
+`python -m pipeline.config.reference` writes this page from the schema in `pipeline/config/`; do not edit it.
+`python launch/submit.py help=KEY` prints the same for one key or section.
+
+A value may be an interpolation, such as `${policy.precision}`. A key without a default must be given, unless its meaning says
+otherwise. NAME stands for a name that the recipe gives."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the schema. A section has keys of its own, and no default but perhaps null."""
+
+    name: str  # dotted, with NAME where the recipe gives a name
+    type: str
+    default: str  # as YAML
+    meaning: str
+    section: str = ""  # the name of its class
+
+    @property
+    def parent(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+# ---- the schema as JSON schema ----------------------------------------------------------------------------------------------
+
+
+class _Generator(GenerateJsonSchema):
+    """Pydantic's generator, which leaves out defaults that a factory makes and allows keys that a section does not have."""
+
+    def dataclass_schema(self, schema: Any) -> dict[str, Any]:
+        found = super().dataclass_schema(schema)
+        defaults = typed.defaults(schema["cls"]).plain()
+        for name, described in found["properties"].items():
+            described.pop("default", None)
+            if "$ref" not in described and defaults[name] != MISSING:
+                described["default"] = defaults[name]
+        return {**found, "additionalProperties": False}
+
+
+@cache
+def _described() -> dict[str, Any]:
+    """Return the JSON schema of a recipe in which all values are given."""
+
+    def cleaned(value: Any, of_properties: bool = False) -> Any:
+        if isinstance(value, list):
+            return [cleaned(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if of_properties:
+            return {name: cleaned(described) for name, described in value.items()}
+        renamed = {BOUNDS[name][0] if name in BOUNDS else name: inner for name, inner in value.items() if name != "title"}
+        return {
+            name: inner if name == "default" else cleaned(inner, name in ("properties", "$defs"))
+            for name, inner in renamed.items()
+        }
+
+    return cleaned(typed.adapter(Recipe).json_schema(schema_generator=_Generator))
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema (draft 2020-12) of a recipe's file, in which values may be interpolations."""
+    whole = json.loads(json.dumps(_described()))
+    sections = whole.pop("$defs")
+    for section in (whole, *sections.values()):
+        for name, described in section["properties"].items():
+            section["properties"][name] = _or_interpolation(described)
+        section["properties"][REPLACES] = {"type": "boolean", "description": "true: replace what is inherited of this mapping."}
+    names = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    whole["properties"]["defaults"] = {
+        **names,
+        "description": "Recipes that this one changes: files beside it, or in recipes/.",
+    }
+    sections["interpolation"] = {
+        "type": "string",
+        "pattern": r"\$\{|^\?\?\?$",
+        "description": "${another.key}, or ??? for none.",
+    }
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Hetstep recipe"}
+    return {**head, **whole, "$defs": sections}
+
+
+def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
+    if "additionalProperties" in described:
+        described["additionalProperties"] = described["additionalProperties"] is True or _or_interpolation(
+            described["additionalProperties"]
+        )
+    about = {name: described.pop(name) for name in ("description", "default") if name in described}
+    choices = described.pop("anyOf", [described])
+    return {"anyOf": [*choices, {"$ref": "#/$defs/interpolation"}], **about} if described or choices != [{}] else about
+
+
+# ---- its keys ---------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """Return all keys by name, a section before its keys."""
+    return {key.name: key for key in _keys(_described(), "", typed.filled(Recipe, Branch()))}
+
+
+def _keys(section: dict[str, Any], prefix: str, defaults: Branch) -> Iterator[Key]:
+    for name, described in section["properties"].items():
+        kinds = [kind for kind in described.get("anyOf", [described]) if kind != {"type": "null"}]
+        values = kinds[0].get("additionalProperties")
+        inner = values if isinstance(values, dict) and "$ref" in values else kinds[0]
+        own = inner.get("$ref", "").rpartition("/")[2]
+        about = _described()["$defs"].get(own, {})
+        given = defaults.find(name)
+        default = given.plain() if isinstance(given, Branch) else given.value if given else described.get("default", MISSING)
+        yield Key(
+            f"{prefix}{name}",
+            _type(described),
+            "" if default == MISSING or (own and default is not None) else _on_one_line(default),
+            " ".join(filter(None, (described.get("description"), about.get("description")))),
+            own,
+        )
+        if own:
+            below = f"{prefix}{name}.{NAME}." if inner is values else f"{prefix}{name}."
+            yield from _keys(about, below, given if isinstance(given, Branch) and inner is not values else Branch())
+
+
+def _type(described: dict[str, Any]) -> str:
+    """Return the type of a key in words, with its range or choices."""
+    if "anyOf" in described:
+        return " or ".join("null" if kind == {"type": "null"} else _type(kind) for kind in described["anyOf"])
+    if "enum" in described or "const" in described:
+        return ", ".join(map(str, described.get("enum", [described.get("const")])))
+    if "$ref" in described:
+        return "section"
+    if described.get("type") == "array":
+        return f"list of {_type(described['items'])}"
+    if "$ref" in str(described.get("additionalProperties")):
+        return f"mapping of {NAME} to section"
+    ranges = [f"{words} {described[name]:g}" for name, words in BOUNDS.values() if name in described]
+    return ", ".join([NAMES.get(described.get("type", ""), "anything"), *ranges])
+
+
+def _on_one_line(value: Any) -> str:
+    return dumped(value, on_one_line=True).removesuffix("...\n").rstrip("\n")
+
+
+# ---- for people -------------------------------------------------------------------------------------------------------------
+
+
+def explained(asked: str) -> str:
+    """Return type, default and meaning of a key, or of a section and the keys in it; for an empty text of the first level.
+
+    Raise RecipeError for a key that the schema does not have, with the nearest.
+    """
+    name = _generic(asked)
+    if name is None:
+        tree = Branch()
+        tree.set(asked, Leaf(None))
+        (problem, *_) = typed.unknown(Recipe, tree, Recipe)
+        raise RecipeError(Problem("help", "unknown-key", f"got '{problem.key}', which {problem.message}"))
+    own = [keys()[name]] if name in keys() else []
+    return "\n".join(map(_paragraph, [*own, *_inside(name)]))
+
+
+def _inside(section: str) -> list[Key]:
+    """Return the keys of a section, without those of sections in it."""
+    return [key for key in keys().values() if key.parent in (section, f"{section}.{NAME}".lstrip("."))]
+
+
+def _generic(asked: str) -> str | None:
+    """Return a dotted key as `keys` has it, with NAME for a name that a recipe gives; None if there is none."""
+    known, found = {*keys(), *(key.parent for key in keys().values())}, ""
+    for part in filter(None, asked.split(".")):
+        if found in keys() and keys()[found].type.startswith("mapping") and not keys()[found].section:
+            return found  # what is inside has no description
+        candidates = [f"{found}.{name}".lstrip(".") for name in (part, NAME)]
+        if (found := next((name for name in candidates if name in known), None)) is None:
+            return None
+    return found
+
+
+def _paragraph(key: Key) -> str:
+    head = f"{key.name}: {key.type}" + (f"; default {key.default}" if key.default else "")
+    return "\n".join([head, *textwrap.wrap(key.meaning, 100, initial_indent="    ", subsequent_indent="    ")])
+
+
+def markdown() -> str:
+    """Return recipes/KEYS.md."""
+    lines = [HEAD]
+    first: dict[str, str] = {}  # by class the section whose keys are listed
+    for section in ("", *(key.name for key in keys().values() if key.section)):
+        inside = _inside(section)
+        if section:
+            own, title = keys()[section], inside[0].parent
+            other = first.setdefault(own.section, title)
+            lines += ["", f"## {title}", "", own.meaning]
+            if other != title:
+                before = {key.name.removeprefix(other): key.default for key in _inside(other)}
+                inside = [key for key in inside if before[key.name.removeprefix(title)] != key.default]
+                link = f"[{other}](#{other.lower().replace('.', '')})"
+                lines += ["", f"It has the keys of {link}{', with other defaults:' * bool(inside)}{'.' * (not inside)}"]
+        if inside:
+            lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |", *map(_row, inside)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(key: Key) -> str:
+    default = f"`{key.default}`" if key.default else ""
+    cells = (f"`{key.name.rpartition('.')[2]}`", key.type, default, " ".join(key.meaning.split()))
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def write(folder: Path = RECIPES) -> None:
+    """Write KEYS.md and schema.json into a folder."""
+    (folder / "KEYS.md").write_text(markdown())
+    (folder / "schema.json").write_text(json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    write()
