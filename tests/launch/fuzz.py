@@ -1,6 +1,6 @@
-"""Command lines that nobody means, for each of the commands: the exit status is 0, 1 or 2, and there is never a traceback.
+"""Try command lines that nobody means: python -m tests.launch.fuzz [cases=5000] [seed=0] [command=submit]
 
-    python -m tests.launch.fuzz [cases=5000] [seed=0] [command=submit]    counts of exit statuses, tracebacks, the slowest
+The exit status of each must be 0, 1 or 2, without a traceback. Prints counts of statuses, tracebacks, and the slowest case.
 
 A case is made of a seed alone: a shipped recipe, one or more `key=value` with keys of the schema, mutated or invented ones, and
 values that are right, of another type, odd unicode, huge, deeply nested, shell syntax, YAML tags and anchors, interpolations,
@@ -24,8 +24,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
-from launch import export, plan_refit, report, slurm_client, status, submit, sweep, timeline
+from launch import command_line, export, plan_refit, report, slurm_client, status, submit, sweep, timeline
+from launch.command_line import Key
 from pipeline.config import RECIPES, Recipe, layers, typed
 
 MODES = ("show", "plan", "dry_run")
@@ -38,8 +40,8 @@ WALL_S = 10 * BOUND_S
 SCALARS = (
     *("", " ", "null", "~", "true", "false", "yes", "no", "on", "0", "-1", "1", "2", "7", "1e400", "-1e400", "1e-400", "nan"),
     *(".nan", ".inf", "-.inf", "0x10", "0o7", "1_000", "1:30", "00:00:00:01", "2001-01-01", "1.5", "1e3", "-0", "+1", "1."),
-    *("9" * 30, "9" * 5000, "-" + "9" * 30, "1" + "0" * 400, "0." + "0" * 400 + "1", "18446744073709551616"),
-    *("[]", "{}", "[1, 2]", "{a: 1}", "{a: {b: {c: []}}}", "[null]", "[[]]", "{1: 2}", "{null: 1}", "{[1]: 2}", "{true: 1}"),
+    *("9" * 30, "9" * 5000, "-" + "9" * 30, "1" + "0" * 400, "0." + "0" * 400 + "1", "18446744073709551616", "[]", "{}"),
+    *("[1, 2]", "{a: 1}", "{a: {b: {c: []}}}", "[null]", "[[]]", "{1: 2}", "{null: 1}", "{[1]: 2}", "{true: 1}"),
 )
 YAML = (
     *("!!python/object/apply:os.system [id]", "!!python/name:os.system", "!!set {a, b}", "!!binary aGk=", "!!omap [a: 1]"),
@@ -47,83 +49,24 @@ YAML = (
     *("!<tag:yaml.org,2002:int> 5", "&a [*a]", "&a {b: *a}", "*nobody", "&a [1, *a, &a 2]", "<<: {a: 1}", "{<<: 1}"),
     *("{<<: [1]}", "{a: 1, a: 2}", "? a", "? [a, b] : c", "- a", "- - - a", "a: b: c", "%YAML 1.1", "---", "--- a\n--- b"),
     *("...", "|\n a\n b", ">\n a", '"\\x00"', '"\\ud800"', '"\\UFFFFFFFF"', "'", '"', "[", "{", "]", "}", ",", ":", "#", "@"),
-    *(
-        "`",
-        "%",
-        "!",
-        "&",
-        "*",
-        "!!",
-        "[,]",
-        "{,}",
-        "{a",
-        "[a",
-        "\t",
-        "\ta: 1",
-        "a\t: 1",
-        "=",
-        "==",
-        "!!value =",
-        "0b2",
-        "0_",
-        "_",
-    ),
-    *("!!int ''", "!!float ''", "!!bool ''", "!!int '0x'", "!!int ':'", "190:20:30.15", "-:1", "1:_", "_1:2"),
+    *("`", "%", "!", "&", "*", "!!", "[,]", "{,}", "{a", "[a", "\t", "\ta: 1", "a\t: 1", "=", "==", "!!value =", "0b2", "0_"),
+    *("_", "!!int ''", "!!float ''", "!!bool ''", "!!int '0x'", "!!int ':'", "190:20:30.15", "-:1", "1:_", "_1:2"),
 )
 INTERPOLATIONS = (
-    *(
-        "${",
-        "${}",
-        "${.}",
-        "${..}",
-        "${....}",
-        "${a}",
-        "${a.b.c}",
-        "${grpo}",
-        "${policy}",
-        "${.max_num_steps}",
-        "${cluster.train}",
-    ),
-    *("${${a}}", "${oc.env:HOME}", "${oc.env:NOBODY_HAS_THIS}", "${oc.env:HOME,x}", "${oc.create:{a: 1}}", "${oc.decode:'[1'}"),
-    *("${oc.select:a}", "${oc.select:grpo}", "${oc.deprecated:grpo}", "${oc.dict.keys:grpo}", "${oc.dict.values:policy}"),
-    *("${mul:1}", "${mul:1,2}", "${mul:a,b}", "${mul:9999999999,[1]}", "${div:1,0}", "${add:[1],[2]}", "${max:1,a}", "${if:1}"),
-    *("${if:${nothing},1,2}", "${nobody:1}", "${mul:${mul:2,3},4}", "\\${a}", "\\\\${a}", "$${a}", "${run_dir}", "${name}"),
-    *(
-        "x${run_dir}y",
-        "${run_dir}${name}",
-        "${[0]}",
-        "${a[0]}",
-        "${policy[model_name]}",
-        "${mul:1e308,1e308}",
-        "${div:1e-320,1e300}",
-    ),
-    *(
-        "${mul:'a',99999999999}",
-        "${add:null,1}",
-        "${max:null,null}",
-        "${oc.env:PATH,${oc.env:HOME}}",
-        "[${run_dir}, ${]",
-        "{a: ${b}}",
-    ),
+    *("${", "${}", "${.}", "${..}", "${....}", "${a}", "${a.b.c}", "${grpo}", "${policy}", "${.max_num_steps}"),
+    *("${cluster.train}", "${${a}}", "${oc.env:HOME}", "${oc.env:NOBODY_HAS_THIS}", "${oc.env:HOME,x}", "${oc.create:{a: 1}}"),
+    *("${oc.decode:'[1'}", "${oc.select:a}", "${oc.select:grpo}", "${oc.deprecated:grpo}", "${oc.dict.keys:grpo}"),
+    *("${oc.dict.values:policy}", "${mul:1}", "${mul:1,2}", "${mul:a,b}", "${mul:9999999999,[1]}", "${div:1,0}"),
+    *("${add:[1],[2]}", "${max:1,a}", "${if:1}", "${if:${nothing},1,2}", "${nobody:1}", "${mul:${mul:2,3},4}", "\\${a}"),
+    *("\\\\${a}", "$${a}", "${run_dir}", "${name}", "x${run_dir}y", "${run_dir}${name}", "${[0]}", "${a[0]}"),
+    *("${policy[model_name]}", "${mul:1e308,1e308}", "${div:1e-320,1e300}", "${mul:'a',99999999999}", "${add:null,1}"),
+    *("${max:null,null}", "${oc.env:PATH,${oc.env:HOME}}", "[${run_dir}, ${]", "{a: ${b}}"),
 )
 SHELL = (
     *("$(id)", "`id`", "; id", "| id", "&& id", "> /dev/null", "$HOME", "~", "~root", "*", "?", "'; id; '", '"; id; "', "a b"),
-    *(
-        "-x",
-        "--help",
-        "-",
-        "--",
-        "../../etc",
-        "/",
-        "/dev/null",
-        "/dev/full",
-        "/proc/self/mem",
-        "/nonexistent/a",
-        ".",
-        "..",
-        "//",
-    ),
-    *("a/../b", "a\nb", "a\rb", "a\x1b[31mb", "\x07", "\x7f", "\x01", "\x85", "\u2028", "/" * 5000, "a/" * 2000, "x" * 300),
+    *("-x", "--help", "-", "--", "../../etc", "/", "/dev/null", "/dev/full", "/proc/self/mem", "/nonexistent/a", ".", ".."),
+    *("//", "a/../b", "a\nb", "a\rb", "a\x1b[31mb", "\x07", "\x7f", "\x01", "\x85", "\u2028", "/" * 5000, "a/" * 2000),
+    *("x" * 300,),
 )
 UNICODE = (
     *(
@@ -139,24 +82,8 @@ UNICODE = (
         "\ue000",
         "\U0010ffff",
     ),
-    *(
-        "\udcff",
-        "a\udc80b",
-        "\ud800",
-        "\ufffe",
-        "\uffff",
-        "İ",
-        "ß",
-        "ﬃ",
-        "٣",
-        "²",
-        "\uff11\uff12",
-        "½",
-        "Ⅷ",
-        "\u00a0",
-        "\u3000",
-        "\U0001d7cf",
-    ),
+    *("\udcff", "a\udc80b", "\ud800", "\ufffe", "\uffff", "İ", "ß", "ﬃ", "٣", "²", "\uff11\uff12", "½", "Ⅷ", "\u00a0"),
+    *("\u3000", "\U0001d7cf"),
 )
 
 
@@ -434,16 +361,27 @@ def _past_run(folder: Path) -> None:
     past_runs.attempt(folder, "1-0", 0.0, "stop: crashed with status 1", {"rank": 0, "message": "no"})
 
 
+@dataclass(frozen=True)
+class Request:
+    """The command line."""
+
+    cases: Annotated[int, Key("N", "command lines of submit, and a tenth as many of the others; default: 5000")] = 5000
+    seed: Annotated[int, Key("N", "default: 0")] = 0
+    command: Annotated[str | None, Key("NAME", "this command alone")] = None
+
+
 def main(arguments: list[str]) -> int:
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    count, seed = int(given.get("cases", 5000)), int(given.get("seed", 0))
+    return command_line.run(__doc__, Request, report_cases, arguments)
+
+
+def report_cases(request: Request) -> int:
     bad = False
-    for command in [given["command"]] if "command" in given else COMMANDS:
-        number = count if command == "submit" else max(1, count // 10)
+    for command in [request.command] if request.command else COMMANDS:
+        number = request.cases if command == "submit" else max(1, request.cases // 10)
         statuses: Counter[str] = Counter()
         places: Counter[str] = Counter()
         slowest = Outcome(Case(command, []), 0, 0.0)
-        for outcome in fuzz(command, number, seed):
+        for outcome in fuzz(command, number, request.seed):
             statuses[str(outcome.status) if outcome.status is not None else "raised"] += 1
             slowest = max(slowest, outcome, key=lambda each: each.seconds)
             if outcome.bad:
