@@ -73,7 +73,7 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
             own += config.independent(error.problems, loaded.faulty)
         except RecipeError as error:
             own += config.independent(error.problems, loaded.faulty)
-        if recipe.algorithm:  # without one nothing is known of what the run does
+        if "algorithm" not in loaded.faulty:  # without one nothing is known of what the run does
             own += config.independent(file_problems(recipe, chosen, pending, dry, notes), loaded.faulty)
             own += folder_problems(recipe) if not own else []
         needed = "" if loaded is ordered[-1] else f"{folder_name(recipe)}, which is needed first"

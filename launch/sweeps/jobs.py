@@ -48,8 +48,8 @@ def _prepared(suite: Suite, more: list[str], run: str, seed: int, folder: Path) 
     """Return (the recipe's overrides, what has to run). Raises RecipeError."""
     recipe = suite.runs[run].recipe or run
     given = [*as_arguments(suite.overrides), *as_arguments(suite.runs[run].overrides), *more]
-    algorithm = recipes.inspect(recipe, given).recipe.algorithm
-    given += [f"{algorithm}.seed={seed}"] if algorithm else []
+    loaded = recipes.inspect(recipe, given)
+    given += [] if "algorithm" in loaded.faulty else [f"{loaded.recipe.algorithm}.seed={seed}"]
     given += [f"run_dir={folder / 'runs' / f'{run}-{seed}'}"]
     return given, prepare(recipe, given)
 
