@@ -20,6 +20,7 @@ if __name__ == "__main__":
 from launch import command_line
 from launch.command_line import Key
 from pipeline import config
+from pipeline.algorithms import build
 from pipeline.checkpoint import Checkpoint, Checkpoints
 from pipeline.config import Problem, Recipe, RecipeError
 from pipeline.files import StorageError
@@ -63,7 +64,7 @@ def export(request: Request) -> Path:
     from pipeline.models.hugging_face import model_config
     from pipeline.train.export import export_checkpoint
 
-    head = "values" if recipe.algorithm == "rm" else "logprobs"
+    head = build(recipe).needs.head
     try:
         model_config(recipe.policy, head)
     except OSError as error:

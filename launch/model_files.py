@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.algorithms import ALGORITHMS
 from pipeline.config import PolicyConfig, Problem, RecipeError, collected, refuse
 
 KNOWN = Path(__file__).resolve().parent.parent / "recipes/models"
@@ -30,7 +31,7 @@ class Pending(os.PathLike):
 
     def leaves(self, begun: dict[str, Any]) -> dict[str, Any]:
         """Return the config.json of the model that the run leaves, which began with that of `begun`."""
-        if self.algorithm != "rm":
+        if ALGORITHMS[self.algorithm].needs.head != "values":
             return begun
         kinds = [kind.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification") for kind in begun["architectures"]]
         return {**begun, "architectures": [f"{kind}ForSequenceClassification" for kind in kinds], "num_labels": 1}

@@ -123,6 +123,6 @@ def in_turn(recipe: Recipe) -> Changes:
     if config.serves_rewards(recipe):
         name = config.reward_environment(recipe)
         changes |= {f"env.{name}.served_by": "train", f"env.{name}.cpu_offload": True}
-    if recipe.algorithm == "grpo" and config.runs_ahead(recipe):
+    if config.runs_ahead(recipe):
         changes["grpo.async_grpo.enabled"] = False
     return changes

@@ -15,7 +15,7 @@ from launch.past_run import Columns, PastRun, last_sign, phases
 from launch.run_state import RunState
 from pipeline.checkpoint import NAME, Checkpoints
 from pipeline.config import CheckpointingConfig
-from pipeline.config.values import seconds
+from pipeline.values import seconds
 
 RECENT = 20
 """Steps that pace, trends and phase times are of."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline import config
 from pipeline.algorithms.advantages import standard
-from pipeline.algorithms.base import Objective, OnlineAlgorithm
+from pipeline.algorithms.base import Algorithm, OnlineAlgorithm
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, version_problem
 from pipeline.config import Recipe, RecipeError, evaluates_alone
@@ -84,11 +84,11 @@ class Run:
         kept, self._kept = self._kept, b""
         return kept
 
-    def learn(self, algorithm: Objective, samples: list[Sample], models: Sequence[str]) -> dict[str, float]:
+    def learn(self, algorithm: Algorithm, samples: list[Sample], models: Sequence[str]) -> dict[str, float]:
         """One step of `models` on its samples; the metrics. The policy's are called `train/...`."""
         train, needs = self.train, algorithm.needs
         size = self.recipe.policy.train_global_batch_size
-        train.load(parts=share(samples, self.recipe.policy, self.places, size, needs.together)).result()
+        train.load(parts=share(samples, self.recipe.policy, self.places, size, algorithm.sequences_per_item)).result()
         if needs.old or needs.reference or needs.critic or needs.teacher_top_k:
             train.forward().result()
         if needs.estimates:
@@ -258,7 +258,7 @@ def run_online(
                 groups, values = collector.collect(prompts, algorithm.select, step)
             if len(groups) < section.num_prompts_per_step:
                 break  # the data ended before the step was full
-            samples = algorithm.credit(groups)
+            samples = algorithm.compute_advantages(groups)
             with metrics.clock("train"), sharing.training():
                 values |= run.learn(algorithm, samples, algorithm.trains(step))
             step += 1
@@ -281,11 +281,11 @@ def run_online(
 
 
 def run_offline(
-    run: Run, algorithm: Objective, examples: ExampleStream | PairStream, validation: list[Sample] | list[Pair]
+    run: Run, algorithm: Algorithm, examples: ExampleStream | PairStream, validation: list[Sample] | list[Pair]
 ) -> int:
     """Learn from examples; the step it ended at."""
     recipe, section, train = run.recipe, config.section(run.recipe), run.train
-    together = algorithm.needs.together
+    together = algorithm.sequences_per_item
     step, metrics = run.restore(examples)
 
     def validate() -> dict[str, float]:

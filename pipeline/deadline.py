@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline import metrics, signals
 from pipeline.config import CheckpointingConfig
-from pipeline.config.values import seconds
+from pipeline.values import seconds
 
 SLACK = 1.1
 """How much longer than the longest yet a step and a save may take."""

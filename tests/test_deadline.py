@@ -10,8 +10,8 @@ import time
 import pytest
 
 from pipeline.config import CheckpointingConfig
-from pipeline.config.values import seconds
 from pipeline.deadline import Deadline
+from pipeline.values import seconds
 
 START = 1_000_000.0
 HOUR = 3600.0

@@ -16,12 +16,15 @@ DOWNHILL = [
     ("scoring", "deadline", "sharing"),
     ("roles",),
     ("rollout", "refit"),
-    ("algorithms", "train", "generate", "environments", "remote", "node_checks"),
+    ("train", "generate", "environments", "remote", "node_checks"),
     ("watchdog", "metrics"),
     ("world", "checkpoint", "data", "models", "attempt", "board"),
-    ("config", "types", "boxes", "store"),
+    ("config", "store"),
+    ("algorithms",),
+    ("types", "boxes"),
     ("builds", "encoding", "files", "interface", "signals", "startup", "timeline", "sandbox", "own_code", "rank_log"),
     ("secrets",),
+    ("problems", "values"),
 ]
 HEAVY = ("torch", "transformers", "vllm", "megatron", "datasets", "tensorboard")
 LEVEL = {part: level for level, parts in enumerate(DOWNHILL) for part in parts}

@@ -21,7 +21,7 @@ from typing import Any
 from launch.nemo_rl import algorithm, cluster, data, environments, generation, models, policy, run
 from launch.nemo_rl.features import Feature, feature_of
 from launch.nemo_rl.ledger import Ledger
-from pipeline.config.algorithms import OFFLINE
+from pipeline.algorithms import OFFLINE
 
 __all__ = ["Feature", "Translation", "feature_of", "translate"]
 

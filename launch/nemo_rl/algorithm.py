@@ -11,7 +11,7 @@ from launch.nemo_rl import rewards
 from launch.nemo_rl.features import Feature
 from launch.nemo_rl.ledger import Ledger
 from launch.nemo_rl.rules import Only, Switch, apply, ignored, same, under
-from pipeline.config.algorithms import UNBOUNDED
+from pipeline.algorithms.sections import UNBOUNDED
 
 NAMES = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
 

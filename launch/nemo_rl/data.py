@@ -16,7 +16,7 @@ from launch.nemo_rl.datasets import Dataset
 from launch.nemo_rl.features import Feature
 from launch.nemo_rl.ledger import Ledger
 from launch.nemo_rl.rules import Only, apply, ignored, same
-from pipeline.config.algorithms import PAIRED
+from pipeline.algorithms import PAIRED
 
 DATA = (
     same("data.shuffle"),

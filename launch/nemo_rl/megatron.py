@@ -8,7 +8,8 @@ from launch.nemo_rl.cluster import environment_variables
 from launch.nemo_rl.features import Feature
 from launch.nemo_rl.ledger import Ledger
 from launch.nemo_rl.rules import Changed, Only, Switch, apply, ignored, same, under
-from pipeline.config.algorithms import OFFLINE, OfflineConfig, OnlineConfig, bound
+from pipeline.algorithms import OFFLINE
+from pipeline.algorithms.sections import OfflineConfig, OnlineConfig, bound
 
 KEY = "policy.megatron_cfg"
 

@@ -22,7 +22,7 @@ from launch.preflight import own_code
 from launch.preflight.weights import trouble
 from pipeline import config
 from pipeline.config import GENERATED_DATASETS, ComponentConfig, Recipe, RecipeError, is_dotted_path, keyed_sets, uses_megatron
-from pipeline.config.values import VARIABLE
+from pipeline.values import VARIABLE
 
 SQUASHFS = b"hsqs"  # what such a file begins with; bytes 40 to 48 say how long it is
 FLAGS = re.compile(r"[a-z][a-z0-9=_-]*(\+[a-z][a-z0-9=_-]*)*")

@@ -22,6 +22,7 @@ import msgspec
 from launch.model_files import hf_home, hub_cache, inside, model_config, model_folder, read_json
 from launch.preflight import architecture, libraries, prompt_tokens, records
 from pipeline import config
+from pipeline.algorithms import build
 from pipeline.config import (
     DATASET_CARDS,
     GENERATED_DATASETS,
@@ -53,7 +54,7 @@ def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None =
     tokenizer = yield from _tokenizer(recipe, "policy", recipe.policy, pending)
     if (name := config.reward_environment(recipe)) and recipe.env[name].model_name:
         yield from _check_reward_tokenizer(recipe, f"env.{name}", config.reward_model_policy(recipe), pending)
-    if recipe.algorithm == "distillation":
+    if build(recipe).needs.teacher_top_k:
         if tokenizer:
             yield from _check_teacher_tokenizer(recipe, tokenizer, pending)
         yield from _check_teacher_rows(recipe, pending)

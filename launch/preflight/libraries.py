@@ -15,6 +15,7 @@ from typing import Any
 from launch import containers
 from launch.model_files import read_json
 from launch.preflight import signatures
+from pipeline.algorithms import build
 from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, generates, serves_rewards, uses_megatron
 
 VLLM_KWARGS = "policy.generation.vllm_kwargs"
@@ -77,7 +78,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
         yield from _optimizer("policy", policy.optimizer, uses_megatron(policy))
     if not (uses_megatron(policy) and policy.megatron_cfg.scheduler is not None):
         yield from _schedule("policy.scheduler", policy.scheduler)
-    if recipe.algorithm == "ppo":
+    if build(recipe).needs.critic:
         yield from _optimizer("value", recipe.value.optimizer, uses_megatron(policy))
         yield from _schedule("value.scheduler", recipe.value.scheduler)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from launch.sweeps.expressions import Curve
 from launch.sweeps.measured import mean_and_spread
 from pipeline.config import layers, refuse, typed
-from pipeline.config.values import Bool, Float, Int, Text
 from pipeline.files import write_durably
+from pipeline.values import Bool, Float, Int, Text
 
 HEADER = "# Written by `python launch/sweep.py ... update_baseline=true`. Bands and speeds of the sweep are judged by it.\n"
 POINTS = 40

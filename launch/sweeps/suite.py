@@ -21,7 +21,7 @@ from launch.run_folder import flat
 from launch.sweeps import expressions
 from pipeline.config import RECIPES, Problem, Recipe, independent, layers, reading, refuse, typed
 from pipeline.config.layers import COMMAND_LINE
-from pipeline.config.values import Float, NotNegative, Positive, Text
+from pipeline.values import Float, NotNegative, Positive, Text
 
 SUITES = RECIPES / "sweeps"
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*")

@@ -13,7 +13,7 @@ possible answer times the number of sequences; here it is the number of counted 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from pipeline.algorithms.base import Variance
 from pipeline.algorithms.loss import kl_in_reward
 from pipeline.algorithms.reductions import sequence_sums, values_before
-from pipeline.config import GAEConfig, LossConfig, RewardedConfig, RewardScalingConfig, RewardShapingConfig
+from pipeline.algorithms.sections import GAEConfig, LossConfig, RewardedConfig, RewardScalingConfig, RewardShapingConfig
 from pipeline.types import GlobalCounts, Moments, PackedBatch, Prompt, Rollout, RolloutGroup, Sample, Standard
 
 ROUNDING = 1e-5  # relative; a model's float32 rewards of one answer in different batches differ by less than this
@@ -117,6 +117,14 @@ def sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: float, co
 
 
 # ---- of the answers to one prompt ------------------------------------------------------------------------------------------
+
+
+def among_judged(group: RolloutGroup, rewards: np.ndarray, estimator: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return what `estimator` makes of the `[G]` rewards; failed episodes get 0, and others are not compared with them."""
+    advantages, among = np.zeros(len(rewards)), judged(group)
+    if among.any():
+        advantages[among] = estimator(rewards[among])
+    return advantages
 
 
 def group_advantages(rewards: np.ndarray, use_leave_one_out: bool, normalize: bool) -> np.ndarray:

@@ -7,30 +7,53 @@ teachers with another vocabulary.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pipeline.algorithms.advantages import sample
-from pipeline.algorithms.base import Needs
-from pipeline.algorithms.divergence import distillation_loss
-from pipeline.config import DistillationConfig, LossConfig
-from pipeline.types import PackedBatch, RolloutGroup, Sample
+from pydantic import Field
+
+from pipeline.algorithms.base import Needs, OnlineAlgorithm
+from pipeline.algorithms.sections import OnlineConfig
+from pipeline.problems import Problem
+from pipeline.values import Positive
+
+if TYPE_CHECKING:
+    from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
 
 
-class Distillation:
-    def __init__(self, config: DistillationConfig, loss: LossConfig):
-        outside = loss.zero_outside_topk and loss.kl_type != "forward"
-        self.needs = Needs(teacher_top_k=config.topk_logits_k, entropy=outside)
-        self.losses = {"policy": partial(distillation_loss, loss)}
+@dataclass
+class DistillationConfig(OnlineConfig):
+    """On-policy distillation: the policy samples, and learns the teacher's distribution over each token."""
 
-    def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        return groups
+    num_prompts_per_step: Annotated[Positive, Field(description="Prompts of a step.")] = 128
+    num_generations_per_prompt: Annotated[Positive, Field(description="Answers sampled for each prompt.")] = 1
+    topk_logits_k: Annotated[
+        Positive, Field(description="The divergence is summed over so many of the teacher's most likely tokens.")
+    ] = 64
 
-    def credit(self, groups: list[RolloutGroup]) -> list[Sample]:
-        """Advantages are 0."""
+
+class Distillation(OnlineAlgorithm):
+    Section = DistillationConfig
+    reads = ("loss_fn.kl_type", "loss_fn.mixed_kl_weight", "loss_fn.zero_outside_topk", "teacher")
+
+    def __init__(self, recipe: Any):
+        super().__init__(recipe)
+        outside = recipe.loss_fn.zero_outside_topk and recipe.loss_fn.kl_type != "forward"
+        self.needs = Needs(teacher_top_k=self.section.topk_logits_k, entropy=outside)
+
+    def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
+        """They are 0."""
+        from pipeline.algorithms.advantages import sample
+
         return [sample(group.prompt, rollout, 0.0, rollout.reward) for group in groups for rollout in group.rollouts]
 
-    def estimate(self, batch: PackedBatch) -> PackedBatch:
-        return batch
+    def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
+        from pipeline.algorithms.divergence import distillation_loss
 
-    def trains(self, step: int) -> tuple[str, ...]:
-        return ("policy",)
+        return distillation_loss(self.recipe.loss_fn, outputs, batch, counts)
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.recipe.teacher.model_name is None:
+            yield Problem("teacher.model_name", "missing-value", "got null; expected a folder or a Hugging Face name")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pipeline.algorithms.reductions import masked_share
-from pipeline.config import LossConfig
+from pipeline.algorithms.sections import LossConfig
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
 
 LOG_INFINITESIMAL = -100.0  # NeMo-RL's, DistillationLossFn

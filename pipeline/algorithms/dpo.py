@@ -1,19 +1,91 @@
 """DPO: direct preference optimization (https://arxiv.org/abs/2305.18290) on pairs of a chosen and a rejected answer.
 
-Its loss is `dpo_loss` in pairs.py. Left out: divergences other than the reverse KL; hinge, robust, EXO, BCO, SPPO, APO; weights
-by length (LD-DPO) or by policy.
+With h = log pi(y) - log pi_ref(y), summed over the answer's tokens:
+
+    loss = preference_loss_weight * mean over pairs of L(h_c - h_r)
+         + sft_loss_weight * mean over pairs of - log pi(y_c), per token with sft_average_log_probs
+
+L is `preference_loss` in pairs.py. preference_average_log_probs takes h per token of the answer (TRL's sigmoid_norm); IPO
+always does, as TRL 1.16 on the word of IPO's authors, though the paper does not say so. With reference_free, h = log pi(y).
+
+The rewards of the metrics are beta h, with h as the loss takes it. NeMo-RL logs h without beta, TRL beta h without dividing by
+the length.
+
+Left out: divergences other than the reverse KL; hinge, robust, EXO, BCO, SPPO, APO; weights by length (LD-DPO) or by policy.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pipeline.algorithms.base import Needs
-from pipeline.algorithms.pairs import dpo_loss
-from pipeline.config import DPOConfig
+from pydantic import Field
+
+from pipeline.algorithms.base import Needs, PairedAlgorithm
+from pipeline.algorithms.sections import OfflineConfig
+from pipeline.problems import Problem
+from pipeline.values import Bool, Float
+
+if TYPE_CHECKING:
+    from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
 
 
-class DPO:
-    def __init__(self, config: DPOConfig):
-        self.needs = Needs(reference=not config.reference_free, together=2)
-        self.losses = {"policy": partial(dpo_loss, config)}
+@dataclass
+class DPOConfig(OfflineConfig):
+    """Direct preference optimization. policy.train_global_batch_size counts pairs."""
+
+    preference_loss: Annotated[Literal["sigmoid", "ipo"], Field(description="sigmoid: DPO. ipo: IPO.")] = "sigmoid"
+    reference_policy_kl_penalty: Annotated[Float, Field(gt=0, description="DPO's beta.")] = 0.05
+    label_smoothing: Annotated[
+        Float,
+        Field(ge=0, lt=0.5, description="sigmoid: how often a label is taken to be wrong. Above 0: conservative DPO."),
+    ] = 0.0
+    preference_average_log_probs: Annotated[Bool, Field(description="sigmoid: log-ratios per token of the answer.")] = False
+    reference_free: Annotated[Bool, Field(description="Take a uniform distribution for the reference.")] = False
+    preference_loss_weight: Annotated[Float, Field(ge=0, description="Weight of the preference loss.")] = 1.0
+    sft_loss_weight: Annotated[
+        Float, Field(ge=0, description="Weight of the negative log-likelihood of the chosen answers.")
+    ] = 0.0
+    sft_average_log_probs: Annotated[Bool, Field(description="Average that likelihood over the tokens of the answer.")] = (
+        "${.preference_average_log_probs}"  # type: ignore[assignment]
+    )
+
+
+class DPO(PairedAlgorithm):
+    Section = DPOConfig
+
+    def __init__(self, recipe: Any):
+        super().__init__(recipe)
+        self.needs = Needs(reference=not self.section.reference_free)
+
+    def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
+        from pipeline.algorithms.pairs import pair_share, preference_loss, reward_metrics, split
+        from pipeline.algorithms.reductions import sequence_means, sequence_sums
+        from pipeline.types import LossOutput
+
+        config, beta = self.section, self.section.reference_policy_kl_penalty
+        ratios = outputs.logprobs if config.reference_free else outputs.logprobs - batch.reference_logprobs
+        averaged = config.preference_average_log_probs or config.preference_loss == "ipo"
+        chosen, rejected = split((sequence_means if averaged else sequence_sums)(ratios, batch))
+        losses = preference_loss(config.preference_loss, chosen - rejected, beta, config.label_smoothing)
+        preference = pair_share(losses, counts)
+        reduced = (sequence_means if config.sft_average_log_probs else sequence_sums)(outputs.logprobs, batch)
+        chosen_logprobs, _ = split(reduced)
+        sft = pair_share(-chosen_logprobs, counts)
+        metrics = {"preference_loss": preference.detach(), "sft_loss": sft.detach()}
+        metrics |= reward_metrics(beta * chosen, beta * rejected, counts)
+        return LossOutput(config.preference_loss_weight * preference + config.sft_loss_weight * sft, metrics)
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        config = self.section
+        if config.label_smoothing != 0 and config.preference_loss == "ipo":
+            message = f"got {config.label_smoothing}; expected 0 with dpo.preference_loss=ipo"
+            yield Problem("dpo.label_smoothing", "has-no-effect", message)
+        if config.preference_loss_weight == 0 and config.sft_loss_weight == 0:
+            yield Problem(
+                "dpo.preference_loss_weight",
+                "contradiction",
+                "got 0 with dpo.sft_loss_weight=0, which leaves nothing to learn; expected one of them above 0",
+            )

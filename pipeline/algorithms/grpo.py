@@ -17,80 +17,215 @@ rewards for parts of an answer (process supervision).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
+from pydantic import Field
 
-from pipeline.algorithms.advantages import (
-    group_advantages,
-    is_cut,
-    judged,
-    minus_kl_to_come,
-    sample,
-    selected,
-    sequence_advantages,
-    shaped_rewards,
-)
-from pipeline.algorithms.base import Needs
-from pipeline.algorithms.loss import policy_loss, trusted
-from pipeline.config import GRPOConfig, LossConfig
-from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
+from pipeline.algorithms.rewarded import RewardedAlgorithm
+from pipeline.algorithms.sections import RewardedConfig
+from pipeline.problems import Problem
+from pipeline.values import Bool, Float, NotNegative
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup
 
 
-class GRPO:
-    def __init__(self, grpo: GRPOConfig, loss: LossConfig, updates_per_step: int):
-        self._grpo = grpo
-        self._loss = loss
-        self._plus_plus = grpo.adv_estimator.name == "reinforce_plus_plus"
-        filtered = grpo.seq_logprob_error_threshold is not None
-        several = updates_per_step > 1 and not loss.force_on_policy_ratio
-        self.needs = Needs(
-            entropy=loss.log_entropy or loss.entropy_coeff != 0,
-            truncated=True,
-            old=several or filtered or loss.use_kl_in_reward,
-            reference=loss.reference_policy_kl_penalty != 0,
-            estimates=filtered or self._plus_plus,
-            standardized="biased" if self._plus_plus else None,
-        )
-        self.losses = {"policy": self.loss}
+@dataclass
+class AdvantageConfig:
+    """How advantages are estimated from rewards."""
 
-    def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        return selected(groups, self._grpo)
+    name: Annotated[Literal["grpo", "reinforce_plus_plus"], Field(description="The estimator.")] = "grpo"
+    normalize_rewards: Annotated[Bool, Field(description="As grpo.normalize_rewards.")] = "${grpo.normalize_rewards}"  # type: ignore[assignment]
+    use_leave_one_out_baseline: Annotated[Bool, Field(description="As grpo.use_leave_one_out_baseline.")] = (
+        "${grpo.use_leave_one_out_baseline}"  # type: ignore[assignment]
+    )
+    minus_baseline: Annotated[
+        Bool, Field(description="reinforce_plus_plus: subtract the group's mean reward (REINFORCE++-baseline).")
+    ] = True
 
-    def credit(self, groups: list[RolloutGroup]) -> list[Sample]:
-        return [
-            sample(group.prompt, rollout, advantage, reward, counts=not (self._grpo.overlong_filtering and is_cut(rollout)))
-            for group in groups
-            for rollout, advantage, reward in zip(group.rollouts, *self._judge(group), strict=True)
-        ]
 
-    def _judge(self, group: RolloutGroup) -> tuple[np.ndarray, np.ndarray]:
-        """(advantages, rewards), `[G]` each. The advantage of an episode that nobody judged is 0."""
-        rewards, among = shaped_rewards(group, self._grpo), judged(group)
-        advantages = np.zeros(len(rewards))
-        if among.any():
-            advantages[among] = self._advantages(rewards[among])
-        return advantages, rewards
+@dataclass
+class AsyncConfig:
+    """Let generation run ahead of training.
 
-    def _advantages(self, rewards: np.ndarray) -> np.ndarray:
-        """`[G]` -> `[G]`."""
-        estimator = self._grpo.adv_estimator
+    The age of a rollout is the step that trains on it, less the version of the weights that began it.
+    """
+
+    enabled: Annotated[Bool, Field(description="Whether generation runs ahead.")] = False
+    max_trajectory_age_steps: Annotated[
+        NotNegative, Field(description="Greatest age of a rollout, in steps. 0: the synchronous algorithm.")
+    ] = 1
+    in_flight_weight_updates: Annotated[
+        Bool, Field(description="A refit does not wait for rollouts under way. They go on with the new weights.")
+    ] = False
+    recompute_kv_cache_after_weight_updates: Annotated[
+        Bool,
+        Field(description="Compute keys and values of rollouts under way anew after a refit. Otherwise the old ones stay."),
+    ] = False
+    stragglers: Annotated[
+        Literal["wait", "keep", "cut"],
+        Field(
+            description="wait: a step trains on the oldest prompts. keep: on those that are complete; half of the age is left"
+            " for those that are not. cut: on the oldest, of which the last straggler_share of the answers are truncated."
+        ),
+    ] = "wait"
+    straggler_share: Annotated[Float, Field(ge=0, le=1, description="stragglers=cut: share of a step's answers.")] = 0.05
+    max_generation_failures: Annotated[
+        NotNegative,
+        Field(
+            description="Groups in a row that could not be judged, through no fault of the answers. One more ends the run."
+            " Read also while async_grpo is off; other algorithms have this default."
+        ),
+    ] = 10
+
+
+@dataclass
+class GRPOConfig(RewardedConfig):
+    """Group relative policy optimization, and its variants (DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++)."""
+
+    normalize_rewards: Annotated[
+        Bool, Field(description="Divide advantages by the standard deviation of the group's rewards. false: Dr. GRPO.")
+    ] = True
+    use_leave_one_out_baseline: Annotated[
+        Bool,
+        Field(
+            description="Subtract from a reward the mean of the others in its group, as NeMo-RL does. false: the mean of the"
+            " whole group. With normalize_rewards a lone right answer then counts least; see README.md."
+        ),
+    ] = True
+    adv_estimator: AdvantageConfig = field(default_factory=AdvantageConfig)
+    advantage_clip_low: Annotated[Float | None, Field(description="Lower bound of advantages. null: none.")] = None
+    advantage_clip_high: Annotated[Float | None, Field(description="Upper bound of advantages. null: none.")] = None
+    async_grpo: AsyncConfig = field(default_factory=AsyncConfig)
+
+
+class GRPO(RewardedAlgorithm):
+    Section = GRPOConfig
+
+    def __init__(self, recipe: Any):
+        super().__init__(recipe)
+        self._plus_plus = self.section.adv_estimator.name == "reinforce_plus_plus"
         if self._plus_plus:
-            return sequence_advantages(rewards, estimator.minus_baseline)
-        return group_advantages(rewards, estimator.use_leave_one_out_baseline, estimator.normalize_rewards)
+            self.needs = dataclasses.replace(self.needs, estimates=True, standardized="biased")
+
+    @property
+    def runs_ahead(self) -> bool:
+        ahead = self.section.async_grpo
+        return ahead.enabled and ahead.max_trajectory_age_steps > 0
+
+    def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> np.ndarray:
+        from pipeline.algorithms.advantages import among_judged, group_advantages, sequence_advantages
+
+        config = self.section.adv_estimator
+        if self._plus_plus:
+            estimator = partial(sequence_advantages, minus_baseline=config.minus_baseline)
+        else:
+            how = {"use_leave_one_out": config.use_leave_one_out_baseline, "normalize": config.normalize_rewards}
+            estimator = partial(group_advantages, **how)
+        return among_judged(group, rewards, estimator)
 
     def estimate(self, batch: PackedBatch) -> PackedBatch:
-        if (threshold := self._grpo.seq_logprob_error_threshold) is not None:
-            batch = dataclasses.replace(batch, loss_mask=trusted(batch, threshold))
-        if self._plus_plus and self._loss.use_kl_in_reward:
-            batch = dataclasses.replace(batch, advantages=minus_kl_to_come(batch, self._loss))
-        return batch
+        from pipeline.algorithms.advantages import minus_kl_to_come
 
-    def trains(self, step: int) -> tuple[str, ...]:
-        return ("policy",)
+        batch = super().estimate(batch)
+        if self._plus_plus and self.recipe.loss_fn.use_kl_in_reward:
+            batch = dataclasses.replace(batch, advantages=minus_kl_to_come(batch, self.recipe.loss_fn))
+        return batch
 
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
         """Advantages are clipped here, where they are final: standardizing comes after `estimate`."""
-        low, high = self._grpo.advantage_clip_low, self._grpo.advantage_clip_high
+        low, high = self.section.advantage_clip_low, self.section.advantage_clip_high
         if low is not None or high is not None:
             batch = dataclasses.replace(batch, advantages=batch.advantages.clamp(low, high))
-        return policy_loss(self._loss, outputs, batch, counts)
+        return super().loss(outputs, batch, counts)
+
+    # ---- checks ------------------------------------------------------------------------------------------------------------
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        config = self.section
+        low, high, alone = config.advantage_clip_low, config.advantage_clip_high, config.num_generations_per_prompt < 2
+        if alone and not self._plus_plus:
+            yield Problem(
+                "grpo.num_generations_per_prompt",
+                "too-small",
+                "got 1; expected at least 2, since one answer has no baseline, neither the group's mean nor leave-one-out, and"
+                " every advantage would be 0",
+            )
+        if alone and self._plus_plus and config.adv_estimator.minus_baseline:
+            yield Problem(
+                "grpo.num_generations_per_prompt",
+                "too-small",
+                "got 1; expected at least 2, since one answer is its own baseline and every advantage would be 0. Try"
+                " grpo.adv_estimator.minus_baseline=false",
+            )
+        if not self._plus_plus and self.recipe.loss_fn.use_kl_in_reward:
+            yield Problem(
+                "loss_fn.use_kl_in_reward",
+                "contradiction",
+                "got true with grpo.adv_estimator.name=grpo, whose advantage is of a whole answer; expected rewards of single"
+                " tokens. Try grpo.adv_estimator.name=reinforce_plus_plus, or algorithm=ppo",
+            )
+        if low is not None and high is not None and low > high:
+            message = f"got {low}; expected at most grpo.advantage_clip_high={high}"
+            yield Problem("grpo.advantage_clip_low", "too-large", message)
+        if config.async_grpo.enabled:
+            yield from self._check_async()
+
+    def _check_async(self) -> Iterator[Problem]:
+        key, grpo, config, ahead = "grpo.async_grpo", self.section, self.section.async_grpo, self.runs_ahead
+        age, share = config.max_trajectory_age_steps, config.straggler_share
+        if ahead and not self.recipe.loss_fn.use_importance_sampling_correction:
+            yield Problem(
+                "loss_fn.use_importance_sampling_correction",
+                "contradiction",
+                f"got false; expected true with {key}.max_trajectory_age_steps={age}, since a step trains on what weights up to"
+                f" {age} steps older have sampled. Try true, or {key}.enabled=false",
+            )
+        if ahead and self.recipe.policy.generation.colocated.enabled:
+            yield Problem(
+                f"{key}.max_trajectory_age_steps",
+                "contradiction",
+                f"got {age}, so engines sample while others train; expected 0 with policy.generation.colocated.enabled=true,"
+                f" where both use the same GPUs in turn. Try {key}.enabled=false (recipes whose names end in _sync have it), or"
+                " policy.generation.colocated.enabled=false",
+            )
+        if grpo.use_dynamic_sampling and not ahead:
+            yield Problem(
+                f"{key}.max_trajectory_age_steps",
+                "too-small",
+                "got 0, the synchronous algorithm, which samples whole batches for dynamic sampling; expected at least 1. Try"
+                f" {key}.enabled=false",
+            )
+        if grpo.batch_multiplier != 1:
+            yield Problem(
+                "grpo.batch_multiplier",
+                "has-no-effect",
+                f"got {grpo.batch_multiplier}; expected 1 with {key}.enabled=true, which has no batches: one group replaces"
+                " each that is passed over",
+            )
+        if config.recompute_kv_cache_after_weight_updates and not config.in_flight_weight_updates:
+            yield Problem(
+                f"{key}.recompute_kv_cache_after_weight_updates",
+                "has-no-effect",
+                f"got true; expected false without {key}.in_flight_weight_updates, where nothing is under way when the weights"
+                " change",
+            )
+        if config.stragglers == "cut" and not ahead:
+            yield Problem(
+                f"{key}.stragglers",
+                "has-no-effect",
+                f"got cut; expected wait with {key}.max_trajectory_age_steps=0, the synchronous algorithm. Try an age above 0",
+            )
+        if config.stragglers == "cut" and share * grpo.num_prompts_per_step < 1:
+            yield Problem(
+                f"{key}.straggler_share",
+                "too-small",
+                f"got {share}, less than one group of grpo.num_prompts_per_step={grpo.num_prompts_per_step}; expected at least"
+                f" {1 / grpo.num_prompts_per_step:.3g}. Try {key}.stragglers=wait",
+            )

@@ -41,7 +41,7 @@ from pipeline.algorithms.reductions import (
     sequence_sums,
     values_before,
 )
-from pipeline.config import LossConfig, ValueLossConfig
+from pipeline.algorithms.sections import LossConfig, ValueLossConfig
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
 
 

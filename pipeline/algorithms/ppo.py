@@ -13,50 +13,97 @@ Left out: a critic that shares the policy's body, VAPO's loss on right answers.
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pipeline.algorithms.advantages import estimate_gae, is_cut, sample, selected, shaped_rewards
-from pipeline.algorithms.base import Needs
-from pipeline.algorithms.loss import policy_loss, trusted, value_loss
-from pipeline.config import LossConfig, PPOConfig, ValueLossConfig
-from pipeline.types import PackedBatch, RolloutGroup, Sample
+from pydantic import Field
+
+from pipeline.algorithms.base import Loss
+from pipeline.algorithms.rewarded import RewardedAlgorithm
+from pipeline.algorithms.sections import GAEConfig, RewardedConfig
+from pipeline.problems import Problem
+from pipeline.values import Bool, NotNegative, Positive
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup
 
 
-class PPO:
-    def __init__(self, ppo: PPOConfig, loss: LossConfig, value: ValueLossConfig, updates_per_step: int):
-        self._ppo = ppo
-        self._loss = loss
-        several = updates_per_step * ppo.ppo_epochs > 1 and not loss.force_on_policy_ratio
-        filtered = ppo.seq_logprob_error_threshold is not None
-        self.needs = Needs(
-            entropy=loss.log_entropy or loss.entropy_coeff != 0,
-            truncated=True,
-            old=several or filtered or loss.use_kl_in_reward,
-            reference=loss.reference_policy_kl_penalty != 0,
+@dataclass
+class PPOConfig(RewardedConfig):
+    """Proximal policy optimization with a critic."""
+
+    num_generations_per_prompt: Annotated[Positive, Field(description="Answers sampled for each prompt.")] = 1
+    ppo_epochs: Annotated[Positive, Field(description="Passes over the samples of a step.")] = 1
+    schedule_every_epoch: Annotated[
+        Bool,
+        Field(description="Learning-rate schedules advance once per epoch, as in NeMo-RL. false: once per step, as in verl."),
+    ] = False
+    policy_training_start_step: Annotated[
+        NotNegative, Field(description="Step at which the policy begins to learn. Before it only the critic learns.")
+    ] = 0
+    adv_estimator: GAEConfig = field(default_factory=GAEConfig)
+
+
+class PPO(RewardedAlgorithm):
+    Section = PPOConfig
+    reads = ("loss_fn", "value", "value_loss_fn")
+
+    def __init__(self, recipe: Any):
+        super().__init__(recipe)
+        self.needs = dataclasses.replace(
+            self.needs,
             critic=True,
             estimates=True,
-            standardized="unbiased" if ppo.adv_estimator.normalize_advantages else None,
-            epochs=ppo.ppo_epochs,
-            schedule_every_epoch=ppo.schedule_every_epoch,
+            standardized="unbiased" if self.section.adv_estimator.normalize_advantages else None,
+            schedule_every_epoch=self.section.schedule_every_epoch,
         )
-        self.losses = {"policy": partial(policy_loss, loss), "critic": partial(value_loss, value)}
 
-    def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        return selected(groups, self._ppo)
+    @property
+    def epochs(self) -> int:
+        return self.section.ppo_epochs
 
-    def credit(self, groups: list[RolloutGroup]) -> list[Sample]:
-        """Samples have their rewards; advantages come with `estimate`."""
-        return [
-            sample(group.prompt, rollout, 0.0, reward, counts=not (self._ppo.overlong_filtering and is_cut(rollout)))
-            for group in groups
-            for rollout, reward in zip(group.rollouts, shaped_rewards(group, self._ppo), strict=True)
-        ]
+    @property
+    def losses(self) -> Mapping[str, Loss]:
+        return {"policy": self.loss, "critic": self.critic_loss}
+
+    def critic_loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
+        from pipeline.algorithms.loss import value_loss
+
+        return value_loss(self.recipe.value_loss_fn, outputs, batch, counts)
+
+    def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> Sequence[float]:
+        """They come with `estimate`."""
+        return [0.0] * len(rewards)
 
     def estimate(self, batch: PackedBatch) -> PackedBatch:
-        if (threshold := self._ppo.seq_logprob_error_threshold) is not None:
-            batch = dataclasses.replace(batch, loss_mask=trusted(batch, threshold))
-        advantages, returns = estimate_gae(batch, self._ppo.adv_estimator, self._loss)
+        from pipeline.algorithms.advantages import estimate_gae
+
+        batch = super().estimate(batch)
+        advantages, returns = estimate_gae(batch, self.section.adv_estimator, self.recipe.loss_fn)
         return dataclasses.replace(batch, advantages=advantages, returns=returns)
 
     def trains(self, step: int) -> tuple[str, ...]:
-        return ("critic",) if step < self._ppo.policy_training_start_step else ("critic", "policy")
+        return ("critic",) if step < self.section.policy_training_start_step else ("critic", "policy")
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        config, estimator = self.section, self.section.adv_estimator
+        if estimator.length_adaptive_alpha > 0 and estimator.gae_lambda_policy is not None:
+            yield Problem(
+                "ppo.adv_estimator.gae_lambda_policy",
+                "contradiction",
+                f"got {estimator.gae_lambda_policy}; expected null with length_adaptive_alpha above 0, which makes a lambda"
+                " of each answer's length",
+            )
+        if not self.recipe.value.model_name:
+            yield Problem("value.model_name", "missing-value", "got nothing; expected a model to begin PPO's critic from")
+        if config.policy_training_start_step >= config.max_num_steps > 0:
+            yield Problem(
+                "ppo.policy_training_start_step",
+                "too-large",
+                f"got {config.policy_training_start_step}; expected below ppo.max_num_steps={config.max_num_steps}, since the"
+                " policy would never learn",
+            )

@@ -1,4 +1,4 @@
-"""The reward model of pairs of a chosen and a rejected answer; `policy` is the reward model.
+"""The reward model of pairs of a chosen and a rejected answer.
 
 Its loss is `reward_model_loss` in pairs.py. Left out: several answers ranked at once, regression on scores, a penalty that
 centres rewards.
@@ -6,12 +6,26 @@ centres rewards.
 
 from __future__ import annotations
 
-from pipeline.algorithms.base import Needs
-from pipeline.algorithms.pairs import reward_model_loss
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.algorithms.base import Needs, PairedAlgorithm
+from pipeline.algorithms.sections import OfflineConfig
+
+if TYPE_CHECKING:
+    from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
 
 
-class RewardModel:
-    needs = Needs(head="values", together=2)
+@dataclass
+class RMConfig(OfflineConfig):
+    """Bradley-Terry reward model, which is `policy`. policy.train_global_batch_size counts pairs."""
 
-    def __init__(self) -> None:
-        self.losses = {"policy": reward_model_loss}
+
+class RewardModel(PairedAlgorithm):
+    Section = RMConfig
+    needs = Needs(head="values")
+
+    def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
+        from pipeline.algorithms.pairs import reward_model_loss
+
+        return reward_model_loss(outputs, batch, counts)

@@ -5,12 +5,25 @@ The mask (assistant turns only) is the data's. Left out: weighting of examples.
 
 from __future__ import annotations
 
-from pipeline.algorithms.base import Needs
-from pipeline.algorithms.loss import sft_loss
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.algorithms.base import Algorithm
+from pipeline.algorithms.sections import OfflineConfig
+
+if TYPE_CHECKING:
+    from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
 
 
-class SFT:
-    needs = Needs()
+@dataclass
+class SFTConfig(OfflineConfig):
+    """Supervised fine-tuning."""
 
-    def __init__(self) -> None:
-        self.losses = {"policy": sft_loss}
+
+class SFT(Algorithm):
+    Section = SFTConfig
+
+    def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
+        from pipeline.algorithms.loss import sft_loss
+
+        return sft_loss(outputs, batch, counts)

@@ -3,29 +3,25 @@
 Nothing here imports torch, so a login node answers at once.
 """
 
-from pipeline.config.algorithms import (
-    OFFLINE,
-    ONLINE,
-    PAIRED,
+from pipeline.algorithms import OFFLINE, ONLINE, PAIRED
+from pipeline.algorithms.distillation import DistillationConfig
+from pipeline.algorithms.dpo import DPOConfig
+from pipeline.algorithms.grpo import AdvantageConfig, AsyncConfig, GRPOConfig
+from pipeline.algorithms.ppo import PPOConfig
+from pipeline.algorithms.rm import RMConfig
+from pipeline.algorithms.sections import (
     UNBOUNDED,
-    AdvantageConfig,
-    AsyncConfig,
-    DistillationConfig,
-    DPOConfig,
     GAEConfig,
-    GRPOConfig,
     LossConfig,
     OfflineConfig,
     OnlineConfig,
-    PPOConfig,
     RewardedConfig,
     RewardScalingConfig,
     RewardShapingConfig,
-    RMConfig,
-    SFTConfig,
     ValueLossConfig,
     bound,
 )
+from pipeline.algorithms.sft import SFTConfig
 from pipeline.config.checks import components, problems, validate
 from pipeline.config.cluster import (
     SHARED,
@@ -53,7 +49,6 @@ from pipeline.config.data import (
     validation_sets,
 )
 from pipeline.config.environments import TOOLS, ToolArguments, arguments_of, arguments_of_tool, own_kind, tools_of
-from pipeline.config.errors import Problem, RecipeError, as_problem, collected, listed, refuse
 from pipeline.config.generation import GenerationConfig, RefitConfig, VLLMConfig
 from pipeline.config.layout import Backend, asked_backend, check_expert_layout, colocated, decided, guests, refits_by_ipc
 from pipeline.config.megatron import (
@@ -116,6 +111,7 @@ from pipeline.config.schema import (
 )
 from pipeline.config.showing import argument, shown
 from pipeline.config.updates import advances_per_step, epochs_per_step, has_schedule, updates_per_epoch, updates_per_step
+from pipeline.problems import Problem, RecipeError, as_problem, collected, listed, refuse
 
 __all__ = [
     "DATASET_CARDS",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from pipeline.config.algorithms import OFFLINE, ONLINE
+from pipeline.algorithms import OFFLINE, ONLINE
 
 OWN = "<algorithm>"  # the section of the recipe's own algorithm
 

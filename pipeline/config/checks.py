@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from pipeline.algorithms import ALGORITHMS, build
+from pipeline.algorithms.base import Algorithm
 from pipeline.config import (
-    algorithm_checks,
-    async_checks,
     dtensor_checks,
     hardware,
     megatron_checks,
     typed,
 )
-from pipeline.config.algorithms import OFFLINE, ONLINE
 from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig, TimeoutsConfig, ranks_per_node
 from pipeline.config.data import check_data, validates
 from pipeline.config.environments import check_environments, unusable_kinds
-from pipeline.config.errors import Problem, refuse
 from pipeline.config.layout import check_divides, check_layout, colocated, guests, named_backend
 from pipeline.config.models import check_reward_model, reward_environment, reward_model, serves_rewards
 from pipeline.config.policy import PolicyConfig
 from pipeline.config.schema import Recipe, engine_ranks, generates, section
-
-LEARN_LOGPROBS = ("sft", "dpo")  # those that sample nothing; rm has no log-probs
+from pipeline.problems import Problem, refuse
 
 
 def validate(recipe: Recipe) -> None:
@@ -46,21 +43,24 @@ def unusable(recipe: Recipe) -> Iterator[tuple[str, Problem]]:
 
 def contradictions(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems that several values have together."""
-    yield from algorithm_checks.check_algorithm(recipe)
-    yield from async_checks.check_async(recipe)
+    if recipe.algorithm in ALGORITHMS:
+        yield from _check_algorithm(recipe, build(recipe))
     yield from _check_packing(recipe.policy)
     yield from _check_storage(recipe.cluster.timeouts)
     yield from _check_world(recipe)
-    if recipe.algorithm in (*ONLINE, *OFFLINE):
-        yield from _check_validation(recipe)
-    if generates(recipe):
-        yield from _check_sampling(recipe)
-    elif recipe.algorithm in LEARN_LOGPROBS and (temperature := recipe.policy.generation.temperature) != 1:
-        told = f"got {temperature}; expected 1, since {recipe.algorithm} learns the model's own log-probs and samples nothing"
-        yield Problem("policy.generation.temperature", "contradiction", told)
     yield from check_data(recipe)
     yield from check_environments(recipe)
     yield from hardware.problems(recipe)
+
+
+def _check_algorithm(recipe: Recipe, algorithm: Algorithm) -> Iterator[Problem]:
+    yield from algorithm.problems()
+    yield from _check_validation(recipe)
+    if generates(recipe):
+        yield from _check_sampling(recipe)
+    elif algorithm.needs.head == "logprobs" and (temperature := recipe.policy.generation.temperature) != 1:
+        told = f"got {temperature}; expected 1, since {recipe.algorithm} learns the model's own log-probs and samples nothing"
+        yield Problem("policy.generation.temperature", "contradiction", told)
 
 
 def _check_storage(timeouts: TimeoutsConfig) -> Iterator[Problem]:
@@ -83,6 +83,7 @@ def _check_world(recipe: Recipe) -> Iterator[Problem]:
         yield from megatron_checks.check_megatron(recipe.policy)
     else:
         yield from dtensor_checks.check_dtensor(recipe)
+    yield from dtensor_checks.check_lora(recipe)
     yield from check_layout(recipe)
     if generates(recipe):
         yield from _check_engine(recipe)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pipeline.config.sbatch import Options
-from pipeline.config.values import Bool, Float, Line, NotNegative, Positive, Variables, Word
+from pipeline.values import Bool, Float, Line, NotNegative, Positive, Variables, Word
 
 COLOCATED = "policy.generation.colocated.enabled"
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from pipeline.config.algorithms import PAIRED
+from pipeline.algorithms import PAIRED
 from pipeline.config.environments import own_kind
 from pipeline.config.schema import DatasetConfig, Recipe, generates
 

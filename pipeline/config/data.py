@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from pipeline.config.algorithms import OFFLINE, ONLINE, PAIRED
-from pipeline.config.errors import Problem
+from pipeline.algorithms import ALGORITHMS, ONLINE, PAIRED
 from pipeline.config.schema import DataConfig, DatasetConfig, Recipe, evaluates_alone, generates
+from pipeline.problems import Problem
 
 GENERATED_DATASETS = {
     "calculator_multiplication": "pipeline.data.arithmetic.products",
@@ -124,13 +124,15 @@ def check_data(recipe: Recipe) -> Iterator[Problem]:
     for key, dataset in keyed_sets(data).items():
         yield from _check_numbers(key, dataset)
         yield from _check_named(recipe, key, dataset)
-        if dataset.text_key and recipe.algorithm != "sft":
+        if dataset.text_key and (recipe.algorithm in ONLINE or recipe.algorithm in PAIRED):
             text = f"got '{dataset.text_key}'; expected null: {recipe.algorithm} needs prompts. Try input_key"
             yield Problem(f"{key}.text_key", "unsupported", text)
+        if recipe.algorithm in PAIRED:
+            yield from _check_pairs(recipe, key, dataset)
         if generates(recipe) and dataset.env_name not in recipe.env:
             yield _no_environment(recipe, f"{key}.env_name", dataset.env_name)
     yield from _check_several(data)
-    if recipe.algorithm in (*ONLINE, *OFFLINE) and evaluates_alone(recipe) and not validates(recipe):
+    if recipe.algorithm in ALGORITHMS and evaluates_alone(recipe) and not validates(recipe):
         yield Problem(
             f"{recipe.algorithm}.max_num_steps",
             "missing-value",
@@ -140,6 +142,15 @@ def check_data(recipe: Recipe) -> Iterator[Problem]:
     if (tokens := data.max_input_seq_length) > (longest := recipe.policy.max_total_sequence_length):
         text = f"got {tokens}; expected at most policy.max_total_sequence_length {longest}, the most that a batch has room for"
         yield Problem("data.max_input_seq_length", "too-large", text)
+
+
+def _check_pairs(recipe: Recipe, key: str, dataset: DatasetConfig) -> Iterator[Problem]:
+    if dataset.chosen_key == dataset.rejected_key:
+        text = f"got '{dataset.rejected_key}', which is {key}.chosen_key too; expected another column, or nothing is preferred"
+        yield Problem(f"{key}.rejected_key", "contradiction", text)
+    if dataset.dataset_name == "scratchpad_addition":
+        text = f"got scratchpad_addition; expected pairs, which {recipe.algorithm} learns from. Try scratchpad_preferences"
+        yield Problem(f"{key}.dataset_name", "unsupported", text)
 
 
 def _no_environment(recipe: Recipe, key: str, name: str | None) -> Problem:

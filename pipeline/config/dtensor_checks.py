@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.config import hardware
-from pipeline.config.errors import Problem
-from pipeline.config.layout import DTENSOR
+from pipeline.config.layout import DTENSOR, named_backend
 from pipeline.config.models import serves_rewards
 from pipeline.config.schema import Recipe
+from pipeline.problems import Problem
 
 
 def check_dtensor(recipe: Recipe) -> Iterator[Problem]:
@@ -56,3 +56,23 @@ def _check_kernels(recipe: Recipe) -> Iterator[Problem]:
                 f" {hardware.HOPPER}.0. Try {flash}=2"
             )
             yield Problem(flash, "unsupported", told)
+
+
+def check_lora(recipe: Recipe) -> Iterator[Problem]:
+    """Yield the problems of adapters, whichever backend trains."""
+    dtensor, key = recipe.policy.dtensor_cfg, f"{DTENSOR}.lora_cfg"
+    lora, tensor = dtensor.lora_cfg, dtensor.tensor_parallel_size
+    if not lora.enabled:
+        return
+    if named_backend(recipe.policy) == "megatron":
+        told = f"got true with Megatron-Core; expected false, or FSDP2. Try {DTENSOR}.enabled=true"
+        yield Problem(f"{key}.enabled", "unsupported", told)
+    if tensor > 1:
+        told = f"got true with {DTENSOR}.tensor_parallel_size={tensor}; expected 1, since adapters are not cut"
+        yield Problem(f"{key}.enabled", "unsupported", told)
+    if lora.match_all_linear and lora.target_modules:
+        told = f"got names with {key}.match_all_linear=true, which takes all linear layers; expected none. Try that false"
+        yield Problem(f"{key}.target_modules", "contradiction", told)
+    if not lora.match_all_linear and not lora.target_modules:
+        told = f"got none with {key}.match_all_linear=false; expected names of layers to train. Try that true"
+        yield Problem(f"{key}.target_modules", "missing-value", told)

@@ -17,8 +17,8 @@ from pydantic import Field
 from pipeline.config import typed
 from pipeline.config.layers import of
 from pipeline.config.schema import ENVIRONMENT_KINDS, EnvironmentConfig, Recipe
-from pipeline.config.values import MISSING, Bool, Float, Int, Positive, Text
 from pipeline.sandbox.limits import ASKED, Limits
+from pipeline.values import MISSING, Bool, Float, Int, Positive, Text
 
 MATH_VERIFIERS = ("hf_math_verify", "dapo_math_verify")
 """What math_verify_impl of an environment of kind math may be."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.config.values import Bool, Float, Int, Positive, Text, Variables
+from pipeline.values import Bool, Float, Int, Positive, Text, Variables
 
 
 @dataclass

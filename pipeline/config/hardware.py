@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 
 from pipeline.config import layers
 from pipeline.config.cluster import ComponentConfig
-from pipeline.config.errors import Problem, RecipeError, collected, refuse
 from pipeline.config.schema import Recipe
+from pipeline.problems import Problem, RecipeError, collected, refuse
 
 HARDWARE = Path(__file__).parents[2] / "recipes/hardware"
 DEFAULT = "h100"

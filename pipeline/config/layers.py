@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config.errors import Problem, RecipeError
+from pipeline.problems import Problem, RecipeError
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.config.values import Bool, Float, Int, NotNegative, Positive, Text, Variables
+from pipeline.values import Bool, Float, Int, NotNegative, Positive, Text, Variables
 
 MEGATRON_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")  # pipeline/models/
 FIXED = "Only the default is supported."  # NeMo-RL's key for what this backend does not do; why is in megatron_checks.py

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline.config.errors import Problem
+from pipeline.algorithms import build
 from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, TokenizerConfig, ValueConfig
 from pipeline.config.schema import EnvironmentConfig, Recipe, generates
+from pipeline.problems import Problem
 
 
 def reward_environment(recipe: Recipe) -> str | None:
@@ -66,9 +67,10 @@ def reward_model_policy(recipe: Recipe) -> PolicyConfig:
 def models(recipe: Recipe) -> dict[str, PolicyConfig]:
     """All models that the train backend holds, by the section of the recipe that describes them."""
     found = {"policy": recipe.policy}
-    if recipe.algorithm == "ppo":
+    needs = build(recipe).needs
+    if needs.critic:
         found["value"] = critic(recipe)
-    if recipe.algorithm == "distillation":
+    if needs.teacher_top_k:
         found["teacher"] = teacher(recipe)
     if name := reward_environment(recipe):
         found[f"env.{name}"] = reward_model_policy(recipe)

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.config.data import GENERATED_DATASETS, NAMED_DATASETS, is_dotted_path
-from pipeline.config.errors import Problem, RecipeError, collected
 from pipeline.config.layers import RECIPES, Branch, Leaf, no_recipe, other_recipe
 from pipeline.config.resolving import interpolated
+from pipeline.problems import Problem, RecipeError, collected
 
 FILES = ("data.*.data_path", "data.*.prompt_file", "data.*.system_prompt_file", "module_folders")
 NAMES = ("*.model_name", "*.tokenizer.name", "data.*.dataset_name")  # a folder, or a name in a hub

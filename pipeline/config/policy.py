@@ -7,7 +7,7 @@ from pydantic import Field
 
 from pipeline.config.generation import GenerationConfig
 from pipeline.config.megatron import MegatronConfig
-from pipeline.config.values import MISSING, Bool, Float, Int, Line, Positive, Text
+from pipeline.values import MISSING, Bool, Float, Int, Line, Positive, Text
 
 PRECISIONS = {"float32": 4, "bfloat16": 2}  # what policy.precision may be, and the bytes of a number in it
 Precision = Literal["float32", "bfloat16"]

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.algorithms import OFFLINE, ONLINE
 from pipeline.config import layers, places, resolving, typed, unread
-from pipeline.config.algorithms import OFFLINE, ONLINE
 from pipeline.config.checks import contradictions, unusable
-from pipeline.config.errors import Problem, RecipeError, as_problem, refuse
 from pipeline.config.layers import RECIPES, Branch, Leaf
 from pipeline.config.schema import Recipe
+from pipeline.problems import Problem, RecipeError, as_problem, refuse
 
 OURS = ("cluster.train", "cluster.generate", "cluster.executor", "cluster.time_min", "run_dir", "needs")  # not NeMo-RL's
 THEIRS = ("cluster.num_nodes", "cluster.gpus_per_node", *ONLINE, *OFFLINE)  # one of these at least they all have

@@ -16,10 +16,10 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema
 
 from pipeline.config import typed
-from pipeline.config.errors import Problem, RecipeError
 from pipeline.config.layers import RECIPES, REPLACES, Branch, Leaf, dumped
 from pipeline.config.schema import Recipe
-from pipeline.config.values import MISSING
+from pipeline.problems import Problem, RecipeError
+from pipeline.values import MISSING
 
 NAMES = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text", "object": "mapping"}
 BOUNDS = {  # of pydantic, and its keyword in JSON schema, and its name for people

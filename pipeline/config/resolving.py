@@ -18,8 +18,8 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from pipeline.config.errors import Problem
 from pipeline.config.layers import Branch, Leaf, copied
+from pipeline.problems import Problem
 
 REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")
 WHERE_UNKNOWN = re.compile(r"\$\{[^}:]*\$\{|\$\{oc\.(?!env:)")  # refers to a key that only resolving it tells

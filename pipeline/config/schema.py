@@ -4,29 +4,18 @@ Keys follow NeMo-RL's where they mean the same; ours adds `cluster.train`, `clus
 `recipes/KEYS.md` lists them all.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline.config.algorithms import (
-    ONLINE,
-    DistillationConfig,
-    DPOConfig,
-    GRPOConfig,
-    LossConfig,
-    OfflineConfig,
-    OnlineConfig,
-    PPOConfig,
-    RMConfig,
-    SFTConfig,
-    ValueLossConfig,
-)
+from pipeline.algorithms import ALGORITHMS, ONLINE, build
+from pipeline.algorithms.sections import LossConfig, OfflineConfig, OnlineConfig, ValueLossConfig
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.generation import VLLMConfig
 from pipeline.config.megatron import MegatronConfig
 from pipeline.config.policy import PolicyConfig, Precision, TeacherConfig, TokenizerConfig, ValueConfig
-from pipeline.config.values import MISSING, Bool, Duration, Float, Folder, Int, Line, NotNegative, Positive, Text
+from pipeline.values import MISSING, Bool, Duration, Float, Folder, Int, Line, NotNegative, Positive, Text
 
 # ---- data and environments ----------------------------------------------------------------------------------------------
 
@@ -229,12 +218,10 @@ class PlanConfig:
 
 
 @dataclass
-class Recipe:
-    """A run."""
-
+class _Run:
     name: Annotated[Line, Field(description="Name of the run. Default: the file's, without .yaml.")] = MISSING
     algorithm: Annotated[
-        Literal["grpo", "ppo", "distillation", "sft", "dpo", "rm"], Field(description="What the run computes.")
+        Literal[tuple(ALGORITHMS)], Field(description="What the run computes; the recipe's section of this name is read.")
     ] = MISSING  # type: ignore[assignment]
     run_dir: Annotated[
         Folder, Field(description="What the run writes. Given again, the run goes on where it stopped. Default: runs/<name>.")
@@ -246,12 +233,19 @@ class Recipe:
         list[Line],
         Field(description="Where your own modules are looked for, after PYTHONPATH. The folder of the recipe's file is added."),
     ] = field(default_factory=list)
-    grpo: GRPOConfig = field(default_factory=GRPOConfig)
-    ppo: PPOConfig = field(default_factory=PPOConfig)
-    distillation: DistillationConfig = field(default_factory=DistillationConfig)
-    sft: SFTConfig = field(default_factory=SFTConfig)
-    dpo: DPOConfig = field(default_factory=DPOConfig)
-    rm: RMConfig = field(default_factory=RMConfig)
+
+
+_Algorithms = make_dataclass(
+    "_Algorithms",
+    [(name, algorithm.Section, field(default_factory=algorithm.Section)) for name, algorithm in ALGORITHMS.items()],
+    bases=(_Run,),
+)
+
+
+@dataclass
+class Recipe(_Algorithms):
+    """A run. It has a section for each algorithm of pipeline/algorithms."""
+
     loss_fn: LossConfig = field(default_factory=LossConfig)
     value_loss_fn: ValueLossConfig = field(default_factory=ValueLossConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -272,8 +266,7 @@ def generates(recipe: Recipe) -> bool:
 
 def runs_ahead(recipe: Recipe) -> bool:
     """Whether engines sample while the train ranks learn."""
-    ahead = recipe.grpo.async_grpo
-    return recipe.algorithm == "grpo" and ahead.enabled and ahead.max_trajectory_age_steps > 0
+    return build(recipe).runs_ahead
 
 
 def section(recipe: Recipe) -> OnlineConfig | OfflineConfig:

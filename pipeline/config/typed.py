@@ -11,9 +11,9 @@ from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.config.errors import Problem
 from pipeline.config.layers import Branch, Leaf, copied, of
-from pipeline.config.values import MISSING
+from pipeline.problems import Problem
+from pipeline.values import MISSING
 
 SIMILAR = 0.75  # how alike two names must be for one to be taken for the other, mistyped
 

@@ -10,19 +10,16 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from pipeline.algorithms import ALGORITHMS, read_by
 from pipeline.config import aliases, typed
-from pipeline.config.algorithms import OFFLINE, ONLINE
-from pipeline.config.errors import Problem
 from pipeline.config.layers import COMMAND_LINE, Branch, Leaf, of
 from pipeline.config.layout import DTENSOR, MEGATRON, Backend, backend_of, named_backend
 from pipeline.config.schema import Recipe
+from pipeline.problems import Problem
 
 NAMES: dict[Backend, str] = {"megatron": "Megatron-Core", "dtensor": "FSDP2"}
 SECTIONS: dict[Backend, str] = {"megatron": MEGATRON, "dtensor": DTENSOR}
 BOTH = ("optimizer", "scheduler")  # policy.optimizer is for both backends; policy.megatron_cfg.optimizer goes before it
-ALGORITHMS = (*ONLINE, *OFFLINE)
-OF_ONE_ALGORITHM = {"value": "ppo", "value_loss_fn": "ppo", "teacher": "distillation"}
-OF_DISTILLATION = ("loss_fn.kl_type", "loss_fn.mixed_kl_weight", "loss_fn.zero_outside_topk")
 ALWAYS_READ = (  # exceptions to the sections above
     f"{MEGATRON}.enabled",
     f"{DTENSOR}.enabled",
@@ -76,13 +73,9 @@ class Readers:
                 return f"{NAMES[self.backend]} trains, which does not read it"
         if self.backend == "megatron" and (own := [name for name in self.own if _within(key, (f"policy.{name}",))]):
             return f"Megatron-Core trains, which reads {MEGATRON}.{own[0]} instead, as the recipe has that"
-        section = key.partition(".")[0]
-        of_another = section in ALGORITHMS and section != self.algorithm
-        of_another |= OF_ONE_ALGORITHM.get(section, self.algorithm) != self.algorithm
-        of_another |= section == "loss_fn" and self.algorithm in OFFLINE
-        if section == "loss_fn" and self.algorithm in ONLINE:
-            of_another |= (key in OF_DISTILLATION) != (self.algorithm == "distillation")
-        return f"the algorithm is {self.algorithm}, which does not read it" if self.algorithm and of_another else None
+        if self.algorithm and self.algorithm not in read_by(key):
+            return f"the algorithm is {self.algorithm}, which does not read it"
+        return None
 
     def hint(self, key: str) -> str | None:
         """What to do instead of giving a key that the schema does not have; None if it is not known from elsewhere."""

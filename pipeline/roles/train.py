@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pipeline import config, train
 from pipeline.algorithms.advantages import moments, standardize
-from pipeline.algorithms.base import Loss, Objective
+from pipeline.algorithms.base import Algorithm, Loss
 from pipeline.checkpoint import kept, storage_timeout_s, wait_until_seen
 from pipeline.config import PolicyConfig, Recipe
 from pipeline.data.packing import pack
@@ -47,7 +47,7 @@ from pipeline.world import World
 class TrainRole:
     """Holds the models that learn, the policy and with it perhaps a critic, and the frozen ones that help them."""
 
-    def __init__(self, recipe: Recipe, seed: int, world: World, algorithm: Objective, refit: Refit | None):
+    def __init__(self, recipe: Recipe, seed: int, world: World, algorithm: Algorithm, refit: Refit | None):
         self._recipe = recipe
         self._seed = seed
         self._world = world

@@ -31,8 +31,8 @@ from tests.algorithms.sampled import CUTS, outputs_of, random_sampled
         ("ppo", PPO, Needs(truncated=True, old=True, critic=True, estimates=True, standardized="unbiased", epochs=2)),
         ("distillation", Distillation, Needs(teacher_top_k=64)),
         ("sft", SFT, Needs()),
-        ("dpo", DPO, Needs(reference=True, together=2)),
-        ("rm", RewardModel, Needs(head="values", together=2)),
+        ("dpo", DPO, Needs(reference=True)),
+        ("rm", RewardModel, Needs(head="values")),
     ],
 )
 def test_a_recipe_makes_its_algorithm(name, kind, needs):

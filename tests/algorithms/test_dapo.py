@@ -7,16 +7,15 @@ import pytest
 
 from pipeline.algorithms.advantages import scaled_rewards, shaped_rewards, soft_overlong_penalty, varies
 from pipeline.algorithms.loss import policy_loss
-from pipeline.algorithms.ppo import PPO
 from pipeline.config import (
     GRPOConfig,
     LossConfig,
     PPOConfig,
     RewardScalingConfig,
     RewardShapingConfig,
-    ValueLossConfig,
 )
 from tests.algorithms.groups import group_of
+from tests.algorithms.made import made
 from tests.algorithms.sampled import assert_gradcheck, assert_however_cut, largest_difference, random_sampled
 from tests.algorithms.test_grpo import by_hand, grpo
 
@@ -56,7 +55,7 @@ def test_clip_higher_by_hand():
 
 def algorithms(**keys):
     """GRPO's and PPO's, which select and shape alike."""
-    return grpo(**keys), PPO(PPOConfig(**keys), LossConfig(), ValueLossConfig(), 1)
+    return grpo(**keys), made(PPOConfig(**keys), LossConfig(), updates=1)
 
 
 def test_groups_that_vary_are_kept():
@@ -112,13 +111,13 @@ def test_scaling_comes_before_shaping():
 def test_overlong_filtering_leaves_cut_answers_out_of_the_loss_but_not_out_of_the_baseline():
     group = group_of([1.0, 0.0, 0.0], cut=[False, True, False])
     for algorithm in algorithms(overlong_filtering=True):
-        kept = [bool(sample.loss_mask.any()) for sample in algorithm.credit([group])]
+        kept = [bool(sample.loss_mask.any()) for sample in algorithm.compute_advantages([group])]
         assert kept == [True, False, True]
-    with_it, without = (grpo(overlong_filtering=on).credit([group]) for on in (True, False))
+    with_it, without = (grpo(overlong_filtering=on).compute_advantages([group]) for on in (True, False))
     assert with_it[0].advantages.tolist() == without[0].advantages.tolist()
     assert not with_it[1].advantages.any() and not with_it[1].logprobs.any()
     for algorithm in algorithms():
-        assert all(sample.loss_mask.any() for sample in algorithm.credit([group]))
+        assert all(sample.loss_mask.any() for sample in algorithm.compute_advantages([group]))
 
 
 def test_rounding_is_no_variation():

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from pipeline.algorithms.base import Needs
-from pipeline.algorithms.distillation import Distillation
 from pipeline.algorithms.divergence import LOG_INFINITESIMAL, distillation_loss
 from pipeline.config import DistillationConfig, LossConfig
 from pipeline.types import Completion, Outputs, Prompt, Rollout, RolloutGroup, Span, TopK, Turn
 from tests.algorithms import distillation
+from tests.algorithms.made import made
 from tests.algorithms.packed import Packed, gradient_error, in_pieces, random_packed
 
 LENGTHS, VOCABULARY = (6, 3, 8, 2), 11
@@ -209,10 +209,10 @@ def test_a_student_near_its_teacher_stays_there(kind: str, noise: float):
 def test_samples_have_no_advantage():
     prompt = Prompt(0, np.array([5, 6], np.int32), "math", {})
     completion = Completion("0/0", np.array([7, 2], np.int32), np.array([-0.1, -0.2], np.float32), (Span(0, 2),), "stop")
-    algorithm = Distillation(DistillationConfig(), LossConfig())
+    algorithm = made(DistillationConfig(), LossConfig())
     groups = [RolloutGroup(prompt, (Rollout((Turn(completion),), 1.0),))]
     assert algorithm.select(groups) == groups
-    (sample,) = algorithm.credit(groups)
+    (sample,) = algorithm.compute_advantages(groups)
     assert sample.tokens.tolist() == [5, 6, 7, 2]
     assert sample.loss_mask.tolist() == [False, False, True, True]
     assert sample.logprobs.tolist() == [0, 0, np.float32(-0.1), np.float32(-0.2)]
@@ -222,7 +222,7 @@ def test_samples_have_no_advantage():
 
 def test_needs():
     def needs(**loss) -> Needs:
-        return Distillation(DistillationConfig(topk_logits_k=7), LossConfig(**loss)).needs
+        return made(DistillationConfig(topk_logits_k=7), LossConfig(**loss)).needs
 
     assert needs() == Needs(teacher_top_k=7)
     assert needs(zero_outside_topk=True) == Needs(teacher_top_k=7, entropy=True)

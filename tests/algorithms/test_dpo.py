@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from pipeline.algorithms.base import Needs
-from pipeline.algorithms.dpo import DPO
-from pipeline.algorithms.pairs import dpo_loss, split
+from pipeline.algorithms.pairs import split
 from pipeline.config import DPOConfig
 from pipeline.types import Outputs
+from tests.algorithms.made import made
 from tests.algorithms.packed import Packed, gradient_error, in_pieces, random_packed
 
 CONFIGS = {
@@ -65,7 +65,7 @@ def largest_differences() -> dict[str, tuple[int, float, float]]:
         losses, gradients = [], []
         for seed in range(10):
             packed = random_packed(LENGTHS, seed)
-            loss = dpo_loss(config, Outputs(logprobs=packed.leaf), packed.batch, packed.counts).loss
+            loss = made(config).loss(Outputs(logprobs=packed.leaf), packed.batch, packed.counts).loss
             expected = reference_of_packed(config, packed)
             losses.append(abs(loss - expected).item())
             gradients.append(gradient_error(loss, expected, packed.leaf))
@@ -82,7 +82,7 @@ def test_against_the_reference():
 
 
 def metrics_of(config: DPOConfig, packed: Packed) -> tuple[float, dict[str, float]]:
-    out = dpo_loss(config, Outputs(logprobs=packed.leaf), packed.batch, packed.counts)
+    out = made(config).loss(Outputs(logprobs=packed.leaf), packed.batch, packed.counts)
     return out.loss.item(), {name: value.item() for name, value in out.metrics.items()}
 
 
@@ -144,7 +144,7 @@ def test_the_sft_term_is_of_the_chosen_answer():
 def test_gradient_by_hand():
     """Of one pair: -beta sigma(-beta (h_c - h_r)) for each token of the chosen answer, its opposite for the rejected one's."""
     packed = by_hand([-0.5, -0.5], [-1.0], -1.0)
-    dpo_loss(DPOConfig(reference_policy_kl_penalty=0.1), Outputs(packed.leaf), packed.batch, packed.counts).loss.backward()
+    made(DPOConfig(reference_policy_kl_penalty=0.1)).loss(Outputs(packed.leaf), packed.batch, packed.counts).loss.backward()
     slope = 0.1 / (1 + math.exp(0.1 * 1.0))
     torch.testing.assert_close(packed.leaf.grad, torch.tensor([0, -slope, -slope, 0, slope], dtype=torch.float64))
 
@@ -153,7 +153,7 @@ def test_gradient_by_hand():
 def test_gradcheck(config: DPOConfig):
     packed = random_packed(LENGTHS)
     assert torch.autograd.gradcheck(
-        lambda logprobs: dpo_loss(config, Outputs(logprobs=logprobs), packed.batch, packed.counts).loss, (packed.leaf,)
+        lambda logprobs: made(config).loss(Outputs(logprobs=logprobs), packed.batch, packed.counts).loss, (packed.leaf,)
     )
 
 
@@ -165,7 +165,7 @@ def test_however_pairs_are_cut_and_ordered(config: DPOConfig):
     packed = random_packed(LENGTHS)
 
     def share(piece: Packed):
-        return dpo_loss(config, Outputs(logprobs=piece.logprobs), piece.batch, packed.counts)
+        return made(config).loss(Outputs(logprobs=piece.logprobs), piece.batch, packed.counts)
 
     whole = in_pieces(packed, [range(8)], share)
     for cut in ([[0, 1], [2, 3, 4, 5, 6, 7]], [[6, 7, 2, 3], [4, 5, 0, 1]], [[2, 3], [0, 1], [6, 7], [4, 5], []]):
@@ -183,5 +183,5 @@ def test_half_a_pair_is_refused():
 
 
 def test_needs():
-    assert DPO(DPOConfig()).needs == Needs(reference=True, together=2)
-    assert DPO(DPOConfig(reference_free=True)).needs == Needs(reference=False, together=2)
+    assert made(DPOConfig()).needs == Needs(reference=True)
+    assert made(DPOConfig(reference_free=True)).needs == Needs()

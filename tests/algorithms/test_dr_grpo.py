@@ -32,7 +32,7 @@ def test_against_the_reference():
 
 def test_advantages_by_hand():
     """Easy and hard prompts alike: a right answer's advantage is the share of wrong ones."""
-    samples = grpo(estimator=ESTIMATOR).credit([group_of([1.0, 1.0, 1.0, 0.0]), group_of([1.0, 0.0, 0.0, 0.0])])
+    samples = grpo(estimator=ESTIMATOR).compute_advantages([group_of([1.0, 1.0, 1.0, 0.0]), group_of([1.0, 0.0, 0.0, 0.0])])
     assert [sample.advantages[-1] for sample in samples] == [0.25, 0.25, 0.25, -0.75, 0.75, -0.25, -0.25, -0.25]
 
 

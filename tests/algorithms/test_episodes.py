@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from pipeline.algorithms.advantages import estimate_gae, minus_kl_to_come, sample
-from pipeline.algorithms.distillation import Distillation
 from pipeline.algorithms.loss import sequence_log_ratios
-from pipeline.algorithms.ppo import PPO
 from pipeline.algorithms.reductions import masked_share, sequence_means
 from pipeline.config import (
     AdvantageConfig,
@@ -23,12 +21,12 @@ from pipeline.config import (
     PolicyConfig,
     PPOConfig,
     RewardShapingConfig,
-    ValueLossConfig,
 )
 from pipeline.data.batches import share
 from pipeline.data.packing import pack
 from pipeline.types import Completion, DataPlace, GlobalCounts, PackedBatch, Prompt, Rollout, RolloutGroup, Span, Turn
 from tests.algorithms.groups import group_of
+from tests.algorithms.made import made
 from tests.algorithms.test_grpo import grpo
 
 PROMPT = Prompt(0, np.array([5, 6], np.int32), "math", {})
@@ -104,14 +102,14 @@ def test_lengths_are_of_what_was_drawn():
     told = Rollout((turn([7, 2], [9] * 40, [-0.1, -0.2]), turn([4], [], [-0.4])), reward=1.0)
     alone = Rollout((turn([7, 2, 4], [], [-0.1, -0.2, -0.4]),), reward=1.0)
     shaping = RewardShapingConfig(enabled=True, max_response_length=4, overlong_buffer_length=2)
-    samples = grpo(reward_shaping=shaping).credit([RolloutGroup(PROMPT, (told, alone))])
+    samples = grpo(reward_shaping=shaping).compute_advantages([RolloutGroup(PROMPT, (told, alone))])
     assert [one.reward for one in samples] == [0.5, 0.5]
 
 
 def test_overlong_is_an_episode_whose_last_turn_was_cut():
     cut_before = Rollout((turn([7, 2], [9], [-0.1, -0.2], "length"), turn([4], [], [-0.4])), reward=1.0)
     cut = Rollout((turn([7, 2], [9], [-0.1, -0.2]), turn([4], [], [-0.4], "length")), reward=0.0)
-    samples = grpo(overlong_filtering=True).credit([RolloutGroup(PROMPT, (cut_before, cut))])
+    samples = grpo(overlong_filtering=True).compute_advantages([RolloutGroup(PROMPT, (cut_before, cut))])
     assert [int(one.loss_mask.sum()) for one in samples] == [3, 0]
 
 
@@ -139,8 +137,8 @@ ESTIMATORS = {
 @pytest.mark.parametrize("reward", [0.0, 1e6, float("nan")])
 def test_the_others_are_credited_as_if_it_had_not_been(name, reward):
     algorithm = grpo(estimator=ESTIMATORS[name])
-    alone = algorithm.credit([group_of([1.0, 0.0, 0.25])])
-    found = algorithm.credit([failed(group_of([1.0, 9.0, 0.0, 9.0, 0.25]), 1, 3, reward=reward)])
+    alone = algorithm.compute_advantages([group_of([1.0, 0.0, 0.25])])
+    found = algorithm.compute_advantages([failed(group_of([1.0, 9.0, 0.0, 9.0, 0.25]), 1, 3, reward=reward)])
     assert len(found) == 5
     for one, other in zip([found[0], found[2], found[4]], alone, strict=True):
         assert one.advantages.tolist() == other.advantages.tolist() != [0, 0, 0, 0]
@@ -160,8 +158,8 @@ def algorithms() -> dict:
     return {
         "GRPO": grpo(),
         "REINFORCE++": grpo(estimator=AdvantageConfig(name="reinforce_plus_plus", minus_baseline=False)),
-        "PPO": PPO(PPOConfig(), LossConfig(), ValueLossConfig(), 1),
-        "distillation": Distillation(DistillationConfig(), LossConfig()),
+        "PPO": made(PPOConfig(), LossConfig(), updates=1),
+        "distillation": made(DistillationConfig(), LossConfig()),
     }
 
 
@@ -171,7 +169,7 @@ def test_a_group_that_failed_whole_contributes_nothing(name):
     """It has its places among the samples, which updates are cut from, and counts for nothing there."""
     algorithm = algorithms()[name]
     good, bad = group_of([1.0, 0.0]), failed(group_of([1.0, 0.0]), 0, 1)
-    samples = algorithm.credit([good, bad])
+    samples = algorithm.compute_advantages([good, bad])
     assert [int(one.loss_mask.sum()) for one in samples] == [2, 2, 0, 0]
     (update,), *_ = share(samples, PolicyConfig(max_total_sequence_length=16), [DataPlace(0, 1)], 4)
     assert update.counts == GlobalCounts(tokens=4, sequences=2)

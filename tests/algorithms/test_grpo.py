@@ -23,6 +23,7 @@ from pipeline.config import AdvantageConfig, GRPOConfig, LossConfig
 from pipeline.types import PackedBatch
 from tests.algorithms import reference
 from tests.algorithms.groups import group_of
+from tests.algorithms.made import made
 from tests.algorithms.sampled import (
     assert_gradcheck,
     assert_however_cut,
@@ -44,7 +45,7 @@ CONFIGS = {
 
 def grpo(loss: LossConfig | None = None, updates: int = 1, estimator: AdvantageConfig | None = None, **keys) -> GRPO:
     estimator = estimator or AdvantageConfig(normalize_rewards=True, use_leave_one_out_baseline=True)
-    return GRPO(GRPOConfig(adv_estimator=estimator, **keys), loss or LossConfig(), updates)
+    return made(GRPOConfig(adv_estimator=estimator, **keys), loss or LossConfig(), updates=updates)
 
 
 def largest_differences() -> dict[str, tuple[int, float, float | None]]:
@@ -107,7 +108,7 @@ def test_advantages_without_scale_are_shift_invariant_and_sum_to_zero():
 
 def test_credit_masks_the_prompt_and_spreads_the_advantage():
     estimator = AdvantageConfig(normalize_rewards=False, use_leave_one_out_baseline=True)
-    first, second = grpo(estimator=estimator).credit([group_of([1.0, 0.25], lengths=[2, 1])])
+    first, second = grpo(estimator=estimator).compute_advantages([group_of([1.0, 0.25], lengths=[2, 1])])
     assert first.tokens.tolist() == [5, 6, 7, 8]
     assert first.loss_mask.tolist() == [False, False, True, True]
     np.testing.assert_allclose(first.logprobs, [0, 0, -0.1, -0.2], rtol=1e-6)

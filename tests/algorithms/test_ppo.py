@@ -15,6 +15,7 @@ from pipeline.config import GAEConfig, LossConfig, PPOConfig, ValueLossConfig
 from pipeline.train.outputs import explained_variance
 from tests.algorithms import reference
 from tests.algorithms.groups import group_of
+from tests.algorithms.made import made
 from tests.algorithms.packed import Packed, gradient_error, piece_of
 from tests.algorithms.sampled import (
     CUTS,
@@ -53,7 +54,7 @@ POLICIES = {
 
 
 def ppo(loss: LossConfig | None = None, updates: int = 1, **keys) -> PPO:
-    return PPO(PPOConfig(**keys), loss or LossConfig(), ValueLossConfig(), updates)
+    return made(PPOConfig(**keys), loss or LossConfig(), updates=updates)
 
 
 def largest_differences() -> dict[str, tuple[int, float, float | None]]:
@@ -276,7 +277,7 @@ def test_the_critic_learns_alone_at_first():
 
 
 def test_credit_leaves_rewards_to_the_estimate():
-    first, second = ppo().credit([group_of([1.0, 0.25], lengths=[2, 1])])
+    first, second = ppo().compute_advantages([group_of([1.0, 0.25], lengths=[2, 1])])
     assert first.reward == 1.0 and second.reward == 0.25
     assert first.tokens.tolist() == [5, 6, 7, 8] and first.loss_mask.tolist() == [False, False, True, True]
     assert not first.advantages.any() and not second.advantages.any()

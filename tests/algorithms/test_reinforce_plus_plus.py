@@ -31,7 +31,7 @@ def algorithm(loss: LossConfig, minus_baseline: bool = True) -> GRPO:
 
 
 def sampled(seed: int) -> tuple[Packed, np.ndarray]:
-    """A batch whose tokens have their sequence's advantage, as `credit` leaves it."""
+    """A batch whose tokens have their sequence's advantage, as `compute_advantages` leaves it."""
     packed = random_sampled(seed, reference=True)
     rewards = np.random.default_rng(seed).normal(size=len(packed.batch.lengths))
     advantages = torch.tensor(np.repeat(rewards, packed.batch.lengths))
@@ -107,7 +107,7 @@ def test_advantages_are_standardized():
 def test_with_and_without_the_baseline():
     group = group_of([1.0, 0.0, 0.5])
     for minus_baseline, expected in ((True, [0.5, -0.5, 0.0]), (False, [1.0, 0.0, 0.5])):
-        samples = algorithm(LossConfig(), minus_baseline).credit([group])
+        samples = algorithm(LossConfig(), minus_baseline).compute_advantages([group])
         assert [sample.advantages[-1] for sample in samples] == expected
 
 

@@ -93,4 +93,4 @@ def test_however_pairs_are_cut_and_ordered():
 
 
 def test_needs():
-    assert RewardModel().needs == Needs(head="values", together=2)
+    assert RewardModel.needs == Needs(head="values") and RewardModel.paired

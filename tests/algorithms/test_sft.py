@@ -72,4 +72,4 @@ def test_however_sequences_are_cut_and_ordered():
 
 
 def test_needs():
-    assert SFT().needs == Needs()
+    assert SFT.needs == Needs()

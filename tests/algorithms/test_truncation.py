@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.algorithms.grpo import GRPO
 from pipeline.algorithms.loss import kl_in_reward, mismatch_metrics, policy_loss, trusted
 from pipeline.config import GRPOConfig, LossConfig
 from pipeline.types import Outputs
+from tests.algorithms.made import made
 from tests.algorithms.packed import Packed
 from tests.algorithms.sampled import gradient_of, random_sampled
 
@@ -100,5 +100,5 @@ def test_a_sequence_is_not_distrusted_for_a_token_that_is_cut_away():
     assert torch.equal(trusted(given.batch, 1.1), packed.batch.loss_mask)
     far = replace(given.batch, generate_logprobs=packed.batch.generate_logprobs - 1.0)
     assert not trusted(far, 1.1).any()
-    estimate = GRPO(GRPOConfig(seq_logprob_error_threshold=1.1), LossConfig(), updates_per_step=1).estimate
+    estimate = made(GRPOConfig(seq_logprob_error_threshold=1.1), LossConfig(), updates=1).estimate
     assert torch.equal(estimate(given.batch).loss_mask, packed.batch.loss_mask)

@@ -39,7 +39,7 @@ class OurLesson:
         size, needs = self.recipe.policy.train_global_batch_size, self._algorithm.needs
         items = self._examples.take(size)
         samples = [sample for item in items for sample in (item if isinstance(item, tuple) else (item,))]
-        ((update,),) = share(samples, self.recipe.policy, [DataPlace(0, 1)], size, needs.together)
+        ((update,),) = share(samples, self.recipe.policy, [DataPlace(0, 1)], size, self._algorithm.sequences_per_item)
         batches = [pack([update.samples[i] for i in members], self.backend.device) for members in update.train]
         if needs.reference:
             outputs = self.backend.forward(batches, "reference")

@@ -14,7 +14,6 @@ import numpy as np
 import torch.distributed as dist
 
 from pipeline import generate
-from pipeline.algorithms.grpo import GRPO
 from pipeline.config import (
     GenerationConfig,
     GRPOConfig,
@@ -38,6 +37,7 @@ from pipeline.rollout.work import RolloutWork
 from pipeline.train.base import Use
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.types import Completion, DataPlace, Prompt, Request, RolloutGroup, Sampling
+from tests.algorithms.made import made
 from tests.benchmarks.cases import CASES, LEARNING_RATE, Case, score
 from tests.benchmarks.contender import Clock, Turns
 
@@ -74,7 +74,7 @@ class OurStep:
     def __init__(self, case: Case, folder: Path, backend: str, packed_tokens: int):
         self.case, self.clock, self._steps = case, Clock(), 0
         policy = self._policy = _policy(case, folder, backend, packed_tokens)
-        self._grpo = GRPO(GRPOConfig(use_leave_one_out_baseline=False), LossConfig(), updates_per_step=1)
+        self._grpo = made(GRPOConfig(use_leave_one_out_baseline=False), LossConfig(), updates=1)
         self._train = FSDPBackend(policy, dist.group.WORLD, 0, Use())
         self._engine = generate.build(policy, engine_ranks=1, rank_in_engine=0, seed=0)
         self._dealt = Dealt(self._engine)
@@ -104,8 +104,8 @@ class OurStep:
         return [finished.group for finished in sorted(answered.unsent, key=lambda finished: finished.place)]
 
     def learn(self, groups: list[RolloutGroup]) -> None:
-        with self.clock.phase("credit and pack"):
-            samples = self._grpo.credit(groups)
+        with self.clock.phase("advantages and pack"):
+            samples = self._grpo.compute_advantages(groups)
             ((update,),) = share(samples, self._policy, [DataPlace(0, 1)], len(samples))
             batches = [pack([update.samples[i] for i in members], self._train.device) for members in update.train]
         with self.clock.phase("loss, backward and optimizer"):

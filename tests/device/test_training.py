@@ -10,10 +10,9 @@ import torch
 
 from pipeline.algorithms import advantages
 from pipeline.algorithms.divergence import distillation_loss
-from pipeline.algorithms.grpo import GRPO
+from pipeline.algorithms.grpo import AdvantageConfig
 from pipeline.algorithms.loss import policy_loss, sft_loss, value_loss
-from pipeline.algorithms.pairs import dpo_loss, reward_model_loss
-from pipeline.algorithms.ppo import PPO
+from pipeline.algorithms.pairs import reward_model_loss
 from pipeline.config import (
     DPOConfig,
     GRPOConfig,
@@ -21,7 +20,6 @@ from pipeline.config import (
     PPOConfig,
     ValueLossConfig,
 )
-from pipeline.config.algorithms import AdvantageConfig
 from pipeline.data.packing import pack
 from pipeline.train.attention import check_batch
 from pipeline.train.logprobs import _Head, packed_outputs
@@ -29,6 +27,7 @@ from pipeline.train.megatron.batch import localize
 from pipeline.train.megatron.heads import ValueHead, VocabularyHead
 from pipeline.train.truncation import Truncation
 from pipeline.types import GlobalCounts, Outputs, Sample, TopK
+from tests.algorithms.made import made
 from tests.algorithms.packed import random_packed
 from tests.algorithms.sampled import random_sampled
 from tests.device.pretended import MixedDevices, assert_same, moved, pretended
@@ -197,7 +196,7 @@ def test_losses_of_policies(config, truncated):
 def test_other_losses():
     sampled = random_sampled(reference=True)
     of_pairs = Outputs(sampled.logprobs, values=sampled.logprobs)
-    for loss in (partial(dpo_loss, DPOConfig()), reward_model_loss, sft_loss, partial(value_loss, ValueLossConfig())):
+    for loss in (made(DPOConfig()).loss, reward_model_loss, sft_loss, partial(value_loss, ValueLossConfig())):
         same_losses(loss, of_pairs, sampled.batch)
     taught = random_packed((5, 3, 8), top_k=4)
     outputs = Outputs(taught.logprobs, -taught.logprobs, TopK(taught.batch.teacher.tokens, taught.batch.teacher.logprobs - 0.5))
@@ -207,13 +206,13 @@ def test_other_losses():
 
 
 ESTIMATES = {
-    "trusted": GRPO(GRPOConfig(seq_logprob_error_threshold=1.5), LossConfig(), 2),
-    "reinforce++": GRPO(
+    "trusted": made(GRPOConfig(seq_logprob_error_threshold=1.5), LossConfig(), updates=2),
+    "reinforce++": made(
         GRPOConfig(adv_estimator=AdvantageConfig(name="reinforce_plus_plus")),
         LossConfig(use_kl_in_reward=True, **KL),
-        2,
+        updates=2,
     ),
-    "gae": PPO(PPOConfig(seq_logprob_error_threshold=1.5), LossConfig(use_kl_in_reward=True, **KL), ValueLossConfig(), 2),
+    "gae": made(PPOConfig(seq_logprob_error_threshold=1.5), LossConfig(use_kl_in_reward=True, **KL), updates=2),
 }
 
 

@@ -24,7 +24,7 @@ from launch import backend, nemo_rl
 from launch.plan.estimate import plan
 from launch.preflight import architecture
 from pipeline.config import RecipeError, layers, resolving
-from pipeline.config.errors import refuse
+from pipeline.problems import refuse
 from tests.nemo_rl.census import features
 
 PLACEHOLDERS = {"docs/guides/deepseek.md": "unsloth/DeepSeek-V3-bf16"}  # part of the instruction -> the model it ends in

@@ -15,8 +15,8 @@ import torch
 
 from launch.nemo_rl.facts import has_experts
 from launch.nemo_rl.ledger import leaves
+from pipeline.algorithms import ONLINE
 from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, ValueConfig, runs_ahead, section, uses_megatron
-from pipeline.config.algorithms import ONLINE
 from pipeline.config.megatron import MegatronOptimizerConfig, MegatronSchedulerConfig
 from pipeline.train.optimizer import Schedule
 

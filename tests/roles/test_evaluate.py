@@ -43,7 +43,7 @@ def sample(draw: np.random.Generator, length: int) -> Sample:
 @pytest.mark.parametrize("name", ["tiny_sft", "tiny_dpo", "tiny_rm"])
 def test_ranks_without_an_item_have_no_share(name, backend, megatron_ended, tmp_path):
     made, draw = role(name, backend, tmp_path), np.random.default_rng(0)
-    together = made._algorithm.needs.together
+    together = made._algorithm.sequences_per_item
     samples = [sample(draw, length) for length in (9, 6, 12, 5)[: 2 * together]]
 
     def shares(ranks: int) -> list[dict[str, float]]:

@@ -56,7 +56,7 @@ def learn(trained: TrainRole, step: int, models: list[str]) -> dict[str, list[di
     draw = np.random.default_rng(step)
     samples: list[Sample] = [sample(draw, 6 + i) for i in range(8)]
     needs, policy = trained._algorithm.needs, trained._recipe.policy
-    ((*updates,),) = share(samples, policy, [DataPlace(0, 1)], policy.train_global_batch_size, needs.together)
+    ((*updates,),) = share(samples, policy, [DataPlace(0, 1)], policy.train_global_batch_size)
     trained.load(updates)
     trained.forward()
     trained.standardize(standard([trained.estimate()], needs.standardized))

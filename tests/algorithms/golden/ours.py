@@ -12,10 +12,8 @@ import torch
 from pipeline.algorithms.advantages import group_advantages, moments, sequence_advantages, shaped_rewards, standard, standardize
 from pipeline.algorithms.base import Variance
 from pipeline.algorithms.divergence import distillation_loss
-from pipeline.algorithms.grpo import GRPO
 from pipeline.algorithms.loss import estimate_kl, mismatch_metrics, policy_loss, sft_loss, trusted, value_loss
-from pipeline.algorithms.pairs import dpo_loss, reward_model_loss
-from pipeline.algorithms.ppo import PPO
+from pipeline.algorithms.pairs import reward_model_loss
 from pipeline.config import (
     AdvantageConfig,
     DPOConfig,
@@ -31,6 +29,7 @@ from pipeline.types import LossOutput, Outputs, PackedBatch, TopK
 from tests.algorithms.golden.files import Golden
 from tests.algorithms.golden.rows import Rows, after, before, tensor
 from tests.algorithms.groups import group_of
+from tests.algorithms.made import made
 
 Found = dict[str, torch.Tensor]
 SMALL = 1e-3  # gradients that should be 0 are rounding errors; they have no size to compare with
@@ -79,7 +78,7 @@ def dpo(golden: Golden) -> Found:
         leaf = rows.leaf("logprobs")
         logprobs, reference = leaf, rows.tensor("reference_logprobs")
     batch = rows.batch(reference_logprobs=reference)
-    found = _told(dpo_loss(config, Outputs(logprobs=rows.packed(logprobs)), batch, rows.counts), leaf)
+    found = _told(made(config).loss(Outputs(logprobs=rows.packed(logprobs)), batch, rows.counts), leaf)
     return found if "logits" in rows.inputs else _of_tokens(found)
 
 
@@ -147,7 +146,7 @@ def reinforce_plus_plus(golden: Golden) -> Found:
     of_sequences = torch.zeros(len(rewards), dtype=torch.float64)
     for prompt in set(prompts.tolist()):
         of_sequences[prompts == prompt] = torch.from_numpy(sequence_advantages(rewards[prompts == prompt], minus_baseline))
-    algorithm = GRPO(GRPOConfig(adv_estimator=estimator), loss, 1)
+    algorithm = made(GRPOConfig(adv_estimator=estimator), loss)
     batch = rows.batch(
         advantages=torch.where(rows.mask, of_sequences[:, None], 0.0),
         old_logprobs=rows.tensor("old_logprobs"),
@@ -162,7 +161,7 @@ def gae(golden: Golden) -> Found:
     rows, loss = Rows(golden.inputs), _loss(golden.arguments)
     names = {field.name for field in dataclasses.fields(GAEConfig)}
     config = GAEConfig(**{name: value for name, value in golden.arguments.items() if name in names})
-    algorithm = PPO(PPOConfig(adv_estimator=config), loss, ValueLossConfig(), 1)
+    algorithm = made(PPOConfig(adv_estimator=config), loss, updates=1)
     batch = rows.batch(
         rewards=rows.tensor("rewards"),
         old_values=after(rows.tensor("values")),

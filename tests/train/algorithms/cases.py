@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.algorithms.base import Objective
+from pipeline.algorithms import PAIRED
+from pipeline.algorithms.base import Algorithm
 from pipeline.config import Recipe, generates
-from pipeline.config.algorithms import PAIRED
 from pipeline.config.reading import complete
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Sample, Span, Turn
 from tests.models.cases import SHAPE
@@ -111,12 +111,12 @@ def changed(config: Any, changes: dict[str, Any]) -> Any:
     return replace(config, **values)
 
 
-def samples(recipe: Recipe, algorithm: Objective, step: int) -> list[Sample]:
+def samples(recipe: Recipe, algorithm: Algorithm, step: int) -> list[Sample]:
     """Of a step of an algorithm that samples, or of one update of one that does not."""
     generator = np.random.default_rng(step)
     if generates(recipe):
-        return algorithm.credit([_group(generator, number) for number in range(PROMPTS)])
-    if algorithm.needs.together == 2:
+        return algorithm.compute_advantages([_group(generator, number) for number in range(PROMPTS)])
+    if algorithm.paired:
         return [sample for number in range(PAIRS) for sample in _pair(generator, number)]
     return [_sample(generator, _tokens(generator, 3), 0.0) for _ in range(PROMPTS * ANSWERS // UPDATES)]
 

@@ -112,7 +112,7 @@ class AllRanks:
     def load(self, parts: list[list[Update]]) -> Done:
         updates = parts[dist.get_rank()]
         if self._reverse:
-            together = self.role._algorithm.needs.together
+            together = self.role._algorithm.sequences_per_item
             updates = [replace(update, train=[backward(m, together) for m in reversed(update.train)]) for update in updates]
         return Done(self.role.load(updates))
 

@@ -1,15 +1,12 @@
-"""The recipe's keys of the algorithms: their sections, and the losses'. Names are NeMo-RL's where they mean the same."""
+"""Sections of the recipe that algorithms share, or that the mathematics reads. Names are NeMo-RL's if they mean the same."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.config.values import Bool, Float, Int, NotNegative, Positive
+from pipeline.values import Bool, Float, Int, NotNegative, Positive
 
-ONLINE = ("grpo", "ppo", "distillation")  # they sample, so that the job has a generate component
-OFFLINE = ("sft", "dpo", "rm")  # they learn from a data set
-PAIRED = ("dpo", "rm")  # of which an example is a chosen and a rejected answer
 UNBOUNDED = 1_000_000  # so many steps, epochs or samples bound nothing: what NeMo-RL's -1 becomes
 
 
@@ -49,8 +46,10 @@ class RewardShapingConfig:
     stop_properly_penalty_coef: Annotated[
         Float | None,
         Field(
-            description="Factor in [0, 1] on the reward of truncated answers, in place of the soft penalty. null: truncated"
-            " answers keep their reward."
+            ge=0,
+            le=1,
+            description="Factor on the reward of truncated answers, in place of the soft penalty. null: truncated"
+            " answers keep their reward.",
         ),
     ] = None
 
@@ -115,86 +114,17 @@ class RewardedConfig(OnlineConfig):
 
 
 @dataclass
-class AdvantageConfig:
-    """How advantages are estimated from rewards."""
-
-    name: Annotated[Literal["grpo", "reinforce_plus_plus"], Field(description="The estimator.")] = "grpo"
-    normalize_rewards: Annotated[Bool, Field(description="As grpo.normalize_rewards.")] = "${grpo.normalize_rewards}"  # type: ignore[assignment]
-    use_leave_one_out_baseline: Annotated[Bool, Field(description="As grpo.use_leave_one_out_baseline.")] = (
-        "${grpo.use_leave_one_out_baseline}"  # type: ignore[assignment]
-    )
-    minus_baseline: Annotated[
-        Bool, Field(description="reinforce_plus_plus: subtract the group's mean reward (REINFORCE++-baseline).")
-    ] = True
-
-
-@dataclass
-class AsyncConfig:
-    """Let generation run ahead of training.
-
-    The age of a rollout is the step that trains on it, less the version of the weights that began it.
-    """
-
-    enabled: Annotated[Bool, Field(description="Whether generation runs ahead.")] = False
-    max_trajectory_age_steps: Annotated[
-        NotNegative, Field(description="Greatest age of a rollout, in steps. 0: the synchronous algorithm.")
-    ] = 1
-    in_flight_weight_updates: Annotated[
-        Bool, Field(description="A refit does not wait for rollouts under way. They go on with the new weights.")
-    ] = False
-    recompute_kv_cache_after_weight_updates: Annotated[
-        Bool,
-        Field(description="Compute keys and values of rollouts under way anew after a refit. Otherwise the old ones stay."),
-    ] = False
-    stragglers: Annotated[
-        Literal["wait", "keep", "cut"],
-        Field(
-            description="wait: a step trains on the oldest prompts. keep: on those that are complete; half of the age is left"
-            " for those that are not. cut: on the oldest, of which the last straggler_share of the answers are truncated."
-        ),
-    ] = "wait"
-    straggler_share: Annotated[Float, Field(ge=0, le=1, description="stragglers=cut: share of a step's answers.")] = 0.05
-    max_generation_failures: Annotated[
-        NotNegative,
-        Field(
-            description="Groups in a row that could not be judged, through no fault of the answers. One more ends the run."
-            " Read also while async_grpo is off; other algorithms have this default."
-        ),
-    ] = 10
-
-
-@dataclass
-class GRPOConfig(RewardedConfig):
-    """Group relative policy optimization, and its variants (DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++)."""
-
-    normalize_rewards: Annotated[
-        Bool, Field(description="Divide advantages by the standard deviation of the group's rewards. false: Dr. GRPO.")
-    ] = True
-    use_leave_one_out_baseline: Annotated[
-        Bool,
-        Field(
-            description="Subtract from a reward the mean of the others in its group, as NeMo-RL does. false: the mean of the"
-            " whole group. With normalize_rewards a lone right answer then counts least; see README.md."
-        ),
-    ] = True
-    adv_estimator: AdvantageConfig = field(default_factory=AdvantageConfig)
-    advantage_clip_low: Annotated[Float | None, Field(description="Lower bound of advantages. null: none.")] = None
-    advantage_clip_high: Annotated[Float | None, Field(description="Upper bound of advantages. null: none.")] = None
-    async_grpo: AsyncConfig = field(default_factory=AsyncConfig)
-
-
-@dataclass
 class GAEConfig:
     """Generalized advantage estimation (https://arxiv.org/abs/1506.02438)."""
 
     name: Annotated[Literal["gae"], Field(description="The estimator.")] = "gae"
-    gae_gamma: Annotated[Float, Field(description="Discount, in [0, 1].")] = 1.0
-    gae_lambda: Annotated[Float, Field(description="Lambda, in [0, 1].")] = 0.95
+    gae_gamma: Annotated[Float, Field(ge=0, le=1, description="Discount.")] = 1.0
+    gae_lambda: Annotated[Float, Field(ge=0, le=1, description="Lambda.")] = 0.95
     gae_lambda_value: Annotated[
-        Float | None, Field(description="Lambda of the critic's returns, in [0, 1]. null: gae_lambda. VAPO: 1.")
+        Float | None, Field(ge=0, le=1, description="Lambda of the critic's returns. null: gae_lambda. VAPO: 1.")
     ] = None
     gae_lambda_policy: Annotated[
-        Float | None, Field(description="Lambda of the policy's advantages, in [0, 1]. null: gae_lambda.")
+        Float | None, Field(ge=0, le=1, description="Lambda of the policy's advantages. null: gae_lambda.")
     ] = None
     length_adaptive_alpha: Annotated[
         Float, Field(ge=0, description="Above 0: the policy's lambda is 1 - 1 / (alpha * tokens of the answer), as in VAPO.")
@@ -202,33 +132,6 @@ class GAEConfig:
     normalize_advantages: Annotated[
         Bool, Field(description="Normalize advantages to mean 0 and variance 1 over the tokens of a step.")
     ] = True
-
-
-@dataclass
-class PPOConfig(RewardedConfig):
-    """Proximal policy optimization with a critic."""
-
-    num_generations_per_prompt: Annotated[Positive, Field(description="Answers sampled for each prompt.")] = 1
-    ppo_epochs: Annotated[Positive, Field(description="Passes over the samples of a step.")] = 1
-    schedule_every_epoch: Annotated[
-        Bool,
-        Field(description="Learning-rate schedules advance once per epoch, as in NeMo-RL. false: once per step, as in verl."),
-    ] = False
-    policy_training_start_step: Annotated[
-        NotNegative, Field(description="Step at which the policy begins to learn. Before it only the critic learns.")
-    ] = 0
-    adv_estimator: GAEConfig = field(default_factory=GAEConfig)
-
-
-@dataclass
-class DistillationConfig(OnlineConfig):
-    """On-policy distillation: the policy samples, and learns the teacher's distribution over each token."""
-
-    num_prompts_per_step: Annotated[Positive, Field(description="Prompts of a step.")] = 128
-    num_generations_per_prompt: Annotated[Positive, Field(description="Answers sampled for each prompt.")] = 1
-    topk_logits_k: Annotated[
-        Positive, Field(description="The divergence is summed over so many of the teacher's most likely tokens.")
-    ] = 64
 
 
 # ---- algorithms that learn from a data set ------------------------------------------------------------------------------
@@ -247,37 +150,6 @@ class OfflineConfig:
     val_at_end: Annotated[Bool, Field(description="Whether to validate after the last step.")] = False
     max_val_samples: Annotated[Positive, Field(description="Validate on the first so many records of each data set.")] = 256
     seed: Annotated[NotNegative, Field(description="Seed of the data's order.")] = 42
-
-
-@dataclass
-class SFTConfig(OfflineConfig):
-    """Supervised fine-tuning."""
-
-
-@dataclass
-class DPOConfig(OfflineConfig):
-    """Direct preference optimization. policy.train_global_batch_size counts pairs."""
-
-    preference_loss: Annotated[Literal["sigmoid", "ipo"], Field(description="sigmoid: DPO. ipo: IPO.")] = "sigmoid"
-    reference_policy_kl_penalty: Annotated[Float, Field(description="DPO's beta, above 0.")] = 0.05
-    label_smoothing: Annotated[
-        Float,
-        Field(description="sigmoid: how often a label is taken to be wrong, in [0, 0.5). Above 0: conservative DPO."),
-    ] = 0.0
-    preference_average_log_probs: Annotated[Bool, Field(description="sigmoid: log-ratios per token of the answer.")] = False
-    reference_free: Annotated[Bool, Field(description="Take a uniform distribution for the reference.")] = False
-    preference_loss_weight: Annotated[Float, Field(ge=0, description="Weight of the preference loss.")] = 1.0
-    sft_loss_weight: Annotated[
-        Float, Field(ge=0, description="Weight of the negative log-likelihood of the chosen answers.")
-    ] = 0.0
-    sft_average_log_probs: Annotated[Bool, Field(description="Average that likelihood over the tokens of the answer.")] = (
-        "${.preference_average_log_probs}"  # type: ignore[assignment]
-    )
-
-
-@dataclass
-class RMConfig(OfflineConfig):
-    """Bradley-Terry reward model, which is `policy`. policy.train_global_batch_size counts pairs."""
 
 
 # ---- losses -------------------------------------------------------------------------------------------------------------
@@ -304,7 +176,7 @@ class LossConfig:
     ratio_clip_min: Annotated[Float, Field(ge=0, description="The ratio pi / pi_old is clipped at 1 - this.")] = 0.2
     ratio_clip_max: Annotated[Float, Field(ge=0, description="The ratio pi / pi_old is clipped at 1 + this.")] = 0.2
     ratio_clip_c: Annotated[
-        Float | None, Field(description="Dual clip: bound, above 1, of the ratio where the advantage is negative. null: none.")
+        Float | None, Field(gt=1, description="Dual clip: bound of the ratio where the advantage is negative. null: none.")
     ] = None
     disable_ppo_ratio: Annotated[Bool, Field(description="REINFORCE: advantage * log pi in place of the clipped ratio.")] = (
         False
@@ -327,12 +199,14 @@ class LossConfig:
     truncated_importance_sampling_type: Annotated[
         Literal["tis", "icepop", "seq-mask-tis"] | None, Field(description="How these weights are bounded. null: not.")
     ] = None
-    truncated_importance_sampling_ratio: Annotated[Float | None, Field(description="Upper bound of these weights.")] = None
+    truncated_importance_sampling_ratio: Annotated[Float | None, Field(gt=0, description="Upper bound of these weights.")] = (
+        None
+    )
     truncated_importance_sampling_ratio_min: Annotated[Float | None, Field(description="Lower bound of these weights.")] = None
     kl_type: Annotated[Literal["forward", "reverse", "mixed"], Field(description="Divergence between teacher and policy.")] = (
         "mixed"
     )
-    mixed_kl_weight: Annotated[Float, Field(description="mixed: weight of the forward divergence, in [0, 1].")] = 0.5
+    mixed_kl_weight: Annotated[Float, Field(ge=0, le=1, description="mixed: weight of the forward divergence.")] = 0.5
     zero_outside_topk: Annotated[
         Bool, Field(description="Renormalize only the teacher over the top k. false: renormalize the policy too.")
     ] = False
@@ -343,6 +217,6 @@ class ValueLossConfig:
     """The critic's loss."""
 
     scale: Annotated[Float, Field(ge=0, description="Weight of the loss.")] = 1.0
-    cliprange: Annotated[
-        Float | None, Field(description="Bound, above 0, on the change of a value within a step. null: none.")
-    ] = 0.2
+    cliprange: Annotated[Float | None, Field(gt=0, description="Bound on the change of a value within a step. null: none.")] = (
+        0.2
+    )

@@ -1,0 +1,202 @@
+"""What GRPO and PPO share: they learn from rewards, with the policy's loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipeline.algorithms.base import Needs, OnlineAlgorithm
+from pipeline.problems import Problem
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, RolloutGroup, Sample
+
+
+class RewardedAlgorithm(OnlineAlgorithm):
+    """An algorithm whose section is a `RewardedConfig`, and whose policy learns by `policy_loss` in loss.py."""
+
+    reads = ("loss_fn",)
+
+    def __init__(self, recipe: Any):
+        super().__init__(recipe)
+        loss, filtered = recipe.loss_fn, self.section.seq_logprob_error_threshold is not None
+        several = self.updates_per_epoch * self.epochs > 1 and not loss.force_on_policy_ratio
+        self.needs = Needs(
+            entropy=loss.log_entropy or loss.entropy_coeff != 0,
+            truncated=True,
+            old=several or filtered or loss.use_kl_in_reward,
+            reference=loss.reference_policy_kl_penalty != 0,
+            estimates=filtered,
+            epochs=self.epochs,
+        )
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the samples of a step."""
+        return 1
+
+    def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        from pipeline.algorithms.advantages import selected
+
+        return selected(groups, self.section)
+
+    def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
+        from pipeline.algorithms.advantages import is_cut, sample, shaped_rewards
+
+        samples = []
+        for group in groups:
+            rewards = shaped_rewards(group, self.section)
+            for rollout, advantage, reward in zip(group.rollouts, self.advantages(group, rewards), rewards, strict=True):
+                counts = not (self.section.overlong_filtering and is_cut(rollout))
+                samples.append(sample(group.prompt, rollout, advantage, reward, counts))
+        return samples
+
+    def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> Sequence[float]:
+        """Return the advantages of the rollouts of one prompt, `[G]`, of their shaped rewards, `[G]` float64."""
+        raise NotImplementedError
+
+    def estimate(self, batch: PackedBatch) -> PackedBatch:
+        from pipeline.algorithms.loss import trusted
+
+        if (threshold := self.section.seq_logprob_error_threshold) is None:
+            return batch
+        return dataclasses.replace(batch, loss_mask=trusted(batch, threshold))
+
+    def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
+        from pipeline.algorithms.loss import policy_loss
+
+        return policy_loss(self.recipe.loss_fn, outputs, batch, counts)
+
+    # ---- checks ------------------------------------------------------------------------------------------------------------
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        yield from self._check_rewards()
+        yield from self._check_loss()
+        yield from self._check_truncation()
+        if self.recipe.loss_fn.use_cispo:
+            yield from self._check_cispo()
+        if self.recipe.loss_fn.force_on_policy_ratio:
+            yield from self._check_on_policy()
+
+    def _check_rewards(self) -> Iterator[Problem]:
+        name, config = self.name, self.section
+        scaling, shaping = config.reward_scaling, config.reward_shaping
+        coefficient = shaping.stop_properly_penalty_coef
+        if config.use_dynamic_sampling and config.num_generations_per_prompt < 2:
+            yield Problem(
+                f"{name}.use_dynamic_sampling",
+                "contradiction",
+                f"got true with {name}.num_generations_per_prompt=1; expected at least 2, since it keeps groups whose rewards"
+                " vary. Try false",
+            )
+        if config.batch_multiplier != 1 and not config.use_dynamic_sampling:
+            yield Problem(
+                f"{name}.batch_multiplier",
+                "has-no-effect",
+                f"got {config.batch_multiplier}; expected 1 without dynamic sampling. Try {name}.use_dynamic_sampling=true",
+            )
+        if scaling.enabled and scaling.source_min >= scaling.source_max:
+            yield Problem(
+                f"{name}.reward_scaling.source_min",
+                "too-large",
+                f"got {scaling.source_min}; expected below {name}.reward_scaling.source_max={scaling.source_max}",
+            )
+        if not shaping.enabled:
+            return
+        if coefficient is not None and coefficient < 1 and scaling.enabled and scaling.target_min < 0:
+            yield Problem(
+                f"{name}.reward_shaping.stop_properly_penalty_coef",
+                "contradiction",
+                f"got {coefficient}; expected 1 with the negative {name}.reward_scaling.target_min={scaling.target_min:g},"
+                " since a wrong answer that was cut would get a larger reward than another wrong one. Try target_min 0",
+            )
+        if coefficient is None and shaping.overlong_buffer_length >= shaping.max_response_length:
+            yield Problem(
+                f"{name}.reward_shaping.overlong_buffer_length",
+                "too-large",
+                f"got {shaping.overlong_buffer_length}; expected below"
+                f" {name}.reward_shaping.max_response_length={shaping.max_response_length}, since no answer would be without a"
+                " penalty",
+            )
+
+    def _check_loss(self) -> Iterator[Problem]:
+        loss = self.recipe.loss_fn
+        if loss.sequence_level_importance_ratios and loss.token_level_loss:
+            yield Problem(
+                "loss_fn.sequence_level_importance_ratios",
+                "contradiction",
+                "got true with loss_fn.token_level_loss=true; expected a mean over sequences with ratios of whole sequences."
+                " Try loss_fn.token_level_loss=false",
+            )
+        if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
+            yield Problem(
+                "loss_fn.use_kl_in_reward",
+                "has-no-effect",
+                "got true with loss_fn.reference_policy_kl_penalty=0, so nothing is subtracted; expected false, or a penalty"
+                " above 0",
+            )
+
+    def _check_cispo(self) -> Iterator[Problem]:
+        loss = self.recipe.loss_fn
+        for name, right, why in (
+            ("disable_ppo_ratio", False, "needs the ratio"),
+            ("force_on_policy_ratio", False, "needs a ratio other than 1"),
+            ("sequence_level_importance_ratios", False, "weighs every token by its own ratio"),
+            ("ratio_clip_c", None, "has no surrogate for a dual clip"),
+            ("token_level_loss", True, "is a mean over tokens"),
+        ):
+            if (got := getattr(loss, name)) != right:
+                expected = "null" if right is None else str(right).lower()
+                message = f"got {str(got).lower()}; expected {expected} with loss_fn.use_cispo=true, which {why}"
+                yield Problem(f"loss_fn.{name}", "contradiction", message)
+
+    def _check_on_policy(self) -> Iterator[Problem]:
+        key, why = "loss_fn.force_on_policy_ratio", "since the policy that has sampled is another after the first"
+        if self.updates_per_epoch > 1:
+            yield Problem(
+                key,
+                "contradiction",
+                f"got true with {self.updates_per_epoch} updates in a step; expected one, {why}. Try"
+                f" policy.train_global_batch_size={self.samples_per_step}",
+            )
+        if self.epochs > 1:
+            yield Problem(
+                key,
+                "contradiction",
+                f"got true with {self.epochs} epochs in a step; expected one, {why}. Try false",
+            )
+
+    def _check_truncation(self) -> Iterator[Problem]:
+        loss, key = self.recipe.loss_fn, "loss_fn.truncated_importance_sampling"
+        kind = loss.truncated_importance_sampling_type
+        high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
+        if kind is None:
+            for name, value in (("ratio", high), ("ratio_min", low)):
+                if value is not None:
+                    message = f"got {value}; expected null without {key}_type. Try {key}_type=tis, icepop or seq-mask-tis"
+                    yield Problem(f"{key}_{name}", "has-no-effect", message)
+            return
+        if not loss.use_importance_sampling_correction:
+            yield Problem(
+                f"{key}_type",
+                "has-no-effect",
+                f"got {kind}; expected null, since loss_fn.use_importance_sampling_correction=false uses no weights to bound."
+                " Try that true",
+            )
+        if high is None:
+            yield Problem(f"{key}_ratio", "missing-value", f"got null; expected a bound above 0 with {key}_type={kind}")
+        if kind != "tis" and low is None:
+            yield Problem(f"{key}_ratio_min", "missing-value", f"got null; expected a lower bound with {key}_type={kind}")
+        if low is not None and high is not None and low > high:
+            yield Problem(f"{key}_ratio_min", "too-large", f"got {low}; expected at most {key}_ratio={high}")
+        if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
+            yield Problem(
+                f"{key}_type",
+                "contradiction",
+                "got seq-mask-tis, which weighs tokens; expected tis or icepop with"
+                " loss_fn.sequence_level_importance_ratios=true, which weighs sequences",
+            )

@@ -1,0 +1,28 @@
+"""Algorithms of a section and losses alone, without the rest of a recipe."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from pipeline.algorithms import ALGORITHMS, OFFLINE
+from pipeline.algorithms.base import Algorithm
+from pipeline.config import LossConfig, OfflineConfig, OnlineConfig, ValueLossConfig
+
+
+def made(
+    section: OnlineConfig | OfflineConfig,
+    loss: LossConfig | None = None,
+    updates: int = 1,
+    value: ValueLossConfig | None = None,
+) -> Algorithm:
+    """Return the algorithm whose section this is. updates: of one pass over the samples of a step"""
+    name = next(name for name, kind in ALGORITHMS.items() if kind.Section is type(section))
+    samples = 1 if name in OFFLINE else section.num_prompts_per_step * section.num_generations_per_prompt
+    recipe = {
+        "algorithm": name,
+        name: section,
+        "loss_fn": loss or LossConfig(),
+        "value_loss_fn": value or ValueLossConfig(),
+        "policy": SimpleNamespace(train_global_batch_size=samples // updates),
+    }
+    return ALGORITHMS[name](SimpleNamespace(**recipe))
