@@ -4,7 +4,7 @@ import pytest
 
 from launch import sweep
 from launch.sweeps import suite
-from pipeline.config import RecipeError, layers
+from pipeline.config import layers
 from tests.launch.sweeps.suites import write_suite
 from tests.problems import refused
 
@@ -86,7 +86,7 @@ gates:
         ("runs.three.gates", "missing-value"),
     ) as error:
         suite.load(str(tmp_path / "some.yaml"), ["max_concurrnt=3", "run_dir=x", "grpo.max_num_steps=3"])
-    assert "some.yaml:3: max_concurent: this is not a key; did you mean 'max_concurrent'?" in str(error.value)
+    assert "some.yaml:3: max_concurent: " in str(error.value)
 
 
 def test_a_suite_without_runs(tmp_path):
@@ -96,7 +96,7 @@ def test_a_suite_without_runs(tmp_path):
 
 
 def test_no_such_suite():
-    with pytest.raises(RecipeError, match="sweep=nightyl: no such sweep; did you mean 'nightly'"):
+    with refused(("sweep", "file-not-found")):
         suite.load("nightyl")
 
 

@@ -3,16 +3,37 @@
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from launch import submit
+from launch import sweep as command
 from launch.sweeps.folder import Folder
 from tests.launch.model import write_recipe
+from tests.launch.sweeps import tasks
 from tests.launch.sweeps.suites import environment, launch, outcomes, submitted, sweep, write_suite
 from tests.launch.waiting import wait_until
 
 ONE_SEED = {"seeds": [1], "gates": {"on policy": {"value": "at(train/ppo_kl, 1)", "equals": 0}}}
+
+
+@pytest.fixture
+def here(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
+    """Run the command in this process, and return (status, output); its runs are processes."""
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(submit.task, "rank_main", tasks.learn)
+    monkeypatch.setattr("launch.sweeps.lanes.POLL_S", 0.1)
+    monkeypatch.chdir(os.getcwd())
+
+    def run(*arguments: str, fails: str = "") -> tuple[int, str]:
+        monkeypatch.setenv("HETSTEP_TEST_FAILS", fails)
+        status = command.main(list(arguments))
+        return status, "".join(capsys.readouterr())
+
+    return run
 
 
 def starts(folder: Path) -> dict[str, int]:
@@ -20,35 +41,35 @@ def starts(folder: Path) -> dict[str, int]:
     return {path.parent.name: len(path.read_text().splitlines()) for path in folder.glob("runs/*/starts")}
 
 
-def test_from_nothing_to_a_baseline_to_a_regression(tmp_path):
+def test_from_nothing_to_a_baseline_to_a_regression(tmp_path, here):
     command = [f"sweep={write_suite(tmp_path, seeds=[1])}", "gates.loss.band.floor=0.01"]
-    status, output = sweep(*command, "id=good", "update_baseline=true", env=environment())
+    status, output = here(*command, "id=good", "update_baseline=true")
     assert status == 0, output
     good = tmp_path / "sweeps/some/good"
     assert f"note: the baseline was written anew: {tmp_path}/baselines/some.yaml" in output
     assert "some good: passed: 8 passed" in output
     assert {"report.html", "report.md", "junit.xml", "verdict.json", "suite.yaml"} <= {path.name for path in good.iterdir()}
 
-    status, output = sweep(*command, "id=good", env=environment())
+    status, output = here(*command, "id=good")
     assert status == 0 and "is complete; id=NAME begins another" in output
     assert starts(good) == {"a-1": 1, "b-1": 1}
 
-    status, output = sweep(*command, "id=good", "seeds=[3]", env=environment())
+    status, output = here(*command, "id=good", "seeds=[3]")
     assert status == 2 and "seeds: got [3]; " in output and "was begun with [1]" in output
 
     bad = ["id=bad", "runs.b.overrides.policy.optimizer.kwargs.lr=5.0"]  # what write_suite gives, times 10
-    status, output = sweep(*command, *bad, env=environment())
+    status, output = here(*command, *bad)
     assert status == 1, output
     assert [key for key, outcome in outcomes(tmp_path / "sweeps/some/bad").items() if outcome != "passed"] == [("b", "loss")]
     assert "failed: b, loss: 1.25, mean of the seeds; wanted: at most 0.155" in output
 
-    status, output = sweep(f"check={tmp_path}/sweeps/some/bad", env=environment())
+    status, output = here(f"check={tmp_path}/sweeps/some/bad")
     assert status == 1 and "failed: b, loss: 1.25" in output
 
 
-def test_a_run_that_fails_is_retried_once_and_marked(tmp_path):
+def test_a_run_that_fails_is_retried_once_and_marked(tmp_path, here):
     path = write_suite(tmp_path, **ONE_SEED)
-    status, output = sweep(f"sweep={path}", "id=x", env=environment(HETSTEP_TEST_FAILS="a-1:1,b-1:2"))
+    status, output = here(f"sweep={path}", "id=x", fails="a-1:1,b-1:2")
     assert status == 1, output
     folder = tmp_path / "sweeps/some/x"
     assert starts(folder) == {"a-1": 2, "b-1": 2}
@@ -85,20 +106,20 @@ def test_a_sweep_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path):
     assert set(outcomes(folder).values()) == {"passed"}
 
 
-def test_two_at_the_same_time_are_refused(tmp_path):
+def test_two_at_the_same_time_are_refused(tmp_path, here):
     command = [f"sweep={write_suite(tmp_path, **ONE_SEED)}", "id=x"]
     with Folder(tmp_path / "sweeps/some/x").locked():
-        status, output = sweep(*command, env=environment())
+        status, output = here(*command)
     assert status == 2 and "[in-use]" in output
     assert not (tmp_path / "sweeps/some/x/sweep.json").exists()
 
 
 @pytest.mark.long
-def test_what_others_need_runs_once_for_all_of_them(tmp_path):
+def test_what_others_need_runs_once_for_all_of_them(tmp_path, here, monkeypatch):
     path = write_suite(tmp_path, **ONE_SEED, overrides={"needs": ["needed"]})
     write_recipe(tmp_path, "needed").rename(tmp_path / "needed")  # found by its bare name in the current folder
-    fails = environment(HETSTEP_TEST_FAILS="needed:2")
-    status, output = sweep(f"sweep={path}", "id=bad", env=fails, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    status, output = here(f"sweep={path}", "id=bad", fails="needed:2")
     assert status == 1, output
     bad = tmp_path / "sweeps/some/bad"
     assert submitted(bad) == ["needed", "needed"] and not list(bad.glob("runs/*"))
@@ -108,7 +129,7 @@ def test_what_others_need_runs_once_for_all_of_them(tmp_path):
         ("a", "failed", "was never submitted, because needed failed"),
         ("b", "failed", "was never submitted, because needed failed"),
     ]
-    status, output = sweep(f"sweep={path}", "id=good", env=fails, cwd=tmp_path)  # an old failure is none of this sweep's
+    status, output = here(f"sweep={path}", "id=good", fails="needed:2")  # an old failure is none of this sweep's
     assert status == 0, output
     good = tmp_path / "sweeps/some/good"
     assert submitted(good)[0] == "needed" and sorted(submitted(good)) == ["a-1", "b-1", "needed"]
