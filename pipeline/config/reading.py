@@ -201,7 +201,6 @@ def _inspected(given: Branch, notes: Iterable[str] = (), problems: Iterable[str]
     origins = {key: leaf.origin for key, leaf in given.leaves() if leaf.origin}
     while True:
         recipe, found = _attempt(given, faulty, readers)
-        found = {key: problem for key, problem in found.items() if key not in faulty}
         if recipe and not found:
             found = _unusable(recipe, given, faulty)
         if not found:
@@ -238,6 +237,7 @@ def _attempt(given: Branch, faulty: set[str], readers: unread.Readers) -> tuple[
         tree = typed.filled(Recipe, tree)
     recipe, wrong = typed.validated(Recipe, tree)
     faults |= {problem.key: problem for problem in wrong} | unresolved
+    faults = {key: problem for key, problem in faults.items() if key not in faulty}
 
     def follows(key: str, others: Iterable[str]) -> bool:
         referred = resolving.references(key, written[key].value) if key in written else ()

@@ -196,7 +196,8 @@ def adapter(section: type) -> TypeAdapter:
 def validated(section: type, tree: Branch) -> tuple[Any, list[Problem]]:
     """Return the dataclass that a tree without interpolations describes, and the problems of its values.
 
-    The first is None if there are other problems than keys without a value. Keys that the section does not have are ignored.
+    The first is None if there are other problems than keys without a value, which are "" in it. Keys that the section does not
+    have are ignored.
     """
     given: Branch = copied(tree)
     problems: dict[str, Problem] = {}
@@ -205,13 +206,26 @@ def validated(section: type, tree: Branch) -> tuple[Any, list[Problem]]:
             given.drop(key)
             problems[key] = Problem(key, "missing-value", "got no value; the recipe must set it", leaf.origin or "")
     try:
-        return adapter(section).validate_python(given.plain()), list(problems.values())
+        found = adapter(section).validate_python(given.plain())
+        for key in problems:
+            _blank(found, *tree.path(key))
+        return found, list(problems.values())
     except ValidationError as error:
         for one in error.errors(include_url=False):
             key = ".".join(_printable(name) for name in one["loc"] if isinstance(name, str) and name != "[key]")
             node = tree.find(key)
             problems.setdefault(key, _problem(key, one, node.origin if node else None))
     return None, list(problems.values())
+
+
+def _blank(values: Any, name: str, *rest: str) -> None:
+    """Set the value at a path of keys to an empty text."""
+    if rest:
+        _blank(values[name] if isinstance(values, dict) else getattr(values, name), *rest)
+    elif isinstance(values, dict):
+        values[name] = ""
+    else:
+        setattr(values, name, "")
 
 
 def refused(value: Any) -> Iterator[Problem]:
@@ -240,8 +254,8 @@ def converted(section: type, tree: Branch) -> dict[str, Problem]:
 
 def _problem(key: str, error: Mapping[str, Any], origin: str | None) -> Problem:
     kind, context = error["type"], error.get("ctx", {})
-    if "-" in kind:  # one of our own checks: values.Check
-        return Problem(key, kind, error["msg"], origin or "")
+    if "message" in context:  # of values.Check
+        return Problem(key, kind, context["message"], origin or "")
     context = {name: str(one).replace(" or ", ", ").replace("'", "") for name, one in context.items()}
     code, expected = BOUNDS.get(kind) or ("wrong-type", EXPECTED[kind.partition("_")[0]])
     each = "a list, each item " if isinstance(error["loc"][-1], int) else ""

@@ -77,7 +77,7 @@ def test_the_real_command(tmp_path):
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("grpo.max_num_step=5", ["'grpo.max_num_step' is not a key", "did you mean 'grpo.max_num_steps'"]),
+        ("grpo.max_num_step=5", ["grpo.max_num_step: is not a key", "[unknown-key]", "did you mean 'grpo.max_num_steps'"]),
         ("grpo.max_num_steps=many", ["the command line", "grpo.max_num_steps", "many"]),
         ("detach=perhaps", ["detach", "perhaps", "true or false"]),
         ("policy.train_global_batch_size=3", ["policy.train_global_batch_size", "3 does not divide the 4 samples"]),
@@ -102,7 +102,7 @@ def test_the_real_command(tmp_path):
         ("policy.model_name=some/model", ["policy.model_name", "'some/model'", "hf download some/model"]),
         ("policy.model_name=hf_or_not", ["policy.model_name", "hf_or_not"]),
         ("policy.random_init=false", ["policy.model_name", "no weights", "policy.random_init=true"]),
-        ("needs=[nothing]", ["needs: there is no recipe 'nothing'", "recipes/nothing.yaml"]),
+        ("needs=[nothing]", ["needs: got 'nothing'", "[file-not-found]", "recipes/nothing.yaml"]),
         ("run_dir=data.jsonl", ["run_dir", "data.jsonl is not one", "run_dir=..."]),
         ("run_dir=/proc/nobody/may", ["run_dir", "/proc"]),
     ],
@@ -204,7 +204,7 @@ def test_no_sbatch(tmp_path):
 def test_recipe_that_does_not_exist(tmp_path):
     known = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
     message = refuse(tmp_path, recipe="nothing_like_it")
-    assert "recipe=nothing_like_it: no such recipe" in message
+    assert "recipe: got 'nothing_like_it'" in message
     assert [name for name in known if name not in message] == []
 
 

@@ -7,6 +7,7 @@ from launch import prepare
 from pipeline import config
 from pipeline.config import reading
 from tests.launch.model import write_recipe
+from tests.problems import named
 
 
 @pytest.fixture
@@ -99,4 +100,4 @@ def test_a_cluster_that_is_no_mapping_is_told(here, cluster):
     """As where all keys below `cluster:` are commented out."""
     write_recipe(here, "second", needs=["base"], run_dir="runs/second", cluster=cluster)
     _, second = prepare.in_order("second", [])
-    assert "cluster: " in str(second.problems[0]) and "must be a mapping of keys" in str(second.problems[0])
+    assert ("cluster", "wrong-type") in named(second.problems)

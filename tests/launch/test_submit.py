@@ -123,7 +123,7 @@ def test_the_gpu_that_train_ranks_get_a_variable_for_is_told(here, capsys):
     assert "# CUDA_DEVICE_MAX_CONNECTIONS=1 on train ranks, for cluster.train.gpu=h100" in capsys.readouterr().out
     assert submit.main([*recipe, "cluster.train.gpu=h10", "grpo.max_num_steps=0"]) == 2
     told = capsys.readouterr().err
-    assert "'h10' is no described GPU" in told and "grpo.max_num_steps" in told
+    assert "got 'h10'; did you mean 'h100'?" in told and "grpo.max_num_steps" in told
 
 
 def test_a_model_that_cannot_be_planned_may_run_all_the_same(here, capsys):
