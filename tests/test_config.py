@@ -98,9 +98,3 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("overrides", "expected"), CONTRADICTIONS)
 def test_values_that_contradict_each_other(write, overrides, expected):
     assert expected in named(config.inspect(write("a.yaml", MINIMAL), overrides).problems)
-
-
-def test_the_schema_names_what_there_is():
-    from pipeline.environments.registry import KINDS
-
-    assert set(config.ENVIRONMENT_KINDS) == set(KINDS)

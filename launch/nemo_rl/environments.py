@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import get_args, get_type_hints
+
 from launch.nemo_rl.features import Feature
 from launch.nemo_rl.ledger import Ledger
 from launch.nemo_rl.rules import Changed, Only, Rule, apply, ignored, same, under
-from pipeline.config.environments import MATH_VERIFIERS, MULTICHOICE_VERIFIERS
+from pipeline.config import kind_class
 from pipeline.config.layers import RECIPES
 
 MATH: tuple[Rule, ...] = (
@@ -101,21 +103,25 @@ def _puzzle(ledger: Ledger) -> None:
 
 def _verifier_type(ledger: Ledger, key: str) -> str:
     """Our kind for an environment of theirs of class math."""
-    verifier = ledger.take(f"{key}.verifier_type")
-    if verifier in MULTICHOICE_VERIFIERS:
+    verifier, known = ledger.take(f"{key}.verifier_type"), _choices("multiple_choice", "verifier_type")
+    if verifier in known:
         ledger.put(f"{key}.kwargs.verifier_type", verifier, f"{key}.verifier_type")
         ledger.take(f"{key}.math_verify_impl")  # says nothing there either
         ledger.change(f"{key}.verifier_type", "of several letters the last said counts; there the first")
         return "multiple_choice"
     if verifier not in ("math", None):
-        choices = ", ".join(("math", *MULTICHOICE_VERIFIERS))
-        ledger.lacks(f"{key}.verifier_type", verifier, Feature.VERIFIER, f"one of: {choices}")
+        ledger.lacks(f"{key}.verifier_type", verifier, Feature.VERIFIER, f"one of: {', '.join(('math', *known))}")
     return "math"
 
 
 def _verifier(ledger: Ledger, theirs: str, ours: str) -> None:
-    verifier = ledger.take(theirs)
-    if verifier in MATH_VERIFIERS:
+    verifier, known = ledger.take(theirs), _choices("math", "math_verify_impl")
+    if verifier in known:
         ledger.put(ours, verifier, theirs)
     elif verifier is not None:
-        ledger.lacks(theirs, verifier, Feature.VERIFIER, f"one of: {', '.join(MATH_VERIFIERS)}")
+        ledger.lacks(theirs, verifier, Feature.VERIFIER, f"one of: {', '.join(known)}")
+
+
+def _choices(kind: str, argument: str) -> tuple[str, ...]:
+    """Return the values that an argument of one of our environments may have."""
+    return get_args(get_type_hints(kind_class(kind).Arguments)[argument])

@@ -22,7 +22,7 @@ from typing import Any
 
 from launch import containers
 from launch.executors.base import ROOT
-from pipeline.config import ENVIRONMENT_KINDS, TOOLS, Recipe, generates, is_dotted_path, keyed_sets, recognized, tools_of
+from pipeline.config import KINDS, Recipe, generates, is_dotted_path, keyed_sets, recognized
 
 PROBE_S = 30.0
 ABSENT = "there is no module"
@@ -42,14 +42,13 @@ class Named:
 def named(recipe: Recipe) -> list[Named]:
     found = []
     for name, environment in recipe.env.items() if generates(recipe) else ():
-        if environment.kind not in ENVIRONMENT_KINDS:
+        if environment.kind not in KINDS:
             found.append(Named(f"env.{name}.kind", environment.kind, "environment", "generate", environment.kwargs))
         if environment.kind == "tools":
-            try:
-                tools = tools_of(environment.kwargs.get("tools"))
-            except ValueError:
-                continue  # a problem of the recipe's own, which says so
+            from pipeline.environments.tools import TOOLS, read_tools  # only where a recipe has tools
+
             key = f"env.{name}.kwargs.tools"
+            tools, _ = read_tools(key, environment.kwargs.get("tools"))  # its problems are the recipe's own
             found += [Named(f"{key}.{tool}", t.kind, "tool", "generate") for tool, t in tools.items() if t.kind not in TOOLS]
     for key, dataset in keyed_sets(recipe.data).items():
         name = dataset.dataset_name

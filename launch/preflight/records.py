@@ -6,14 +6,19 @@ The job's own checks, which come to the same and go further, are in `pipeline/da
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-from pipeline.config import PAIRED, DatasetConfig, Recipe, RecipeError, conversation, generates, judged_by_answer
-from pipeline.environments import code_tests
-
-READERS: dict[str, Callable[[str], object]] = {"code": code_tests.read}
-"""Kind of environment -> what reads the expected answer. Raises ValueError where that can judge no answer."""
+from pipeline.config import (
+    KINDS,
+    PAIRED,
+    DatasetConfig,
+    Recipe,
+    RecipeError,
+    conversation,
+    generates,
+    judged_by_answer,
+    kind_class,
+)
 
 
 def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> str | None:
@@ -36,10 +41,10 @@ def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> st
 def unfit_answer(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> str | None:
     """Return why the environment of a record, which has no other faults, cannot judge by its expected answer."""
     environment = recipe.env.get(dataset.env_name) if generates(recipe) and dataset.env_name else None
-    read, expected = READERS.get(environment.kind) if environment else None, record.get(dataset.output_key)
-    if read and isinstance(expected, str | int | float):
+    expected = record.get(dataset.output_key)
+    if environment and environment.kind in KINDS and isinstance(expected, str | int | float):
         try:
-            read(str(expected))
+            kind_class(environment.kind).check_answer(str(expected))
         except ValueError as error:
             return f"'{dataset.output_key}': env.{dataset.env_name} cannot judge by it: {error}"
     return None

@@ -7,23 +7,24 @@ of a Slurm job, and images, of which nothing is known here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
-from pipeline.config import EnvironmentConfig, Recipe, generates, tools_of
+from pipeline.config import KINDS, EnvironmentConfig, Problem, Recipe, generates, read_kwargs
 from pipeline.sandbox import ways
 from pipeline.sandbox.limits import CONTAINED, SandboxError
 
-RUNS_CODE = ("code", "code_interpreter")
+if TYPE_CHECKING:
+    from pipeline.environments.python_tool import SandboxArguments
 
 
-def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[str]:
+def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Problem]:
     """executor: local, slurm or allocation. `notes` takes in what cannot be told here."""
     if not generates(recipe):
         return
-    asked = {key: kwargs for name, config in recipe.env.items() for key, kwargs in _asked(f"env.{name}", config)}
-    contained = {key: kwargs for key, kwargs in asked.items() if kwargs.get("sandbox", "auto") in ("auto", *CONTAINED)}
+    asked = dict(one for name, config in recipe.env.items() for one in _asked(f"env.{name}.kwargs", config))
+    contained = {key: arguments for key, arguments in asked.items() if arguments.sandbox in ("auto", *CONTAINED)}
     for key in sorted(set(asked) - set(contained)):
-        if asked[key]["sandbox"] == "none":
+        if asked[key].sandbox == "none":
             notes.append(f"{key}.sandbox: none, so what the policy writes runs with this user's rights: its files, its network")
     if contained and executor != "local":
         notes.append(
@@ -31,22 +32,22 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[str]:
             " that takes bubblewrap (`bwrap`) in their image, or user namespaces"
         )
         return
-    for key, kwargs in contained.items():
+    for key, arguments in contained.items():
         try:
-            ways.choose(kwargs.get("sandbox", "auto"), tuple(kwargs.get("readable", ())))
+            ways.choose(arguments.sandbox, tuple(arguments.readable))
         except SandboxError as error:
-            yield f"{key}: {error}"
+            yield Problem(f"{key}.sandbox", "unsupported", str(error))
 
 
-def _asked(key: str, config: EnvironmentConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where programs are run, and with which kwargs."""
-    if config.kind in RUNS_CODE:
-        yield f"{key}.kwargs", dict(config.kwargs)
-    if config.kind == "tools":
-        try:
-            tools = tools_of(config.kwargs.get("tools"))
-        except ValueError:
-            return  # a problem of the recipe's own, which says so
-        for name, tool in tools.items():
-            if tool.kind == "python":
-                yield f"{key}.kwargs.tools.{name}.kwargs", dict(tool.kwargs)
+def _asked(key: str, config: EnvironmentConfig) -> Iterator[tuple[str, SandboxArguments]]:
+    """Yield (key, kwargs) of each environment or tool that runs programs; problems of kwargs are the recipe's own."""
+    arguments = read_kwargs(key, config)[0] if config.kind in KINDS else None
+    if hasattr(arguments, "sandbox"):
+        yield key, arguments
+    if config.kind == "tools" and arguments:
+        from pipeline.environments.tools import TOOLS, read_tool_kwargs, read_tools  # only where a recipe has tools
+
+        for name, tool in read_tools(f"{key}.tools", arguments.tools)[0].items():
+            inner = f"{key}.tools.{name}.kwargs"
+            if tool.kind in TOOLS and hasattr(given := read_tool_kwargs(inner, tool)[0], "sandbox"):
+                yield inner, given

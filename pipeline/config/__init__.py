@@ -48,7 +48,7 @@ from pipeline.config.data import (
     validates,
     validation_sets,
 )
-from pipeline.config.environments import TOOLS, ToolArguments, arguments_of, arguments_of_tool, own_kind, tools_of
+from pipeline.config.environments import KINDS, EnvironmentConfig, kind_class, own_kind, read_kwargs
 from pipeline.config.generation import GenerationConfig, RefitConfig, VLLMConfig
 from pipeline.config.layout import Backend, asked_backend, check_expert_layout, colocated, decided, guests, refits_by_ipc
 from pipeline.config.megatron import (
@@ -94,11 +94,9 @@ from pipeline.config.reading import (
     write,
 )
 from pipeline.config.schema import (
-    ENVIRONMENT_KINDS,
     CheckpointingConfig,
     DataConfig,
     DatasetConfig,
-    EnvironmentConfig,
     LoggerConfig,
     Recipe,
     engine_ranks,
@@ -115,8 +113,8 @@ from pipeline.problems import Problem, RecipeError, as_problem, collected, liste
 
 __all__ = [
     "DATASET_CARDS",
-    "ENVIRONMENT_KINDS",
     "GENERATED_DATASETS",
+    "KINDS",
     "MEGATRON_MODEL_TYPES",
     "NAMED_DATASETS",
     "OFFLINE",
@@ -125,7 +123,6 @@ __all__ = [
     "PRECISIONS",
     "RECIPES",
     "SHARED",
-    "TOOLS",
     "UNBOUNDED",
     "AdvantageConfig",
     "AsyncConfig",
@@ -174,14 +171,11 @@ __all__ = [
     "TeacherConfig",
     "TimeoutsConfig",
     "TokenizerConfig",
-    "ToolArguments",
     "VLLMConfig",
     "ValueConfig",
     "ValueLossConfig",
     "advances_per_step",
     "argument",
-    "arguments_of",
-    "arguments_of_tool",
     "as_problem",
     "asked_backend",
     "bound",
@@ -209,6 +203,7 @@ __all__ = [
     "is_dotted_path",
     "judged_by_answer",
     "keyed_sets",
+    "kind_class",
     "listed",
     "load",
     "models",
@@ -219,6 +214,7 @@ __all__ = [
     "ranks",
     "ranks_per_node",
     "read",
+    "read_kwargs",
     "recognized",
     "refits_by_ipc",
     "refuse",
@@ -231,7 +227,6 @@ __all__ = [
     "shown",
     "teacher",
     "to_yaml",
-    "tools_of",
     "training_sets",
     "updates_per_epoch",
     "updates_per_step",

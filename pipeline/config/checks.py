@@ -38,7 +38,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
 
 def unusable(recipe: Recipe) -> Iterator[tuple[str, Problem]]:
     """Yield (key, problem) for values that are wrong whatever the others are, beyond what the schema says of them."""
-    yield from unusable_kinds(recipe)
+    yield from unusable_kinds(recipe.env)
 
 
 def contradictions(recipe: Recipe) -> Iterator[Problem]:
@@ -49,7 +49,7 @@ def contradictions(recipe: Recipe) -> Iterator[Problem]:
     yield from _check_storage(recipe.cluster.timeouts)
     yield from _check_world(recipe)
     yield from check_data(recipe)
-    yield from check_environments(recipe)
+    yield from check_environments(recipe.env)
     yield from hardware.problems(recipe)
 
 

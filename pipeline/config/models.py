@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.algorithms import build
+from pipeline.config.environments import EnvironmentConfig
 from pipeline.config.policy import LoRAConfig, PolicyConfig, TeacherConfig, TokenizerConfig, ValueConfig
-from pipeline.config.schema import EnvironmentConfig, Recipe, generates
+from pipeline.config.schema import Recipe, generates
 from pipeline.problems import Problem
 
 

@@ -12,27 +12,13 @@ from pydantic import Field
 from pipeline.algorithms import ALGORITHMS, ONLINE, build
 from pipeline.algorithms.sections import LossConfig, OfflineConfig, OnlineConfig, ValueLossConfig
 from pipeline.config.cluster import ClusterConfig
+from pipeline.config.environments import EnvironmentConfig
 from pipeline.config.generation import VLLMConfig
 from pipeline.config.megatron import MegatronConfig
-from pipeline.config.policy import PolicyConfig, Precision, TeacherConfig, TokenizerConfig, ValueConfig
+from pipeline.config.policy import PolicyConfig, TeacherConfig, ValueConfig
 from pipeline.values import MISSING, Bool, Duration, Float, Folder, Int, Line, NotNegative, Positive, Text
 
-# ---- data and environments ----------------------------------------------------------------------------------------------
-
-
-ENVIRONMENT_KINDS = (  # pipeline/environments/registry.py
-    "calculator",
-    "code",
-    "code_interpreter",
-    "exact_match",
-    "llm_judge",
-    "math",
-    "multiple_choice",
-    "reward_model",
-    "sliding_puzzle",
-    "tools",
-    "verifiers",
-)
+# ---- data ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -124,48 +110,6 @@ class DataConfig:
     ] = "error"
     shuffle: Annotated[Bool, Field(description="Shuffle each epoch, with the algorithm's seed.")] = True
     apply_chat_template: Annotated[Bool, Field(description="false: the prompt is the bare text after prompt_file.")] = True
-
-
-@dataclass
-class RewardTokenizerConfig(TokenizerConfig):
-    name: Annotated[Line | None, Field(description="null: the one in the reward model's folder.")] = None  # type: ignore[assignment]
-
-
-@dataclass
-class EnvironmentConfig:
-    """An environment: how answers are judged, and what a policy can do before its answer.
-
-    model_name and the keys after it are for kind reward_model.
-    """
-
-    kind: Annotated[
-        Text,
-        Field(description=f"One of {', '.join(ENVIRONMENT_KINDS)}; or the dotted path of a class or a function of your own."),
-    ] = MISSING
-    timeout_s: Annotated[Float, Field(gt=0, description="Seconds for one turn of an episode.")] = 10.0
-    workers: Annotated[
-        Positive | None, Field(description="Turns that are judged at once, on each engine. null: the kind's own number.")
-    ] = None
-    broken_reward: Annotated[
-        Float,
-        Field(description="Reward of an answer that breaks its judge. For kinds of your own that pay less for wrong ones."),
-    ] = 0.0
-    kwargs: Annotated[dict[str, Any], Field(description="Arguments of the kind.")] = field(default_factory=dict)
-    model_name: Annotated[
-        Line | None, Field(description="What algorithm rm left in a run's hf/, or any sequence classifier with one label.")
-    ] = None
-    tokenizer: RewardTokenizerConfig = field(default_factory=RewardTokenizerConfig)
-    hf_config_overrides: Annotated[dict[str, Any], Field(description="Keys of the model's config.json to change.")] = field(
-        default_factory=dict
-    )
-    precision: Annotated[Precision, Field(description="As policy.precision.")] = "${policy.precision}"  # type: ignore[assignment]
-    served_by: Annotated[
-        Literal["train", "reward"],
-        Field(description="train: the train ranks, cut as the policy is. reward: ranks of its own, cluster.reward."),
-    ] = "train"
-    cpu_offload: Annotated[
-        Bool, Field(description="served_by=train: keep its weights in host memory while it does not compute.")
-    ] = True
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
 
@@ -231,6 +231,28 @@ def _blank(values: Any, name: str, *rest: str) -> None:
 def refused(value: Any) -> Iterator[Problem]:
     """Yield the problems of a section's values by themselves."""
     yield from validated(type(value), of(dataclasses.asdict(value), None))[1]
+
+
+def described(section: type, key: str, given: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
+    """Return the dataclass that a mapping at `key` describes, None if it has problems; and these."""
+    tree = of(dict(given), None)
+    problems = list(unknown(section, tree, section, prefix=f"{key}."))
+    known = Branch({name: node for name, node in tree.children.items() if name in fields(section)})
+    value, wrong = validated(section, filled(section, known))
+    problems += [dataclasses.replace(problem, key=f"{key}.{problem.key}") for problem in wrong]
+    return (None if problems else value), problems
+
+
+def kind_problem(key: str, kind: str, kinds: Iterable[str]) -> Problem | None:
+    """Return the problem of a kind that is none of `kinds` if it cannot be a dotted path either."""
+    parts = kind.split(".")
+    if len(parts) > 1 and all(part.isidentifier() for part in parts):
+        return None
+    near = difflib.get_close_matches(kind.lower(), list(kinds), 1, SIMILAR)
+    meant = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(kinds)}"
+    if ".py" in kind:
+        meant = "For `right` in my_reward.py beside the recipe, my_reward.right"
+    return Problem(key, "not-a-choice", f"got '{kind}'; expected a kind, or the dotted path of a class or a function. {meant}")
 
 
 def converted(section: type, tree: Branch) -> dict[str, Problem]:

@@ -1,4 +1,4 @@
-"""What the pipeline asks of an environment: to judge what the policy says, and to answer it.
+"""The interface of environments, which judge what the policy says, and answer it.
 
 An episode begins with `reset` and a prompt; the policy speaks, `step` judges and perhaps answers, and so on until an outcome
 has no observation, or the episode has no more turns or tokens. Its reward is the sum over its turns.
@@ -10,10 +10,13 @@ no answer can cause leaves an episode out: what `reset` raises, which has not se
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from pipeline.problems import Problem
 from pipeline.types import Prompt
 
 
@@ -61,3 +64,68 @@ class Environment(Protocol):
 
     def close(self) -> None:
         """End what the environment started. It is not used afterwards."""
+
+
+# ---- environments and tools with a name of their own -------------------------------------------------------------------------
+
+
+@dataclass
+class NoArguments:
+    """No kwargs."""
+
+
+class Described:
+    """What has a name of its own in a recipe describes its kwargs, so that they are checked before submission."""
+
+    Arguments: ClassVar[type] = NoArguments
+    """A dataclass: type, range, default and meaning of each of the kwargs stand at its field. `judge`, if it has one, names the
+    environment that judges the final answer."""
+
+    @classmethod
+    def check(cls, key: str, arguments: Any) -> Iterator[Problem]:
+        """Yield the problems of arguments that their fields cannot express. key: of the kwargs, such as `env.math.kwargs`."""
+        yield from ()
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an environment is told besides its arguments."""
+
+    timeout_s: float  # for one turn
+    workers: int | None  # turns judged at once; None: its own number
+    build: Callable[[str], Environment]  # another environment by its key under `env`, for this one alone; ValueError: none
+
+
+class Kind(Described, Environment):
+    """An environment that a recipe names by one word: see KINDS in pipeline/config/environments.py."""
+
+    is_final: ClassVar[bool] = True
+    """Whether it can judge the final answer of another environment, such as one with tools."""
+
+    def __init__(self, arguments: Any, setup: Setup) -> None:
+        """Raises ValueError for what cannot be used here."""
+
+    @classmethod
+    def build(cls, arguments: Any, setup: Setup) -> Environment:
+        return cls(arguments, setup)
+
+    @classmethod
+    def check_answer(cls, answer: str) -> None:
+        """Raises ValueError if nothing can be judged by an expected answer."""
+
+
+def check_pattern(key: str, pattern: str) -> Iterator[Problem]:
+    """Yield a problem if a pattern is no regular expression, or has more than one group."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        yield Problem(key, "bad-format", f"got '{pattern}', which is no regular expression: {error}")
+        return
+    if groups > 1:
+        yield Problem(key, "bad-format", f"got '{pattern}' with {groups} groups; expected one at most, which is what counts")
+
+
+def check_place(key: str, text: str | None, place: str) -> Iterator[Problem]:
+    """Yield a problem if a text has no place, such as `{}`, for what goes into it."""
+    if text is not None and place not in text:
+        yield Problem(key, "bad-format", f"expected a text with {place} in it")

@@ -14,16 +14,25 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from pipeline.environments.base import Environment, Outcome, Unjudged
+from pydantic import Field
+
+from pipeline.environments.base import Kind, Outcome, Setup, Unjudged
 from pipeline.environments.code_tests import Case, Equation, Tests, read, same_literal, same_output, same_result, same_value
-from pipeline.environments.python_tool import Executed, PythonSession, PythonTool
+from pipeline.environments.python_tool import (
+    Executed,
+    PythonArguments,
+    PythonSession,
+    PythonTool,
+    SandboxArguments,
+    check_sandbox,
+)
 from pipeline.environments.tool import ToolError
-from pipeline.sandbox.limits import Limits, Ran
-from pipeline.sandbox.sandbox import Sandbox
+from pipeline.sandbox.limits import Ran
 from pipeline.types import Prompt
+from pipeline.values import Bool, Text
 
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 OWN_SHARE = 0.75
@@ -112,19 +121,32 @@ PROGRAMS = {"harness.py": HARNESS, "call.py": CALL, "pieces.py": PIECES}
 CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 
 
-class Code(Environment):
-    """reward: "share", of the tests that passed; or "all", 1 if every one did, so that the first that does not is the last run.
+@dataclass
+class CodeArguments(SandboxArguments):
+    reward: Annotated[
+        Literal["all", "share"],
+        Field(description="all: 1 if all tests pass, so that the first that fails is the last run. share: of those that pass."),
+    ] = "all"
 
-    sandbox, readable: as of `Sandbox`. The rest are fields of `Limits`, for each test. timeout_s: for one answer; tests for
-    which no time is left count as not passed. Metrics: `accuracy`, 1 if all passed; `passed`, the share; and of the tests that
-    ran the shares that ended by `timeouts`, `memory` and `crashes` (of any other kind).
+
+class Code(Kind):
+    """Limits are for each test, `timeout_s` for one answer: tests for which no time is left count as not passed.
+
+    Metrics: `accuracy`, 1 if all passed; `passed`, the share; and of the tests that ran the shares that ended by `timeouts`,
+    `memory` and `crashes` (of any other kind).
     """
 
+    Arguments = CodeArguments
+    check = staticmethod(check_sandbox)
     workers = 4
 
-    def __init__(self, timeout_s: float, reward: str, sandbox: str, readable: Sequence[str], **limits: float) -> None:
-        self._all, self._timeout_s = reward == "all", OWN_SHARE * timeout_s
-        self._sandbox = Sandbox(Limits(**limits), sandbox, tuple(readable))
+    def __init__(self, arguments: CodeArguments, setup: Setup) -> None:
+        self._all, self._timeout_s = arguments.reward == "all", OWN_SHARE * setup.timeout_s
+        self._sandbox = arguments.contained()
+
+    @classmethod
+    def check_answer(cls, answer: str) -> None:
+        read(answer)
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
         """Raises Unjudged if the task has no tests, or one that tests nothing."""
@@ -198,28 +220,30 @@ def _end(ran: Ran) -> str:
     return "crashes" if ran.status else "ended"
 
 
-class CodeInterpreter(Environment):
+@dataclass
+class CodeInterpreterArguments(PythonArguments):
+    terminate_on_evaluation: Annotated[
+        Bool, Field(description="End the episode with the first code whose last line is an expression, as NeMo-RL does.")
+    ] = True
+    role: Annotated[Text, Field(description="Role of the message with the result.")] = "user"
+
+
+class CodeInterpreter(Kind):
     """The last `<code>...</code>` of a turn is run; what it comes to is told as `<result>...</result>`, and names stay.
 
-    With terminate_on_evaluation the episode ends with the first code whose last line is an expression, as in NeMo-RL; and it
-    ends with a turn without code. Reward 1 if the value of the episode's last expression reads as `prompt.task["answer"]`, else
-    0 (NeMo-RL's is always 0): see `same_literal`. timeout_s: for one turn. Metrics: `accuracy`; `errors`, 1 if the last code
-    raised. The rest: as of PythonTool.
+    The episode also ends with a turn without code. Reward 1 if the value of the episode's last expression reads as
+    `prompt.task["answer"]`, else 0 (NeMo-RL's is always 0): see `same_literal`. `timeout_s` is for one turn. Metrics:
+    `accuracy`; `errors`, 1 if the last code raised.
     """
 
+    Arguments = CodeInterpreterArguments
+    check = staticmethod(check_sandbox)
+    is_final = False
     workers = 16
 
-    def __init__(
-        self,
-        timeout_s: float,
-        terminate_on_evaluation: bool,
-        role: str,
-        sandbox: str,
-        readable: Sequence[str],
-        **limits: float,
-    ) -> None:
-        self._terminates, self._role, self._timeout_s = terminate_on_evaluation, role, OWN_SHARE * timeout_s
-        self._tool = PythonTool(sandbox, readable, **limits)
+    def __init__(self, arguments: CodeInterpreterArguments, setup: Setup) -> None:
+        self._terminates, self._role = arguments.terminate_on_evaluation, arguments.role
+        self._timeout_s, self._tool = OWN_SHARE * setup.timeout_s, PythonTool(arguments)
 
     def reset(self, prompt: Prompt) -> CodeEpisode:
         return CodeEpisode(self._tool.open(), str(prompt.task["answer"]).strip())

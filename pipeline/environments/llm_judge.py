@@ -20,14 +20,29 @@ import os
 import random
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pipeline.environments.base import Environment, Outcome, Unjudged
+from pydantic import Field
+
+from pipeline.environments.base import Kind, Outcome, Setup, Unjudged, check_pattern, check_place
+from pipeline.problems import Problem
 from pipeline.types import Prompt
+from pipeline.values import MISSING, Bool, Float, Positive, Text
 
 if TYPE_CHECKING:
     import httpx
 
+PROMPT = """Judge whether the response answers the question as the reference does.
+
+Question: {question}
+
+Reference: {answer}
+
+Response: {response}
+
+Reply with one line, "Score: N", where N is from 0 (wrong) to 10 (right)."""
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 BUSY = (408, 409, 425, 429, 503)
 """Statuses that no answer can cause."""
@@ -46,46 +61,90 @@ TOLD = 300  # characters of a reply that an error message repeats
 FIELDS = ("question", "answer", "response")
 
 
-class LLMJudge(Environment):
+@dataclass
+class LLMJudgeArguments:
+    url: Annotated[Text, Field(description="Address of an OpenAI-compatible server, up to and with /v1.")] = MISSING
+    model: Annotated[Text, Field(description="The model that the server is asked for.")] = MISSING
+    prompt: Annotated[
+        Text,
+        Field(
+            description="What it is asked, with {response} and perhaps {question} and {answer}; other braces are left as they"
+            " are."
+        ),
+    ] = PROMPT
+    second_prompt: Annotated[
+        Text | None,
+        Field(description="Another one, such as with the response before the question; the worse score counts. null: none."),
+    ] = None
+    marks: Annotated[
+        Bool,
+        Field(
+            description="Whether the response stands between marks that it cannot contain. false: as it is, for a judge that"
+            " was trained on one exact prompt."
+        ),
+    ] = True
+    score_pattern: Annotated[
+        Text,
+        Field(
+            description="Regular expression of the score: its last match in the reply counts, or that match's group if it has"
+            " one."
+        ),
+    ] = r"Score:\s*(-?\d+(?:\.\d+)?)"
+    scale: Annotated[
+        list[Float], Field(description="The scores of reward 0 and of reward 1; what is not between them is no score.")
+    ] = field(default_factory=lambda: [0.0, 10.0])
+    tries: Annotated[Positive, Field(le=100, description="Most requests with each prompt for one answer.")] = 4
+    api_key_env: Annotated[Text | None, Field(description="Environment variable that holds the key. null: no key is sent.")] = (
+        None
+    )
+    request: Annotated[
+        dict[str, Any],
+        Field(
+            description="More of the request's body, as {temperature: 0}. A bound on the reply (max_tokens) keeps an answer"
+            " from making the judge talk until its time is over."
+        ),
+    ] = field(default_factory=dict)
+
+
+class LLMJudge(Kind):
     """Reward: the score, moved from `scale` to 0 .. 1. Metrics: `score`, as the judge gave it; `tries`; with `second_prompt`
     `disagreement`, by how much the two rewards differ.
 
-    url: up to and with `/v1`. prompt: a text with {response} and perhaps {question} and {answer}; other braces are left as they
-    are. second_prompt: another one, such as with the response before the question; None: the judge is asked once. marks: False
-    puts the response into the prompt as it is, for a judge that was trained on one exact prompt. score_pattern: its last match
-    in the reply counts, or that match's group if it has one. scale: the scores worth 0 and 1; what is not between them is no
-    score. timeout_s: for one answer, all tries and pauses together. tries: at most so many of each prompt. workers: requests at
-    once. api_key_env: the environment variable that has the key; none: no key is sent. request: more of the request's body, as
-    {temperature: 0}; a bound on the reply (max_tokens) keeps an answer from making the judge talk until its time is over.
-    Raises ValueError for a key that cannot be used, and never says what it is.
+    `timeout_s` is for one answer, all tries and pauses together; `workers` is the number of requests at once.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        prompt: str,
-        second_prompt: str | None,
-        marks: bool,
-        score_pattern: str,
-        scale: list[float],
-        tries: int,
-        api_key_env: str | None,
-        request: dict[str, Any],
-        timeout_s: float,
-        workers: int | None,
-    ) -> None:
+    Arguments = LLMJudgeArguments
+
+    @classmethod
+    def check(cls, key: str, arguments: LLMJudgeArguments) -> Iterator[Problem]:
+        yield from check_pattern(f"{key}.score_pattern", arguments.score_pattern)
+        for name in ("prompt", "second_prompt"):
+            yield from check_place(f"{key}.{name}", getattr(arguments, name), "{response}")
+        yield from _check_url(f"{key}.url", arguments.url)
+        scale, variable = arguments.scale, arguments.api_key_env
+        if len(scale) != 2 or scale[0] == scale[1]:
+            text = f"got {scale}; expected two different scores, that of reward 0 and that of reward 1"
+            yield Problem(f"{key}.scale", "bad-format", text)
+        if variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", variable):  # it is not repeated, as it may be the key
+            text = "expected the name of the environment variable that holds the key, not the key"
+            yield Problem(f"{key}.api_key_env", "bad-format", text)
+        elif variable is not None and not os.environ.get(variable, "").strip():
+            text = f"the environment variable {variable} is not set. Export it, or use null if no key is asked for"
+            yield Problem(f"{key}.api_key_env", "missing-value", text)
+
+    def __init__(self, arguments: LLMJudgeArguments, setup: Setup) -> None:
+        """Raises ValueError for a key that cannot be used, and never says what it is."""
         import httpx
 
-        self.workers = workers or WORKERS
-        self._url, self._model, self._marks = f"{url.rstrip('/')}/chat/completions", model, marks
-        self._prompts = [prompt] + ([second_prompt] if second_prompt is not None else [])
-        self._score = re.compile(score_pattern)
-        self._low, self._high = scale
-        self._timeout_s, self._tries, self._request = timeout_s, tries, request
+        self.workers = setup.workers or WORKERS
+        self._arguments, self._timeout_s = arguments, setup.timeout_s
+        self._url = f"{arguments.url.rstrip('/')}/chat/completions"
+        self._prompts = [one for one in (arguments.prompt, arguments.second_prompt) if one is not None]
+        self._score = re.compile(arguments.score_pattern)
+        self._low, self._high = arguments.scale
         headers = {}
-        if api_key_env is not None:
-            headers["Authorization"] = f"Bearer {_key(api_key_env)}"
+        if arguments.api_key_env is not None:
+            headers["Authorization"] = f"Bearer {_key(arguments.api_key_env)}"
         self._client = httpx.Client(headers=headers, limits=httpx.Limits(max_connections=self.workers))
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
@@ -104,7 +163,7 @@ class LLMJudge(Environment):
         """The score, and after how many tries. deadlines: of the answer, and of all."""
         question = self._asked(asked, prompt, text)
         try:
-            return self._tried(question, self._tries, deadlines[0])
+            return self._tried(question, self._arguments.tries, deadlines[0])
         except _NoScore as error:
             if error.busy:
                 raise Unjudged(str(error)) from None
@@ -137,14 +196,14 @@ class LLMJudge(Environment):
     def _asked(self, asked: str, prompt: Prompt, text: str) -> bytes:
         question = prompt.task.get("text") or "\n\n".join(message["content"] for message in prompt.task.get("messages", []))
         text, note = text.encode(errors="replace").decode(), ""
-        if self._marks:
+        if self._arguments.marks:
             mark = f"response-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"  # no text holds its own digest
             text = f"<{mark}>\n{TEMPLATE_MARKS.sub(lambda found: found[0] + ' ', text)}\n</{mark}>"
             note = NOTE.format(mark)
         values = {"question": question, "answer": prompt.task.get("answer", ""), "response": text}
         # In one pass: what the policy says may have "{answer}" in it.
         content = note + re.sub(f"{{({'|'.join(FIELDS)})}}", lambda field: values[field[1]], asked)
-        body = {"model": self._model, "messages": [{"role": "user", "content": content}], **self._request}
+        body = {"model": self._arguments.model, "messages": [{"role": "user", "content": content}], **self._arguments.request}
         return json.dumps(body).encode()
 
     def _scored(self, asked: bytes, deadline: float) -> float:
@@ -208,6 +267,16 @@ def _retry_after(response: httpx.Response) -> float | None:
         return max(0.0, float(response.headers["Retry-After"]))
     except (KeyError, ValueError):  # a date, which nobody sends
         return None
+
+
+def _check_url(key: str, url: str) -> Iterator[Problem]:
+    if "@" in url:  # which is not repeated here
+        yield Problem(key, "secret-in-recipe", "has a user or a password in it; a key goes into the variable api_key_env")
+    elif not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+        yield Problem(key, "bad-format", f"got '{url}'; expected an http(s) address such as http://host:port/v1")
+    elif url.rstrip("/").endswith("/chat/completions"):
+        alone = url.rstrip("/").removesuffix("/chat/completions")
+        yield Problem(key, "bad-format", f"got '{url}'; expected it without the route. Try {alone}")
 
 
 def _key(variable: str) -> str:

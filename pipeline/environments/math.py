@@ -18,9 +18,14 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-from pipeline.environments.base import Environment, Outcome, Unjudged
+from pydantic import Field
+
+from pipeline.environments.base import Environment, Kind, Outcome, Setup, Unjudged
+from pipeline.environments.dapo_math import DAPOMath
 from pipeline.types import Prompt
 
 START_TIMEOUT_S = 300.0  # importing sympy, on a cold network file system
@@ -31,7 +36,18 @@ KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG", "PYTHONHOME", "PYTHONUSERBASE
 PACKAGE_ROOT = Path(__file__).parents[2]
 
 
-class Math(Environment):
+@dataclass
+class MathArguments:
+    math_verify_impl: Annotated[
+        Literal["hf_math_verify", "dapo_math_verify"],
+        Field(
+            description="hf_math_verify: whether math-verify finds the answers equal. dapo_math_verify: whether they are the"
+            " same after `Answer:`."
+        ),
+    ] = "hf_math_verify"
+
+
+class Math(Kind):
     """Reward 1 if math-verify finds the text's answer equal to `prompt.task["answer"]`, else 0.
 
     `timeout_s` is for one step, OWN_SHARE of it for the answer. Metrics: `accuracy`; `timeout`, 1 if it took longer; `crash`, 1
@@ -39,8 +55,15 @@ class Math(Environment):
     Raises RuntimeError if one does not start.
     """
 
-    def __init__(self, timeout_s: float, workers: int) -> None:
-        self.workers, self._timeout_s = workers, timeout_s
+    Arguments = MathArguments
+
+    @classmethod
+    def build(cls, arguments: MathArguments, setup: Setup) -> Environment:
+        return DAPOMath() if arguments.math_verify_impl == "dapo_math_verify" else cls(arguments, setup)
+
+    def __init__(self, arguments: MathArguments, setup: Setup) -> None:
+        workers = setup.workers or 1
+        self.workers, self._timeout_s = workers, setup.timeout_s
         # The kernel ends a worker with the thread that started it; so these threads start all, and live until `close`.
         self._starters = ThreadPoolExecutor(workers, thread_name_prefix="math")
         self._processes: list[_Worker] = []

@@ -17,10 +17,15 @@ from __future__ import annotations
 import re
 import string
 import unicodedata
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from pipeline.environments.base import Environment, Outcome, Unjudged
+from pydantic import Field
+
+from pipeline.environments.base import Kind, Outcome, Setup, Unjudged
 from pipeline.environments.tool_calls import THOUGHT_ENDS
 from pipeline.types import Prompt
+from pipeline.values import Int
 
 ENGLISH = ("answer is", "answer")
 OTHERS = (
@@ -43,16 +48,23 @@ BOXED = re.compile(r"\\boxed\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)?)\}")
 NORMALIZED_AT_ONCE = 1024  # characters: of n combining marks in a row it sorts each into its place, in steps of n * n
 
 
-class MultipleChoice(Environment):
+@dataclass
+class MultipleChoiceArguments:
+    verifier_type: Annotated[
+        Literal["english_multichoice", "multilingual_multichoice"],
+        Field(description='multilingual_multichoice reads "Answer:" and letters of other languages too.'),
+    ] = "english_multichoice"
+    choices: Annotated[Int, Field(ge=2, le=26, description="Number of letters, from A on.")] = 26
+
+
+class MultipleChoice(Kind):
     """Reward 1 if the text's letter is that of `prompt.task["answer"]`, else 0. Metrics: `accuracy`; `no_answer`, 1 if it has
-    none.
+    none."""
 
-    verifier_type: english_multichoice, or multilingual_multichoice, which reads "Answer:" and letters of other languages too.
-    choices: how many letters there are, from A on.
-    """
+    Arguments = MultipleChoiceArguments
 
-    def __init__(self, verifier_type: str, choices: int) -> None:
-        multilingual = verifier_type == "multilingual_multichoice"
+    def __init__(self, arguments: MultipleChoiceArguments, setup: Setup) -> None:
+        multilingual, choices = arguments.verifier_type == "multilingual_multichoice", arguments.choices
         words = (*ENGLISH, *OTHERS) if multilingual else ENGLISH
         self._letters = string.ascii_uppercase[:choices]
         self._foreign = {there: here for there, here in LETTERS.items() if here in self._letters} if multilingual else {}

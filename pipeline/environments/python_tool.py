@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 import pipeline.sandbox
+from pipeline.environments.base import Described
 from pipeline.environments.tool import Tool, ToolError, ToolSession
+from pipeline.problems import Problem
 from pipeline.sandbox.guarded import Program
 from pipeline.sandbox.interpreter import ANSWER
-from pipeline.sandbox.limits import Limits
+from pipeline.sandbox.limits import ASKED, Limits
 from pipeline.sandbox.sandbox import Sandbox
+from pipeline.values import Float, Positive, Text
 
 INTERPRETER = (Path(pipeline.sandbox.__file__).parent / "interpreter.py").read_bytes()
+LIMITS = {limit.name: limit.default for limit in dataclasses.fields(Limits)}
 START_S = 30.0  # for the interpreter to be there, besides the time of its first call
 
 
@@ -29,17 +36,52 @@ class Executed:
     error: str | None  # what it raised, with its line
 
 
-class PythonTool(Tool):
-    """sandbox, readable: as of `Sandbox`. session_s: wall time of an interpreter, with the time between its calls. The rest are
-    fields of `Limits`: `wall_s` and `output_bytes` of each call, `cpu_s` of an interpreter.
+@dataclass
+class SandboxArguments:
+    """Limits are for all processes of one program together, unless they say otherwise."""
 
-    Raises ValueError for values that are no limits, and SandboxError, saying what to do, where code cannot be contained.
-    """
+    sandbox: Annotated[Literal[ASKED], Field(description="How programs are contained.")] = ASKED[0]
+    readable: Annotated[list[Text], Field(description="More folders that a program may read; absolute paths.")] = field(
+        default_factory=list
+    )
+    wall_s: Annotated[Float, Field(gt=0, description="Seconds of wall time.")] = LIMITS["wall_s"]
+    cpu_s: Annotated[Float, Field(gt=0, description="Seconds of CPU time.")] = LIMITS["cpu_s"]
+    memory_bytes: Annotated[Positive, Field(description="Bytes of memory.")] = LIMITS["memory_bytes"]
+    processes: Annotated[Positive, Field(description="Processes, with their threads.")] = LIMITS["processes"]
+    output_bytes: Annotated[Positive, Field(description="Bytes of stdout and stderr.")] = LIMITS["output_bytes"]
+    scratch_bytes: Annotated[Positive, Field(description="Bytes of all files.")] = LIMITS["scratch_bytes"]
+    scratch_files: Annotated[Positive, Field(description="Number of files.")] = LIMITS["scratch_files"]
+    open_files: Annotated[Positive, Field(description="Open files of each process.")] = LIMITS["open_files"]
 
+    def contained(self) -> Sandbox:
+        """Return the sandbox. Raises SandboxError, saying what to do, where code cannot be contained."""
+        return Sandbox(Limits(**{name: getattr(self, name) for name in LIMITS}), self.sandbox, tuple(self.readable))
+
+
+def check_sandbox(key: str, arguments: SandboxArguments) -> Iterator[Problem]:
+    for path in arguments.readable:
+        if not path.startswith("/"):
+            yield Problem(f"{key}.readable", "bad-format", f"got '{path}'; expected an absolute path")
+
+
+@dataclass
+class PythonArguments(SandboxArguments):
+    output_bytes: Annotated[Positive, Field(description="Bytes of stdout and stderr of each call.")] = 1 << 16
+    session_s: Annotated[
+        Float, Field(ge=1, le=1e6, description="Seconds that an interpreter lives, with the time between its calls.")
+    ] = 3600.0
+
+
+class PythonTool(Described, Tool):
+    """Of the limits `wall_s` and `output_bytes` are for each call, `cpu_s` for an interpreter."""
+
+    Arguments = PythonArguments
+    check = staticmethod(check_sandbox)
     parameters = {"code": str}  # noqa: RUF012
 
-    def __init__(self, sandbox: str, readable: Sequence[str], session_s: float, **limits: float) -> None:
-        self._sandbox, self._session_s = Sandbox(Limits(**limits), sandbox, tuple(readable)), session_s
+    def __init__(self, arguments: PythonArguments) -> None:
+        """Raises SandboxError as `contained` does."""
+        self._sandbox, self._session_s = arguments.contained(), arguments.session_s
 
     def open(self) -> PythonSession:
         """Cheap: the interpreter starts with the first call."""

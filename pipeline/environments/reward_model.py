@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.base import Kind, Outcome
 from pipeline.types import Prompt
 
 
-class RewardModel(Environment):
+class RewardModel(Kind):
     """Reward 0 for every answer. `pipeline/scoring.py` puts the model's score in its place."""
+
+    is_final = False
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
         return Outcome(0.0)

@@ -9,11 +9,17 @@ NeMo-RL's game has the same rules and commands. Left out: its drawing of the boa
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from pipeline.data import puzzle
-from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.base import Kind, Outcome, Setup, check_pattern, check_place
+from pipeline.problems import Problem
 from pipeline.types import Prompt
+from pipeline.values import Positive, Text
 
 INITIALS = {move[0]: move for move in puzzle.FROM}
 
@@ -24,20 +30,38 @@ class Game:
     moves: int = 0
 
 
-class SlidingPuzzle(Environment):
+@dataclass
+class SlidingPuzzleArguments:
+    max_moves: Annotated[Positive, Field(le=1 << 20, description="Moves after which the game is lost.")] = 50
+    action_pattern: Annotated[Text, Field(description="Regular expression of an action, or its group if it has one.")] = (
+        r"<action>([^<]*)</action>"
+    )
+    tells: Annotated[
+        Literal["words", "board"], Field(description='What the policy is told after a move, as NeMo-RL: "Slid tile 5 up."')
+    ] = "words"
+    observation: Annotated[Text, Field(description="What is around that; its place is {}.")] = (
+        "<environment>\n{}\n</environment>\n"
+    )
+    role: Annotated[Text, Field(description="Role of that message.")] = "user"
+
+
+class SlidingPuzzle(Kind):
     """Reward 1 for the move that solves it. `prompt.task["answer"]` is the board at the start. Metrics: `accuracy`, 1 if it is
     solved; `moves` tried, impossible ones among them; `invalid`, 1 if the last turn had no action in it.
-
-    max_moves: after so many the game is lost. action_pattern: what an action is, or its group if it has one. tells: what comes
-    of a move: `words` (as NeMo-RL: "Slid tile 5 up."), or the `board`. observation: what stands around that, with {} for it.
-    role: whose message it is.
     """
 
+    Arguments = SlidingPuzzleArguments
+    is_final = False
     workers = 4
 
-    def __init__(self, max_moves: int, action_pattern: str, tells: str, observation: str, role: str) -> None:
-        self._action = re.compile(action_pattern, re.IGNORECASE | re.DOTALL)
-        self._max_moves, self._tells, self._observation, self._role = max_moves, tells, observation, role
+    @classmethod
+    def check(cls, key: str, arguments: SlidingPuzzleArguments) -> Iterator[Problem]:
+        yield from check_pattern(f"{key}.action_pattern", arguments.action_pattern)
+        yield from check_place(f"{key}.observation", arguments.observation, "{}")
+
+    def __init__(self, arguments: SlidingPuzzleArguments, setup: Setup) -> None:
+        self._action = re.compile(arguments.action_pattern, re.IGNORECASE | re.DOTALL)
+        self._arguments = arguments
 
     def reset(self, prompt: Prompt) -> Game:
         """Raises ValueError if the task has no board."""
@@ -56,15 +80,14 @@ class SlidingPuzzle(Environment):
             game.board = after
             if puzzle.is_solved(after):
                 return Outcome(1.0, _metrics(game, solved=True))
-        if game.moves >= self._max_moves:
+        if game.moves >= self._arguments.max_moves:
             return Outcome(0.0, _metrics(game))
         return self._told(game, words)
 
     def _told(self, game: Game, words: str, invalid: bool = False) -> Outcome:
-        told = words if self._tells == "words" else puzzle.shown(game.board)
-        return Outcome(
-            0.0, _metrics(game, invalid=invalid), {"role": self._role, "content": self._observation.replace("{}", told)}
-        )
+        told = words if self._arguments.tells == "words" else puzzle.shown(game.board)
+        content = self._arguments.observation.replace("{}", told)
+        return Outcome(0.0, _metrics(game, invalid=invalid), {"role": self._arguments.role, "content": content})
 
 
 def _moved(board: puzzle.Board, action: str) -> tuple[puzzle.Board | None, str]:

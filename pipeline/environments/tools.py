@@ -9,17 +9,29 @@ Leaves out: calls that run at the same time.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from pipeline.environments.base import Environment, Outcome, WornOut
+from pydantic import Field
+
+from pipeline import own_code
+from pipeline.config import typed
+from pipeline.environments.base import Kind, Outcome, Setup, WornOut, check_place
+from pipeline.environments.calculator import Calculator
+from pipeline.environments.python_tool import PythonTool
 from pipeline.environments.tool import Tool, ToolError, ToolSession
-from pipeline.environments.tool_calls import Call, CallFormat
+from pipeline.environments.tool_calls import Call, CallFormat, HermesCalls, MarkedCalls
+from pipeline.problems import Problem
 from pipeline.types import Prompt
+from pipeline.values import MISSING, Positive, Text
 
+TOOLS = {"calculator": Calculator, "python": PythonTool}
+"""Tools with a name of their own; others by dotted path."""
 WORKERS = 16
 OWN_SHARE = 0.9  # of the time left, for a tool that ends itself in time to do so before its thread is left behind
 MAX_LEFT_BEHIND = 64  # threads of calls that have not ended, on one engine; no call begins beside so many
@@ -34,30 +46,61 @@ class ToolEpisode:
     errors: int = 0
 
 
-class Tools(Environment):
+@dataclass
+class ToolConfig:
+    kind: Annotated[Text | None, Field(description="One of TOOLS, or a dotted path. null: the tool's name.")] = None
+    kwargs: Annotated[dict[str, Any], Field(description="Its arguments.")] = field(default_factory=dict)
+
+
+@dataclass
+class ToolsArguments:
+    judge: Annotated[Text, Field(description="Environment that judges the final answer.")] = MISSING
+    tools: Annotated[Any, Field(description="Names, or {name: {kind, kwargs}}.")] = MISSING
+    limit: Annotated[
+        Positive, Field(le=1 << 20, description="Characters of one result; what is beyond is cut, with a mark.")
+    ] = 4096
+    max_calls: Annotated[
+        Positive, Field(le=1000, description="Most calls of one turn; further ones are answered with an error.")
+    ] = 8
+
+
+class Tools(Kind):
     """Metrics: those of the judge, `calls`, and `call_errors`, calls that were answered with an error. An episode that ends
     before the final answer has reward 0 and `accuracy` 0.
 
-    timeout_s: for all calls of one turn. limit: characters of one result; what is beyond is cut, with a mark. max_calls: of one
-    turn; further ones are answered with an error. workers: None: WORKERS, or as many as the judge has, if that is less. They
-    are never more, so that no final answer waits for the judge, which would be in its step's time. Raises ValueError for more.
+    `timeout_s` is for all calls of one turn. There are never more workers than the judge has, so that no final answer waits
+    for the judge, which would be in its step's time.
     """
 
-    def __init__(
+    Arguments = ToolsArguments
+    is_final = False
+
+    @classmethod
+    def check(cls, key: str, arguments: ToolsArguments) -> Iterator[Problem]:
+        tools, problems = read_tools(f"{key}.tools", arguments.tools)
+        yield from problems
+        for name, tool in tools.items():
+            yield from read_tool_kwargs(f"{key}.tools.{name}.kwargs", tool)[1] if tool.kind in TOOLS else ()
+
+    def __init__(self, arguments: ToolsArguments, setup: Setup) -> None:
+        """Raises ValueError for more workers than the judge has."""
+        tools = {name: build_tool(tool) for name, tool in read_tools("tools", arguments.tools)[0].items()}
+        self._prepare(tools, HermesCalls(), arguments.max_calls, arguments, setup)
+
+    def _prepare(
         self,
         tools: dict[str, Tool],
         calls: CallFormat,
-        judge: Environment,
-        timeout_s: float,
-        limit: int,
         max_calls: int,
-        workers: int | None,
+        arguments: ToolsArguments | CalculatorArguments,
+        setup: Setup,
     ) -> None:
-        if workers is not None and workers > judge.workers:
-            raise ValueError(f"workers: {workers} are more than the judge has, which are {judge.workers}")
-        self.workers = workers or min(WORKERS, judge.workers)
+        judge = setup.build(arguments.judge)
+        if setup.workers is not None and setup.workers > judge.workers:
+            raise ValueError(f"workers: {setup.workers} are more than the judge has, which are {judge.workers}")
+        self.workers = setup.workers or min(WORKERS, judge.workers)
         self._tools, self._format, self._judge = tools, calls, judge
-        self._timeout_s, self._limit, self._max_calls = timeout_s, limit, max_calls
+        self._timeout_s, self._limit, self._max_calls = setup.timeout_s, arguments.limit, max_calls
         self._left_behind: list[threading.Thread] = []
         self._counting = threading.Lock()
 
@@ -123,6 +166,73 @@ class Tools(Environment):
 
     def _too_slow(self) -> str:
         return f"the tool did not answer within {self._timeout_s:g} s"
+
+
+@dataclass
+class CalculatorArguments:
+    judge: Annotated[Text, Field(description="Environment that judges the final answer.")] = MISSING
+    open: Annotated[Text, Field(description="What begins a calculation.")] = "<calculator>"
+    close: Annotated[Text, Field(description="What ends a calculation.")] = "</calculator>"
+    reply: Annotated[Text, Field(description="What the policy is told; {} is the result.")] = "{}"
+    limit: Annotated[Positive, Field(le=1 << 20, description="Most characters of a result.")] = 4096
+
+
+class OneCalculator(Tools):
+    """A calculator as the only tool, called once in a turn by an expression between two marks."""
+
+    Arguments = CalculatorArguments
+
+    @classmethod
+    def check(cls, key: str, arguments: CalculatorArguments) -> Iterator[Problem]:
+        yield from check_place(f"{key}.reply", arguments.reply, "{}")
+        for name in ("open", "close"):
+            if not getattr(arguments, name):
+                yield Problem(f"{key}.{name}", "too-small", "expected at least one character")
+
+    def __init__(self, arguments: CalculatorArguments, setup: Setup) -> None:
+        calls = MarkedCalls("calculator", "expression", arguments.open, arguments.close, arguments.reply)
+        self._prepare({"calculator": Calculator()}, calls, 1, arguments, setup)
+
+
+def read_tools(key: str, given: Any) -> tuple[dict[str, ToolConfig], list[Problem]]:
+    """Return the tools that kwarg `tools` at `key` describes, by the name that the policy calls, and its problems."""
+    if isinstance(given, list) and all(isinstance(name, str) for name in given):
+        given = {name: {} for name in given}
+    if not isinstance(given, dict) or not given:
+        text = f"expected a list of names ({', '.join(TOOLS)}), or a mapping {{name: {{kind, kwargs}}}} of at least one"
+        return {}, [Problem(key, "wrong-type", text)]
+    found, problems = {}, []
+    for name, described in given.items():
+        mapping = described if isinstance(described, dict) else {"kind": described}
+        tool, wrong = typed.described(ToolConfig, f"{key}.{name}", mapping)
+        problems += wrong
+        if tool is not None:
+            found[name] = tool = dataclasses.replace(tool, kind=tool.kind or name)
+            if tool.kind not in TOOLS and (problem := typed.kind_problem(f"{key}.{name}", tool.kind, TOOLS)):
+                problems.append(problem)
+    return found, problems
+
+
+def build_tool(tool: ToolConfig) -> Tool:
+    """Return a tool. Raises ValueError, and SandboxError where code cannot be contained on this node."""
+    if tool.kind in TOOLS:
+        arguments, problems = read_tool_kwargs("kwargs", tool)
+        if problems:
+            raise ValueError("; ".join(map(str, problems)))
+        return TOOLS[tool.kind](arguments)
+    if "." not in tool.kind:
+        raise ValueError(f"there is no tool {tool.kind}; there are: {', '.join(TOOLS)}, or the dotted path of a class")
+    made = own_code.load(tool.kind)(**tool.kwargs)
+    if lacking := [name for name in ("open", "parameters") if not hasattr(made, name)]:
+        raise ValueError(f"tool {tool.kind} has no {' and no '.join(lacking)}; see pipeline/environments/tool.py")
+    return made
+
+
+def read_tool_kwargs(key: str, tool: ToolConfig) -> tuple[Any, list[Problem]]:
+    """Return the arguments of one of TOOLS, and the problems of its kwargs at `key`."""
+    kind = TOOLS[tool.kind]
+    arguments, problems = typed.described(kind.Arguments, key, tool.kwargs)
+    return arguments, problems or list(kind.check(key, arguments))
 
 
 def _carry_out(session: ToolSession, call: Call, timeout_s: float, answer: Future[str]) -> None:

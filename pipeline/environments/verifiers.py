@@ -18,11 +18,15 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pipeline.environments.base import Environment, Outcome
+from pydantic import Field
+
+from pipeline.environments.base import Kind, Outcome, Setup
 from pipeline.environments.tool_calls import HermesCalls
 from pipeline.types import Prompt
+from pipeline.values import MISSING, Text
 
 if TYPE_CHECKING:
     from pipeline.environments.verifiers_bridge import Episode
@@ -43,23 +47,29 @@ def tasks(
     return [{"messages": opening(task.data), "answer": str(task.data.idx)} for task in found]
 
 
-class Verifiers(Environment):
+@dataclass
+class VerifiersArguments:
+    taskset: Annotated[Text, Field(description="Name of an installed taskset.")] = MISSING
+    config: Annotated[dict[str, Any], Field(description="Its configuration.")] = field(default_factory=dict)
+
+
+class Verifiers(Kind):
     """Reward: the task's. Metrics: its rewards and metrics, by their names. An episode that ends before the task has reward 0.
+    `timeout_s` is for what happens between two turns."""
 
-    taskset: the name of an installed taskset; config: its own. timeout_s: for what happens between two turns.
-    """
-
+    Arguments = VerifiersArguments
+    is_final = False
     workers = 16
 
-    def __init__(self, taskset: str, config: dict[str, Any], timeout_s: float) -> None:
+    def __init__(self, arguments: VerifiersArguments, setup: Setup) -> None:
         _check_installed()
         from pipeline.environments.verifiers_bridge import Bridge, Tasks
 
         try:
-            found = Tasks(taskset, config)
+            found = Tasks(arguments.taskset, arguments.config)
         except (ModuleNotFoundError, AttributeError) as error:
             raise ValueError(f"taskset: {error}") from error
-        self._bridge, self._timeout_s, self._calls = Bridge(found), timeout_s, HermesCalls()
+        self._bridge, self._timeout_s, self._calls = Bridge(found), setup.timeout_s, HermesCalls()
 
     def reset(self, prompt: Prompt) -> Episode:
         """Raises ValueError if the task begins otherwise than the prompt, RuntimeError if it ends before anything is asked."""

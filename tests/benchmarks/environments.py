@@ -25,8 +25,8 @@ import torch
 
 from pipeline import generate
 from pipeline.config import EnvironmentConfig, TokenizerConfig
-from pipeline.environments.arithmetic import evaluate
 from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.calculator import evaluate
 from pipeline.rollout.driver import Driver
 from pipeline.rollout.environment_process import EnvironmentProcess
 from pipeline.rollout.environment_threads import EnvironmentSettings, load
@@ -63,7 +63,7 @@ class Contender:
 
     def __init__(self, engine, folder: Path, place: str, busy_ms: float) -> None:
         kind = "tests.benchmarks.environments.Busy"
-        environment = EnvironmentConfig(kind=kind, kwargs={"busy_ms": busy_ms}, timeout_s=60.0)
+        environment = EnvironmentConfig(kind=kind, kwargs={"busy_ms": busy_ms}, timeout_s=60.0, precision="float32")
         settings = EnvironmentSettings({"busy": environment}, TokenizerConfig(name=str(folder)), False, 2, sys.path)
         self.engine, news = engine, threading.Event()
         self.environments = PLACES[place](settings, news)

@@ -20,8 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.config import ToolArguments
-from pipeline.environments.registry import build_tool
+from pipeline.environments.tools import ToolConfig, build_tool
 from pipeline.sandbox.limits import CONTAINED, Limits, SandboxError
 from pipeline.sandbox.sandbox import Sandbox
 from tests.benchmarks.contender import Contender, Turns
@@ -66,7 +65,7 @@ def _command(root: Path, way: str) -> list[str]:
 def _work(way: str) -> None:
     """The child's end."""
     turns, sandbox = Turns(), Sandbox(Limits(), way)
-    tool = build_tool(ToolArguments("python", {"sandbox": way}))
+    tool = build_tool(ToolConfig("python", {"sandbox": way}))
     turns.reply({})
     while turns.wait():
         session = tool.open()

@@ -1,10 +1,18 @@
-"""Steps of an environment as a run takes them: in the pool's threads, each within the limit."""
+"""Environments as a run builds them, and their steps as a run takes them: in the pool's threads, each within the limit."""
 
 import threading
+from typing import Any
 
+from pipeline.config import EnvironmentConfig
 from pipeline.environments.base import Environment, Outcome
+from pipeline.environments.registry import build
 from pipeline.rollout.environment_pool import Begin, Call, EnvironmentPool, Failure
 from pipeline.types import Prompt
+
+
+def made(kind: str, timeout_s: float = 10.0, workers: int | None = None, **kwargs: Any) -> Any:
+    """Return an environment of a kind, built from a recipe's `kwargs`."""
+    return build({"x": EnvironmentConfig(kind=kind, timeout_s=timeout_s, workers=workers, kwargs=kwargs)})["x"]
 
 
 def outcomes(environment: Environment, limit_s: float, prompt: Prompt, texts: list[str]) -> list[Outcome | Failure]:

@@ -1,13 +1,13 @@
 import numpy as np
 
-from pipeline.environments.exact_match import ExactMatch
 from pipeline.types import Prompt
+from tests.environments.pooled import made
 
 PROMPT = Prompt(0, np.zeros(1, np.int32), "addition", {"answer": "132"})
 
 
 def reward(text: str, pattern: str | None = None) -> float:
-    outcome = ExactMatch(pattern).step(PROMPT, text)
+    outcome = made("exact_match", pattern=pattern).step(PROMPT, text)
     assert outcome.metrics == {"accuracy": outcome.reward}
     return outcome.reward
 

@@ -20,14 +20,14 @@ from pipeline.environments.base import Outcome, Unjudged
 from pipeline.environments.math import Math, _Worker
 from pipeline.sandbox import processes
 from pipeline.types import Prompt
-from tests.environments.pooled import outcomes
+from tests.environments.pooled import made, outcomes
 
 NEVER_ENDS = "\\boxed{\\sum_{k=1}^{10^9} \\sin(k)^k}"
 
 
 @pytest.fixture(scope="module")
 def math() -> Iterator[Math]:
-    environment = Math(timeout_s=30.0, workers=1)
+    environment = made("math", 30.0, 1)
     yield environment
     environment.close()
 
@@ -68,7 +68,7 @@ TIMEOUT, CRASH = ({"accuracy": 0.0, "timeout": float(late), "crash": float(not l
 
 def test_answers_that_never_end_cost_nobody_else_anything():
     """There is one worker, which each of them holds up; the next answer does not wait for another one to load."""
-    environment = Math(timeout_s=2.0, workers=1)
+    environment = made("math", 2.0, 1)
     (worker,) = environment._processes
     prompt = Prompt(3, np.zeros(1, np.int32), "math", {"answer": "7"})
     wrong, right = Outcome(0.0, TIMEOUT), Outcome(1.0, {"accuracy": 1.0, "timeout": 0.0, "crash": 0.0})
@@ -120,7 +120,7 @@ HOSTILE = {
 @pytest.mark.full
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_expression_fails_its_judge_or_the_next_one(name: str):
-    environment = Math(timeout_s=3.0, workers=1)
+    environment = made("math", 3.0, 1)
     (worker,) = environment._processes
     reward, metrics = step(environment, "7", HOSTILE[name])
     assert reward == metrics["accuracy"] == 0.0
@@ -131,14 +131,14 @@ def test_no_expression_fails_its_judge_or_the_next_one(name: str):
 def test_a_worker_has_no_secret(monkeypatch: pytest.MonkeyPatch):
     for name in ("HF_TOKEN", "WANDB_API_KEY", "SOME_VARIABLE"):
         monkeypatch.setenv(name, "canary")
-    environment = Math(timeout_s=30.0, workers=1)
+    environment = made("math", 30.0, 1)
     assert b"canary" not in Path(f"/proc/{environment._processes[0].process.pid}/environ").read_bytes()
     environment.close()
 
 
 def test_a_worker_that_is_lost_is_replaced():
     """Not by an answer: that is judged in a fork."""
-    environment = Math(timeout_s=60.0, workers=1)
+    environment = made("math", 60.0, 1)
     worker = environment._processes[0].process
     killer = threading.Timer(0.5, worker.kill)
     killer.start()
@@ -151,7 +151,7 @@ def test_a_worker_that_is_lost_is_replaced():
 
 
 def test_several_threads_share_workers_of_which_one_hangs():
-    environment = Math(timeout_s=6.0, workers=2)
+    environment = made("math", 6.0, 2)
     hung = threading.Thread(target=lambda: hung_outcomes.append(step(environment, "1", NEVER_ENDS)))
     hung_outcomes: list[tuple[float, dict[str, float]]] = []
     hung.start()
@@ -169,7 +169,7 @@ def test_several_threads_share_workers_of_which_one_hangs():
 
 def test_any_other_error_of_a_step_costs_its_answer_alone(monkeypatch: pytest.MonkeyPatch):
     """Twice: neither step waits for a worker that was lost."""
-    environment = Math(timeout_s=30.0, workers=1)
+    environment = made("math", 30.0, 1)
     with monkeypatch.context() as patch:
         patch.setattr("pipeline.environments.math._Worker.ask", lambda *_: 1 / 0)
         for _ in range(2):
@@ -191,7 +191,7 @@ def test_any_other_error_of_a_step_costs_its_answer_alone(monkeypatch: pytest.Mo
 
 def test_a_worker_is_asked_only_when_it_is_ready(monkeypatch: pytest.MonkeyPatch):
     """Else its imports count as the time of an answer. A step that cannot wait for it longer leaves it to the next one."""
-    environment = Math(timeout_s=30.0, workers=1)
+    environment = made("math", 30.0, 1)
     ready, wait = threading.Event(), _Worker.wait_until_ready
     monkeypatch.setattr(_Worker, "wait_until_ready", lambda worker: ready.wait(60) and wait(worker))
     environment._processes[0].process.kill()
@@ -231,7 +231,7 @@ def test_the_worker_dies_with_its_parent(busy: bool):
     """Whether it waits for a question (its pipe ends) or is in the midst of an answer (the kernel's signal)."""
     ask = f"worker.stdin.write(json.dumps({{'expected': '1', 'text': {NEVER_ENDS!r}}}).encode() + b'\\n');"
     program = (
-        "import json, os, time; from pipeline.environments.math import Math; worker = Math(10.0, 1)._processes[0].process;"
+        "import json, os, time; from tests.environments.pooled import made; worker = made('math')._processes[0].process;"
         f"{ask + 'worker.stdin.flush(); time.sleep(1);' if busy else ''}"
         "print(worker.pid, flush=True); time.sleep(600)"
     )
@@ -257,4 +257,4 @@ def _runs(pid: int) -> bool:
 def test_a_worker_that_cannot_start_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match=r"did not start.*exit status 1"):
-        Math(timeout_s=10.0, workers=1)
+        made("math", 10.0, 1)

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from pipeline.environments.base import Unjudged
-from pipeline.environments.multiple_choice import MultipleChoice
 from pipeline.types import Prompt
+from tests.environments.pooled import made
 
 
 @pytest.mark.parametrize(
@@ -32,19 +32,19 @@ from pipeline.types import Prompt
     ],
 )
 def test_which_letter_a_text_answers_with(text: str, letter: str | None):
-    assert MultipleChoice("english_multichoice", 4).answer(text) == letter
+    assert made("multiple_choice", choices=4).answer(text) == letter
 
 
 @pytest.mark.parametrize(
     "text", ["答案是 B", "答案\uff1aB", "Antwort: (B)", "La réponse est B", "الإجابة: ب", "উত্তর: খ", "Answer: B"]
 )
 def test_other_languages(text: str):
-    assert MultipleChoice("multilingual_multichoice", 26).answer(text) == "B"
-    assert MultipleChoice("english_multichoice", 26).answer(text) == ("B" if text == "Answer: B" else None)
+    assert made("multiple_choice", verifier_type="multilingual_multichoice").answer(text) == "B"
+    assert made("multiple_choice").answer(text) == ("B" if text == "Answer: B" else None)
 
 
 def test_reward_and_metrics():
-    environment = MultipleChoice("english_multichoice", 5)
+    environment = made("multiple_choice", choices=5)
     prompt = Prompt(7, np.zeros(1, np.int32), "quiz", {"answer": "(C)"})
     for text, right, silent in [("Answer: C", 1.0, 0.0), ("Answer: D", 0.0, 0.0), ("I do not know", 0.0, 1.0)]:
         outcome = environment.step(environment.reset(prompt), text)

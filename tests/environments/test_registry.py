@@ -1,12 +1,176 @@
+"""Kinds of environments: what a recipe says of them, checked at submission, and what is built from it."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from pipeline.config import EnvironmentConfig
-from pipeline.environments.base import Environment, Outcome
+from pipeline.config import KINDS, EnvironmentConfig, Problem, kind_class, load
+from pipeline.config import inspect as inspect_recipe
+from pipeline.environments.base import Environment, Kind, Outcome
 from pipeline.environments.exact_match import ExactMatch
 from pipeline.environments.math import Math
 from pipeline.environments.registry import build
+from pipeline.environments.tools import TOOLS
 from pipeline.types import Prompt
+from tests.environments.pooled import made
+from tests.problems import named
+
+RECIPE = "tiny_grpo"
+PROMPT = Prompt(0, np.zeros(1, np.int32), "x", {"answer": "4"})
+CALCULATOR, TOOLED = "kind=calculator", "kind=tools kwargs.judge=addition"
+JUDGE = "kind=llm_judge kwargs.model=m kwargs.url=http://j/v1"
+
+
+def found(described: str, *more: str) -> list[Problem]:
+    """Return the problems of tiny_grpo with an environment x described so."""
+    overrides = [f"env.x.{override}" for override in re.split(r" (?=kwargs\.)", described)]
+    return [problem for problem in inspect_recipe(RECIPE, [*overrides, *more]).problems if problem.key.startswith("env.")]
+
+
+@pytest.mark.parametrize(
+    ("described", "key", "code"),
+    [
+        ("kind=maths", "kind", "not-a-choice"),
+        ("kind=maths.is fun", "kind", "not-a-choice"),
+        ("kind=math kwargs.math_verify=hf", "kwargs.math_verify", "unknown-key"),
+        ("kind=math kwargs.math_verify_impl=hf", "kwargs.math_verify_impl", "not-a-choice"),
+        ("kind=reward_model kwargs.scale=2", "kwargs.scale", "unknown-key"),
+        ("kind=exact_match kwargs.pattern='('", "kwargs.pattern", "bad-format"),
+        ("kind=exact_match kwargs.pattern='(a)(b)'", "kwargs.pattern", "bad-format"),
+        ("kind=multiple_choice kwargs.choices=30", "kwargs.choices", "too-large"),
+        ("kind=multiple_choice kwargs.choices=1", "kwargs.choices", "too-small"),
+        ("kind=multiple_choice kwargs.choices=four", "kwargs.choices", "wrong-type"),
+        ("kind=sliding_puzzle kwargs.tells=all", "kwargs.tells", "not-a-choice"),
+        ("kind=sliding_puzzle kwargs.observation=board", "kwargs.observation", "bad-format"),
+        ("kind=sliding_puzzle kwargs.action_pattern=')'", "kwargs.action_pattern", "bad-format"),
+        (CALCULATOR, "kwargs.judge", "missing-value"),
+        (f"{CALCULATOR} kwargs.judge=y", "kwargs.judge", "not-a-choice"),
+        (f"{CALCULATOR} kwargs.judge=x", "kwargs.judge", "not-a-choice"),
+        (f"{CALCULATOR} kwargs.judge=addition kwargs.reply=is", "kwargs.reply", "bad-format"),
+        (f"{CALCULATOR} kwargs.judge=addition kwargs.open=''", "kwargs.open", "too-small"),
+        (f"{TOOLED} kwargs.tools=[]", "kwargs.tools", "wrong-type"),
+        (f"{TOOLED} kwargs.tools=[calculatr]", "kwargs.tools.calculatr", "not-a-choice"),
+        (f"{TOOLED} kwargs.tools={{calculator: {{args: {{}}}}}}", "kwargs.tools.calculator.args", "unknown-key"),
+        (f"{TOOLED} kwargs.tools={{python: {{kwargs: {{wall: 3}}}}}}", "kwargs.tools.python.kwargs.wall", "unknown-key"),
+        (
+            f"{TOOLED} kwargs.tools={{python: {{kwargs: {{memory_bytes: -1}}}}}}",
+            "kwargs.tools.python.kwargs.memory_bytes",
+            "too-small",
+        ),
+        ("kind=code kwargs.reward=some", "kwargs.reward", "not-a-choice"),
+        ("kind=code kwargs.sandbox=docker", "kwargs.sandbox", "not-a-choice"),
+        ("kind=code kwargs.processes=0", "kwargs.processes", "too-small"),
+        ("kind=code_interpreter kwargs.readable=[here]", "kwargs.readable", "bad-format"),
+        ("kind=llm_judge kwargs.model=m", "kwargs.url", "missing-value"),
+        ("kind=llm_judge kwargs.model=m kwargs.url=https://u:p@j/v1", "kwargs.url", "secret-in-recipe"),
+        ("kind=llm_judge kwargs.model=m kwargs.url=judge", "kwargs.url", "bad-format"),
+        ("kind=llm_judge kwargs.model=m kwargs.url=http://j/v1/chat/completions", "kwargs.url", "bad-format"),
+        (f"{JUDGE} kwargs.api_key=s3", "kwargs.api_key", "secret-in-recipe"),
+        (f"{JUDGE} kwargs.api_key_env=sk-123", "kwargs.api_key_env", "bad-format"),
+        (f"{JUDGE} kwargs.api_key_env=NO_SUCH_KEY", "kwargs.api_key_env", "missing-value"),
+        (f"{JUDGE} kwargs.scale=[1]", "kwargs.scale", "bad-format"),
+        (f"{JUDGE} kwargs.prompt=rate", "kwargs.prompt", "bad-format"),
+        (f"{JUDGE} kwargs.second_prompt=rate", "kwargs.second_prompt", "bad-format"),
+        (f"{JUDGE} kwargs.score_pattern=')'", "kwargs.score_pattern", "bad-format"),
+    ],
+)
+def test_what_is_wrong_is_told(described: str, key: str, code: str):
+    more = ("env.x.model_name=some/where",) if "reward_model" in described else ()
+    assert named(found(described, *more)) == {(f"env.x.{key}", code)}
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        "kind=math kwargs.math_verify_impl=dapo_math_verify",
+        f"{TOOLED} kwargs.tools=[calculator,python]",
+        f"{TOOLED} kwargs.tools={{search: {{kind: my.tools.Search, kwargs: {{k: 3}}}}}}",
+        f"{CALCULATOR} kwargs.judge=addition kwargs.open='[' kwargs.close=']'",
+        "kind=sliding_puzzle kwargs.max_moves=30",
+        "kind=llm_judge kwargs.model=m kwargs.url=https://j.example/v1 kwargs.request.temperature=0",
+        "kind=my_package.environments.Mine kwargs.anything=3",
+    ],
+)
+def test_what_is_right_is_not(described: str):
+    assert found(described, "env.x.workers=1") == []
+
+
+def test_more_workers_than_the_judge_has_are_told():
+    judged = (f"{CALCULATOR} kwargs.judge=addition", "env.addition.workers=2")
+    assert named(found(*judged, "env.x.workers=4")) == {("env.x.workers", "too-large")}
+    assert found(*judged, "env.x.workers=2") == []
+
+
+def test_a_key_that_is_no_text_is_not_repeated():
+    problems = found("kind=llm_judge kwargs.api_key=s3cret kwargs.api_key_env=s3cret!")
+    assert problems and "s3cret" not in "".join(map(str, problems))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_describes_its_kwargs(kind: str):
+    of = kind_class(kind)
+    assert issubclass(of, Kind) and all(field.type for field in of.Arguments.__dataclass_fields__.values())
+
+
+# ---- a new one ---------------------------------------------------------------------------------------------------------------
+
+TOY = '''
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from pipeline.problems import Problem
+from pipeline.values import MISSING, Positive, Text
+from pipeline.environments.base import Kind, Outcome, Setup
+from pipeline.types import Prompt
+
+
+@dataclass
+class ToyArguments:
+    word: Annotated[Text, Field(description="What the policy is to say.")] = MISSING
+    most: Annotated[Positive, Field(le=9, description="Times that count.")] = 3
+
+
+class Toy(Kind):
+    """Reward: how often the policy says a word."""
+
+    Arguments = ToyArguments
+
+    @classmethod
+    def check(cls, key: str, arguments: ToyArguments) -> Iterator[Problem]:
+        if " " in arguments.word:
+            yield Problem(f"{key}.word", "bad-format", "expected one word")
+
+    def __init__(self, arguments: ToyArguments, setup: Setup) -> None:
+        self._arguments = arguments
+
+    def step(self, prompt: Prompt, text: str) -> Outcome:
+        return Outcome(float(min(self._arguments.most, text.split().count(self._arguments.word))))
+'''
+
+
+def test_a_new_environment_is_one_file_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "toy_environment.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(KINDS, "toy", "toy_environment.Toy")
+    recipe = load(RECIPE, ["env.x.kind=toy", "env.x.kwargs.word=aye"])
+    environment = build(recipe.env)["x"]
+    assert [environment.step(PROMPT, text).reward for text in ("no", "aye or aye", "aye " * 9)] == [0.0, 2.0, 3.0]
+    for kwargs, key, code in (
+        ("{}", "word", "missing-value"),
+        ("{word: a, mst: 2}", "mst", "unknown-key"),
+        ("{word: a, most: 10}", "most", "too-large"),
+        ("{word: a b}", "word", "bad-format"),
+    ):
+        assert named(found("kind=toy", f"env.x.kwargs={kwargs}")) == {(f"env.x.kwargs.{key}", code)}
+
+
+# ---- what is built -----------------------------------------------------------------------------------------------------------
 
 
 class LengthReward(Environment):
@@ -40,77 +204,52 @@ class Alien:
     def close(self) -> None: ...
 
 
-def test_how_many_at_once():
+@pytest.fixture
+def environments() -> Iterator[dict[str, Environment]]:
     configs = {
-        "own": EnvironmentConfig(kind="exact_match"),
+        "own": EnvironmentConfig(kind="exact_match", kwargs={"pattern": "=(.*)"}),
         "said": EnvironmentConfig(kind="exact_match", workers=3),
         "alien": EnvironmentConfig(kind=f"{__name__}.Alien"),
-        "math": EnvironmentConfig(kind="math", workers=2),
+        "length": EnvironmentConfig(kind=f"{__name__}.LengthReward", kwargs={"scale": 0.5}),
+        "math": EnvironmentConfig(kind="math", timeout_s=5.0, workers=2),
     }
-    environments = build(configs)
-    assert {name: environment.workers for name, environment in environments.items()} == {
-        "own": 1,
-        "said": 3,
-        "alien": 1,
-        "math": 2,
-    }
-    assert len(environments["math"]._processes) == 2
-    environments["math"].close()
-
-
-def test_the_kinds_and_a_users_class():
-    environments = build(
-        {
-            "addition": EnvironmentConfig(kind="exact_match", kwargs={"pattern": "=(.*)"}),
-            "math": EnvironmentConfig(kind="math", timeout_s=3.0),
-            "length": EnvironmentConfig(kind=f"{__name__}.LengthReward", kwargs={"scale": 0.5}),
-        }
-    )
-    prompt = Prompt(0, np.zeros(1, np.int32), "length", {"answer": "4"})
-    assert isinstance(environments["addition"], ExactMatch) and isinstance(environments["math"], Math)
-    assert environments["addition"].step(prompt, "2+2=4").reward == environments["math"].step(prompt, "$4$").reward == 1.0
-    assert environments["length"].step(prompt, "abc").reward == 1.5
-    for environment in environments.values():
+    built = build(configs)
+    yield built
+    for environment in built.values():
         environment.close()
 
 
+def test_the_kinds_and_a_users_class(environments):
+    workers = {name: environment.workers for name, environment in environments.items()}
+    assert workers == {"own": 1, "said": 3, "alien": 1, "length": 1, "math": 2}
+    assert len(environments["math"]._processes) == 2
+    assert isinstance(environments["own"], ExactMatch) and isinstance(environments["math"], Math)
+    assert environments["own"].step(PROMPT, "2+2=4").reward == environments["math"].step(PROMPT, "$4$").reward == 1.0
+    assert environments["length"].step(PROMPT, "abc").reward == 1.5
+
+
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("kind", "kwargs", "message"),
     [
-        (
-            EnvironmentConfig(kind="maths"),
-            r"env\.a \(kind maths\): no such kind; there are: calculator, code, code_interpreter",
-        ),
-        (EnvironmentConfig(kind="no.such.Class"), "there is no module no; looked in "),
-        (
-            EnvironmentConfig(kind="pipeline.environments.math.Algebra"),
-            r"pipeline.environments.math \(.*math.py\) has no Algebra",
-        ),
-        (EnvironmentConfig(kind="exact_match", kwargs={"patern": "x"}), r"env\.a .*patern"),
-        (
-            EnvironmentConfig(kind="math", kwargs={"math_verify_impl": "dapo"}),
-            "'dapo' is not one of: hf_math_verify, dapo_math_v",
-        ),
-        (EnvironmentConfig(kind=f"{__name__}.NoStep"), r"NoStep\): the class is abstract: it must write step"),
-        (EnvironmentConfig(kind=f"{__name__}.Nothing"), "the class has no reset and no step and no close; an environment has"),
-        (
-            EnvironmentConfig(kind="tools", kwargs={"judge": "b", "tools": ["calculator"]}),
-            "judge: there is no env.b; one of: a",
-        ),
-        (EnvironmentConfig(kind="multiple_choice", kwargs={"choices": 1}), "kwargs.choices: 1 is out of range; from 2 to 26"),
-        (EnvironmentConfig(kind="math", timeout_s=0.0), r"\(kind math\): timeout_s: 0 must be above 0"),
-        (EnvironmentConfig(kind="math", workers=0), "workers: 0 is too small; at least 1"),
+        ("maths", {}, r"env\.x \(kind maths\): no such kind; there are: calculator, code, code_interpreter"),
+        ("no.such.Class", {}, "there is no module no; looked in "),
+        ("pipeline.environments.math.Algebra", {}, r"pipeline.environments.math \(.*math.py\) has no Algebra"),
+        ("exact_match", {"patern": "x"}, r"env\.x .*kwargs\.patern"),
+        ("exact_match", {"pattern": "("}, r"kwargs\.pattern: .*no regular expression"),
+        (f"{__name__}.NoStep", {}, r"NoStep\): the class is abstract: it must write step"),
+        (f"{__name__}.Nothing", {}, "the class has no reset and no step and no close; an environment has"),
+        ("tools", {"judge": "b", "tools": ["calculator"]}, "judge: there is no env.b; one of: x"),
     ],
 )
-def test_what_is_wrong_is_named(config: EnvironmentConfig, message: str):
+def test_what_cannot_be_built_is_named(kind: str, kwargs: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        build({"a": config})
+        made(kind, **kwargs)
+
+
+def test_tools_have_parameters():
+    assert all(kind.parameters for kind in TOOLS.values())
 
 
 def test_a_reward_model_judges_elsewhere():
-    (environment,) = build({"judge": EnvironmentConfig(kind="reward_model", model_name="some/where")}).values()
-    outcome = environment.step(Prompt(0, np.zeros(1, np.int32), "judge", {}), "whatever")
+    outcome = made("reward_model").step(Prompt(0, np.zeros(1, np.int32), "judge", {}), "whatever")
     assert (outcome.reward, outcome.metrics) == (0.0, {})
-    environment.close()
-    with pytest.raises(ValueError, match=r"env\.judge \(kind reward_model\): kwargs.scale: is not a key; there are none"):
-        build({"judge": EnvironmentConfig(kind="reward_model", kwargs={"scale": 2.0})})

@@ -106,7 +106,7 @@ def test_a_reward_that_an_answer_makes_raise_or_never_end(tmp_path: Path, monkey
     """It holds the loop of all episodes; theirs are judged again, in another process."""
     monkeypatch.syspath_prepend(TASKSETS)
     careless = EnvironmentConfig(
-        kind="verifiers", timeout_s=5.0, kwargs={"taskset": "hetstep_sums", "config": {"careless": True}}
+        kind="verifiers", timeout_s=5.0, kwargs={"taskset": "hetstep_sums", "config": {"careless": True}}, precision="float32"
     )
     write_tokenizer(tmp_path)
     process = EnvironmentProcess(

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import EnvironmentConfig, TokenizerConfig
-from pipeline.config.environments import LIMITS
 from pipeline.environments.base import Environment, Outcome
-from pipeline.environments.python_tool import PythonTool
+from pipeline.environments.python_tool import LIMITS, PythonArguments, PythonTool
 from pipeline.rollout import environment_pool, environment_process
 from pipeline.rollout.environment_pool import Failure
 from pipeline.rollout.environment_process import HELD, EnvironmentProcess, fork_early
@@ -70,7 +69,7 @@ class Holding(Environment):
         self._notes = Path(notes)
 
     def step(self, prompt, text):
-        session = PythonTool("none", [], session_s=60.0, **LIMITS).open()
+        session = PythonTool(PythonArguments(sandbox="none", session_s=60.0, **LIMITS)).open()
         session.execute("1", 60.0)
         pids = [os.getpid(), *processes.below(os.getpid())]
         (self._notes / "noting").write_text(" ".join(map(str, pids)))
@@ -79,7 +78,7 @@ class Holding(Environment):
 
 
 def settings(folder: Path, kind: str, name: str = "told", limit_s: float = 60.0, **kwargs: Any) -> EnvironmentSettings:
-    environment = EnvironmentConfig(kind=kind, timeout_s=limit_s, kwargs=kwargs)
+    environment = EnvironmentConfig(kind=kind, timeout_s=limit_s, kwargs=kwargs, precision="float32")
     return EnvironmentSettings({name: environment}, TokenizerConfig(name=str(folder)), False, 9, sys.path, grace_s=0.0)
 
 

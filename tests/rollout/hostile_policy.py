@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -258,6 +259,7 @@ def run(folder: Path, environments: dict[str, EnvironmentConfig], said: dict[str
         Prompt(number, np.asarray([number], np.int32), name, {"text": "", "answer": tests if name == "code" else EXPECTED})
         for number, (name, _, _) in enumerate(tried)
     ]
+    environments = {name: replace(one, precision="float32") for name, one in environments.items()}  # as a recipe has it
     settings = EnvironmentSettings(environments, TokenizerConfig(name=str(folder)), False, 3, sys.path, grace_s=0.0)
     news = threading.Event()
     process = EnvironmentProcess(settings, news)

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import ToolArguments
 from pipeline.environments.python_tool import PythonTool
-from pipeline.environments.registry import build_tool
 from pipeline.environments.tool import ToolError
+from pipeline.environments.tools import ToolConfig, build_tool
 from pipeline.sandbox import processes
 from pipeline.sandbox.limits import SandboxError
 from tests.sandbox.conftest import works
@@ -21,7 +20,7 @@ TIMEOUT_S = 60.0
 def tool() -> PythonTool:
     if reason := works("auto"):
         pytest.skip(reason)
-    return build_tool(ToolArguments("python", {"wall_s": 20.0, "memory_bytes": 128 << 20, "output_bytes": 1000}))
+    return build_tool(ToolConfig("python", {"wall_s": 20.0, "memory_bytes": 128 << 20, "output_bytes": 1000}))
 
 
 def test_names_stay_and_sessions_are_apart(tool: PythonTool):
@@ -119,7 +118,7 @@ def test_many_sessions_need_few_descriptors(tool: PythonTool):
 
 def test_limits_that_are_none():
     with pytest.raises(ValueError, match="memory_bytes"):
-        build_tool(ToolArguments("python", {"memory_bytes": -1}))
+        build_tool(ToolConfig("python", {"memory_bytes": -1}))
 
 
 FORGE = """
@@ -187,7 +186,7 @@ def test_all_that_a_call_tells_is_within_its_limit(tool: PythonTool):
 
 
 def test_an_interpreter_has_a_wall_time_between_calls_too():
-    tool = build_tool(ToolArguments("python", {"session_s": 1.0}))
+    tool = build_tool(ToolConfig("python", {"session_s": 1.0}))
     session = tool.open()
     assert session.call({"code": "x = 1\nx"}, TIMEOUT_S) == "1"
     program = session._program._process.pid
@@ -202,7 +201,7 @@ def test_a_sandbox_that_fails_is_not_the_codes_doing(tmp_path: Path):
         pytest.skip(reason)
     folder = tmp_path / "readable"
     folder.mkdir()
-    session = build_tool(ToolArguments("python", {"readable": [str(folder)]})).open()
+    session = build_tool(ToolConfig("python", {"readable": [str(folder)]})).open()
     folder.rmdir()
     with pytest.raises(SandboxError, match="sandbox: "):
         session.call({"code": "1"}, TIMEOUT_S)

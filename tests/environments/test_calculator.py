@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from pipeline.environments.arithmetic import MAX_CHARACTERS, evaluate
+from pipeline.environments.calculator import MAX_CHARACTERS, evaluate
 
 
 @pytest.mark.parametrize(
