@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,17 +42,22 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def run(monkeypatch, task, *arguments: str) -> int:
-    monkeypatch.setattr(submit.task, "rank_main", task)
+@pytest.fixture
+def command(monkeypatch, capfd) -> Callable[..., tuple[int, str, str]]:
+    """Run the command in this process: arguments -> (status, stdout, stderr). task: what its ranks run."""
     before = signal.getsignal(signal.SIGTERM)
-    try:
-        return submit.main(list(arguments))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+
+    def run(*arguments: str, task: Callable[[str], None] = tasks.write_steps) -> tuple[int, str, str]:
+        monkeypatch.setattr(submit.task, "rank_main", task)
+        return submit.main(list(arguments)), *capfd.readouterr()
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
 
 
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*"))
+@pytest.fixture
+def dry_run(command) -> Callable[..., tuple[int, str, str]]:
+    return lambda *arguments: command("recipe=tiny", "dry_run=true", *arguments)
 
 
 # ---- the command itself ---------------------------------------------------------------------------------------------------
@@ -67,13 +73,13 @@ def test_dry_run_writes_nothing_and_imports_no_torch(here, executor):
         "print('IMPORTED', sorted(heavy), 'SECONDS', round(time.monotonic() - begin, 2))"
     )
     arguments = [str(SUBMIT), "recipe=tiny.yaml", "dry_run=true", f"cluster.executor={executor}", "cluster.generate.nodes=2"]
-    before = files(here)
+    before = sorted(here.rglob("*"))
     environment = {**os.environ, "PATH": str(here)}  # no sbatch here
     answer = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     print(answer.stdout.splitlines()[-1])
     assert "IMPORTED [] SECONDS" in answer.stdout
-    assert files(here) == before
+    assert sorted(here.rglob("*")) == before
     assert "max_num_steps: 3" in answer.stdout
     assert "# FSDP2 trains, because cluster.train has no GPUs\n" in answer.stdout
     if executor == "slurm":
@@ -92,47 +98,44 @@ def test_dry_run_writes_nothing_and_imports_no_torch(here, executor):
         (["policy.model_name=org/gone", *GPUS], "policy.model_name: 'org/gone' is neither a folder", "which backend trains"),
     ],
 )
-def test_dry_run_shows_what_would_be_submitted_where_files_are_missing(here, capsys, monkeypatch, overrides, problem, choice):
+def test_dry_run_shows_what_would_be_submitted_where_files_are_missing(
+    here, command, dry_run, monkeypatch, overrides, problem, choice
+):
     monkeypatch.setenv("PATH", str(here))  # no sbatch here
-    assert submit.main(["recipe=tiny", "dry_run=true", "cluster.executor=slurm", *overrides]) == 2
-    out, err = capsys.readouterr()
+    status, out, err = dry_run("cluster.executor=slurm", *overrides)
+    assert status == 2 and problem in err and "max_num_steps: 3" in out
     assert out.startswith("#!/bin/bash\n#SBATCH --job-name=tiny\n") and "\nfinish_job\n" in out and f"# {choice}" in out
-    assert problem in err and "max_num_steps: 3" in out
-    assert submit.main(["recipe=tiny", "cluster.executor=local", *overrides]) == 2
-    assert problem in capsys.readouterr().err and not (here / "run").exists()
+    status, _, err = command("recipe=tiny", "cluster.executor=local", *overrides)
+    assert status == 2 and problem in err and not (here / "run").exists()
 
 
-def test_dry_run_of_a_recipe_that_contradicts_itself_tells_only_that(here, capsys):
-    assert submit.main(["recipe=tiny", "dry_run=true", "policy.train_global_batch_size=0"]) == 2
-    out, err = capsys.readouterr()
-    assert not out and "policy.train_global_batch_size: got 0; expected at least 1" in err
+def test_dry_run_of_a_recipe_that_contradicts_itself_tells_only_that(here, dry_run):
+    status, out, err = dry_run("policy.train_global_batch_size=0")
+    assert (status, out) == (2, "") and "policy.train_global_batch_size: got 0; expected at least 1 [too-small]" in err
 
 
-def test_dry_run_warns_of_two_backends(here, capsys):
-    both = ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"]
-    assert submit.main(["recipe=tiny", "dry_run=true", *both]) == 0
-    out = capsys.readouterr().out
-    assert "# Megatron-Core trains, because policy.megatron_cfg.enabled goes before" in out and "are both true" in out
+def test_dry_run_warns_of_two_backends(here, dry_run):
+    status, out, _ = dry_run("policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true")
+    assert status == 0 and "are both true" in out
+    assert "# Megatron-Core trains, because policy.megatron_cfg.enabled goes before" in out
 
 
-def test_the_gpu_that_train_ranks_get_a_variable_for_is_told(here, capsys):
-    cut = ["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.tensor_model_parallel_size=2"]
+def test_the_gpu_that_train_ranks_get_a_variable_for_is_told(here, dry_run):
+    cut = ["policy.megatron_cfg.enabled=true", "policy.megatron_cfg.tensor_model_parallel_size=2", "cluster.executor=slurm"]
     cut += ["cluster.train.gpus_per_node=2", "cluster.generate.gpus_per_node=1"]
-    recipe = ["recipe=tiny", "dry_run=true", "cluster.executor=slurm", *cut]
-    assert submit.main(recipe) == 0
-    assert "# CUDA_DEVICE_MAX_CONNECTIONS=1 on train ranks, for cluster.train.gpu=h100" in capsys.readouterr().out
-    assert submit.main([*recipe, "cluster.train.gpu=h10", "grpo.max_num_steps=0"]) == 2
-    told = capsys.readouterr().err
-    assert "got 'h10'; did you mean 'h100'?" in told and "grpo.max_num_steps" in told
+    status, out, _ = dry_run(*cut)
+    assert status == 0 and "# CUDA_DEVICE_MAX_CONNECTIONS=1 on train ranks, for cluster.train.gpu=h100" in out
+    status, _, err = dry_run(*cut, "cluster.train.gpu=h10", "grpo.max_num_steps=0")
+    assert status == 2 and "cluster.train.gpu: " in err and "grpo.max_num_steps: " in err
 
 
-def test_a_model_that_cannot_be_planned_may_run_all_the_same(here, capsys):
+def test_a_model_that_cannot_be_planned_may_run_all_the_same(here, command, dry_run):
     described = json.loads((here / "model/config.json").read_text())
     (here / "model/config.json").write_text(json.dumps(described | {"model_type": "phi3"}))
-    assert submit.main(["recipe=tiny", "dry_run=true"]) == 0
-    assert "# no plan: policy.model_name: the tensors of 'phi3' models are not described" in capsys.readouterr().out
-    assert submit.main(["recipe=tiny", "plan=true"]) == 2
-    assert "'phi3' models are not described" in capsys.readouterr().err
+    status, out, _ = dry_run()
+    assert status == 0 and "# no plan: policy.model_name: the tensors of 'phi3' models are not described" in out
+    status, _, err = command("recipe=tiny", "plan=true")
+    assert status == 2 and "'phi3' models are not described" in err
 
 
 def test_works_where_the_package_is_not_installed(here):
@@ -151,105 +154,102 @@ def test_works_where_the_package_is_not_installed(here):
 # ---- a run ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_from_submit_to_done(here, monkeypatch, capsys):
-    assert run(monkeypatch, tasks.write_steps, "recipe=tiny") == 0
-    out = capsys.readouterr().out
-    assert "step 3/3  train/reward 0.3" in out
-    assert "done: step 3" in out
+def test_a_run_from_submit_to_done(here, command):
+    status, out, _ = command("recipe=tiny")
+    assert status == 0 and "step 3/3  train/reward 0.3" in out and "done: step 3" in out
     assert "tiny: FSDP2 trains, because cluster.train has no GPUs" in out
     assert config.read(here / "run/recipe.yaml").policy.dtensor_cfg.enabled is True
-    assert {path.name for path in (here / "run").iterdir()} >= {
-        "recipe.yaml",
-        "batch.sh",
-        "manifest.json",
-        "job.json",
-        "submitit",
-    }
+    files = {"recipe.yaml", "batch.sh", "manifest.json", "job.json", "submitit"}
+    assert {path.name for path in (here / "run").iterdir()} >= files
     (entry,) = json.loads((here / "run/manifest.json").read_text())
     assert entry["executor"] == "local" and entry["job_id"] == read_record(here / "run").job_id
     assert entry["versions"]["submitit"] and entry["python"].startswith("3.")
 
-    assert run(monkeypatch, tasks.write_steps, "recipe=tiny") == 0
-    assert "is complete at step 3; raise grpo.max_num_steps" in capsys.readouterr().out
+    status, out, _ = command("recipe=tiny")
+    assert status == 0 and "is complete at step 3; raise grpo.max_num_steps" in out
 
-    assert run(monkeypatch, tasks.write_steps, "recipe=tiny", "grpo.max_num_steps=5") == 0
-    out = capsys.readouterr().out
-    assert "step 5/5" in out and "step 3/" not in out
+    status, out, _ = command("recipe=tiny", "grpo.max_num_steps=5")
+    assert status == 0 and "step 5/5" in out and "step 3/" not in out
     assert len(json.loads((here / "run/manifest.json").read_text())) == 2
     assert len(list((here / "run/attempts").iterdir())) == 2
 
 
-def test_a_run_that_its_data_ended_goes_on_with_more_epochs_alone(here, monkeypatch, capsys):
+def test_a_run_that_its_data_ended_goes_on_with_more_epochs_alone(here, command):
     one_epoch = ("grpo.max_num_steps=1000000", "grpo.max_num_epochs=1")
     (here / "run").mkdir()
     run_folder.prepare(config.decided(config.load("tiny", list(one_epoch)), "dtensor"), here / "run", "")
     (here / "run/done.json").write_text('{"step": 2}')
     for arguments in (("grpo.max_num_steps=4", "grpo.max_num_epochs=1"), one_epoch):
-        assert run(monkeypatch, tasks.write_steps, "recipe=tiny", *arguments) == 0
-        out = capsys.readouterr().out
-        assert "is complete at step 2: its data ended after 1 epoch; raise grpo.max_num_epochs or take another run_dir" in out
+        status, out, _ = command("recipe=tiny", *arguments)
+        assert status == 0 and "is complete at step 2: its data ended after 1 epoch; raise grpo.max_num_epochs" in out
     assert (here / "run/done.json").exists() and not (here / "run/job.json").exists()
 
-    assert run(monkeypatch, tasks.write_steps, "recipe=tiny", "grpo.max_num_steps=4", "grpo.max_num_epochs=2") == 0
-    assert "done: step 4" in capsys.readouterr().out
+    status, out, _ = command("recipe=tiny", "grpo.max_num_steps=4", "grpo.max_num_epochs=2")
+    assert status == 0 and "done: step 4" in out
 
 
-def test_a_failure_is_told_from_failure_json(here, monkeypatch, capsys):
-    assert run(monkeypatch, tasks.fail_with_report, "recipe=tiny") == 1
-    out = capsys.readouterr().out
-    assert "rank 1 (realm generate, host here, verb rollout, phase step 3): the dog ate it" in out
-    assert f"logs: {here}/run/attempts/local-" in out
-
-
-def test_a_failure_is_told_from_the_log_that_has_the_traceback(here, monkeypatch, capsys):
-    assert run(monkeypatch, tasks.fail_on_rank_1, "recipe=tiny") == 1
-    out = capsys.readouterr().out
-    assert "FAILED (rank 1 (generate) exited with status 1; crashed with status 1, without a new checkpoint" in out
-    assert "rank00001.log" in out and "RuntimeError: rank 1 has had enough" in out
-
-
-def test_an_end_without_done_is_a_failure(here, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("task", "told"),
+    [
+        (
+            tasks.fail_with_report,
+            [
+                "rank 1 (realm generate, host here, verb rollout, phase step 3): the dog ate it",
+                "logs: {here}/run/attempts/local-",
+            ],
+        ),
+        (
+            tasks.fail_on_rank_1,
+            [
+                "FAILED (rank 1 (generate) exited with status 1; crashed with status 1, without a new checkpoint",
+                *("rank00001.log", "RuntimeError: rank 1 has had enough"),
+            ],
+        ),
+        (tasks.report, ["there is no done.json"]),
+    ],
+    ids=["failure.json", "a log", "no done.json"],
+)
+def test_a_failure_is_told(here, command, monkeypatch, task, told):
     monkeypatch.setattr("launch.follow.SETTLE_S", 0.0)
-    assert run(monkeypatch, tasks.report, "recipe=tiny") == 1
-    assert "there is no done.json" in capsys.readouterr().out
+    status, out, _ = command("recipe=tiny", task=task)
+    assert status == 1 and [text for text in told if text.format(here=here) not in out] == []
 
 
-def test_detach_follow_and_a_second_submission(here, monkeypatch, capsys):
-    assert run(monkeypatch, tasks.report_and_wait, "recipe=tiny", "detach=true") == 0
-    assert f"follow={here}/run" in capsys.readouterr().out
+def test_detach_follow_and_a_second_submission(here, command):
+    status, out, _ = command("recipe=tiny", "detach=true", task=tasks.report_and_wait)
+    assert status == 0 and f"follow={here}/run" in out
     found = reports(here / "run", 2)
     job = read_record(here / "run").attach(here / "run")
 
-    assert run(monkeypatch, tasks.report, "recipe=tiny") == 2
-    assert f"run_dir: local job {job.job_id} is still writing into" in capsys.readouterr().err
+    status, _, err = command("recipe=tiny")
+    assert status == 2 and f"run_dir: local job {job.job_id} is still writing into" in err
     job.cancel()
     wait_until_ended(job)
     none_alive(found)
 
-    assert run(monkeypatch, tasks.report, f"follow={here}/run") == 1
-    assert "CANCELLED (by SIGTERM)" in capsys.readouterr().out
+    status, out, _ = command(f"follow={here}/run")
+    assert status == 1 and "CANCELLED (by SIGTERM)" in out
 
 
-def test_needs_run_first_and_once(here, monkeypatch, capsys):
+def test_needs_run_first_and_once(here, command):
     base = write_recipe(here, "base", run_dir="elsewhere")
     base.write_text(base.read_text() + "name: of_its_own\n")
     write_recipe(here, "second", needs=["base"], run_dir="runs/second")
-    assert run(monkeypatch, tasks.write_steps, "recipe=second", "detach=true") == 2
-    assert "local executor cannot wait" in capsys.readouterr().err
-    assert run(monkeypatch, tasks.write_steps, "recipe=second", "cluster.executor=local", "grpo.max_num_steps=2") == 0
-    out = capsys.readouterr().out
-    assert out.index("of_its_own: local job") < out.index("second: local job")
+    status, _, err = command("recipe=second", "detach=true")
+    assert status == 2 and "local executor cannot wait" in err
+    status, out, _ = command("recipe=second", "cluster.executor=local", "grpo.max_num_steps=2")
+    assert status == 0 and out.index("of_its_own: local job") < out.index("second: local job")
     assert json.loads((here / "runs/base/done.json").read_text()) == {"step": 3}  # its own recipe, not this command's keys
     assert json.loads((here / "runs/second/done.json").read_text()) == {"step": 2}
 
-    assert run(monkeypatch, tasks.write_steps, "recipe=second", "grpo.max_num_steps=4") == 0
-    assert "of_its_own: local job" not in capsys.readouterr().out
+    status, out, _ = command("recipe=second", "grpo.max_num_steps=4")
+    assert status == 0 and "of_its_own: local job" not in out
 
 
-def test_a_need_that_fails_stops_the_rest(here, monkeypatch, capsys):
+def test_a_need_that_fails_stops_the_rest(here, command):
     write_recipe(here, "base")
     write_recipe(here, "second", needs=["base"], run_dir="runs/second")
-    assert run(monkeypatch, tasks.fail_with_report, "recipe=second") == 1
+    assert command("recipe=second", task=tasks.fail_with_report)[0] == 1
     assert not (here / "runs/second").exists()
 
 
@@ -324,29 +324,28 @@ def on_slurm(here, slurm_cluster, monkeypatch) -> Path:
 
 
 @pytest.mark.slurm
-def test_auto_takes_slurm_where_there_is_one(on_slurm, monkeypatch, capsys):
-    assert run(monkeypatch, tasks.write_steps, "recipe=base") == 0
-    out = capsys.readouterr().out
-    assert "base: Slurm job" in out and "step 3/3" in out and "done: step 3" in out
+def test_auto_takes_slurm_where_there_is_one(on_slurm, command):
+    status, out, _ = command("recipe=base")
+    assert status == 0 and "base: Slurm job" in out and "step 3/3" in out and "done: step 3" in out
     assert (on_slurm / "run/batch.sh").read_text().count("#SBATCH hetjob") == 1
-    assert run(monkeypatch, tasks.fail_with_report, "recipe=base", "run_dir=other") == 1
-    assert "the dog ate it" in capsys.readouterr().out
+    status, out, _ = command("recipe=base", "run_dir=other", task=tasks.fail_with_report)
+    assert status == 1 and "the dog ate it" in out
 
 
 @pytest.mark.slurm
-def test_detached_needs_are_chained(on_slurm, monkeypatch, capsys):
-    assert run(monkeypatch, tasks.write_steps, "recipe=second", "detach=true") == 0
+def test_detached_needs_are_chained(on_slurm, command):
+    assert command("recipe=second", "detach=true")[0] == 0
     assert read_record(on_slurm / "runs/base").executor == "slurm"
-    assert run(monkeypatch, tasks.write_steps, f"follow={on_slurm}/runs/second") == 0
+    assert command(f"follow={on_slurm}/runs/second")[0] == 0
     assert (on_slurm / "runs/base/done.json").stat().st_mtime <= (on_slurm / "runs/second/done.json").stat().st_mtime
     assert f"afterok:{read_record(on_slurm / 'runs/base').job_id}" in (on_slurm / "runs/second/batch.sh").read_text()
 
 
 @pytest.mark.slurm
-def test_a_refusal_by_sbatch_is_told(on_slurm, monkeypatch, capfd):
+def test_a_refusal_by_sbatch_is_told(on_slurm, command, monkeypatch):
     monkeypatch.setattr(prepare.slurm, "problems", lambda *_: iter(()))  # as if the partition went after it was looked for
-    assert run(monkeypatch, tasks.write_steps, "recipe=base", "cluster.train.partition=nowhere") == 2
-    assert "sbatch refused the job" in (err := capfd.readouterr().err) and "invalid partition" in err
+    status, _, err = command("recipe=base", "cluster.train.partition=nowhere")
+    assert status == 2 and "[refused-by-slurm]" in err and "invalid partition" in err
 
 
 def test_a_reader_that_has_gone_is_no_traceback():
