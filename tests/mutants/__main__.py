@@ -47,22 +47,33 @@ def main(words: Sequence[str]) -> int:
 
 
 def planted(copy: Path, fault: dict[str, str]) -> str:
-    """Return the first test that fails with a fault, empty if none does. Raises ValueError if its line is not there once."""
+    """Return the first test that fails with a fault and passes without it, empty if none does.
+
+    Raises ValueError if the fault's line is not there once, RuntimeError if the test fails without the fault too.
+    """
     path = copy / fault["file"]
     text = path.read_text()
     if text.count(fault["old"]) != 1:
         raise ValueError(f"{fault['file']}: the line of '{fault['fault']}' is there {text.count(fault['old'])} times")
     path.write_text(text.replace(fault["old"], fault["new"]))
     try:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *fault["tests"].split()]
-        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-        ran = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        failed = first_failure(copy, fault["tests"].split())
     finally:
         path.write_text(text)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.M)
+    if failed and first_failure(copy, [failed]):
+        raise RuntimeError(f"{failed} fails without the fault '{fault['fault']}' too")
+    return f"`{failed}`" if failed else ""
+
+
+def first_failure(copy: Path, tests: Sequence[str]) -> str:
+    """Run tests up to the first that fails, and return its name, empty if all pass. Raises RuntimeError if pytest cannot."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", ran.stdout, re.M)
     if ran.returncode and not failed:
-        raise RuntimeError(f"{fault['fault']}: pytest ended with {ran.returncode}\n{(ran.stdout + ran.stderr)[-3000:]}")
-    return f"`{failed.group(1)}`" if failed else ""
+        raise RuntimeError(f"{' '.join(command)}: status {ran.returncode}\n{(ran.stdout + ran.stderr)[-3000:]}")
+    return failed.group(1) if failed else ""
 
 
 if __name__ == "__main__":
