@@ -1,4 +1,4 @@
-"""What this rank did when, and which share of the time it waited.
+"""What a rank does when, as trace events in a file, and which share of its time it waits.
 
     timeline = Timeline(about, realms)      # every rank; World.phase tells it what the rank does: `enter`
     timeline.write(folder)                  # into folder/timeline/rank00000.jsonl, by a thread
@@ -6,21 +6,22 @@
     timeline.heard(realm, account)          # ... which hears of all, or of sums of several ranks
     timeline.step_ended(step)               # rank 0: {"idle/train": 0.2, ...} since the call before
 
-A rank does one thing at a time, so a file is a row of spans without gaps. Its first line is `about` with the unix second at
-which it begins; each other line is one of
+A file is in the JSON array format of Chrome's trace events ("Trace Event Format", Google, 2016), one event a line and without
+the closing bracket, which the format leaves out too: https://ui.perfetto.dev shows it as it is. Its events are
 
-    [begin, end, verb, phase]                                    seconds after the file's beginning
-    [begin, end, verb, phase, count, {category: seconds}]        so many spans merged; named as most of their time
-    {"step": 12, "at": 345.6}                                    rank 0: when a step ended
+    M    the first: `args` has the rank, its realm, its engine and its node
+    X    the rank did something: `name` is the verb, or "verb: phase", `cat` its category; of several spans that were merged
+         into one `args` has how many they are and the seconds of each category. One begins where the one before ends
+    i    rank 0: a step ended; `args` has its number
 
-Times are a monotonic clock's with one offset, that of the wall clock at the beginning: they never jump. Within a second of a
-change the file's end is written anew, with what is under way; if that only lasts longer, every world size / 64 seconds, which
-spares a file system that thousands of ranks share. So a rank that is killed loses what it began in the last second, and does
-not say how much longer than that it was at what it did.
+Times are microseconds since 1970. A monotonic clock counts them from the wall clock's at the beginning, so they never jump.
+Each second the end of the file is written anew with what is under way; if that only lasts longer, every world size / 64
+seconds, which spares a file system that thousands of ranks share. So a rank that is killed loses what it began in the last
+second.
 
 A file is bounded by merging. What interrupts a span for less than the resolution is merged with it; an engine's 50 steps a
-second with glances at its mail between them are one span. The resolution is 10 ms and doubles with every 4 MB, so that a file
-grows by 4 MB at most each time the run's length doubles.
+second with glances at its mail between them are one span. The resolution is 10 ms and doubles with every 8 MB, so that a file
+grows by 8 MB at most each time the run's length doubles.
 
 A rank waits if it has no verb, or is in a phase that begins with "wait", or only environments are at work on its episodes. One
 that waits inside a collective, for other ranks to arrive there, cannot be told from one that computes: it counts as busy.
@@ -39,48 +40,20 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from pipeline.spans import RESOLUTION_S, WAITING, Merger, Span, category, us
 
 FLUSH_S = 1.0
 QUIET_RANKS_PER_S = 64
 """Of a run whose ranks all have nothing new, so many write each second that they still do what they did."""
-RESOLUTION_S = 0.01
-DOUBLING_BYTES = 4 << 20
+DOUBLING_BYTES = 8 << 20
 MOST_UNWRITTEN = 10_000
 """Lines that wait for a disk which does not take them; the oldest are given up."""
-MOST_NAMES = 32
-"""Of one merged span; what else it is made of goes by its verb alone."""
 CLOSE_S = 5.0
 """How long the end of a run waits for a disk that hangs."""
-
-CATEGORIES = ("rollout", "environment", "forward", "step", "refit", "save", "coordinate", "other", "wait")
-WAITING = ("wait", "environment")
-OF_VERB = {
-    "idle": "wait",
-    **dict.fromkeys(("rollout", "drain", "snapshot", "cut"), "rollout"),
-    **dict.fromkeys(("forward", "estimate", "standardize", "evaluate", "score"), "forward"),
-    "step": "step",
-    **dict.fromkeys(("send", "receive", "commit"), "refit"),
-    **dict.fromkeys(("save", "written", "restore", "export"), "save"),
-    "coordinate": "coordinate",
-}
-"""All other verbs are "other"."""
-ENVIRONMENTS = ("environment", "reward")
-"""Phases of a rollout in which no engine is stepped."""
-
-
-@cache
-def category(verb: str, phase: str) -> str:
-    """One of CATEGORIES."""
-    if phase.startswith("wait"):
-        return "wait"
-    found = OF_VERB.get(verb, "other")
-    return "environment" if found == "rollout" and phase in ENVIRONMENTS else found
-
 
 Account = tuple[float, float]
 """Seconds that one or more ranks have waited, of those that they have lived."""
@@ -169,128 +142,13 @@ Event = tuple[float, float, str, str] | tuple[float, int]
 """(begin, end, verb, phase), or (at, step)."""
 
 
-@dataclass
-class Span:
-    """One or more spans, one after another."""
-
-    begin: float
-    end: float
-    names: dict[tuple[str, str], float] = field(default_factory=dict)  # (verb, phase) -> seconds
-    count: int = 0
-    categories: dict[str, float] = field(default_factory=dict)  # -> seconds
-
-    @classmethod
-    def of(cls, begin: float, end: float, verb: str, phase: str) -> Span:
-        return cls(begin, end, {(verb, phase): end - begin}, 1, {category(verb, phase): end - begin})
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.begin
-
-    @property
-    def name(self) -> tuple[str, str]:
-        """The verb that took most of the time; and its phase, if one took most of that."""
-        if len(self.names) == 1:
-            return next(iter(self.names))
-        verbs: dict[str, float] = {}
-        for (verb, _), seconds in self.names.items():
-            verbs[verb] = verbs.get(verb, 0.0) + seconds
-        verb = max(verbs, key=verbs.get)
-        phases = {phase: seconds for (of, phase), seconds in self.names.items() if of == verb}
-        phase = max(phases, key=phases.get)
-        return verb, phase if 2 * phases[phase] > verbs[verb] else ""
-
-    @property
-    def category(self) -> str:
-        """That of most of its time."""
-        return max(self.categories, key=self.categories.get)
-
-    def likes(self, other: Span) -> bool:
-        """Whether the other is more of the same."""
-        (verb, phase), (its, in_phase) = self.name, other.name
-        return verb == its and (phase == in_phase or (len(self.names) > 2 and not phase))
-
-    def absorb(self, other: Span) -> None:
-        """What comes right after."""
-        self.end = other.end
-        self.count += other.count
-        for (verb, phase), seconds in other.names.items():
-            name = (verb, phase) if (verb, phase) in self.names or len(self.names) < MOST_NAMES else (verb, "")
-            self.names[name] = self.names.get(name, 0.0) + seconds
-        for key, seconds in other.categories.items():
-            self.categories[key] = self.categories.get(key, 0.0) + seconds
-
-    def part(self, begin: float, end: float) -> Span | None:
-        """What of it is between two times; of several spans each is taken to be spread evenly. None: nothing."""
-        begin, end = max(self.begin, begin), min(self.end, end)
-        if begin >= end:
-            return None
-        share = (end - begin) / self.seconds
-        names, categories = ({key: share * seconds for key, seconds in of.items()} for of in (self.names, self.categories))
-        return Span(begin, end, names, self.count, categories)
-
-    def line(self) -> list[Any]:
-        fields = [round(self.begin, 6), round(self.end, 6), *self.name]
-        if self.count > 1:
-            fields += [self.count, {key: round(seconds, 6) for key, seconds in self.categories.items()}]
-        return fields
-
-
-def span(line: list[Any], later: float = 0.0) -> Span:
-    """What `Span.line` made, so many seconds later. Of merged spans only the name of most of their time is known."""
-    begin, end, verb, phase, *merged = line
-    found = Span.of(begin + later, end + later, verb, phase)
-    if merged:
-        found.count, found.categories = merged
-    return found
-
-
-class Merger:
-    """Spans in, fewer spans out: all but the first last for `resolution` at least, and no second is lost."""
-
-    def __init__(self, resolution: float = RESOLUTION_S):
-        self.resolution = resolution
-        self._span: Span | None = None
-        self._short: Span | None = None  # what follows it, and is shorter than the resolution
-
-    def take(self, span: Span) -> Iterator[Span]:
-        """Those that nothing can be merged with any more."""
-        if self._span is None:
-            self._span = span
-            return
-        if self._span.likes(span) and (self._short is None or span.seconds >= self.resolution):
-            self._close()
-            self._span.absorb(span)
-            return
-        if self._short:
-            self._short.absorb(span)
-        else:
-            self._short = span
-        if self._short.seconds < self.resolution:
-            return
-        if self._span.likes(self._short):
-            self._close()
-        else:
-            yield self._span
-            self._span, self._short = self._short, None
-
-    def _close(self) -> None:
-        if self._short:
-            self._span.absorb(self._short)
-            self._short = None
-
-    def rest(self) -> Iterator[Span]:
-        """Those that may yet grow."""
-        return filter(None, (self._span, self._short))
-
-
 class Writer:
     """The thread that keeps a timeline's file. A disk that does not take it costs the file alone; it is told once."""
 
     def __init__(
         self,
         path: Path,
-        about: dict[str, Any],
+        about: Mapping[str, Any],
         take: Callable[[], tuple[list[Event], Event]],
         quiet: float = FLUSH_S,
     ):
@@ -300,7 +158,8 @@ class Writer:
         self._quiet = quiet
         self._told = -math.inf  # until when the file has what is under way
         self._merger = Merger()
-        self._lines = [about]  # that will not change any more, and are not written yet
+        self._rank, self._zero = about["rank"], about["began"]
+        self._lines = [f"[{_text(self._first(about))}"]  # that will not change any more, and are not written yet
         self._at = 0  # where in the file they go
         self._end = 0  # of the file, at most
         self._file: int | None = None
@@ -328,15 +187,15 @@ class Writer:
             return
         for event in ended:
             if len(event) == 2:
-                self._lines.append({"step": event[1], "at": round(event[0], 6)})
+                self._lines.append(_text(self._step(*event)))
             else:
-                self._lines += [span.line() for span in self._merger.take(Span.of(*event))]
-        tail = [span.line() for span in self._merger.rest()]
+                self._lines += map(self._text, self._merger.take(Span.of(*event)))
+        tail = [*self._merger.rest()]
         if not any(len(event) == 4 and event[0] >= under_way[0] for event in ended):
-            tail.append(Span.of(*under_way).line())
-        settled, rest = _text(self._lines), _text(tail)
+            tail.append(Span.of(*under_way))
+        settled = "".join(self._lines).encode()
         try:
-            self._put(settled + rest)
+            self._put(settled + "".join(map(self._text, tail)).encode())
         except OSError as error:
             self._give_up(error)
             return
@@ -347,6 +206,17 @@ class Writer:
         self._lines = []
         self._told = under_way[1]
         self._merger.resolution = RESOLUTION_S * 2 ** (self._at // DOUBLING_BYTES)
+
+    def _first(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        args = {"name": f"{about['realm']} rank {self._rank} on {about['node']}", **about}
+        return {"ph": "M", "name": "process_name", "pid": self._rank, "tid": self._rank, "args": args}
+
+    def _step(self, at: float, step: int) -> dict[str, Any]:
+        place = {"pid": self._rank, "tid": self._rank, "ts": us(self._zero + at)}
+        return {"ph": "i", "name": f"step {step} ended", **place, "s": "g", "args": {"step": step}}
+
+    def _text(self, span: Span) -> str:
+        return _text(span.event(self._rank, self._rank, self._zero))
 
     def _put(self, data: bytes) -> None:
         if self._file is None:
@@ -378,5 +248,5 @@ class Writer:
         print(f"hetstep: the timeline ({self._path}) {what}", flush=True)
 
 
-def _text(lines: list[Any]) -> bytes:
-    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+def _text(event: dict[str, Any]) -> str:
+    return json.dumps(event, separators=(",", ":")) + ",\n"

@@ -23,7 +23,7 @@ DOWNHILL = [
     ("algorithms",),
     ("types", "boxes"),
     ("builds", "encoding", "files", "interface", "signals", "startup", "timeline", "sandbox", "own_code", "rank_log"),
-    ("secrets",),
+    ("secrets", "spans"),
     ("problems", "values"),
 ]
 HEAVY = ("torch", "transformers", "vllm", "megatron", "datasets", "tensorboard")

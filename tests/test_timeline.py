@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 
 from pipeline import timeline
-from pipeline.timeline import WAITING, Merger, Span, Timeline, Writer, category, span
+from pipeline.spans import WAITING, Merger, Span, category, span
+from pipeline.timeline import Timeline, Writer
 from pipeline.world import Place, Realms, World
 
 ABOUT = {"rank": 0, "realm": "train", "engine": None, "node": "a"}
+BEGAN = {"began": 1_700_000_000.0}
+FIRST = {"name": "train rank 0 on a", **ABOUT, **BEGAN}
 
 
 class Clock:
@@ -39,11 +42,24 @@ def clock(monkeypatch) -> Clock:
     return made
 
 
-def flush(of: Timeline, folder: Path) -> list:
-    """All lines of the timeline's file, written once."""
+def flush(of: Timeline, folder: Path) -> list[dict]:
+    """Return all events of the timeline's file, written once."""
     of.write(folder)
     of.close()
-    return [json.loads(line) for line in next(folder.glob("timeline/rank*.jsonl")).read_text().splitlines()]
+    return events(next(folder.glob("timeline/rank*.jsonl")))
+
+
+def events(path: Path) -> list[dict]:
+    """Return a file's events, which are the format's array but for the closing bracket."""
+    text = path.read_text()
+    assert text.endswith(",\n")
+    return json.loads(text[:-2] + "]")
+
+
+def short(event: dict) -> list:
+    """Return [begin, end, verb, phase] of a span, in seconds since the beginning that ABOUT or a Clock has."""
+    begin, (verb, _, phase) = event["ts"] / 1e6 % 100_000, event["name"].partition(": ")
+    return [round(begin, 6), round(begin + event["dur"] / 1e6, 6), verb, phase]
 
 
 # ---- what is recorded -------------------------------------------------------------------------------------------------------
@@ -62,13 +78,20 @@ def test_nested_phases_are_a_row_of_spans_without_gaps(clock, tmp_path):
             clock.now += 5
             lines = flush(world.timeline, tmp_path)  # in the middle of it
 
+    about = {"rank": 1, "realm": "generate", "engine": 0, "node": "node7", "began": 1_000_100.0}
+    where = {"pid": 1, "tid": 1}
     assert lines == [
-        {"rank": 1, "realm": "generate", "engine": 0, "node": "node7", "began": 1_000_100.0},
-        [0.0, 1.0, "join", ""],
-        [1.0, 3.0, "rollout", ""],
-        [3.0, 6.0, "rollout", "decode"],
-        [6.0, 10.0, "rollout", ""],
-        [10.0, 15.0, "rollout", "environment"],
+        {"ph": "M", "name": "process_name", **where, "args": {"name": "generate rank 1 on node7", **about}},
+        {"ph": "X", "name": "join", "cat": "other", **where, "ts": 1_000_100_000_000, "dur": 1_000_000},
+        *(
+            {"ph": "X", "name": name, "cat": of, **where, "ts": 1_000_000_000_000 + begin, "dur": dur}
+            for begin, dur, of, name in (
+                (101_000_000, 2_000_000, "rollout", "rollout"),
+                (103_000_000, 3_000_000, "rollout", "rollout: decode"),
+                (106_000_000, 4_000_000, "rollout", "rollout"),
+                (110_000_000, 5_000_000, "environment", "rollout: environment"),
+            )
+        ),
     ]
 
 
@@ -137,7 +160,7 @@ def test_merging_keeps_every_second_and_what_it_was_spent_on():
         for begin, end, verb, phase in events:
             spent[category(verb, phase)] = spent.get(category(verb, phase), 0.0) + end - begin
         for each in found:
-            again = span(json.loads(json.dumps(each.line())))
+            again = span(json.loads(json.dumps(each.event(0, 0))))
             assert again.name == each.name and again.count == each.count
             for key, seconds in again.categories.items():
                 kept[key] = kept.get(key, 0.0) + seconds
@@ -145,7 +168,8 @@ def test_merging_keeps_every_second_and_what_it_was_spent_on():
 
 
 def test_a_part_of_a_span_has_its_share():
-    whole = span([0.0, 4.0, "rollout", "decode", 200, {"rollout": 3.0, "wait": 1.0}], later=10.0)
+    args = {"merged": 200, "seconds": {"rollout": 3.0, "wait": 1.0}}
+    whole = span({"ph": "X", "name": "rollout: decode", "ts": 0, "dur": 4_000_000, "args": args}, later=10.0)
     part = whole.part(11.0, 13.0)
     assert (part.begin, part.end, part.name, part.category) == (11.0, 13.0, ("rollout", "decode"), "rollout")
     assert part.categories == {"rollout": 1.5, "wait": 0.5}
@@ -164,7 +188,7 @@ def write(path: Path, events: list, flushes: int) -> int:
         batch = next(batches)
         return batch, batch[-1]
 
-    writer = Writer(path, ABOUT, take)
+    writer = Writer(path, ABOUT | BEGAN, take)
     for _ in range(flushes):
         writer.flush()
     return path.stat().st_size
@@ -190,14 +214,14 @@ def test_what_is_under_way_is_replaced_when_it_has_ended(tmp_path):
             ([(5.0, 7.5, "idle", "")], (7.5, 8.0, "step", "")),
         ]
     )
-    writer = Writer(tmp_path / "timeline/r", ABOUT, lambda: next(takes))
+    writer = Writer(tmp_path / "timeline/r", ABOUT | BEGAN, lambda: next(takes))
     expected = [[5.0, 6.0], [5.0, 7.0], [7.5, 8.0]]
     for times in expected:
         writer.flush()
-        lines = [json.loads(line) for line in (tmp_path / "timeline/r").read_text().splitlines()]
-        assert lines[0] == ABOUT and lines[1] == [0.0, 5.0, "setup", "load a model with a long name"]
-        assert lines[-1][:2] == times
-    assert [line[0] for line in lines[1:]] == [0.0, 5.0, 7.5]
+        first, *spans = events(tmp_path / "timeline/r")
+        assert first["args"] == FIRST and short(spans[0]) == [0.0, 5.0, "setup", "load a model with a long name"]
+        assert short(spans[-1])[:2] == times
+    assert [short(each)[0] for each in spans] == [0.0, 5.0, 7.5]
 
 
 class Disk:
@@ -219,7 +243,7 @@ class Disk:
 def test_a_rank_with_nothing_new_leaves_the_file_system_alone(clock, tmp_path, monkeypatch):
     disk = Disk(monkeypatch)
     ranks = Timeline(ABOUT, {"train": tuple(range(512))})
-    writer = Writer(tmp_path / "timeline/r", ABOUT, ranks.take, ranks._quiet)
+    writer = Writer(tmp_path / "timeline/r", ABOUT | BEGAN, ranks.take, ranks._quiet)
     for _ in range(33):
         writer.flush()
         clock.now += 1
@@ -229,21 +253,20 @@ def test_a_rank_with_nothing_new_leaves_the_file_system_alone(clock, tmp_path, m
         writer.flush()
         clock.now += 1
     assert disk.asked["pwrite"] == 7
-    lines = [json.loads(line) for line in (tmp_path / "timeline/r").read_text().splitlines()]
-    assert [line[2] for line in lines[1:]] == ["join", "step", "idle"]
+    assert [event["name"] for event in events(tmp_path / "timeline/r")[1:]] == ["join", "step", "idle"]
 
 
 def test_the_file_is_cut_only_where_it_was_longer(tmp_path, monkeypatch):
     disk = Disk(monkeypatch)
-    long, short = (1.0, 2.0, "setup", "load a model with a long name"), (1.0, 3.0, "step", "")
-    takes = iter([([(0.0, 1.0, "join", "")], long), ([(1.0, 1.5, *long[2:])], (1.5, 2.5, *long[2:])), ([], short)])
-    writer = Writer(tmp_path / "timeline/r", ABOUT, lambda: next(takes), quiet=0.0)
+    long, after = (1.0, 2.0, "setup", "load a model with a long name"), (1.0, 3.0, "step", "")
+    takes = iter([([(0.0, 1.0, "join", "")], long), ([(1.0, 1.5, *long[2:])], (1.5, 2.5, *long[2:])), ([], after)])
+    writer = Writer(tmp_path / "timeline/r", ABOUT | BEGAN, lambda: next(takes), quiet=0.0)
     cuts = []
     for _ in range(3):
         writer.flush()
         cuts.append(disk.asked["ftruncate"])
-        lines = [json.loads(line) for line in (tmp_path / "timeline/r").read_text().splitlines()]
-    assert lines[0] == ABOUT and lines[-1] == [*short]
+        first, *_, last = events(tmp_path / "timeline/r")
+    assert first["args"] == FIRST and short(last) == [*after]
     assert cuts == [0, 0, 1]
 
 
@@ -288,9 +311,9 @@ def test_what_a_killed_rank_was_doing_is_in_its_file(tmp_path):
     finally:
         os.kill(rank.pid, signal.SIGKILL)
         rank.wait()
-    about, *spans = [json.loads(line) for line in path.read_text().splitlines()]
-    assert about["rank"] == 3
-    assert [each[2] for each in spans][-2:] == ["forward", "step"]
+    about, *spans = events(path)
+    assert about["args"]["rank"] == 3
+    assert [each["name"] for each in spans][-2:] == ["forward: forward of the policy", "step: step of the policy"]
 
 
 def test_a_rank_that_ends_writes_all_of_it(tmp_path):
@@ -301,17 +324,17 @@ def test_a_rank_that_ends_writes_all_of_it(tmp_path):
 def test_a_disk_that_refuses_costs_the_file_alone_and_is_told_once(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(timeline, "MOST_UNWRITTEN", 5)
     (tmp_path / "timeline").write_text("in the way")
-    events = iter([[(float(i), float(i + 1), f"verb {i}", "")] for i in range(20)])
+    ended = iter([[(float(i), float(i + 1), f"verb {i}", "")] for i in range(20)])
     under_way = (99.0, 99.5, "idle", "")
-    writer = Writer(tmp_path / "timeline/r", ABOUT, lambda: (next(events), under_way))
+    writer = Writer(tmp_path / "timeline/r", ABOUT | BEGAN, lambda: (next(ended), under_way))
     for _ in range(12):
         writer.flush()
     assert capsys.readouterr().out.count("cannot be written") == 1
     (tmp_path / "timeline").unlink()
     writer.flush()
     assert "can be written again; 6 lines are lost" in capsys.readouterr().out
-    lines = [json.loads(line) for line in (tmp_path / "timeline/r").read_text().splitlines()]
-    assert lines[0] == ABOUT and [line[2] for line in lines[1:]] == [*(f"verb {i}" for i in range(6, 13)), "idle"]
+    first, *spans = events(tmp_path / "timeline/r")
+    assert first["args"] == FIRST and [each["name"] for each in spans] == [*(f"verb {i}" for i in range(6, 13)), "idle"]
 
 
 # ---- idle shares ------------------------------------------------------------------------------------------------------------
@@ -357,6 +380,6 @@ def test_the_file_and_the_shares_agree(clock, tmp_path):
         clock.now += draw.random() * 0.02
     waited, lived = rank.account()
     _, *lines = flush(rank, tmp_path)
-    spans = [span(line) for line in lines]
+    spans = [span(event) for event in lines]
     assert sum(each.seconds for each in spans) == pytest.approx(lived, abs=1e-4)
     assert sum(each.categories.get(key, 0.0) for each in spans for key in WAITING) == pytest.approx(waited, abs=1e-3)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from launch.pages.chart import Chart, Mark, Series
 from launch.pages.html import Html, data, tag
+from launch.timelines.picture import evenly
 from pipeline.metrics import read_rollouts
 
 KINDS = {"step": "training", "val": "validation"}
@@ -101,13 +102,6 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 def _length(record: dict[str, Any]) -> int:
     return len(record["completion_tokens"])
-
-
-def evenly(items: Sequence[Item], most: int) -> list[Item]:
-    """At most so many of them, from the first to the last, at equal distances."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else [items[-1]]
 
 
 # ---- samples ----------------------------------------------------------------------------------------------------------------

@@ -1,105 +1,121 @@
-"""A PNG of one step: ranks as rows, what they did as colours, idle shares beside their realm.
+"""A step as an SVG: ranks as rows, what they did as colours, idle shares beside their realm.
 
-Few ranks of a realm are bars with their numbers. Many are one line of pixels each, with the names of nodes or engines: of each
-pixel the category that took most of its time, so that a rank which lags behind still stands out.
+A report has it in its page. Alone it has the page's style, a title and a legend. Few ranks of a realm are bars with their names
+and what they did in titles; many are thin lines with the names of nodes or engines, so that one which lags behind stands out.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap, to_rgb
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
+from launch.pages.html import Html, tag, text
 from launch.timelines.reading import Rank, Step, idle_share
 from launch.units import plural
-from pipeline.timeline import CATEGORIES, Span
+from pipeline.spans import Span
 
-COLOURS = {
-    "rollout": "#0072b2",
-    "environment": "#cc79a7",
-    "forward": "#56b4e9",
-    "step": "#d55e00",
-    "refit": "#009e73",
-    "save": "#8a6d00",
-    "coordinate": "#5a3e99",
-    "other": "#7f7f7f",
-    "wait": "#e9ebee",
-}
-"""Okabe and Ito's where they suffice; the report's page has the same."""
+STYLE = Path(__file__).parent.parent / "pages" / "page.css"
 FEW = 24
 """Ranks of a realm that are shown as bars."""
+THIN = 720
+"""Height of a realm with many ranks, about."""
 NAMES = 16
 """Groups of a realm that are named at most."""
-BAR_INCHES = 0.26
-PIXELS = 1200
+WIDTH, LEFT, RIGHT, ROW, HEAD = 1200, 140, 30, 15, 26
 
 Row = tuple[Rank, list[Span]]
+Item = TypeVar("Item")
 
 
-def draw(step: Step, title: str, path: Path) -> None:
-    """Write a PNG to `path`. Raises OSError if it cannot be written."""
-    realms = step.realms()
-    heights = [_inches(rows) for rows in realms.values()]
-    figure = Figure(figsize=(12, sum(heights) + 0.45 * len(heights) + 1.1), dpi=120, layout="constrained")
-    panels = figure.subplots(len(realms), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    unit, scale = ("s", 1.0) if step.end - step.begin >= 0.5 else ("ms", 1e3)
-    for axes, (realm, rows) in zip(panels, realms.items(), strict=True):
-        (_bars if len(rows) <= FEW else _pixels)(axes, rows, step, scale)
-        axes.set_title(f"{realm}: {plural(len(rows), 'rank')}, idle {idle_share(rows):.0%}", fontsize=9.5, loc="left")
-        axes.tick_params(axis="y", length=0, labelsize=8)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-    panels[-1].set_xlabel(f"time ({unit})", fontsize=9)
-    panels[-1].set_xlim(0, scale * (step.end - step.begin))
-    patches = [Patch(facecolor=COLOURS[key], label=key) for key in step.categories()]
-    figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), fontsize=8.5, frameon=False)
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
-    figure.savefig(path, format="png")
+def evenly(items: Sequence[Item], most: int) -> list[Item]:
+    """Return at most so many of them, from the first to the last, at equal distances."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)] if most > 1 else [items[-1]]
 
 
-def _inches(rows: list[Row]) -> float:
+def alone(step: Step, title: str) -> str:
+    """Return an SVG file with all ranks."""
+    parts, height = _panels(step, len(step.rows), 56)
+    legend = []
+    for i, key in enumerate(step.categories()):
+        legend.append(tag("rect", x=110 * i, y=30, width=12, height=12, class_=f"is-{key}"))
+        legend.append(tag("text", key, x=110 * i + 18, y=41, class_="head"))
+    head = tag("text", title, x=0, y=14, class_="head realm", style="font-size: 16px")
+    box = {"viewBox": f"-20 -20 {WIDTH + 40} {height + 40}", "width": WIDTH + 40, "height": height + 40}
+    look = {"class_": "timeline", "style": "background: var(--panel); font-family: system-ui, sans-serif"}
+    inner = (tag("style", Html(STYLE.read_text())), head, *legend, *parts)
+    return str(tag("svg", *inner, xmlns="http://www.w3.org/2000/svg", **box, **look)) + "\n"
+
+
+def inside(step: Step, title: str) -> Html:
+    """Return the picture for a page, with some of the ranks where a realm has many."""
+    parts, height = _panels(step, FEW, 0)
+    return tag("svg", *parts, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=title)
+
+
+def _panels(step: Step, most: int, y: float) -> tuple[list[Html], float]:
+    """Return the realms one below another with the axis, from `y` on, and where it ends."""
+    scale = (WIDTH - LEFT - RIGHT) / (step.end - step.begin)
+    parts: list[Html] = []
+    for realm, every in step.realms().items():
+        rows = evenly(every, most)
+        some = f", of which {len(rows)} are shown" if len(rows) < len(every) else ""
+        said = f": {plural(len(every), 'rank')}{some}, idle {idle_share(every):.0%}"
+        parts.append(tag("text", tag("tspan", realm, class_="realm"), said, x=0, y=y + HEAD - 9, class_="head"))
+        y += HEAD
+        height = ROW if len(rows) <= FEW else max(1, min(ROW - 1, THIN // len(rows)))
+        for name, at in _names(rows):
+            parts.append(tag("text", name, x=LEFT - 8, y=f"{y + height * at + 4:.1f}", text_anchor="end", class_="tick"))
+        for i, (_, spans) in enumerate(rows):
+            parts += _bars(step, spans, y + height * i, height, scale)
+        y += height * len(rows)
+    return [*parts, *_axis(step, y + 6, scale)], y + 26
+
+
+def _names(rows: list[Row]) -> Iterator[tuple[str, float]]:
+    """Yield (name, in the middle of how many rows): of each rank, or of some groups of many ranks."""
     if len(rows) <= FEW:
-        return max(0.5, BAR_INCHES * len(rows))
-    return float(np.clip(len(rows) / 60, 2.4, 7.0))
-
-
-def _bars(axes: Axes, rows: list[Row], step: Step, scale: float) -> None:
-    for at, (_, spans) in enumerate(rows):
-        boxes = [(scale * (each.begin - step.begin), scale * each.seconds) for each in spans]
-        axes.broken_barh(boxes, (at - 0.42, 0.84), facecolors=[COLOURS[each.category] for each in spans], linewidth=0)
-    axes.set_yticks(range(len(rows)), [rank.name for rank, _ in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-
-
-def _pixels(axes: Axes, rows: list[Row], step: Step, scale: float) -> None:
-    image = np.stack([_dominant(spans, step) for _, spans in rows])
-    colours = ListedColormap([to_rgb(COLOURS[key]) for key in CATEGORIES])
-    extent = (0, scale * (step.end - step.begin), len(rows) - 0.5, -0.5)
-    limits = {"vmin": -0.5, "vmax": len(CATEGORIES) - 0.5}
-    axes.imshow(image, aspect="auto", interpolation="nearest", cmap=colours, extent=extent, **limits)
+        yield from ((rank.name, i + 0.5) for i, (rank, _) in enumerate(rows))
+        return
     groups: dict[str, list[int]] = {}
-    for at, (rank, _) in enumerate(rows):
-        groups.setdefault(rank.group, []).append(at)
-    every = -(-len(groups) // NAMES)
-    shown = dict(list(groups.items())[::every])
-    axes.set_yticks([sum(at) / len(at) for at in shown.values()], list(shown))
-    for at in list(groups.values())[1:] if len(groups) <= 2 * NAMES else []:
-        axes.axhline(at[0] - 0.5, color="white", linewidth=0.6)
+    for i, (rank, _) in enumerate(rows):
+        groups.setdefault(rank.group, []).append(i)
+    for name, at in list(groups.items())[:: -(-len(groups) // NAMES)]:
+        yield name, sum(at) / len(at) + 0.5
 
 
-def _dominant(spans: list[Span], step: Step) -> np.ndarray:
-    """[PIXELS]: of each moment the number of the category that took most of it."""
-    seconds = np.zeros((len(CATEGORIES), PIXELS))
-    width = (step.end - step.begin) / PIXELS
+def _bars(step: Step, spans: list[Span], y: float, height: float, scale: float) -> Iterator[Html]:
     for each in spans:
-        first, last = (each.begin - step.begin) / width, (each.end - step.begin) / width
-        low, high = int(first), min(int(last), PIXELS - 1)
-        covered = np.ones(high - low + 1)
-        covered[0] -= first - low
-        covered[-1] -= max(0.0, high + 1 - last)
-        for key, of in each.categories.items():
-            seconds[CATEGORIES.index(key), low : high + 1] += covered * of / max(each.seconds, 1e-9)
-    return seconds.argmax(0)
+        x = LEFT + scale * (each.begin - step.begin)
+        gap, said = (1, tag("title", _said(step, each))) if height == ROW else (0, None)
+        place = {"x": f"{x:.1f}", "y": y + gap, "height": height - 2 * gap, "width": f"{max(0.2, scale * each.seconds):.1f}"}
+        yield tag("rect", said, **place, class_=f"is-{each.category}")
+
+
+def _said(step: Step, span: Span) -> Html:
+    verb, phase = span.name
+    name = (phase or "wait") if verb == "idle" else ", ".join(filter(None, [verb, phase]))
+    said = f"{name}: {_seconds(span.seconds)}, from {_seconds(span.begin - step.begin)}"
+    if span.count > 1:
+        of = sorted(span.categories.items(), key=lambda item: -item[1])
+        said += f"\n{', '.join(f'{key} {seconds / span.seconds:.0%}' for key, seconds in of)}"
+    return text(said)
+
+
+def _axis(step: Step, y: float, scale: float) -> Iterator[Html]:
+    length = step.end - step.begin
+    unit, per_unit = ("s", 1.0) if length >= 0.5 else ("ms", 1e3)
+    power = 10 ** math.floor(math.log10(length / 8))
+    every = next(power * each for each in (1, 2, 5, 10) if power * each >= length / 8)
+    yield tag("line", x1=LEFT, x2=f"{LEFT + scale * length:.1f}", y1=y, y2=y, class_="axis")
+    for i in range(int(length / every + 1e-9) + 1):
+        x = f"{LEFT + scale * i * every:.1f}"
+        yield tag("line", x1=x, x2=x, y1=y, y2=y + 4, class_="axis")
+        yield tag("text", f"{per_unit * i * every:.4g} {unit}", x=x, y=y + 16, text_anchor="middle", class_="tick")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

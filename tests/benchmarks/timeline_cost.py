@@ -23,7 +23,7 @@ def main() -> None:
     entered = written = 0.0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "timeline/rank00000.jsonl"
-        writer = Writer(path, ABOUT, timeline.take)
+        writer = Writer(path, ABOUT | {"began": time.time()}, timeline.take)
         for _ in range(int(SECONDS / FLUSH_S)):
             begin = time.process_time()
             for i in range(int(CHANGES_PER_S * FLUSH_S)):

@@ -1,0 +1,164 @@
+"""Spans of time in which ranks do something: what they count as, how they are merged, and the trace events that they become."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+RESOLUTION_S = 0.01
+MOST_NAMES = 32
+"""Of one merged span; what else it is made of goes by its verb alone."""
+
+CATEGORIES = ("rollout", "environment", "forward", "step", "refit", "save", "coordinate", "other", "wait")
+WAITING = ("wait", "environment")
+OF_VERB = {
+    "idle": "wait",
+    **dict.fromkeys(("rollout", "drain", "snapshot", "cut"), "rollout"),
+    **dict.fromkeys(("forward", "estimate", "standardize", "evaluate", "score"), "forward"),
+    "step": "step",
+    **dict.fromkeys(("send", "receive", "commit"), "refit"),
+    **dict.fromkeys(("save", "written", "restore", "export"), "save"),
+    "coordinate": "coordinate",
+}
+"""All other verbs are "other"."""
+ENVIRONMENTS = ("environment", "reward")
+"""Phases of a rollout in which no engine is stepped."""
+
+
+@cache
+def category(verb: str, phase: str) -> str:
+    """One of CATEGORIES."""
+    if phase.startswith("wait"):
+        return "wait"
+    found = OF_VERB.get(verb, "other")
+    return "environment" if found == "rollout" and phase in ENVIRONMENTS else found
+
+
+@dataclass
+class Span:
+    """One or more spans, one after another."""
+
+    begin: float
+    end: float
+    names: dict[tuple[str, str], float]  # (verb, phase) -> seconds
+    count: int
+    categories: dict[str, float]  # -> seconds
+
+    @classmethod
+    def of(cls, begin: float, end: float, verb: str, phase: str) -> Span:
+        return cls(begin, end, {(verb, phase): end - begin}, 1, {category(verb, phase): end - begin})
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """The verb that took most of the time; and its phase, if one took most of that."""
+        if len(self.names) == 1:
+            return next(iter(self.names))
+        verbs: Counter[str] = Counter()
+        for (verb, _), seconds in self.names.items():
+            verbs[verb] += seconds
+        verb = max(verbs, key=verbs.get)
+        phases = {phase: seconds for (of, phase), seconds in self.names.items() if of == verb}
+        phase = max(phases, key=phases.get)
+        return verb, phase if 2 * phases[phase] > verbs[verb] else ""
+
+    @property
+    def category(self) -> str:
+        """That of most of its time."""
+        return max(self.categories, key=self.categories.get)
+
+    def likes(self, other: Span) -> bool:
+        """Whether the other is more of the same."""
+        (verb, phase), (its, in_phase) = self.name, other.name
+        return verb == its and (phase == in_phase or (len(self.names) > 2 and not phase))
+
+    def absorb(self, other: Span) -> None:
+        """What comes right after."""
+        self.end = other.end
+        self.count += other.count
+        for (verb, phase), seconds in other.names.items():
+            name = (verb, phase) if (verb, phase) in self.names or len(self.names) < MOST_NAMES else (verb, "")
+            self.names[name] = self.names.get(name, 0.0) + seconds
+        for key, seconds in other.categories.items():
+            self.categories[key] = self.categories.get(key, 0.0) + seconds
+
+    def part(self, begin: float, end: float) -> Span | None:
+        """What of it is between two times; of several spans each is taken to be spread evenly. None: nothing."""
+        begin, end = max(self.begin, begin), min(self.end, end)
+        if begin >= end:
+            return None
+        share = (end - begin) / self.seconds
+        names, categories = (
+            Counter({key: share * seconds for key, seconds in of.items()}) for of in (self.names, self.categories)
+        )
+        return Span(begin, end, names, self.count, categories)
+
+    def event(self, pid: int, tid: int, zero: float = 0.0) -> dict[str, Any]:
+        """Return the trace event. zero: unix seconds at which the span's times are 0."""
+        begin, end = us(zero + self.begin), us(zero + self.end)
+        name = ": ".join(filter(None, self.name))
+        event = {"ph": "X", "name": name, "cat": self.category, "pid": pid, "tid": tid, "ts": begin, "dur": end - begin}
+        if self.count > 1:
+            seconds = {key: round(seconds, 6) for key, seconds in self.categories.items()}
+            event["args"] = {"merged": self.count, "seconds": seconds}
+        return event
+
+
+def us(seconds: float) -> int:
+    """Return seconds as microseconds, which trace events have."""
+    return round(1e6 * seconds)
+
+
+def span(event: dict[str, Any], later: float = 0.0) -> Span:
+    """Return the span of an event that `Span.event` made, so many seconds later; of a merged one the name is not the whole."""
+    begin = event["ts"] / 1e6 + later
+    verb, _, phase = event["name"].partition(": ")
+    found = Span.of(begin, begin + event["dur"] / 1e6, verb, phase)
+    if "args" in event:
+        found.count, found.categories = event["args"]["merged"], event["args"]["seconds"]
+    return found
+
+
+class Merger:
+    """Spans in, fewer spans out: all but the first last for `resolution` at least, and no second is lost."""
+
+    def __init__(self, resolution: float = RESOLUTION_S):
+        self.resolution = resolution
+        self._span: Span | None = None
+        self._short: Span | None = None  # what follows it, and is shorter than the resolution
+
+    def take(self, span: Span) -> Iterator[Span]:
+        """Those that nothing can be merged with any more."""
+        if self._span is None:
+            self._span = span
+            return
+        if self._span.likes(span) and (self._short is None or span.seconds >= self.resolution):
+            self._close()
+            self._span.absorb(span)
+            return
+        if self._short:
+            self._short.absorb(span)
+        else:
+            self._short = span
+        if self._short.seconds < self.resolution:
+            return
+        if self._span.likes(self._short):
+            self._close()
+        else:
+            yield self._span
+            self._span, self._short = self._short, None
+
+    def _close(self) -> None:
+        if self._short:
+            self._span.absorb(self._short)
+            self._short = None
+
+    def rest(self) -> Iterator[Span]:
+        """Those that may yet grow."""
+        return filter(None, (self._span, self._short))
