@@ -14,7 +14,6 @@ from pathlib import Path
 
 from launch.executors.base import ROOT
 from launch.model_files import hf_home
-from launch.preflight.space import VARIABLES
 from pipeline.config import ComponentConfig
 
 OPTIONS = (
@@ -22,7 +21,9 @@ OPTIONS = (
     *("--container-writable", "--container-readonly"),
 )
 """Those that keys of the recipe stand for."""
-CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", *VARIABLES)
+CONVERSIONS = ("HETSTEP_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
+"""Variables of the folder in which train ranks keep models that Megatron converted; the first that is set counts."""
+CACHES = ("HF_HUB_CACHE", "HF_DATASETS_CACHE", *CONVERSIONS)
 
 
 def has_another_python(component: ComponentConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Whether container images are there, and whether what the job needs is inside: pyxis gives a container only what is mounted.
+"""Check that container images are there, with what the job needs inside: pyxis gives a container only what is mounted.
 
 A path counts as inside where a mount shows it under the name that it has here, because that is the name the job uses. What an
 image holds, and what a site's enroot mounts by itself, is not known here; mounting it once more does no harm.
@@ -19,9 +19,18 @@ from launch.containers import OPTIONS
 from launch.executors.base import ROOT
 from launch.model_files import hf_home, inside, is_here, model_folder
 from launch.preflight import own_code
-from launch.preflight.weights import trouble
+from launch.preflight.weights import trouble, trouble_code
 from pipeline import config
-from pipeline.config import GENERATED_DATASETS, ComponentConfig, Recipe, RecipeError, is_dotted_path, keyed_sets, uses_megatron
+from pipeline.config import (
+    GENERATED_DATASETS,
+    ComponentConfig,
+    Problem,
+    Recipe,
+    RecipeError,
+    is_dotted_path,
+    keyed_sets,
+    uses_megatron,
+)
 from pipeline.values import VARIABLE
 
 SQUASHFS = b"hsqs"  # what such a file begins with; bytes 40 to 48 say how long it is
@@ -47,10 +56,11 @@ class Need:
     written: bool = False
 
 
-def problems(recipe: Recipe, pending: list[Path], conversions: Path) -> Iterator[str]:
+def problems(recipe: Recipe, pending: list[Path], conversions: Path) -> Iterator[Problem]:
     """conversions: the folder of Megatron checkpoints."""
     for variable in sorted(name for name in os.environ if name.startswith("PYXIS_CONTAINER_")):
-        yield f"cluster: {variable} is set in the environment, and pyxis takes it where a component says nothing; unset it"
+        what = f"pyxis takes {variable} of the environment where a component says nothing. Try to unset it"
+        yield Problem("cluster", "contradiction", what)
     for name, component in components(recipe).items():
         key = f"cluster.{name}"
         yield from _check_options(key, component)
@@ -70,37 +80,38 @@ def problems(recipe: Recipe, pending: list[Path], conversions: Path) -> Iterator
             yield from _check_need(f"{key}.container_mounts", need, mounts)
         yield from _check_workdir(f"{key}.container_workdir", component.container_workdir)
         if component.python is None and not _of_every_system(sys.executable) and not follow(Path(sys.executable), mounts)[1]:
-            yield (
-                f"{key}.python: null takes {sys.executable}, which is not in the container; give the image's own, e.g. python3"
-            )
+            what = f"got null, which takes {sys.executable}, and the container has none. Try the image's own, such as python3"
+            yield Problem(f"{key}.python", "not-mounted", what)
 
 
-def _check_python(key: str, component: ComponentConfig) -> Iterator[str]:
+def _check_python(key: str, component: ComponentConfig) -> Iterator[Problem]:
     python = component.python
     if python and os.sep in python and not os.access(python, os.X_OK):
-        yield f"{key}.python: {python} is no program that can be run here; null takes {sys.executable}"
+        what = f"got {python}; expected a program that can be run here. Try null, which takes {sys.executable}"
+        yield Problem(f"{key}.python", "file-not-found", what)
 
 
-def _check_options(key: str, component: ComponentConfig) -> Iterator[str]:
-    """That each thing is said once, and where it means something."""
+def _check_options(key: str, component: ComponentConfig) -> Iterator[Problem]:
+    """Check that each thing is said once, and where it means something."""
     for argument in component.srun_args:
         option = argument.partition("=")[0]
         if option.startswith("--con") and any(each.startswith(option) for each in OPTIONS):  # srun takes a part of a name too
-            yield f"{key}.srun_args: {argument} is what {key}.container_... say; give it there"
+            yield Problem(f"{key}.srun_args", "contradiction", f"got {argument}, which {key}.container_... say. Try those")
     if component.env_vars and "=" in (python := component.python or sys.executable):
-        yield f"{key}.python: got {python}; expected a path without =, since env(1) sets {key}.env_vars. Try a link to it"
+        what = f"got {python}; expected a path without =, since env(1) sets {key}.env_vars. Try a link to it"
+        yield Problem(f"{key}.python", "bad-format", what)
     if component.container_image is None:
         for field in ("container_mounts", "container_workdir", "container_env", "container_writable"):
             if getattr(component, field) not in (None, []):
-                yield f"{key}.{field}: it says nothing without {key}.container_image"
+                yield Problem(f"{key}.{field}", "has-no-effect", f"expected {key}.container_image with it")
 
 
-def _check_variables(key: str, component: ComponentConfig) -> Iterator[str]:
+def _check_variables(key: str, component: ComponentConfig) -> Iterator[Problem]:
     for name in component.container_env:
         if not VARIABLE.fullmatch(name):
-            yield f"{key}: '{name}' is not the name of a variable; values are given in env_vars"
+            yield Problem(key, "bad-format", f"got '{name}'; expected the name of a variable. Try env_vars to give values")
         elif not (name in os.environ or name in component.env_vars or name.startswith(GIVEN_BY_THE_JOB)):
-            yield f"{key}: {name} is not set here, so there is no value to hand over; export it, or give it in env_vars"
+            yield Problem(key, "missing-value", f"got {name}, which is not set here. Try to export it, or give it in env_vars")
 
 
 def _of_every_system(program: str) -> bool:
@@ -110,85 +121,85 @@ def _of_every_system(program: str) -> bool:
 # ---- the image ----------------------------------------------------------------------------------------------------------
 
 
-def _check_image(key: str, image: str) -> Iterator[str]:
+def _check_image(key: str, image: str) -> Iterator[Problem]:
     key = f"{key}.container_image"
     if not image.startswith(("/", ".")):  # as pyxis tells a path from an image in a registry
         if image.endswith((".sqsh", ".squashfs")) or image.startswith("~"):
             path = Path(image).expanduser().absolute()
-            yield f"{key}: pyxis looks for '{image}' in a registry; for the file give its whole path, {path}"
+            yield Problem(key, "ambiguous", f"got '{image}', which pyxis looks for in a registry. Try the whole path, {path}")
         elif not IN_REGISTRY.fullmatch(image):
-            yield f"{key}: '{image}' is neither a path nor of the form [USER@][REGISTRY#]IMAGE[:TAG]"
+            yield Problem(key, "bad-format", f"got '{image}'; expected a path or [USER@][REGISTRY#]IMAGE[:TAG]")
         return
     path = Path(image)
     if reason := trouble(path):
-        yield f"{key}: {path} {reason.replace('fetch it again', 'give the path of a .sqsh file')}"
+        yield Problem(key, trouble_code(reason), f"{path} {reason.replace('fetch it again', 'give the path of a .sqsh file')}")
         return
     with open(path, "rb") as file:
         start = file.read(96)
     if start[:4] != SQUASHFS:
-        yield f"{key}: {path} is no squashfs image, as `enroot import` makes them"
+        yield Problem(key, "bad-format", f"got {path}; expected a squashfs image, as `enroot import` makes them")
     elif (size := path.stat().st_size) < (length := int.from_bytes(start[40:48], "little")):
-        yield f"{key}: {path} is cut off: it has {size:,} of {length:,} bytes; copy it again"
+        yield Problem(key, "unreadable", f"{path} is cut off: it has {size:,} of {length:,} bytes. Try to copy it again")
 
 
 # ---- mounts -------------------------------------------------------------------------------------------------------------
 
 
-def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[str]:
+def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[Problem]:
     """`SRC[:DST[:FLAGS]]`, flags joined by +, appended to `mounts`. Empty folders (tmpfs) hide what is below them."""
     source, colon, rest = text.partition(":")
     target, more, flags = rest.partition(":")
     target = target if colon else source
     named = source in ("tmpfs", "umount")  # of these pyxis knows what is meant
     if not source or not target.startswith("/") or not (named or source.startswith(("/", "."))) or not target.isprintable():
-        yield f"{key}: '{text}' is not of the form /from:/to or /from:/to:ro"
+        yield Problem(key, "bad-format", f"got '{text}'; expected /from:/to or /from:/to:ro")
         return
     if more and flags and not FLAGS.fullmatch(flags):
-        yield f"{key}: '{text}': '{flags}' are not flags such as ro+rprivate; pyxis cannot mount paths with a colon or a comma"
+        what = f"got '{text}', in which '{flags}' are not flags such as ro+rprivate"
+        yield Problem(key, "bad-format", f"{what}; pyxis cannot mount paths with a colon or a comma")
         return
     if not named and not os.path.exists(source):
-        yield f"{key}: '{text}': there is no {source} here; srun would fail"
+        yield Problem(key, "file-not-found", f"got '{text}', but there is no {source} here; srun would fail")
         return
     mounts.append(Mount(Path(source).absolute(), Path(target), "ro" in flags.split("+")))
 
 
-def _check_need(key: str, need: Need, mounts: list[Mount]) -> Iterator[str]:
+def _check_need(key: str, need: Need, mounts: list[Mount]) -> Iterator[Problem]:
     place, seen = follow(need.path, mounts)
+    this, real = f"{need.what}, {need.path},", Path(os.path.realpath(need.path))
     if seen:
         if need.written and (mount := _covering(place, mounts)) and mount.read_only:
-            yield f"{key}: {need.what}, {need.path}, is written, but {mount.target} is mounted read-only; mount it without ro"
-    elif set(":,") & set(str(need.path)):
-        yield (
-            f"{key}: {need.what}, {need.path}, is not mounted in the container, and pyxis cannot mount a path with a colon or a"
-            " comma; mount a folder above it, or rename it"
-        )
+            what = f"{this} is written, but {mount.target} is mounted read-only. Try to mount it without ro"
+            yield Problem(key, "permission-denied", what)
+        return
+    also = f", and {real}:{real}, where it leads" if real != place else ""
+    if set(":,") & set(str(need.path)):
+        why = "is not mounted in the container, and pyxis cannot mount a path with a colon or a comma"
+        what = f"{this} {why}. Try to mount a folder above it, or to rename it"
+    elif place == need.path:
+        what = f"{this} is not mounted in the container. Try {place}:{place}{also}"
     else:
-        real = Path(os.path.realpath(need.path))
-        if place == need.path:
-            also = f", and {real}:{real}, where it leads" if real != need.path else ""
-            yield f"{key}: {need.what}, {need.path}, is not mounted in the container; add {need.path}:{need.path}{also}"
-        else:
-            also = f", and {real}:{real}, where that leads" if real != place else ""
-            yield (
-                f"{key}: {need.what}, {need.path}, is a link, or in one, that leads to {place}, which is not mounted in the"
-                f" container; add {place}:{place}{also}"
-            )
+        why = f"is a link, or in one, that leads to {place}, which is not mounted in the container"
+        what = f"{this} {why}. Try {place}:{place}{also}"
+    yield Problem(key, "not-mounted", what)
 
 
-def _check_workdir(key: str, workdir: str | None) -> Iterator[str]:
+def _check_workdir(key: str, workdir: str | None) -> Iterator[Problem]:
     if workdir is not None and not (workdir.startswith("/") and workdir.isprintable()):
-        yield f"{key}: '{workdir}' is not a whole path; a folder inside the container, such as {Path.cwd()}"
+        what = f"got '{workdir}'; expected the whole path of a folder inside the container, such as {Path.cwd()}"
+        yield Problem(key, "bad-format", what)
 
 
 def _covering(path: Path, mounts: list[Mount]) -> Mount | None:
-    """The innermost mount at or above the path."""
+    """Return the innermost mount at or above the path."""
     above = [mount for mount in mounts if path.is_relative_to(mount.target)]
     return max(above, key=lambda mount: len(mount.target.parts), default=None)
 
 
 def follow(path: Path, mounts: list[Mount]) -> tuple[Path, bool]:
-    """(where `path` leads to inside the container, whether that is the same file as here). Not the same: the first place on the
-    way that is not mounted, or is something else there.
+    """Return (where `path` leads to inside the container, whether that is the same file as here).
+
+    Not the same: the first place on the way that is not mounted, or is something else there.
 
     Each link on the way is followed as the kernel follows it inside, so that every link's target must be mounted too. A folder
     above a mount's target is there: enroot makes it.
@@ -218,7 +229,7 @@ def follow(path: Path, mounts: list[Mount]) -> tuple[Path, bool]:
 
 
 def _needs(recipe: Recipe, name: str, pending: list[Path], conversions: Path) -> Iterator[Need]:
-    """Of one component."""
+    """Yield what the ranks of one component open."""
     yield Need("the run folder", Path(recipe.run_dir).absolute(), written=True)
     yield Need("the code", ROOT.resolve())
     judged = config.reward_environment(recipe)
@@ -241,7 +252,7 @@ def _needs(recipe: Recipe, name: str, pending: list[Path], conversions: Path) ->
 
 
 def _holds(recipe: Recipe, name: str, section: str, judged: str | None) -> bool:
-    """Whether a component's ranks hold the model of a section."""
+    """Return whether a component's ranks hold the model of a section."""
     if section == f"env.{judged}":
         return name == recipe.env[judged].served_by
     return section == "policy" if name == "generate" else name == "train"

@@ -1,4 +1,4 @@
-"""What can be said against a recipe from the files it names, before anything is created or submitted.
+"""Check the files that a recipe names, before anything is created or submitted.
 
 The model's own files are `launch/preflight/architecture.py`'s, and the records of data files `launch/preflight/records.py`'s.
 
@@ -29,6 +29,7 @@ from pipeline.config import (
     NAMED_DATASETS,
     DatasetConfig,
     PolicyConfig,
+    Problem,
     Recipe,
     RecipeError,
     collected,
@@ -44,8 +45,10 @@ SHOWN_LINES = 5  # numbers of lines with the same fault, besides the first
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None = None) -> Iterator[str]:
-    """What is wrong with the files. pending: run folders of needed recipes that have not run yet; they are not looked into.
+def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None = None) -> Iterator[Problem]:
+    """Yield what is wrong with the files.
+
+    pending: run folders of needed recipes that have not run yet; they are not looked into.
     notes: how data files are read is added to these."""
     notes = [] if notes is None else notes
     notes += prompt_tokens.notes(recipe)
@@ -62,23 +65,25 @@ def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None =
         yield from _check_dataset(recipe, key, dataset, tokenizer, notes)
 
 
-def _tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[Path]) -> Generator[str, None, Path | None]:
-    """Its tokenizer.json; None if there is none, or it is yet to come out of a needed recipe. Others are only in the old
-    formats, which need transformers."""
+def _tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[Path]) -> Generator[Problem, None, Path | None]:
+    """Return a model's tokenizer.json; None if it is yet to come out of a needed recipe, or is only in the old formats, which
+    need transformers."""
     key, given = f"{section}.tokenizer", model.tokenizer
     if not given.name:
-        yield from () if given.name == model.model_name else (f"{key}.name: empty; a folder or a Hugging Face name",)
+        if given.name != model.model_name:
+            yield Problem(f"{key}.name", "missing-value", "got an empty name; expected a folder or a Hugging Face name")
         return None
     if inside(given.name, pending):
         return None
-    found: list[str] = []
+    found: list[Problem] = []
     with collected(found):
         folder = model_folder(f"{key}.name", given.name)
     if found:
         yield from found if given.name != model.model_name else ()  # of the model, that has been said
         return None
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
-        yield f"{key}.name: {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)}"
+        what = f"got {folder}, which has no tokenizer; expected one of {', '.join(TOKENIZER_FILES)} in it"
+        yield Problem(f"{key}.name", "file-not-found", what)
         return None
     if recipe.data.apply_chat_template and given.chat_template is None:
         yield from _check_chat_template(key, folder)
@@ -86,46 +91,43 @@ def _tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[
     return path if path.exists() else None
 
 
-def _check_chat_template(key: str, folder: Path) -> Iterator[str]:
+def _check_chat_template(key: str, folder: Path) -> Iterator[Problem]:
     settings = folder / "tokenizer_config.json"
     if not any(folder.glob("chat_template*")) and not (settings.exists() and read_json(settings).get("chat_template")):
-        yield (
-            f"data.apply_chat_template: true, but the tokenizer in {folder} has no chat template; give one in"
-            f" {key}.chat_template, or data.apply_chat_template=false for bare text"
-        )
+        what = f"got true, but the tokenizer in {folder} has no chat template. Try {key}.chat_template, or false for bare text"
+        yield Problem("data.apply_chat_template", "missing-value", what)
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
-    """Raises RecipeError."""
+    """Return the tokens with their numbers. Raises RecipeError."""
     from tokenizers import Tokenizer
 
     try:
         return Tokenizer.from_file(str(path)).get_vocab()
     except Exception as error:  # what tokenizers raises is no narrower
-        raise RecipeError(f"{path}: not a tokenizer: {error}; fetch the model again") from None
+        message = f"not a tokenizer: {error}. Try to fetch the model again"
+        raise RecipeError(Problem(str(path), "bad-format", message)) from None
 
 
-def _check_reward_tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[Path]) -> Iterator[str]:
+def _check_reward_tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[Path]) -> Iterator[Problem]:
     path = yield from _tokenizer(recipe, section, model, pending)
-    found: list[str] = []
+    found: list[Problem] = []
     with collected(found):
         described = model_config(model, pending, f"{section}.model_name")
         size = len(_vocabulary(path)) if path else 0
     if found or described is None or path is None:
         return
     if size > described.get("vocab_size", size):
-        yield (
-            f"{section}.tokenizer.name: the tokenizer in {path.parent} has {size} tokens, but {section}.model_name only"
-            f" {described['vocab_size']}; it is not this model's"
-        )
+        what = f"got the tokenizer in {path.parent} with {size} tokens; expected at most the {described['vocab_size']} of"
+        yield Problem(f"{section}.tokenizer.name", "too-large", f"{what} {section}.model_name, whose tokenizer this is not")
 
 
-def _check_teacher_tokenizer(recipe: Recipe, ours: Path, pending: list[Path]) -> Iterator[str]:
-    """What the teacher says is likely is said in tokens, so they must be the policy's; a few added ones may differ."""
+def _check_teacher_tokenizer(recipe: Recipe, ours: Path, pending: list[Path]) -> Iterator[Problem]:
+    """Check that the teacher has the policy's tokens; a few added ones may differ."""
     name = recipe.teacher.model_name
     if name is None or inside(name, pending):
         return
-    found: list[str] = []
+    found: list[Problem] = []
     with collected(found):
         theirs = model_folder("teacher.model_name", name) / "tokenizer.json"
         student, teacher = _vocabulary(ours), _vocabulary(theirs) if theirs.exists() else None
@@ -135,13 +137,12 @@ def _check_teacher_tokenizer(recipe: Recipe, ours: Path, pending: list[Path]) ->
     absent = len(student.keys() - teacher.keys())
     if odd or absent > OWN_TOKENS * len(student):
         what = f"'{odd[0]}' has another number there" if odd else f"{absent} of its {len(student)} tokens are not there"
-        yield (
-            f"teacher.model_name: {name} has another vocabulary than policy.tokenizer.name {recipe.policy.tokenizer.name}:"
-            f" {what}; a teacher must be of the policy's kind"
-        )
+        ours = f"policy.tokenizer.name {recipe.policy.tokenizer.name}"
+        message = f"got {name}, which has another vocabulary than {ours}: {what}; expected a teacher of the policy's kind"
+        yield Problem("teacher.model_name", "contradiction", message)
 
 
-def _check_teacher_rows(recipe: Recipe, pending: list[Path]) -> Iterator[str]:
+def _check_teacher_rows(recipe: Recipe, pending: list[Path]) -> Iterator[Problem]:
     """Models of one tokenizer may differ in rows that stand for no token, and a teacher may find one of its own likely."""
     sizes: dict[str, int | None] = {}
     with collected([]):  # what is wrong with a model has been told of
@@ -149,17 +150,19 @@ def _check_teacher_rows(recipe: Recipe, pending: list[Path]) -> Iterator[str]:
             sizes[section] = (model_config(policy, pending, f"{section}.model_name") or {}).get("vocab_size")
     ours, theirs = sizes.get("policy"), sizes.get("teacher")
     if ours and theirs and theirs > ours:
-        yield (
-            f"teacher.model_name: {recipe.teacher.model_name} has {theirs} rows of vocabulary, and the policy {ours}, so it may"
-            " ask the policy for tokens that it does not have; a teacher with at most as many"
+        message = (
+            f"got {recipe.teacher.model_name} with {theirs} rows of vocabulary; expected at most the policy's {ours}, since"
         )
+        yield Problem("teacher.model_name", "too-large", f"{message} it may ask for tokens that the policy does not have")
 
 
 # ---- data ---------------------------------------------------------------------------------------------------------------
 
 
-def _check_dataset(recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: Path | None, notes: list[str]) -> Iterator[str]:
-    texts: list[str] = []
+def _check_dataset(
+    recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: Path | None, notes: list[str]
+) -> Iterator[Problem]:
+    texts: list[Problem] = []
     template, system = "{}", ""
     with collected(texts):
         template = _template(f"{key}.prompt_file", dataset.prompt_file) if dataset.prompt_file else "{}"
@@ -169,12 +172,13 @@ def _check_dataset(recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: 
     if not recipe.data.apply_chat_template:
         for name in ("system_prompt_file", "messages_key"):
             if getattr(dataset, name):
-                yield f"{key}.{name}: needs a chat template, and data.apply_chat_template is false"
+                what = f"got {getattr(dataset, name)}, which needs a chat template, but data.apply_chat_template is false"
+                yield Problem(f"{key}.{name}", "contradiction", what)
     if dataset.data_path is None:
         yield from _check_name(key, dataset.dataset_name)
         return
     if dataset.dataset_name is not None:
-        yield f"{key}: both dataset_name and data_path are given; one of them"
+        yield Problem(key, "contradiction", "got both dataset_name and data_path; expected one of them")
     inputs = yield from _check_records(recipe, key, dataset, notes)
     if tokenizer and inputs and not texts:
         system = system if recipe.data.apply_chat_template else ""
@@ -182,22 +186,22 @@ def _check_dataset(recipe: Recipe, key: str, dataset: DatasetConfig, tokenizer: 
         prompts = [
             (number, f"{system}{template.format(text)}".strip()) for number, text in dict(longest + inputs[:LONGEST]).items()
         ]
-        yield from prompt_tokens.problems(f"{key}.data_path: {dataset.data_path}", prompts, tokenizer, recipe)
+        yield from prompt_tokens.problems(f"{key}.data_path", dataset.data_path, prompts, tokenizer, recipe)
 
 
 def _check_records(
     recipe: Recipe, key: str, dataset: DatasetConfig, notes: list[str]
-) -> Generator[str, None, list[tuple[int, str]]]:
-    """(line number, text) of the prompts. What is wrong with many lines is told once."""
-    where = f"{key}.data_path: {dataset.data_path}"
+) -> Generator[Problem, None, list[tuple[int, str]]]:
+    """Return (line number, text) of the prompts. What is wrong with many lines is told once."""
+    path = f"{key}.data_path"
     found: list[tuple[int, Any]] = []  # line number, record
-    unread: list[str] = []
+    unread: list[Problem] = []
     bad: dict[str, list[int]] = {}  # what is wrong -> numbers of the lines
     with collected(unread):
-        for number, line in _lines(f"{key}.data_path", Path(dataset.data_path)):
+        for number, line in _lines(path, Path(dataset.data_path)):
             try:
                 found.append((number, _record(line)))
-            except RecipeError as error:
+            except ValueError as error:
                 bad.setdefault(str(error), []).append(number)
     yield from unread
     inputs: list[tuple[int, str]] = []
@@ -210,15 +214,14 @@ def _check_records(
         if columns.told:
             notes.append(f"{key}: {columns.told}")
         if columns.dataset.messages_key != dataset.messages_key and not recipe.data.apply_chat_template:
-            yield (
-                f"{where}:{found[0][0]}: '{columns.dataset.messages_key}' is a conversation, which needs a chat template, and"
-                " data.apply_chat_template is false. Try data.apply_chat_template=true"
-            )
+            what = f"{dataset.data_path}:{found[0][0]}: '{columns.dataset.messages_key}' is a conversation, which needs a chat"
+            hint = "template, but data.apply_chat_template is false. Try data.apply_chat_template=true"
+            yield Problem(path, "contradiction", f"{what} {hint}")
             return []
         for number, record in found:
             try:
                 text = records.prompt(recipe, record, columns.dataset)
-            except RecipeError as error:
+            except ValueError as error:
                 unusable.setdefault(str(error), []).append(number)
             else:
                 inputs += [] if text is None else [(number, text)]
@@ -227,14 +230,14 @@ def _check_records(
         unusable = _droppable(recipe, unusable, len(found))
     bad = unusable | bad
     for what, numbers in list(bad.items())[:TOLD]:
-        yield f"{where}:{numbers[0]}: {what}{_also(numbers)}"
+        yield Problem(path, "bad-record", f"{dataset.data_path}:{numbers[0]}: {what}{_also(numbers)}")
     if rest := sum(map(len, list(bad.values())[TOLD:])):
-        yield f"{where}: {rest} more lines have other faults"
+        yield Problem(path, "bad-record", f"{dataset.data_path}: {rest} more lines have other faults")
     return inputs
 
 
 def _droppable(recipe: Recipe, unusable: dict[str, list[int]], count: int) -> dict[str, list[int]]:
-    """What is to be told of records that can be read and not used, out of so many. Some may be dropped, never all."""
+    """Return what is to be told of records that can be read and not used, out of so many. Some may be dropped, never all."""
     wrong = sum(map(len, unusable.values()))
     if recipe.data.bad_records == "drop" and wrong < count:
         return {}
@@ -250,16 +253,16 @@ def _also(numbers: list[int]) -> str:
 
 
 def _template(key: str, path: str) -> str:
-    """A text with one {} in it; other braces are doubled, as Python's format has it."""
+    """Return a text with one {} in it; other braces are doubled, as Python's format has it. Raises RecipeError."""
     text = _text(key, path)
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+        why = f"it has {fields}"
     except ValueError as error:
-        raise RecipeError(f"{key}: {path}: {error}; write braces other than the input's as {{{{ and }}}}") from None
+        fields, why = [], str(error)
     if fields != [""]:
-        raise RecipeError(
-            f"{key}: {path} must have one {{}} where the input goes, and {{{{ and }}}} for braces; it has {fields}"
-        )
+        expected = "expected one {} where the input goes, and {{ and }} for braces"
+        raise RecipeError(Problem(key, "bad-format", f"got {path}; {expected}, but {why}"))
     return text
 
 
@@ -267,13 +270,19 @@ def _text(key: str, path: str) -> str:
     try:
         return Path(path).read_text()
     except (OSError, ValueError) as error:  # UnicodeDecodeError is a ValueError
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise RecipeError(f"{key}: {path}: {reason}") from None
+        raise RecipeError(_unreadable(key, path, error)) from None
 
 
-def _check_name(key: str, name: str | None) -> Iterator[str]:
+def _unreadable(key: str, path: str | Path, error: Exception) -> Problem:
+    code = "file-not-found" if isinstance(error, FileNotFoundError) else "unreadable"
+    return Problem(key, code, f"{path}: {error.strerror if isinstance(error, OSError) else error}")
+
+
+def _check_name(key: str, name: str | None) -> Iterator[Problem]:
     if name is None:
-        yield f"{key}: neither dataset_name nor data_path is given; data_path=FILE.jsonl, or a data set's name"
+        yield Problem(
+            key, "missing-value", "expected dataset_name or data_path. Try data_path=FILE.jsonl, or a data set's name"
+        )
         return
     if name in GENERATED_DATASETS or (name not in NAMED_DATASETS and Path(name).is_dir()):
         return
@@ -282,15 +291,15 @@ def _check_name(key: str, name: str | None) -> Iterator[str]:
     repository = NAMED_DATASETS[name].repository if name in NAMED_DATASETS else name
     if _is_cached(repository):
         return
+    caches = f"the local caches {_datasets_cache()} and {hub_cache()}"
     if name in NAMED_DATASETS:
-        what = f"'{name}' is {repository}, which is in neither of the local caches {_datasets_cache()} and {hub_cache()}"
+        what = f"got '{name}', which is {repository}; expected it in one of {caches}"
     else:
-        meant = f"did you mean '{close}'? " if (close := nearest_dataset(name)) else ""
-        what = (
-            f"{meant}'{name}' is neither a generated data set ({', '.join(GENERATED_DATASETS)}), nor a folder, nor in the local"
-            f" caches {_datasets_cache()} and {hub_cache()}"
-        )
-    yield f"{key}.dataset_name: {what}; fetch it with `hf download --repo-type dataset {repository}`, or give data_path"
+        kinds = f"a generated data set ({', '.join(GENERATED_DATASETS)}), a folder, or one in {caches}"
+        what = f"got '{name}'; expected {kinds}"
+        what += f". Did you mean '{close}'?" if (close := nearest_dataset(name)) else ""
+    hint = f"Try `hf download --repo-type dataset {repository}`, or data_path"
+    yield Problem(f"{key}.dataset_name", "unavailable-dataset", f"{what}. {hint}".replace("?.", "?"))
 
 
 def _datasets_cache() -> Path:
@@ -313,12 +322,11 @@ def _snake(name: str) -> str:
 
 
 def _lines(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty ones. Raises RecipeError."""
+    """Yield (line number from 1, line) of a JSONL file's first SCAN_BYTES, without empty ones. Raises RecipeError."""
     try:
         file = open(path, "rb")  # noqa: SIM115 closed below
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise RecipeError(f"{key}: {path}: {reason}") from None
+        raise RecipeError(_unreadable(key, path, error)) from None
     with file:
         found = False
         for number, line in enumerate(file, 1):
@@ -328,17 +336,17 @@ def _lines(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
                 found = True
                 yield number, line.strip()
         if not found:
-            raise RecipeError(f"{key}: {path} is empty; a data file has one JSON object a line")
+            raise RecipeError(Problem(key, "no-records", f"{path} is empty; expected one JSON object a line"))
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """As the job reads it. Raises RecipeError for a line that is not a JSON object."""
+    """As the job reads it. Raises ValueError for a line that is not a JSON object."""
     try:
         record = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         what = "a byte order mark at its beginning" if line.startswith(codecs.BOM_UTF8) else error
-        raise RecipeError(f"not JSON: {what}; a data file has one JSON object a line") from None
+        raise ValueError(f"not JSON: {what}; a data file has one JSON object a line") from None
     if not isinstance(record, dict):
         mend = ", so that each record has a line: jq -c '.[]' FILE > NEW.jsonl" if isinstance(record, list) else ""
-        raise RecipeError(f"a {type(record).__name__}, not a JSON object{mend}")
+        raise ValueError(f"a {type(record).__name__}, not a JSON object{mend}")
     return record

@@ -1,6 +1,6 @@
-"""What can be said against the subtrees of a recipe that a library reads: its keys must be the library's.
+"""Check the subtrees of a recipe that a library reads: their keys must be the library's.
 
-Read from the library's source where it is installed; where it is not, the job's own error tells. Left out: what values mean.
+The library's source is read where it is installed; where it is not, the job's own error tells. Left out: what values mean.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from launch import containers
 from launch.model_files import read_json
 from launch.preflight import signatures
 from pipeline.algorithms import build
-from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, generates, serves_rewards, uses_megatron
+from pipeline.config import OptimizerConfig, PolicyConfig, Problem, Recipe, generates, serves_rewards, uses_megatron
 
 VLLM_KWARGS = "policy.generation.vllm_kwargs"
 ENGINE = "policy.generation"
@@ -65,8 +65,8 @@ RATES = ("lr", "weight_decay", "eps")
 PLAIN = {"int": int, "float": (int, float), "bool": bool, "str": str}
 
 
-def problems(recipe: Recipe) -> Iterator[str]:
-    """Of vLLM's, Megatron's and torch's options."""
+def problems(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what is wrong with the options of vLLM, Megatron and torch."""
     policy = recipe.policy
     if generates(recipe) and policy.generation.backend == "vllm":
         yield from _engine(policy.generation.vllm_kwargs)
@@ -84,7 +84,7 @@ def problems(recipe: Recipe) -> Iterator[str]:
 
 
 def unchecked(recipe: Recipe) -> Iterator[str]:
-    """What `problems` cannot look at, because the library is not where the run is submitted."""
+    """Yield what `problems` cannot look at, because the library is not where the run is submitted."""
     policy = recipe.policy
     read_by = {"torch": ["policy.optimizer", "policy.scheduler"]}
     if policy.generation.vllm_kwargs and generates(recipe):
@@ -96,30 +96,35 @@ def unchecked(recipe: Recipe) -> Iterator[str]:
             yield f"not checked: the options in {' and '.join(keys)}, as {library} is not installed here"
 
 
-def _unknown(key: str, given: Iterable[str], known: Iterable[str], whose: str) -> Iterator[str]:
+def _unknown(key: str, given: Iterable[str], known: Iterable[str], whose: str) -> Iterator[Problem]:
     known = sorted(known)
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean '{near[0]}'?" if near else "; leave it out"
-            yield f"{key}.{name}: {whose} has no such option{hint}"
+            hint = f". Did you mean '{near[0]}'?" if near else ". Leave it out"
+            yield Problem(f"{key}.{name}", "unknown-key", f"{whose} has no such option{hint}")
+
+
+def _taken(key: str, given: Iterable[str], whys: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield a problem for each option that must not be given. whys: by option."""
+    for name in given:
+        if name in whys:
+            yield Problem(f"{key}.{name}", "contradiction", f"cannot be given: {whys[name]}. Leave it out")
 
 
 # ---- vLLM ---------------------------------------------------------------------------------------------------------------
 
 
-def _engine(given: Mapping[str, Any]) -> Iterator[str]:
-    for name in given:
-        if name in SAID_BY:
-            yield f"{VLLM_KWARGS}.{name}: {SAID_BY[name]} says this; give it there"
-        elif name in OURS:
-            yield f"{VLLM_KWARGS}.{name}: cannot be given, for {OURS[name]}; leave it out"
+def _engine(given: Mapping[str, Any]) -> Iterator[Problem]:
+    yield from _taken(VLLM_KWARGS, given, OURS | {name: f"{key} says this" for name, key in SAID_BY.items()})
     if not given or (known := _known("vllm.engine.arg_utils.EngineArgs")) is None:
         return
     yield from _unknown(VLLM_KWARGS, given, known, "vLLM as it is installed here")
     for name, value in given.items():
         if (kinds := _plain(known.get(name))) and not _is_one(value, kinds):
-            yield f"{VLLM_KWARGS}.{name}: {value!r} is not what vLLM takes there: {known[name]}"
+            yield Problem(
+                f"{VLLM_KWARGS}.{name}", "wrong-type", f"got {value!r}; expected what vLLM takes there: {known[name]}"
+            )
 
 
 def _known(dotted: str) -> signatures.Parameters | None:
@@ -147,13 +152,10 @@ def _is_one(value: Any, kinds: list[str]) -> bool:
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
 
 
-def _megatron(given: Mapping[str, Any]) -> Iterator[str]:
+def _megatron(given: Mapping[str, Any]) -> Iterator[Problem]:
     key = "policy.megatron_cfg.model_overrides"
-    for name in given:
-        if name in OF_THE_MODEL:
-            yield f"{key}.{name}: it is the model's, by which its weights are converted; leave it out"
-        elif name in OF_THE_RUN:
-            yield f"{key}.{name}: cannot be given, for {OF_THE_RUN[name]}; leave it out"
+    model = dict.fromkeys(OF_THE_MODEL, "it is the model's, by which its weights are converted")
+    yield from _taken(key, given, OF_THE_RUN | model)
     if not given:
         return
     module = "megatron.core.transformer.transformer_config"
@@ -165,60 +167,56 @@ def _megatron(given: Mapping[str, Any]) -> Iterator[str]:
 # ---- kernels of FSDP2 ---------------------------------------------------------------------------------------------------
 
 
-def _kernels(recipe: Recipe) -> Iterator[str]:
+def _kernels(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem for each package of kernels that is asked for and not installed, where the ranks have this Python."""
     trainers = (recipe.cluster.train, recipe.cluster.reward) if serves_rewards(recipe) else (recipe.cluster.train,)
     if all(map(containers.has_another_python, trainers)):
         return
     key, dtensor = "policy.dtensor_cfg", recipe.policy.dtensor_cfg
     if dtensor.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
-        yield (
-            f"{key}.use_liger_kernel: got true, but liger_kernel is not installed; expected it. Try pip install"
-            f" 'hetstep[liger]', or {key}.use_liger_kernel=false"
-        )
+        what = f"got true, but liger_kernel is not installed. Try pip install 'hetstep[liger]', or {key}.use_liger_kernel=false"
+        yield Problem(f"{key}.use_liger_kernel", "not-installed", what)
     if dtensor.flash_attention == 3 and importlib.util.find_spec("flash_attn_interface") is None:
-        yield (
-            f"{key}.flash_attention: got 3, but flash_attn_interface is not installed; expected FlashAttention-3's package. Try"
-            f" {key}.flash_attention=2"
-        )
+        what = "got 3, but flash_attn_interface, FlashAttention-3's package, is not installed. Try 2"
+        yield Problem(f"{key}.flash_attention", "not-installed", what)
 
 
 # ---- torch --------------------------------------------------------------------------------------------------------------
 
 
-def _optimizer(section: str, given: OptimizerConfig, megatron: bool) -> Iterator[str]:
+def _optimizer(section: str, given: OptimizerConfig, megatron: bool) -> Iterator[Problem]:
     key = f"{section}.optimizer"
     for name in RATES:
         value = given.kwargs.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            yield f"{key}.kwargs.{name}: {value!r} is not a number from 0 on"
+            yield Problem(f"{key}.kwargs.{name}", "wrong-type", f"got {value!r}; expected a number from 0 on")
     if megatron:
         if given.name not in (adams := ("torch.optim.AdamW", "torch.optim.Adam")):
-            yield (
-                f"{key}.name: the Megatron backend takes {' and '.join(adams)}, not '{given.name}'; or, of the policy, give"
-                " policy.megatron_cfg.optimizer"
-            )
+            what = f"got {given.name}; expected {' or '.join(adams)} with the Megatron backend"
+            yield Problem(f"{key}.name", "unsupported", f"{what}. Try these, or, of the policy, policy.megatron_cfg.optimizer")
         else:
             yield from _unknown(f"{key}.kwargs", given.kwargs, MEGATRON_ADAM, "Megatron-Core's Adam")
         return
     yield from _of_torch(key, given.name, given.kwargs, "params", "torch.optim.AdamW")
 
 
-def _of_torch(key: str, name: str, kwargs: Mapping[str, Any], own: str, example: str) -> Iterator[str]:
+def _of_torch(key: str, name: str, kwargs: Mapping[str, Any], own: str, example: str) -> Iterator[Problem]:
     """own: what the backend gives."""
     if "." not in name:
-        yield f"{key}.name: '{name}' is not the dotted path of a class; for example {example}"
+        yield Problem(f"{key}.name", "bad-format", f"got '{name}'; expected the dotted path of a class, such as {example}")
         return
     try:
         known = signatures.parameters(name)
     except signatures.NotThere:
-        yield f"{key}.name: there is no '{name}' in {name.partition('.')[0]} as it is installed here; for example {example}"
+        library = name.partition(".")[0]
+        what = f"got '{name}', which {library} as it is installed here does not have; expected one such as {example}"
+        yield Problem(f"{key}.name", "not-a-choice", what)
         return
     if known is not None:
         yield from _unknown(f"{key}.kwargs", kwargs, [other for other in known if other != own], name)
 
 
-def _schedule(key: str, given: Any) -> Iterator[str]:
+def _schedule(key: str, given: Any) -> Iterator[Problem]:
     """`given` is null, one {name, kwargs}, or a list of those that ends in {milestones: [...]}, as in NeMo-RL."""
     if given is None:
         return
@@ -228,20 +226,23 @@ def _schedule(key: str, given: Any) -> Iterator[str]:
         steps = last.get("milestones") if isinstance(last, dict) and set(last) == {"milestones"} else None
         numbers = isinstance(steps, list) and all(isinstance(s, int) and not isinstance(s, bool) and s >= 0 for s in steps)
         if not numbers or len(steps) != len(parts) - 1 or sorted(steps) != steps:
-            yield (
-                f"{key}: a list holds schedules {{name, kwargs}} and last {{milestones: [...]}}, the step at which each but the"
-                " first begins, in order"
+            what = (
+                "expected schedules {name, kwargs} and last {milestones: [...]}, the step at which each but the first begins,"
             )
+            yield Problem(key, "bad-format", f"{what} in order")
             return
     for number, part in enumerate(parts):
         name = f"{key}[{number}]" if isinstance(given, list) else key
         kwargs = part.get("kwargs") if isinstance(part, dict) else None
         if not isinstance(part, dict) or not isinstance(part.get("name"), str) or set(part) - {"name", "kwargs"}:
-            yield f"{name}: a schedule is {{name, kwargs}}, for example torch.optim.lr_scheduler.LinearLR"
+            what = f"got {part!r}; expected a schedule {{name, kwargs}}, such as torch.optim.lr_scheduler.LinearLR"
+            yield Problem(name, "bad-format", what)
         elif not isinstance(kwargs, dict | None):
-            yield f"{name}.kwargs: a mapping of what {part['name']} takes, not {kwargs!r}"
+            what = f"got {kwargs!r}; expected a mapping of what {part['name']} takes"
+            yield Problem(f"{name}.kwargs", "wrong-type", what)
         elif part["name"].endswith(".ReduceLROnPlateau"):
-            yield f"{name}.name: ReduceLROnPlateau looks at a metric; only schedules by step are supported"
+            what = "got ReduceLROnPlateau, which looks at a metric; expected a schedule by step"
+            yield Problem(f"{name}.name", "unsupported", what)
         else:
             yield from _of_torch(name, part["name"], kwargs or {}, "optimizer", "torch.optim.lr_scheduler.LinearLR")
 
@@ -249,8 +250,8 @@ def _schedule(key: str, given: Any) -> Iterator[str]:
 # ---- transformers ---------------------------------------------------------------------------------------------------------
 
 
-def unknown_overrides(section: str, policy: PolicyConfig, folder: Path) -> Iterator[str]:
-    """Of hf_config_overrides: keys that the model's configuration does not have."""
+def unknown_overrides(section: str, policy: PolicyConfig, folder: Path) -> Iterator[Problem]:
+    """Yield the keys of hf_config_overrides that the model's configuration does not have."""
     key, given = f"{section}.hf_config_overrides", policy.hf_config_overrides
     if not given:
         return

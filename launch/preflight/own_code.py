@@ -1,4 +1,4 @@
-"""What can be said against code of the user's own before the job imports it: that it is found, and is what it must be.
+"""Check code of the user's own before the job imports it: that it is found, and is what it must be.
 
 It is imported in a process of its own, which ends after PROBE_S. Where the ranks have another Python than this machine, what
 only they may have (a package, a GPU) is noted, and the source alone is looked at.
@@ -22,7 +22,7 @@ from typing import Any
 
 from launch import containers
 from launch.executors.base import ROOT
-from pipeline.config import KINDS, Recipe, generates, is_dotted_path, keyed_sets, recognized
+from pipeline.config import KINDS, Problem, Recipe, generates, is_dotted_path, keyed_sets, recognized
 
 PROBE_S = 30.0
 ABSENT = "there is no module"
@@ -58,25 +58,25 @@ def named(recipe: Recipe) -> list[Named]:
 
 
 def places(recipe: Recipe) -> list[Path]:
-    """Where it is looked for beside what is installed."""
+    """Return where code is looked for beside what is installed."""
     given = [*_python_path(recipe), *recipe.module_folders]
     return list(dict.fromkeys(Path(place).absolute() for place in given if place))
 
 
 def _python_path(recipe: Recipe) -> list[str]:
-    """PYTHONPATH of the components, and of this process."""
+    """Return PYTHONPATH of the components, and of this process."""
     components = (recipe.cluster.train, recipe.cluster.generate)
     given = [str((component.env_vars or {}).get("PYTHONPATH", "")) for component in components]
     return [place for text in (*given, os.environ.get("PYTHONPATH", "")) for place in text.split(os.pathsep) if place]
 
 
 def folder_of(path: str, recipe: Recipe) -> Path | None:
-    """The place that holds a module; None if it is installed, or nowhere."""
+    """Return the place that holds a module; None if it is installed, or nowhere."""
     top = path.partition(".")[0]
     return next((place for place in places(recipe) if os.path.isfile(place / f"{top}.py") or os.path.isdir(place / top)), None)
 
 
-def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[str]:
+def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Problem]:
     """executor: local, slurm or allocation. notes: takes in what could not be looked at."""
     asked = named(recipe)
     if not asked:
@@ -93,25 +93,23 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[str]:
                 f"{one.key}: {one.path} was not looked at: it is not here; the ranks of cluster.{one.component} may have it"
             )
         elif "wrong" in answer:
-            yield f"{one.key}: {one.path}: {answer['wrong']}{_add_a_place(answer['wrong'])}"
+            absent = answer["wrong"].startswith(ABSENT)
+            place = ". Try a place beside the recipe's file, or its folder in module_folders=[FOLDER], or in PYTHONPATH"
+            code = "not-importable" if absent else "wrong-type"
+            yield Problem(one.key, code, f"{one.path}: {answer['wrong']}{place if absent else ''}")
         elif "ok" in answer:
             yield from _columns(recipe, one, answer)
         elif elsewhere and ("absent" in answer or answer["foreign"]):
             yield from _by_its_source(recipe, one, answer, notes)
         elif "absent" in answer:
-            yield f"{one.key}: {one.path}: {answer['importer']} imports {answer['absent']}, which is not installed here"
+            what = f"{one.path}: {answer['importer']} imports {answer['absent']}, which is not installed here"
+            yield Problem(one.key, "not-installed", what)
         else:
-            yield f"{one.key}: {one.path} cannot be imported: {answer['raised']}"
-
-
-def _add_a_place(wrong: str) -> str:
-    if not wrong.startswith(ABSENT):
-        return ""
-    return "; put it beside the recipe's file, or give its folder in module_folders=[FOLDER], or in PYTHONPATH"
+            yield Problem(one.key, "not-importable", f"{one.path} cannot be imported: {answer['raised']}")
 
 
 def _probed(recipe: Recipe, asked: list[Named]) -> dict[str, dict[str, Any]] | str:
-    """By key what `launch/probe.py` says; or why it says nothing."""
+    """Return by key what `launch/probe.py` says; or why it says nothing."""
     request = {
         "folders": recipe.module_folders,
         "asked": [{"key": one.key, "path": one.path, "role": one.role, "kwargs": sorted(one.kwargs)} for one in asked],
@@ -146,30 +144,28 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _columns(recipe: Recipe, one: Named, answer: dict[str, Any]) -> Iterator[str]:
-    """A problem for what a reward function needs and the first record of a JSONL file has not."""
+def _columns(recipe: Recipe, one: Named, answer: dict[str, Any]) -> Iterator[Problem]:
+    """Yield what a reward function needs and the first record of a JSONL file has not."""
     name = one.key.split(".")[1]
     for key, dataset in keyed_sets(recipe.data).items() if one.role == "environment" else ():
         record = _first_record(dataset.data_path) if dataset.env_name == name and dataset.data_path else None
         if record is None:
             continue
         if dataset.output_key not in record and (meant := difflib.get_close_matches(dataset.output_key, record, 1, 0.7)):
-            yield f"{key}.output_key: no column '{dataset.output_key}' in {', '.join(record)}. Try {key}.output_key={meant[0]}"
+            what = f"got {dataset.output_key}; expected one of the columns {', '.join(record)}. Try {meant[0]}"
+            yield Problem(f"{key}.output_key", "missing-column", what)
             continue
         with contextlib.suppress(ValueError):  # told where records are looked into
             dataset = recognized(recipe, key, dataset, [record]).dataset
         there = {*record, *one.kwargs} | ({"expected"} if dataset.output_key in record or dataset.messages_key else set())
         if lacking := [need for need in answer["required"] if need not in there]:
-            is_expected = lacking[0] == "expected"
-            hint = f"give {key}.output_key" if is_expected else "give it a default, or a value in env's kwargs"
-            yield (
-                f"{one.key}: {one.path} needs {lacking[0]}, and the records of {key}.data_path have: {', '.join(record)};"
-                f" {hint}"
-            )
+            hint = f"{key}.output_key" if lacking[0] == "expected" else "a default for it, or a value in env's kwargs"
+            what = f"{one.path} needs {lacking[0]}, and the records of {key}.data_path have: {', '.join(record)}. Try {hint}"
+            yield Problem(one.key, "missing-column", what)
 
 
 def _first_record(path: str) -> dict[str, Any] | None:
-    """None of a file that cannot be read: launch/preflight/files.py says so."""
+    """Return None of a file that cannot be read: launch/preflight/files.py says so."""
     try:
         with open(path, "rb") as file:
             record = json.loads(next((line for line in file if line.strip()), b"null"))
@@ -178,8 +174,8 @@ def _first_record(path: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _by_its_source(recipe: Recipe, one: Named, answer: dict[str, Any], notes: list[str]) -> Iterator[str]:
-    """What can be said of a module that cannot be imported here."""
+def _by_its_source(recipe: Recipe, one: Named, answer: dict[str, Any], notes: list[str]) -> Iterator[Problem]:
+    """Yield what the source of a module lacks that cannot be imported here."""
     why = f"it imports {answer['absent']}, which is not installed here" if "absent" in answer else answer["raised"]
     notes.append(f"{one.key}: {one.path} was not imported ({why}); the ranks of cluster.{one.component} may have what it needs")
     module, _, name = one.path.rpartition(".")
@@ -191,11 +187,11 @@ def _by_its_source(recipe: Recipe, one: Named, answer: dict[str, Any], notes: li
         return
     body = ast.parse(source.read_text()).body
     if not any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in body) and name not in _names(body):
-        yield f"{one.key}: {one.path}: {source} has no {name}"
+        yield Problem(one.key, "not-importable", f"{one.path}: {source} has no {name}")
 
 
 def _names(body: list[ast.stmt]) -> set[str]:
-    """What the statements of a module name, those in `if` and `try` too."""
+    """Return what the statements of a module name, those in `if` and `try` too."""
     found: set[str] = set()
     for node in (inner for statement in body for inner in ast.walk(statement)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

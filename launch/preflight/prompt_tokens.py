@@ -1,4 +1,4 @@
-"""What a model's tokenizer makes of the prompts in a data file: too many tokens, or unknown ones.
+"""Check what a model's tokenizer makes of the prompts in a data file: too many tokens, or unknown ones.
 
 Needs the `tokenizers` package and tokenizer.json. The job checks again, with transformers, what is beyond the bounds here.
 """
@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.config import Recipe, generates
+from pipeline.config import Problem, Recipe, generates
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
-    """What is odd about the lengths that the recipe asks for, and harmless."""
+    """Yield what is odd about the lengths that the recipe asks for, and harmless."""
     asked, context = recipe.policy.generation.max_new_tokens, recipe.policy.max_total_sequence_length
     if generates(recipe) and asked > context:
         yield (
@@ -22,14 +22,15 @@ def notes(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def problems(where: str, prompts: list[tuple[int, str]], tokenizer: Path, recipe: Recipe) -> Iterator[str]:
-    """prompts: (line number, text), each with at most as many tokens as the job will count. tokenizer: tokenizer.json."""
+def problems(key: str, path: str, prompts: list[tuple[int, str]], tokenizer: Path, recipe: Recipe) -> Iterator[Problem]:
+    """path: of the data file, which `key` names. prompts: (line number, text), each with at most as many tokens as the job will
+    count. tokenizer: tokenizer.json."""
     from tokenizers import Tokenizer
 
     encodings = Tokenizer.from_file(str(tokenizer)).encode_batch([text for _, text in prompts], add_special_tokens=False)
     numbered = [(number, text, encoding) for (number, text), encoding in zip(prompts, encodings, strict=True)]
     if recipe.data.overlong_prompts == "error":
-        yield from _too_long(where, max((len(encoding.ids), number) for number, _, encoding in numbered), recipe)
+        yield from _too_long(key, path, max((len(encoding.ids), number) for number, _, encoding in numbered), recipe)
     if recipe.data.unknown_tokens == "error" and (mark := _unknown_token(tokenizer)):
         found = []
         for number, text, encoding in numbered:
@@ -40,14 +41,12 @@ def problems(where: str, prompts: list[tuple[int, str]], tokenizer: Path, recipe
         if found:
             number, parts = min(found)
             shown = ", ".join(dict.fromkeys(map(repr, parts[:5])))
-            yield (
-                f"{where}:{number}: the tokenizer in {tokenizer.parent} does not know {shown}, which becomes {mark} (so in"
-                f" {len(found)} of the {len(numbered)} prompts looked at); another policy.tokenizer.name, or"
-                " data.unknown_tokens=keep"
-            )
+            what = f"{path}:{number}: the tokenizer in {tokenizer.parent} does not know {shown}, which becomes {mark} (so in"
+            hint = "Try another policy.tokenizer.name, or data.unknown_tokens=keep"
+            yield Problem(key, "bad-record", f"{what} {len(found)} of the {len(numbered)} prompts looked at). {hint}")
 
 
-def _too_long(where: str, longest: tuple[int, int], recipe: Recipe) -> Iterator[str]:
+def _too_long(key: str, path: str, longest: tuple[int, int], recipe: Recipe) -> Iterator[Problem]:
     """longest: (tokens, line number)."""
     length, number = longest
     if length > (limit := recipe.data.max_input_seq_length):
@@ -56,11 +55,12 @@ def _too_long(where: str, longest: tuple[int, int], recipe: Recipe) -> Iterator[
         what = f" leaves no room for an answer in policy.max_total_sequence_length {limit}"
     else:
         return
-    yield f"{where}:{number}: a prompt of {length} tokens{what}; shorten it, raise the limit, or data.overlong_prompts=drop"
+    hint = "Try a shorter one, a higher limit, or data.overlong_prompts=drop"
+    yield Problem(key, "too-large", f"{path}:{number}: a prompt of {length} tokens{what}. {hint}")
 
 
 def _unknown_token(tokenizer: Path) -> str | None:
-    """What stands for text that the tokenizer does not know; None where that means something else besides (GPT-2's)."""
+    """Return what stands for text that the tokenizer does not know; None where that means something else besides (GPT-2's)."""
     model = json.loads(tokenizer.read_text())["model"]
     mark = model.get("unk_token")
     if mark is None and model.get("unk_id") is not None:

@@ -1,4 +1,4 @@
-"""What can be said, before a run is submitted, against running programs that its policy writes: can they be contained?
+"""Check, before a run is submitted, that programs which its policy writes can be contained.
 
 On this machine that is tried. Other nodes are asked when their ranks start, which end with the same words. Left out: the nodes
 of a Slurm job, and images, of which nothing is known here.

@@ -1,4 +1,4 @@
-"""Whether the disks have room for what a run will write: Megatron conversions and checkpoints; rollouts are noted.
+"""Check that the disks have room for what a run will write: Megatron conversions and checkpoints; rollouts are noted.
 
 A checkpoint of either backend holds, for each parameter that is trained, the float32 weight and what the optimizer keeps of the
 same size in float32: two for Adam and its kin, which is also what is assumed of an optimizer that is not known. Left out:
@@ -16,21 +16,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.components import components
+from launch.containers import CONVERSIONS
 from launch.model_files import described, hf_home, inside, model_folder
 from launch.model_shape import ModelShape
 from launch.preflight.weights import stored
 from launch.units import size
 from pipeline import config
-from pipeline.config import PRECISIONS, OptimizerConfig, PolicyConfig, Recipe, RecipeError, generates, ranks, uses_megatron
+from pipeline.config import (
+    PRECISIONS,
+    OptimizerConfig,
+    PolicyConfig,
+    Problem,
+    Recipe,
+    RecipeError,
+    generates,
+    ranks,
+    uses_megatron,
+)
 from pipeline.models.tensors import tensors
 
-VARIABLES = ("HETSTEP_MEGATRON_CHECKPOINT_DIR", "NRL_MEGATRON_CHECKPOINT_DIR")
-STATES = {
-    "SGD": 0,
-    "Adagrad": 1,
-    "RMSprop": 1,
-    "Rprop": 2,
-}  # per weight; others: 2. With momentum SGD and RMSprop have one more
+STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Rprop": 2}  # per weight; others: 2. With momentum SGD, RMSprop: one more
 ADAPTED = ("attention", "mlp", "shared", "routed")  # parts of a model that have linear layers for adapters
 LEAST = 2  # checkpoints at once: one that is kept, and one that is being written
 BYTES_PER_TOKEN = 13  # of a rollout's file: a token's number as JSON and its text
@@ -47,8 +52,8 @@ class Use:
     key: str
 
 
-def problems(recipe: Recipe, pending: list[Path], notes: list[str]) -> Iterator[str]:
-    """What only says that there may be too little room, or that it cannot be told, goes to `notes`."""
+def problems(recipe: Recipe, pending: list[Path], notes: list[str]) -> Iterator[Problem]:
+    """Yield where there is too little room. That there may be too little, or that it cannot be told, goes to `notes`."""
     uses = [*_conversions(recipe, pending)]
     checkpoint = _checkpoint(recipe, pending, notes)
     run_dir = Path(recipe.run_dir).absolute()
@@ -70,15 +75,15 @@ def problems(recipe: Recipe, pending: list[Path], notes: list[str]) -> Iterator[
 
 
 def existing(path: Path) -> Path:
-    """The folder itself, or the nearest above it that there is."""
+    """Return the folder itself, or the nearest above it that there is."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
 
 
 def conversions_folder(recipe: Recipe) -> Path:
-    """Where the train ranks will keep conversions, as `pipeline/train/megatron/conversion.py` chooses it."""
+    """Return where the train ranks will keep conversions, as `pipeline/train/megatron/conversion.py` chooses it."""
     environment = {**os.environ, **components(recipe)["train"].env_vars}
-    for variable in VARIABLES:
+    for variable in CONVERSIONS:
         if value := environment.get(variable):
             return Path(value).expanduser().absolute()
     return hf_home().absolute() / "hetstep"
@@ -88,31 +93,26 @@ def _device(path: Path) -> int:
     return existing(path).stat().st_dev
 
 
-def _of_one_disk(recipe: Recipe, uses: list[Use], checkpoint: float | None) -> Iterator[str]:
+def _of_one_disk(recipe: Recipe, uses: list[Use], checkpoint: float | None) -> Iterator[Problem]:
     folder = existing(uses[0].folder)
     disk = os.statvfs(folder)
     if disk.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK):  # which is said elsewhere
         return
     free, needed, files = disk.f_bavail * disk.f_frsize, sum(use.nbytes for use in uses), sum(use.files for use in uses)
-    keys, terms = ", ".join(dict.fromkeys(use.key for use in uses)), "; ".join(use.what for use in uses)
+    key, terms = max(uses, key=lambda use: use.nbytes).key, "; ".join(use.what for use in uses)
     if needed > free:
-        remedy = _fewer(recipe, uses, checkpoint, free) or "another folder"
-        yield (
-            f"{keys}: {size(free)} are free on the file system of {folder}, and this run will write {size(needed)} there:"
-            f" {terms}; {remedy}"
-        )
+        what = f"{size(free)} are free on the file system of {folder}, and this run will write {size(needed)} there: {terms}"
+        yield Problem(key, "no-space", f"{what}. Try {_fewer(recipe, uses, checkpoint, free) or 'another folder'}")
     elif disk.f_files and files > disk.f_favail:
-        yield (
-            f"{keys}: the file system of {folder} has room for {disk.f_favail} more files, and this run will write {files}"
-            " there; another folder"
-        )
+        what = f"the file system of {folder} has room for {disk.f_favail} more files, and this run will write {files} there"
+        yield Problem(key, "no-space", f"{what}. Try another folder")
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------------
 
 
 def _checkpoint(recipe: Recipe, pending: list[Path], notes: list[str]) -> float | None:
-    """Bytes of one; None if none is written or the model is not known yet."""
+    """Return the bytes of one; None if none is written or the model is not known yet."""
     if not recipe.checkpointing.enabled:
         return None
     held = config.models(recipe)
@@ -132,7 +132,7 @@ def _checkpoint(recipe: Recipe, pending: list[Path], notes: list[str]) -> float 
 
 
 def saved_bytes(policy: PolicyConfig, parameters: int) -> float:
-    """What a checkpoint holds of a trained model of which so many parameters are trained."""
+    """Return the bytes that a checkpoint holds of a trained model of which so many parameters are trained."""
     return 4 * (1 + _states(policy)) * parameters
 
 
@@ -159,7 +159,7 @@ def _stored_parameters(key: str, policy: PolicyConfig) -> int | None:
 
 
 def _states(policy: PolicyConfig) -> int:
-    """How many tensors of the weights' size the optimizer keeps."""
+    """Return how many tensors of the weights' size the optimizer keeps."""
     if uses_megatron(policy):
         return 2
     optimizer: OptimizerConfig = policy.optimizer
@@ -169,7 +169,7 @@ def _states(policy: PolicyConfig) -> int:
 
 
 def _checkpoints(recipe: Recipe, run_dir: Path, nbytes: float, keep: int | None) -> Use:
-    """All that there will be at once, one of them being written, less those that are there already."""
+    """Return all that there will be at once, one of them being written, less those that are there already."""
     at_once = _at_once(recipe, keep)
     there = _there(run_dir)
     writers = ranks(recipe.cluster.train) * len({"policy", "value"} & config.models(recipe).keys())
@@ -185,7 +185,7 @@ def _checkpoints(recipe: Recipe, run_dir: Path, nbytes: float, keep: int | None)
 
 
 def _there(run_dir: Path) -> int:
-    """Bytes of the checkpoints that a run has already."""
+    """Return the bytes of the checkpoints that a run has already."""
     return sum(path.stat().st_size for path in run_dir.glob("checkpoints/step_*/**/*") if path.is_file())
 
 
@@ -214,7 +214,7 @@ def _fewer(recipe: Recipe, uses: list[Use], checkpoint: float | None, free: int)
 
 
 def _conversions(recipe: Recipe, pending: list[Path]) -> Iterator[Use]:
-    """Of every model that the Megatron backend holds; those that were made before need nothing."""
+    """Yield those of every model that the Megatron backend holds; those that were made before need nothing."""
     if not uses_megatron(recipe.policy):
         return
     root = conversions_folder(recipe)
@@ -238,7 +238,7 @@ def _conversions(recipe: Recipe, pending: list[Path]) -> Iterator[Use]:
                 nbytes=found.nbytes * (len(sections) - made),
                 files=(ranks(recipe.cluster.train) + 2) * (len(sections) - made),
                 what=f"{len(sections) - made} Megatron conversion of {name}, {size(found.nbytes)}",
-                key=VARIABLES[0],
+                key=CONVERSIONS[0],
             )
 
 

@@ -1,4 +1,4 @@
-"""What can be said against a recipe from the file systems: folders to write, models' files, containers, free space.
+"""Check the file systems: folders to write, models' files, containers, free space.
 
 The weights' files are `launch/preflight/weights.py`'s, images and mounts `launch/preflight/containers.py`'s, free space
 `launch/preflight/space.py`'s. Looks from where the job is submitted; what is mounted elsewhere on the nodes is not seen.
@@ -11,16 +11,19 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from launch.containers import CONVERSIONS
 from launch.executors.base import ROOT
 from launch.preflight import containers, space, weights
 from launch.preflight.space import existing
-from pipeline.config import Recipe, uses_megatron
+from pipeline.config import Problem, Recipe, uses_megatron
 
 OWN = frozenset(("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
 """Types of file systems that a machine has for itself, unless it exports them."""
 
 
-def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None = None, on_nodes: bool = False) -> Iterator[str]:
+def problems(
+    recipe: Recipe, pending: list[Path] = (), notes: list[str] | None = None, on_nodes: bool = False
+) -> Iterator[Problem]:
     """pending: run folders of needed recipes that have not run yet; they are not looked into. notes: what may be right is
     appended to it. on_nodes: the ranks run on a cluster's nodes, so that containers and shared folders matter."""
     notes, pending = [] if notes is None else notes, list(pending)
@@ -29,22 +32,23 @@ def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None =
     if os.path.lexists(checkpoints):  # of the run folder itself `run_folder` sees to that
         yield from _check_writable("run_dir", checkpoints, "another run_dir")
     if uses_megatron(recipe.policy):
-        variable = space.VARIABLES[0]
+        variable = CONVERSIONS[0]
         yield from _check_writable(variable, conversions, "a folder that all train nodes share and can write")
     yield from weights.problems(recipe, pending)
     if on_nodes:
         yield from containers.problems(recipe, pending, conversions)
         shared = {"run_dir": Path(recipe.run_dir), "the code": ROOT}
-        _note_own(shared | ({space.VARIABLES[0]: conversions} if uses_megatron(recipe.policy) else {}), notes)
+        _note_own(shared | ({CONVERSIONS[0]: conversions} if uses_megatron(recipe.policy) else {}), notes)
     yield from space.problems(recipe, pending, notes)
 
 
-def _check_writable(key: str, folder: Path, instead: str) -> Iterator[str]:
+def _check_writable(key: str, folder: Path, instead: str) -> Iterator[Problem]:
     there = existing(folder)
     if not there.is_dir():
-        yield f"{key}: {folder} cannot be a folder: {there} is not one; {instead}"
+        yield Problem(key, "not-a-folder", f"{folder} cannot be a folder: {there} is not one. Try {instead}")
     elif not os.access(there, os.W_OK | os.X_OK) or os.statvfs(there).f_flag & os.ST_RDONLY:
-        yield f"{key}: {folder} cannot be written: {getpass.getuser()} may not write in {there}; {instead}"
+        what = f"{folder} cannot be written: {getpass.getuser()} may not write in {there}. Try {instead}"
+        yield Problem(key, "permission-denied", what)
 
 
 def _note_own(folders: dict[str, Path], notes: list[str]) -> None:
@@ -61,7 +65,7 @@ def _note_own(folders: dict[str, Path], notes: list[str]) -> None:
 
 
 def file_system(path: Path) -> tuple[str, str]:
-    """(type, where it is mounted) of the file system that holds a path, or will. See proc(5), /proc/[pid]/mountinfo."""
+    """Return (type, where it is mounted) of the file system that holds a path, or will. See proc(5), /proc/[pid]/mountinfo."""
     real = existing(path).resolve()
     found = ("unknown", "/")
     for line in Path("/proc/self/mountinfo").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Whether a model's files are all there and whole, by their names, sizes and headers alone.
+"""Check that a model's files are all there and whole, by their names, sizes and headers alone.
 
 Leaves out the weights' bytes, so a file that was damaged without changing its length passes; and whether the tensors are those
 of the model that config.json describes, which the job checks first.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launch.model_files import inside, model_folder
 from pipeline import config
-from pipeline.config import Recipe, RecipeError
+from pipeline.config import Problem, Recipe, RecipeError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BESIDE = (
@@ -23,34 +23,35 @@ BESIDE = (
     *("added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
 TOLD = 4  # bad files of a model
+ABSENT = ("is missing", "is a link", "is a git-annex link", "has not been downloaded")
 MOST_HEADER = 100_000_000  # bytes, by safetensors' own limit
 
 
-def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[str]:
-    """What is not found at all, `architecture` and `files` say. pending: run folders that are not looked into."""
+def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[Problem]:
+    """Yield files that are not whole. What is not found at all, `architecture` and `files` say. pending: run folders that are
+    not looked into."""
     seen: set[Path] = set()
     weighed: set[Path] = set()  # where one model's weights are drawn, another's of the same folder are not
-    for section, policy in config.models(recipe).items():
-        key = f"{section}.model_name"
-        if not (folder := _folder(key, policy.model_name, pending)):
-            continue
-        if folder not in seen:
-            seen.add(folder)
-            yield from _files(key, folder, [name for name in BESIDE if os.path.lexists(folder / name)])
-        if folder not in weighed and not policy.random_init:
-            weighed.add(folder)
-            yield from _check_weights(section, folder)
-    names = {"policy.tokenizer.name": recipe.policy.tokenizer.name}
+    models = config.models(recipe)
+    names = {f"{section}.model_name": policy.model_name for section, policy in models.items()}
+    names["policy.tokenizer.name"] = recipe.policy.tokenizer.name
     if environment := config.reward_environment(recipe):
         names[f"env.{environment}.tokenizer.name"] = config.reward_model_policy(recipe).tokenizer.name
     for key, name in names.items():
-        if (folder := _folder(key, name, pending)) and folder not in seen:
+        if not (folder := _folder(key, name, pending)):
+            continue
+        if folder not in seen:
             seen.add(folder)
-            yield from _files(key, folder, [name for name in BESIDE if os.path.lexists(folder / name)])
+            there = [folder / beside for beside in BESIDE if os.path.lexists(folder / beside)]
+            yield from (Problem(key, trouble_code(reason), f"{path} {reason}") for path in there if (reason := trouble(path)))
+        section = key.removesuffix(".model_name")
+        if section in models and folder not in weighed and not models[section].random_init:
+            weighed.add(folder)
+            yield from _check_weights(section, folder)
 
 
 def _folder(key: str, name: str | None, pending: list[Path]) -> Path | None:
-    """None for what is yet to be made, and for what is not there, which others say."""
+    """Return None for what is yet to be made, and for what is not there, which others say."""
     if not name or inside(name, pending):
         return None
     try:
@@ -59,26 +60,28 @@ def _folder(key: str, name: str | None, pending: list[Path]) -> Path | None:
         return None
 
 
-def _files(key: str, folder: Path, names: list[str]) -> Iterator[str]:
-    for name in names:
-        if reason := trouble(folder / name):
-            yield f"{key}: {folder / name} {reason}"
+def trouble_code(reason: str) -> str:
+    """Return the code of a file's trouble."""
+    return "file-not-found" if reason.startswith(ABSENT) else "unreadable"
 
 
-def _check_weights(section: str, folder: Path) -> Iterator[str]:
+def _check_weights(section: str, folder: Path) -> Iterator[Problem]:
     key = f"{section}.model_name"
     if not os.path.lexists(folder / SINGLE) and not os.path.lexists(folder / INDEX):
         random = f", or {section}.random_init=true to start from random ones" if section in ("policy", "value") else ""
         if any(folder.glob("pytorch_model*.bin")):
-            yield f"{key}: {folder} has weights as pytorch_model*.bin only, which are pickles; give safetensors{random}"
+            what = f"{folder} has weights as pytorch_model*.bin only, which are pickles. Try safetensors{random}"
+            yield Problem(key, "unsupported", what)
         else:
-            yield f"{key}: {folder} has no weights ({SINGLE} or {INDEX}); fetch the whole checkpoint{random}"
+            what = f"{folder} has no weights ({SINGLE} or {INDEX}). Try to fetch the whole checkpoint{random}"
+            yield Problem(key, "file-not-found", what)
         return
     found = stored(folder)
-    told = [f"{key}: {folder / name} {reason}" for name, reason in found.troubles.items()]
+    told = [Problem(key, trouble_code(reason), f"{folder / name} {reason}") for name, reason in found.troubles.items()]
     yield from told[:TOLD]
     if len(told) > TOLD:
-        yield f"{key}: {folder}: so are {len(told) - TOLD} more of its {found.files} weight files; fetch it again"
+        what = f"{folder}: so are {len(told) - TOLD} more of its {found.files} weight files; fetch it again"
+        yield Problem(key, "unreadable", what)
 
 
 # ---- what there is ------------------------------------------------------------------------------------------------------
@@ -95,7 +98,7 @@ class Stored:
 
 
 def stored(folder: Path) -> Stored:
-    """Reads the headers of all weight files."""
+    """Read the headers of all weight files."""
     found = Stored()
     listed: dict[str, list[str]] = {SINGLE: []}  # file -> the tensors that it should have
     if not os.path.lexists(folder / SINGLE):
@@ -154,7 +157,7 @@ def read_header(path: Path) -> dict[str, dict]:
 
 
 def trouble(path: Path) -> str | None:
-    """Why a file is not what its name says; None for a file that can be read."""
+    """Return why a file is not what its name says; None for a file that can be read."""
     try:
         with open(path, "rb") as file:
             start = file.read(64)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from launch.preflight import files
-from pipeline.config import is_dotted_path, nearest_dataset
+from pipeline.config import Problem, is_dotted_path, nearest_dataset
 from tests.data import hub
 
 
@@ -15,14 +15,14 @@ def _empty_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
 
 
-def problems(name: str) -> list[str]:
+def problems(name: str) -> list[Problem]:
     return list(files._check_name("data.train", name))
 
 
 def test_a_named_data_set_must_be_in_a_cache(tmp_path: Path):
     (problem,) = problems("gsm8k")
-    assert problem.startswith("data.train.dataset_name: 'gsm8k' is openai/gsm8k, which is in neither of the local caches")
-    assert "`hf download --repo-type dataset openai/gsm8k`" in problem
+    assert (problem.key, problem.code) == ("data.train.dataset_name", "unavailable-dataset")
+    assert "`hf download --repo-type dataset openai/gsm8k`" in problem.message
     hub.download(tmp_path / "hub", "openai/gsm8k", {"main/train.jsonl": [{"question": "1+1=", "answer": "#### 2"}]})
     assert problems("gsm8k") == problems("GSM8K") == problems("openai/gsm8k") == []
     assert len(problems("squad")) == 1
@@ -44,7 +44,7 @@ def test_a_folder_does_not_stand_for_a_named_data_set(tmp_path: Path, monkeypatc
 
 def test_a_misspelt_name():
     (problem,) = problems("OpenMathInstruct2")
-    assert problem.startswith("data.train.dataset_name: did you mean 'OpenMathInstruct-2'? 'OpenMathInstruct2' is neither")
+    assert "Did you mean 'OpenMathInstruct-2'?" in problem.message
 
 
 def test_a_users_callable():

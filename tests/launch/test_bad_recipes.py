@@ -87,7 +87,7 @@ def test_the_real_command(tmp_path):
         ),
         ("policy.max_total_sequence_length=65", ["policy.max_total_sequence_length", "65", "at most 64"]),
         ("data.max_input_seq_length=3", ["data.jsonl:2", "a prompt of 4 tokens", "data.max_input_seq_length is 3", "=drop"]),
-        ("policy.max_total_sequence_length=4", ["data.jsonl:2", "4 tokens leaves no room for an answer", "sequence_length 4;"]),
+        ("policy.max_total_sequence_length=4", ["data.jsonl:2", "4 tokens leaves no room for an answer", "sequence_length 4."]),
         ("data.train.data_path=no.jsonl", ["data.train.data_path", "no.jsonl", "No such file"]),
         (
             "data.train.input_key=question",
@@ -96,7 +96,7 @@ def test_the_real_command(tmp_path):
         ("data.train.prompt_file=no.txt", ["data.train.prompt_file", "no.txt", "No such file"]),
         ("data.train.system_prompt_file=tiny.yaml", ["data.train.system_prompt_file", "data.apply_chat_template is false"]),
         ("data.apply_chat_template=true", ["data.apply_chat_template", "no chat template", "policy.tokenizer.chat_template"]),
-        ("data.train.prompt_file=tiny.yaml", ["data.train.prompt_file", "must have one {} where the input goes"]),
+        ("data.train.prompt_file=tiny.yaml", ["data.train.prompt_file", "expected one {} where the input goes"]),
         ("env.math.kind=poetry", ["env.math.kind", "poetry", "exact_match, llm_judge, math"]),
         ("policy.model_name=./nowhere", ["policy.model_name", "no folder /", "/nowhere"]),
         ("policy.model_name=some/model", ["policy.model_name", "'some/model'", "hf download some/model"]),
@@ -116,12 +116,9 @@ def test_one_key(tmp_path, override, says):
 def test_tensor_parallel_size_that_does_not_divide_the_heads(tmp_path):
     write_recipe(tmp_path)
     message = refuse(tmp_path, "cluster.generate.ranks_per_node=3", f"{TENSOR_PARALLEL}=3")
-    assert (
-        f"{TENSOR_PARALLEL}: 3 does not divide the model's 4 attention heads and 2 key-value heads; one of 1, 2, 4" in message
-    )
+    assert f"{TENSOR_PARALLEL}: got 3; expected one of 1, 2, 4, which divide the model's 4 attention heads" in message
     train = ("cluster.train.ranks_per_node=4", "policy.dtensor_cfg.tensor_parallel_size=4")  # no rank may hold half a head
-    assert "policy.dtensor_cfg.tensor_parallel_size: 4 does not divide" in (message := refuse(tmp_path, *train))
-    assert "one of 1, 2 would" in message
+    assert "policy.dtensor_cfg.tensor_parallel_size: got 4; expected one of 1, 2, which divide" in refuse(tmp_path, *train)
 
 
 def test_generate_world_that_tensor_parallel_does_not_divide(tmp_path):
@@ -166,7 +163,7 @@ def test_messages_that_are_not_messages(tmp_path):
 def test_data_set_that_is_nowhere(tmp_path):
     write_recipe(tmp_path, data={"apply_chat_template": False, "train": {"dataset_name": "some/data", "env_name": "math"}})
     message = refuse(tmp_path)
-    assert "data.train.dataset_name: 'some/data'" in message and "hf download --repo-type dataset some/data" in message
+    assert "data.train.dataset_name: got 'some/data'" in message and "hf download --repo-type dataset some/data" in message
 
 
 def test_several_data_sets_are_each_looked_into(tmp_path):
@@ -181,7 +178,7 @@ def test_several_data_sets_are_each_looked_into(tmp_path):
     message = refuse(tmp_path, count=3)
     assert "data.datasets.gone.data_path" in message
     assert f"data.datasets.odd.data_path: {tmp_path}/data.jsonl:1: no column 'question'" in message
-    assert "data.validations.nowhere.dataset_name: 'some/data'" in message
+    assert "data.validations.nowhere.dataset_name: got 'some/data'" in message
 
 
 def test_folder_of_another_recipe(tmp_path):

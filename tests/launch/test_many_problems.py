@@ -44,17 +44,17 @@ BROKEN = {
             ("loss_fn.reference_policy_kl_type", "not-a-choice"),
             (f"{VLLM}.tensor_parallel_size", "not-divisible"),
             ("policy.dtensor_cfg.tensor_parallel_size", "not-divisible"),
-            f"{VLLM}.tensor_parallel_size: 3 does not divide the model's 4 attention heads",
+            f"{VLLM}.tensor_parallel_size: got 3; expected one of 1, 2, 4, which divide the model's 4 attention heads",
         ],
     ),
     "the files": (
         ["data.train.prompt_file=no.txt", "policy.max_total_sequence_length=65", "policy.random_init=false"],
         {"model/tokenizer.json": None, "data.jsonl": '{"input": "1"}\n[1]\n{"input": \n{"input": "2"}\n'},
         [
-            "policy.max_total_sequence_length: 65 is beyond the model's max_position_embeddings; at most 64",
-            "policy.model_name: {folder}/model has no weights",
-            "policy.tokenizer.name: {folder}/model has no tokenizer",
-            "data.train.prompt_file: {folder}/no.txt: No such file",
+            ("policy.max_total_sequence_length", "too-large"),
+            ("policy.model_name", "file-not-found"),
+            ("policy.tokenizer.name", "file-not-found"),
+            ("data.train.prompt_file", "file-not-found"),
             "data.jsonl:1: no column 'output' with a text or messages; there are: input. Try data.train.output_key=COLUMN",
             "data.jsonl:2: a list, not a JSON object",
             "data.jsonl:3: not JSON",
@@ -96,10 +96,10 @@ BROKEN = {
             (f"{MEGATRON}.tensor_model_parallel_size", "not-divisible"),
             (f"{MEGATRON}.mtp_num_layers", "unsupported"),
             (f"{MEGATRON}.recompute_num_layers", "has-no-effect"),
-            f"{MEGATRON}.model_overrides.num_layers: it is the model's",
-            f"{MEGATRON}.model_overrides.masked_softmax_fusio: Megatron-Core as it is installed here has no such option",
+            (f"{MEGATRON}.model_overrides.num_layers", "contradiction"),
+            (f"{MEGATRON}.model_overrides.masked_softmax_fusio", "unknown-key"),
             (f"{MEGATRON}.scheduler", "contradiction"),
-            f"{MEGATRON}.tensor_model_parallel_size: 4 does not divide the model's 4 attention heads and 2 key-value heads",
+            f"{MEGATRON}.tensor_model_parallel_size: got 4; expected one of 1, 2, which divide the model's 4 attention heads",
         ],
     ),
     "a mixture of experts": (
@@ -116,10 +116,10 @@ BROKEN = {
         {"model/config.json": json.dumps(EXPERTS)},
         [
             (f"{MEGATRON}.expert_model_parallel_size", "not-divisible"),
-            f"{MEGATRON}.moe_router_bias_update_rate: qwen3_moe models have no such bias",
-            f"{MEGATRON}.pipeline_model_parallel_size: 4 does not divide the model's 2 layers",
-            f"{MEGATRON}.expert_model_parallel_size: 4 does not divide the model's 6 experts",
-            f"{VLLM}.expert_parallel_size: 4 does not divide the model's 6 experts",
+            (f"{MEGATRON}.moe_router_bias_update_rate", "has-no-effect"),
+            (f"{MEGATRON}.pipeline_model_parallel_size", "not-divisible"),
+            f"{MEGATRON}.expert_model_parallel_size: got 4; expected a divisor of the model's number of experts, 6",
+            (f"{VLLM}.expert_parallel_size", "not-divisible"),
         ],
     ),
     "libraries": (
@@ -132,13 +132,13 @@ BROKEN = {
         ],
         {},
         [
-            "vllm_kwargs.kv_cache_memory_byte: vLLM as it is installed here has no such option; did you mean 'kv",
-            "vllm_kwargs.load_format: cannot be given",
-            f"vllm_kwargs.max_model_len: {VLLM}.max_model_len says this",
-            "policy.optimizer.kwargs.lr: 'fast' is not a number",
-            "policy.optimizer.kwargs.decay: torch.optim.AdamW has no such option",
-            "policy.scheduler.name: there is no 'torch.optim.lr_scheduler.NoneLR'",
-            "policy.hf_config_overrides.hidden_sizes: a llama configuration has no such option; did you mean 'hidden_size'",
+            ("policy.generation.vllm_kwargs.kv_cache_memory_byte", "unknown-key"),
+            ("policy.generation.vllm_kwargs.load_format", "contradiction"),
+            ("policy.generation.vllm_kwargs.max_model_len", "contradiction"),
+            ("policy.optimizer.kwargs.lr", "wrong-type"),
+            ("policy.optimizer.kwargs.decay", "unknown-key"),
+            ("policy.scheduler.name", "not-a-choice"),
+            ("policy.hf_config_overrides.hidden_sizes", "unknown-key"),
             ("policy.hf_config_overrides.num_key_value_heads", "wrong-type"),
             ("cluster.train.env_vars.A", "wrong-type"),
         ],
@@ -200,7 +200,7 @@ BROKEN = {
             "ppo.adv_estimator.gae_gamma: 2.0 must be in [0, 1]",
             "ppo.policy_training_start_step: 2000 leaves the policy no step to learn in",
             "policy.dtensor_cfg.lora_cfg.target_modules: empty",
-            "value.optimizer.name: there is no 'torch.optim.AdamX' in torch",
+            ("value.optimizer.name", "not-a-choice"),
         ],
     ),
     "sections, environments and the cluster": (
@@ -265,5 +265,5 @@ def test_a_file_of_bad_lines_is_told_of_in_a_few(tmp_path):
     problems = told(refuse(tmp_path, count=6))
     assert "data.jsonl:1: no column 'output'" in problems[0]
     assert "data.jsonl:3001: not JSON" in problems[1]
-    assert problems[1].endswith("(and so in 1999 more: lines 3002, 3003, 3004, 3005, 3006 ...)")
-    assert problems[-1].endswith("2 more lines have other faults")
+    assert "(and so in 1999 more: lines 3002, 3003, 3004, 3005, 3006 ...)" in problems[1]
+    assert "2 more lines have other faults" in problems[-1]

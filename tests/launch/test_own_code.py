@@ -80,7 +80,7 @@ def test_a_function_beside_the_recipe_is_found_from_anywhere(folder):
         ("env.mine.kind=rewards_of_mine.NoStep", "the class is abstract: it must write step"),
         (
             "env.mine.kind=rewards_of_mine.level",
-            "needs weight, and the records of data.train.data_path have: input, answer, level; give it a default, or a value",
+            "needs weight, and the records of data.train.data_path have: input, answer, level. Try a default for it",
         ),
         (
             "data.train.output_key=solution",
@@ -114,7 +114,7 @@ def test_it_is_looked_for_in_the_working_directory_after_all_other_places(folder
 def test_where_it_was_looked_for_and_how_to_add_a_place_is_told(folder):
     (problem,), _ = asked(folder, "env.mine.kind=rewards.right")
     assert str(folder) in problem and problem.endswith(
-        "put it beside the recipe's file, or give its folder in module_folders=[FOLDER], or in PYTHONPATH"
+        "Try a place beside the recipe's file, or its folder in module_folders=[FOLDER], or in PYTHONPATH"
     )
 
 
@@ -220,4 +220,4 @@ def test_a_misspelt_column_is_told_whether_the_function_needs_it_or_not(folder, 
     with open(folder / "rewards_of_mine.py", "a") as file:
         file.write("def optional(prompt, answer, expected=None): return 1.0\n")
     (problem, *_), _ = asked(folder, f"env.mine.kind={function}", "data.train.output_key=anwser")
-    assert problem == "data.train.output_key: no column 'anwser' in input, answer, level. Try data.train.output_key=answer"
+    assert problem == "data.train.output_key: got anwser; expected one of the columns input, answer, level. Try answer"

@@ -14,7 +14,7 @@ from launch.preflight import files, weights
 from pipeline import config
 from pipeline.config import RecipeError
 from tests.launch.model import write_model, write_recipe
-from tests.problems import named
+from tests.problems import named, refused
 
 NO_TENSORS = b"\2" + bytes(7) + b"{}"  # a safetensors file with none in it
 
@@ -97,32 +97,31 @@ def test_what_a_recipe_says_against_itself(load, overrides, says):
 
 
 @pytest.mark.parametrize(
-    ("described", "says"),
+    ("described", "key", "code"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, ["judge is a LlamaForCausalLM", "a sequence classifier with one label"]),
-        ({"architectures": None}, ["a model of an unknown kind"]),
-        ({"id2label": {"0": "no", "1": "yes"}}, ["has 2 labels", "one label"]),
-        ({"id2label": None}, ["has 2 labels"]),
-        ({"max_position_embeddings": 16}, ["policy.max_total_sequence_length: 32", "env.judge.model_name's", "at most 16"]),
-        ({"vocab_size": 30}, ["env.judge.tokenizer.name", "has 40 tokens", "env.judge.model_name only 30"]),
+        ({"architectures": ["LlamaForCausalLM"]}, "env.judge.model_name", "unavailable-model"),
+        ({"architectures": None}, "env.judge.model_name", "unavailable-model"),
+        ({"id2label": {"0": "no", "1": "yes"}}, "env.judge.model_name", "unavailable-model"),
+        ({"id2label": None}, "env.judge.model_name", "unavailable-model"),
+        ({"max_position_embeddings": 16}, "policy.max_total_sequence_length", "too-large"),
+        ({"vocab_size": 30}, "env.judge.tokenizer.name", "too-large"),
     ],
 )
-def test_a_model_that_is_no_judge(load, described, says):
-    with pytest.raises(RecipeError) as error:
+def test_a_model_that_is_no_judge(load, described, key, code):
+    with refused((key, code)):
         check(load(**described))
-    assert [part for part in (*says, "env.judge") if part not in str(error.value)] == []
 
 
 def test_a_layout_that_does_not_fit_the_reward_model(load, tmp_path):
     keys = ("cluster.train.ranks_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2")
     check(load(*keys))
-    with pytest.raises(RecipeError, match=r"2 does not divide env\.judge\.model_name's 3 attention heads"):
+    with pytest.raises(RecipeError, match=r"expected one of 1, 3, which divide env\.judge\.model_name's 3 attention heads"):
         check(load(*keys, num_attention_heads=3, num_key_value_heads=3))
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 64}
     described = json.loads((tmp_path / "model/config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps(described | sizes))
     check(load("policy.megatron_cfg.enabled=true", **sizes))
-    with pytest.raises(RecipeError, match=r"env\.judge\.model_name: this backend has no 'gpt2' models"):
+    with pytest.raises(RecipeError, match=r"env\.judge\.model_name: got a 'gpt2' model"):
         check(load("policy.megatron_cfg.enabled=true", model_type="gpt2"))
     with pytest.raises(RecipeError, match=r"env\.judge\.model_name: config.json of this llama has no 'hidden_size'"):
         check(load("policy.megatron_cfg.enabled=true", hidden_size=None))
@@ -131,11 +130,11 @@ def test_a_layout_that_does_not_fit_the_reward_model(load, tmp_path):
 def test_files_that_are_not_there(load, tmp_path):
     recipe = load()
     (tmp_path / "judge/model.safetensors").unlink()
-    with pytest.raises(RecipeError, match=r"env\.judge\.model_name: .*judge has no weights.*fetch the whole checkpoint$"):
+    with refused(("env.judge.model_name", "file-not-found")):
         check(recipe)
     (tmp_path / "judge/tokenizer.json").unlink()
     (tmp_path / "judge/model.safetensors").write_bytes(NO_TENSORS)
-    with pytest.raises(RecipeError, match=r"env\.judge\.tokenizer\.name: .*judge has no tokenizer"):
+    with refused(("env.judge.tokenizer.name", "file-not-found")):
         check(recipe)
     shutil.rmtree(tmp_path / "judge")
     with pytest.raises(RecipeError, match=r"env\.judge\.model_name: there is no folder"):
@@ -145,7 +144,7 @@ def test_files_that_are_not_there(load, tmp_path):
 
 def test_a_chat_template_is_needed_of_both_tokenizers(load):
     chat = ("data.apply_chat_template=true", "policy.tokenizer.chat_template=x")
-    with pytest.raises(RecipeError, match=r"judge has no chat template; give one in env\.judge\.tokenizer\.chat_template"):
+    with pytest.raises(RecipeError, match=r"judge has no chat template\. Try env\.judge\.tokenizer\.chat_template"):
         check(load(*chat))
 
 

@@ -1,9 +1,8 @@
-"""What preflight says of the file systems: weight files with real headers, images, mounts, and a disk that is too small."""
+"""Preflight against real file systems: weight files with real headers, images, mounts, and a disk that is too small."""
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,9 @@ from launch.preflight.storage import file_system
 from launch.preflight.weights import stored, trouble
 from launch.units import size
 from pipeline import config
-from pipeline.config import ComponentConfig, Recipe
+from pipeline.config import ComponentConfig, Problem, Recipe
 from tests.launch.model import write_recipe
+from tests.problems import named
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -63,7 +63,7 @@ def model(folder) -> Path:
     return folder / "model"
 
 
-def problems(recipe: Recipe) -> list[str]:
+def problems(recipe: Recipe) -> list[Problem]:
     return list(storage.problems(recipe, on_nodes=recipe.cluster.executor != "local"))
 
 
@@ -114,28 +114,33 @@ def dangling(path: Path) -> None:
     path.symlink_to("elsewhere")
 
 
+MODEL = "policy.model_name"
+
+
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "code", "says"),
     [
-        (cut, "is cut off: it has"),
-        (cut_header, "is cut off: it has 20 bytes, and its header alone"),
-        (lengthen, "has 5 bytes more than its header says"),
-        (lfs, "is a Git LFS pointer, not the file; `git lfs pull`"),
-        (annex, "is a git-annex pointer, not the file; `git annex get`"),
-        (annex_link, "is a git-annex link without its content"),
-        (half_downloaded, "has not been downloaded to its end"),
-        (dangling, "is a link to"),
-        (Path.unlink, "is missing; fetch it again"),
-        (lambda path: path.write_bytes(b""), "is empty"),
-        (lambda path: path.write_bytes(b"x" * 200), "is no safetensors file"),
-        (lambda path: path.write_bytes((9).to_bytes(8, "little") + b'{"a": 12}'), "is no safetensors file"),
-        (lambda path: save_file({"other": np.zeros(8, np.float32)}, path), "lacks 1 of the 1 tensors that the index says"),
+        (cut, "unreadable", "is cut off: it has"),
+        (cut_header, "unreadable", "is cut off: it has 20 bytes, and its header alone"),
+        (lengthen, "unreadable", "has 5 bytes more than its header says"),
+        (lfs, "unreadable", "is a Git LFS pointer, not the file; `git lfs pull`"),
+        (annex, "unreadable", "is a git-annex pointer, not the file; `git annex get`"),
+        (annex_link, "file-not-found", "is a git-annex link without its content"),
+        (half_downloaded, "file-not-found", "has not been downloaded to its end"),
+        (dangling, "file-not-found", "is a link to"),
+        (Path.unlink, "file-not-found", "is missing; fetch it again"),
+        (lambda path: path.write_bytes(b""), "unreadable", "is empty"),
+        (lambda path: path.write_bytes(b"x" * 200), "unreadable", "is no safetensors file"),
+        (lambda path: path.write_bytes((9).to_bytes(8, "little") + b'{"a": 12}'), "unreadable", "is no safetensors file"),
+        (lambda path: save_file({"other": np.zeros(8, np.float32)}, path), "unreadable", "lacks 1 of the 1 tensors"),
     ],
 )
-def test_spoiled_weights(folder, model, spoil, says):
+def test_spoiled_weights(folder, model, spoil, code, says):
+    """What is wrong with a file is told in words alone."""
     spoil(model / SHARDS[1])
     (problem,) = problems(load(folder))
-    assert problem.startswith(f"policy.model_name: {model / SHARDS[1]} ") and says in problem
+    assert named([problem]) == {(MODEL, code)}
+    assert problem.message.startswith(f"{model / SHARDS[1]} {says}")
 
 
 def test_every_bad_file_is_told(folder, model):
@@ -143,20 +148,20 @@ def test_every_bad_file_is_told(folder, model):
     lfs(model / SHARDS[1])
     lfs(model / "tokenizer.json")
     said = problems(load(folder))
-    assert [problem.split()[1].rpartition("/")[2] for problem in said] == ["tokenizer.json", *SHARDS]
+    assert [Path(problem.message.split()[0]).name for problem in said] == ["tokenizer.json", *SHARDS]
     assert problems(load(folder, "policy.random_init=true")) == said[:1]  # which needs no weights
 
 
 def test_no_weights_and_an_index_that_is_none(folder, model):
     index = model / "model.safetensors.index.json"
     index.write_text("{}")
-    assert "is not an index of weight files" in "".join(problems(load(folder)))
+    assert named(problems(load(folder))) == {(MODEL, "unreadable")}
     lfs(index)
-    assert "index.json is a Git LFS pointer" in "".join(problems(load(folder)))
+    assert named(problems(load(folder))) == {(MODEL, "unreadable")}
     index.unlink()
-    assert "has no weights (model.safetensors or model.safetensors.index.json)" in "".join(problems(load(folder)))
+    assert named(problems(load(folder))) == {(MODEL, "file-not-found")}
     (model / "pytorch_model.bin").write_bytes(b"1")
-    assert "pytorch_model*.bin only, which are pickles" in "".join(problems(load(folder)))
+    assert named(problems(load(folder))) == {(MODEL, "unsupported")}
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be someone else")
@@ -185,7 +190,7 @@ def test_a_snapshot_in_the_hub_cache(folder, model):
     blob = (snapshot / SHARDS[0]).resolve()
     blob.rename(blob.with_name(f"{blob.name}.0a1b.incomplete"))
     (problem,) = problems(recipe)
-    assert f"{snapshot / SHARDS[0]} has not been downloaded to its end" in problem
+    assert named([problem]) == {(MODEL, "file-not-found")} and str(snapshot / SHARDS[0]) in problem.message
     assert trouble(snapshot / SHARDS[1]) is None
 
 
@@ -197,9 +202,8 @@ def test_folders_that_cannot_be_written(folder, model, disk, monkeypatch):
     monkeypatch.setenv("HETSTEP_MEGATRON_CHECKPOINT_DIR", str(disk / "conversions"))
     (folder / "run").mkdir()
     (folder / "run/checkpoints").symlink_to(disk)
-    of_run, of_conversions = problems(load(folder, "policy.megatron_cfg.enabled=true"))
-    assert of_run.startswith(f"run_dir: {folder / 'run/checkpoints'} cannot be written")
-    assert of_conversions.startswith(f"HETSTEP_MEGATRON_CHECKPOINT_DIR: {disk / 'conversions'} cannot be written")
+    denied = {("run_dir", "permission-denied"), ("HETSTEP_MEGATRON_CHECKPOINT_DIR", "permission-denied")}
+    assert named(problems(load(folder, "policy.megatron_cfg.enabled=true"))) == denied
 
 
 def test_where_conversions_are(folder, model, monkeypatch):
@@ -233,7 +237,7 @@ def contained(folder, model):
     image = folder / "train.sqsh"
     image.write_bytes(b"hsqs" + bytes(36) + (200).to_bytes(8, "little") + bytes(152))
 
-    def check(**keys) -> list[str]:
+    def check(**keys) -> list[Problem]:
         recipe = load(folder, "cluster.executor=slurm")
         recipe.cluster.train = ComponentConfig(**{"container_image": str(image), "python": "python3", **keys})
         return problems(recipe)
@@ -241,17 +245,20 @@ def contained(folder, model):
     return check
 
 
+MOUNTS = "cluster.train.container_mounts"
+
+
 def test_what_a_container_needs(folder, contained):
     said = contained(container_mounts=[f"{ROOT}:{ROOT}"])
-    assert [problem.partition(", is not mounted")[0].removeprefix("cluster.train.container_mounts: ") for problem in said] == [
+    assert named(said) == {(MOUNTS, "not-mounted")}
+    assert [problem.message.partition(", is not mounted")[0] for problem in said] == [
         f"the run folder, {folder / 'run'}",
         f"the model of policy.model_name, {folder / 'model'}",
         f"data.train.data_path, {folder / 'data.jsonl'}",
     ]
-    assert all("; add " in problem for problem in said)
     assert contained(container_mounts=[str(ROOT), f"{folder}:{folder}:rw+rprivate"]) == []
     (said,) = contained(container_mounts=[f"{ROOT}:{ROOT}:ro", f"{folder}:{folder}:ro"])
-    assert "the run folder" in said and "mounted read-only" in said
+    assert named([said]) == {(MOUNTS, "permission-denied")} and "the run folder" in said.message
     said = contained(container_mounts=[f"{ROOT}:{ROOT}", f"{folder}:/data"])  # it has another name there
     assert len(said) == 3
 
@@ -269,7 +276,7 @@ def test_links_that_lead_out_of_a_mount(folder, contained):
     (folder / "model").unlink()
     (folder / "model").symlink_to(folder / "near/model")
     (said,) = contained(container_mounts=recipe_of)
-    assert f"and {folder / 'far/model'}:{folder / 'far/model'}, where it leads" in said
+    assert f"and {folder / 'far/model'}:{folder / 'far/model'}, where it leads" in said.message
 
 
 def test_every_link_of_a_chain_must_be_mounted(folder, contained):
@@ -284,17 +291,15 @@ def test_every_link_of_a_chain_must_be_mounted(folder, contained):
     assert contained(container_mounts=mounts) == []
     for name in ("near", "middle", "far"):
         (said,) = contained(container_mounts=[*mounts, f"tmpfs:{folder / name}"])
-        assert f"leads to {folder / name / 'model'}, which is not mounted in the container; add {folder / name}" in said
+        assert f"leads to {folder / name / 'model'}, which is not mounted in the container. Try {folder / name}" in said.message
     (folder / "data").mkdir()
     (folder / "run").rename(folder / "data/run")
     (folder / "run").symlink_to("data/run")
-    (said,) = contained(container_mounts=[*mounts, f"{folder / 'data'}:{folder / 'data'}:ro"])
-    assert f"is written, but {folder / 'data'} is mounted read-only" in said
+    said = contained(container_mounts=[*mounts, f"{folder / 'data'}:{folder / 'data'}:ro"])
+    assert named(said) == {(MOUNTS, "permission-denied")}
     (folder / "elsewhere").mkdir()
-    (said,) = contained(
-        container_mounts=[*mounts, f"{folder / 'elsewhere'}:{folder / 'middle'}"]
-    )  # another folder by that name
-    assert f"leads to {folder / 'middle/model'}, which is not mounted" in said
+    (said,) = contained(container_mounts=[*mounts, f"{folder / 'elsewhere'}:{folder / 'middle'}"])  # another one of that name
+    assert f"leads to {folder / 'middle/model'}, which is not mounted" in said.message
 
 
 def test_a_circle_of_links_and_a_link_to_a_folder_on_the_way(folder):
@@ -312,30 +317,30 @@ def test_a_circle_of_links_and_a_link_to_a_folder_on_the_way(folder):
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    ("keys", "key", "code"),
     [
-        ({"container_mounts": ["/nowhere:/data"]}, "container_mounts: '/nowhere:/data': there is no /nowhere here"),
-        ({"container_mounts": ["tmp:/data"]}, "container_mounts: 'tmp:/data' is not of the form"),
-        ({"container_mounts": ["/tmp:data"]}, "is not of the form /from:/to or /from:/to:ro"),
-        ({"container_mounts": ["/tmp:"]}, "is not of the form"),
-        ({"container_image": "train.sqsh"}, "pyxis looks for 'train.sqsh' in a registry; for the file give its whole path"),
-        ({"container_image": "/no/train.sqsh"}, "container_image: /no/train.sqsh is missing; give the path of a .sqsh file"),
-        ({"container_image": str(ROOT / "README.md")}, "README.md is no squashfs image"),
-        ({"python": None}, f"cluster.train.python: null takes {sys.executable}, which is not in the container"),
+        ({"container_mounts": ["/nowhere:/data"]}, "container_mounts", "file-not-found"),
+        ({"container_mounts": ["tmp:/data"]}, "container_mounts", "bad-format"),
+        ({"container_mounts": ["/tmp:data"]}, "container_mounts", "bad-format"),
+        ({"container_mounts": ["/tmp:"]}, "container_mounts", "bad-format"),
+        ({"container_image": "train.sqsh"}, "container_image", "ambiguous"),
+        ({"container_image": "/no/train.sqsh"}, "container_image", "file-not-found"),
+        ({"container_image": str(ROOT / "README.md")}, "container_image", "bad-format"),
+        ({"python": None}, "python", "not-mounted"),
+        ({"container_workdir": "here"}, "container_workdir", "bad-format"),
+        ({"container_image": "nvcr.io#nvidia/pytorch:26.01-py3"}, None, None),
     ],
 )
-def test_containers_that_would_not_start(folder, contained, keys, says):
+def test_containers_that_would_not_start(folder, contained, keys, key, code):
     given = [f"{ROOT}:{ROOT}", f"{folder}:{folder}"]
-    (problem,) = contained(**{**keys, "container_mounts": given + keys.get("container_mounts", [])})
-    assert problem.startswith("cluster.train.") and says in problem
+    problems = contained(**{**keys, "container_mounts": given + keys.get("container_mounts", [])})
+    assert named(problems) == ({(f"cluster.train.{key}", code)} if key else set())
 
 
-def test_an_image_that_was_cut_off_and_one_of_a_registry(folder, contained):
-    given = {"container_mounts": [f"{ROOT}:{ROOT}", f"{folder}:{folder}"]}
+def test_an_image_that_was_cut_off(folder, contained):
     cut(folder / "train.sqsh")
-    (problem,) = contained(**given)
-    assert "train.sqsh is cut off: it has 195 of 200 bytes" in problem
-    assert contained(container_image="nvcr.io#nvidia/pytorch:26.01-py3", **given) == []
+    problems = contained(container_mounts=[f"{ROOT}:{ROOT}", f"{folder}:{folder}"])
+    assert named(problems) == {("cluster.train.container_image", "unreadable")}
 
 
 def test_paths_from_where_the_job_is_submitted_are_absolute_in_the_container(folder, contained, monkeypatch):
@@ -346,14 +351,11 @@ def test_paths_from_where_the_job_is_submitted_are_absolute_in_the_container(fol
     image = str(folder / "train.sqsh")
     recipe.cluster.train = ComponentConfig(container_image=image, python="python3", container_mounts=mounts)
     assert problems(recipe) == []
-    recipe.cluster.train.container_workdir = "here"
-    (problem,) = problems(recipe)
-    assert problem.startswith("cluster.train.container_workdir: 'here' is not a whole path")
 
 
 def test_python_without_a_container(folder, contained):
-    (problem,) = contained(container_image=None, python="/no/python")
-    assert problem.startswith("cluster.train.python: /no/python is no program")
+    problems = contained(container_image=None, python="/no/python")
+    assert named(problems) == {("cluster.train.python", "file-not-found")}
 
 
 # ---- free space ---------------------------------------------------------------------------------------------------------
@@ -374,16 +376,14 @@ def test_checkpoints_that_do_not_fit(folder, model, disk):
     assert 3 * one < 8 << 20 < 4 * one
     run = f"run_dir={disk / 'run'}"
     (problem,) = problems(llama(folder, run))
-    assert problem.startswith(
-        f"run_dir: 8.39 MB are free on the file system of {disk}, and this run will write {size(4 * one)}"
-    )
-    assert f"4 checkpoints of {size(one)} at once (checkpointing.keep_top_k=3)" in problem
-    assert problem.endswith("checkpointing.keep_top_k=2 would fit, or another run_dir")
+    assert named([problem]) == {("run_dir", "no-space")}
+    assert f"this run will write {size(4 * one)} there: 4 checkpoints of {size(one)} at once" in problem.message
+    assert problem.message.endswith("checkpointing.keep_top_k=2 would fit, or another run_dir")
     assert problems(llama(folder, run, "checkpointing.keep_top_k=2")) == []
     (problem,) = problems(llama(folder, run, "checkpointing.keep_top_k=2", "checkpointing.metric_name=train:reward"))
-    assert problem.endswith("checkpointing.keep_top_k=1 would fit, or another run_dir")  # the latest is kept besides
+    assert "checkpointing.keep_top_k=1 would fit" in problem.message  # the latest is kept besides
     (problem,) = problems(llama(folder, run, "checkpointing.keep_top_k=null"))
-    assert "100 checkpoints" in problem and "keep_top_k=2 would fit" in problem
+    assert "100 checkpoints" in problem.message and "keep_top_k=2 would fit" in problem.message
     epochs, notes = llama(folder, run, "checkpointing.keep_top_k=null", "grpo.max_num_steps=1000000"), []
     assert list(storage.problems(epochs, [], notes)) == []
     assert [n for n in notes if "keep_top_k" in n or "num_rollouts" in n] == [
@@ -394,7 +394,7 @@ def test_checkpoints_that_do_not_fit(folder, model, disk):
     assert problems(llama(folder, run, "grpo.max_num_steps=3")) == []  # three are all there will be
     assert problems(llama(folder, run, "policy.optimizer.name=torch.optim.SGD", "policy.optimizer.kwargs={lr: 1}")) == []
     (problem,) = problems(llama(folder, run, "checkpointing.keep_top_k=2", "checkpointing.save_consolidated=true"))
-    assert f"3 checkpoints of {size(one + 2 * PARAMETERS)}" in problem
+    assert f"3 checkpoints of {size(one + 2 * PARAMETERS)}" in problem.message
 
 
 def test_checkpoints_that_are_there_already(folder, model, disk):
@@ -407,7 +407,7 @@ def test_checkpoints_that_are_there_already(folder, model, disk):
     assert problems(recipe) == []
     (disk / "more").write_bytes(bytes(1 << 20))
     (problem,) = problems(recipe)
-    assert f", of which {size(PARAMETERS * 12)} are there" in problem
+    assert f", of which {size(PARAMETERS * 12)} are there" in problem.message
 
 
 def test_a_conversion_that_does_not_fit(folder, model, disk, monkeypatch):
@@ -416,8 +416,8 @@ def test_a_conversion_that_does_not_fit(folder, model, disk, monkeypatch):
     save_file({"a": np.zeros(3 << 20, np.float32)}, model / "model.safetensors")
     recipe = load(folder, "policy.megatron_cfg.enabled=true", "checkpointing.enabled=false")
     (problem,) = problems(recipe)
-    assert problem.startswith("HETSTEP_MEGATRON_CHECKPOINT_DIR: ") and "Megatron conversion of" in problem
-    assert size(12 << 20) in problem
+    assert named([problem]) == {("HETSTEP_MEGATRON_CHECKPOINT_DIR", "no-space")}
+    assert "Megatron conversion of" in problem.message and size(12 << 20) in problem.message
     made = disk / "conversions/model-0123456789abcdef/000001"
     made.mkdir(parents=True)
     (made / "complete.json").write_text("{}")
@@ -429,4 +429,4 @@ def test_a_model_that_is_too_large_for_any_disk(folder, model):
     recipe = llama(folder)
     (model / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 10**12}))
     (problem,) = problems(recipe)
-    assert problem.endswith("another run_dir, or checkpointing.enabled=false")
+    assert problem.message.endswith("another run_dir, or checkpointing.enabled=false")
