@@ -26,13 +26,13 @@ from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
 
 FOLDER = Path(__file__).resolve().parent
 OF_THE_BASE = {"train": {"transformer_engine": "2.17"}, "generate": {"vllm": "0.32.0"}}
-"""Releases, of which a version is the beginning."""
+"""Releases, as beginnings of version numbers."""
 RANKS_IMPORT = ("launch.task", "pipeline.main")
 ALSO = {"train": ("megatron.core",), "generate": ("vllm",)}
 
 
 def pins(path: Path) -> dict[str, str]:
-    """Name -> version, of lines `name==version`."""
+    """Return name -> version of the lines `name==version`."""
     lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
     return dict(line.split("==") for line in lines if line)
 

@@ -21,7 +21,7 @@ class PastAttempt:
 
     @property
     def logs(self) -> list[Path]:
-        """In rank order."""
+        """The ranks' logs, in rank order."""
         return sorted(self.folder.glob("rank*.log"))
 
     @property
@@ -43,17 +43,17 @@ class PastAttempt:
 
     @property
     def progress(self) -> int:
-        """The step of the latest checkpoint that it completed; 0: none."""
+        """Step of the latest checkpoint that it completed; 0: none."""
         return int(self._said("progress") or 0)
 
     @property
     def bad_nodes(self) -> dict[str, str]:
-        """Name -> why."""
+        """Names of nodes -> why they are bad."""
         return dict(line.split(": ", 1) for line in (self._said("bad_nodes") or "").splitlines())
 
     @property
     def startup(self) -> dict[str, Any] | None:
-        """What it did until its first step, as pipeline/startup.py has it; None before it has said anything."""
+        """The stages until its first step, as pipeline/startup.py has written them; None before it has."""
         text = self._said("startup.json")
         return json.loads(text) if text else None
 
@@ -65,7 +65,7 @@ class PastAttempt:
 
 
 def all_attempts(run_dir: Path) -> list[PastAttempt]:
-    """Oldest first."""
+    """Return the starts of a run, oldest first."""
     found = []
     for path in (run_dir / "attempts").glob("*/started"):
         if started := path.read_text().strip():  # not just being written

@@ -1,6 +1,6 @@
-"""Progress of a run in the terminal: a live view on a tty, else one plain line per step; at the end what came of it.
+"""Show the progress of a run in the terminal: a live view on a tty, else one plain line per step; at the end its result.
 
-The first failure of an attempt is shown as soon as its rank has told it, not when the job has ended; then what follows.
+The first failure of an attempt is shown as soon as its rank has reported it, not when the job has ended.
 Reads only the run folder (metrics.jsonl, done.json, logs, what attempts leave) and the job's state, so it can be attached to
 any run.
 """
@@ -46,7 +46,7 @@ SHOWN = (
     "throughput/tokens_per_s",
 )
 NEWS = ("start", "failure", "verdict")
-"""What is told of an attempt, once each."""
+"""Events of an attempt that are printed, once each."""
 POLL_S = 0.5
 LOG_LINES = 30
 TRACEBACK_LINES = 60
@@ -57,7 +57,7 @@ SETTLE_S = 5.0
 
 
 class Metrics:
-    """metrics.jsonl, read as it grows."""
+    """Reads metrics.jsonl as it grows, and keeps the latest values and the pace."""
 
     def __init__(self, run_dir: Path):
         self.reader = Reader(run_dir / "metrics.jsonl")
@@ -80,7 +80,7 @@ class Metrics:
         self.pace.append((self.step, line["time"]))
 
     def seconds_left(self, max_steps: int) -> float | None:
-        """At the mean pace of the last steps; None before there are two."""
+        """Return the time left at the mean pace of the last steps; None before there are two."""
         if len(self.pace) < 2 or self.pace[-1][0] == self.pace[0][0]:
             return None
         (first, begin), (last, end) = self.pace[0], self.pace[-1]
@@ -97,7 +97,7 @@ def _shown(line: Mapping[str, float]) -> dict[str, float]:
 
 class Follower:
     def __init__(self, run_dir: Path, job: RunJob, max_steps: int | None, metrics: Metrics, console: Console | None = None):
-        """max_steps: None if nobody knows. `metrics`: what it has read already is not shown as lines again."""
+        """max_steps: None if it is not known. metrics: lines that it has read already are not shown again."""
         self.run_dir = run_dir
         self.job = job
         self.max_steps = max_steps
@@ -107,7 +107,7 @@ class Follower:
         self.told = {(each.name, what) for each in own_attempts(run_dir, job) if each.verdict for what in NEWS}
 
     def follow(self) -> bool:
-        """Show progress until the job ends; whether the run succeeded. Ctrl-C comes through as KeyboardInterrupt."""
+        """Show progress until the job ends, and return whether the run succeeded. Ctrl-C raises KeyboardInterrupt."""
         if self.console.is_terminal:
             with Live(console=self.console, auto_refresh=False, transient=True) as live:
                 status = self._watch(lambda status, _: live.update(self._view(status), refresh=True))
@@ -127,7 +127,7 @@ class Follower:
             time.sleep(POLL_S)
 
     def _tell(self, attempts: list[PastAttempt]) -> None:
-        """What attempts have left since the last look: above the live view, or between the lines."""
+        """Print what attempts have left since the last look: above the live view, or between the lines."""
         for number, attempt in enumerate(attempts):
             step = max((each.progress for each in attempts[:number]), default=0)
             verdict = attempt.verdict or ""
@@ -146,7 +146,7 @@ class Follower:
     # ---- what is shown ------------------------------------------------------------------------------------------------------
 
     def _waiting(self, status: JobStatus) -> str:
-        """Without seconds, so that it is told once."""
+        """Return what the job waits for or does, without seconds, so that it is printed once."""
         doing = starting.now(starting.stages(self.run_dir)) if status.state == "RUNNING" else ""
         return f"{self.job.name()}: {status}{': ' if doing else ''}{doing}"
 
@@ -203,12 +203,12 @@ class Follower:
 
 
 def own_attempts(run_dir: Path, job: RunJob) -> list[PastAttempt]:
-    """Those of this job, oldest first: JOB-0, JOB-1 ..., local-JOB-..., or ALLOCATION.JOB-..."""
+    """Return the attempts of this job, oldest first: JOB-0, JOB-1 ..., local-JOB-..., or ALLOCATION.JOB-..."""
     return [each for each in all_attempts(run_dir) if job.job_id in re.split("[-.]", each.name)]
 
 
 def first_failure(attempt: PastAttempt) -> list[str]:
-    """Of an attempt with a failure.json: who failed first and where, its traceback or last words, and where to look further."""
+    """Return the lines about an attempt's failure.json: the rank, its traceback or the end of its log, and the logs' folder."""
     said = attempt.failure
     where = ", ".join(f"{key} {said[key]}" for key in ("realm", "host", "verb", "phase") if said.get(key))
     lines = [f"rank {said['rank']} ({where}): {said['message']}"]
@@ -223,10 +223,10 @@ def first_failure(attempt: PastAttempt) -> list[str]:
 
 
 def failure(run_dir: Path, job: RunJob, status: JobStatus, told: set[tuple[str, str]] = frozenset()) -> list[str]:
-    """Why the run ended, in lines: what the launcher says, a container that did not start, the latest attempt's failure.json
-    or else the end of the log that tells most, and how to go on.
+    """Return why the run ended, in lines: the launcher's reason, a container that did not start, the latest attempt's
+    failure.json or else the end of the log that tells most, and how to go on.
 
-    told: (attempt, "failure") of those that need not be shown again.
+    told: (attempt, "failure") of those that are left out, since they were shown before.
     """
     attempts = own_attempts(run_dir, job)
     attempt = attempts[-1] if attempts else None

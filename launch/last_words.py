@@ -1,4 +1,4 @@
-"""What to show of a run that failed, besides failure.json: the words of srun, of pyxis and of the rank that failed.
+"""Find what explains a failed run besides failure.json: the words of srun, of pyxis and of the rank that failed.
 
 Under Slurm the batch script leaves two files for this in the attempt's folder: `failed_step`, the component whose step failed
 first and its first rank; and `srun-COMPONENT.out`, what srun said of each component's step. The batch log has the words of all
@@ -16,7 +16,7 @@ from launch.past_run import PastRun
 from pipeline.config import RecipeError
 
 ENDED_WITH_ANOTHER = re.compile(r"exit code 12[34]\b")
-"""What srun says of the ranks that pipeline/watchdog.py ends because another one has failed."""
+"""srun's line for ranks that pipeline/watchdog.py ends because another one has failed."""
 TASK = re.compile(r"^srun: error: .*?\btasks? (\d+)")
 PYXIS = re.compile(r"^(?:(\S+): |\[\S+\] )error: pyxis: ?(.*)")
 """(node, words), with enroot's own words after it. The node is `slurmstepd-NAME`; Slurm 26.05 has the time in its place."""
@@ -25,7 +25,7 @@ TAIL_BYTES = 256 << 10
 
 
 def last_words(run_dir: Path, attempt: PastAttempt | None, count: int) -> list[str]:
-    """Of an attempt without failure.json: the log of the rank that failed first, or else the one that tells most.
+    """Return the end of the log of the rank that failed first, or else of the one that tells most.
 
     count: how many lines of it at most.
     """
@@ -40,7 +40,7 @@ def shown(log: Path, count: int) -> list[str]:
 
 
 def container_trouble(run_dir: Path, attempt: PastAttempt) -> list[str]:
-    """Why the container of the component that failed first did not start: its image and pyxis's words. Empty if it did."""
+    """Return why the container of the component that failed first did not start: its image and pyxis's words, if any."""
     component, first_rank, said = _failed_step(attempt)
     if component is None or _failed_rank_log(attempt, first_rank, said).exists():
         return []
@@ -62,8 +62,7 @@ def _image(run_dir: Path, component: str) -> str | None:
 
 
 def failed_log(attempt: PastAttempt) -> Path | None:
-    """Under Slurm: of the task that failed first, or what srun said of its step if the task has none; None if neither says
-    anything."""
+    """Return the log of the Slurm task that failed first, or else srun's of its step; None if neither has a line."""
     component, first_rank, said = _failed_step(attempt)
     if component is None:
         return None
@@ -72,7 +71,7 @@ def failed_log(attempt: PastAttempt) -> Path | None:
 
 
 def _failed_step(attempt: PastAttempt) -> tuple[str | None, int, list[str]]:
-    """(component, its first rank, what srun said), or None, 0 and nothing."""
+    """Return (component, its first rank, srun's lines); (None, 0, []) if no step failed first."""
     try:
         component, first_rank = (attempt.folder / "failed_step").read_text().split()
     except (FileNotFoundError, ValueError):
@@ -91,8 +90,9 @@ def _failed_rank_log(attempt: PastAttempt, first_rank: int, said: list[str]) -> 
 
 
 def failed_step(batch_log: Path, attempts: int, realm: str | None = None) -> list[str]:
-    """Under Slurm: the first task that failed, as srun tells of it, and its component, as the batch script does; of the last
-    of so many attempts. Each but that one has left its verdict in the log.
+    """Return srun's line for the first task that failed and the batch script's for its component, in the last of `attempts`.
+
+    Each attempt before that has left its verdict in the log.
 
     realm: of the rank that failed first, where failure.json says so. Then tasks that ended because of another one, and other
     components, are left out: srun often tells of them first.
@@ -112,7 +112,7 @@ def failed_step(batch_log: Path, attempts: int, realm: str | None = None) -> lis
 
 
 def telling_log(run_dir: Path, logs: list[Path]) -> Path | None:
-    """The log of the rank that died first: with a traceback, and the earliest last word. Else the executor's own."""
+    """Return the log with a traceback that ended first, or else the executor's own."""
     by_last_word = sorted(logs, key=lambda path: path.stat().st_mtime)
     for log in by_last_word:
         if "Traceback (most recent call last)" in tail(log):
@@ -124,7 +124,7 @@ def telling_log(run_dir: Path, logs: list[Path]) -> Path | None:
 
 
 def tail(log: Path) -> str:
-    """The last TAIL_BYTES."""
+    """Return the last TAIL_BYTES."""
     with open(log, "rb") as file:
         file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
         return file.read().decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Imports code of the user's own and says what it is: `python -m launch.probe REPLY`, in a process of its own.
+"""Import code of the user's own and describe it: `python -m launch.probe REPLY`, in a process of its own.
 
 Reads {folders, asked: [{key, path, role, kwargs}]} as JSON from its standard input, and writes into the file REPLY, by key, one
 of these: {ok, fields, required}, {wrong}, {absent, importer}, {raised, foreign}. What the code prints goes nowhere.
@@ -18,7 +18,7 @@ from pipeline.environments import own
 
 
 def look(asked: dict[str, Any]) -> dict[str, Any]:
-    """asked: path, role (environment, tool, dataset) and kwargs."""
+    """Return the description of one thing. asked: path, role (environment, tool, dataset) and kwargs."""
     try:
         thing = own_code.load(asked["path"])
     except own_code.NotFound as error:
@@ -42,7 +42,7 @@ def look(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _innermost(error: BaseException) -> tuple[str, int | None]:
-    """File and line of what raised, without what imports."""
+    """Return file and line of what raised, without the import system's frames."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     return frames[-1].filename, frames[-1].lineno
 

@@ -1,7 +1,7 @@
-"""What launch/hetstep.sbatch runs: a run in the batch job that it is in, for those too who submit with NeMo-RL's ray.sub.
+"""Run a recipe in the batch job around us, as launch/hetstep.sbatch does, also with the variables of NeMo-RL's ray.sub.
 
-Of the variables that ray.sub reads, those that mean the same here become overrides of the recipe, where the command line does
-not say otherwise; of the others that are set it is said in a line why they do nothing.
+Variables that mean the same here become overrides of the recipe, unless the command line gives the key. For each of the others
+that is set, a line says why it does nothing.
 See https://github.com/NVIDIA-NeMo/RL/blob/main/ray.sub
 """
 

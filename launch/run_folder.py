@@ -1,4 +1,4 @@
-"""A run is a folder: what is in it, who may write into it, and what is recorded about each submission.
+"""The folder of a run: its files, who may write into it, and the record of each submission.
 
     recipe.yaml     resolved                        metrics.jsonl   a line per step
     batch.sh        what was submitted              tensorboard/    the same as curves
@@ -85,7 +85,7 @@ MAY_DIFFER = (
 
 
 def earlier(recipe: Recipe) -> Recipe | None:
-    """The recipe that this run was last submitted as. Raises RecipeError if its folder cannot be written or read."""
+    """Return the recipe that this run was last submitted with. Raises RecipeError if its folder cannot be written or read."""
     run_dir = Path(recipe.run_dir).absolute()
     _check_writable(run_dir)
     if not (path := run_dir / "recipe.yaml").exists():
@@ -169,7 +169,7 @@ def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
 
 
 def _from_run_folder(recipe: Recipe, flat: dict[str, Any]) -> dict[str, Any]:
-    """The same with paths relative to the run folder."""
+    """Return the same with paths relative to the run folder."""
     folder = Path(recipe.run_dir).absolute()
 
     def relative(value: Any) -> Any:
@@ -191,7 +191,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def live_job(run_dir: Path) -> RunJob | None:
-    """The job that still writes into this folder. Raises RecipeError where that cannot be told."""
+    """Return the job that still writes into this folder. Raises RecipeError if it cannot be asked for."""
     record = read_record(run_dir)
     if record is None or (record.executor, record.job_id) == ("slurm", batch_job()):  # then of an earlier start of this job
         return None
@@ -272,8 +272,11 @@ def _trusted(status: os.stat_result) -> bool:
 
 
 def _make_secret(path: Path) -> None:
-    """32 random bytes in hex, by which the run's ranks know each other. One that only we could read is kept: an attempt derives
-    its own key from it, and a node that has read it lately may not see a new one at once."""
+    """Write 32 random bytes in hex, by which the run's ranks know each other.
+
+    A secret that only we could read is kept: an attempt derives its own key from it, and a node that has read it lately may not
+    see a new one at once.
+    """
     with contextlib.suppress(FileNotFoundError):
         status = path.lstat()
         own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
@@ -283,7 +286,7 @@ def _make_secret(path: Path) -> None:
 
 
 def done_step(run_dir: Path) -> int | None:
-    """The step at which training was complete, if it is; an evaluation alone completes none."""
+    """Return the step at which training was complete, if it is; an evaluation alone completes none."""
     for path in (run_dir / TRAINED, run_dir / "done.json"):
         if path.exists() and not (record := json.loads(path.read_text())).get("evaluation"):
             return record["step"]
@@ -296,7 +299,7 @@ def ended_well(run_dir: Path) -> bool:
 
 
 def prepare(recipe: Recipe, run_dir: Path, script: str) -> None:
-    """Before a submission, under `locked`: what will run, and nothing left that says it has ended."""
+    """Write what will run, and remove what says that it has ended. Call it under `locked`, before a submission."""
     write_durably(run_dir / "recipe.yaml", config.to_yaml(recipe))
     write_durably(run_dir / "batch.sh", script)
     if config.evaluates_alone(recipe) and done_step(run_dir) is not None:
@@ -308,7 +311,7 @@ def prepare(recipe: Recipe, run_dir: Path, script: str) -> None:
 
 
 def append_manifest(run_dir: Path, executor: str, job_id: str, command: list[str]) -> None:
-    """One entry per submission, so that a result can be traced to what made it."""
+    """Add an entry for a submission, so that a result can be traced to what made it."""
     path = run_dir / "manifest.json"
     entries = json.loads(path.read_text()) if path.exists() else []
     entry = {
@@ -327,7 +330,7 @@ def append_manifest(run_dir: Path, executor: str, job_id: str, command: list[str
 
 
 def _git() -> dict[str, Any] | None:
-    """The commit of the code and whether it was changed since; None outside a git checkout, and where git takes too long."""
+    """Return the commit of the code and whether it was changed since; None outside a Git checkout, or if Git takes too long."""
 
     def git(*args: str) -> str | None:
         try:
@@ -341,7 +344,7 @@ def _git() -> dict[str, Any] | None:
 
 
 def _version(package: str) -> str | None:
-    """As installed where the job is submitted from; None if it is only in the containers. vllm may be its CPU build."""
+    """Return the version installed here; None if the package is only in the containers. vllm may be its CPU build."""
     for name in (package, f"{package}-cpu"):
         try:
             return metadata.version(name)

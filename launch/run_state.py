@@ -1,6 +1,6 @@
-"""Whether a run runs: what its job says, where that can be asked, and what its folder says of how it ended.
+"""The state of a run, from its job, where that can be asked, and from its folder.
 
-Asking is bounded in time, and a job that cannot be asked (another machine's, no scontrol here, a slow slurmctld) is told so.
+Asking is bounded in time. If a job cannot be asked (another machine's, no scontrol here, a slow slurmctld), the state says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from launch.slurm_client import TERMINAL, JobPart, SlurmError
 from pipeline.config import RecipeError
 
 ASKERS = 8
-"""Jobs that are asked for at once."""
+"""Number of jobs that are asked for at the same time."""
 
 Word = Literal["done", "running", "waiting", "failed", "stopped", "unknown"]
 
@@ -44,22 +44,23 @@ class RunState:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a job said; nothing of it is known if `silence` says why."""
-
-    parts: Sequence[Part] = ()
+    parts: Sequence[Part]
     ends_by: float | None = None
     ended: bool = False
-    silence: str = ""
+
+
+class _NoAnswer(Exception):
+    """The job cannot be asked: why."""
 
 
 def states(runs: Sequence[PastRun]) -> list[RunState]:
-    """Of many runs. Only the jobs of those are asked for that have not told their end, several at once."""
+    """Return the states of many runs. Jobs are asked for several at a time, and only those of runs without a done.json."""
     with ThreadPoolExecutor(ASKERS) as askers:
         return list(askers.map(state, runs))
 
 
 def state(run: PastRun) -> RunState:
-    """Of one run. What may not be read, or is being written anew, makes it unknown."""
+    """Return the state of one run: unknown if a file cannot be read, or is being written anew."""
     try:
         return _state(run)
     except OSError as error:
@@ -74,9 +75,10 @@ def _state(run: PastRun) -> RunState:
     job = f"{'Slurm' if record.executor == 'slurm' else record.executor} job {record.job_id}"
     if done:
         return RunState("done", job=job)
-    answer = _ask(run, record)
-    if answer.silence:
-        return _by_folder(run, answer.silence, job)
+    try:
+        answer = _ask_slurm(run, record) if record.executor == "slurm" else _ask_local(run, record)
+    except _NoAnswer as why:
+        return _by_folder(run, str(why), job)
     words = {part.state for part in answer.parts}
     why = next((part.reason for part in answer.parts if part.reason), "")
     if answer.ended:
@@ -89,7 +91,7 @@ def _state(run: PastRun) -> RunState:
 
 
 def _by_folder(run: PastRun, silence: str, job: str) -> RunState:
-    """Its job cannot be asked."""
+    """Return the state of a run whose job cannot be asked. silence: why."""
     latest = run.attempts[-1] if run.attempts else None
     if latest and (verdict := latest.verdict) and verdict.startswith("stop"):
         return RunState("failed", verdict.removeprefix("stop: "), job)
@@ -101,17 +103,12 @@ def _by_folder(run: PastRun, silence: str, job: str) -> RunState:
 # ---- asking -----------------------------------------------------------------------------------------------------------------
 
 
-def _ask(run: PastRun, record: JobRecord) -> _Answer:
-    return _ask_slurm(run, record) if record.executor == "slurm" else _ask_local(run, record)
-
-
 def _ask_local(run: PastRun, record: JobRecord) -> _Answer:
     try:
         status = record.attach(run.folder).status(now=True)
     except RecipeError:
-        return _Answer(silence=f"its processes are on {record.host}; ask there")
-    reason = status.reason
-    parts = [Part(name, status.state, record.host, reason) for name in run.components]
+        raise _NoAnswer(f"its processes are on {record.host}; ask there") from None
+    parts = [Part(name, status.state, record.host, status.reason) for name in run.components]
     started = run.attempts[-1].started if run.attempts else None
     limit = run.of("cluster.time_min")
     ends_by = started + 60 * limit if started and limit and not status.ended else None
@@ -120,18 +117,18 @@ def _ask_local(run: PastRun, record: JobRecord) -> _Answer:
 
 def _ask_slurm(run: PastRun, record: JobRecord) -> _Answer:
     if why := slurm_client.unreachable():
-        return _Answer(silence=why)
+        raise _NoAnswer(why)
     if record.cluster and (here := slurm_client.cluster_name()) not in (None, record.cluster):
-        return _Answer(silence=f"its job is on the cluster {record.cluster}, and this is {here}; ask there")
+        raise _NoAnswer(f"its job is on the cluster {record.cluster}, and this is {here}; ask there")
     names = list(run.components)
     try:
         if parts := slurm_client.job_parts(record.job_id):
             return _of_parts(parts, names)
     except SlurmError as error:
-        return _Answer(silence=f"Slurm did not answer: {error}")
+        raise _NoAnswer(f"Slurm did not answer: {error}") from None
     if run.attempts and run.attempts[-1].verdict is None:
         return _Answer([Part(name, slurm.GONE) for name in names], ended=True)
-    return _Answer(silence="Slurm does not know its job any more")
+    raise _NoAnswer("Slurm does not know its job any more")
 
 
 def _of_parts(found: list[JobPart], names: list[str]) -> _Answer:

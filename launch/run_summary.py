@@ -1,6 +1,6 @@
-"""What is to be known of a run now, as plain values: `status` prints them, or hands them on as JSON.
+"""The state of a run as plain values, which `status` prints, or writes as JSON.
 
-A line's worth is cheap, so that hundreds of runs can be told: of metrics.jsonl only the end is read.
+Those of a line are cheap, for lists of hundreds of runs: only the end of metrics.jsonl is read.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pipeline.config import CheckpointingConfig
 from pipeline.values import seconds
 
 RECENT = 20
-"""Steps that pace, trends and phase times are of."""
+"""Number of last steps for pace, trends and phase times."""
 TOLD = ("train/reward", "train/accuracy", "train/loss", "val/reward", "val/accuracy", "val/loss", "train/grad_norm")
 LOG_LINES = 20
-"""Of the log of a run that failed and left no failure.json."""
+"""Lines of log to show for a run that failed and left no failure.json."""
 
 
 def line(run: PastRun, state: RunState) -> dict[str, Any]:
-    """For a list. Times are unix seconds, durations seconds; None where something is not known yet."""
+    """Return what a list shows. Times are unix seconds, durations seconds; None where something is not known yet."""
     metrics = run.metrics(RECENT)
     pace = _pace(run, metrics)
     step = int(metrics.steps[-1]) if metrics.steps else 0
@@ -52,7 +52,7 @@ def line(run: PastRun, state: RunState) -> dict[str, Any]:
 
 
 def whole(run: PastRun, state: RunState) -> dict[str, Any]:
-    """For one run."""
+    """Return everything about one run."""
     metrics = run.metrics(RECENT)
     return {
         **line(run, state),
@@ -76,7 +76,7 @@ def whole(run: PastRun, state: RunState) -> dict[str, Any]:
 
 
 def _ended(run: PastRun, state: RunState) -> float | None:
-    """When its latest attempt gave its last sign, if it has ended."""
+    """Return when its latest attempt gave its last sign, if it has ended."""
     if state.word in ("running", "waiting", "unknown") or not run.attempts:
         return None
     return last_sign(run.attempts[-1])
@@ -86,8 +86,7 @@ def _ended(run: PastRun, state: RunState) -> float | None:
 
 
 def _pace(run: PastRun, metrics: Columns) -> float | None:
-    """Seconds from one step's end to the next one's, all between them included, in the present attempt; None before there are
-    two steps of it."""
+    """Return the seconds from one step's end to the next one's in the present attempt; None before it has made two steps."""
     own = sorted(_steps_of_now(run, metrics).items())[-RECENT:]
     if len(own) < 2:
         return None
@@ -96,24 +95,24 @@ def _pace(run: PastRun, metrics: Columns) -> float | None:
 
 
 def _steps_of_now(run: PastRun, metrics: Columns) -> dict[float, float]:
-    """Step -> when it ended, of the present attempt."""
+    """Return step -> when it ended, for the present attempt."""
     begun = run.attempts[-1].started if run.attempts else 0.0
     return {step: moment for step, moment in zip(metrics.steps, metrics.times, strict=True) if moment > begun}
 
 
 def _recent(metrics: Columns, key: str) -> list[float]:
-    """The last values, oldest first."""
+    """Return the last values, oldest first."""
     return list(metrics.columns[key][1][-RECENT:]) if key in metrics.columns else []
 
 
 def _phase_means(metrics: Columns) -> dict[str, float]:
-    """Seconds of each phase in a step, the mean of the last ones."""
+    """Return the mean seconds of each phase over the last steps."""
     recent = {phase: seconds[-RECENT:] for phase, (_, seconds) in phases(metrics).items()}
     return {phase: sum(seconds) / len(seconds) for phase, seconds in recent.items()}
 
 
 def _idle_means(metrics: Columns) -> dict[str, float]:
-    """Each realm's idle share, the mean of the last steps."""
+    """Return each realm's mean idle share over the last steps."""
     recent = {key.partition("/")[2]: _recent(metrics, key) for key in metrics.columns if key.startswith("idle/")}
     return {realm: sum(shares) / len(shares) for realm, shares in recent.items()}
 
@@ -129,7 +128,7 @@ def _saves_by(run: PastRun, state: RunState) -> float | None:
 
 
 def _checkpoint(run: PastRun) -> dict[str, Any]:
-    """The latest complete checkpoint, and what is being written or was left half-written."""
+    """Return the latest complete checkpoint, and those that are being written or were left incomplete."""
     folder = run.folder / "checkpoints"
     found = Checkpoints(run.folder, "", CheckpointingConfig()).all()
     partial = sorted(path.name.split(".")[1] for path in folder.glob(".step_*.partial"))
@@ -155,7 +154,7 @@ def _attempt(attempt: PastAttempt) -> dict[str, Any]:
 
 
 def _why(run: PastRun, state: RunState) -> list[str]:
-    """Why the latest attempt failed, in lines: who failed first, or the end of the log that tells most; none if it did not."""
+    """Return why the latest attempt failed, in lines: its failure.json, or else the end of the log that tells most."""
     attempt = run.attempts[-1] if run.attempts else None
     if attempt and attempt.failure:
         return first_failure(attempt)

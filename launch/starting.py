@@ -1,6 +1,6 @@
-"""How a run starts, in a line for people: what it has done since it was submitted, each with its seconds, and what it does now.
+"""The stages of a run's start, with the seconds of each, and the one that is under way.
 
-From the manifest and what the latest attempt leaves: `started`, and startup.json (see pipeline/startup.py).
+They come from the manifest and from the latest attempt: `started`, and startup.json (see pipeline/startup.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ NAMES = {
     "set up": "setting up",
     "read the checkpoint": "reading the checkpoint",
 }
-"""As it is told while it lasts; others are told by their own names."""
+"""Names of stages while they last; others keep their own."""
 LEAST_S = 0.05
-"""What took less is left out, once it is over."""
+"""Stages that took less are left out, once they are over."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Stage:
 
 
 def stages(run_dir: Path) -> list[Stage]:
-    """Of the last submission's latest attempt, oldest first; none if nothing was submitted."""
+    """Return the stages of the last submission's latest attempt, oldest first; none if nothing was submitted."""
     manifest = run_dir / "manifest.json"
     if not manifest.exists() or not (entries := json.loads(manifest.read_text())):
         return []
@@ -54,7 +54,7 @@ def stages(run_dir: Path) -> list[Stage]:
 
 
 def of_attempt(attempt: PastAttempt) -> list[Stage]:
-    """Of one start of the ranks."""
+    """Return the stages of one start of the ranks."""
     told = attempt.startup
     if told is None:
         return [Stage("starting the processes", attempt.started, None)]
@@ -69,7 +69,7 @@ def of_attempt(attempt: PastAttempt) -> list[Stage]:
 
 
 def now(found: list[Stage]) -> str:
-    """What is under way, without its seconds, so that it is told once; "" if nothing is."""
+    """Return the stage that is under way, without its seconds, so that it is printed once; "" if none is."""
     latest = found[-1] if found else None
     if latest is None or latest.ended is not None:
         return ""
@@ -78,13 +78,13 @@ def now(found: list[Stage]) -> str:
 
 
 def text(found: list[Stage], until: float | None = None) -> str:
-    """All of them with their seconds. until: when the attempt gave its last sign, if it has ended; else now."""
+    """Return all stages with their seconds. until: when the attempt gave its last sign, if it has ended; None: it goes on."""
     end = time.time() if until is None else until
     return ", ".join(_told(stage, end, until is None) for stage in found if _matters(stage, end))
 
 
 def as_plain(found: list[Stage]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """Return the stages as plain values, for JSON."""
     return [
         {"name": stage.name, "began": stage.began, "ended": stage.ended}
         | ({"realms": {realm: as_plain(rows) for realm, rows in stage.parts.items()}} if stage.parts else {})

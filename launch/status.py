@@ -67,7 +67,7 @@ def _watch(request: Request) -> int:
 
 
 def _show(request: Request) -> tuple[int, bool]:
-    """(the status to exit with, whether it was one run and that has ended). Raises RecipeError."""
+    """Return (the exit status, whether it was one run and that has ended). Raises RecipeError."""
     only = request.run[0]
     if len(request.run) == 1 and (not only.is_dir() or (only / "recipe.yaml").exists()):
         return _show_one(PastRun.at(only), request.json)
@@ -91,7 +91,7 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _lines(folders: list[Path]) -> list[dict[str, Any]]:
-    """Newest first; those that cannot be read come last, with the reason."""
+    """Return the runs, newest first; those that cannot be read come last, with the reason."""
     runs, told, unreadable = [], [], []
     for folder in folders:
         try:
@@ -121,7 +121,7 @@ def _show_one(run: PastRun, json_asked: bool) -> tuple[int, bool]:
 
 
 def as_json(value: Any) -> str:
-    """What is no number becomes null: JSON has no NaN."""
+    """Return JSON, with null for NaN, which JSON does not have."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
@@ -137,7 +137,7 @@ def as_json(value: Any) -> str:
 
 
 def table(told: list[dict[str, Any]]) -> Iterator[str]:
-    """Runs, as `run_summary.line` tells of them, in columns."""
+    """Yield a line for each run, in columns. told: as `run_summary.line` returns it."""
     rows = [("state", "step", "each", "left", "restarts", "written", "last value", "folder")]
     rows += [_row(each) for each in told]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -171,7 +171,7 @@ def _shorter(folder: str) -> str:
 
 
 def whole(told: dict[str, Any]) -> Iterator[str]:
-    """A run, as `run_summary.whole` tells of it, in lines."""
+    """Yield the lines about a run. told: as `run_summary.whole` returns it."""
     yield f"{told['name']} ({told['algorithm']}) in {told['folder']}"
     yield _said("state", told["state"], told["why"], "the ranks are starting" if told["starting"] else "")
     if told["job"]:
@@ -243,7 +243,7 @@ def _starts(attempts: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def sparkline(values: list[float]) -> str:
-    """A bar for each value, from the least to the greatest of them; a space where it is no number."""
+    """Return a bar for each value, scaled from the least to the greatest of them; a space for NaN."""
     known = [value for value in values if value == value]
     if len(known) < 2:
         return ""
@@ -253,7 +253,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def _trend(values: list[float]) -> str:
-    """The later half's mean against the earlier half's."""
+    """Return the later half's mean against the earlier half's."""
     known = [value for value in values if value == value]
     half = len(known) // 2
     if half < 2:
@@ -275,7 +275,7 @@ def until(moment: float) -> str:
 
 
 def clock(moment: float) -> str:
-    """This machine's local time."""
+    """Return a moment in this machine's local time."""
     return datetime.fromtimestamp(moment).strftime("%Y-%m-%d %H:%M:%S")
 
 

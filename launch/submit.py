@@ -111,7 +111,7 @@ def show(name: str, overrides: list[str]) -> int:
 
 
 def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
-    """Needs the models' config.json alone; what else is missing for a submission is said below the plan."""
+    """Print the plan, for which the models' config.json is enough, and below it what else a submission needs."""
     *needed, loaded = in_order(name, overrides)
     refuse(loaded.problems)
     pending = [Pending(Path(each.recipe.run_dir), each.recipe.policy, each.recipe.algorithm) for each in needed]
@@ -177,7 +177,7 @@ def submit(prepared: list[Prepared], detach: bool) -> int:
 
 
 def nothing_left(recipe: Recipe, run_dir: Path) -> str | None:
-    """What says that its run is complete and that this recipe, which may have other bounds, asks for no more of it."""
+    """Return the message that the run is complete, if this recipe, which may have other bounds, asks for no more of it."""
     step, own, key = run_folder.done_step(run_dir), section(recipe), recipe.algorithm
     if step is None or evaluates_alone(recipe):
         return None
@@ -262,7 +262,7 @@ def _metrics_so_far(run_dir: Path) -> Metrics:
 
 
 def max_steps(recipe: Recipe) -> int | None:
-    """None: as many as its epochs of data have, or none at all."""
+    """Return the number of steps; None: as many as its epochs of data have, or none at all."""
     return bound(section(recipe).max_num_steps) or None
 
 
@@ -279,7 +279,7 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 
 def attend(run_dir: Path, job: RunJob, steps: int | None, metrics: Metrics) -> int:
-    """Follow a job to its end. Ctrl-C asks, then cancels; without a terminal it cancels at once. The status to exit with."""
+    """Follow a job to its end, and return the exit status. Ctrl-C asks, then cancels; without a terminal it cancels at once."""
     follower = Follower(run_dir, job, steps, metrics)
     while True:
         try:

@@ -91,7 +91,7 @@ def answer(request: Request) -> int:
 
 
 def _forget_own_job() -> str | None:
-    """Inside a Slurm job (the check, or scrontab's) its variables must not reach the jobs that are submitted. That job's id."""
+    """Remove the variables of the Slurm job around us (the check, or scrontab's): new jobs must not get them. Return its id."""
     own = os.environ.get("SLURM_JOB_ID")
     for key in [key for key in os.environ if key.startswith("SLURM_") and key != "SLURM_CONF"]:
         del os.environ[key]
@@ -141,7 +141,7 @@ def show(asked: suite.Asked, folder: Folder) -> int:
 
 
 def _submit(folder: Folder, own: str | None = None) -> bool:
-    """Under Slurm: whatever is missing, and the check behind it; whether there is anything to wait for.
+    """Submit under Slurm what is missing, and the check behind it. Return whether there is anything to wait for.
 
     own: the id of the job that this is, if it is the check. While another check waits, what failed is left to that.
     """
@@ -180,7 +180,7 @@ def check(path: Path, update_baseline: bool, own: str | None) -> int:
 
 
 def report(folder: Folder) -> int:
-    """The verdict, and its reports in the folder. 0: passed, 1: not."""
+    """Judge, and write the reports into the folder. Return 0 if the sweep passed, else 1."""
     result = verdict.conclude(folder)
     write_durably(folder.path / "junit.xml", junit(result))
     write_durably(folder.path / "report.md", markdown(result))
@@ -207,7 +207,7 @@ def _verdict(folder: Folder) -> dict | None:
 
 
 def follow(folder: Folder) -> int:
-    """Until it has been judged, by whichever check."""
+    """Wait until the sweep has been judged, by whichever check, and return its exit status."""
     said: dict[str, str] = {}
     while not (over := _verdict(folder)):
         queue = Queue("slurm")

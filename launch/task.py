@@ -1,4 +1,4 @@
-"""What every rank's process runs: `python -m launch.task FOLDER`, under Slurm and on this machine alike.
+"""Run a rank: `python -m launch.task FOLDER` is every rank's process, under Slurm and on this machine alike.
 
 All executors start it with the same environment (`HETSTEP_*`, see launch/executors/base.py), so submitit needs one job
 environment, not one per executor. It runs submitit's `process_job` and then leaves by `os._exit`, because the teardown of an
@@ -37,11 +37,11 @@ class HetstepJobEnvironment(JobEnvironment):
         )
 
     def _handle_signals(self, paths, submission) -> None:
-        """Not submitit's, which requeue inside the signal: `main` has installed ours."""
+        """Leave out submitit's handlers, which requeue inside the signal: `main` has installed ours."""
 
 
 def rank_main(run_dir: str) -> None:
-    """What `launch/submit.py` submits: the pipeline's entry. Imported here, so that submitting never imports torch."""
+    """Run the pipeline. `launch/submit.py` submits this; the import is here so that submitting never imports torch."""
     from pipeline import main
 
     main.main(Path(run_dir))

@@ -1,4 +1,4 @@
-"""Text of logs and run folders as a terminal may show it."""
+"""Text of logs and run folders, made safe for a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def on_one_line(text: str) -> str:
 
 
 def no_more_output() -> None:
-    """Let what is still buffered for stdout go nowhere, since nobody reads it any more."""
+    """Discard what is buffered for stdout, whose reader has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

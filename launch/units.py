@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers with units, for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def is_count(text: str) -> bool:
 
 
 def size(nbytes: float) -> str:
-    """Three digits and a unit, in powers of 1000."""
+    """Return a number of bytes with three digits and a unit, in powers of 1000."""
     factor, unit = next(((factor, unit) for factor, unit in UNITS if nbytes >= factor), UNITS[-1])
     return f"{nbytes / factor:.3g} {unit}" if nbytes / factor < 999.5 else f"{nbytes / factor:.0f} {unit}"
 
@@ -21,7 +21,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def seconds(duration: float) -> str:
-    """Of s, ms or us, three digits."""
+    """Return seconds with three digits, in s, ms or us."""
     for factor, unit in ((1, "s"), (1e3, "ms")):
         if duration * factor >= 1:
             return f"{duration * factor:.0f} {unit}" if duration * factor >= 100 else f"{duration * factor:.3g} {unit}"

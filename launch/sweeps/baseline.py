@@ -18,7 +18,7 @@ from pipeline.values import Bool, Float, Int, Text
 
 HEADER = "# Written by `python launch/sweep.py ... update_baseline=true`. Bands and speeds of the sweep are judged by it.\n"
 POINTS = 40
-"""Of a stored curve at most."""
+"""Most points of a stored curve."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Baseline:
 
 
 def read(path: Path) -> Baseline | None:
-    """None if there is none yet. Raises RecipeError for a file that is no baseline."""
+    """Return the baseline, None if there is none yet. Raises RecipeError for a file that is no baseline."""
     if not path.exists():
         return None
     tree = layers.chain(path)
@@ -80,7 +80,7 @@ def write(baseline: Baseline, path: Path) -> None:
 
 
 def stored_curve(seeds: Iterable[Curve]) -> StoredCurve:
-    """Thinned to POINTS."""
+    """Return the seeds' mean and spread, thinned to POINTS."""
     mean, width = mean_and_spread(seeds)
     steps = [*mean]
     count = min(POINTS, len(steps))
@@ -93,7 +93,7 @@ def _short(value: float) -> float:
 
 
 def _sorted(value: object) -> object:
-    """Keys in order; seeds by number."""
+    """Return the value with its keys in order; seeds by number."""
     if isinstance(value, Mapping):
         return {key: _sorted(value[key]) for key in sorted(value, key=lambda key: (int(key) if key.isdigit() else -1, key))}
     return value

@@ -30,11 +30,11 @@ SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, a
 
 
 class Malformed(ValueError):
-    """It is no expression: what is wrong."""
+    """The text is no expression."""
 
 
 class NoValue(ValueError):
-    """The expression has no value for this run: why."""
+    """The expression has no value for this run."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What passes, ends included; None: no such end."""
+    """The values that pass, ends included; None: no such end."""
 
     low: float | None = None
     high: float | None = None
@@ -67,7 +67,7 @@ class Failed(ValueError):
 
 
 class NotJudged(ValueError):
-    """It cannot be said, for this reason."""
+    """The gate cannot be judged, for this reason."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ SECONDS = re.compile(r"time/")
 
 
 def page(result: Result) -> str:
-    """The whole document."""
+    """Return the whole document."""
     verdict = tag("span", "passed" if result.passed else "failed", class_="good" if result.passed else "bad")
     commits = " and ".join(result.commits) or "unknown"
     intro = tag("p", verdict, f" · {result.summary} · judged {result.judged} · commit {commits} · {baseline_of(result)}")
@@ -87,7 +87,7 @@ def _chart(result: Result, run: str, metric: str, title: str) -> Chart:
 
 
 def _kind(curve: Curve) -> str:
-    """What is measured at few steps is shown as points that are joined."""
+    """Return how to draw a curve: as joined points if it has values at few steps."""
     gaps = [after - before for before, after in zip(curve.steps, curve.steps[1:], strict=False)]
     return "points" if not gaps or statistics.median(gaps) > 1 else "line"
 
@@ -105,7 +105,7 @@ def _before(stored: StoredCurve) -> Iterator[Series]:
 
 
 def _levels(result: Result, run: str, metric: str) -> list[tuple[float, str]]:
-    """The limits of gates whose value is one statistic of this metric, and so on the chart's scale."""
+    """Return the limits of gates whose value is one statistic of this metric, and so on the chart's scale."""
     judged = {verdict.gate: verdict for verdict in result.verdicts if verdict.run == run}
     found = []
     for case in result.sweep.cases(run):

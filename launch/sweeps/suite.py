@@ -112,13 +112,13 @@ def seeds_of(suite: Suite, run: str) -> list[int]:
 
 
 def gates_of(suite: Suite, run: str) -> dict[str, GateConfig]:
-    """The suite's, then the run's own, which replace those of the same name."""
+    """Return the suite's gates, then the run's own, which replace those of the same name."""
     shared = {name: gate for name, gate in suite.gates.items() if gate.runs is None or run in gate.runs}
     return {**shared, **suite.runs[run].gates}
 
 
 def kind(gate: GateConfig) -> str:
-    """bounds, band, speed, same_as; of a gate that is several or none: all of them in a row."""
+    """Return bounds, band, speed or same_as; of a gate that is several or none, all of them in a row."""
     bounds = [gate.at_least, gate.at_most, gate.equals]
     kinds = {"bounds": any(bound is not None for bound in bounds), "band": gate.band, "speed": gate.speed}
     return " and ".join(name for name, there in {**kinds, "same_as": gate.same_as}.items() if there)

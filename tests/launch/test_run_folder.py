@@ -101,9 +101,9 @@ def test_what_left_no_checkpoint_is_not_evaluated(load, tmp_path):
     evaluated = load("grpo.max_num_steps=0", "data.validation={data_path: data.jsonl, env_name: math}")
     run_folder.check(evaluated)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").write_text('{"step": 0, "val/reward": 1}\n')
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 0, "time": 1, "val/reward": 1}\n')
     run_folder.check(evaluated)
-    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "train/loss": 1}\n')
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "time": 1, "train/loss": 1}\n')
     with refused(("run_dir", "no-checkpoint")):
         run_folder.check(evaluated)
 
