@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.plan.lengths import sequences
 from launch.plan.phase import CLOCKS, Phase
 from pipeline import config
+from pipeline.algorithms import build
 from pipeline.config import Problem, Recipe, RecipeError, generates, runs_ahead
 from pipeline.metrics import read
 
@@ -49,7 +49,7 @@ def measured(folder: Path) -> Measured | None:
         answer, prompt = _mean(lines, "train/completion_tokens"), _prompt(folder)
     else:
         rate = _mean(lines, "throughput/tokens_per_s")
-        answer, prompt = (rate * step / sequences(recipe) if rate else None), None
+        answer, prompt = (rate * step / build(recipe).samples_per_step if rate else None), None
     return Measured(folder, recipe, len(lines), clocks, step, answer, prompt)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pipeline.config import PAIRED, Recipe, generates
+from pipeline.config import Recipe, generates
 
 PROMPT_TOKENS = 256  # if nobody says otherwise, and a quarter of data.max_input_seq_length is not less
 PROMPT_SHARE = 0.25
@@ -87,11 +87,3 @@ def _first(what: str, key: float | None, run: float | None, guess: float, where:
     if run is not None:
         return run, f"{what} of {run:,.0f} tokens, the mean in {where}"
     return guess, f"{what} of {guess:,.0f} tokens, a guess; say better with {name}"
-
-
-def sequences(recipe: Recipe) -> int:
-    """How many sequences a step learns from."""
-    section = getattr(recipe, recipe.algorithm)
-    if generates(recipe):
-        return section.num_prompts_per_step * section.num_generations_per_prompt
-    return recipe.policy.train_global_batch_size * (2 if recipe.algorithm in PAIRED else 1)

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from launch.model_shape import ModelShape
-from launch.plan.lengths import sequences
 from pipeline import config
-from pipeline.config import PAIRED, PRECISIONS, PolicyConfig, Recipe
+from pipeline.algorithms import build
+from pipeline.config import PRECISIONS, PolicyConfig, Recipe
 
 Parts = dict[str, float]
 """Bytes, by one of PARTS."""
@@ -118,46 +118,32 @@ class Model:
 
 def models(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> list[Model]:
     """Return the models of the train ranks, the policy first. shapes: by the sections of `config.models`."""
-    found = []
+    found, needs = [], build(recipe).needs
     for name, policy in config.models(recipe).items():
         shape = shapes[name]
         if name == "policy":
-            uses = {"values": recipe.algorithm == "rm", "reference": uses_reference(recipe), "entropy": _uses_entropy(recipe)}
-            found.append(Model(policy, shape, **uses))
+            values = needs.head == "values"
+            found.append(Model(policy, shape, values=values, reference=needs.reference, entropy=needs.entropy))
         elif name == "value":
             found.append(Model(policy, shape, values=True))
         elif name == "teacher":
-            top_k = recipe.distillation.topk_logits_k
-            found.append(Model(policy, shape, trained=False, offload=recipe.teacher.cpu_offload, top_k=top_k))
+            offload, top_k = recipe.teacher.cpu_offload, needs.teacher_top_k
+            found.append(Model(policy, shape, trained=False, offload=offload, top_k=top_k))
         elif (environment := config.reward_model(recipe)).served_by == "train":
             found.append(Model(policy, shape, values=True, trained=False, offload=environment.cpu_offload))
     return found
 
 
-def uses_reference(recipe: Recipe) -> bool:
-    """Return whether a step computes log-probs of the weights that the policy began with."""
-    if recipe.algorithm == "dpo":
-        return not recipe.dpo.reference_free
-    return recipe.algorithm in ("grpo", "ppo") and recipe.loss_fn.reference_policy_kl_penalty != 0
-
-
-def _uses_entropy(recipe: Recipe) -> bool:
-    loss = recipe.loss_fn
-    if recipe.algorithm == "distillation":
-        return loss.zero_outside_topk and loss.kl_type != "forward"
-    return recipe.algorithm in ("grpo", "ppo") and (loss.log_entropy or loss.entropy_coeff != 0)
-
-
 def load(recipe: Recipe, data_ranks: int) -> Load:
     """Return the microbatches of a rank. data_ranks: how many train ranks have samples of their own."""
-    policy, together = recipe.policy, 2 if recipe.algorithm in PAIRED else 1
+    algorithm, policy = build(recipe), recipe.policy
+    together, needs = algorithm.sequences_per_item, algorithm.needs
     longest, packing = policy.max_total_sequence_length, policy.sequence_packing
     update = -(-policy.train_global_batch_size // data_ranks) * together * longest
     train, forward = (size * together * longest for size in (policy.train_micro_batch_size, policy.logprob_batch_size))
     if packing.enabled:
         train, forward = packing.train_mb_tokens, packing.logprob_mb_tokens
     train, forward = min(train, update), min(forward, update)
-    fields = 3 * FIELD_BYTES if recipe.algorithm == "ppo" else 2 * FIELD_BYTES
-    teacher = TEACHER_BYTES * recipe.distillation.topk_logits_k if recipe.algorithm == "distillation" else 0
-    step = -(-sequences(recipe) // data_ranks) * longest
-    return Load(train, forward, -(-update // train), step * (TOKEN_BYTES + fields + teacher))
+    token = TOKEN_BYTES + (3 if needs.critic else 2) * FIELD_BYTES + TEACHER_BYTES * needs.teacher_top_k
+    step = -(-algorithm.samples_per_step // data_ranks) * longest
+    return Load(train, forward, -(-update // train), step * token)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from launch.model_shape import ModelShape
 from launch.plan import generate_time, memory, sharing, train_time
 from launch.plan.lengths import Lengths
-from launch.plan.memory_parts import GenerateMemory, uses_reference
+from launch.plan.memory_parts import GenerateMemory
 from launch.plan.phase import Phase
 from pipeline import config
-from pipeline.config import PAIRED, Recipe, hardware, section
+from pipeline.algorithms import build
+from pipeline.config import Recipe, hardware
 
 
 def priced(recipe: Recipe) -> bool:
@@ -48,17 +49,18 @@ def validation_seconds(
     Each data set is taken to have max_val_samples records. Of preference data each has two sequences, which the reference
     passes over too.
     """
-    algorithm = section(recipe)
-    if not config.validates(recipe) or not (algorithm.val_period > 0 or algorithm.val_at_start or algorithm.val_at_end):
+    algorithm = build(recipe)
+    section = algorithm.section
+    if not config.validates(recipe) or not (section.val_period > 0 or section.val_at_start or section.val_at_end):
         return 0.0
-    samples = config.bound(algorithm.max_val_samples)
+    samples = config.bound(section.max_val_samples)
     if samples is None:
         return None
     if generate is None:
         gpu = hardware.gpu(recipe.cluster.train.gpu)
         job = train_time.job(recipe, recipe.policy, shapes["policy"], lengths, gpu, recipe.cluster.train)
-        count = samples * (2 if recipe.algorithm in PAIRED else 1)
-        passes = 1 + uses_reference(recipe)
+        count = samples * algorithm.sequences_per_item
+        passes = 1 + algorithm.needs.reference
         return passes * sum(train_time.forward_pass(job, count)[1].values())
-    gpu, count = hardware.gpu(recipe.cluster.generate.gpu), samples * algorithm.val_num_generations_per_prompt
+    gpu, count = hardware.gpu(recipe.cluster.generate.gpu), samples * section.val_num_generations_per_prompt
     return generate_time.validation(recipe, shapes["policy"], lengths, gpu, generate.tokens, count)

@@ -23,22 +23,13 @@ from dataclasses import dataclass, replace
 from launch.model_shape import ModelShape
 from launch.plan import flops
 from launch.plan.cut import GIGA, Cut, Links, train_cut
-from launch.plan.lengths import Lengths, sequences
-from launch.plan.memory_parts import uses_reference
+from launch.plan.lengths import Lengths
 from launch.plan.phase import Phase
 from launch.plan.rates import OPTIMIZER_BYTES
 from pipeline import config
-from pipeline.config import PAIRED, PRECISIONS, ComponentConfig, PolicyConfig, Recipe, hardware, updates_per_step, uses_megatron
+from pipeline.algorithms import build
+from pipeline.config import PRECISIONS, ComponentConfig, PolicyConfig, Recipe, hardware, updates_per_step, uses_megatron
 from pipeline.config.hardware import GPU
-
-
-def scores_before_updates(recipe: Recipe) -> bool:
-    """Return whether a step computes the policy's log-probs before its updates, as `needs` of pipeline/algorithms/*.py say."""
-    if recipe.algorithm not in ("grpo", "ppo"):
-        return False
-    loss, section = recipe.loss_fn, config.section(recipe)
-    several = updates_per_step(recipe) > 1 and not loss.force_on_policy_ratio
-    return several or section.seq_logprob_error_threshold is not None or loss.use_kl_in_reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +210,12 @@ def phases(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu:
     """Of a step, on the train ranks, in their order."""
     component, models = recipe.cluster.train, config.models(recipe)
     jobs = {name: job(recipe, policy, shapes[name], lengths, gpu, component) for name, policy in models.items()}
-    count, policy = sequences(recipe), jobs["policy"]
+    algorithm, policy = build(recipe), jobs["policy"]
+    count = algorithm.samples_per_step
     found = []
-    if scores_before_updates(recipe):
+    if algorithm.needs.old:
         found.append(Phase("train", "log-probs before the updates", *forward_pass(policy, count)))
-    if uses_reference(recipe):
+    if algorithm.needs.reference:
         work, parts = forward_pass(replace(policy, frozen=True), count)
         found.append(Phase("train", "log-probs of the reference", work, parts | _swapped(policy)))
     if "value" in jobs:
@@ -232,10 +224,10 @@ def phases(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu:
     if "teacher" in jobs:
         work, parts = forward_pass(jobs["teacher"], count)
         found.append(Phase("train", "the teacher's top k", work, parts | _fetched(jobs["teacher"], recipe.teacher.cpu_offload)))
-    if recipe.algorithm == "rm":
+    if algorithm.needs.head == "values":
         policy = _without_head(policy)
     many = updates_per_step(recipe)
-    each = recipe.policy.train_global_batch_size * (2 if recipe.algorithm in PAIRED else 1)
+    each = recipe.policy.train_global_batch_size * algorithm.sequences_per_item
     for name, trained in (("policy", policy), ("critic", jobs.get("value"))):
         if trained is not None:
             work, parts = update(trained, each)

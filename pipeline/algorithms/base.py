@@ -64,6 +64,10 @@ class Algorithm:
         return 2 if self.paired else 1
 
     @property
+    def samples_per_step(self) -> int:
+        return self.recipe.policy.train_global_batch_size * self.sequences_per_item
+
+    @property
     def losses(self) -> Mapping[str, Loss]:
         """The losses by the model that is trained: "policy", "critic"."""
         return {"policy": self.loss}

@@ -80,7 +80,7 @@ def test_the_real_command(tmp_path):
         ("grpo.max_num_step=5", ["grpo.max_num_step: is not a key", "[unknown-key]", "did you mean 'grpo.max_num_steps'"]),
         ("grpo.max_num_steps=many", ["the command line", "grpo.max_num_steps", "many"]),
         ("detach=perhaps", ["detach", "perhaps", "true or false"]),
-        ("policy.train_global_batch_size=3", ["policy.train_global_batch_size", "3 does not divide the 4 samples"]),
+        ("policy.train_global_batch_size=3", ["policy.train_global_batch_size: ", "[not-divisible]"]),
         (
             "policy.dtensor_cfg.tensor_parallel_size=2",
             ["policy.dtensor_cfg.tensor_parallel_size: ", "[not-divisible]"],

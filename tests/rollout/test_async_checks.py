@@ -3,6 +3,7 @@
 import pytest
 
 from pipeline import config
+from tests.problems import named
 
 AHEAD = ("grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true")
 KEY = "grpo.async_grpo"
@@ -18,46 +19,38 @@ def test_a_recipe_may_sample_ahead():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "begins", "right"),
+    ("overrides", "key", "code"),
     [
-        (
-            (f"{KEY}.enabled=true",),
-            "loss_fn.use_importance_sampling_correction: false, but with",
-            f"true, or {KEY}.enabled=false",
-        ),
+        ((f"{KEY}.enabled=true",), "loss_fn.use_importance_sampling_correction", "contradiction"),
         (
             (*AHEAD, "policy.generation.colocated.enabled=true"),
-            f"{KEY}.max_trajectory_age_steps: 1 lets engines sample",
-            f"try {KEY}.enabled=false (recipes whose names end in _sync have it), or",
+            f"{KEY}.max_trajectory_age_steps",
+            "contradiction",
         ),
         (
             (*AHEAD, f"{KEY}.max_trajectory_age_steps=0", "grpo.use_dynamic_sampling=true"),
-            f"{KEY}.max_trajectory_age_steps: 0 is the synchronous algorithm",
-            f"at least 1, or {KEY}.enabled=false",
+            f"{KEY}.max_trajectory_age_steps",
+            "too-small",
         ),
-        (
-            (*AHEAD, "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"),
-            "grpo.batch_multiplier: 1.5, but with",
-            "; 1",
-        ),
+        ((*AHEAD, "grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"), "grpo.batch_multiplier", "has-no-effect"),
         (
             (*AHEAD, f"{KEY}.recompute_kv_cache_after_weight_updates=true"),
-            f"{KEY}.recompute_kv_cache_after_weight_updates: true, but without",
-            "that too, or false",
+            f"{KEY}.recompute_kv_cache_after_weight_updates",
+            "has-no-effect",
         ),
+        ((*AHEAD, f"{KEY}.stragglers=cut"), f"{KEY}.straggler_share", "too-small"),
         (
-            (*AHEAD, f"{KEY}.stragglers=cut"),
-            f"{KEY}.straggler_share: 0.05 of grpo.num_prompts_per_step=16 is less than one group",
-            f"at least 0.0625, or {KEY}.stragglers=wait",
+            (*AHEAD, f"{KEY}.stragglers=cut", f"{KEY}.straggler_share=0.5", f"{KEY}.max_trajectory_age_steps=0"),
+            f"{KEY}.stragglers",
+            "has-no-effect",
         ),
-        ((*AHEAD, f"{KEY}.stragglers=drop"), f"{KEY}.stragglers: got 'drop'; expected one of", "wait, keep, cut"),
-        ((*AHEAD, f"{KEY}.max_trajectory_age_steps=-1"), f"{KEY}.max_trajectory_age_steps: got -1", "at least 0"),
-        ((*AHEAD, f"{KEY}.straggler_share=1.5"), f"{KEY}.straggler_share: got 1.5", "at most 1"),
+        ((*AHEAD, f"{KEY}.stragglers=drop"), f"{KEY}.stragglers", "not-a-choice"),
+        ((*AHEAD, f"{KEY}.max_trajectory_age_steps=-1"), f"{KEY}.max_trajectory_age_steps", "too-small"),
+        ((*AHEAD, f"{KEY}.straggler_share=1.5"), f"{KEY}.straggler_share", "too-large"),
     ],
 )
-def test_what_is_wrong_and_what_would_be_right(overrides: tuple[str, ...], begins: str, right: str):
-    found = [text for text in map(str, problems(*overrides)) if text.startswith(begins)]
-    assert len(found) == 1 and right in found[0], problems(*overrides)
+def test_what_is_wrong(overrides: tuple[str, ...], key: str, code: str):
+    assert (key, code) in named(problems(*overrides))
 
 
 def test_while_it_is_off_nothing_of_it_is_looked_at():

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch.plan.memory_generate import generate as generate_memory
 from pipeline import algorithms
-from pipeline.config import PAIRED, RECIPES, Recipe
+from pipeline.config import RECIPES, Recipe
 from pipeline.data.batches import share
 from pipeline.roles.train import TrainRole
 from pipeline.types import DataPlace, Sample
@@ -112,7 +112,7 @@ class Run:
 
 def _updates(recipe: Recipe, place: DataPlace, vocabulary: int) -> list:
     """This rank's share of sequences of the greatest length, as many as an optimizer step takes."""
-    policy, together = recipe.policy, 2 if recipe.algorithm in PAIRED else 1
+    policy, together = recipe.policy, algorithms.build(recipe).sequences_per_item
     random, length = np.random.default_rng(0), policy.max_total_sequence_length
     samples = [_sample(random.integers(3, vocabulary, length)) for _ in range(policy.train_global_batch_size * together)]
     places = [DataPlace(rank, place.size) for rank in range(place.size)]

@@ -9,12 +9,11 @@ import pytest
 from launch import backend
 from launch.model_files import described
 from launch.model_shape import ModelShape
-from launch.plan import flops, generate_time, lengths, memory_parts, train_time
+from launch.plan import flops, generate_time, lengths, train_time
 from launch.plan.cut import Cut, Links
 from launch.plan.generate_time import Engine
 from launch.plan.lengths import Lengths
 from pipeline import config
-from pipeline.algorithms import build
 from pipeline.config import PolicyConfig
 from pipeline.config.hardware import gpu
 
@@ -129,31 +128,6 @@ def test_a_reference_comes_from_the_host():
     assert "host copies" not in each[of_reference].parts
     assert each[before].seconds == pytest.approx(2 * each[of_reference].seconds)
     assert each[of_reference].seconds / copies == pytest.approx(round(each[of_reference].seconds / copies))  # microbatches
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("llama8b_grpo", ()),
-        ("llama8b_grpo", ("loss_fn.reference_policy_kl_penalty=0", "policy.train_global_batch_size=2048")),
-        ("llama8b_grpo", ("loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=2048")),
-        ("llama8b_grpo", ("policy.train_global_batch_size=2048", "grpo.seq_logprob_error_threshold=2")),
-        ("llama8b_reinforce_plus_plus", ()),
-        ("llama8b_ppo", ()),
-        ("llama8b_dpo", ()),
-        ("llama8b_dpo", ("dpo.reference_free=true",)),
-        ("llama8b_sft", ()),
-        ("llama8b_rm", ()),
-        ("tiny_distillation", ()),
-    ],
-)
-def test_what_comes_before_the_updates_is_what_the_algorithms_say(name, overrides):
-    """The plan repeats `needs` of the algorithms, since they need torch."""
-    recipe = config.load(name, overrides)
-    theirs = build(recipe).needs
-    (policy, *_) = memory_parts.models(recipe, dict.fromkeys(config.models(recipe)))
-    assert (train_time.scores_before_updates(recipe), policy.reference) == (theirs.old, theirs.reference)
-    assert (policy.entropy, policy.values) == (theirs.entropy, theirs.head == "values")
 
 
 def test_ppo_trains_two_models():
