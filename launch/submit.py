@@ -37,7 +37,7 @@ from launch.preflight import architecture
 from launch.prepare import RESTART_S, Prepared, examine, file_problems, folder_name, folder_problems, in_order, prepare
 from launch.units import plural
 from pipeline import config, secrets
-from pipeline.config import Problem, Recipe, RecipeError, bound, collected, evaluates_alone, refuse, section
+from pipeline.config import Problem, Recipe, RecipeError, bound, collected, evaluates_alone, reference, refuse, section
 
 FLAGS = ("show", "plan", "dry_run", "detach")
 CANCEL_WAIT_S = 60
@@ -63,12 +63,15 @@ class Request:
     ] = False
     detach: Annotated[bool, Key("true", "submit and return; the run goes on")] = False
     follow: Annotated[Path | None, Key("RUN_DIR", "show the progress of a run that was submitted before")] = None
+    help: Annotated[
+        str | None, Key("[KEY]", "print type, range, default and meaning of a recipe's key, or of a section's keys", read=str)
+    ] = None
 
     def problems(self) -> Iterator[Problem]:
         asked = [flag for flag in FLAGS if getattr(self, flag)]
         if len(asked) > 1:
             yield Problem(asked[1], "contradiction", f"got {' and '.join(asked)}; expected one of them")
-        if self.recipe is None and self.follow is None:
+        if self.recipe is None and self.follow is None and self.help is None:
             yield Problem("recipe", "missing-value", "the command line needs recipe=NAME, or follow=RUN_DIR")
         if self.follow and (self.recipe or self.overrides or self.plan_from or asked):
             yield Problem(
@@ -84,6 +87,9 @@ def main(arguments: list[str]) -> int:
 
 def answer(request: Request) -> int:
     """Raises RecipeError."""
+    if request.help is not None:
+        print(reference.explained(request.help))
+        return 0
     signal.signal(signal.SIGTERM, _interrupt)
     if request.follow:
         return attach(request.follow)

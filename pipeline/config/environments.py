@@ -35,6 +35,8 @@ KINDS = {
 
 @dataclass
 class RewardTokenizerConfig(TokenizerConfig):
+    """The reward model's tokenizer and its chat template."""
+
     name: Annotated[Line | None, Field(description="null: the one in the reward model's folder.")] = None  # type: ignore[assignment]
 
 

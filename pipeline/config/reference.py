@@ -28,6 +28,7 @@ BOUNDS = {  # of pydantic, and its keyword in JSON schema, and its name for peop
     "le": ("maximum", "at most"),
     "lt": ("exclusiveMaximum", "below"),
 }
+REPLACED = {"type": "boolean", "description": "true: replace what is inherited of this mapping."}
 NAME = "NAME"
 """Stands in a key for a name that the recipe gives, as of an environment."""
 
@@ -99,7 +100,7 @@ def json_schema() -> dict[str, Any]:
     for section in (whole, *sections.values()):
         for name, described in section["properties"].items():
             section["properties"][name] = _or_interpolation(described)
-        section["properties"][REPLACES] = {"type": "boolean", "description": "true: replace what is inherited of this mapping."}
+        section["properties"][REPLACES] = REPLACED
     names = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     whole["properties"]["defaults"] = {
         **names,
@@ -115,13 +116,15 @@ def json_schema() -> dict[str, Any]:
 
 
 def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
-    if "additionalProperties" in described:
-        described["additionalProperties"] = described["additionalProperties"] is True or _or_interpolation(
-            described["additionalProperties"]
-        )
+    """Return the schema of a value that may also be an interpolation, as may the values of a mapping."""
     about = {name: described.pop(name) for name in ("description", "default") if name in described}
-    choices = described.pop("anyOf", [described])
-    return {"anyOf": [*choices, {"$ref": "#/$defs/interpolation"}], **about} if described or choices != [{}] else about
+    choices = described.get("anyOf", [described])
+    if choices == [{}]:  # anything
+        return about
+    for choice in choices:
+        if isinstance(values := choice.get("additionalProperties"), dict):
+            choice |= {"additionalProperties": _or_interpolation(values), "properties": {REPLACES: REPLACED}}
+    return {"anyOf": [*choices, {"$ref": "#/$defs/interpolation"}], **about}
 
 
 # ---- its keys ---------------------------------------------------------------------------------------------------------------

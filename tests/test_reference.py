@@ -1,0 +1,106 @@
+"""What the schema says of its keys: help=, recipes/KEYS.md, and recipes/schema.json as an editor's validator reads it."""
+
+import json
+
+import jsonschema
+import pytest
+
+from launch import submit
+from pipeline.config import RECIPES, layers, reference, typed
+from pipeline.config.schema import Recipe
+
+SHIPPED = sorted(RECIPES.glob("*.yaml"))
+SCHEMA = json.loads((RECIPES / "schema.json").read_text())
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+def found(text: str) -> set[tuple[str, str]]:
+    """Return the dotted path and the failing keyword of each of a validator's deepest errors."""
+
+    def deepest(error):
+        return [inner for each in error.context for inner in deepest(each)] or [error]
+
+    errors = [inner for error in VALIDATOR.iter_errors(layers.scalar(text)) for inner in deepest(error)]
+    return {(".".join(map(str, error.absolute_path)), error.validator) for error in errors}
+
+
+@pytest.mark.parametrize("name", ["KEYS.md", "schema.json"])
+def test_generated_files_are_those_of_the_schema(tmp_path, name):
+    reference.write(tmp_path)
+    assert (tmp_path / name).read_text() == (RECIPES / name).read_text(), "python -m pipeline.config.reference"
+
+
+def test_every_key_has_a_type_and_a_meaning():
+    keys = reference.keys()
+    assert {key.replace("*", reference.NAME) for key in typed.keys(Recipe)} == set(keys)
+    assert [name for name, key in keys.items() if not key.meaning] == []
+    assert {name for name, key in keys.items() if "anything" in key.type} == {"policy.scheduler", "value.scheduler"}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_recipes_name_the_schema_and_fit_it(path):
+    first, *_ = path.read_text().splitlines()
+    assert (path.parent / first.removeprefix("# yaml-language-server: $schema=")).samefile(RECIPES / "schema.json")
+    assert found(path.read_text()) == set()
+
+
+def test_the_schema_is_one():
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "keyword"),
+    [
+        ("grpo: {max_num_step: 5}", "grpo", "additionalProperties"),
+        ("polcy: {}", "", "additionalProperties"),
+        ("env: {math: {kind: math, timeout: 5}}", "env.math", "additionalProperties"),
+        ("grpo: {max_num_steps: many}", "grpo.max_num_steps", "type"),
+        ("grpo: {max_num_steps: -1}", "grpo.max_num_steps", "minimum"),
+        ("policy: {generation: {top_p: 0}}", "policy.generation.top_p", "exclusiveMinimum"),
+        ("policy: {precision: fp4}", "policy.precision", "enum"),
+        ("policy: {megatron_cfg: {moe_router_dtype: 3}}", "policy.megatron_cfg.moe_router_dtype", "enum"),
+        ("cluster: {train: {srun_args: x}}", "cluster.train.srun_args", "type"),
+        ("defaults: {a: b}", "defaults", "type"),
+    ],
+)
+def test_an_editor_finds(text, path, keyword):
+    assert (path, keyword) in found(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "grpo: {max_num_steps: '${ppo.max_num_steps}'}",
+        "defaults: [tiny_grpo, mine.yaml]",
+        "value: {optimizer: '${policy.optimizer}'}",
+        "policy: {optimizer: {kwargs: {_override_: true, lr: 0.1}}, scheduler: [{name: x}]}",
+        "policy: {megatron_cfg: {optimizer: null, moe_router_dtype: null, scheduler: {lr_decay_iters: '???'}}}",
+        "data: {train: null, datasets: {a: {weight: 1}}}",
+        "env: {any_name: {kind: math, kwargs: {anything: [1]}}}",
+    ],
+)
+def test_an_editor_lets_pass(text):
+    assert found(text) == set()
+
+
+def test_help_explains_a_section_and_a_key(capsys):
+    assert submit.main(["help=policy.megatron_cfg"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("policy.megatron_cfg: section\n    The Megatron-Core backend.")
+    assert "policy.megatron_cfg.moe_router_dtype: fp32, fp64 or null; default fp64\n" in text
+    assert "policy.megatron_cfg.optimizer.lr" not in text
+    assert submit.main(["help=env.math.timeout_s"]) == 0
+    assert capsys.readouterr().out == (
+        "env.NAME.timeout_s: number, above 0; default 10.0\n    Seconds for one turn of an episode.\n"
+    )
+
+
+def test_help_of_no_key_lists_the_sections(capsys):
+    assert submit.main(["help="]) == 0
+    heads = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert heads == [*typed.fields(Recipe)]
+
+
+def test_help_of_a_misspelt_key_names_the_one_that_may_be_meant(capsys):
+    assert submit.main(["help=policy.max_grad_nrm"]) == 2
+    assert "did you mean 'policy.max_grad_norm'?" in capsys.readouterr().err
