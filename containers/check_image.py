@@ -1,7 +1,7 @@
-"""Inside an image:  check_image.py train|generate NCCL_VERSION BUILD [OTHER]
+"""Check an image from inside it: check_image.py train|generate NCCL_VERSION BUILD [OTHER]
 
-Says whether the image holds what ranks need and fits the other image, and writes its build of PyTorch, with CUDA and NCCL, to
-the file BUILD. OTHER is the file that this left in the other image, where that was built first.
+Finds what ranks need and the image lacks, or the other image has in another version. Writes its build of PyTorch, with CUDA and
+NCCL, to the file BUILD. OTHER is the file that this left in the other image, where that was built first.
 
 Ranks of both images form one world, so their builds must agree as pipeline/builds.py says. Where they differ in anything else,
 the whole of both is told, for whoever looks for a reason later. Ends with status 1 and what is wrong. Leaves out whether there
@@ -23,6 +23,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of containers/
 
 from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
+from pipeline.problems import Problem, listed
 
 FOLDER = Path(__file__).resolve().parent
 OF_THE_BASE = {"train": {"transformer_engine": "2.17"}, "generate": {"vllm": "0.32.0"}}
@@ -37,31 +38,33 @@ def pins(path: Path) -> dict[str, str]:
     return dict(line.split("==") for line in lines if line)
 
 
-def problems(kind: str, nccl: str, folder: Path = FOLDER) -> Iterator[str]:
+def problems(kind: str, nccl: str, folder: Path = FOLDER) -> Iterator[Problem]:
     for name, wanted in pins(folder / kind / "requirements.txt").items():
         if (found := _version(name)) != wanted:
-            yield f"{name}: {found}, but requirements.txt has {wanted}"
+            yield Problem(name, "wrong-version", f"got {found}; requirements.txt has {wanted}")
     release = re.search(r'"torch==([\d.]+)"', (folder.parent / "pyproject.toml").read_text())[1]
     for name, wanted in {"torch": release, **OF_THE_BASE[kind]}.items():
         found = _version(name)
         if found is None or not re.match(rf"{re.escape(wanted)}(?!\d)", found):
-            yield f"{name}: {found}, but {wanted} is what both images are made for"
+            yield Problem(name, "wrong-version", f"got {found}; both images are made for {wanted}")
     import torch
 
     if not torch.backends.cuda.is_built():
-        yield f"torch: {torch.__version__} is built without CUDA"
+        yield Problem("torch", "needs-gpu", f"got {torch.__version__}, which is built without CUDA")
     elif (found := build()[NCCL]) != nccl:
-        yield f"NCCL: {found}, but {nccl} is the other image's; another base, or the same NCCL_VERSION in both Dockerfiles"
+        why = f"got {found}; the other image has {nccl}. Take another base, or the same NCCL_VERSION in both Dockerfiles"
+        yield Problem(NCCL, "wrong-version", why)
     for library in ("libibverbs.so.1", "libmlx5.so.1"):
         try:
             ctypes.CDLL(library)
         except OSError as error:
-            yield f"{library}: {error}; without it NCCL takes sockets. Install rdma-core and ibverbs-providers"
+            why = f"{error}; without it NCCL takes sockets. Install rdma-core and ibverbs-providers"
+            yield Problem(library, "not-installed", why)
     for module in (*ALSO[kind], *RANKS_IMPORT):
         try:
             importlib.import_module(module)
         except Exception as error:
-            yield f"import {module}: {type(error).__name__}: {error}"
+            yield Problem(module, "not-importable", f"{type(error).__name__}: {error}")
 
 
 def build() -> dict[str, str]:
@@ -73,10 +76,10 @@ def build() -> dict[str, str]:
     return {TORCH: str(torch.__version__), "git": str(version.git_version), CUDA: str(version.cuda), NCCL: nccl}
 
 
-def differences(own: dict[str, str], other: dict[str, str]) -> tuple[list[str], list[str]]:
+def differences(own: dict[str, str], other: dict[str, str]) -> tuple[list[Problem], list[str]]:
     """Return (why ranks of two builds cannot form one world, in what else they differ)."""
     wrong = [
-        f"{name}: {own[name]} here, {other[name]} in the other image; ranks of both form one world"
+        Problem(name, "wrong-version", f"{own[name]} here, {other[name]} in the other image; ranks of both form one world")
         for name in MUST_MATCH
         if common_part(name, own[name]) != common_part(name, other[name])
     ]
@@ -97,7 +100,7 @@ def main(kind: str, nccl: str, record: str, other: str = "") -> int:
         wrong, notes = differences(own, json.loads(Path(other).read_text()))
         found += wrong
         print("\n".join(f"note: {note}" for note in notes))
-    print("\n".join(found) or f"the {kind} image has what its ranks need")
+    print(listed(found) if found else f"the {kind} image has what its ranks need")
     if not found:
         Path(record).write_text(json.dumps(own) + "\n")
     return 1 if found else 0

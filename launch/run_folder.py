@@ -104,8 +104,7 @@ def check(recipe: Recipe) -> None:
 
     That is another recipe's, cannot be written, or holds a checkpoint of an earlier version that cannot be resumed.
     """
-    held = kept_secrets.problems(dataclasses.asdict(recipe))
-    config.refuse(Problem(key, "secret-in-recipe", why) for key, why in held)
+    config.refuse(kept_secrets.problems(dataclasses.asdict(recipe)))
     run_dir = Path(recipe.run_dir).absolute()
     if (before := earlier(recipe)) is not None and (different := differences(before, recipe)):
         raise _refused("run-exists", f"{run_dir} holds another recipe:\n      {_ways_on(before, recipe, different)}")

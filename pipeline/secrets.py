@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pipeline.problems import Problem
+
 NAMES = re.compile(
     r"(.*_)?(TOKEN|API_?KEY|ACCESS_KEY|PRIVATE_KEY|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|PASSWORD|PASSWD|CREDENTIALS?)"
     r"|.*PASSWORD.*|HUGGING_FACE_HUB_TOKEN|HETSTEP_SECRET"
@@ -51,8 +53,8 @@ def redacted(text: str, values: Mapping[str, str] | None = None) -> str:
     return VALUES.sub("***", text)
 
 
-def problems(tree: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, what is wrong) of each secret in a recipe, without the secret. tree: nested dicts and lists."""
+def problems(tree: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Iterator[Problem]:
+    """Yield a problem for each secret in a recipe, without the secret. tree: the recipe as nested dicts and lists."""
     values = in_environment(environment)
     for keys, value in _leaves((), tree):
         if not isinstance(value, str) or not value:
@@ -67,7 +69,7 @@ def problems(tree: Mapping[str, Any], environment: Mapping[str, str] = os.enviro
             why = f"looks as if it held a secret, and a recipe is written to disk and shown; {ADVICE}"
         else:
             continue
-        yield key, why
+        yield Problem(key, "secret-in-recipe", why)
 
 
 def _leaves(keys: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:

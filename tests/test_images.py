@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from containers.check_image import OF_THE_BASE, differences, main, pins, problems
+from tests.problems import named
 from tests.test_imports import imports
 
 ROOT = Path(__file__).parent.parent
@@ -99,14 +100,14 @@ PYPIS = {"torch": "2.13.0+cu130", "git": "5e6f7a8", "CUDA": "13.0", "NCCL": "2.3
     ("changes", "wrong"),
     [
         ({}, []),
-        ({"NCCL": "2.27.5"}, ["NCCL: 2.30.7 here, 2.27.5 in the other image; ranks of both form one world"]),
-        ({"torch": "2.13.1+cu130"}, ["torch: 2.13.0a0+1b2c3d4.nv26.07 here, 2.13.1+cu130 in the other image; ranks"]),
-        ({"torch": "2.13.0+cu128", "CUDA": "12.8"}, ["CUDA: 13.2 here, 12.8 in the other image; ranks"]),
+        ({"NCCL": "2.27.5"}, ["NCCL"]),
+        ({"torch": "2.13.1+cu130"}, ["torch"]),
+        ({"torch": "2.13.0+cu128", "CUDA": "12.8"}, ["CUDA"]),
     ],
 )
 def test_whole_builds_are_compared(changes, wrong):
     found, notes = differences(NVIDIAS, PYPIS | changes)
-    assert [why.startswith(told) for why, told in zip(found, wrong, strict=True)] == [True] * len(wrong)
+    assert named(found) == {(name, "wrong-version") for name in wrong}
     assert [note.partition(":")[0] for note in notes] == ([] if wrong else ["torch", "git", "CUDA"])
     assert differences(PYPIS, PYPIS) == ([], [])
 
@@ -130,7 +131,7 @@ def test_the_other_image_s_record_is_read(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_image_s_check_finds_what_is_wrong_here(kind):
     """This environment is no image: its PyTorch is built for CPUs. All that the set pins is there, and what ranks import."""
-    found = [problem.partition(":")[0] for problem in problems(kind, "2.30.7")]
+    found = [problem.key for problem in problems(kind, "2.30.7")]
     here = {f"lib{name}.so.1" for name in ("ibverbs", "mlx5") if ctypes.util.find_library(name)}
     assert [name for name in found if name not in here] == [
         *OF_THE_BASE[kind],
