@@ -25,9 +25,9 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 
 from pipeline.boxes import Piece, region, whole
 from pipeline.generate.base import Unit
-from pipeline.generate.recorder import Recorder
-from pipeline.models.layout import Shape, contiguous_strides
 from pipeline.models.precision import served_dtype
+from pipeline.models.recorder import Recorder
+from pipeline.models.strides import Shape, contiguous_strides
 
 Geometry = tuple[Shape, Shape, torch.dtype]  # shape, strides, dtype
 

@@ -1,15 +1,16 @@
-"""Watches a weight loader run on meta tensors: which box of which tensor on disk is copied where.
+"""Record a function or a weight loader on meta tensors: which box of which source is copied where.
 
-Views share their tensor's storage, so an offset and strides say what goes where. Temporaries (contiguous, a change of dtype,
-cat, stack, rows by number, copies into empty or zero tensors) are followed; constants are kept as fills. What is computed is
-not expressed: it makes the owner of the parameter opaque. Nothing here knows vLLM.
+Views share their tensor's storage, so an offset and strides describe them, and need no rule of their own. What makes new
+storage is followed: contiguous, a change of dtype, cat, stack, padding, rows by number, copies into empty or zero tensors.
+Constants are kept as fills. Computed values are not expressed: they make the owner of the parameter that they are written to
+opaque.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,10 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.boxes import Box, Region, whole
-from pipeline.models.layout import COPIES, ZEROS, Run, Shape, contiguous_strides, peel, run_box
+from pipeline.models.strides import Run, Shape, contiguous_strides, peel, run_box
 
 aten = torch.ops.aten
 
+ZEROS = {aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default}
+COPIES = {aten.clone.default, aten._to_copy.default}
 EMPTY = {
     aten.empty.memory_format,
     aten.empty_like.default,
@@ -32,7 +35,7 @@ EMPTY = {
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Box `source` of a tensor on disk is box `target` of one in memory, dimension d of the one along axes[d] of the other."""
+    """Box `source` of a source is box `target` of a tensor in memory, dimension d of the one along axes[d] of the other."""
 
     name: str
     source: Box
@@ -40,7 +43,7 @@ class _Held:
     axes: tuple[int, ...]
 
     def part(self, box: Box, offset: int, strides: tuple[int, ...]) -> Region | None:
-        """What of it lies in `box` of the tensor in memory, whose entries are copied to this offset with these strides."""
+        """Return what of it lies in `box` of the tensor in memory, which is copied to this offset with these strides."""
         both = self.target.intersect(box) if box != self.target else box
         if both is None:
             return None
@@ -56,7 +59,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Home:
-    """What a tensor that owns its storage holds. Its shape is that of the storage: dimensions by falling stride."""
+    """Contents of a tensor that owns its storage. Its shape is that of the storage: dimensions by falling stride."""
 
     shape: Shape
     held: list[_Held]
@@ -65,7 +68,7 @@ class _Home:
 
 @dataclass(slots=True)
 class Writes:
-    """What was written into one raw parameter."""
+    """Copies and fills of one raw parameter."""
 
     regions: list[Region] = field(default_factory=list)
     fills: list[tuple[int, Shape, Shape, float]] = field(default_factory=list)
@@ -76,30 +79,35 @@ class Writes:
 
 
 class Recorder(TorchDispatchMode):
-    """sources: tensors on disk, by name. raw: parameters, by (owner, name); of those that share memory only the first counts.
+    """Follows copies of `sources` while it is on.
 
-    Regions are given their parameter's name when they are recorded; before that their offset counts from a storage's start.
+    sources: meta tensors by name, such as the tensors on disk. raw: parameters by (owner, name) whose writes are kept; of those
+    that share memory only the first counts. Regions are given their parameter's name when they are recorded; before that their
+    offset counts from a storage's start.
     """
 
-    def __init__(self, sources: Mapping[str, torch.Tensor], raw: Mapping[tuple[str, str], torch.Tensor]) -> None:
+    def __init__(self, sources: Mapping[str, torch.Tensor], raw: Mapping[tuple[str, str], torch.Tensor] | None = None) -> None:
         super().__init__()
         self.homes: dict[int, _Home] = {}  # by storage
-        self.names: dict[int, set[str]] = {}  # by storage: the tensors on disk that its values come from
+        self.names: dict[int, set[str]] = {}  # by storage: the sources that its values come from
         self.raw: dict[int, tuple[tuple[str, str], torch.Tensor]] = {}
         self.writes: dict[tuple[str, str], Writes] = defaultdict(Writes)
-        self.opaque: dict[str, set[str]] = defaultdict(set)  # by owner: the tensors on disk behind what was computed
+        self.opaque: dict[str, set[str]] = defaultdict(set)  # by owner: the sources of what was computed
+        self.computed: set[str] = set()  # the operations that do more than move entries of sources
         self.shapes = {name: tuple(tensor.shape) for name, tensor in sources.items()}
         self.keep: list[object] = [sources, raw]  # else a freed storage's key would come again
         for name, tensor in sources.items():
             box = whole(tuple(tensor.shape))
             self.homes[_storage(tensor)] = _Home(box.size, [_Held(name, box, box, tuple(range(tensor.dim())))])
             self.names[_storage(tensor)] = {name}
-        for key, tensor in raw.items():
+        for key, tensor in (raw or {}).items():
             self.raw.setdefault(_storage(tensor), (key, tensor))
 
     def read(self, view: torch.Tensor, like: torch.Tensor) -> tuple[list[Region], float | None] | None:
-        """Where a view's entries go when they are copied into `like`, and what goes where none comes from a tensor on disk.
-        None if the view was computed."""
+        """Return where a view's entries go when they are copied into `like`, and what goes where none comes from a source.
+
+        None if the view was computed.
+        """
         home = self.homes.get(_storage(view))
         if home is None:
             return None
@@ -121,7 +129,7 @@ class Recorder(TorchDispatchMode):
         return None if home.background is None else (found, home.background)
 
     def enter(self, tensor: torch.Tensor, background: float | None = None) -> _Home | None:
-        """Know a tensor that owns its storage; None, and forget it, if it is not dense."""
+        """Return the home of a tensor that owns its storage; None if it is not dense, and it is forgotten."""
         order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d))
         dense = tensor.permute(order)
         self.keep.append(tensor)
@@ -130,32 +138,40 @@ class Recorder(TorchDispatchMode):
             return None
         return self.homes.setdefault(_storage(tensor), _Home(tuple(dense.shape), [], background))
 
-    def hold(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`target`, a view of a temporary, now holds what `source` does."""
-        home, read = self.homes.get(_storage(target)), self.read(source, target)
+    def hold(self, target: torch.Tensor, read: tuple[list[Region], float | None] | None) -> None:
+        """Record that `target`, a view of a temporary, holds what was read."""
+        home = self.homes.get(_storage(target))
         if home is None or read is None or read[1] not in (None, home.background):
             self.homes.pop(_storage(target), None)
             return
         for read_part in read[0]:
-            shape = self.shapes[read_part.name]
-            steps = zip(read_part.box.size, contiguous_strides(shape), read_part.strides, strict=True)
-            start = sum(map(operator.mul, read_part.box.offset, contiguous_strides(shape)))
-            for part, starts in peel([run for run in steps if run[0] > 1], (start, read_part.offset), (shape, home.shape)):
-                (box, dims), (there, axes) = run_box(part, 0, starts, shape), run_box(part, 1, starts, home.shape)
+            for box, there, axes in self.boxes(read_part, home.shape):
                 if any(held.target.intersect(there) for held in home.held):  # overwritten
                     self.homes.pop(_storage(target), None)
                     return
-                along = dict(zip(dims, axes, strict=True))
-                home.held.append(_Held(read_part.name, box, there, tuple(along.get(d, 0) for d in range(len(shape)))))
+                home.held.append(_Held(read_part.name, box, there, axes))
+
+    def boxes(self, region: Region, home: Shape) -> Iterator[tuple[Box, Box, tuple[int, ...]]]:
+        """Yield (box of the source, box of the target, axes) of a region of a contiguous target of shape `home`.
+
+        Dimension d of the one box goes along axes[d] of the other.
+        """
+        shape = self.shapes[region.name]
+        steps = zip(region.box.size, contiguous_strides(shape), region.strides, strict=True)
+        start = sum(map(operator.mul, region.box.offset, contiguous_strides(shape)))
+        for part, starts in peel([run for run in steps if run[0] > 1], (start, region.offset), (shape, home)):
+            (box, dims), (there, axes) = run_box(part, 0, starts, shape), run_box(part, 1, starts, home)
+            along = dict(zip(dims, axes, strict=True))
+            yield box, there, tuple(along.get(d, 0) for d in range(len(shape)))
 
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`target.copy_(source)`."""
+        """Record `target.copy_(source)`."""
         known = self.raw.get(_storage(target))
         names = self.names.get(_storage(source), set())
         if known is None:
             self.keep.append(target)
             self.names.setdefault(_storage(target), set()).update(names)
-            self.hold(target, source)
+            self.hold(target, self.read(source, target))
             return
         key, parameter = known
         read = self.read(source, target)
@@ -170,7 +186,7 @@ class Recorder(TorchDispatchMode):
         writes.entries += target.numel()
 
     def fill(self, target: torch.Tensor, value: float, entries: int | None = None) -> None:
-        """`target.fill_(value)`; entries: how many to count as written."""
+        """Record `target.fill_(value)`. entries: how many to count as written."""
         known = self.raw.get(_storage(target))
         if known is not None:
             key, parameter = known
@@ -207,21 +223,28 @@ class Recorder(TorchDispatchMode):
         return result
 
     def follow(self, op, args: Sequence, result: object, names: set[str]) -> None:
-        """What an operation on tensors from disk leaves in its results: views need nothing, copies are entered."""
+        """Record what an operation on sources leaves in its results: views need nothing, copies are entered."""
         if op is aten.view.dtype or op._schema.is_mutable:  # other entries than before, in the same storage
             self.homes.pop(_storage(args[0]), None)
+            self.computed.add(str(op))
         for tensor in tree_leaves(result):
             if not isinstance(tensor, torch.Tensor) or _storage(tensor) in self.raw:
                 continue
             old = self.names.get(_storage(tensor))
             self.names[_storage(tensor)] = names if old is None else old | names
-            if old is not None or self.enter(tensor) is None:
+            if old is not None or (home := self.enter(tensor)) is None:
                 continue
-            for part, source in _parts(op, args, tensor):
-                self.hold(part, source)
+            parts = [(part, self.read(source, part)) for part, source in _parts(op, args, tensor)]
+            if not parts:
+                self.computed.add(str(op))
+                continue
+            backgrounds = {read[1] for _, read in parts if read and read[1] is not None} | _padding(op, args)
+            home.background = backgrounds.pop() if len(backgrounds) == 1 else None
+            for part, read in parts:
+                self.hold(part, read)
 
     def involved(self, values: object) -> set[str]:
-        """The tensors on disk behind any of these."""
+        """Return the sources of any of these."""
         found = [self.names.get(_storage(value)) for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
         found = [names for names in found if names]
         return found[0] if len(found) == 1 else set().union(*found)
@@ -231,7 +254,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _parts(op, args: Sequence, result: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The views of a new tensor, and of what each was copied; none if it was computed."""
+    """Return the views of a new tensor, and of what each was copied; none if it was computed."""
     if op in COPIES:
         return [(result, args[0])]
     if op is aten.cat.default:
@@ -239,9 +262,23 @@ def _parts(op, args: Sequence, result: torch.Tensor) -> list[tuple[torch.Tensor,
         return list(zip(result.split([tensor.shape[dim] for tensor in args[0]], dim), args[0], strict=True))
     if op is aten.stack.default:
         return list(zip(result.unbind(args[1] if len(args) > 1 else 0), args[0], strict=True))
-    if op is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dim() == 1 and args[1][0].dtype is torch.int64:  # rows
+    if op is aten.constant_pad_nd.default and min(args[1]) >= 0:  # amounts from the last dimension on: before, after
+        inner = result
+        for i in range(len(args[1]) // 2):
+            inner = inner.narrow(-1 - i, args[1][2 * i], args[0].shape[-1 - i])
+        return [(inner, args[0])]
+    if op is aten.index.Tensor and len(args[1]) == 1 and _are_rows(args[1][0]):
         return [(result[i], args[0][row]) for i, row in enumerate(args[1][0].tolist())]
     return []
+
+
+def _are_rows(index: torch.Tensor) -> bool:
+    return index.dim() == 1 and index.dtype is torch.int64 and not index.is_meta
+
+
+def _padding(op, args: Sequence) -> set[float]:
+    """Return the value that an operation puts around its argument."""
+    return {float(args[2]) if len(args) > 2 else 0.0} if op is aten.constant_pad_nd.default else set()
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -249,7 +286,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _runs(view: torch.Tensor, like: torch.Tensor) -> list[Run] | None:
-    """(count, stride in the view, stride in `like`), by falling stride in the view, as long as can be; None: no entries."""
+    """Return (count, stride in the view, stride in `like`) by falling stride in the view, merged; None without entries."""
     steps = sorted(zip(view.shape, view.stride(), like.stride(), strict=True), key=lambda step: -step[1])
     runs: list[Run] = []
     for count, stride, far in steps:

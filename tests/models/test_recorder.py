@@ -4,10 +4,11 @@ import importlib
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from pipeline.boxes import whole
 from pipeline.generate.base import Unit
-from pipeline.generate.recorder import Recorder
+from pipeline.models.recorder import Recorder
 
 DISK = {"a": (6, 8), "b": (6, 8), "c": (4, 3, 8)}
 RAW = {"p": (12, 8), "q": (8, 12), "e": (4, 8, 4)}
@@ -44,6 +45,10 @@ def padded(disk, raw):
     raw["p"].copy_(wide)
 
 
+def padded_copy(disk, raw):
+    raw["p"].copy_(F.pad(disk["a"], (0, 0, 2, 4)).clone())
+
+
 def constant(disk, raw):
     raw["p"].fill_(1.0)
     raw["p"][3:9].copy_(disk["a"])
@@ -62,7 +67,7 @@ def recorded(loader):
     return recorder
 
 
-LOADERS = [halves, transposed, interleaved, experts, merged_dimensions, padded, constant, repeated]
+LOADERS = [halves, transposed, interleaved, experts, merged_dimensions, padded, padded_copy, constant, repeated]
 
 
 @pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
