@@ -12,12 +12,13 @@ from pipeline.attempt import Attempt
 from pipeline.watchdog import Failure
 
 DONE, REQUEUE = 0, 75
+ONE = {"max_restarts": 1}
 
 
 def left_by(
     run_dir: Path, name: str, *, progress: int | None = None, requeue: str = "", verdict: str = "", **files: str
 ) -> Attempt:
-    """An attempt's folder."""
+    """Make an attempt's folder."""
     attempt = Attempt(run_dir / "attempts" / name)
     attempt.folder.mkdir(parents=True)
     if progress is not None:
@@ -31,7 +32,7 @@ def left_by(
 
 
 def judge(run_dir: Path, name: str, status: int, max_restarts: int = 3, requeue: bool = True) -> tuple[int, str]:
-    """(exit status, verdict), as printed and as `launch.attempts` reads it."""
+    """Return (exit status, verdict), as printed and as `launch.attempts` reads it."""
     command = [ROOT / "launch/executors/verdict.sh", run_dir, name, str(status), str(max_restarts), str(requeue).lower()]
     ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HETSTEP_SETTLE_S": "0"})
     assert ended.stderr == ""
@@ -40,22 +41,81 @@ def judge(run_dir: Path, name: str, status: int, max_restarts: int = 3, requeue:
     return ended.returncode, verdict
 
 
+WAITED = {"requeue": "SIGUSR2"}
+LEFT = {"requeue": "the allocation ends in 50 s", "progress": 4}
+BAD = {"bad_nodes": "n3: 7 GPUs, not 8"}
+CRASHED = {"progress": 1, "verdict": "requeue: crashed"}
+
+
+@pytest.mark.parametrize(
+    ("attempts", "status", "limits", "code", "verdict"),
+    [
+        # ranks that left on purpose; Slurm's preemption may end an srun whose tasks all end with 0
+        ({"17-0": LEFT}, 0, {}, REQUEUE, "requeue: the allocation ends in 50 s"),
+        ({"17-0": LEFT}, 143, {}, REQUEUE, "requeue: the allocation ends in 50 s"),
+        ({"17-0": LEFT}, 0, {"requeue": False}, 1, "stop: the allocation ends in 50 s; cluster.requeue.enabled is false"),
+        (
+            {**{f"17-{i}": LEFT | {"verdict": "requeue: it"} for i in range(5)}, "17-5": {"progress": 6}},
+            1,
+            ONE,
+            REQUEUE,
+            "requeue: ",
+        ),
+        # once without a checkpoint is forgiven, twice in a row is not; numbers are not in the order of the alphabet
+        ({"17-9": LEFT, "17-10": WAITED}, 0, {}, REQUEUE, "requeue: SIGUSR2"),
+        (
+            {"17-9": LEFT, "17-10": WAITED, "17-12": WAITED},
+            0,
+            {},
+            1,
+            "stop: two starts in a row were left without a new checkpoint",
+        ),
+        # crashes
+        (
+            {"17-0": LEFT | {"failure": '{"rank": 3}'}},
+            1,
+            {},
+            REQUEUE,
+            "requeue: crashed with status 1, after checkpoint 4; restart 1 of 3",
+        ),
+        ({"17-0": {}}, 137, {}, 137, "stop: crashed with status 137, without a new checkpoint since its start"),
+        ({"17-0": {}}, 0, {}, 1, "stop: "),
+        ({"17-0": {}}, 75, {}, 1, "stop: "),
+        ({"17-0": {"progress": 1}}, 9, {"requeue": False}, 9, "stop: crashed with status 9; cluster.requeue.enabled is false"),
+        ({"17-0": {"progress": 1}}, 9, {"max_restarts": 0}, 9, "stop: crashed with status 9"),
+        (
+            {"17-0": CRASHED, "17-1": {"progress": 5}},
+            1,
+            ONE,
+            1,
+            "stop: crashed with status 1, and 1 crashes were restarted before",
+        ),
+        # another submission, whose number only begins alike, has a budget of its own
+        ({**dict.fromkeys(("17-0", "171-0", "local-18-0"), CRASHED), "18-0": {"progress": 2}}, 1, ONE, REQUEUE, "requeue: "),
+        # bad nodes need no progress, but count
+        (
+            {"17-0": BAD},
+            1,
+            ONE,
+            REQUEUE,
+            "requeue: nodes failed their checks (n3: 7 GPUs, not 8), after checkpoint none; restart 1 of 1",
+        ),
+        ({"17-0": BAD | {"verdict": "requeue: nodes failed"}, "17-1": BAD}, 1, ONE, 1, "stop: "),
+    ],
+)
+def test_the_last_attempt_is_judged(tmp_path, attempts, status, limits, code, verdict):
+    run_dir = tmp_path / "my run"
+    for name, left in attempts.items():
+        left_by(run_dir, name, **left)
+    judged = judge(run_dir, name, status, **limits)
+    assert judged[0] == code and judged[1].startswith(verdict)
+
+
 @pytest.mark.parametrize("status", [0, 137])  # a teardown may fail after the run is complete
 def test_a_complete_run_is_done(tmp_path, status):
     left_by(tmp_path, "17-0", progress=4)
     (tmp_path / "done.json").write_text('{"step": 4}')
     assert judge(tmp_path, "17-0", status) == (DONE, "done")
-
-
-@pytest.mark.parametrize("status", [0, 143])  # Slurm's preemption may end an srun whose tasks all end with 0
-def test_ranks_that_left_on_purpose_are_started_again(tmp_path, status):
-    left_by(tmp_path, "17-0", progress=4, requeue="the allocation ends in 50 s")
-    assert judge(tmp_path, "17-0", status) == (REQUEUE, "requeue: the allocation ends in 50 s")
-
-
-def test_not_if_the_recipe_says_so(tmp_path):
-    left_by(tmp_path, "17-0", progress=4, requeue="SIGUSR2")
-    assert judge(tmp_path, "17-0", 0, requeue=False) == (1, "stop: SIGUSR2; cluster.requeue.enabled is false")
 
 
 @pytest.mark.parametrize("why", ["", "SIGTERM"])
@@ -73,42 +133,6 @@ def test_one_that_fails_before_it_claims_the_folder_is_not_superseded(tmp_path):
     assert judge(tmp_path, "18-0", 1)[0] == REQUEUE
 
 
-def test_leaving_does_not_count_as_a_crash(tmp_path):
-    for restart in range(5):
-        left_by(tmp_path, f"17-{restart}", progress=restart + 1, requeue="SIGTERM", verdict="requeue: SIGTERM")
-    left_by(tmp_path, "17-5", progress=6)
-    assert judge(tmp_path, "17-5", 1, max_restarts=1)[0] == REQUEUE
-
-
-def test_leaving_once_without_a_checkpoint_is_forgiven_twice_in_a_row_is_not(tmp_path):
-    left_by(tmp_path, "17-0", progress=4, requeue="SIGUSR2")
-    left_by(tmp_path, "17-1", requeue="SIGUSR2")
-    assert judge(tmp_path, "17-1", 0) == (REQUEUE, "requeue: SIGUSR2")
-    left_by(tmp_path, "17-2", requeue="SIGUSR2")
-    status, verdict = judge(tmp_path, "17-2", 0)
-    assert status == 1 and verdict.startswith("stop: two starts in a row were left without a new checkpoint (SIGUSR2)")
-    assert "cluster.time_min" in verdict and "checkpointing.save_period" in verdict
-
-
-def test_the_attempt_before_is_the_one_with_the_next_lower_number(tmp_path):
-    """Not 9 after 10 by the alphabet, and Slurm may count a start that never came to have a folder."""
-    left_by(tmp_path, "17-9", progress=4, requeue="SIGUSR2")
-    left_by(tmp_path, "17-10", requeue="SIGUSR2")
-    left_by(tmp_path, "17-12", requeue="SIGUSR2")
-    assert judge(tmp_path, "17-12", 0)[0] == 1
-    assert judge(tmp_path, "17-10", 0)[0] == REQUEUE
-
-
-def test_a_rank_that_failed_while_the_others_left_is_a_crash(tmp_path):
-    left_by(tmp_path, "17-0", progress=4, requeue="SIGTERM", failure='{"rank": 3}')
-    assert judge(tmp_path, "17-0", 1) == (REQUEUE, "requeue: crashed with status 1, after checkpoint 4; restart 1 of 3")
-
-
-def test_a_crash_without_progress_ends_the_run(tmp_path):
-    left_by(tmp_path, "17-0")
-    assert judge(tmp_path, "17-0", 137) == (137, "stop: crashed with status 137, without a new checkpoint since its start")
-
-
 def test_the_budget_of_crashes(tmp_path):
     for restart in range(3):
         left_by(tmp_path, f"local-5-{restart}", progress=restart + 1)
@@ -116,45 +140,6 @@ def test_the_budget_of_crashes(tmp_path):
         assert (status == REQUEUE) == (restart < 2), verdict
     assert status == 137
     assert verdict == ("stop: crashed with status 137, and 2 crashes were restarted before (cluster.requeue.max_restarts: 2)")
-
-
-def test_a_resubmission_has_a_fresh_budget(tmp_path):
-    left_by(tmp_path, "17-0", progress=1, verdict="requeue: crashed")
-    left_by(tmp_path, "171-0", progress=1, verdict="requeue: crashed")
-    left_by(tmp_path, "local-18-0", progress=1, verdict="requeue: crashed")
-    left_by(tmp_path, "18-0", progress=2)
-    assert judge(tmp_path, "18-0", 1, max_restarts=1)[0] == REQUEUE
-
-
-def test_no_restart_where_none_is_wanted(tmp_path):
-    left_by(tmp_path, "17-0", progress=1)
-    assert judge(tmp_path, "17-0", 9, requeue=False)[1].endswith("; cluster.requeue.enabled is false")
-    assert judge(tmp_path, "17-0", 9, max_restarts=0)[0] == 9
-
-
-def test_bad_nodes_are_a_crash_that_needs_no_progress_but_a_budget(tmp_path):
-    bad = "n3: 7 GPUs, not 8"
-    left_by(tmp_path, "17-0", bad_nodes=bad)
-    assert judge(tmp_path, "17-0", 1, max_restarts=1) == (
-        REQUEUE,
-        "requeue: nodes failed their checks (n3: 7 GPUs, not 8), after checkpoint none; restart 1 of 1",
-    )
-    left_by(tmp_path, "17-1", bad_nodes=bad)
-    assert judge(tmp_path, "17-1", 1, max_restarts=1)[0] == 1
-
-
-@pytest.mark.parametrize("status", [0, 75])
-def test_a_stop_never_exits_as_if_it_were_done_or_a_requeue(tmp_path, status):
-    left_by(tmp_path, "17-0")
-    code, verdict = judge(tmp_path, "17-0", status)
-    assert code == 1 and verdict.startswith("stop: ")
-
-
-def test_a_run_dir_with_spaces(tmp_path):
-    left_by(tmp_path / "my run", "17-0", progress=4)
-    left_by(tmp_path / "my run", "17-1", progress=5)
-    assert judge(tmp_path / "my run", "17-0", 1)[0] == REQUEUE
-    assert judge(tmp_path / "my run", "17-1", 1, max_restarts=1)[0] == 1
 
 
 def test_what_cannot_be_written_cannot_be_counted(tmp_path):
