@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launch import nemo_rl
 from pipeline import config
-from pipeline.config import Loaded, Problem, Recipe, as_problem, independent, layers, refuse, resolving, typed, unread
+from pipeline.config import Loaded, Problem, Recipe, independent, layers, refuse, resolving, typed, unread
 from pipeline.config.layers import Branch, Leaf
 from pipeline.config.reading import Layers, layer
 from pipeline.config.schema import DatasetConfig
@@ -37,15 +37,14 @@ def _translated(path: Path, tree: Branch, given: list[tuple[str, Leaf | Branch]]
         tree.drop(key)
     origins = {key: leaf.origin for key, leaf in tree.leaves()}
     translation = nemo_rl.translate(tree.plain(), origins, path)
-    problems += independent(map(as_problem, translation.problems), faults)
+    problems += independent(translation.problems, faults)
     readers = replace(unread.Readers.of_tree(tree), algorithm=None)  # `nemo_rl` knows which of theirs it is
     for key, _ in theirs:
         if why := readers.unread(key):
             problems.append(Problem(key, "has-no-effect", f"{why}; {readers.instead(key)}", layers.COMMAND_LINE))
     ours = layers.of(resolving.escaped(translation.layer), layers.short(path), translation.origins)
     trees = [ours, layer([pair for pair in given if pair not in theirs])]
-    named = [key for problem in problems for key in problem.key.split(", ")]
-    return Layers(trees, [*translation.changed, *translation.ignored], problems, named)
+    return Layers(trees, [*translation.changed, *translation.ignored], problems, [problem.key for problem in problems])
 
 
 def _misfits(tree: Branch) -> dict[str, Problem]:

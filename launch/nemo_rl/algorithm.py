@@ -1,291 +1,252 @@
-"""The algorithm's own section, and its losses.
-
-`THEIR_DEFAULTS` are those that differ from ours: a key that they leave out gets them.
-"""
+"""The algorithm's own section and its losses. DEFAULTS are those of theirs that differ from ours."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from launch.nemo_rl import rewards
-from launch.nemo_rl.features import Feature
-from launch.nemo_rl.ledger import Ledger
-from launch.nemo_rl.rules import Only, Switch, apply, ignored, same, under
+from launch.nemo_rl.rules import Ignored, Only, Rule, Same, Switch, apply, given, under
+from launch.nemo_rl.run import SEVERAL_TEACHERS
+from launch.nemo_rl.translator import Translator, shown
+from pipeline.algorithms import OFFLINE
 from pipeline.algorithms.sections import UNBOUNDED
 
 NAMES = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
 
-ASYNC = (
-    "enabled",
-    "max_trajectory_age_steps",
-    "in_flight_weight_updates",
-    "recompute_kv_cache_after_weight_updates",
-    "max_generation_failures",
-)
-
-THEIR_DEFAULTS: dict[str, dict[str, Any]] = {
-    "grpo": {"max_num_steps": 1_000_000, "max_num_epochs": 1, "val_period": 10, "max_val_samples": 256, "val_batch_size": 256},
-    "ppo": {
-        "num_generations_per_prompt": 16,
-        "max_num_steps": 100_000,
-        "max_num_epochs": 100_000,
-        "val_period": 20,
-        "val_at_start": True,
-        "max_val_samples": 256,
-        "val_batch_size": 256,
-        "ppo_epochs": 4,
-    },
-    "distillation": {"max_num_epochs": 10, "val_period": 20, "max_val_samples": 512, "val_batch_size": 64},
-    "sft": {"max_num_epochs": 1, "val_period": 10, "val_at_start": True, "val_batches": 8, "val_global_batch_size": 32},
-    "dpo": {
-        "max_num_steps": 150,
-        "max_num_epochs": 1,
-        "val_period": 25,
-        "val_at_start": True,
-        "val_batches": 8,
-        "val_global_batch_size": 8,
-        "sft_average_log_probs": False,
-    },
-    "rm": {"max_num_steps": -1, "max_num_epochs": 1, "val_period": 16, "val_batches": -1, "val_global_batch_size": 32},
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "grpo": {"max_num_steps": 1_000_000, "max_num_epochs": 1, "val_period": 10},
+    "ppo": {"num_generations_per_prompt": 16, "max_num_steps": 100_000, "max_num_epochs": 100_000, "val_period": 20}
+    | {"val_at_start": True, "ppo_epochs": 4},
+    "distillation": {"max_num_epochs": 10, "val_period": 20},
+    "sft": {"max_num_epochs": 1, "val_period": 10, "val_at_start": True},
+    "dpo": {"max_num_steps": 150, "max_num_epochs": 1, "val_period": 25, "val_at_start": True, "sft_average_log_probs": False},
+    "rm": {"max_num_steps": UNBOUNDED, "max_num_epochs": 1, "val_period": 16},
 }
-ASYNC_DEFAULTS = {"max_generation_failures": 0}
-LOSS_DEFAULTS = {"loss_fn.reference_policy_kl_penalty": 0.01, "value_loss_fn.cliprange": None}
+VALIDATED = {"grpo": (256, 256), "ppo": (256, 256), "distillation": (512, 64)}
+"""Defaults of max_val_samples and val_batch_size."""
+VALIDATED_BATCHES = {"sft": (8, 32), "dpo": (8, 8), "rm": (-1, 32)}
+"""Defaults of val_batches and val_global_batch_size."""
+ESTIMATOR = {"normalize_rewards": True, "use_leave_one_out_baseline": True, "minus_baseline": True}
+"""Defaults of GRPO's adv_estimator, which do not follow the section's keys of the same names, as ours do."""
+KL_CLAMPS = {"kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0}
+"""Defaults of loss_fn's; of KL in the reward in any case."""
+PENALTY, PENALTY_DEFAULT = "loss_fn.reference_policy_kl_penalty", 0.01
 
-COMMON = (same("val_at_start", "val_at_end", "seed"),)
+REWARD_PENALTIES = "penalties on single tokens of reasoning or tool calls"
+ADVANTAGES = {
+    "gdpo": ("several rewards of one answer", "grpo"),
+    "opd": (SEVERAL_TEACHERS, "grpo, or the section distillation with one teacher"),
+    "raw_reward": ("this estimator of advantages", "gae"),
+}
 
+
+def bounded(value: int | None) -> int | None:
+    """Convert max_num_steps or max_num_epochs, which bound nothing where they are not positive."""
+    return value if value is None or value > 0 else UNBOUNDED
+
+
+COMMON: tuple[Rule, ...] = (
+    Same("val_at_start val_at_end seed"),
+    Same("max_num_steps max_num_epochs", bounded),
+    Same("val_period", lambda period: max(0, period or 0)),  # -1 there is never, too
+)
+OFFLINE_COMMON = (*COMMON, Ignored("val_micro_batch_size"))
 SAMPLED = (
-    same("num_prompts_per_step", "num_generations_per_prompt", "max_rollout_turns", "val_num_generations_per_prompt"),
-    Only(("val_start_at",), (-1, 0), Feature.DELAYED_VALIDATION, "-1"),
-    Only(("stop_at_validation_metric",), (None,), Feature.EARLY_STOP, "null"),
-    ignored("stop_at_validation_threshold"),
+    Same("num_prompts_per_step num_generations_per_prompt max_rollout_turns val_num_generations_per_prompt"),
+    Only("val_start_at", (-1, 0), "a first step of validation", "-1"),
+    Only("stop_at_validation_metric", (None,), "an early stop by a validation metric", "null"),
+    Ignored("stop_at_validation_threshold"),
 )
-
 REWARDED = (
-    same(
-        "use_dynamic_sampling",
-        "dynamic_sampling_max_gen_batches",
-        "batch_multiplier",
-        "overlong_filtering",
-        "seq_logprob_error_threshold",
-        "reward_scaling.*",
+    Same("use_dynamic_sampling dynamic_sampling_max_gen_batches batch_multiplier overlong_filtering"),
+    Same("seq_logprob_error_threshold reward_scaling.*"),
+    Same(
+        "reward_shaping.enabled reward_shaping.overlong_buffer_length reward_shaping.overlong_buffer_penalty"
+        " reward_shaping.max_response_length reward_shaping.stop_properly_penalty_coef",
+        given,
     ),
-    ignored("calculate_advantages_on_gpu", "debug_payload_metrics"),
-    Only(("deduplicate_multimodal_data",), (False, None), Feature.MULTIMODAL),
+    Ignored("calculate_advantages_on_gpu debug_payload_metrics"),
+    Only("deduplicate_multimodal_data", (False, None), "images, sound or video"),
 )
-
 GRPO = (
-    same(*(f"async_grpo.{name}" for name in ASYNC)),
-    same("normalize_rewards", "use_leave_one_out_baseline", "advantage_clip_low", "advantage_clip_high"),
-    same(
-        "adv_estimator.name",
-        "adv_estimator.normalize_rewards",
-        "adv_estimator.use_leave_one_out_baseline",
-        "adv_estimator.minus_baseline",
-    ),
-    Only(
-        ("invalid_tool_call_*", "malformed_thinking_advantage", "penalize_*"),
-        (None, False),
-        Feature.REWARD_PENALTIES,
-        "leave it out",
-    ),
+    Same("async_grpo.enabled async_grpo.max_trajectory_age_steps async_grpo.in_flight_weight_updates"),
+    Same("async_grpo.recompute_kv_cache_after_weight_updates async_grpo.max_generation_failures"),
+    Same("normalize_rewards use_leave_one_out_baseline advantage_clip_low advantage_clip_high adv_estimator.name"),
+    Same("adv_estimator.normalize_rewards adv_estimator.use_leave_one_out_baseline adv_estimator.minus_baseline"),
+    Only("invalid_tool_call_* malformed_thinking_advantage penalize_*", (None, False), REWARD_PENALTIES),
 )
-
 PPO = (
-    Switch("async_ppo", Feature.ASYNC, "false: a step generates with the weights that the last one left"),
-    same("ppo_epochs", "policy_training_start_step", "adv_estimator.*"),
+    Same("ppo_epochs policy_training_start_step adv_estimator.*"),
+    Switch("async_ppo.*", "asynchronous training", "false, which generates with the last step's weights"),
 )
-
+DPO = (
+    Same("reference_policy_kl_penalty preference_average_log_probs sft_average_log_probs preference_loss_weight"),
+    Same("sft_loss_weight"),
+)
 SECTIONS = {
     "grpo": (*COMMON, *SAMPLED, *REWARDED, *GRPO),
     "ppo": (*COMMON, *SAMPLED, *REWARDED, *PPO),
-    "distillation": (*COMMON, *SAMPLED, same("topk_logits_k")),
-    "sft": (*COMMON, Only(("only_unmask_final",), (False, None), Feature.LAST_TURN_ONLY, "false")),
-    "dpo": (
-        *COMMON,
-        same(
-            "reference_policy_kl_penalty",
-            "preference_average_log_probs",
-            "sft_average_log_probs",
-            "preference_loss_weight",
-            "sft_loss_weight",
-        ),
-    ),
-    "rm": COMMON,
-}
-OFFLINE_IGNORED = (ignored("val_micro_batch_size"),)
-
-SHAPING = (
-    "enabled",
-    "overlong_buffer_length",
-    "overlong_buffer_penalty",
-    "max_response_length",
-    "stop_properly_penalty_coef",
-)
-
-ESTIMATORS = {
-    "gdpo": (Feature.SEVERAL_REWARDS, "grpo"),
-    "opd": (Feature.SEVERAL_TEACHERS, "grpo, or the section distillation with one teacher"),
-    "raw_reward": (Feature.ADVANTAGE, "gae"),
+    "distillation": (*COMMON, *SAMPLED, Same("topk_logits_k")),
+    "sft": (*OFFLINE_COMMON, Only("only_unmask_final", (False, None), "a loss on the last turn alone", "false")),
+    "dpo": (*OFFLINE_COMMON, *DPO),
+    "rm": OFFLINE_COMMON,
 }
 
 POLICY_LOSS = under(
     "loss_fn",
     (
-        same(
-            "reference_policy_kl_penalty",
-            "reference_policy_kl_type",
-            "kl_input_clamp_value",
-            "kl_output_clamp_value",
-            "use_kl_in_reward",
-            "use_on_policy_kl_approximation",
-            "ratio_clip_min",
-            "ratio_clip_max",
-            "ratio_clip_c",
-            "disable_ppo_ratio",
-            "force_on_policy_ratio",
-            "use_cispo",
-            "sequence_level_importance_ratios",
-            "token_level_loss",
-            "use_importance_sampling_correction",
-            "truncated_importance_sampling_type",
-            "truncated_importance_sampling_ratio",
-            "truncated_importance_sampling_ratio_min",
-        ),
-        Only(("positive_example_nll_weight",), (0, None), Feature.POSITIVE_NLL, "0"),
+        Same("reference_policy_kl_penalty reference_policy_kl_type kl_input_clamp_value kl_output_clamp_value"),
+        Same("use_kl_in_reward use_on_policy_kl_approximation ratio_clip_min ratio_clip_max ratio_clip_c disable_ppo_ratio"),
+        Same("force_on_policy_ratio use_cispo sequence_level_importance_ratios token_level_loss"),
+        Same("use_importance_sampling_correction truncated_importance_sampling_type truncated_importance_sampling_ratio"),
+        Same("truncated_importance_sampling_ratio_min"),
+        Only("positive_example_nll_weight", (0, None), "a likelihood term on right answers", "0"),
     ),
 )
-VALUE_LOSS = under("value_loss_fn", (same("scale"),))
-DISTILLATION_LOSS = under("loss_fn", (same("kl_type", "mixed_kl_weight", "zero_outside_topk"),))
-REWARD_PENALTIES = under(
-    "reward_penalties",
-    (Only(("penalize_*",), (False, None), Feature.REWARD_PENALTIES, "false"), ignored("token_ids.*")),
-)
-LOSSES = {
-    "grpo": (*POLICY_LOSS, *REWARD_PENALTIES),
-    "ppo": (*POLICY_LOSS, *VALUE_LOSS),
-    "distillation": DISTILLATION_LOSS,
+LOSSES: dict[str, tuple[Rule, ...]] = {
+    "grpo": (
+        *POLICY_LOSS,
+        Only("reward_penalties.penalize_*", (False, None), REWARD_PENALTIES, "false"),
+        Ignored("reward_penalties.token_ids.*"),
+    ),
+    "ppo": (
+        *POLICY_LOSS,
+        Same("value_loss_fn.scale"),
+        Same("value_loss_fn.cliprange", lambda bound: bound or None),  # 0 there: no bound
+    ),
+    "distillation": (Same("loss_fn.kl_type loss_fn.mixed_kl_weight loss_fn.zero_outside_topk"),),
 }
 
 
-def named(ledger: Ledger) -> str | None:
-    """The algorithm, whose section a recipe has. Those of others may be there, and null."""
-    given = [name for name in NAMES if ledger.get(name) is not None]
-    for other in (name for name in NAMES if name not in given[:1]):
-        ledger.take(other)
-    if len(given) > 1:
-        ledger.problem(given[1], f"a section, and so is {given[0]}; null for all but one of the algorithms")
-    return given[0] if given else None
+def named(t: Translator) -> str | None:
+    """Return the algorithm whose section a recipe has. Those of others may be there, and null."""
+    found = [name for name in NAMES if t.get(name) is not None]
+    for other in (name for name in NAMES if name not in found[:1]):
+        t.consume(other)
+    if len(found) > 1:
+        t.problem(found[1], "contradiction", f"got a section, and one of {found[0]} too. Try null for all algorithms but one")
+    return found[0] if found else None
 
 
-def translate(ledger: Ledger, algorithm: str, validates: bool) -> None:
-    """validates: whether there is a data set to validate on."""
-    defaults = THEIR_DEFAULTS[algorithm]
-    samples = "val_batches" not in defaults
-    _bounds(ledger, algorithm, defaults)
-    _validation(ledger, algorithm, defaults, validates)
-    for name in ("ppo_epochs", "num_generations_per_prompt", "sft_average_log_probs"):
-        if name in defaults and not ledger.has(f"{algorithm}.{name}"):
-            ledger.put(f"{algorithm}.{name}", defaults[name], algorithm)
-    if algorithm == "ppo" and epochs(ledger, algorithm) > 1:
-        # Theirs calls train() once per epoch, which advances the schedules: nemo_rl/algorithms/ppo.py, "total ticks".
-        ledger.put("ppo.schedule_every_epoch", True, "ppo.ppo_epochs")
+def translate(t: Translator, algorithm: str, validates: bool) -> None:
+    """Translate the section and the losses. validates: whether there is a data set to validate on."""
+    defaults = DEFAULTS[algorithm]
+    _max_val_samples(t, algorithm)
+    if algorithm in OFFLINE and not validates:  # these two are passed over then
+        for name in ("val_at_start", "val_at_end"):
+            t.consume(f"{algorithm}.{name}")
+            t.put(f"{algorithm}.{name}", False)
+        defaults = {name: value for name, value in defaults.items() if name != "val_at_start"}
+    t.put_defaults({f"{algorithm}.{name}": value for name, value in defaults.items()}, algorithm)
+    if algorithm == "ppo":
+        t.put_defaults({"value_loss_fn.cliprange": None}, algorithm)
+        if epochs(t, algorithm) > 1:
+            # Theirs calls train() once per epoch, which advances the schedules: nemo_rl/algorithms/ppo.py, "total ticks".
+            t.put("ppo.schedule_every_epoch", True, "ppo.ppo_epochs")
     if algorithm in ("grpo", "ppo"):
-        _rewarded(ledger, algorithm)
-        rewards.differences(ledger, algorithm)
+        _rewarded(t, algorithm)
+        _differences(t, algorithm)
     if algorithm == "grpo":
-        rewards.advantages(ledger)
-        _async(ledger)
-    apply(ledger, under(algorithm, SECTIONS[algorithm] if samples else (*SECTIONS[algorithm], *OFFLINE_IGNORED)))
-    apply(ledger, LOSSES.get(algorithm, ()))
+        t.put_defaults({f"grpo.adv_estimator.{name}": value for name, value in ESTIMATOR.items()}, "grpo.adv_estimator")
+        _async(t)
+    apply(t, (*under(algorithm, SECTIONS[algorithm]), *LOSSES.get(algorithm, ())))
 
 
-def epochs(ledger: Ledger, algorithm: str) -> int:
-    """Passes over the samples of a step; theirs advances the schedules after each."""
-    return ledger.get("ppo.ppo_epochs", THEIR_DEFAULTS["ppo"]["ppo_epochs"]) if algorithm == "ppo" else 1
+def epochs(t: Translator, algorithm: str) -> int:
+    """Return the passes over the samples of a step; theirs advances the schedules after each."""
+    return t.get("ppo.ppo_epochs", DEFAULTS["ppo"]["ppo_epochs"]) if algorithm == "ppo" else 1
 
 
-def _bounds(ledger: Ledger, algorithm: str, defaults: dict[str, Any]) -> None:
-    for name in ("max_num_steps", "max_num_epochs"):
-        key = f"{algorithm}.{name}"
-        if ledger.has(key) or name in defaults:
-            ledger.put(key, most(ledger, algorithm, name), key)
-            ledger.take(key)
+def max_num_steps(t: Translator, algorithm: str) -> int | None:
+    """Return max_num_steps as translated; None if neither the recipe nor their default has it."""
+    return bounded(t.get(f"{algorithm}.max_num_steps", DEFAULTS[algorithm].get("max_num_steps")))
 
 
-def most(ledger: Ledger, algorithm: str, name: str) -> int | None:
-    """Of max_num_steps or max_num_epochs, as translated; None: nothing is said, also not by their default."""
-    value = ledger.get(f"{algorithm}.{name}", THEIR_DEFAULTS[algorithm].get(name))
-    return value if value is None or value > 0 else UNBOUNDED
-
-
-def _validation(ledger: Ledger, algorithm: str, defaults: dict[str, Any], validates: bool) -> None:
-    """There -1 is never, too; how many are looked at is said in batches, of which GRPO and PPO drop one that is not full."""
-    key = algorithm
-    period = ledger.take(f"{key}.val_period", defaults["val_period"])
-    if "val_batches" in defaults:
-        batches = ledger.take(f"{key}.val_batches", defaults["val_batches"])
-        size = ledger.take(f"{key}.val_global_batch_size", defaults["val_global_batch_size"])
-        ledger.put(f"{key}.max_val_samples", batches * size if batches > 0 else UNBOUNDED, f"{key}.val_batches")
-        if not validates:  # these two are passed over then
-            for name in ("val_at_start", "val_at_end"):
-                ledger.take(f"{key}.{name}")
-                ledger.put(f"{key}.{name}", False, f"{key}.{name}")
-        elif defaults.get("val_at_start") and not ledger.has(f"{key}.val_at_start"):
-            ledger.put(f"{key}.val_at_start", True, key)
+def _max_val_samples(t: Translator, algorithm: str) -> None:
+    """Translate how many samples are validated on, in batches of which GRPO and PPO drop one that is not full."""
+    if algorithm in OFFLINE:
+        name, (number, batch) = "val_batches", VALIDATED_BATCHES[algorithm]
+        batches = t.consume(f"{algorithm}.val_batches", number)
+        size = t.consume(f"{algorithm}.val_global_batch_size", batch)
+        samples = batches * size if batches > 0 else UNBOUNDED
     else:
-        most = ledger.take(f"{key}.max_val_samples", defaults["max_val_samples"])
-        size = ledger.take(f"{key}.val_batch_size", defaults["val_batch_size"])
-        if most is None or not size:
-            most = UNBOUNDED  # NeMo Gym's: all
+        name, (number, batch) = "max_val_samples", VALIDATED[algorithm]
+        samples, size = t.consume(f"{algorithm}.max_val_samples", number), t.consume(f"{algorithm}.val_batch_size", batch)
+        if samples is None or not size:
+            samples = UNBOUNDED  # NeMo Gym's: all
         else:
-            most = (most + size - 1) // size * size if algorithm == "distillation" else most // size * size
-        ledger.put(f"{key}.max_val_samples", most, f"{key}.max_val_samples")
-        if defaults.get("val_at_start") and not ledger.has(f"{key}.val_at_start"):
-            ledger.put(f"{key}.val_at_start", True, key)
-    ledger.put(f"{key}.val_period", max(0, period or 0), f"{key}.val_period")
+            samples = (samples + (size - 1) * (algorithm == "distillation")) // size * size
+    t.put(f"{algorithm}.max_val_samples", samples, f"{algorithm}.{name}")
 
 
-def _async(ledger: Ledger) -> None:
-    """A section that is off, or null, says nothing. There what cannot be used is passed over, too."""
-    section, recompute = "grpo.async_grpo", "recompute_kv_cache_after_weight_updates"
-    if ledger.get(f"{section}.enabled") is not True:
-        ledger.take(section)
+def _async(t: Translator) -> None:
+    section = "grpo.async_grpo"
+    t.consume_off(section)
+    if not t.on(f"{section}.enabled"):
         return
-    for name, value in ASYNC_DEFAULTS.items():
-        if not ledger.has(f"{section}.{name}"):
-            ledger.put(f"{section}.{name}", value, section)
-    ledger.change(
-        f"{section}.max_generation_failures",
-        "counts groups in a row all of whose episodes failed; there batches in a row in which anything failed",
-    )
-    if ledger.get(f"{section}.in_flight_weight_updates") is not True:
-        ledger.take(f"{section}.{recompute}")
+    t.put_defaults({f"{section}.max_generation_failures": 0}, section)
+    told = "counts groups in a row all of whose episodes failed; there batches in a row in which anything failed"
+    t.change(f"{section}.max_generation_failures", told)
+    if not t.on(f"{section}.in_flight_weight_updates"):  # there what cannot be used is passed over, too
+        t.consume(f"{section}.recompute_kv_cache_after_weight_updates")
 
 
-def _rewarded(ledger: Ledger, algorithm: str) -> None:
-    if algorithm == "ppo" and (bound := ledger.take("value_loss_fn.cliprange")) is not None:  # 0 there: no bound
-        ledger.put("value_loss_fn.cliprange", bound or None, "value_loss_fn.cliprange")
-    for key, value in LOSS_DEFAULTS.items():
-        if not ledger.has(key) and (algorithm == "ppo" or key.startswith("loss_fn")):
-            ledger.put(key, value, algorithm)
+def _rewarded(t: Translator, algorithm: str) -> None:
+    t.put_defaults({PENALTY: PENALTY_DEFAULT}, algorithm)
     estimator = f"{algorithm}.adv_estimator.name"
-    if ledger.get(estimator) in ESTIMATORS:
-        feature, instead = ESTIMATORS[ledger.get(estimator)]
-        ledger.lacks(estimator, ledger.get(estimator), feature, instead)
-        ledger.take(f"{algorithm}.adv_estimator")
-    shaping = f"{algorithm}.reward_shaping"  # null there is not given; while disabled it says nothing
-    for name in SHAPING if ledger.get(f"{shaping}.enabled") is True else ():
-        if (value := ledger.get(f"{shaping}.{name}")) is not None:
-            ledger.put(f"{shaping}.{name}", value, f"{shaping}.{name}")
-    ledger.take_off(shaping, *SHAPING)
-    if ledger.get(f"{algorithm}.reward_scaling.enabled") is not True:
-        ledger.take(f"{algorithm}.reward_scaling")
-    if ledger.get("loss_fn.truncated_importance_sampling_type") is None:  # the bounds say nothing then
-        for name in ("ratio", "ratio_min"):
-            ledger.take(f"loss_fn.truncated_importance_sampling_{name}")
-    skip, penalty = f"{algorithm}.skip_reference_policy_logprobs_calculation", "loss_fn.reference_policy_kl_penalty"
-    if ledger.take(skip, algorithm == "ppo") is True and ledger.get(penalty, LOSS_DEFAULTS[penalty]):
-        ledger.problem(
-            skip,
-            f"true{'' if ledger.has(skip) else ' by default'}, but {penalty} needs the reference's log-probs; false, or 0",
-        )
+    if (name := t.get(estimator)) in ADVANTAGES:
+        t.lacks(estimator, name, *ADVANTAGES[name])
+        t.consume(f"{algorithm}.adv_estimator")
+    t.consume_off(f"{algorithm}.reward_shaping", f"{algorithm}.reward_scaling")
+    if t.get("loss_fn.truncated_importance_sampling_type") is None:  # the bounds say nothing then
+        for bound in ("ratio", "ratio_min"):
+            t.consume(f"loss_fn.truncated_importance_sampling_{bound}")
+    skip = f"{algorithm}.skip_reference_policy_logprobs_calculation"
+    if t.consume(skip, algorithm == "ppo") is True and t.get(PENALTY, PENALTY_DEFAULT):
+        default = "" if t.has(skip) else " by default"
+        t.problem(skip, "contradiction", f"got true{default}, but {PENALTY} needs the reference's log-probs. Try false, or 0")
+
+
+def _differences(t: Translator, algorithm: str) -> None:
+    """Tell what is computed otherwise than there, of an algorithm that learns from rewards."""
+    shaping, estimator = f"{algorithm}.reward_shaping", t.get(f"{algorithm}.adv_estimator.name")
+    shapes, kl = t.on(f"{shaping}.enabled"), t.on("loss_fn.use_kl_in_reward")
+    stops = shapes and t.get(f"{shaping}.stop_properly_penalty_coef") is not None
+    whole = t.on("grpo.use_dynamic_sampling") and t.get("grpo.use_leave_one_out_baseline", True)
+    cut = "an answer is cut if its last turn ended for length; there also if another did, or the reply to it has no room"
+    told = [
+        (
+            t.on("ppo.use_dynamic_sampling"),
+            "ppo.use_dynamic_sampling",
+            "groups whose rewards do not vary are sampled anew; there they are trained on",
+        ),
+        (
+            whole,
+            "grpo.use_dynamic_sampling",
+            "a group is kept whole if its rewards vary; there, with grpo.use_leave_one_out_baseline=true, the one answer that"
+            " differs from all others is dropped from it",
+        ),
+        (
+            shapes and not stops and t.get(f"{algorithm}.max_rollout_turns", 1) > 1,
+            f"{shaping}.overlong_buffer_length",
+            "counts the tokens of all turns; there those of the first",
+        ),
+        (stops, f"{shaping}.stop_properly_penalty_coef", cut),
+        (t.on(f"{algorithm}.overlong_filtering"), f"{algorithm}.overlong_filtering", cut),
+        (
+            kl and algorithm == "grpo" and estimator == "reinforce_plus_plus",
+            "loss_fn.use_kl_in_reward",
+            "a token answers for the KL from itself to the end of the answer, as in the paper; there for its own alone",
+        ),
+    ]
+    for name, always in KL_CLAMPS.items():
+        clamp = t.get(f"loss_fn.{name}", always)
+        bounds = f"bounds the KL in the reward too; there that has {always:g} always"
+        told.append((kl and clamp != always, f"loss_fn.{name}={shown(clamp)}", bounds))
+    for name in ("normalize_rewards", "use_leave_one_out_baseline"):
+        key = f"grpo.adv_estimator.{name}"
+        own, made = t.get(f"grpo.{name}", True), t.get(key, True)
+        differs = algorithm == "grpo" and (estimator or "grpo") == "grpo" and own != made
+        told.append((differs, f"grpo.{name}={shown(own)}", f"advantages are made by {key}={shown(made)}, as there"))
+    for applies, key, text in told:
+        if applies:
+            t.change(key, text)

@@ -1,111 +1,99 @@
-"""Who gets which GPUs: `cluster`, `policy.generation.colocated`, and the reward model's `resources`.
+"""Which ranks get which GPUs: `cluster`, `policy.generation.colocated`, and the reward model's `resources`.
 
 There, train and generate ranks share GPUs by default; so they do here. Beside a reward model with GPUs of its own ours are
-disjoint: such a recipe gets as many GPUs again, and is told so.
+disjoint: such a recipe gets as many GPUs again, and a note.
 """
 
 from __future__ import annotations
 
-from launch.nemo_rl.ledger import Ledger
-from launch.nemo_rl.rules import apply, ignored
+from launch.nemo_rl.rules import Ignored, apply
+from launch.nemo_rl.translator import Translator
 
 NODES, GPUS = "cluster.num_nodes", "cluster.gpus_per_node"
 COLOCATED = "policy.generation.colocated"
+RESOURCES = f"{COLOCATED}.resources"
 
 CLUSTER = (
-    ignored("cluster.master_port_range_*"),
-    ignored("cluster.segment_size", why="which nodes a job gets is Slurm's; cluster.<component>.constraint may say"),
+    Ignored("cluster.master_port_range_*"),
+    Ignored("cluster.segment_size", "which nodes a job gets is Slurm's; cluster.<component>.constraint may say"),
 )
 
 
-def translate(ledger: Ledger, samples: bool, rewarded: str | None) -> None:
+def translate(t: Translator, samples: bool, rewarded: str | None) -> None:
     """samples: whether the algorithm does. rewarded: the key of an environment whose reward model has GPUs of its own."""
-    nodes, gpus = ledger.take(NODES, 1), ledger.take(GPUS)
+    nodes, gpus = t.consume(NODES, 1), t.consume(GPUS)
     if not all(isinstance(n, int) and n > 0 for n in (nodes, gpus)):
-        ledger.problem(f"{NODES}, {GPUS}", f"{nodes} nodes with {gpus} GPUs each; both must be given, and at least 1")
+        t.problem(NODES if gpus else GPUS, "too-small", f"got {nodes} nodes with {gpus} GPUs each; expected at least 1 of both")
         return
-    reward_nodes, reward_gpus = _reward(ledger, rewarded)
+    reward_nodes, reward_gpus = _reward(t, rewarded)
     nodes_left, gpus_left = (nodes, gpus - reward_gpus) if nodes == 1 else (nodes - reward_nodes, gpus)
     if nodes_left < 1 or gpus_left < 1:
-        ledger.problem(f"{rewarded}.resources", f"{reward_nodes} x {reward_gpus} leave nothing of {nodes} x {gpus} GPUs")
+        told = f"got {reward_nodes} x {reward_gpus}; expected fewer than all {nodes} x {gpus} GPUs"
+        t.problem(f"{rewarded}.resources", "too-large", told)
         return
-    asked = samples and ledger.get(f"{COLOCATED}.enabled", True) is not False
-    if asked and rewarded:
-        _double(ledger, nodes_left, gpus_left, rewarded)
-    elif asked or not samples:  # of what is shared, cluster.generate has what cluster.train has
-        _component(ledger, "train", nodes, NODES, gpus, GPUS)
+    shares = samples and t.get(f"{COLOCATED}.enabled", True) is not False
+    if shares and rewarded:
+        for name in ("train", "generate"):
+            _component(t, name, nodes_left, NODES, gpus_left, GPUS)
+        t.changed.insert(
+            0,
+            f"{COLOCATED}.enabled=true: there train and generate ranks take turns on {nodes_left} x {gpus_left} GPUs; here,"
+            f" beside {rewarded} with GPUs of its own, each have {nodes_left} x {gpus_left}, at the same time. Fewer:"
+            " cluster.generate.nodes and .gpus_per_node",
+        )
+    elif shares or not samples:  # of what is shared, cluster.generate has what cluster.train has
+        _component(t, "train", nodes, NODES, gpus, GPUS)
     else:
-        _split(ledger, nodes_left, gpus_left)
+        _split(t, nodes_left, gpus_left)
         if nodes == 1:
-            ledger.put("cluster.share_nodes", True, f"{COLOCATED}.enabled")
+            t.put("cluster.share_nodes", True, f"{COLOCATED}.enabled")
     if samples:
-        ledger.put(f"{COLOCATED}.enabled", asked and not rewarded, f"{COLOCATED}.enabled")
+        t.put(f"{COLOCATED}.enabled", shares and not rewarded)
         for name in ("enabled", "resources.num_nodes", "resources.gpus_per_node"):
-            ledger.take(f"{COLOCATED}.{name}")
-        if ledger.get(f"{COLOCATED}.resources") is None:
-            ledger.take(f"{COLOCATED}.resources")
-    apply(ledger, CLUSTER)
+            t.consume(f"{COLOCATED}.{name}")
+        if t.get(RESOURCES) is None:
+            t.consume(RESOURCES)
+    apply(t, CLUSTER)
 
 
-def environment_variables(ledger: Ledger, theirs: str, ours: str) -> None:
-    """Of a kind of process. NeMo-RL's own and Ray's mean nothing here."""
-    for name in ledger.get(theirs) or {}:
+def environment_variables(t: Translator, theirs: str, ours: str) -> None:
+    """Translate the variables of a kind of process. NeMo-RL's own and Ray's mean nothing here."""
+    for name in t.get(theirs) or {}:
         key = f"{theirs}.{name}"
         if name.startswith(("NRL_", "RAY_")) or "_RAY_" in name:
-            ledger.take(key)
-            ledger.ignore(key, "only NeMo-RL or Ray reads it")
+            t.ignore(key, "only NeMo-RL or Ray reads it")
         else:
-            ledger.put(f"{ours}.{name}", str(ledger.take(key)), key)
-    ledger.take(theirs)
+            t.put(f"{ours}.{name}", str(t.get(key)), key)
+    t.consume(theirs)
 
 
-def _component(ledger: Ledger, name: str, nodes: int, nodes_key: str, gpus: int, gpus_key: str) -> None:
-    ledger.put(f"cluster.{name}.nodes", nodes, nodes_key)
-    ledger.put(f"cluster.{name}.gpus_per_node", gpus, gpus_key)
+def _component(t: Translator, name: str, nodes: int, nodes_key: str, gpus: int, gpus_key: str) -> None:
+    t.put(f"cluster.{name}.nodes", nodes, nodes_key)
+    t.put(f"cluster.{name}.gpus_per_node", gpus, gpus_key)
 
 
-def _reward(ledger: Ledger, rewarded: str | None) -> tuple[int, int]:
-    """(nodes, GPUs on each) of the reward model."""
+def _reward(t: Translator, rewarded: str | None) -> tuple[int, int]:
+    """Return the nodes of the reward model, and its GPUs on each."""
     if rewarded is None:
         return 0, 0
-    key = f"{rewarded}.resources"
-    nodes, gpus = ledger.take(f"{key}.num_nodes", 1), ledger.take(f"{key}.gpus_per_node", 0)
-    _component(ledger, "reward", nodes, f"{key}.num_nodes", gpus, f"{key}.gpus_per_node")
+    keys = f"{rewarded}.resources.num_nodes", f"{rewarded}.resources.gpus_per_node"
+    nodes, gpus = t.consume(keys[0], 1), t.consume(keys[1], 0)
+    _component(t, "reward", nodes, keys[0], gpus, keys[1])
     return nodes, gpus
 
 
-def _double(ledger: Ledger, nodes: int, gpus: int, rewarded: str) -> None:
-    _component(ledger, "train", nodes, NODES, gpus, GPUS)
-    _component(ledger, "generate", nodes, NODES, gpus, GPUS)
-    ledger.changed.insert(
-        0,
-        f"{COLOCATED}.enabled=true: there the ranks that train and those that generate take turns on {nodes} x {gpus} GPUs;"
-        f" here, beside {rewarded} with GPUs of its own, each have {nodes} x {gpus}, at the same time. Fewer:"
-        " cluster.generate.nodes and .gpus_per_node",
-    )
-
-
-def _split(ledger: Ledger, nodes: int, gpus: int) -> None:
-    """On one node the GPUs are divided, of several the nodes."""
-    key = f"{COLOCATED}.resources"
-    generate_nodes, generate_gpus = ledger.get(f"{key}.num_nodes"), ledger.get(f"{key}.gpus_per_node")
+def _split(t: Translator, nodes: int, gpus: int) -> None:
+    """Divide the GPUs of one node, or several nodes, between train and generate ranks."""
+    its_nodes, its_gpus = t.get(f"{RESOURCES}.num_nodes"), t.get(f"{RESOURCES}.gpus_per_node")
     if nodes == 1:
-        if not generate_gpus or generate_gpus >= gpus or generate_nodes not in (None, 1):
-            ledger.problem(
-                key,
-                f"num_nodes {generate_nodes} and gpus_per_node {generate_gpus} cannot be divided off one node with {gpus} GPUs;"
-                f" num_nodes null, gpus_per_node from 1 to {gpus - 1}",
-            )
-            return
-        _component(ledger, "train", 1, NODES, gpus - generate_gpus, GPUS)
-        _component(ledger, "generate", 1, f"{key}.num_nodes", generate_gpus, f"{key}.gpus_per_node")
+        fits = its_gpus and its_gpus < gpus and its_nodes in (None, 1)
+        expected, left = f"num_nodes null, gpus_per_node from 1 to {gpus - 1}", (1, gpus - (its_gpus or 0))
+    else:
+        fits = its_nodes and its_nodes < nodes and its_gpus == gpus
+        expected, left = f"num_nodes from 1 to {nodes - 1}, gpus_per_node {gpus}", (nodes - (its_nodes or 0), gpus)
+    if not fits:
+        told = f"got num_nodes {its_nodes} and gpus_per_node {its_gpus} of {nodes} x {gpus} GPUs; expected {expected}"
+        t.problem(RESOURCES, "not-divisible", told)
         return
-    if not generate_nodes or generate_nodes >= nodes or generate_gpus != gpus:
-        ledger.problem(
-            key,
-            f"num_nodes {generate_nodes} and gpus_per_node {generate_gpus} cannot be divided off {nodes} nodes of {gpus} GPUs;"
-            f" num_nodes from 1 to {nodes - 1}, gpus_per_node {gpus}",
-        )
-        return
-    _component(ledger, "train", nodes - generate_nodes, NODES, gpus, GPUS)
-    _component(ledger, "generate", generate_nodes, f"{key}.num_nodes", generate_gpus, f"{key}.gpus_per_node")
+    _component(t, "train", left[0], NODES, left[1], GPUS)
+    _component(t, "generate", its_nodes or 1, f"{RESOURCES}.num_nodes", its_gpus, f"{RESOURCES}.gpus_per_node")

@@ -1,16 +1,19 @@
-"""One data set, of `data.train` or `data.validation`. Those with names of their own keep them (`pipeline/config/data.py`)."""
+"""One data set, of `data.train` or `data.validation`, and the files that a recipe names.
+
+Data sets with names of their own keep them (`pipeline/config/data.py`). Paths are relative to the root of NeMo-RL's repository,
+which the recipe lies in.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.nemo_rl.features import Feature
-from launch.nemo_rl.files import find, missing
-from launch.nemo_rl.ledger import Ledger
-from pipeline.config.data import NAMED_DATASETS
+from launch.nemo_rl.translator import Translator
+from pipeline.config import NAMED_DATASETS
 
 SPLIT = {"OpenMathInstruct-2": 0.05, "tulu3_sft_mixture": 0.05, "Nemotron-Cascade-2-SFT-Math": 0.05, "OpenR1-Math-220k": 0.0}
 """The named ones that hold records out to validate on, and how many where nothing is said; others pass over the key."""
@@ -28,61 +31,75 @@ READERS: dict[str, dict[str, tuple[str, str]]] = {
         "rejected_key": ("rejected_key", "rejected"),
     },
 }
-PROCESSORS = {  # what each algorithm's records go through; ours has one way for each
-    "sft": ("sft_processor",),
-    "grpo": ("math_hf_data_processor",),
-    "ppo": ("math_hf_data_processor",),
-    "distillation": ("math_hf_data_processor",),
-    "dpo": (),
-    "rm": (),
-}
+PROCESSORS = {"sft": "sft_processor", **dict.fromkeys(("grpo", "ppo", "distillation"), "math_hf_data_processor")}
+"""What each algorithm's records go through; ours has one way for each."""
+
+
+def find(name: str, recipe: Path) -> Path | None:
+    """Return the absolute path of a file below a folder that the recipe lies in, the nearest first, else below the working
+    directory; None if there is none."""
+    folders = (*Path(os.path.abspath(recipe)).parents, Path.cwd())
+    return next((path for path in (folder / name for folder in folders) if path.is_file()), None)
+
+
+def report_missing(t: Translator, key: str, name: str, recipe: Path) -> None:
+    told = f"there is no {name}, neither below a folder that {recipe} lies in nor in the working directory"
+    t.problem(key, "file-not-found", f"{told}. Try an absolute path")
 
 
 @dataclass
 class Dataset:
-    ledger: Ledger
+    t: Translator
     algorithm: str
     key: str  # theirs; of one in a list `data.train[1]`
     ours: str
     given: Mapping[str, Any]
     default: Mapping[str, Any]  # what it does not say itself
     path: Path  # of the recipe
-    fields: dict[str, Any] = field(init=False)  # that nobody has looked at
+    fields: dict[str, Any] = field(init=False)  # that are left
 
     def __post_init__(self) -> None:
         self.fields = {**self.default, **self.given}
 
     def translate(self) -> bool:
-        """Whether it holds records out to validate on."""
+        """Translate the data set, and return whether it holds records out to validate on."""
         name = self._take("dataset_name")
         if name not in NAMED_DATASETS and name not in READERS:
             known = ", ".join((*NAMED_DATASETS, *READERS))
-            self.ledger.lacks(self.key, name, Feature.DATASET, f"{self.key}.dataset_name may be {known}")
-            self.ledger.take(self.key)
+            self.t.lacks(self.key, name, "this data set", f"{self.key}.dataset_name, one of: {known}")
+            self.t.consume(self.key)
             return False
         self._where(name)
-        self._prompt_files()
-        self._processor()
+        for file in ("prompt_file", "system_prompt_file"):
+            if (given := self._take(file)) is not None:
+                if (found := find(given, self.path)) is None:
+                    report_missing(self.t, self._source(file), given, self.path)
+                else:
+                    self._put(file, str(found), file)
+        processor, ours = self._take("processor"), PROCESSORS.get(self.algorithm)
+        if processor not in (None, ours):
+            wanted = f"{ours}, which {self.algorithm} has" if ours else "without it"
+            self.t.lacks(self._source("processor"), processor, "this data processor", wanted)
         held_out = self._held_out(name)
         for same in ("subset", "max_samples", "repeat", "env_name"):
             self._put(same, self._take(same), same)
         for unknown in self.fields:
-            if not self.ledger.has(f"{self.key}.{unknown}"):  # it stands in data.default, or in a list
-                self.ledger.problem(self._source(unknown), "is not a key of a data set that we know; leave it out")
+            if not self.t.has(f"{self.key}.{unknown}"):  # it stands in data.default, or in a list
+                self.t.problem(self._source(unknown), "unknown-key", "is not a key of a data set that we know. Try without it")
         return held_out
 
     def _source(self, name: str) -> str:
-        """The key that says it."""
+        """Return the key that gives a field."""
         return f"{self.key if name in self.given or name not in self.default else 'data.default'}.{name}"
 
     def _take(self, name: str) -> Any:
-        if self.ledger.has(key := f"{self.key}.{name}"):
-            self.ledger.take(key)
+        if self.t.has(key := f"{self.key}.{name}"):
+            self.t.consume(key)
         return self.fields.pop(name, None)
 
     def _put(self, ours: str, value: Any, theirs: str) -> None:
         if value is not None:
-            self.ledger.put(f"{self.ours}.{ours}", value, self._source(theirs))
+            self.t.put(f"{self.ours}.{ours}", value, self._source(theirs))
 
     def _where(self, name: str) -> None:
         split = self._take("split")
@@ -95,29 +112,13 @@ class Dataset:
         self._put("split", split, "split")
         where = self._take("data_path")
         if where is None:
-            self.ledger.problem(
-                f"{self.key}.data_path", "not given; a JSONL file, or a data set's name on the Hugging Face Hub"
-            )
+            told = "is not given; expected a JSONL file, or a data set's name on the Hugging Face Hub"
+            self.t.problem(f"{self.key}.data_path", "missing-value", told)
         file = find(str(where), self.path) if where else None
         is_file = file or str(where).endswith((".json", ".jsonl"))
         self._put("data_path" if is_file else "dataset_name", str(file) if file else where, "data_path")
         for theirs, (ours, usual) in READERS[name].items():
             self._put(ours, self._take(theirs) or usual, theirs)
-
-    def _prompt_files(self) -> None:
-        for name in ("prompt_file", "system_prompt_file"):
-            if (file := self._take(name)) is None:
-                continue
-            if (found := find(file, self.path)) is None:
-                self.ledger.problem(self._source(name), missing(file, self.path))
-            else:
-                self._put(name, str(found), name)
-
-    def _processor(self) -> None:
-        processor, ours = self._take("processor"), PROCESSORS[self.algorithm]
-        if processor not in (None, *ours):
-            wanted = f"{ours[0]}, which {self.algorithm} has" if ours else "leave it out"
-            self.ledger.lacks(self._source("processor"), processor, Feature.PROCESSOR, wanted)
 
     def _held_out(self, name: str) -> bool:
         key, size, seed = "split_validation_size", self._take("split_validation_size"), self._take("seed")
@@ -126,12 +127,13 @@ class Dataset:
             self._put("seed", seed, "seed")
         if not splits:
             if size:
-                self.ledger.ignore(self._source(key), f"{name} holds nothing out; there too")
+                self.t.ignore(self._source(key), f"{name} holds nothing out; there too")
             return False
         size = SPLIT.get(name, 0.0) if size is None else size
         if not self.key.startswith("data.train"):
             if size:
-                self.ledger.change(self._source(key), "all records are validated on; there only those that are not held out")
+                told = "all records are validated on; there only those that are not held out"
+                self.t.change(self._source(key), told)
             return False
         self._put(key, size, key)
         return bool(size)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from launch.nemo_rl.cluster import environment_variables
-from launch.nemo_rl.features import Feature
-from launch.nemo_rl.ledger import Ledger
-from launch.nemo_rl.rules import Only, apply, ignored, same, under
+from launch.nemo_rl.rules import Ignored, Only, Same, apply, given, under
+from launch.nemo_rl.translator import Translator
 
 KEY = "policy.generation"
+VLLM = f"{KEY}.vllm_cfg"
 MOST_SEQUENCES = 1024  # that vLLM decodes at once where nothing is said, on GPUs with 70 GB and more
 
 # What other transports of theirs do that ours does too.
@@ -16,171 +16,133 @@ TRANSPORTS = {
     "vllm_s3_sparse": ("delta", "only what changed travels"),
     "nixl": ("planned", "each rank receives its own shard, by NCCL"),
 }
-
-OTHER_ENGINES = (
-    "mcore_generation_config.*",
-    "sglang_cfg.*",
-    "sglang_kwargs.*",
-    "trtllm_cfg.*",
-    "trtllm_kwargs.*",
-    "dynamo_cfg.*",
-)
-
-GENERATION = (
-    Only(("backend",), ("vllm",), Feature.BACKEND, "vllm"),
-    same("max_new_tokens", "stop_token_ids"),
-    Only(("stop_strings", "bad_words"), (None, []), Feature.STOP_STRINGS, "stop_token_ids ends an answer by a token"),
-    Only(("quant_cfg",), (None,), Feature.QUANTIZATION, "null generates in policy.precision"),
-    ignored("real_quant*"),  # of that
-    ignored(*OTHER_ENGINES),
-    ignored("port_range_*", "refit_cfg.*", "use_async_rollouts"),
-)
-
-VLLM = under(
-    "vllm_cfg",
-    (
-        same(
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "gpu_memory_utilization",
-            "max_model_len",
-            "enforce_eager",
-        ),
-        Only(("kv_cache_dtype",), ("auto", None), Feature.FP8_CACHE, "auto has policy.precision"),
-        ignored("use_deep_gemm"),  # a kernel of precision fp8
-        # How its engines are run and watched. Ours are stepped in process, and serve nothing over the network.
-        ignored("async_engine", "distributed_executor_backend", "skip_tokenizer_init", "load_format", "enable_expert_parallel"),
-        ignored("use_tqdm", "enable_vllm_metrics_logger", "vllm_metrics_logger_interval", "*_refit_*"),
-        ignored("reset_encoder_cache_after_weight_update", "expose_http_server", "http_server_serving_chat_kwargs.*"),
-        ignored("reasoning_parser_plugin", "tool_parser_plugin", "cap_max_tokens_to_context"),
-        Only(("video.*",), (None,), Feature.MULTIMODAL),
-        Only(("enable_return_routed_experts",), (False, None), Feature.ROUTER_REPLAY, "false"),
-    ),
-)
-
 OF_FP8 = ("is_mx", "num_first_layers_in_bf16", "num_last_layers_in_bf16", "quantization_ignored_layer_kws")
 
-TAKEN = (
-    *(f"{stage}{name}" for stage in ("", "val_") for name in ("temperature", "top_p", "top_k")),
-    "refit_transport",
-    "colocated.*",
-    "vllm_kwargs.*",
-    "vllm_cfg.precision",
+GENERATION = (
+    Only("backend", ("vllm",), "this generation backend", "vllm"),
+    Same("max_new_tokens stop_token_ids"),
+    Only("stop_strings bad_words", (None, []), "stop strings", "stop_token_ids, which ends an answer by a token"),
+    Only("quant_cfg", (None,), "quantization-aware training", "null, which generates in policy.precision"),
+    Ignored("real_quant* port_range_* refit_cfg.* use_async_rollouts mcore_generation_config.* dynamo_cfg.*"),
+    Ignored("sglang_cfg.* sglang_kwargs.* trtllm_cfg.* trtllm_kwargs.*"),
+)
+VLLM_RULES = under(
+    "vllm_cfg",
+    (
+        Same("tensor_parallel_size pipeline_parallel_size gpu_memory_utilization max_model_len enforce_eager"),
+        Same("enable_prefix_caching", given),  # null, or absent: on
+        Only("kv_cache_dtype", ("auto", None), "a KV cache in 8 bits", "auto, which has policy.precision"),
+        Ignored("use_deep_gemm"),  # a kernel of precision fp8
+        # How its engines are run and watched. Ours are stepped in process, and serve nothing over the network.
+        Ignored("async_engine distributed_executor_backend skip_tokenizer_init load_format enable_expert_parallel"),
+        Ignored("use_tqdm enable_vllm_metrics_logger vllm_metrics_logger_interval *_refit_*"),
+        Ignored("reset_encoder_cache_after_weight_update expose_http_server http_server_serving_chat_kwargs.*"),
+        Ignored("reasoning_parser_plugin tool_parser_plugin cap_max_tokens_to_context"),
+        Only("video.*", (None,), "images, sound or video"),
+        Only("enable_return_routed_experts", (False, None), "replay of the sampler's routing", "false"),
+    ),
+)
+TAKEN = (  # by the functions below
+    *("temperature", "top_p", "top_k", "val_temperature", "val_top_p", "val_top_k", "refit_transport", "colocated.*"),
+    *("vllm_kwargs.*", "vllm_cfg.precision", "vllm_cfg.logprobs_mode", "vllm_cfg.expert_parallel_size", "vllm_cfg.env_vars.*"),
     *(f"vllm_cfg.{key}" for key in OF_FP8),
-    "vllm_cfg.logprobs_mode",
-    "vllm_cfg.expert_parallel_size",
-    "vllm_cfg.enable_prefix_caching",
-    "vllm_cfg.env_vars.*",
 )
 
 
-def translate(ledger: Ledger, samples: bool) -> None:
+def translate(t: Translator, samples: bool) -> None:
     if not samples:
-        ledger.take(KEY)
+        t.consume(KEY)
         return
-    _sampling(ledger)
-    _transport(ledger)
-    if ledger.get(f"{KEY}.backend") == "vllm":
-        _vllm(ledger)
-        apply(ledger, under(KEY, VLLM))
-    apply(ledger, under(KEY, GENERATION))
-    if ledger.get(f"{KEY}.backend") != "vllm":  # which is told
-        ledger.take(f"{KEY}.vllm_cfg")
-        ledger.take(f"{KEY}.vllm_kwargs")
+    _sampling(t)
+    _transport(t)
+    vllm = t.get(f"{KEY}.backend") == "vllm"
+    if vllm:
+        _vllm(t)
+    apply(t, under(KEY, (*VLLM_RULES, *GENERATION) if vllm else GENERATION))
+    if not vllm:  # which is a problem
+        t.consume(VLLM)
+        t.consume(f"{KEY}.vllm_kwargs")
 
 
-def _sampling(ledger: Ledger) -> None:
-    """-1 is vLLM's word for no top_k. Theirs refuses validation of its own sampling but with NeMo Gym; ours has it."""
+def _sampling(t: Translator) -> None:
+    """Translate how tokens are drawn. Theirs refuses validation of its own sampling but with NeMo Gym; ours has it."""
     own = []
     for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None)):
-        train = _unbounded(ledger.get(f"{KEY}.{name}", default))
-        validation = _unbounded(ledger.get(f"{KEY}.val_{name}", train))
-        if ledger.has(f"{KEY}.{name}"):
-            ledger.put(f"{KEY}.{name}", train, f"{KEY}.{name}")
+        train = _unbounded(t.consume(f"{KEY}.{name}", default))
+        validation = _unbounded(t.consume(f"{KEY}.val_{name}", train))
+        if t.has(f"{KEY}.{name}"):
+            t.put(f"{KEY}.{name}", train)
         if validation != train:
-            ledger.put(f"{KEY}.val_{name}", validation, f"{KEY}.val_{name}")
+            t.put(f"{KEY}.val_{name}", validation)
             own.append(f"val_{name}={validation}")
-        ledger.take(f"{KEY}.{name}")
-        ledger.take(f"{KEY}.val_{name}")
     if own:
-        ledger.change(
-            f"{KEY}.{own[0].partition('=')[0]}", f"validation samples with {', '.join(own)}; there only with NeMo Gym"
-        )
-    if ledger.get(f"{KEY}.stop_token_ids"):
-        ledger.change(
-            f"{KEY}.stop_token_ids",
+        key = f"{KEY}.{own[0].partition('=')[0]}"
+        t.change(key, f"validation samples with {', '.join(own)}; there only with NeMo Gym")
+    if t.get(f"{KEY}.stop_token_ids"):
+        told = (
             "these, the tokenizer's end token and those of the model's generation_config.json end an answer; there the"
-            " tokenizer's does not, unless it is among the others",
+            " tokenizer's does not, unless it is among the others"
         )
+        t.change(f"{KEY}.stop_token_ids", told)
 
 
-def _unbounded(value: object) -> object:
-    return None if value == -1 else value
+def _unbounded(top_k: object) -> object:
+    """Convert vLLM's -1 for no top_k."""
+    return None if top_k == -1 else top_k
 
 
-def _transport(ledger: Ledger) -> None:
+def _transport(t: Translator) -> None:
     key = f"{KEY}.refit_transport"
-    theirs = ledger.take(key)
+    theirs = t.consume(key)
     if theirs in TRANSPORTS:
         ours, how = TRANSPORTS[theirs]
-        ledger.put(key, ours, key)
-        ledger.change(f"{key}={theirs}", f"{ours}: {how}")
+        t.put(key, ours)
+        t.change(f"{key}={theirs}", f"{ours}: {how}")
     elif theirs is not None:
-        ledger.problem(key, f"'{theirs}' is not one of theirs that ours can stand for: null, {', '.join(TRANSPORTS)}")
+        told = f"got '{theirs}'; expected null, or one that ours can stand for: {', '.join(TRANSPORTS)}"
+        t.problem(key, "not-a-choice", told)
 
 
-def _vllm(ledger: Ledger) -> None:
-    key, kwargs = f"{KEY}.vllm_cfg", f"{KEY}.vllm_kwargs"
-    environment_variables(ledger, f"{key}.env_vars", f"{key}.env_vars")
-    if ledger.get(f"{key}.enable_prefix_caching") is not None:  # null, or absent: on
-        ledger.copy(f"{key}.enable_prefix_caching")
-    ledger.take(f"{key}.enable_prefix_caching")
-    _precision(ledger, key)
-    _experts(ledger, key)
-    if ledger.has(f"{kwargs}.max_num_seqs"):
-        ledger.move(f"{kwargs}.max_num_seqs", f"{KEY}.max_num_seqs")
-    else:
-        ledger.put(f"{KEY}.max_num_seqs", MOST_SEQUENCES, f"{KEY}.backend")
-    method = ledger.get(f"{kwargs}.speculative_config.method")
-    if method not in (None, "ngram"):
-        ledger.lacks(f"{kwargs}.speculative_config.method", method, Feature.DRAFTING, "ngram drafts from the text so far")
-    ledger.take(f"{kwargs}.tokenizer")  # our engines take tokens and give tokens
-    for name in ledger.get(kwargs) or {}:
-        if name not in ("max_num_seqs", "tokenizer"):
-            ledger.copy(f"{kwargs}.{name}")
-    ledger.take(kwargs)
-
-
-def _precision(ledger: Ledger, key: str) -> None:
-    precision, trained = ledger.take(f"{key}.precision"), ledger.get("policy.precision")
-    if precision == "fp8":
-        _fp8(ledger, key)
-    elif precision not in (None, "auto", trained):
-        ledger.problem(f"{key}.precision", f"{precision}, but engines have policy.precision, {trained}")
-    for name in OF_FP8:  # without it they say nothing
-        ledger.take(f"{key}.{name}")
-    mode = ledger.take(f"{key}.logprobs_mode", "raw_logprobs")  # vLLM's own default
-    plain = ledger.get(f"{KEY}.temperature", 1.0) == 1 and ledger.get(f"{KEY}.top_p", 1.0) == 1
-    if mode != "processed_logprobs" and not (plain and ledger.get(f"{KEY}.top_k") in (None, -1)):
-        ledger.lacks(f"{key}.logprobs_mode", mode, Feature.RAW_LOGPROBS, "processed_logprobs, or temperature 1")
-
-
-def _fp8(ledger: Ledger, key: str) -> None:
-    """Theirs is vLLM's with blocks of 128 x 128, as ours is; it has another with the blocks of MXFP8."""
-    ledger.put(f"{key}.precision", "fp8", f"{key}.precision")
-    if ledger.get(f"{key}.is_mx"):
-        ledger.lacks(f"{key}.is_mx", True, Feature.MXFP8_GENERATION, "false has blocks of 128 x 128")
-    for name in ("num_first_layers_in_bf16", "num_last_layers_in_bf16"):
-        if count := ledger.get(f"{key}.{name}"):
-            ledger.lacks(f"{key}.{name}", count, Feature.MIXED_GENERATION, "0, and quantization_ignored_layer_kws by name")
-    if ledger.get(f"{key}.quantization_ignored_layer_kws"):
-        ledger.copy(f"{key}.quantization_ignored_layer_kws")
-
-
-def _experts(ledger: Ledger, key: str) -> None:
-    """Theirs spreads them over tensor x data-parallel ranks; an engine of ours has no data-parallel ones."""
-    size, tensor = ledger.take(f"{key}.expert_parallel_size", 1), ledger.get(f"{key}.tensor_parallel_size", 1)
+def _vllm(t: Translator) -> None:
+    kwargs = f"{KEY}.vllm_kwargs"
+    environment_variables(t, f"{VLLM}.env_vars", f"{VLLM}.env_vars")
+    _precision(t)
+    size, tensor = t.consume(f"{VLLM}.expert_parallel_size", 1), t.get(f"{VLLM}.tensor_parallel_size", 1)
     if size in (1, tensor):
-        ledger.put(f"{key}.expert_parallel_size", size, f"{key}.expert_parallel_size")
-    else:
-        ledger.lacks(f"{key}.expert_parallel_size", size, Feature.ENGINE_DATA_PARALLEL, f"1, or tensor_parallel_size {tensor}")
+        t.put(f"{VLLM}.expert_parallel_size", size)
+    else:  # theirs spreads them over tensor x data-parallel ranks; an engine of ours has no data-parallel ones
+        t.lacks(
+            f"{VLLM}.expert_parallel_size", size, "experts spread over several engines", f"1, or tensor_parallel_size {tensor}"
+        )
+    most = f"{kwargs}.max_num_seqs" if t.has(f"{kwargs}.max_num_seqs") else f"{KEY}.backend"
+    t.put(f"{KEY}.max_num_seqs", t.consume(f"{kwargs}.max_num_seqs", MOST_SEQUENCES), most)
+    method = t.get(f"{kwargs}.speculative_config.method")
+    if method not in (None, "ngram"):
+        feature = "speculative decoding with a model that drafts"
+        t.lacks(f"{kwargs}.speculative_config.method", method, feature, "ngram, which drafts from the text so far")
+    for name in t.get(kwargs) or {}:
+        if name not in ("max_num_seqs", "tokenizer"):  # our engines take tokens and give tokens
+            t.copy(f"{kwargs}.{name}")
+    t.consume(kwargs)
+
+
+def _precision(t: Translator) -> None:
+    precision, trained = t.consume(f"{VLLM}.precision"), t.get("policy.precision")
+    if precision == "fp8":  # vLLM's with blocks of 128 x 128, as ours; theirs has another with the blocks of MXFP8
+        t.put(f"{VLLM}.precision", "fp8")
+        if t.get(f"{VLLM}.is_mx"):
+            t.lacks(f"{VLLM}.is_mx", True, "generation in MXFP8", "false, which has blocks of 128 x 128")
+        for name in ("num_first_layers_in_bf16", "num_last_layers_in_bf16"):
+            if count := t.get(f"{VLLM}.{name}"):
+                feature = "generation with some layers in 8 bits by their place"
+                t.lacks(f"{VLLM}.{name}", count, feature, "0, and quantization_ignored_layer_kws by name")
+        if t.get(f"{VLLM}.quantization_ignored_layer_kws"):
+            t.copy(f"{VLLM}.quantization_ignored_layer_kws")
+    elif precision not in (None, "auto", trained):
+        t.problem(f"{VLLM}.precision", "contradiction", f"got {precision}; expected policy.precision, {trained}, or fp8")
+    for name in OF_FP8:  # without it they say nothing
+        t.consume(f"{VLLM}.{name}")
+    mode = t.consume(f"{VLLM}.logprobs_mode", "raw_logprobs")  # vLLM's own default
+    plain = t.get(f"{KEY}.temperature", 1.0) == 1 and t.get(f"{KEY}.top_p", 1.0) == 1
+    if mode != "processed_logprobs" and not (plain and t.get(f"{KEY}.top_k") in (None, -1)):
+        t.lacks(f"{VLLM}.logprobs_mode", mode, "log-probs before temperature", "processed_logprobs, or temperature 1")

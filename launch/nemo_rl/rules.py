@@ -1,7 +1,7 @@
 """The kinds of rule that the tables of the sections are written in, and how a table is applied.
 
-A pattern is a dotted key in which `*` stands for anything, dots included; `section.*` is also `section` itself where that is
-no mapping, or an empty one. The first rule that fits a leaf meets it.
+A rule's keys are patterns separated by blanks. `*` stands for anything, dots included; `section.*` is also `section` itself
+where that is no mapping, or an empty one. The first rule that fits a leaf consumes it.
 """
 
 from __future__ import annotations
@@ -10,65 +10,97 @@ import fnmatch
 import functools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.nemo_rl.features import Feature
-from launch.nemo_rl.ledger import Ledger
+from launch.nemo_rl.translator import ABSENT, Translator, shown
 
 
 @dataclass(frozen=True)
-class Same:
-    """Means the same in ours."""
+class Rule:
+    keys: str
 
-    patterns: tuple[str, ...]
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return tuple(self.keys.split())
+
+    def meet(self, t: Translator, found: list[tuple[str, Any]]) -> None:
+        """Translate the leaves that fit, (key, value) of each."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Ignored:
-    """Means nothing here. Told once for all leaves of the rule but nulls; not at all without `why`: nobody would miss them."""
+class Same(Rule):
+    """Keys that mean the same in ours; others of theirs in `convert`'s words, or not given (ABSENT). ours: another name."""
 
-    patterns: tuple[str, ...]
+    convert: Callable[[Any], Any] = lambda value: value
+    ours: str = ""
+
+    def meet(self, t: Translator, found: list[tuple[str, Any]]) -> None:
+        for key, value in found:
+            if (converted := self.convert(value)) is not ABSENT:
+                t.put(self.ours or key, converted, key)
+
+
+@dataclass(frozen=True)
+class Ignored(Rule):
+    """Keys that mean nothing here. With `why` that is said, once for all leaves of the rule but nulls."""
+
     why: str = ""
 
+    def meet(self, t: Translator, found: list[tuple[str, Any]]) -> None:
+        named = dict.fromkeys(next(p for p in self.patterns if fits(p, key)) for key, value in found if value is not None)
+        if self.why and named:
+            t.ignore(", ".join(named), self.why)
+
 
 @dataclass(frozen=True)
-class Only:
-    """May have these values, which say what we do anyway; another asks for a feature that we do not have."""
+class Only(Rule):
+    """Keys that may have these values, which ask for what we do anyway; another asks for a feature that we do not have."""
 
-    patterns: tuple[str, ...]
     values: tuple[Any, ...]
-    feature: Feature
+    feature: str
     instead: str = ""
 
+    def meet(self, t: Translator, found: list[tuple[str, Any]]) -> None:
+        for key, value in found:
+            if value not in self.values:
+                t.lacks(key, value, self.feature, self.instead)
+
 
 @dataclass(frozen=True)
-class Changed:
-    """At one of these values it means nothing here; at others it is done otherwise, and that is told."""
+class Changed(Rule):
+    """Keys that mean nothing here at one of these values; at others it is done otherwise, which is said."""
 
-    patterns: tuple[str, ...]
     values: tuple[Any, ...]
     how: str
 
+    def meet(self, t: Translator, found: list[tuple[str, Any]]) -> None:
+        if other := [f"{key}={shown(value)}" for key, value in found if value not in self.values]:
+            t.change(", ".join(other), self.how)
+
 
 @dataclass(frozen=True)
-class Switch:
-    """A section with `enabled`. While that is false, or the section null, the section says nothing; true asks for a feature."""
+class Switch(Rule):
+    """A section with `enabled` (its keys: `section.*`): while that is not true, it says nothing; true asks for a feature."""
 
-    section: str
-    feature: Feature
+    feature: str
     instead: str = ""
 
-
-Rule = Same | Ignored | Only | Changed | Switch
-
-
-def same(*patterns: str) -> Same:
-    return Same(patterns)
+    def meet(self, t: Translator, found: list[tuple[str, Any]]) -> None:
+        enabled = f"{self.keys.removesuffix('.*')}.enabled"
+        if t.on(enabled):
+            t.lacks(enabled, True, self.feature, self.instead)
 
 
-def ignored(*patterns: str, why: str = "") -> Ignored:
-    return Ignored(patterns, why)
+def given(value: Any) -> Any:
+    """Convert null to "not given"."""
+    return ABSENT if value is None else value
+
+
+def under(section: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Return the same rules for keys below a section."""
+    return tuple(replace(rule, keys=" ".join(f"{section}.{pattern}" for pattern in rule.patterns)) for rule in rules)
 
 
 def fits(pattern: str, key: str) -> bool:
@@ -83,71 +115,26 @@ def _compiled(pattern: str) -> Callable[[str], re.Match[str] | None]:
     return re.compile(fnmatch.translate(pattern)).match
 
 
-def patterns_of(rule: Rule) -> tuple[str, ...]:
-    return (f"{rule.section}.*",) if isinstance(rule, Switch) else rule.patterns
-
-
-def under(section: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The same rules for keys below a section."""
-
-    def moved(rule: Rule) -> Rule:
-        if isinstance(rule, Switch):
-            return Switch(f"{section}.{rule.section}", rule.feature, rule.instead)
-        fields = {**vars(rule), "patterns": tuple(f"{section}.{pattern}" for pattern in rule.patterns)}
-        return type(rule)(**fields)
-
-    return tuple(map(moved, rules))
-
-
-def apply(ledger: Ledger, rules: Iterable[Rule]) -> None:
-    """Meet every leaf that a rule fits and that nobody has met. What is told of several leaves is told once, in their order."""
+def apply(t: Translator, rules: Iterable[Rule]) -> None:
+    """Consume every leaf that a rule fits and that is left, rule by rule."""
     rules = tuple(rules)
-    first = _first(tuple(map(patterns_of, rules)))
+    first = _first(tuple(rule.keys for rule in rules))
     found: dict[int, list[tuple[str, Any]]] = {}
-    for key, value in list(ledger.unmet()):
+    for key, value in list(t.left()):
         if (number := first(key)) is not None:
             found.setdefault(number, []).append((key, value))
-            ledger.met.add(key)
-    for number, those in sorted(found.items()):
-        _tell(ledger, rules[number], those)
+            t.consumed.add(key)
+    for number, leaves in sorted(found.items()):
+        rules[number].meet(t, leaves)
 
 
 @functools.cache
-def _first(patterns: tuple[tuple[str, ...], ...]) -> Callable[[str], int | None]:
-    """Return a function from a key to the index of the first patterns that it fits. It keeps what it found."""
+def _first(tables: tuple[str, ...]) -> Callable[[str], int | None]:
+    """Return a function from a key to the index of the first rule that it fits. It keeps what it found."""
+    patterns = [keys.split() for keys in tables]
 
     @functools.lru_cache(maxsize=4096)
     def first(key: str) -> int | None:
         return next((number for number, those in enumerate(patterns) if any(fits(pattern, key) for pattern in those)), None)
 
     return first
-
-
-def _tell(ledger: Ledger, rule: Rule, found: list[tuple[str, Any]]) -> None:
-    match rule:
-        case Same():
-            for key, value in found:
-                ledger.put(key, value, key)
-        case Ignored(patterns, why):
-            named = dict.fromkeys(_named(patterns, key) for key, value in found if value is not None)
-            if why and named:
-                ledger.ignore(", ".join(named), why)
-        case Only(_, values, feature, instead):
-            for key, value in found:
-                if value not in values:
-                    ledger.lacks(key, value, feature, instead)
-        case Changed(_, values, how):
-            if other := [(key, value) for key, value in found if value not in values]:
-                ledger.change(", ".join(f"{key}={_shown(value)}" for key, value in other), how)
-        case Switch(section, feature, instead):
-            if ledger.get(f"{section}.enabled") is True:
-                ledger.lacks(f"{section}.enabled", True, feature, instead)
-
-
-def _named(patterns: tuple[str, ...], key: str) -> str:
-    """The pattern that a leaf fits: it stands for all of them."""
-    return next(pattern for pattern in patterns if fits(pattern, key))
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

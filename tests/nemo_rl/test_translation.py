@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch.nemo_rl.ledger import Ledger
 
 from launch import backend, nemo_rl, recipes
 from launch.nemo_rl import megatron
-from launch.nemo_rl.ledger import Ledger
 from launch.plan.estimate import plan
 from pipeline import config
 from pipeline.config import Recipe, layers, resolving, uses_megatron
