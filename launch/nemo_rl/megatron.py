@@ -94,7 +94,7 @@ TAKEN = tuple(  # by the functions below
 
 def translate(t: Translator, algorithm: str) -> None:
     environment_variables(t, f"{KEY}.env_vars", f"{KEY}.env_vars")
-    dense = _has_experts(t.get("policy.model_name")) is False
+    dense = has_experts(t.get("policy.model_name")) is False
     for name in BALANCE:  # which some recipes of dense models set as well, where they say nothing
         if not dense:
             t.copy(f"{KEY}.{name}")
@@ -113,7 +113,7 @@ def translate(t: Translator, algorithm: str) -> None:
     apply(t, under("policy", (*OPTIMIZER_RULES, *SCHEDULER_RULES, *MEGATRON)))
 
 
-def _has_experts(model: str | None) -> bool | None:
+def has_experts(model: str | None) -> bool | None:
     """Return whether it is a mixture of experts; None if its config.json is neither here nor known."""
     if model is None:
         return None

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import launch.recipes
-from launch import backend, nemo_rl
+from launch import backend
+from launch import recipes as launched
 from launch.plan.estimate import plan
 from launch.preflight import architecture
-from pipeline.config import RecipeError, layers, resolving
+from pipeline.config import Problem, RecipeError, layers, resolving
 from pipeline.problems import refuse
 from tests.nemo_rl.census import features
 
@@ -35,8 +35,8 @@ NOT_TEXT = ("vlm", "audio", "avlm")
 class Outcome:
     name: str
     features: frozenset[str]  # that the census finds
-    problems: tuple[str, ...]  # of reading; none: it translates
-    unplanned: tuple[str, ...]  # of planning
+    problems: tuple[Problem, ...]  # of reading; none: it translates
+    unplanned: tuple[Problem, ...]  # of planning
     resolves: bool
     fits: bool = False  # into the memory of the GPUs, as planned
 
@@ -76,8 +76,8 @@ def outcome(path: Path) -> Outcome:
         return Outcome(path.name, frozenset(), error.problems, (), False)
     name = str(tree.get("policy", {}).get("model_name"))
     given = [f"policy.model_name={model}" for words, model in PLACEHOLDERS.items() if words in name]
-    loaded = launch.recipes.inspect(str(path), given)
-    unplanned: tuple[str, ...] = ()
+    loaded = launched.inspect(str(path), given)
+    unplanned: tuple[Problem, ...] = ()
     fits = False
     if not loaded.problems:
         try:
@@ -109,9 +109,10 @@ def report(outcomes: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def reason(problem: str) -> str:
-    """The feature that a problem names, or else the problem without its numbers."""
-    return str(nemo_rl.feature_of(problem) or re.sub(r"\d[\d.]*", "N", problem))
+def reason(problem: Problem) -> str:
+    """Return the feature that a problem names, or else the problem without its numbers."""
+    feature = re.search(r"asks for (.*?); that is not supported", problem.message)
+    return feature.group(1) if feature else re.sub(r"\d[\d.]*", "N", f"{problem.key}: {problem.message}")
 
 
 def _table(title: str, rows: list[tuple[str, list[str]]]) -> Iterator[str]:

@@ -50,7 +50,7 @@ def test_failures_are_counted_otherwise(section: tuple[str, ...]) -> None:
 
 
 def test_a_key_of_it_that_we_do_not_know_is_told() -> None:
-    assert "grpo.async_grpo.colour" in problem("grpo", *ON, "grpo.async_grpo.colour=red")
+    assert problem("grpo", *ON, "grpo.async_grpo.colour=red") == ("grpo.async_grpo.colour", "unknown-key")
 
 
 def test_several_turns_and_several_answers() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.config.cluster import ComponentConfig
 from tests.nemo_rl.test_translation import inspect, problem, read, with_keys
+from tests.problems import named
 
 COLOCATED = "policy.generation.colocated"
 
@@ -42,7 +43,7 @@ def test_of_one_node_the_gpus_are_divided(nodes: str) -> None:
 )
 def test_what_cannot_be_divided(nodes: int, resources: str) -> None:
     found = inspect("grpo_megatron", f"cluster.num_nodes={nodes}", f"{COLOCATED}.resources={resources}").problems
-    assert any(each.startswith(f"{COLOCATED}.resources: num_nodes") for each in found)
+    assert (f"{COLOCATED}.resources", "not-divisible") in named(found)
 
 
 def test_without_sampling_all_train() -> None:
@@ -64,6 +65,4 @@ def test_a_reward_model_has_gpus_of_its_own() -> None:
 
 
 def test_gpus_must_be_given() -> None:
-    assert problem("sft", "cluster.gpus_per_node=null").startswith(
-        "cluster.num_nodes, cluster.gpus_per_node: 1 nodes with None"
-    )
+    assert problem("sft", "cluster.gpus_per_node=null") == ("cluster.gpus_per_node", "too-small")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launch.nemo_rl.facts import has_experts
-from launch.nemo_rl.ledger import leaves
 
+from launch.nemo_rl.megatron import has_experts
+from launch.nemo_rl.translator import leaves
 from pipeline.algorithms import ONLINE
 from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, ValueConfig, runs_ahead, section, uses_megatron
 from pipeline.config.megatron import MegatronOptimizerConfig, MegatronSchedulerConfig
