@@ -183,8 +183,9 @@ class Examiner:
             words = re.findall(r"[\w.-]+", request.constraint or "")
             given = next((word for word in words if word not in there), "")
         elif name in ("account", "qos") and self.accounting:
-            column, given = ("Account", request.account) if name == "account" else ("QOS", request.qos)
-            there = sorted({each for row in self.accounting.associations for each in row[column].split(",") if each})
+            given, rows = getattr(request, name), self.accounting.associations
+            accounts = {row["Account"] + (f" (in {row['Partition']})" if row["Partition"] else "") for row in rows}
+            there = sorted(accounts if name == "account" else {each for row in rows for each in row["QOS"].split(",") if each})
         else:
             return ""
         near = get_close_matches(given or "", there, 1)
