@@ -71,21 +71,23 @@ class Stream(Generic[Item]):
     over.
     """
 
+    encode: Callable[..., Item]
+
     def __init__(
         self,
         records: Sequence[Record],
         encoder: Encoder,
-        encode: Callable[[Encoder, int, Record], Item],
         *,
         seed: int,
-        shuffle: bool,
-        max_num_epochs: int,
+        shuffle: bool = True,
+        max_num_epochs: int = 1,
         max_length: int | None = None,
+        **options: Any,
     ) -> None:
-        """max_length: of an item and what is to follow it; None where nothing is."""
+        """max_length: of an item and what is to follow it; None where nothing is. options: of `encode`."""
         self._identity = {"records": len(records), "seed": seed, "shuffle": shuffle}
         self._order = _Order(len(records), seed, shuffle, max_num_epochs)
-        items = _Items(records, encoder, encode, max_length)
+        items = _Items(records, encoder, functools.partial(self.encode, **options), max_length)
         # The loader draws a number when it starts; from a generator of its own, it leaves the run's random state alone.
         self._loader = StatefulDataLoader(
             items, batch_size=None, sampler=self._order, collate_fn=_as_it_is, generator=torch.Generator()
@@ -126,45 +128,21 @@ class Stream(Generic[Item]):
 
 
 class PromptStream(Stream[Prompt]):
-    """Prompts to sample from, each with room for a token of an answer in max_length.
+    """Prompts to sample from, each with room for a token of an answer in max_length. Options: as of `encode_prompt`."""
 
-    answered: False if records need not have an expected answer. dataset: see `Prompt.dataset`. whole: see `encode_prompt`.
-    """
-
-    def __init__(
-        self,
-        records: Sequence[Record],
-        encoder: Encoder,
-        *,
-        seed: int,
-        max_length: int,
-        shuffle: bool = True,
-        max_num_epochs: int = 1,
-        answered: bool = True,
-        dataset: str = "",
-        whole: bool = False,
-    ) -> None:
-        encode = functools.partial(encode_prompt, answered=answered, dataset=dataset, whole=whole)
-        options = {"seed": seed, "shuffle": shuffle, "max_num_epochs": max_num_epochs, "max_length": max_length}
-        super().__init__(records, encoder, encode, **options)
+    encode = staticmethod(encode_prompt)
 
 
 class ExampleStream(Stream[Sample]):
     """Conversations for supervised training."""
 
-    def __init__(
-        self, records: Sequence[Record], encoder: Encoder, *, seed: int, shuffle: bool = True, max_num_epochs: int = 1
-    ) -> None:
-        super().__init__(records, encoder, encode_example, seed=seed, shuffle=shuffle, max_num_epochs=max_num_epochs)
+    encode = staticmethod(encode_example)
 
 
 class PairStream(Stream[Pair]):
     """Pairs of a chosen and a rejected answer. A pair is as long as its longer sequence."""
 
-    def __init__(
-        self, records: Sequence[Record], encoder: Encoder, *, seed: int, shuffle: bool = True, max_num_epochs: int = 1
-    ) -> None:
-        super().__init__(records, encoder, encode_pair, seed=seed, shuffle=shuffle, max_num_epochs=max_num_epochs)
+    encode = staticmethod(encode_pair)
 
 
 class _Order(Sampler):
