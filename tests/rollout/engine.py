@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -104,6 +105,12 @@ class Bench:
     def work(self, until: Callable[[], bool] = lambda: False) -> None:
         """Until a verb waits, or all is done."""
         self.driver.work(until)
+
+    def run(self, *given: Any, **options: Any) -> tuple[Any, list[Rollout]]:
+        """Do a work to its end: what answered it, and the first rollout of each of its groups."""
+        later = self.driver.rollout(work(*given, **options))
+        self.work()
+        return later, [rollouts[0] for _, rollouts in sorted(by_place(later.unsent).items())]
 
     def after(self, steps: int) -> None:
         """Until the engine has made so many steps in all."""

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from pipeline.environments.base import Environment, Outcome
 from pipeline.environments.python_tool import LIMITS, PythonArguments, PythonTool
 from pipeline.rollout import environment_pool, environment_process
 from pipeline.rollout.environment_pool import Failure
-from pipeline.rollout.environment_process import HELD, EnvironmentProcess, fork_early
+from pipeline.rollout.environment_process import HELD, EnvironmentProcess
 from pipeline.rollout.environment_threads import EnvironmentSettings, StepRequest, load
 from pipeline.sandbox import processes
 from pipeline.types import Prompt, Rollout
@@ -77,6 +78,11 @@ class Holding(Environment):
         hold_lock()
 
 
+def fork_early(count: int = 1) -> None:
+    for _ in range(count):
+        environment_process.fork_early()
+
+
 def settings(folder: Path, kind: str, name: str = "told", limit_s: float = 60.0, **kwargs: Any) -> EnvironmentSettings:
     environment = EnvironmentConfig(kind=kind, timeout_s=limit_s, kwargs=kwargs, precision="float32")
     return EnvironmentSettings({name: environment}, TokenizerConfig(name=str(folder)), False, 9, sys.path, grace_s=0.0)
@@ -103,8 +109,7 @@ def same(folder: Path) -> None:
 
     One at a time: what the engine draws together rounds together, and what it draws together depends on time.
     """
-    fork_early()
-    fork_early()
+    fork_early(2)
     for chosen in (settings(folder, "tests.rollout.engine.Told", turns=3), settings(folder, NAUGHTY, "naughty", 0.3)):
         (name,) = chosen.env
         found = []
@@ -137,8 +142,7 @@ def bits(rollout: Rollout) -> tuple:
 def deaths(folder: Path, way: str, why: str) -> None:
     """The process ends twice: the answers that it judged are wrong, and episodes that it held are left out, and no others."""
     environment_process.SILENCE_S = 0.5
-    for _ in range(3):
-        fork_early()
+    fork_early(3)
     chosen = settings(folder, f"{__name__}.Deadly", limit_s=1.0, way=way)
     bench = Bench(Checkpoint(folder, None), functools.partial(EnvironmentProcess, chosen), max_num_seqs=3)
     later = bench.driver.rollout(work(0, prompts(8), samples=1, max_turns=5, stop=ANY))  # a turn has one word
@@ -157,8 +161,7 @@ def deaths(folder: Path, way: str, why: str) -> None:
 
 def unbegun(folder: Path) -> None:
     """Of turns that wait for the one worker only the one fails that the process died of, and then what it held."""
-    fork_early()
-    fork_early()
+    fork_early(2)
     process = started(settings(folder, f"{__name__}.Deadly", way="kill"))
     first = prompts(1, first=9)[0]
     process.submit(said("held", first, last=False))
@@ -187,18 +190,20 @@ def answers(process: EnvironmentProcess, count: int) -> list[tuple[str, Any]]:
 
 def idle_deaths(folder: Path) -> None:
     """A process that cannot live ends the run; one that judges between its deaths can."""
-    for _ in range(2 * environment_process.IDLE_DEATHS + 1):
-        fork_early()
+    fork_early(2 * environment_process.IDLE_DEATHS + 1)
     process = started(settings(folder, "exact_match"))
+
+    def kill() -> None:
+        process._process.handle.kill()
+        process._process.handle.wait(10)
+
     for death in range(2 * environment_process.IDLE_DEATHS):
         if death == environment_process.IDLE_DEATHS:
             process.submit(said("0", prompts(1)[0]))
             answers(process, 1)
-        process._process.handle.kill()
-        process._process.handle.wait(10)
+        kill()
         assert process.take() == []
-    process._process.handle.kill()
-    process._process.handle.wait(10)
+    kill()
     with raises(RuntimeError, "was killed by SIGKILL; it is the 4th time in a row that it ends while it judges nothing"):
         process.take()
 
@@ -261,8 +266,7 @@ def verdicts(process: EnvironmentProcess, turns: list[StepRequest]) -> dict[str,
 
 def suspects(folder: Path) -> None:
     """Of several answers that a process died with those are wrong that it dies of alone."""
-    for _ in range(4):
-        fork_early()
+    fork_early(4)
     process = started(settings(folder, f"{__name__}.Together", deadly=["1/1", "3/1"]))
     found = verdicts(process, [said(str(prompt.index), prompt) for prompt in prompts(4)])
     assert found == {"0": "judged", "1": "broke", "2": "judged", "3": "broke"}, found
@@ -271,8 +275,7 @@ def suspects(folder: Path) -> None:
 
 def accused(folder: Path, deadly: str) -> None:
     """Second turns cannot be judged again: they are wrong unless a first turn beside them was to blame."""
-    for _ in range(3):
-        fork_early()
+    fork_early(3)
     process = started(settings(folder, f"{__name__}.Together", deadly=[deadly]))
     zero, one, two, three = prompts(4)
     assert verdicts(process, [said(str(p.index), p, last=False) for p in (zero, one, two)]) == dict.fromkeys("012", "judged")
@@ -284,8 +287,7 @@ def accused(folder: Path, deadly: str) -> None:
 
 def given_up(folder: Path) -> None:
     """A call that was given up ends the process later: whoever is judged then is judged again."""
-    fork_early()
-    fork_early()
+    fork_early(2)
     process = started(settings(folder, f"{__name__}.Later", limit_s=1.0))
     zero, one = prompts(2)
     assert verdicts(process, [said("0", zero)]) == {"0": "broke"}
@@ -297,8 +299,7 @@ def given_up(folder: Path) -> None:
 def worn_out(folder: Path) -> None:
     """Calls that hang are given up, and the process with them when they are too many; no other turn is lost."""
     environment_pool.MOST_HANGING = 2
-    fork_early()
-    fork_early()
+    fork_early(2)
     process = started(settings(folder, f"{__name__}.Hanging", limit_s=0.3))
     found = verdicts(process, [said(str(prompt.index), prompt) for prompt in prompts(10)])
     assert found == {str(index): "judged" if index % 2 else "broke" for index in range(10)}, found
@@ -313,8 +314,9 @@ class Hanging(Environment):
         return Outcome(1.0)
 
 
-def orderly(folder: Path, closed: Path) -> None:
+def orderly(folder: Path) -> None:
     """A signal that tells the rank to leave does not end the process; `close` does, and closes the environments."""
+    closed = Path(tempfile.mkdtemp()) / "closed"
     fork_early()
     process = started(settings(folder, f"{__name__}.Closing", path=str(closed)))
     pid = process._process.handle.pid

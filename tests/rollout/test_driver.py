@@ -31,8 +31,7 @@ class Once(Environment):
 def test_several_turns_are_one_sequence(checkpoint):
     """Who said what, and log-probs that one pass of the model over the whole gives."""
     bench = Bench(checkpoint, {"told": Told(3)})
-    later = bench.driver.rollout(work(0, prompts(3), samples=2, max_turns=5))
-    bench.work()
+    later, _ = bench.run(0, prompts(3), samples=2, max_turns=5)
     assert later.ended and len(later.unsent) == 3
     for part in later.unsent:
         assert part.group.prompt.index == part.place
@@ -59,12 +58,9 @@ def test_a_turns_seed_is_its_own():
 
 def test_an_episode_ends_where_its_turns_or_its_room_end(checkpoint):
     bench = Bench(checkpoint, {"told": Told(100)})
-    few = bench.driver.rollout(work(0, prompts(1), samples=1, max_turns=2))
-    long = bench.driver.rollout(work(1, prompts(1), samples=1, max_turns=100, stop=ANY))
-    bench.work()
-    ((rollout,),) = by_place(few.unsent).values()
+    _, (rollout,) = bench.run(0, prompts(1), samples=1, max_turns=2)
     assert len(rollout.turns) == 2 and len(rollout.turns[-1].observation) == 0 and rollout.reward == 2.0
-    ((rollout,),) = by_place(long.unsent).values()
+    _, (rollout,) = bench.run(1, prompts(1), samples=1, max_turns=100, stop=ANY)
     assert rollout.finish == "length" and len(rollout.turns) > 2 and len(rollout.turns[-1].observation) == 0
     assert MAX_MODEL_LEN - 2 <= len(prompts(1)[0].tokens) + len(rollout.tokens) <= MAX_MODEL_LEN
 
@@ -121,8 +117,7 @@ def test_no_more_episodes_than_places_however_many_turns(checkpoint):
         most.append(len(open_ & begun))
 
     bench.engine.before_step = look
-    later = bench.driver.rollout(work(0, prompts(4), samples=2, max_turns=3))
-    bench.work()
+    later, _ = bench.run(0, prompts(4), samples=2, max_turns=3)
     assert later.ended and max(most) <= 3 + Told.workers  # those that have said their last are only being judged
     assert max(pending for name, pending in bench.engine.calls if name == "step") <= 3
 
@@ -140,8 +135,7 @@ def test_urgent_work_goes_before_what_has_not_begun(checkpoint):
 
 def test_of_a_work_with_finished_rollouts_only_the_rest_is_sampled(checkpoint):
     bench = Bench(checkpoint, {"told": Once()})
-    whole = bench.driver.rollout(work(0, prompts(2), samples=3))
-    bench.work()
+    whole, _ = bench.run(0, prompts(2), samples=3)
     groups = by_place(whole.unsent)
     finished = {0: {1: groups[0][1]}, 1: dict(enumerate(groups[1]))}
     rest = bench.driver.rollout(work(1, prompts(2), samples=3, finished=finished))

@@ -12,7 +12,7 @@ from pipeline.environments.tool import ToolError
 from pipeline.rollout import environment_pool
 from pipeline.sandbox.limits import SandboxError
 from pipeline.types import Rollout
-from tests.rollout.engine import Bench, by_place, prompts, work
+from tests.rollout.engine import Bench, prompts
 
 NEVER = threading.Event()
 
@@ -64,9 +64,7 @@ TASKS = 2
 def test_what_fails_of_an_answer_is_wrong_and_of_its_task_left_out(checkpoint, capsys):
     """With one thread for all of them: who hangs is replaced."""
     bench = Bench(checkpoint, {"naughty": Naughty()}, limit_s=0.3)
-    later = bench.driver.rollout(work(0, prompts(11, "naughty"), samples=1))
-    bench.work()
-    rollouts = [by_place(later.unsent)[place][0] for place in range(11)]
+    _, rollouts = bench.run(0, prompts(11, "naughty"), samples=1)
     assert [(rollout.failure, rollout.broke) for rollout in rollouts[9:]] == [("", "")] * 2
     assert [rollout.reward for rollout in rollouts] == [0.0] * 9 + [1.0] * 2
     for place, (rollout, expected) in enumerate(zip(rollouts, EXPECTED, strict=False)):
@@ -87,10 +85,7 @@ def test_what_is_not_the_answers_doing_is_left_out(checkpoint):
         def step(self, prompt, text):
             raise [Unjudged("no connection"), SandboxError("sandbox: its guard said nothing"), ToolError("odd")][prompt.index]
 
-    bench = Bench(checkpoint, {"unlucky": Unlucky()})
-    later = bench.driver.rollout(work(0, prompts(3, "unlucky"), samples=1))
-    bench.work()
-    rollouts = [by_place(later.unsent)[place][0] for place in range(3)]
+    _, rollouts = Bench(checkpoint, {"unlucky": Unlucky()}).run(0, prompts(3, "unlucky"), samples=1)
     assert [bool(rollout.failure) for rollout in rollouts] == [True, True, False] and rollouts[2].broke
     assert "no connection" in rollouts[0].failure and rollouts[2].reward == 0.0
 
@@ -102,10 +97,7 @@ def test_an_episode_that_breaks_its_judge_late_keeps_nothing(checkpoint):
             return Outcome(1.0, {"accuracy": 1.0}, {"role": "user", "content": "w21"}) if len(told) < 3 else 1 / 0
 
     told = []
-    bench = Bench(checkpoint, {"breaking": Late()})
-    later = bench.driver.rollout(work(0, prompts(1, "breaking"), samples=1, max_turns=5))
-    bench.work()
-    (rollout,) = by_place(later.unsent)[0]
+    _, (rollout,) = Bench(checkpoint, {"breaking": Late()}).run(0, prompts(1, "breaking"), samples=1, max_turns=5)
     assert (len(rollout.turns), rollout.reward, rollout.metrics) == (3, 0.0, {}) and "ZeroDivisionError" in rollout.broke
 
 
@@ -115,23 +107,29 @@ def test_breaking_a_judge_pays_no_more_than_a_wrong_answer(checkpoint):
             return {0: lambda: Outcome(-1.0), 1: lambda: 1 / 0}[prompt.index]()
 
     bench = Bench(checkpoint, {"strict": Strict()}, broken_rewards={"strict": -1.0})
-    later = bench.driver.rollout(work(0, prompts(2, "strict"), samples=1))
-    bench.work()
-    wrong, broke = (by_place(later.unsent)[place][0] for place in range(2))
+    _, (wrong, broke) = bench.run(0, prompts(2, "strict"), samples=1)
     assert wrong.reward == broke.reward == -1.0 and broke.broke and not wrong.broke
 
 
 def test_calls_that_all_hang_end_a_run_whose_threads_they_are(checkpoint, monkeypatch):
     monkeypatch.setattr(environment_pool, "MOST_HANGING", 2)
     bench = Bench(checkpoint, {"naughty": Naughty()}, limit_s=0.05)
-    only_hang = [prompts(3, "naughty")[2]] * 4
-    bench.driver.rollout(work(0, only_hang, samples=1))
     with pytest.raises(RuntimeError, match=r"env\.naughty: 3 calls of it hang at once, each for more than 0\.05 s"):
-        bench.work()
+        bench.run(0, [prompts(3, "naughty")[2]] * 4, samples=1)
+
+
+def come(pool: environment_pool.EnvironmentPool, news: threading.Event, count: int) -> list[tuple]:
+    """Wait for so many answers."""
+    answers = []
+    while len(answers) < count:
+        news.wait(pool.seconds_left())
+        news.clear()
+        answers += pool.take()
+    return answers
 
 
 def test_a_call_that_ends_after_it_was_given_up_changes_nothing():
-    news, go, answers = threading.Event(), threading.Event(), []
+    news, go = threading.Event(), threading.Event()
     pool = environment_pool.EnvironmentPool({"late": Naughty()}, {"late": 0.05}, news, grace_s=0.0)
 
     def late(begin):
@@ -140,17 +138,10 @@ def test_a_call_that_ends_after_it_was_given_up_changes_nothing():
         return "late"
 
     pool.submit("late", "first", late)
-    while not answers:
-        news.wait(pool.seconds_left())
-        answers += pool.take()
-    assert [key for key, _ in answers] == ["first"]
+    assert [key for key, _ in come(pool, news, 1)] == ["first"]
     pool.submit("late", "second", lambda begin: "at once")
     go.set()
-    while len(answers) < 2:
-        news.wait(pool.seconds_left())
-        news.clear()
-        answers += pool.take()
-    assert answers[1] == ("second", "at once")
+    assert come(pool, news, 1) == [("second", "at once")]
     for thread in threading.enumerate():
         if thread.name == "environment late":
             thread.join(0.2)  # the one that was given up ends; its successor waits for more
@@ -175,11 +166,7 @@ def test_workers_calls_run_at_the_same_time_and_no_more():
 
     for key in range(4):
         pool.submit("two", key, meet)
-    answers = []
-    while len(answers) < 4:
-        news.wait(pool.seconds_left())
-        news.clear()
-        answers += pool.take()
+    answers = come(pool, news, 4)
     assert sorted(key for key, _ in answers) == [0, 1, 2, 3]
     assert not any(isinstance(result, environment_pool.Failure) for _, result in answers)
     assert len([thread for thread in threading.enumerate() if thread.name == "environment two"]) == 2
