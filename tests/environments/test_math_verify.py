@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,9 +27,14 @@ NEVER_ENDS = "\\boxed{\\sum_{k=1}^{10^9} \\sin(k)^k}"
 
 @pytest.fixture(scope="module")
 def math() -> Iterator[Math]:
-    environment = made("math", 30.0, 1)
-    yield environment
-    environment.close()
+    with contextlib.closing(made("math", 30.0, 1)) as environment:
+        yield environment
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Math]]:
+    with contextlib.ExitStack() as stack:
+        yield lambda timeout_s, workers=1: stack.enter_context(contextlib.closing(made("math", timeout_s, workers)))
 
 
 def step(environment: Math, expected: str, text: str) -> tuple[float, dict[str, float]]:
@@ -66,9 +71,9 @@ def test_an_expected_answer_without_content_leaves_the_episode_out(math: Math):
 TIMEOUT, CRASH = ({"accuracy": 0.0, "timeout": float(late), "crash": float(not late)} for late in (True, False))
 
 
-def test_answers_that_never_end_cost_nobody_else_anything():
+def test_answers_that_never_end_cost_nobody_else_anything(start):
     """There is one worker, which each of them holds up; the next answer does not wait for another one to load."""
-    environment = made("math", 2.0, 1)
+    environment = start(2.0)
     (worker,) = environment._processes
     prompt = Prompt(3, np.zeros(1, np.int32), "math", {"answer": "7"})
     wrong, right = Outcome(0.0, TIMEOUT), Outcome(1.0, {"accuracy": 1.0, "timeout": 0.0, "crash": 0.0})
@@ -119,26 +124,24 @@ HOSTILE = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_expression_fails_its_judge_or_the_next_one(name: str):
-    environment = made("math", 3.0, 1)
+def test_no_expression_fails_its_judge_or_the_next_one(name: str, start):
+    environment = start(3.0)
     (worker,) = environment._processes
     reward, metrics = step(environment, "7", HOSTILE[name])
     assert reward == metrics["accuracy"] == 0.0
     assert step(environment, "7", "7")[0] == 1.0 and environment._processes == [worker]
-    environment.close()
 
 
-def test_a_worker_has_no_secret(monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_has_no_secret(monkeypatch: pytest.MonkeyPatch, start):
     for name in ("HF_TOKEN", "WANDB_API_KEY", "SOME_VARIABLE"):
         monkeypatch.setenv(name, "canary")
-    environment = made("math", 30.0, 1)
+    environment = start(30.0)
     assert b"canary" not in Path(f"/proc/{environment._processes[0].process.pid}/environ").read_bytes()
-    environment.close()
 
 
-def test_a_worker_that_is_lost_is_replaced():
+def test_a_worker_that_is_lost_is_replaced(start):
     """Not by an answer: that is judged in a fork."""
-    environment = made("math", 60.0, 1)
+    environment = start(60.0)
     worker = environment._processes[0].process
     killer = threading.Timer(0.5, worker.kill)
     killer.start()
@@ -150,8 +153,8 @@ def test_a_worker_that_is_lost_is_replaced():
     assert second.process.returncode == -signal.SIGKILL
 
 
-def test_several_threads_share_workers_of_which_one_hangs():
-    environment = made("math", 6.0, 2)
+def test_several_threads_share_workers_of_which_one_hangs(start):
+    environment = start(6.0, 2)
     hung = threading.Thread(target=lambda: hung_outcomes.append(step(environment, "1", NEVER_ENDS)))
     hung_outcomes: list[tuple[float, dict[str, float]]] = []
     hung.start()
@@ -167,9 +170,9 @@ def test_several_threads_share_workers_of_which_one_hangs():
     assert all(worker.process.poll() is not None for worker in environment._processes)
 
 
-def test_any_other_error_of_a_step_costs_its_answer_alone(monkeypatch: pytest.MonkeyPatch):
+def test_any_other_error_of_a_step_costs_its_answer_alone(monkeypatch: pytest.MonkeyPatch, start):
     """Twice: neither step waits for a worker that was lost."""
-    environment = made("math", 30.0, 1)
+    environment = start(30.0)
     with monkeypatch.context() as patch:
         patch.setattr("pipeline.environments.math._Worker.ask", lambda *_: 1 / 0)
         for _ in range(2):
@@ -186,12 +189,11 @@ def test_any_other_error_of_a_step_costs_its_answer_alone(monkeypatch: pytest.Mo
     with contextlib.suppress(Unjudged):  # of one that was started before
         step(environment, "7", "7")
     assert step(environment, "7", "7")[0] == 1.0
-    environment.close()
 
 
-def test_a_worker_is_asked_only_when_it_is_ready(monkeypatch: pytest.MonkeyPatch):
+def test_a_worker_is_asked_only_when_it_is_ready(monkeypatch: pytest.MonkeyPatch, start):
     """Else its imports count as the time of an answer. A step that cannot wait for it longer leaves it to the next one."""
-    environment = made("math", 30.0, 1)
+    environment = start(30.0)
     ready, wait = threading.Event(), _Worker.wait_until_ready
     monkeypatch.setattr(_Worker, "wait_until_ready", lambda worker: ready.wait(60) and wait(worker))
     environment._processes[0].process.kill()
@@ -203,7 +205,6 @@ def test_a_worker_is_asked_only_when_it_is_ready(monkeypatch: pytest.MonkeyPatch
     environment._timeout_s = 30.0
     ready.set()
     assert step(environment, "7", "7")[0] == 1.0
-    environment.close()
 
 
 def test_descriptors_beyond_what_select_knows(math: Math):
