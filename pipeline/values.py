@@ -4,8 +4,9 @@ They convert what YAML, quotes and environment variables make necessary: "3" and
 They refuse what Python would accept: true is neither a number nor a text, and nan and infinity are not numbers.
 """
 
+import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -68,6 +69,18 @@ Float = Annotated[float, Field(allow_inf_nan=False), _Before(_not_bool)]
 Text = Annotated[str, _Before(_text)]
 Positive = Annotated[Int, Field(ge=1)]
 NotNegative = Annotated[Int, Field(ge=0)]
+
+
+def not_a_kind(kind: str, kinds: Iterable[str]) -> str | None:
+    """Return what is wrong with a kind that is none of `kinds` and cannot be the dotted path of a user's code either."""
+    parts = kind.split(".")
+    if kind in kinds or (len(parts) > 1 and all(part.isidentifier() for part in parts)):
+        return None
+    near = difflib.get_close_matches(kind.lower(), list(kinds), 1, 0.75)
+    meant = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(kinds)}"
+    if ".py" in kind:
+        meant = "For `right` in my_reward.py beside the recipe, my_reward.right"
+    return f"got '{kind}'; expected a kind, or the dotted path of a class or a function. {meant}"
 
 
 # ---- texts that become lines of a batch script, or names of files and variables ---------------------------------------------

@@ -70,7 +70,7 @@ def read(path: Path) -> Baseline | None:
         return None
     tree = layers.chain(path)
     found, wrong = typed.validated(Baseline, typed.filled(Baseline, tree))
-    refuse(problem.within(f"baseline {path}") for problem in [*typed.unknown(Baseline, tree, Baseline), *wrong])
+    refuse(problem.within(f"baseline {path}") for problem in [*typed.unknown(Baseline, tree), *wrong])
     return found
 
 

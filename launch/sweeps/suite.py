@@ -147,7 +147,7 @@ def load(name: str, arguments: Iterable[str] = ()) -> Asked:
     tree = layers.merged(layers.Branch({"name": layers.Leaf(path.stem)}), layers.chain(path))
     given, overrides, found = _split(arguments)
     tree = layers.merged(tree, reading.layer(given))
-    wrong = list(typed.unknown(Suite, tree, Suite))
+    wrong = list(typed.unknown(Suite, tree))
     for problem in wrong:
         tree.drop(problem.key)
     suite, faults = _built(tree)

@@ -14,7 +14,7 @@ from pipeline.config import (
 )
 from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig, TimeoutsConfig, ranks_per_node
 from pipeline.config.data import check_data, validates
-from pipeline.config.environments import check_environments, unusable_kinds
+from pipeline.config.environments import check_environments
 from pipeline.config.layout import check_divides, check_layout, colocated, guests, named_backend
 from pipeline.config.models import check_reward_model, reward_environment, reward_model, serves_rewards
 from pipeline.config.policy import PolicyConfig
@@ -32,13 +32,7 @@ def validate(recipe: Recipe) -> None:
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of single values; if there are none, those of values together."""
-    alone = [*typed.refused(recipe), *(problem for _, problem in unusable(recipe))]
-    yield from alone or contradictions(recipe)
-
-
-def unusable(recipe: Recipe) -> Iterator[tuple[str, Problem]]:
-    """Yield (key, problem) for values that are wrong whatever the others are, beyond what the schema says of them."""
-    yield from unusable_kinds(recipe.env)
+    yield from list(typed.refused(recipe)) or contradictions(recipe)
 
 
 def contradictions(recipe: Recipe) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from pipeline import own_code
 from pipeline.config import typed
 from pipeline.config.policy import Precision, TokenizerConfig
 from pipeline.problems import Problem
-from pipeline.values import MISSING, Bool, Float, Line, Positive, Text
+from pipeline.values import MISSING, Bool, Check, Float, Line, Positive, Text, not_a_kind
 
 KINDS = {
     "calculator": "pipeline.environments.tools.OneCalculator",
@@ -49,6 +49,7 @@ class EnvironmentConfig:
 
     kind: Annotated[
         Text,
+        Check(lambda kind: not_a_kind(kind, KINDS), "not-a-choice"),
         Field(description=f"One of {', '.join(KINDS)}; or the dotted path of a class or a function of your own."),
     ] = MISSING
     timeout_s: Annotated[Float, Field(gt=0, description="Seconds for one turn of an episode.")] = 10.0
@@ -100,14 +101,6 @@ def own_kind(environments: Environments, name: str | None) -> bool:
         return False
     asked = environments.get(environments[name].kwargs.get("judge"), environments[name])
     return asked.kind not in KINDS
-
-
-def unusable_kinds(environments: Environments) -> Iterator[tuple[str, Problem]]:
-    """Yield (key, problem) for kinds that cannot exist."""
-    for name, environment in environments.items():
-        key = f"env.{name}.kind"
-        if environment.kind not in KINDS and (problem := typed.kind_problem(key, environment.kind, KINDS)):
-            yield key, problem
 
 
 def check_environments(environments: Environments) -> Iterator[Problem]:

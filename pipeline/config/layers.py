@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from pipeline.problems import Problem, RecipeError
+from pipeline.values import MISSING
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -123,7 +124,7 @@ def merged(below: Branch, above: Branch) -> Branch:
     for key, node in above.children.items():
         under = children.get(key)
         if isinstance(node, Leaf):
-            if node.value != "???" or under is None:  # ???: who stands above must say
+            if node.value != MISSING or under is None:  # ???: who stands above must say
                 children[key] = node
         elif node.replaces:
             children[key] = node

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.algorithms import OFFLINE, ONLINE
 from pipeline.config import layers, places, resolving, typed, unread
-from pipeline.config.checks import contradictions, unusable
+from pipeline.config.checks import contradictions
 from pipeline.config.layers import RECIPES, Branch, Leaf
 from pipeline.config.schema import Recipe
 from pipeline.problems import Problem, RecipeError, as_problem, refuse
@@ -195,14 +195,12 @@ def _inspected(given: Branch, notes: Iterable[str] = (), problems: Iterable[str]
     problems, faulty = list(problems), set(faulty)
     whole = _whole(given)
     readers = unread.Readers.of_tree(whole)
-    for problem in typed.unknown(Recipe, whole, Recipe, readers):
+    for problem in typed.unknown(Recipe, whole, advice=typed.Advice(readers.hint, readers.rank)):
         problems.append(problem)
         faulty.add(problem.key)
     origins = {key: leaf.origin for key, leaf in given.leaves() if leaf.origin}
     while True:
         recipe, found = _attempt(given, faulty, readers)
-        if recipe and not found:
-            found = _unusable(recipe, given, faulty)
         if not found:
             break
         problems += filter(None, found.values())
@@ -256,12 +254,6 @@ def _attempt(given: Branch, faulty: set[str], readers: unread.Readers) -> tuple[
     roots = [key for key in faults if not follows(key, faults)]
     roots = roots or [key for key in faults if given.find(key)] or list(faults)  # a circle: whoever was given a value
     return recipe, {key: problem(key) for key in roots}
-
-
-def _unusable(recipe: Recipe, given: Branch, faulty: set[str]) -> dict[str, Problem]:
-    """Return by key what is wrong with values whatever the others are, but for those that defaults take from other keys."""
-    found = {key: problem for key, problem in unusable(recipe) if key not in faulty}
-    return {key: problem for key, problem in found.items() if given.find(key)} or found
 
 
 def _leave_out(given: Branch, key: str) -> None:

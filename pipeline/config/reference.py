@@ -189,7 +189,7 @@ def explained(asked: str) -> str:
     if name is None:
         tree = Branch()
         tree.set(asked, Leaf(None))
-        (problem, *_) = typed.unknown(Recipe, tree, Recipe)
+        (problem, *_) = typed.unknown(Recipe, tree)
         raise RecipeError(Problem("help", "unknown-key", f"got '{problem.key}', which {problem.message}"))
     own = [keys()[name]] if name in keys() else []
     return "\n".join(map(_paragraph, [*own, *_inside(name)]))

@@ -20,6 +20,7 @@ from omegaconf.errors import (
 
 from pipeline.config.layers import Branch, Leaf, copied
 from pipeline.problems import Problem
+from pipeline.values import MISSING
 
 REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")
 WHERE_UNKNOWN = re.compile(r"\$\{[^}:]*\$\{|\$\{oc\.(?!env:)")  # refers to a key that only resolving it tells
@@ -116,9 +117,12 @@ def resolve(tree: Branch) -> dict[str, Problem]:
                 values[key] = copy.deepcopy(_computed(key, leaf.value, known))
     others = {key: leaf for key, leaf in unread.items() if key not in values}
     problems = {key: problem for key, leaf in others.items() if (problem := _malformed(key, leaf.value))}
-    config = OmegaConf.create(_referred(tree, others, set(problems)))
+    for key in problems:
+        tree.set(key, Leaf(MISSING, others[key].origin))
+    config = OmegaConf.create(tree.plain()) if others else None
     for key, leaf in others.items():
         if key in problems:
+            tree.set(key, leaf)
             continue
         try:
             values[key] = _value(config, tree, key)
@@ -140,7 +144,7 @@ def _followed(tree: Branch, key: str) -> Leaf | None:
             return None
         seen.add(key)
         node = tree.find(key)
-    return node if isinstance(node, Leaf) and not interpolated(node.value) and node.value != "???" else None
+    return node if isinstance(node, Leaf) and not interpolated(node.value) and node.value != MISSING else None
 
 
 def _known_references(tree: Branch, key: str, value: Any) -> tuple[tuple[str, Any, type], ...] | None:
@@ -160,30 +164,6 @@ def _computed(key: str, text: str, known: tuple[tuple[str, Any, type], ...]) -> 
     for name, value, _ in ((key, text, str), *known):
         tree.set(name, Leaf(value))
     return _value(OmegaConf.create(tree.plain()), tree, key)
-
-
-def _referred(tree: Branch, unread: dict[str, Leaf], malformed: set[str]) -> dict[str, Any]:
-    """The interpolations and what they refer to, as plain values, for OmegaConf is slow in taking in a whole recipe; those that
-    cannot be read are there without a value."""
-    wanted: dict[str, Leaf] = {}
-    waiting = dict(unread)
-    if any(WHERE_UNKNOWN.search(str(leaf.value)) for leaf in unread.values()):
-        wanted, waiting = dict(tree.leaves()), {}
-    while waiting:
-        key, leaf = waiting.popitem()
-        wanted[key] = leaf
-        for target in references(key, leaf.value):
-            node = tree.find(target)
-            found = node.leaves(f"{target}.") if isinstance(node, Branch) else ((target, node),) if node else ()
-            waiting |= {other: leaf for other, leaf in found if other not in wanted}
-    plain: dict[str, Any] = {}
-    for key, leaf in wanted.items():
-        *path, last = tree.path(key)
-        inside = plain
-        for name in path:
-            inside = inside.setdefault(name, {})
-        inside[last] = "???" if key in malformed else leaf.value
-    return plain
 
 
 def _value(config: DictConfig, tree: Branch, dotted: str) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,35 +23,39 @@ SIMILAR = 0.75  # how alike two names must be for one to be taken for the other,
 
 @cache
 def fields(section: type) -> dict[str, Any]:
-    """The type of each key of a section."""
+    """Return the type of each key of a section, without its range."""
     hints = get_type_hints(section)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
 
-def nullable(kind: Any) -> tuple[Any, bool]:
-    """(the type without None, whether it may be null)."""
-    if get_origin(kind) in (Union, types.UnionType) and type(None) in (arguments := get_args(kind)):
-        rest = tuple(a for a in arguments if a is not type(None))
-        return (rest[0] if len(rest) == 1 else Union[rest]), True  # noqa: UP007 made at run time
-    return kind, kind is Any
+@cache
+def sections(section: type) -> dict[str, tuple[type, bool]]:
+    """Return (class, whether the key holds several by name) of each key of a section that holds sections."""
+    found = {}
+    for name, kind in fields(section).items():
+        for one in get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,):
+            several = get_origin(one) is dict
+            inner = get_args(one)[1] if several else one
+            if dataclasses.is_dataclass(inner):
+                found[name] = (inner, several)
+    return found
 
 
 @cache
 def keys(section: type, prefix: str = "") -> tuple[str, ...]:
-    """All dotted keys, sections among them; `*` stands for a name that the recipe gives."""
+    """Return all dotted keys, sections among them; `*` stands for a name that the recipe gives."""
     found = []
-    for name, kind in fields(section).items():
+    for name in fields(section):
         found.append(f"{prefix}{name}")
-        kind = nullable(kind)[0]
-        if dataclasses.is_dataclass(kind):
-            found += keys(kind, f"{prefix}{name}.")
-        elif get_origin(kind) is dict and dataclasses.is_dataclass(get_args(kind)[1]):
-            found += keys(get_args(kind)[1], f"{prefix}{name}.*.")
+        if name in sections(section):
+            inner, several = sections(section)[name]
+            found += keys(inner, f"{prefix}{name}.*." if several else f"{prefix}{name}.")
     return tuple(found)
 
 
 @cache
 def defaults(section: type) -> Branch:
+    """Return the defaults of a section as a tree."""
     tree = Branch()
     for field in dataclasses.fields(section):
         value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
@@ -60,63 +64,54 @@ def defaults(section: type) -> Branch:
 
 
 def filled(section: type, given: Branch, default: Branch | None = None) -> Branch:
-    """`given` over the section's defaults, which the one around it may have changed; what the schema does not have is kept."""
+    """Return `given` over the section's defaults, or over those that the section around it has. Unknown keys stay."""
     tree = copied(default or defaults(section))
     tree.origin = given.origin
     for name, node in given.children.items():
-        kind = nullable(fields(section).get(name))[0]
-        tree.children[name] = _filled(kind, node, tree.children.get(name))
+        tree.children[name] = _filled(*sections(section).get(name, (None, False)), node, tree.children.get(name))
     return tree
 
 
-def _filled(kind: Any, given: Leaf | Branch, default: Leaf | Branch | None) -> Leaf | Branch:
+def _filled(section: type | None, several: bool, given: Leaf | Branch, default: Leaf | Branch | None) -> Leaf | Branch:
     if isinstance(given, Leaf):
-        if given.value == MISSING and default is not None:
-            return default
-        return given
-    if dataclasses.is_dataclass(kind):
-        return filled(kind, given, default if isinstance(default, Branch) else None)
-    if get_origin(kind) is dict:
-        values = get_args(kind)[1]
-        children = dict(default.children) if isinstance(default, Branch) and not given.replaces else {}
-        children |= {name: _filled(values, node, children.get(name)) for name, node in given.children.items()}
-        return Branch(children, given.origin)
-    return copied(given)
+        return default if given.value == MISSING and default is not None else given
+    below = default if isinstance(default, Branch) else None
+    if section and not several:
+        return filled(section, given, below)
+    children = dict(below.children) if below and not given.replaces else {}
+    children |= {name: _filled(section, False, node, children.get(name)) for name, node in given.children.items()}
+    return Branch(children, given.origin, given.replaces)
 
 
 # ---- keys that it does not have --------------------------------------------------------------------------------------------
 
 
-class Advice(Protocol):
-    """What is known of keys beside how they are spelled."""
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What is known of keys beside how they are spelled.
 
-    def hint(self, key: str) -> str | None:
-        """What to do instead of giving a key that is not there, such as `did you mean 'b.c'?`."""
+    hint: what to do instead of giving a key that is not there, such as `did you mean 'b.c'?`; None where that is not known
+    rank: from a key to the order in which others are suggested in its place, lowest first
+    """
 
-    def rank(self, near: str) -> Callable[[str], int]:
-        """The order in which keys are suggested in place of `near`, lowest first."""
-
-
-class Spelling:
-    """Advice where nothing but the spelling is known."""
-
-    def hint(self, key: str) -> None:
-        return None
-
-    def rank(self, near: str) -> Callable[[str], int]:
-        return lambda key: 0
+    hint: Callable[[str], str | None] = lambda key: None
+    rank: Callable[[str], Callable[[str], int]] = lambda near: lambda key: 0
 
 
-SPELLING = Spelling()
-
-
-def unknown(section: type, tree: Branch, whole: type, advice: Advice = SPELLING, prefix: str = "") -> Iterator[Problem]:
-    """Yield a problem for each key that the schema `whole`, in which `section` begins at `prefix`, does not have."""
+def unknown(
+    section: type, tree: Branch, whole: type | None = None, advice: Advice = Advice(), prefix: str = ""
+) -> Iterator[Problem]:
+    """Yield a problem for each key that a section does not have. whole: the schema in which it begins at `prefix`."""
+    whole = whole or section
     for name, node in tree.children.items():
         key = f"{prefix}{name}"
         if name in fields(section):
-            if isinstance(node, Branch):
-                yield from _unknown_in(nullable(fields(section)[name])[0], node, whole, advice, key)
+            inner, several = sections(section).get(name, (None, False))
+            by_name = several and isinstance(node, Branch)
+            nodes = {f"{key}.{one}": child for one, child in node.children.items()} if by_name else {key: node}
+            for where, child in nodes.items():
+                if inner and isinstance(child, Branch):
+                    yield from unknown(inner, child, whole, advice, f"{where}.")
             continue
         leaves = [(key, node)] if isinstance(node, Leaf) else list(node.leaves(f"{key}."))
         ours = prefix and any(one.rpartition(".")[2] == name for one in keys(whole))  # of another section, with what is in it
@@ -130,21 +125,12 @@ def unknown(section: type, tree: Branch, whole: type, advice: Advice = SPELLING,
             yield Problem(key, "unknown-key", f"is not a key; {instead}", node.origin or "")
 
 
-def _unknown_in(kind: Any, node: Branch, whole: type, advice: Advice, key: str) -> Iterator[Problem]:
-    if dataclasses.is_dataclass(kind):
-        yield from unknown(kind, node, whole, advice, f"{key}.")
-    elif get_origin(kind) is dict:
-        for name, child in node.children.items():
-            if isinstance(child, Branch):
-                yield from _unknown_in(get_args(kind)[1], child, whole, advice, f"{key}.{name}")
-
-
 def _siblings(section: type, name: str) -> list[str]:
     return difflib.get_close_matches(name.lower(), sorted(fields(section)), 1, SIMILAR)
 
 
 def _instead(whole: type, section: type, advice: Advice, prefix: str, name: str) -> str:
-    """What may have been meant: a sibling that is spelled alike, the same key of another section, or one that is alike."""
+    """Return what may have been meant: a sibling spelled alike, the same key of another section, or one spelled alike."""
     everything = keys(whole)
     if near := _siblings(section, name):
         return f"did you mean '{prefix}{near[0]}'?"
@@ -236,23 +222,11 @@ def refused(value: Any) -> Iterator[Problem]:
 def described(section: type, key: str, given: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
     """Return the dataclass that a mapping at `key` describes, None if it has problems; and these."""
     tree = of(dict(given), None)
-    problems = list(unknown(section, tree, section, prefix=f"{key}."))
+    problems = list(unknown(section, tree, prefix=f"{key}."))
     known = Branch({name: node for name, node in tree.children.items() if name in fields(section)})
     value, wrong = validated(section, filled(section, known))
     problems += [dataclasses.replace(problem, key=f"{key}.{problem.key}") for problem in wrong]
     return (None if problems else value), problems
-
-
-def kind_problem(key: str, kind: str, kinds: Iterable[str]) -> Problem | None:
-    """Return the problem of a kind that is none of `kinds` if it cannot be a dotted path either."""
-    parts = kind.split(".")
-    if len(parts) > 1 and all(part.isidentifier() for part in parts):
-        return None
-    near = difflib.get_close_matches(kind.lower(), list(kinds), 1, SIMILAR)
-    meant = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(kinds)}"
-    if ".py" in kind:
-        meant = "For `right` in my_reward.py beside the recipe, my_reward.right"
-    return Problem(key, "not-a-choice", f"got '{kind}'; expected a kind, or the dotted path of a class or a function. {meant}")
 
 
 def converted(section: type, tree: Branch) -> dict[str, Problem]:

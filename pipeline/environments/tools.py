@@ -28,7 +28,7 @@ from pipeline.environments.tool import Tool, ToolError, ToolSession
 from pipeline.environments.tool_calls import Call, CallFormat, HermesCalls, MarkedCalls
 from pipeline.problems import Problem
 from pipeline.types import Prompt
-from pipeline.values import MISSING, Positive, Text
+from pipeline.values import MISSING, Positive, Text, not_a_kind
 
 TOOLS = {"calculator": Calculator, "python": PythonTool}
 """Tools with a name of their own; others by dotted path."""
@@ -208,8 +208,8 @@ def read_tools(key: str, given: Any) -> tuple[dict[str, ToolConfig], list[Proble
         problems += wrong
         if tool is not None:
             found[name] = tool = dataclasses.replace(tool, kind=tool.kind or name)
-            if tool.kind not in TOOLS and (problem := typed.kind_problem(f"{key}.{name}", tool.kind, TOOLS)):
-                problems.append(problem)
+            if message := not_a_kind(tool.kind, TOOLS):
+                problems.append(Problem(f"{key}.{name}", "not-a-choice", message))
     return found, problems
 
 

@@ -219,7 +219,7 @@ BROKEN = {
         {},
         [
             ("policy.tokenizer", "wrong-type"),
-            "env.math.kind: 'poetry' is neither a kind nor the dotted path of a class or a function; there are: calculator,",
+            ("env.math.kind", "not-a-choice"),
             "env.judge.model_name: got null",
             ("cluster.train.nodes", "too-small"),
             ("cluster.generate.gpus_per_node", "too-large"),
