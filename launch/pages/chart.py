@@ -18,7 +18,7 @@ from launch.pages.html import Html, data, tag
 
 POINTS = 1000
 """Numbers of one series at most: a chart is seldom wider in pixels."""
-BARS = 200
+BARS = 400
 """Bars of one layer of a stack at most."""
 COLOURS = 8
 """That page.css has; further runs begin again, dashed."""
@@ -122,7 +122,7 @@ def _trace(chart: Chart, series: Series, name: str, colour: int, dash: str) -> d
         "meta": {"run": series.run},
     }
     if chart.stacked:
-        width = (series.x[-1] - series.x[0]) / (len(series.x) - 1) if len(series.x) > 1 else 1
+        width = max((after - before for before, after in itertools.pairwise(series.x)), default=1)
         return trace | {"type": "bar", "width": width, "marker": {"color": ink, "line": {"width": 0}}}
     if len(series.low):
         trace["customdata"] = [[*pair] for pair in zip(_short(series.low), _short(series.high), strict=True)]
@@ -158,14 +158,13 @@ def _marks(marks: Sequence[Mark]) -> Iterator[dict[str, Any]]:
         yield {
             "name": "",
             "x": [x for mark in found for x in (*_short([mark.x, mark.x]), None)],
-            "y": [-0.04, 1, None] * len(found),
+            "y": [0.03, 1, None] * len(found),
             "text": [label for mark in found for label in (_plain(mark.label), "", "")],
             "yaxis": "y2",
             "mode": "lines+markers",
             "line": {"color": ink, "width": 1, "dash": "2px,3px"},
             "marker": {"color": ink, "symbol": "triangle-up", "size": [9, 0, 0] * len(found), "opacity": 1},
             "hovertemplate": "%{text}<extra></extra>",
-            "cliponaxis": False,
             "meta": {"run": run, "mark": True},
         }
 
@@ -176,7 +175,7 @@ def _layout(chart: Chart, series: Sequence[Series]) -> dict[str, Any]:
     values = [*levels, *(value for each in series for column in (each.y, each.low, each.high) for value in column)]
     finite = [value for value in values if _finite(value) is not None]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    axis: dict[str, Any] = {"exponentformat": "SI" if high >= 1 else "e"}
+    axis: dict[str, Any] = {"exponentformat": "SI"} if max(high, -low) >= 1e-3 else {"tickformat": "~e"}
     if chart.unit == "B":
         axis = {"tickformat": "~s", "ticksuffix": "B"}
     if not chart.stacked and high - low < (least := 1e-4 * max(abs(low), abs(high))):  # less is rounding: no tick would tell

@@ -60,20 +60,21 @@
     const share = Number(slider.value);
     return chart.data.filter((trace) => !hidden.has(trace.meta.run)).flatMap((trace) => {
       const found = trace.customdata ? [area(trace, least)] : [];
+      if (logarithmic) trace.y = trace.y.map((y) => (y > 0 ? y : null));
       if (share === 0 || !trace.meta.smooth) return [...found, trace];
       return [...found, { ...trace, opacity: 0.25, hoverinfo: "skip" }, { ...trace, y: smoothed(trace.y, share) }];
     });
   }
 
   function layout(chart, logarithmic) {
-    const dim = colour("--dim"), line = colour("--line");
+    const dim = colour("--dim"), line = colour("--line"), family = getComputedStyle(document.body).fontFamily;
     const axis = { ...chart.layout.yaxis, type: logarithmic ? "log" : "linear", gridcolor: line, zeroline: false, nticks: 6 };
     if (logarithmic) delete axis.range;
     return {
       height: 210, margin: { l: 52, r: 12, t: 8, b: 22 }, paper_bgcolor: colour("--panel"), plot_bgcolor: colour("--panel"),
-      font: { family: getComputedStyle(document.body).fontFamily, size: 11, color: dim },
+      font: { family, size: 11, color: dim },
       showlegend: false, barmode: "stack", bargap: 0, hovermode: "x",
-      hoverlabel: { bgcolor: colour("--ground"), bordercolor: line, font: { color: colour("--text"), size: 12, family: getComputedStyle(document.body).fontFamily } },
+      hoverlabel: { bgcolor: colour("--ground"), bordercolor: line, font: { color: colour("--text"), size: 12, family } },
       modebar: { bgcolor: "transparent", color: dim, activecolor: colour("--link") },
       xaxis: {
         range: [...steps], showgrid: false, zeroline: false, linecolor: line,
@@ -165,7 +166,7 @@
   }
   const charts = [...document.querySelectorAll("figure.chart")].map((figure) => new Chart(figure));
   const ends = charts.flatMap(({ data }) => data.filter(({ meta, x }) => x.length && !meta.mark).flatMap(
-    ({ x, width }) => [x[0] - (width || 0) / 2, x.at(-1) + (width || 0) / 2]));
+    ({ x, type }) => (type === "bar" ? [x[0] - 0.5, x.at(-1) + 0.5] : [x[0], x.at(-1)])));
   const whole = [ends.reduce((a, b) => Math.min(a, b), Infinity), ends.reduce((a, b) => Math.max(a, b), -Infinity)];
   if (whole[0] === whole[1]) { whole[0] -= 0.5; whole[1] += 0.5; }
   const steps = [...whole]; // what of them is in view

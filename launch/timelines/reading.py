@@ -165,8 +165,8 @@ def _ranks(attempt: PastAttempt) -> list[Rank]:
     for path in sorted((attempt.folder / "timeline").glob("rank*.jsonl")):
         with open(path, "rb") as file:
             first = _parsed(file.readline())
-        if first is None:
-            continue  # it has just begun
+        if first is None or first.get("ph") != "M":
+            continue  # it has just begun, or is an older version's
         try:
             about = first["args"]
             ahead, error = clocks.get(about["node"], (0.0, None))

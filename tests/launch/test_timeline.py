@@ -251,7 +251,9 @@ def test_a_run_without_a_timeline_is_told_why(tmp_path, capsys):
     spoiled = past_runs.folder(tmp_path / "spoiled")
     folder = past_runs.attempt(spoiled, "1", BEGAN) / "timeline"
     folder.mkdir()
-    (folder / "rank00000.jsonl").write_text('{"rank": 0}\n')
+    (folder / "rank00000.jsonl").write_text('{"rank": 0}\n')  # of a version that wrote no trace events
+    assert recordings(PastRun.at(spoiled).attempts) == []
+    (folder / "rank00000.jsonl").write_text('[{"ph": "M"},\n')
     with refused(("run", "bad-format")):
         recordings(PastRun.at(spoiled).attempts)
 
