@@ -3,7 +3,7 @@
 With a chat template, a prompt is the rendered conversation up to where the assistant speaks (of a whole conversation, up to its
 last answer), and in training the loss counts what the assistant says, its end-of-turn token included. Without one
 (`data.apply_chat_template: false`) a prompt is bare text, and what is learned is the answer and the end-of-sequence token.
-Pairs of answers are `pipeline.data.preferences`'.
+What a record holds is read in `pipeline.data.records`.
 
 Leaves out: tool calls, images.
 """
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.config import DataConfig, DatasetConfig, Message, TokenizerConfig, conversation
+from pipeline.config import DataConfig, DatasetConfig, Message, TokenizerConfig
+from pipeline.data.records import Learned, RecordReader, Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,8 +42,8 @@ def load_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-class Encoder:
-    """Encodes the records of one data set.
+class Encoder(RecordReader):
+    """Reads and encodes the records of one data set.
 
     Raises ValueError if the tokenizer has no chat template and the recipe asks for one, if `prompt_file` has no single {}, or
     if there is a system prompt and nowhere to put it.
@@ -51,18 +52,19 @@ class Encoder:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, tokenizer_config: TokenizerConfig, data: DataConfig, dataset: DatasetConfig
     ) -> None:
-        self.tokenizer, self.data, self.dataset = tokenizer, data, dataset
+        text = _read_prompt_file(dataset.prompt_file) if dataset.prompt_file else "{}"
+        system = Path(dataset.system_prompt_file).read_text().strip() if dataset.system_prompt_file else None
+        super().__init__(data, dataset, text, system)
+        self.tokenizer = tokenizer
         self._unknown = _unknown_token(tokenizer)
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._template_kwargs = tokenizer_config.chat_template_kwargs or {}
-        self._prompt_text = _read_prompt_file(dataset.prompt_file) if dataset.prompt_file else "{}"
-        self._system = Path(dataset.system_prompt_file).read_text().strip() if dataset.system_prompt_file else None
         if data.apply_chat_template and not tokenizer.chat_template:
             raise ValueError(
                 f"the tokenizer {tokenizer.name_or_path} has no chat template; give one in policy.tokenizer.chat_template,"
                 " or set data.apply_chat_template=false for bare text"
             )
-        if self._system is not None and not data.apply_chat_template:
+        if system is not None and not data.apply_chat_template:
             raise ValueError("data: system_prompt_file needs a chat template, and data.apply_chat_template is false")
         if dataset.messages_key and not data.apply_chat_template:
             raise ValueError("data: messages_key needs a chat template, and data.apply_chat_template is false")
@@ -74,71 +76,17 @@ class Encoder:
             return _int32(self.tokenizer(question).input_ids)
         return _int32(self._render(question, add_generation_prompt=True))
 
-    def question(self, record: dict[str, Any]) -> str | list[Message]:
-        """What a prompt is made of: messages, or the bare text where no chat template is applied.
-
-        Raises ValueError if the record has neither.
-        """
-        if self.dataset.messages_key:
-            messages = messages_of(record, self.dataset.messages_key)
-            asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-            if not asked:
-                raise ValueError(f"'{self.dataset.messages_key}' has nothing before the assistant's answer")
-            return self.completed(asked)
-        if isinstance(record.get(self.dataset.input_key), list):
-            return self.completed(self._asked(record))
-        text = self._prompt_text.format(text_of(record, self.dataset.input_key))
-        return [*self._system_message(), {"role": "user", "content": text}] if self.data.apply_chat_template else text
-
-    def _asked(self, record: dict[str, Any]) -> list[Message]:
-        """The messages of `input_key`."""
-        key = self.dataset.input_key
-        if not self.data.apply_chat_template:
-            raise ValueError(f"'{key}' is a list of messages, and data.apply_chat_template is false")
-        messages = messages_of(record, key)
-        if messages[-1]["role"] == "assistant":
-            raise ValueError(f"'{key}' must end where the assistant is to answer, and its last turn is the assistant's")
-        return messages
-
-    def answer(self, record: dict[str, Any]) -> str:
-        """The expected answer: of a conversation that ends in one, that. Raises ValueError if the record lacks it."""
-        if self.dataset.messages_key:
-            last = messages_of(record, self.dataset.messages_key)[-1]
-            if last["role"] == "assistant":
-                return last["content"]
-        return self._answers(record)[-1]["content"]
-
-    def _answers(self, record: dict[str, Any]) -> list[Message]:
-        """What `output_key` holds; of a text, one turn of the assistant's."""
-        key = self.dataset.output_key
-        if not isinstance(record.get(key), list):
-            return [{"role": "assistant", "content": text_of(record, key)}]
-        messages = messages_of(record, key)
-        if messages[-1]["role"] != "assistant":
-            raise ValueError(f"'{key}' does not end in an answer of the assistant's: {[m['role'] for m in messages]}")
-        return messages
-
     def conversation(self, record: dict[str, Any]) -> Encoded:
-        """What supervised training learns from. Raises ValueError if the record has no conversation with an assistant in it,
-        and as `encode_turns` does.
+        """Return what supervised training learns from. Raises ValueError as `example` and `encode` do."""
+        return self.encode(self.example(record))
 
-        Of messages the loss counts what the assistant says; of a prompt and its completion, what it says in the completion.
-        TRL's `SFTTrainer` counts the same with `assistant_only_loss`, and of completions by default, but also the newline that
-        a template writes after a turn's end.
-        """
-        if self.dataset.text_key:
-            return self.encode_text(text_of(record, self.dataset.text_key))
-        if not self.data.apply_chat_template:
-            return self.encode_answer(self.prompt(record), self.answer(record))
-        if not self.dataset.messages_key:
-            asked = self.question(record)
-            answered_before = any(message["role"] == "assistant" for message in asked)
-            return self.encode_turns([*asked, *self._answers(record)], len(asked) if answered_before else 0)
-        messages = messages_of(record, self.dataset.messages_key)
-        roles = [message["role"] for message in messages]
-        if "assistant" not in roles or roles[0] == "assistant":
-            raise ValueError(f"'{self.dataset.messages_key}' has no assistant's turn after another's: {roles}")
-        return self.encode_turns(self.completed(messages))
+    def encode(self, learned: Learned) -> Encoded:
+        """Return what is learned from a record as tokens. Raises ValueError as `encode_turns` does."""
+        if isinstance(learned, Turns):
+            return self.encode_turns(learned.messages, learned.first)
+        if learned.prompt is None:
+            return self.encode_text(learned.text)
+        return self.encode_answer(_int32(self.tokenizer(learned.prompt).input_ids), learned.text)
 
     def encode_answer(self, prompt: np.ndarray, answer: str) -> Encoded:
         """A bare text after the tokens of its prompt, and the end-of-sequence token, unless it ends in that."""
@@ -148,9 +96,7 @@ class Encoder:
 
     def encode_text(self, text: str) -> Encoded:
         """A bare text and the end-of-sequence token, unless it ends in that: language modelling, in which every token is
-        learned but the first, which nothing comes before. TRL's format of a `text`. Raises ValueError if it is empty."""
-        if not text.strip():
-            raise ValueError(f"'{self.dataset.text_key}' is empty")
+        learned but the first, which nothing comes before. TRL's format of a `text`."""
         tokens = _int32(self._ended(self.tokenizer(text).input_ids))
         return tokens, np.arange(len(tokens)) >= 1
 
@@ -183,19 +129,6 @@ class Encoder:
             roles = [message["role"] for message in messages]
             raise ValueError(f"the chat template renders nothing of what the assistant says, in turns {roles}")
         return tokens, mask
-
-    def completed(self, messages: list[Message]) -> list[Message]:
-        """With the recipe's system prompt before, unless they have one of their own, and `prompt_file` around what the user
-        says first."""
-        messages = messages if messages[0]["role"] == "system" else [*self._system_message(), *messages]
-        first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
-        if first is None:
-            return messages
-        asked = {**messages[first], "content": self._prompt_text.format(messages[first]["content"])}
-        return [*messages[:first], asked, *messages[first + 1 :]]
-
-    def _system_message(self) -> list[Message]:
-        return [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def _render(self, messages: list[Message], **options: Any) -> Any:
         return self.tokenizer.apply_chat_template(messages, **{"return_dict": False, **self._template_kwargs, **options})
@@ -272,21 +205,6 @@ def _rendered_differently(message: int) -> str:
         " tokens cannot be told from the rest; mark them with {% generation %} in policy.tokenizer.chat_template, or train on"
         " single turns"
     )
-
-
-def text_of(record: dict[str, Any], key: str) -> str:
-    """Raises ValueError if there is no text or number."""
-    if key not in record:
-        raise ValueError(f"has no '{key}'; it has: {', '.join(record)}")
-    value = record[key]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"'{key}' is a {type(value).__name__}, not a text or a number")
-    return str(value)
-
-
-def messages_of(record: dict[str, Any], key: str) -> list[Message]:
-    """Raises ValueError if there is no list of messages with a role and a text."""
-    return conversation(record.get(key), key)
 
 
 def _int32(tokens: list[int]) -> np.ndarray:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.config import NAMED_DATASETS, DatasetConfig
-from pipeline.data.chat import Message, messages_of, text_of
+from pipeline.data.records import Message, messages_of, text_of
 
 Record = dict[str, Any]
 

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 import jinja2
 import numpy as np
 
-from pipeline.config import TokenizerConfig
-from pipeline.data.chat import Message
+from pipeline.config import Message, TokenizerConfig
 from pipeline.data.marks import Marks
 
 if TYPE_CHECKING:

@@ -17,13 +17,11 @@ Leaves out: more than two answers to a prompt.
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import Any
 
 import numpy as np
 
-from pipeline.data.chat import Encoded, Encoder, Message, messages_of, text_of
+from pipeline.data.chat import Encoded, Encoder
 from pipeline.types import Sample
 
 Pair = tuple[Sample, Sample]
@@ -31,98 +29,17 @@ Pair = tuple[Sample, Sample]
 
 
 def encode_pair(encoder: Encoder, position: int, record: dict[str, Any]) -> Pair:
-    """Raises ValueError if an answer is missing or empty, if both are the same or not to the same prompt, if `margin_key` is no
-    number, or if the chat template does not let the answers be told from the prompt."""
-    dataset = encoder.dataset
-    keys = (dataset.chosen_key, dataset.rejected_key)
-    of_messages = [isinstance(record.get(key), list) for key in keys]
-    if of_messages[0] != of_messages[1]:
-        raise ValueError(f"of '{keys[0]}' and '{keys[1]}' one is a list of messages and the other is not")
-    if of_messages[0]:
-        encoded = _of_messages(encoder, record, *(messages_of(record, key) for key in keys))
-    else:
-        encoded = _of_texts(encoder, record, keys)
-    chosen, rejected = (_until_the_answer_ends(*one) for one in encoded)
+    """Return the pair of a record. Raises ValueError as `RecordReader.pair` does, and if both answers are the same tokens, or
+    the chat template does not let the answers be told from the prompt."""
+    chosen, rejected = (_until_the_answer_ends(*encoder.encode(one)) for one in encoder.pair(record))
     if np.array_equal(chosen[0], rejected[0]):
-        raise ValueError(f"'{keys[0]}' and '{keys[1]}' are the same")
-    margin = _margin(record, dataset.margin_key) if dataset.margin_key else 0.0
-    return _sample(chosen, margin), _sample(rejected, 0.0)
-
-
-def _of_texts(encoder: Encoder, record: dict[str, Any], keys: tuple[str, str]) -> list[Encoded]:
-    answers = [text_of(record, key) for key in keys]
-    begun_alike = not encoder.dataset.input_key and not encoder.dataset.messages_key
-    asked = {encoder.dataset.input_key: _begun_alike(*answers)} if begun_alike else record
-    if begun_alike:
-        answers = [answer[len(asked[encoder.dataset.input_key]) :] for answer in answers]
-    for key, answer in zip(keys, answers, strict=True):
-        if not answer.strip():
-            raise ValueError(f"'{key}' is {'all in the other' if begun_alike else 'empty'}")
-    if not encoder.data.apply_chat_template:
-        prompt = encoder.prompt(asked)
-        return [encoder.encode_answer(prompt, answer) for answer in answers]
-    turns = _prompt(encoder, asked)
-    return [encoder.encode_turns([*turns, {"role": "assistant", "content": answer}], len(turns)) for answer in answers]
-
-
-def _begun_alike(one: str, other: str) -> str:
-    """The whole words that both begin with, without the space after them. Raises ValueError if there are none."""
-    same = one[: sum(itertools.takewhile(bool, (a == b for a, b in zip(one, other, strict=False))))]
-    end = max(same.rfind(" "), same.rfind("\n") + 1)
-    if not same[: max(end, 0)].strip():
-        raise ValueError("the answers do not begin with the same words, which are the prompt where no column has it")
-    return same[:end]
-
-
-def _of_messages(
-    encoder: Encoder, record: dict[str, Any], chosen: list[Message], rejected: list[Message]
-) -> tuple[Encoded, Encoded]:
-    if not encoder.data.apply_chat_template:
-        raise ValueError("the answers are lists of messages, and data.apply_chat_template is false")
-    keys = f"'{encoder.dataset.chosen_key}' and '{encoder.dataset.rejected_key}'"
-    for messages in (chosen, rejected):
-        if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
-            raise ValueError(f"{keys}: one does not end in an answer of the assistant's: {[m['role'] for m in messages]}")
-    if chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        prompt = _prompt(encoder, record)
-        chosen, rejected = [*prompt, *chosen], [*prompt, *rejected]
-    else:
-        chosen, rejected = encoder.completed(chosen), encoder.completed(rejected)
-    if chosen == rejected:
-        raise ValueError(f"{keys} are the same")
-    first = _common(chosen, rejected)
-    if any(not messages[first:] or messages[first]["role"] != "assistant" for messages in (chosen, rejected)):
-        raise ValueError(f"{keys} are not two answers to the same prompt: they do not part at a turn of the assistant's")
-    return tuple(encoder.encode_turns(messages, first) for messages in (chosen, rejected))
-
-
-def _prompt(encoder: Encoder, record: dict[str, Any]) -> list[Message]:
-    """With a chat template, and where the answers do not have the prompt in them."""
-    key = encoder.dataset.messages_key
-    if key is None:
-        return encoder.question(record)
-    messages = messages_of(record, key)
-    if messages[-1]["role"] == "assistant":
-        raise ValueError(f"'{key}' must end where the assistant is to answer, and its last turn is the assistant's")
-    return encoder.completed(messages)
-
-
-def _common(one: list[Message], other: list[Message]) -> int:
-    """How many messages both begin with."""
-    same = (a["role"] == b["role"] and a["content"] == b["content"] for a, b in zip(one, other, strict=False))
-    return sum(itertools.takewhile(bool, same))
+        raise ValueError(f"'{encoder.dataset.chosen_key}' and '{encoder.dataset.rejected_key}' are the same")
+    return _sample(chosen, encoder.margin(record)), _sample(rejected, 0.0)
 
 
 def _until_the_answer_ends(tokens: np.ndarray, mask: np.ndarray) -> Encoded:
     length = np.flatnonzero(mask)[-1] + 1
     return tokens[:length], mask[:length]
-
-
-def _margin(record: dict[str, Any], key: str) -> float:
-    value = record.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"'{key}' is {value!r}, not a number")
-    return float(value)
 
 
 def _sample(encoded: Encoded, reward: float) -> Sample:

@@ -45,8 +45,8 @@ def test_good_pairs(tmp_path, records, overrides, algorithm):
 @pytest.mark.parametrize(
     ("record", "overrides", "says"),
     [
-        ({"input": "1", "chosen": "2"}, (), "no key 'rejected'; there are: input, chosen"),
-        ({"chosen": "2", "rejected": "3"}, (), "no key 'input'"),
+        ({"input": "1", "chosen": "2"}, (), "has no 'rejected'; it has: input, chosen"),
+        ({"chosen": "2", "rejected": "3"}, (), "has no 'input'"),
         ({"input": "1", "chosen": "2", "rejected": "2"}, (), "'chosen' and 'rejected' are the same"),
         ({"input": "1", "chosen": "", "rejected": "2"}, (), "'chosen' is empty"),
         ({"input": "1", "chosen": {"text": "2"}, "rejected": "2"}, (), "'chosen' is a dict, not a text or a number"),
@@ -55,7 +55,7 @@ def test_good_pairs(tmp_path, records, overrides, algorithm):
         ({"chosen": [USER, RIGHT], "rejected": [USER]}, CHAT, "'rejected' does not end in an answer of the assistant's"),
         ({"chosen": [USER, RIGHT], "rejected": [{"role": "user"}]}, CHAT, "'rejected' is not a list of {role, content}"),
         (GOOD | {"gap": "wide"}, ("data.train.margin_key=gap",), "'gap' is 'wide', not a number"),
-        (GOOD, ("data.train.margin_key=margin",), "no key 'margin'"),
+        (GOOD, ("data.train.margin_key=margin",), "has no 'margin'"),
         (
             {"prompt": [USER, RIGHT], "chosen": "b", "rejected": "c"},
             (*CHAT, "data.train.messages_key=prompt"),
