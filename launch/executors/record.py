@@ -12,7 +12,7 @@ from launch.executors.base import RunJob, write_json
 from launch.executors.local import HetLocalJob
 from launch.executors.slurm import HetSlurmJob
 from launch.slurm_client import cluster_name
-from pipeline.config import RecipeError
+from pipeline.config import Problem, RecipeError
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,22 @@ class JobRecord:
         return cls(executor, job.job_id, socket.gethostname(), job.start_time, cluster)
 
     def attach(self, run_dir: Path) -> RunJob:
-        """A handle on that job. Raises RecipeError where it cannot be asked from this machine."""
+        """Return a handle on that job. Raises RecipeError where it cannot be asked from this machine."""
         if self.executor == "slurm":
             here = cluster_name() if self.cluster else None
             if here not in (None, self.cluster):
-                raise RecipeError(
-                    f"run_dir: {run_dir} was last written by Slurm job {self.job_id} of the cluster {self.cluster}, and this is"
-                    f" the cluster {here}; go on from there, or, if that job has ended, delete {run_dir}/job.json"
-                )
+                whose = f"Slurm job {self.job_id} of the cluster {self.cluster}, and this is the cluster {here}"
+                raise RecipeError(_elsewhere(run_dir, whose))
             return HetSlurmJob(run_dir / "submitit", self.job_id)
         if self.host != socket.gethostname():
-            raise RecipeError(
-                f"run_dir: {run_dir} was last written by process {self.job_id} on {self.host}; go on from there, or, if"
-                f" that process has ended, delete {run_dir}/job.json"
-            )
+            raise RecipeError(_elsewhere(run_dir, f"process {self.job_id} on {self.host}"))
         kind = AllocationJob if self.executor == "allocation" else HetLocalJob
         return kind(run_dir / "submitit", self.job_id, start_time=self.start_time)
+
+
+def _elsewhere(run_dir: Path, whose: str) -> Problem:
+    hint = f"Try to go on from there, or, if that has ended, delete {run_dir}/job.json"
+    return Problem("run_dir", "unreachable", f"{run_dir} was last written by {whose}. {hint}")
 
 
 def read_record(run_dir: Path) -> JobRecord | None:

@@ -21,7 +21,6 @@ from pipeline.config import (
     Problem,
     Recipe,
     VLLMConfig,
-    as_problem,
     check_expert_layout,
     collected,
     expert_tensor_parallel_size,
@@ -68,7 +67,7 @@ def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending:
         if not found:  # what the backends say in the job, where it is not one of these
             if model.get("model_type") in MODEL_TYPES:
                 ModelShape.of(model, key)  # which says what config.json lacks
-            refused = map(as_problem, refusals(model, policy))
+            refused = refusals(model, policy)
             found += [replace(each, key=key) if each.key == "policy.model_name" else each for each in refused]
     yield from found
 

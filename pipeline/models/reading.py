@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline import models
-from pipeline.config import PolicyConfig, uses_megatron
+from pipeline.config import PolicyConfig, Problem, uses_megatron
 from pipeline.models.sizes import MODEL_TYPES, sizes
 from pipeline.models.tensors import experts, tensors
 
@@ -95,8 +95,8 @@ def _rope(theta: float, scaling: Mapping[str, Any] | None, local: float | None) 
     return {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
 
 
-def refusals(config: Mapping[str, Any], policy: PolicyConfig) -> Iterator[str]:
-    """What the train backend that is chosen has against a model of `MODEL_TYPES`; of other families nothing is known here.
+def refusals(config: Mapping[str, Any], policy: PolicyConfig) -> Iterator[Problem]:
+    """Yield why the train backend cannot train a model of `MODEL_TYPES`; of other families nothing is known here.
 
     Raises as `sizes` does.
     """
@@ -110,11 +110,12 @@ def refusals(config: Mapping[str, Any], policy: PolicyConfig) -> Iterator[str]:
         yield from _refused(lambda: check_fsdp(config, policy.dtensor_cfg.tensor_parallel_size))
 
 
-def _refused(check: Callable[[], object]) -> Iterator[str]:
+def _refused(check: Callable[[], object]) -> Iterator[Problem]:
     try:
         check()
     except ValueError as error:
-        yield str(error)
+        key, _, message = str(error).partition(": ")
+        yield Problem(key, "unsupported", message)
 
 
 def check_fsdp(config: Mapping[str, Any], tensor_parallel_size: int) -> None:

@@ -1,10 +1,10 @@
-"""Before anything is loaded every node is looked at; one that is not as the recipe says, or not as the others, is named.
+"""Look at every node before anything is loaded, and name those that are not as the recipe says, or not as the others.
 
     check(world, cluster)          # every rank, between `join` and its role
 
 Every rank looks at its own GPU, the first of a component on a node also at that node (`look.py`). The first rank of each node
-then exchanges messages with its neighbours in the ring of nodes (`network.py`). Rank 0 gathers all that, decides who is odd
-(`judge.py`), and leaves it in the attempt's nodes.json and in its own log (`table.py`).
+then exchanges messages with its neighbours in the ring of nodes (`network.py`). Rank 0 gathers all that, finds the outliers
+(`judge.py`), and leaves it in the attempt's nodes.json and in its own log (`findings.py`).
 
 What it costs: a message of each rank to rank 0's store; a small file of each node, which rank 0 reads several at a time; two or
 three exchanges of about 0.1 s, which all nodes do at the same time. On one node nothing is sent and no file is written.
@@ -28,9 +28,10 @@ import torch.distributed as dist
 from pipeline.attempt import Attempt
 from pipeline.config import ClusterConfig
 from pipeline.files import write_durably
-from pipeline.node_checks import judge, look, network, table
+from pipeline.node_checks import findings as results
+from pipeline.node_checks import judge, look, network
 from pipeline.node_checks.findings import Findings
-from pipeline.node_checks.look import Sight
+from pipeline.node_checks.look import RankReport
 from pipeline.node_checks.network import Link, Rounds
 from pipeline.watchdog import Beat, Failure
 from pipeline.world import World
@@ -56,9 +57,9 @@ def check(world: World, cluster: ClusterConfig) -> None:
             _follow(world, cluster)
 
 
-def _look(world: World, cluster: ClusterConfig, token: str) -> Sight:
+def _look(world: World, cluster: ClusterConfig, token: str) -> RankReport:
     with world.phase("look around"):
-        return look.around(world.place, world.device, getattr(cluster, world.realm), token)
+        return look.probe(world.place, world.device, getattr(cluster, world.realm), token)
 
 
 # ---- every other rank -------------------------------------------------------------------------------------------------------
@@ -67,9 +68,9 @@ def _look(world: World, cluster: ClusterConfig, token: str) -> Sight:
 def _follow(world: World, cluster: ClusterConfig) -> None:
     """It need not know how things stand: until rank 0 calls a verb it loads nothing."""
     token = _wait(world, "token", LOOK_S, str)
-    sight = _look(world, cluster, token)
-    _tell(world, f"sight/{world.rank}", sight)
-    if sight.node is None or not token:
+    report = _look(world, cluster, token)
+    _tell(world, f"report/{world.rank}", report)
+    if report.node is None or not token:
         return
     for turn in range(network.TURNS):
         rounds = _wait(world, f"rounds/{turn}", LOOK_S + look.SHARED_S + network.bound_s(network.MOST_ROUNDS), Rounds)
@@ -83,7 +84,7 @@ def _tell(world: World, key: str, value: Any) -> None:
 
 
 def _wait(world: World, key: str, timeout_s: float, kind: Any) -> Any:
-    """What rank 0 has to say."""
+    """Return what rank 0 has to say."""
     try:
         world.store.wait([f"nodes/{key}"], timedelta(seconds=timeout_s))
     except dist.DistError as error:
@@ -101,24 +102,24 @@ def _lead(world: World, cluster: ClusterConfig) -> None:
     if token:
         look.leave_own(world.place, token)
     _tell(world, "token", token)
-    findings.sights[0] = _look(world, cluster, token)
+    findings.reports[0] = _look(world, cluster, token)
     with world.phase("wait for what other ranks see"):
-        told = _gather(world, "nodes/sight", range(1, world.size), LOOK_S)
-        findings.sights |= {rank: msgspec.msgpack.decode(sight, type=Sight) for rank, sight in told.items()}
-    findings.blame(_silent(world, findings.ranks, set(range(world.size)) - set(findings.sights), LOOK_S))
-    findings.blame(judge.sights(findings.ranks, findings.sights, world.realms, cluster))
-    findings.apart, findings.notes = judge.images(findings.sights, world.realms, cluster)
+        told = _gather(world, "nodes/report", range(1, world.size), LOOK_S)
+        findings.reports |= {rank: msgspec.msgpack.decode(report, type=RankReport) for rank, report in told.items()}
+    findings.blame(_silent(world, findings.ranks, set(range(world.size)) - set(findings.reports), LOOK_S))
+    findings.blame(judge.reports(findings.ranks, findings.reports, world.realms, cluster))
+    findings.apart, findings.notes = judge.images(findings.reports, world.realms, cluster)
     if token:
         with world.phase("read what other nodes wrote"):
-            unread = look.unread(world.place, findings.sights, token)
-        findings.blame(judge.shared(findings.ranks, findings.sights, unread))
+            unread = look.unread(world.place, findings.reports, token)
+        findings.blame(judge.shared(findings.ranks, findings.reports, unread))
         _measure(world, findings, cluster.node_checks.min_gb_per_s)
         look.remove_own(world.place, token)
         findings.blame(judge.links(findings.names, findings.links, cluster.node_checks.min_gb_per_s))
         findings.blame(judge.clocks(findings.names, findings.links, cluster.node_checks.max_clock_skew_s))
-    record = table.record(findings, time.perf_counter() - start)
+    record = results.record(findings, time.perf_counter() - start)
     write_durably(world.place.folder / "nodes.json", json.dumps(record, indent=1) + "\n")
-    print(table.text(record), flush=True)
+    print(results.text(record), flush=True)
     if findings.apart:
         _fail_apart(world, findings, cluster)
     if findings.problems:
@@ -126,7 +127,7 @@ def _lead(world: World, cluster: ClusterConfig) -> None:
 
 
 def _nodes(world: World) -> dict[str, list[int]]:
-    """The ranks of each node."""
+    """Return the ranks of each node."""
     found: dict[str, list[int]] = {}
     for rank, node in _gather(world, "here", range(world.size), LOOK_S).items():
         found.setdefault(node.decode(), []).append(rank)
@@ -134,8 +135,8 @@ def _nodes(world: World) -> dict[str, list[int]]:
 
 
 def _measure(world: World, findings: Findings, least: float | None) -> None:
-    """The ring of those nodes that can be talked to; then once more, with others, who may be slow."""
-    members = [ranks[0] for ranks in findings.ranks.values() if set(ranks) <= set(findings.sights)]
+    """Measure the ring of those nodes that can be talked to; then once more, with others, those that may be slow."""
+    members = [ranks[0] for ranks in findings.ranks.values() if set(ranks) <= set(findings.reports)]
     rounds = network.ring([] if findings.apart else members)  # a message between such components would never arrive
     for turn in range(network.TURNS):
         _tell(world, f"rounds/{turn}", rounds)
@@ -153,7 +154,7 @@ def _measure(world: World, findings: Findings, least: float | None) -> None:
 
 
 def _gather(world: World, prefix: str, ranks: Sequence[int], timeout_s: float) -> dict[int, bytes]:
-    """What ranks have set at `prefix/RANK`, of those that did within the time, in their order."""
+    """Return what ranks have set at `prefix/RANK`, of those that did within the time, in their order."""
     keys = [f"{prefix}/{rank}" for rank in ranks]
     with contextlib.suppress(dist.DistStoreError):  # some are late: what there is counts
         world.store.wait(keys, timedelta(seconds=timeout_s))
@@ -165,7 +166,7 @@ def _gather(world: World, prefix: str, ranks: Sequence[int], timeout_s: float) -
 
 
 def _silent(world: World, nodes: dict[str, list[int]], absent: set[int], timeout_s: float) -> dict[str, list[str]]:
-    """Nodes whose ranks have not answered, and where those are, as their heartbeats tell."""
+    """Return the nodes whose ranks have not answered, and where those are, as their heartbeats tell."""
     found: dict[str, list[str]] = {}
     for node, ranks in nodes.items():
         for rank in sorted(absent & set(ranks)):

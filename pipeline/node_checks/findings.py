@@ -1,10 +1,12 @@
-"""The results of the node checks, as rank 0 gathers them."""
+"""The results of the node checks, as rank 0 gathers them, writes them to nodes.json, and prints them as a table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from pipeline.node_checks.look import Sight
+from pipeline.node_checks import judge
+from pipeline.node_checks.look import RankReport
 from pipeline.node_checks.network import Link, Pair
 
 
@@ -13,7 +15,7 @@ class Findings:
     """Results of all nodes' checks. Nodes go by their names, in the order of their first ranks."""
 
     ranks: dict[str, list[int]]  # of each node, ascending
-    sights: dict[int, Sight] = field(default_factory=dict)  # of each rank that answered
+    reports: dict[int, RankReport] = field(default_factory=dict)  # of each rank that answered
     links: dict[Pair, Link] = field(default_factory=dict)  # of the first ranks of two nodes
     problems: dict[str, list[str]] = field(default_factory=dict)  # of each node that has some
     apart: dict[str, str] = field(default_factory=dict)  # what -> why the components cannot form one world
@@ -27,3 +29,95 @@ class Findings:
     def names(self) -> dict[int, str]:
         """The node of each node's first rank."""
         return {ranks[0]: node for node, ranks in self.ranks.items()}
+
+
+# ---- for people and programs ------------------------------------------------------------------------------------------------
+
+
+def record(findings: Findings, seconds: float) -> dict[str, Any]:
+    """{"seconds", "nodes": {name: {...}}, "images": [why components form no world], "notes": [in what else they differ]}.
+
+    GB are 10^9 bytes; `gb_per_s` is by the node at the other end; `clock_skew_s` is how far a node's clock is ahead of
+    rank 0's, null if it was not measured."""
+    skews, speeds = judge.against_first(findings.links), _speeds(findings)
+    nodes = {}
+    for node, ranks in findings.ranks.items():
+        there = [findings.reports[rank] for rank in ranks if rank in findings.reports]
+        looks = [report.node for report in there if report.node]
+        skew, error = skews.get(ranks[0], (None, None))
+        nodes[node] = {
+            "ranks": ranks,
+            "problems": findings.problems.get(node, []),
+            "seconds": round(max((report.seconds for report in there), default=0.0), 3),
+            "gpus": [
+                {"rank": report.rank, "uuid": report.gpu.uuid, "name": report.gpu.name}
+                | {"memory_gb": round(report.gpu.memory_gb, 2), "used_gb": round(report.gpu.used_gb, 2)}
+                for report in there
+                if report.gpu
+            ],
+            "gb_per_s": speeds[node],
+            "clock_skew_s": None if skew is None else round(skew, 6),
+            "clock_error_s": None if error is None else round(error, 6),
+            "code": looks[0].code if looks else None,
+            "versions": [look.versions for look in looks],  # of each component
+            "memory_gb": round(looks[0].memory_gb, 2) if looks else None,
+            "cpu": looks[0].cpu if looks else None,
+            "free_gb": {folder: round(free, 3) for look in looks for folder, free in look.free_gb.items()},
+        }
+    return {"seconds": round(seconds, 3), "nodes": nodes, "images": [*findings.apart.values()], "notes": findings.notes}
+
+
+def _speeds(findings: Findings) -> dict[str, dict[str, float]]:
+    """Of each node, by the node at the other end."""
+    names = findings.names
+    found: dict[str, dict[str, float]] = {node: {} for node in findings.ranks}
+    for (one, other), link in findings.links.items():
+        found[names[one]][names[other]] = found[names[other]][names[one]] = round(link.gb_per_s, 3)
+    return found
+
+
+def text(record: dict[str, Any]) -> str:
+    """A line for each node, and one for all of them."""
+    rows = [("node", "ranks", "GPUs", "GB/s to other nodes", "clock", "free: memory, temporary", "")]
+    rows += [_row(name, node) for name, node in record["nodes"].items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    lines = ["  ".join([*map(str.ljust, row[:-1], widths), row[-1]]).rstrip() for row in rows]
+    lines += [f"hetstep: {line}" for line in (*record["images"], *record["notes"])]
+    return "\n".join([*lines, summary(record)])
+
+
+def _row(name: str, node: dict[str, Any]) -> tuple[str, ...]:
+    ranks, skew = node["ranks"], node["clock_skew_s"]
+    free = [] if node["memory_gb"] is None else [f"{node['memory_gb']:.0f} GB"]
+    return (
+        name,
+        str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}",
+        _kinds(node["gpus"]),
+        ", ".join(f"{speed:.3g} {peer}" for peer, speed in node["gb_per_s"].items()),
+        "" if skew is None else f"{'+' if skew >= 0 else ''}{_time(skew)} ± {_time(node['clock_error_s'])}",
+        ", ".join([*free, *(f"{folder} {gb:.3g} GB" for folder, gb in node["free_gb"].items())]),
+        "; ".join(node["problems"]),
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if abs(seconds) >= 1 else f"{seconds * 1000:.1f} ms"
+
+
+def _kinds(gpus: list[dict[str, Any]]) -> str:
+    names = sorted({gpu["name"] or "none" for gpu in gpus})
+    return f"{len(gpus)} {' and '.join(names)}" if gpus else "-"
+
+
+def summary(record: dict[str, Any]) -> str:
+    """For people, in a line."""
+    nodes = record["nodes"]
+    bad = sum(1 for node in nodes.values() if node["problems"])
+    parts = [f"hetstep: {len(nodes)} node{'s' if len(nodes) > 1 else ''} checked in {record['seconds']:.2f} s"]
+    parts.append(f"{bad} failed" if bad else "the components do not fit" if record["images"] else "all well")
+    if speeds := [(speed, name, peer) for name, node in nodes.items() for peer, speed in node["gb_per_s"].items()]:
+        speed, one, other = min(speeds)
+        parts.append(f"the slowest way {speed:.3g} GB/s ({one} - {other})")
+    if skews := [abs(node["clock_skew_s"]) for node in nodes.values() if node["clock_skew_s"] is not None]:
+        parts.append(f"no clock further than {_time(max(skews))} from rank 0's")
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Who is odd: each function takes what was seen and returns {node: [what is wrong with it]}, for people.
+"""Find outlier nodes: each function takes what was seen and returns {node: [what is wrong with it]}, for people.
 
 Where nodes are compared with each other the majority is right. Nodes of a component without a majority are compared with those
 of the other components too, in what all nodes must share (`ONE_FOR_ALL`). If that gives no majority either, all are named, and
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
 from pipeline.config import ClusterConfig, ComponentConfig, ranks_per_node
-from pipeline.node_checks.look import GPU, NETWORK, Node, Sight
+from pipeline.node_checks.look import GPU, NETWORK, Node, RankReport
 from pipeline.node_checks.network import Link, Pair, sort_out
 from pipeline.world import Realms
 
@@ -34,8 +34,8 @@ class Undecided(str):
     """A problem of one of several nodes that differ, where nobody can tell of which."""
 
 
-def sights(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], realms: Realms, cluster: ClusterConfig) -> Problems:
-    """What ranks see of GPUs and nodes."""
+def reports(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], realms: Realms, cluster: ClusterConfig) -> Problems:
+    """Return what is wrong with GPUs and nodes, as ranks see them."""
     found: Problems = {}
 
     def blame(more: Mapping[str, list[str]]) -> None:
@@ -48,41 +48,41 @@ def sights(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], realms: Re
         on = {node: [seen[rank] for rank in ranks if rank in members and rank in seen] for node, ranks in nodes.items()}
         on = {node: there for node, there in on.items() if there}
         looks = {node: look for node, there in on.items() if (look := _look(there))}
-        others = {node: look for node, ranks in nodes.items() if node not in on and (look := _look(_seen(ranks, seen)))}
+        others = {
+            node: look
+            for node, ranks in nodes.items()
+            if node not in on and (look := _look(seen[r] for r in ranks if r in seen))
+        }
         for name in sorted({name for look in looks.values() for name in look.versions}):
-            # NCCL need not tell its network, and a node that lacks any other of these is odd.
+            # NCCL need not tell its network, and a node that lacks any other of these is an outlier.
             tell = {node: look for node, look in looks.items() if name in look.versions or name != NETWORK}
             values = {node: look.versions.get(name, "none") for node, look in tell.items()}
             elsewhere = [look.versions[name] for look in others.values() if name in look.versions and name in ONE_FOR_ALL]
-            blame(odd(values, f"{name} ({component})", elsewhere))
+            blame(outliers(values, f"{name} ({component})", elsewhere))
         kinds = {node: " and ".join(sorted({s.gpu.name for s in there if s.gpu and s.gpu.name})) for node, there in on.items()}
-        blame(odd({node: kind for node, kind in kinds.items() if kind}, f"its GPUs ({component})"))
+        blame(outliers({node: kind for node, kind in kinds.items() if kind}, f"its GPUs ({component})"))
         most_gb = max((s.gpu.memory_gb for there in on.values() for s in there if s.gpu), default=0.0)
         for node, there in on.items():
             blame({node: [*_space(there), *(_gpus(there, config, component, most_gb) if config.gpus_per_node else [])]})
     blame({} if realms.colocated else _used_by_several(nodes, seen, realms))
-    code = {node: look.code for node, ranks in nodes.items() if (look := _look(_seen(ranks, seen)))}
-    blame(odd(code, "the code in pipeline/ and launch/, digest"))
+    code = {node: look.code for node, ranks in nodes.items() if (look := _look(seen[r] for r in ranks if r in seen))}
+    blame(outliers(code, "the code in pipeline/ and launch/, digest"))
     return {node: why for node, why in found.items() if why}
 
 
-def _seen(ranks: Iterable[int], seen: Mapping[int, Sight]) -> list[Sight]:
-    return [seen[rank] for rank in ranks if rank in seen]
-
-
-def _look(there: Iterable[Sight]) -> Node | None:
+def _look(there: Iterable[RankReport]) -> Node | None:
     """Return what the first of these ranks that looked at its node saw of it, or None if none did."""
-    return next((sight.node for sight in there if sight.node), None)
+    return next((report.node for report in there if report.node), None)
 
 
-def _used_by_several(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], realms: Realms) -> Problems:
+def _used_by_several(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], realms: Realms) -> Problems:
     """Return the nodes on which ranks of more than one component use the same GPU, and which ranks those are."""
     found: Problems = {}
     for node, ranks in nodes.items():
         users: dict[str, dict[str, int]] = {}
-        for sight in (seen[rank] for rank in ranks if rank in seen):
-            if sight.gpu and sight.gpu.uuid:
-                users.setdefault(sight.gpu.uuid, {}).setdefault(realms.name(sight.rank), sight.rank)
+        for report in (seen[rank] for rank in ranks if rank in seen):
+            if report.gpu and report.gpu.uuid:
+                users.setdefault(report.gpu.uuid, {}).setdefault(realms.name(report.rank), report.rank)
         for uuid, by_name in users.items():
             if len(by_name) > 1:
                 told = " and ".join(f"rank {rank} ({name})" for name, rank in by_name.items())
@@ -90,7 +90,7 @@ def _used_by_several(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], 
     return found
 
 
-def odd(values: Mapping[str, str], what: str, elsewhere: Sequence[str] = ()) -> Problems:
+def outliers(values: Mapping[str, str], what: str, elsewhere: Sequence[str] = ()) -> Problems:
     """Return what is wrong with the nodes whose value is not the usual one. values: of each node.
 
     elsewhere: the values of other nodes, which must be the same. They decide only what most of `values` do not.
@@ -109,7 +109,7 @@ def odd(values: Mapping[str, str], what: str, elsewhere: Sequence[str] = ()) -> 
     }
 
 
-def images(seen: Mapping[int, Sight], realms: Realms, cluster: ClusterConfig) -> tuple[dict[str, str], list[str]]:
+def images(seen: Mapping[int, RankReport], realms: Realms, cluster: ClusterConfig) -> tuple[dict[str, str], list[str]]:
     """Return ({what: why components cannot form one world}, in what else they differ). No single node is to blame for either.
 
     Components that share their GPUs in turn talk over gloo, so only torch's release counts there.
@@ -154,19 +154,22 @@ def _apart(what: str, values: Mapping[str, str], cluster: ClusterConfig) -> str:
     return f"{what} is {', '.join(f'{value} in {keys[name]}' for name, value in values.items())}"
 
 
-def _space(there: list[Sight]) -> list[str]:
+def _space(there: list[RankReport]) -> list[str]:
     return [
         f"{folder}: only {free * 1000:.0f} MB can be written; {LEAST_FREE_GB * 1000:.0f} MB at least"
-        for sight in there
-        if sight.node
-        for folder, free in sight.node.free_gb.items()
+        for report in there
+        if report.node
+        for folder, free in report.node.free_gb.items()
         if free < LEAST_FREE_GB
     ]
 
 
-def _gpus(there: list[Sight], component: ComponentConfig, name: str, most_gb: float) -> list[str]:
-    """A component's GPUs on one node. most_gb: the memory of the largest GPU that the component has on any node."""
-    own = {sight.rank: sight.gpu for sight in there if sight.gpu}
+def _gpus(there: list[RankReport], component: ComponentConfig, name: str, most_gb: float) -> list[str]:
+    """Return what is wrong with a component's GPUs on one node.
+
+    most_gb: the memory of the largest GPU that the component has on any node.
+    """
+    own = {report.rank: report.gpu for report in there if report.gpu}
     found = [f"rank {rank}: {gpu.problem}" for rank, gpu in own.items() if gpu.problem]
     visible = {uuid for gpu in own.values() for uuid in gpu.visible}
     if len(visible) < component.gpus_per_node:
@@ -178,7 +181,7 @@ def _gpus(there: list[Sight], component: ComponentConfig, name: str, most_gb: fl
         found += [f"ranks {ranks} use the same GPU {uuid}" for uuid, ranks in users.items() if uuid and len(ranks) > 1]
     for rank, gpu in own.items():
         found += _memory(rank, gpu, component, name, most_gb)
-    for node in (sight.node for sight in there if sight.node):
+    for node in (report.node for report in there if report.node):
         found += [node.driver] if node.driver else []
         found += [
             f"GPU {uuid} has had {count} uncorrected memory errors since its driver was loaded"
@@ -189,7 +192,10 @@ def _gpus(there: list[Sight], component: ComponentConfig, name: str, most_gb: fl
 
 
 def _memory(rank: int, gpu: GPU, component: ComponentConfig, name: str, most_gb: float) -> list[str]:
-    """cluster.<component>.gpu is what the plan takes a GPU for, and no reason to refuse what runs."""
+    """Return what is wrong with a GPU's memory.
+
+    cluster.<component>.gpu is what the plan takes a GPU for, and no reason to refuse what runs.
+    """
     asked, found = component.gpu_memory_gb, []
     if gpu.memory_gb and gpu.memory_gb < MEMORY_SHARE * (asked or most_gb):
         other = f"by cluster.{name}.gpu_memory_gb it would be {asked:g}" if asked else f"others of {name} have {most_gb:.1f}"
@@ -199,8 +205,11 @@ def _memory(rank: int, gpu: GPU, component: ComponentConfig, name: str, most_gb:
     return found
 
 
-def shared(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], unread: Mapping[int, str]) -> Problems:
-    """unread: what rank 0 could not read of what others wrote. Those who do not share with rank 0, if they are not most."""
+def shared(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], unread: Mapping[int, str]) -> Problems:
+    """Return the nodes that do not share the run folder with rank 0, or, if most do not, rank 0's.
+
+    unread: what rank 0 could not read of what others wrote.
+    """
     apart: Problems = {}
     for node, ranks in nodes.items():
         why = [seen[rank].node.shared for rank in ranks if rank in seen and seen[rank].node and seen[rank].node.shared]
@@ -217,7 +226,7 @@ def shared(nodes: Mapping[str, list[int]], seen: Mapping[int, Sight], unread: Ma
 
 
 def links(names: Mapping[int, str], measured: Mapping[Pair, Link], least: float | None) -> Problems:
-    """Nodes with only slow ways; of a slow way between two that have fast ones too, both."""
+    """Return the nodes with only slow ways; of a slow way between two that have fast ones too, both."""
     slow, cleared = sort_out(dict(measured), least)
     dead: Problems = {}
     tardy: Problems = {}
@@ -236,7 +245,7 @@ def links(names: Mapping[int, str], measured: Mapping[Pair, Link], least: float 
 
 
 def clocks(names: Mapping[int, str], measured: Mapping[Pair, Link], most: float) -> Problems:
-    """Nodes whose clock is further than `most` seconds off the median, by more than the measurement may be wrong."""
+    """Return the nodes whose clock is further than `most` seconds off the median, by more than the measurement may be wrong."""
     skews = against_first(measured)
     middle = statistics.median(skew for skew, _ in skews.values()) if len(skews) > 2 else 0.0
     off = {rank: skew - middle for rank, (skew, error) in skews.items() if abs(skew - middle) - error > most}
@@ -251,7 +260,8 @@ def clocks(names: Mapping[int, str], measured: Mapping[Pair, Link], most: float)
 
 
 def against_first(measured: Mapping[Pair, Link]) -> dict[int, tuple[float, float]]:
-    """(seconds that a node's clock is ahead of rank 0's, how wrong that may be), added up along the shortest way over links.
+    """Return (seconds that a node's clock is ahead of rank 0's, how wrong that may be), added up along the shortest way over
+    links.
 
     So no rank is asked by all. The error of a way through 500 nodes is that of 500 half round trips, some 50 ms.
     """

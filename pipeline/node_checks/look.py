@@ -1,4 +1,4 @@
-"""What a rank sees of its GPU, and the first rank of a component of its node. Nothing is judged here.
+"""Report what a rank sees of its GPU, and the first rank of a component of its node. Nothing is judged here.
 
 Whatever a broken node may raise becomes a `problem` of what was looked at: rank 0 is to hear of it, not of a rank that died.
 """
@@ -60,7 +60,7 @@ class Node(msgspec.Struct, array_like=True):
     cpu: str = ""  # e.g. "32 x AMD EPYC 9454": those that the job may use
 
 
-class Sight(msgspec.Struct, array_like=True):
+class RankReport(msgspec.Struct, array_like=True):
     """All that a rank sees."""
 
     rank: int
@@ -69,22 +69,25 @@ class Sight(msgspec.Struct, array_like=True):
     node: Node | None = None  # of the first rank of a component on a node
 
 
-def around(place: Place, device: torch.device, component: ComponentConfig, token: str) -> Sight:
-    """token: what rank 0 has written into the shared folder; empty: there is but one node, nothing is shared."""
+def probe(place: Place, device: torch.device, component: ComponentConfig, token: str) -> RankReport:
+    """Return what this rank sees.
+
+    token: what rank 0 has written into the shared folder; empty: there is but one node, nothing is shared.
+    """
     start = time.perf_counter()
     uses_gpus = component.gpus_per_node > 0
     gpu = look_at_gpu(device) if uses_gpus else None
     node = look_at_node(place, token, uses_gpus) if place.local_rank == 0 else None
     if node and token and gpu and not gpu.problem and (network := nccl.network(gpu.uuid)):
         node.versions[NETWORK] = network
-    return Sight(place.rank, time.perf_counter() - start, gpu, node)
+    return RankReport(place.rank, time.perf_counter() - start, gpu, node)
 
 
 # ---- GPUs -------------------------------------------------------------------------------------------------------------------
 
 
 def look_at_gpu(device: torch.device) -> GPU:
-    """device: this rank's; the CPU where torch finds no GPU."""
+    """Return what this rank sees of its GPU. device: this rank's; the CPU where torch finds no GPU."""
     if device.type != "cuda":
         return GPU(problem=f"torch finds no GPU that it can use{_driver_note(torch.version.cuda, driver_version())}")
     gpu = GPU()
@@ -113,7 +116,10 @@ def _driver_note(cuda: str | None, driver: str | None) -> str:
 
 
 def multiply(device: torch.device) -> str:
-    """What is wrong with products of matrices. Of zeros and ones, 128 to a sum: exact in either precision on any device."""
+    """Return what is wrong with products of matrices.
+
+    Of zeros and ones, 128 to a sum: exact in either precision on any device.
+    """
     draw = torch.Generator().manual_seed(0)
     one, other = (torch.randint(0, 2, size, generator=draw).float() for size in ((1024, 128), (128, 1024)))
     right = one @ other
@@ -125,7 +131,10 @@ def multiply(device: torch.device) -> str:
 
 
 def memory_errors() -> tuple[dict[str, int], str]:
-    """(uncorrected errors of each GPU since its driver was loaded, why they are not known). Without nvidia-smi: ({}, "")."""
+    """Return (uncorrected errors of each GPU since its driver was loaded, why they are not known).
+
+    Without nvidia-smi: ({}, "").
+    """
     command = ["nvidia-smi", "--query-gpu=uuid,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S)
@@ -156,7 +165,7 @@ def look_at_node(place: Place, token: str, uses_gpus: bool) -> Node:
 
 
 def code_digest(root: Path) -> str:
-    """Of the names and contents of what runs here: a node with an older copy, or a stale mount, differs."""
+    """Return a digest of the names and contents of what runs here: a node with an older copy, or a stale mount, differs."""
     digest = hashlib.sha256()
     for path in sorted(path for part in SOURCES for path in (root / part).rglob("*") if path.suffix in (".py", ".sh")):
         content = path.read_bytes()
@@ -191,7 +200,7 @@ def driver_version() -> str | None:
 
 
 def free_space() -> dict[str, float]:
-    """GB that this user may still write; 0 in a folder that is not there."""
+    """Return the GB that this user may still write; 0 in a folder that is not there."""
     return {folder: _free_gb(folder) for folder in (os.environ.get("TMPDIR", "/tmp"), "/dev/shm")}
 
 
@@ -209,13 +218,13 @@ def _statvfs_gb(folder: str) -> float:
 
 
 def available_memory() -> float:
-    """GB. proc(5): MemAvailable of /proc/meminfo, in kB of 1024 bytes."""
+    """Return the available GB. proc(5): MemAvailable of /proc/meminfo, in kB of 1024 bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("MemAvailable:"))
 
 
 def processors() -> str:
-    """proc(5): /proc/cpuinfo; not every architecture has a model name there."""
+    """Return the number and the model of the CPUs. proc(5): /proc/cpuinfo; not every architecture has a model name there."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return f"{len(os.sched_getaffinity(0))} x {next(names, platform.machine())}"
@@ -225,7 +234,7 @@ def processors() -> str:
 
 
 def look_at_shared(place: Place, token: str) -> str:
-    """Read what rank 0 wrote and leave something for it to read. What is wrong, or ''."""
+    """Read what rank 0 wrote and leave something for it to read. Return what is wrong, or ''."""
     if place.rank:
         try:
             leave_own(place, token)
@@ -234,9 +243,9 @@ def look_at_shared(place: Place, token: str) -> str:
     return _misread(place, 0, token, time.monotonic() + SHARED_S)
 
 
-def unread(place: Place, sights: dict[int, Sight], token: str) -> dict[int, str]:
-    """On rank 0: what is wrong with the files of those ranks that wrote one."""
-    writers = [rank for rank, sight in sights.items() if rank and sight.node is not None and not sight.node.shared]
+def unread(place: Place, reports: dict[int, RankReport], token: str) -> dict[int, str]:
+    """Return, on rank 0, what is wrong with the files of those ranks that wrote one."""
+    writers = [rank for rank, report in reports.items() if rank and report.node is not None and not report.node.shared]
     deadline = time.monotonic() + SHARED_S
     with ThreadPoolExecutor(16) as pool:  # a file server answers many at once
         answers = pool.map(lambda rank: _misread(place, rank, token, deadline), writers)
@@ -260,12 +269,12 @@ def _file(place: Place, rank: int, token: str) -> Path:
 
 
 def _content(rank: int, token: str) -> str:
-    """Random, so that no copy of the folder holds it."""
+    """Return random text, so that no copy of the folder holds it."""
     return f"{rank} {token}"
 
 
 def _misread(place: Place, rank: int, token: str, deadline: float) -> str:
-    """Why it cannot be seen what `rank` wrote; '' as soon as it can."""
+    """Return why it cannot be seen what `rank` wrote; '' as soon as it can."""
     path, expected = _file(place, rank, token), _content(rank, token)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Messages between neighbours in the ring of nodes: how fast the way is, and how far apart the two clocks are.
+"""Exchange messages between neighbours in the ring of nodes: how fast the way is, and how far apart the two clocks are.
 
 A node is measured with both its neighbours, pair by pair, in rounds in which no node has more than one partner: two rounds for
 an even number of nodes, three for an odd one. A slow node makes both its ways slow, but each neighbour still has a fast one on
@@ -50,7 +50,7 @@ class Link(msgspec.Struct, array_like=True):
 
 
 def bound_s(rounds: int) -> float:
-    """How long an exchange may take at most: in each round one message may get stuck, and so may the partner's."""
+    """Return how long an exchange may take at most: in each round one message may get stuck, and so may the partner's."""
     return (rounds + 1) * 2 * LINK_S
 
 
@@ -58,14 +58,15 @@ def bound_s(rounds: int) -> float:
 
 
 def ring(members: list[int]) -> Rounds:
-    """members: the first rank of each node, in the ring's order."""
+    """Return the pairs of a ring, in rounds. members: the first rank of each node, in the ring's order."""
     around = zip(members, members[1:] + members[:1], strict=True)
     pairs = [(min(pair), max(pair)) for pair in around]
     return _in_rounds(pairs if len(pairs) > 2 else pairs[1:])  # two nodes have one way between them, one has none
 
 
 def again(links: dict[Pair, Link], least: float | None) -> Rounds:
-    """Once more: nodes without a fast way with nodes that have one, and slow ways, not dead ones, between two of the latter."""
+    """Return whom to measure once more: nodes without a fast way with nodes that have one, and slow ways, not dead ones,
+    between two of the latter."""
     suspects, cleared = sort_out(links, least)
     if not cleared:
         return []
@@ -79,24 +80,27 @@ def again(links: dict[Pair, Link], least: float | None) -> Rounds:
 
 
 def sort_out(links: dict[Pair, Link], least: float | None) -> tuple[set[int], list[int]]:
-    """(those that have only slow ways, those that have a fast one)."""
+    """Return (those that have only slow ways, those that have a fast one)."""
     everyone = {rank for pair in links for rank in pair}
     cleared = {rank for pair, link in links.items() if not _slow(link, least) for rank in pair}
     return everyone - cleared, sorted(cleared)
 
 
 def _slow(link: Link, least: float | None) -> bool:
-    """least: GB/s, None if only a dead way counts."""
+    """Return whether a way is slow. least: GB/s, None if only a dead way counts."""
     return bool(link.problem) or (least is not None and link.gb_per_s < least)
 
 
 def better(link: Link, earlier: Link | None) -> Link:
-    """Of two measurements of one pair."""
+    """Return the better of two measurements of one pair."""
     return link if earlier is None or link.gb_per_s >= earlier.gb_per_s else earlier
 
 
 def _in_rounds(pairs: list[Pair]) -> Rounds:
-    """Each pair in the first round in which both are free. A ring's pairs: every second one, the others, and the odd one."""
+    """Put each pair into the first round in which both are free.
+
+    A ring's pairs: every second one, the others, and the odd one.
+    """
     rounds: Rounds = []
     busy: list[set[int]] = []
     for pair in [*pairs[0::2], *pairs[1::2]]:
@@ -113,7 +117,7 @@ def _in_rounds(pairs: list[Pair]) -> Rounds:
 
 
 def exchange(world: World, turn: int, rounds: Rounds) -> list[Link]:
-    """This rank's part in all rounds: the links that it opened."""
+    """Take this rank's part in all rounds. Return the links that it opened."""
     links = []
     for number, pairs in enumerate(rounds):
         for pair in pairs:
@@ -191,7 +195,8 @@ class Wire:
         self._back(int(self._receive(torch.tensor([0]))))
 
     def _compare_clocks(self) -> tuple[float, float]:
-        """(how far the other's clock is ahead, how wrong that may be), in seconds, of the quickest of some round trips."""
+        """Return (how far the other's clock is ahead, how wrong that may be), in seconds, of the quickest of some round
+        trips."""
         best = (0.0, float("inf"))
         for _ in range(PINGS):
             start, sent = time.time(), time.perf_counter()
@@ -203,7 +208,7 @@ class Wire:
         return best
 
     def _there_and_back(self, size: int) -> float:
-        """Seconds."""
+        """Return the seconds that a message takes there and back."""
         message = torch.zeros(size, dtype=torch.uint8, device=self._device)
         start = time.perf_counter()
         self._send(message)

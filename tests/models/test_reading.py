@@ -129,7 +129,7 @@ def test_attention_that_cannot_be_packed(family, changes, longest, message):
 
 def told(family: str, policy: PolicyConfig) -> list[str]:
     name, changes = CASES[family]
-    return list(refusals({"model_type": name, **TINY, **changes}, policy))
+    return list(map(str, refusals({"model_type": name, **TINY, **changes}, policy)))
 
 
 def test_all_that_a_train_backend_refuses_is_told():

@@ -14,12 +14,13 @@ import torch
 
 from launch.attempts import PastAttempt
 from pipeline import builds, config
-from pipeline.config import ClusterConfig, ComponentConfig, RecipeError
+from pipeline.config import ClusterConfig, ComponentConfig
 from pipeline.node_checks import judge, look, nccl, network
-from pipeline.node_checks.look import GPU, Node, Sight
+from pipeline.node_checks.look import GPU, Node, RankReport
 from pipeline.node_checks.network import Link
 from pipeline.world import Realms
 from tests.launch.model import write_recipe
+from tests.problems import refused
 from tests.world.secret import write_secret
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +123,7 @@ def test_clocks_add_up_along_the_ring_and_so_do_their_errors():
 # ---- GPUs, versions, space, the shared folder -----------------------------------------------------------------------------
 
 
-def sights(nodes: int = 3, per_node: int = 2) -> dict[int, Sight]:
+def reports(nodes: int = 3, per_node: int = 2) -> dict[int, RankReport]:
     """Of healthy nodes with H100s."""
     seen = {}
     for rank in range(nodes * per_node):
@@ -131,12 +132,12 @@ def sights(nodes: int = 3, per_node: int = 2) -> dict[int, Sight]:
         gpu = GPU(uuids[rank % per_node], "NVIDIA H100", 85.0, 0.6, uuids)
         free = {"/tmp": 100.0, "/dev/shm": 50.0}
         node = Node("digest", {"python": "3.11.7", "driver": "550.1"}, free, 500.0, "", dict.fromkeys(uuids, 0))
-        seen[rank] = Sight(rank, 0.1, gpu, node if rank % per_node == 0 else None)
+        seen[rank] = RankReport(rank, 0.1, gpu, node if rank % per_node == 0 else None)
     return seen
 
 
 def judged(
-    seen: dict[int, Sight],
+    seen: dict[int, RankReport],
     nodes: int = 3,
     per_node: int = 2,
     realms: Realms | None = None,
@@ -145,22 +146,22 @@ def judged(
     ranks = {f"n{i}": [*range(i * per_node, (i + 1) * per_node)] for i in range(nodes)}
     component = ComponentConfig(nodes=nodes, gpus_per_node=per_node, gpu_memory_gb=asked_gb)
     cluster = ClusterConfig(train=component, generate=replace(component))
-    return judge.sights(ranks, seen, realms or Realms(tuple(range(nodes * per_node)), (), ()), cluster)
+    return judge.reports(ranks, seen, realms or Realms(tuple(range(nodes * per_node)), (), ()), cluster)
 
 
 def test_healthy_nodes_have_no_problems():
-    assert judged(sights()) == {}
+    assert judged(reports()) == {}
 
 
 @pytest.mark.parametrize(("asked", "bad"), [(None, []), (40.0, []), (80.0, ["n0", "n1", "n2"])])
 def test_gpus_smaller_than_the_described_kind_are_refused_only_if_the_recipe_asks_for_more(asked, bad):
-    seen = sights()
-    for sight in seen.values():
-        sight.gpu.memory_gb = 42.3
+    seen = reports()
+    for report in seen.values():
+        report.gpu.memory_gb = 42.3
     assert list(judged(seen, asked_gb=asked)) == bad
 
 
-def break_sight(seen: dict[int, Sight], fault: str) -> None:
+def break_sight(seen: dict[int, RankReport], fault: str) -> None:
     """Of the node n1, whose ranks are 2 and 3."""
     gpu, node = seen[3].gpu, seen[2].node
     match fault:
@@ -208,7 +209,7 @@ def break_sight(seen: dict[int, Sight], fault: str) -> None:
     ],
 )
 def test_what_is_wrong_with_a_node_is_told(fault, told):
-    seen = sights()
+    seen = reports()
     break_sight(seen, fault)
     found = judged(seen)
     assert list(found) == ["n1"]
@@ -218,13 +219,13 @@ def test_what_is_wrong_with_a_node_is_told(fault, told):
 
 
 def test_memory_errors_of_a_gpu_that_is_not_ours_do_not_count():
-    seen = sights()
+    seen = reports()
     seen[2].node.errors["gpu-of-another-job"] = 4
     assert judged(seen) == {}
 
 
 def test_components_may_have_other_versions_but_not_other_code():
-    seen = sights(nodes=4)
+    seen = reports(nodes=4)
     realms = Realms((0, 1, 2, 3), (4, 5, 6, 7), ((4, 5), (6, 7)))
     for rank in (4, 6):
         seen[rank].node.versions = {"python": "3.12.1", "driver": "550.1"}
@@ -237,9 +238,9 @@ def test_components_may_have_other_versions_but_not_other_code():
     assert sorted(judged(seen, 4, realms=realms)) == ["n0", "n2", "n3"]
 
 
-def with_versions(*versions: dict[str, str]) -> dict[int, Sight]:
+def with_versions(*versions: dict[str, str]) -> dict[int, RankReport]:
     """Of nodes of one rank each."""
-    seen = sights(nodes=len(versions), per_node=1)
+    seen = reports(nodes=len(versions), per_node=1)
     for rank, found in enumerate(versions):
         seen[rank].node.versions = found
     return seen
@@ -310,9 +311,9 @@ def test_a_node_that_does_not_tell_its_network_is_not_to_blame():
 
 
 def test_where_nobody_can_tell_which_is_right_it_is_said():
-    (one,), (other,) = judge.odd({"a": "1", "b": "2"}, "x").values()
+    (one,), (other,) = judge.outliers({"a": "1", "b": "2"}, "x").values()
     assert isinstance(one, judge.Undecided) and isinstance(other, judge.Undecided)
-    ((sure,),) = judge.odd({"a": "1", "b": "2", "c": "1"}, "x").values()
+    ((sure,),) = judge.outliers({"a": "1", "b": "2", "c": "1"}, "x").values()
     assert not isinstance(sure, judge.Undecided)
 
 
@@ -347,29 +348,29 @@ def test_nodes_of_the_other_components_decide_which_of_two_networks_is_wrong():
 
 
 def test_components_on_one_node_have_gpus_of_their_own():
-    seen, realms = sights(nodes=1, per_node=4), Realms((0, 1), (2, 3), ((2, 3),))
+    seen, realms = reports(nodes=1, per_node=4), Realms((0, 1), (2, 3), ((2, 3),))
     for rank in (0, 2):
-        seen[rank].node = sights()[0].node
-        for sight in (seen[rank], seen[rank + 1]):
-            sight.gpu.visible = [f"gpu-{rank}", f"gpu-{rank + 1}"]
+        seen[rank].node = reports()[0].node
+        for report in (seen[rank], seen[rank + 1]):
+            report.gpu.visible = [f"gpu-{rank}", f"gpu-{rank + 1}"]
     cluster = ClusterConfig(train=ComponentConfig(gpus_per_node=2), generate=ComponentConfig(gpus_per_node=2))
-    assert judge.sights({"n0": [0, 1, 2, 3]}, seen, realms, cluster) == {}
+    assert judge.reports({"n0": [0, 1, 2, 3]}, seen, realms, cluster) == {}
     seen[2].gpu.uuid = "gpu-1"
-    found = judge.sights({"n0": [0, 1, 2, 3]}, seen, realms, cluster)
+    found = judge.reports({"n0": [0, 1, 2, 3]}, seen, realms, cluster)
     assert found == {"n0": ["rank 1 (train) and rank 2 (generate) use the same GPU gpu-1"]}
-    assert judge.sights({"n0": [0, 1, 2, 3]}, seen, replace(realms, colocated=True), cluster) == {}
+    assert judge.reports({"n0": [0, 1, 2, 3]}, seen, replace(realms, colocated=True), cluster) == {}
 
 
 def test_the_odd_ones_are_the_minority_and_without_a_majority_all():
-    assert judge.odd({"a": "1", "b": "1"}, "x") == {}
-    assert judge.odd({"a": "1", "b": "2", "c": "1"}, "x") == {"b": ["x: 2, but 1 on 2 others"]}
-    assert judge.odd({"a": "1", "b": "2"}, "x") == {"a": ["x: 1, but 2 elsewhere"], "b": ["x: 2, but 1 elsewhere"]}
-    assert sorted(judge.odd({"a": "1", "b": "1", "c": "2", "d": "2"}, "x")) == ["a", "b", "c", "d"]
+    assert judge.outliers({"a": "1", "b": "1"}, "x") == {}
+    assert judge.outliers({"a": "1", "b": "2", "c": "1"}, "x") == {"b": ["x: 2, but 1 on 2 others"]}
+    assert judge.outliers({"a": "1", "b": "2"}, "x") == {"a": ["x: 1, but 2 elsewhere"], "b": ["x: 2, but 1 elsewhere"]}
+    assert sorted(judge.outliers({"a": "1", "b": "1", "c": "2", "d": "2"}, "x")) == ["a", "b", "c", "d"]
 
 
 def test_who_does_not_share_the_run_folder():
     ranks = {f"n{i}": [i] for i in range(4)}
-    seen = sights(nodes=4, per_node=1)
+    seen = reports(nodes=4, per_node=1)
     assert judge.shared(ranks, seen, {}) == {}
     assert list(judge.shared(ranks, seen, {2: "no such file"})) == ["n2"]
     for rank in (1, 2, 3):
@@ -516,17 +517,11 @@ def test_a_folder_that_cannot_be_written_has_no_space(tmp_path):
     assert look._free_gb(str(tmp_path / "absent")) == 0
 
 
-@pytest.mark.parametrize(
-    ("override", "problem"),
-    [
-        ("min_gb_per_s=0", "cluster.node_checks.min_gb_per_s: got 0.0; expected at least"),
-        ("max_clock_skew_s=-1", "cluster.node_checks.max_clock_skew_s: got -1.0; expected at least"),
-    ],
-)
-def test_bounds_that_are_none_are_refused(tmp_path, override, problem):
-    with pytest.raises(RecipeError) as error:
-        config.load(str(write_recipe(tmp_path)), [f"cluster.node_checks.{override}"])
-    assert problem in str(error.value)
+@pytest.mark.parametrize("override", ["min_gb_per_s=0", "max_clock_skew_s=-1"])
+def test_bounds_that_are_none_are_refused(tmp_path, override):
+    key = f"cluster.node_checks.{override}"
+    with refused((key.partition("=")[0], "too-small")):
+        config.load(str(write_recipe(tmp_path)), [key])
 
 
 # ---- real ranks -------------------------------------------------------------------------------------------------------------
