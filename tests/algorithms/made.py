@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from pipeline.algorithms import ALGORITHMS, OFFLINE
 from pipeline.algorithms.base import Algorithm
-from pipeline.config import LossConfig, OfflineConfig, OnlineConfig, ValueLossConfig
+from pipeline.config import AdvantageConfig, GRPOConfig, LossConfig, OfflineConfig, OnlineConfig, ValueLossConfig
 
 
 def made(
@@ -26,3 +26,20 @@ def made(
         "policy": SimpleNamespace(train_global_batch_size=samples // updates),
     }
     return ALGORITHMS[name](SimpleNamespace(**recipe))
+
+
+def grpo(loss: LossConfig | None = None, updates: int = 1, estimator: AdvantageConfig | None = None, **keys) -> Algorithm:
+    """Return GRPO with these keys of its section; by default it divides by the deviation and leaves one out."""
+    estimator = estimator or AdvantageConfig(normalize_rewards=True, use_leave_one_out_baseline=True)
+    return made(GRPOConfig(adv_estimator=estimator, **keys), loss, updates)
+
+
+def weighed(kind: str | None = None, high: float | None = None, low: float | None = None, **keys) -> LossConfig:
+    """Return a loss with importance sampling, truncated to these bounds."""
+    return LossConfig(
+        use_importance_sampling_correction=True,
+        truncated_importance_sampling_type=kind,
+        truncated_importance_sampling_ratio=high,
+        truncated_importance_sampling_ratio_min=low,
+        **keys,
+    )

@@ -26,8 +26,7 @@ from pipeline.data.batches import share
 from pipeline.data.packing import pack
 from pipeline.types import Completion, DataPlace, GlobalCounts, PackedBatch, Prompt, Rollout, RolloutGroup, Span, Turn
 from tests.algorithms.groups import group_of
-from tests.algorithms.made import made
-from tests.algorithms.test_grpo import grpo
+from tests.algorithms.made import grpo, made
 
 PROMPT = Prompt(0, np.array([5, 6], np.int32), "math", {})
 

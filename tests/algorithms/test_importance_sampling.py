@@ -3,7 +3,6 @@
 import itertools
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,67 +12,36 @@ from pipeline.algorithms.loss import importance_log_weights, mismatch_metrics, p
 from pipeline.config import LossConfig
 from pipeline.train.outputs import quantiles
 from pipeline.types import BIN_EDGES
+from tests.algorithms.made import grpo, weighed
 from tests.algorithms.packed import Packed
 from tests.algorithms.sampled import (
-    assert_gradcheck,
-    assert_however_cut,
     gradient_of,
-    largest_difference,
     outputs_of,
     random_sampled,
 )
-from tests.algorithms.test_grpo import grpo
-
-
-def weighed(kind: str | None = None, high: float | None = None, low: float | None = None, **keys) -> LossConfig:
-    return LossConfig(
-        use_importance_sampling_correction=True,
-        truncated_importance_sampling_type=kind,
-        truncated_importance_sampling_ratio=high,
-        truncated_importance_sampling_ratio_min=low,
-        **keys,
-    )
-
-
-CONFIGS = {
-    "untruncated": weighed(),
-    "tis": weighed("tis", 1.1),
-    "tis, both bounds": weighed("tis", 1.1, 0.9, token_level_loss=False),
-    "icepop": weighed("icepop", 1.2, 0.8),
-    "seq-mask-tis": weighed("seq-mask-tis", 1.05, 0.95),
-    "seq-mask-tis, by sequence": weighed("seq-mask-tis", 1.05, 0.95, token_level_loss=False),
-}
-
-
-def largest_differences() -> dict[str, tuple[int, float, float | None]]:
-    return {f"Importance sampling, {name}": largest_difference(config) for name, config in CONFIGS.items()}
-
-
-def test_against_the_reference():
-    for name, (_, loss, gradient) in largest_differences().items():
-        assert loss < 1e-12 and gradient < 1e-12, name
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_however_sequences_are_cut_and_ordered(name):
-    assert_however_cut(partial(policy_loss, CONFIGS[name]), random_sampled(1))
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_gradcheck(name):
-    """With log-probs of an old policy, no weight has a gradient."""
-    assert_gradcheck(partial(policy_loss, CONFIGS[name]), random_sampled(2))
 
 
 @pytest.mark.parametrize("sequences", [False, True])
-@pytest.mark.parametrize("name", [name for name in CONFIGS if "by sequence" not in name])
-def test_equal_logprobs_make_every_correction_nothing(name, sequences):
+@pytest.mark.parametrize(
+    "config",
+    [
+        weighed(),
+        weighed("tis", 1.1),
+        weighed("tis", 1.1, 0.9),
+        weighed("icepop", 1.2, 0.8),
+        weighed("seq-mask-tis", 1.05, 0.95),
+    ],
+)
+def test_equal_logprobs_make_every_correction_nothing(config, sequences):
     """Weights are exactly 1, within all bounds, and so are their quantiles."""
-    level = {"sequence_level_importance_ratios": sequences and "mask" not in name, "token_level_loss": False}
+    level = {
+        "sequence_level_importance_ratios": sequences and config.truncated_importance_sampling_type != "seq-mask-tis",
+        "token_level_loss": False,
+    }
     packed = random_sampled(3, old=False)
     batch = replace(packed.batch, generate_logprobs=packed.leaf.detach().clone())
     one = policy_loss(LossConfig(**level), outputs_of(packed), batch, packed.counts)
-    other = policy_loss(replace(CONFIGS[name], **level), outputs_of(packed), batch, packed.counts)
+    other = policy_loss(replace(config, **level), outputs_of(packed), batch, packed.counts)
     assert one.loss == other.loss
     assert torch.equal(gradient_of(one.loss, packed), gradient_of(other.loss, packed))
     metrics = other.metrics

@@ -1,9 +1,7 @@
 """KL in the loss and in the reward: the three estimates, their clamps and their gradients."""
 
-import itertools
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -12,46 +10,10 @@ from pipeline.algorithms.loss import estimate_kl, kl_in_loss, kl_in_reward, poli
 from pipeline.config import LossConfig
 from tests.algorithms import reference
 from tests.algorithms.sampled import (
-    assert_gradcheck,
-    assert_however_cut,
     gradient_of,
-    largest_difference,
     outputs_of,
     random_sampled,
 )
-
-CONFIGS = {
-    f"{kind}, {'clamped' if clamped else 'unclamped'}, {'pi / pi_generate' if approximated else 'on policy'}": LossConfig(
-        reference_policy_kl_penalty=0.3,
-        reference_policy_kl_type=kind,
-        kl_input_clamp_value=0.5 if clamped else None,
-        kl_output_clamp_value=0.1 if clamped else None,
-        use_on_policy_kl_approximation=approximated,
-        token_level_loss=not clamped,
-    )
-    for kind, clamped, approximated in itertools.product(("k1", "k2", "k3"), (False, True), (False, True))
-}
-
-
-def largest_differences() -> dict[str, tuple[int, float, float | None]]:
-    return {f"KL in the loss, {name}": largest_difference(config) for name, config in CONFIGS.items()}
-
-
-def test_against_the_reference():
-    for name, (_, loss, gradient) in largest_differences().items():
-        assert loss < 1e-12 and gradient < 1e-12, name
-
-
-@pytest.mark.parametrize("name", list(CONFIGS)[::3])
-def test_however_sequences_are_cut_and_ordered(name):
-    assert_however_cut(partial(policy_loss, CONFIGS[name]), random_sampled(1, reference=True))
-
-
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_gradcheck(kind):
-    """The factor pi / pi_generate has nothing stopped in it."""
-    config = CONFIGS[f"{kind}, unclamped, pi / pi_generate"]
-    assert_gradcheck(partial(policy_loss, config), random_sampled(2, reference=True))
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 1 + 0.5)])

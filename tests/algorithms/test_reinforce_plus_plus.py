@@ -13,9 +13,9 @@ from pipeline.config import AdvantageConfig, LossConfig
 from pipeline.types import PackedBatch
 from tests.algorithms import reference
 from tests.algorithms.groups import group_of
+from tests.algorithms.made import grpo
 from tests.algorithms.packed import Packed, piece_of
 from tests.algorithms.sampled import CUTS, assert_however_cut, random_sampled
-from tests.algorithms.test_grpo import grpo
 
 IN_REWARD = LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.3, reference_policy_kl_type="k2")
 CONFIGS = {
