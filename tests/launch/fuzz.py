@@ -1,6 +1,4 @@
-"""Try command lines that nobody means: python -m tests.launch.fuzz [cases=5000] [seed=0] [command=submit]
-
-The exit status of each must be 0, 1 or 2, without a traceback. Prints counts of statuses, tracebacks, and the slowest case.
+"""Make and run command lines that nobody means: the exit status of each must be 0, 1 or 2, without a traceback.
 
 A case is made of a seed alone: a shipped recipe, one or more `key=value` with keys of the schema, mutated or invented ones, and
 values that are right, of another type, odd unicode, huge, deeply nested, shell syntax, YAML tags and anchors, interpolations,
@@ -19,15 +17,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated
 
-from launch import command_line, export, plan_refit, report, slurm_client, status, submit, sweep, timeline
-from launch.command_line import Key
+from launch import export, plan_refit, report, slurm_client, status, submit, sweep, timeline
 from pipeline.config import RECIPES, Recipe, layers, typed
 
 MODES = ("show", "plan", "dry_run")
@@ -89,6 +84,8 @@ UNICODE = (
 
 @dataclass(frozen=True)
 class Case:
+    """A command with its arguments."""
+
     command: str
     arguments: list[str]
 
@@ -359,42 +356,3 @@ def _past_run(folder: Path) -> None:
 
     past_runs.folder(folder)
     past_runs.attempt(folder, "1-0", 0.0, "stop: crashed with status 1", {"rank": 0, "message": "no"})
-
-
-@dataclass(frozen=True)
-class Request:
-    """The command line."""
-
-    cases: Annotated[int, Key("N", "command lines of submit, and a tenth as many of the others; default: 5000")] = 5000
-    seed: Annotated[int, Key("N", "default: 0")] = 0
-    command: Annotated[str | None, Key("NAME", "this command alone")] = None
-
-
-def main(arguments: list[str]) -> int:
-    return command_line.run(__doc__, Request, report_cases, arguments)
-
-
-def report_cases(request: Request) -> int:
-    bad = False
-    for command in [request.command] if request.command else COMMANDS:
-        number = request.cases if command == "submit" else max(1, request.cases // 10)
-        statuses: Counter[str] = Counter()
-        places: Counter[str] = Counter()
-        slowest = Outcome(Case(command, []), 0, 0.0)
-        for outcome in fuzz(command, number, request.seed):
-            statuses[str(outcome.status) if outcome.status is not None else "raised"] += 1
-            slowest = max(slowest, outcome, key=lambda each: each.seconds)
-            if outcome.bad:
-                bad = True
-                place = "\n".join(line[:200] for line in outcome.raised.splitlines()[-7:]) or f"wrote {outcome.wrote}"
-                places[place] += 1
-                if places[place] == 1:
-                    print(f"{outcome.case}\n  status {outcome.status}, {outcome.seconds:.1f} s\n{place}\n", flush=True)
-        told = ", ".join(f"{status}: {number}" for status, number in sorted(statuses.items()))
-        print(f"{command}: {number} cases; exit statuses {told}; tracebacks {statuses['raised']}; slowest", end=" ")
-        print(f"{slowest.seconds:.2f} s ({slowest.case})", flush=True)
-    return int(bad)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,4 @@
-"""Recipes whose texts hold shell syntax: what their scripts do, run with stand-ins for Slurm's commands and for Python.
-
-    python -m tests.launch.shell_fuzz [cases=2000] [seed=0]    counts of what was refused, run, and wrong
+"""Make recipes whose texts hold shell syntax, and run their scripts with stand-ins for Slurm's commands and for Python.
 
 A case is made of a seed alone. Wherever a shell reads a part of a text as syntax, it runs the command `pwned` or writes a file
 of that name. What the checks of a recipe do not refuse must reach sbatch, srun and the ranks exactly as the recipe has it.
@@ -16,7 +14,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,18 +207,3 @@ def fuzz(count: int, seed: int) -> Iterator[Outcome]:
         base = config.load(str(write_recipe(Path(folder))))
         for number in range(count):
             yield run(seed * 1_000_000 + number, base)
-
-
-def main(arguments: list[str]) -> None:
-    given = {"cases": 2000, "seed": 0} | {key: int(value) for key, _, value in (each.partition("=") for each in arguments)}
-    counts: Counter[str] = Counter()
-    for outcome in fuzz(given["cases"], given["seed"]):
-        counts["wrong" if outcome.wrong else "refused" if outcome.refused else "run as the recipe has it"] += 1
-        if outcome.wrong:
-            print(f"seed {outcome.seed}: {outcome.recipe.cluster}\n{outcome.wrong}")
-    print(f"{given['cases']} cases:", ", ".join(f"{count} {name}" for name, count in counts.most_common()))
-    sys.exit(bool(counts["wrong"]))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
