@@ -62,18 +62,8 @@ def run(description: str, request: type[Request], command: Callable[[Request], i
 
     description: the usage text; what the keys are goes between its first paragraph and the rest
     """
-    if arguments and arguments[0] in HELP:
-        print(usage(description, request))
-        return 0
     try:
-        try:
-            asked = parse(request, arguments)
-        except RecipeError:
-            if arguments:
-                raise
-            print(usage(description, request))
-            return 2
-        status = command(asked)
+        status = _run(description, request, command, arguments)
         sys.stdout.flush()
         return status
     except RecipeError as error:
@@ -89,6 +79,20 @@ def run(description: str, request: type[Request], command: Callable[[Request], i
             raise
         print(plain(f"error: {_clipped(str(error.filename))}: {error.strerror}"), file=sys.stderr)
         return 2
+
+
+def _run(description: str, request: type[Request], command: Callable[[Request], int], arguments: list[str]) -> int:
+    if arguments and arguments[0] in HELP:
+        print(usage(description, request))
+        return 0
+    try:
+        asked = parse(request, arguments)
+    except RecipeError:
+        if arguments:
+            raise
+        print(usage(description, request))
+        return 2
+    return command(asked)
 
 
 def usage(description: str, request: type) -> str:

@@ -80,18 +80,15 @@ def main(arguments: list[str]) -> int:
     from launch import submit
     from launch.executors.allocation import batch_job
 
+    why = ""
     if batch_job() is None:
-        print(
-            "error: launch/ray_sub.py is run by `sbatch launch/hetstep.sbatch recipe=...`; else launch/submit.py",
-            file=sys.stderr,
-        )
+        why = "launch/ray_sub.py is run by `sbatch launch/hetstep.sbatch recipe=...`; else launch/submit.py"
+    elif "detach=true" in arguments:
+        why = "detach: the job ends when its batch script does; sbatch has detached it already"
+    if why:
+        print(f"error: {why}", file=sys.stderr)
         return 2
-    if "detach=true" in arguments:
-        print("error: detach: the job ends when its batch script does; sbatch has detached it already", file=sys.stderr)
-        return 2
-    signal.signal(
-        signal.SIGUSR2, lambda *_: None
-    )  # before there are ranks to be told, see BatchStepsJob; not SIG_IGN, which they inherit
+    signal.signal(signal.SIGUSR2, lambda *_: None)  # until there are ranks to be told; not SIG_IGN, which they would inherit
     overrides, lines = understood(os.environ, arguments, shares_nodes(arguments))
     for line in lines:
         print(f"# {line}", flush=True)
