@@ -14,7 +14,6 @@ over experts: a rank receives as many copies as it sends.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,42 +22,17 @@ from launch.plan.cut import Cut
 from launch.plan.memory_parts import Load, Model, Parts, add
 from pipeline.config import uses_megatron
 
+# ---- FSDP2 --------------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
-class Held(ABC):
+class FSDP:
     """One model on one rank."""
 
     model: Model
     cut: Cut
     cuda: bool
 
-    @property
-    @abstractmethod
-    def resident(self) -> Parts:
-        """Return the bytes that are on the device all the time, gradients included."""
-
-    @property
-    @abstractmethod
-    def host(self) -> float:
-        """Return the bytes in host memory: what is offloaded, and reference weights."""
-
-    @abstractmethod
-    def phases(self, load: Load) -> Iterator[tuple[str, Parts]]:
-        """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""
-
-
-def held(model: Model, cut: Cut, cuda: bool) -> list[Held]:
-    """Return the model on a rank of each pipeline stage."""
-    if not uses_megatron(model.policy):
-        return [FSDP(model, cut, cuda)]
-    return [Megatron(model, cut, cuda, stage) for stage in stages(model)]
-
-
-# ---- FSDP2 --------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FSDP(Held):
     @property
     def plain(self) -> bool:
         """Return whether nothing is gathered."""
@@ -72,8 +46,6 @@ class FSDP(Held):
     @property
     def adapted(self) -> bool:
         return self.model.trained and self.model.policy.dtensor_cfg.lora_cfg.enabled
-
-    # ---- numbers of parameters
 
     @property
     def root(self) -> float:
@@ -110,10 +82,9 @@ class FSDP(Held):
         shape = self.model.shape
         return {sparse: count for sparse, count in ((True, shape.sparse_layers), (False, shape.dense_layers)) if count}
 
-    # ---- bytes that are there all the time
-
     @property
     def resident(self) -> Parts:
+        """Return the bytes that are on the device all the time, gradients included."""
         if self.offloads:
             return {}
         whole = self.model.size * self.parameters
@@ -132,12 +103,12 @@ class FSDP(Held):
 
     @property
     def host(self) -> float:
+        """Return the bytes in host memory: what is offloaded, and reference weights."""
         reference = 0.0 if "other models" in self.resident else self.reference
         return reference + (self.parameters * (16 if self.model.trained else self.model.size) if self.offloads else 0.0)
 
-    # ---- bytes of a phase
-
     def phases(self, load: Load) -> Iterator[tuple[str, Parts]]:
+        """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""
         forward = self._forward(load.forward_tokens)
         yield "log-probs", forward
         if self.cuda and self.reference and not self.offloads and "other models" not in self.resident:
@@ -257,10 +228,13 @@ def stages(model: Model) -> list[Stage]:
 
 
 @dataclass(frozen=True)
-class Megatron(Held):
-    stage: Stage
+class Megatron:
+    """One model on one rank of a pipeline stage."""
 
-    # ---- numbers of parameters
+    model: Model
+    cut: Cut
+    cuda: bool
+    stage: Stage
 
     @property
     def dense_parameters(self) -> float:
@@ -297,10 +271,9 @@ class Megatron(Held):
         """Return the bytes of the weights in the precision that they compute in."""
         return self.model.size * (self.dense_parameters + self.expert_parameters)
 
-    # ---- bytes that are there all the time
-
     @property
     def resident(self) -> Parts:
+        """Return the bytes that are on the device all the time, gradients included."""
         settings, c = self.model.policy.megatron_cfg, self.model.size
         if not self.model.trained:
             return {} if self._offloads else {"weights": self.weights}
@@ -320,11 +293,11 @@ class Megatron(Held):
 
     @property
     def host(self) -> float:
+        """Return the bytes in host memory: an offloaded model, and reference weights."""
         return self.weights * (2 * self.model.reference + self._offloads)  # while a reference is used, the policy's weights too
 
-    # ---- bytes of a phase
-
     def phases(self, load: Load) -> Iterator[tuple[str, Parts]]:
+        """Yield (phase, bytes on the device besides `resident`; negative where gradients are not there yet)."""
         yield "log-probs", self._forward(load.forward_tokens)
         if self.model.trained:
             yield from self._training(load)
@@ -396,3 +369,13 @@ class Megatron(Held):
             return 0.0
         largest = max(layer.saved for layer in layers.values())
         return largest * (1 if settings.recompute_method == "block" else settings.recompute_num_layers or 1)
+
+
+Held = FSDP | Megatron
+
+
+def held(model: Model, cut: Cut, cuda: bool) -> list[Held]:
+    """Return the model on a rank of each pipeline stage."""
+    if not uses_megatron(model.policy):
+        return [FSDP(model, cut, cuda)]
+    return [Megatron(model, cut, cuda, stage) for stage in stages(model)]

@@ -15,11 +15,19 @@ from launch.plan import memory
 from launch.plan.cut import train_cut
 from launch.plan.memory_parts import GenerateMemory, TrainMemory, load, models
 from launch.plan.phase import Phase
-from launch.plan.rates import GLOO_GB_PER_S, IPC_GB_PER_S, PAGE_LOCKED, TCP_GB_PER_S
 from launch.plan.refit import Prediction
 from pipeline.config import Recipe, engine_ranks, hardware, ranks, ranks_per_node, refits_by_ipc
 
 GIGA = 1e9
+PAGE_LOCKED = 0.8
+"""Share of the host link's rate that copies of page-locked memory attain. Assumed, not measured."""
+GLOO_GB_PER_S = 2.0
+"""GB/s of a rank over gloo within a node, from host memory to host memory. Assumed, not measured."""
+TCP_GB_PER_S = 2.5
+"""GB/s into a node from others over TCP, which gloo uses: 20 Gbit/s. Assumed, not measured."""
+IPC_GB_PER_S = 20.0
+"""GB/s into a rank through memory that it maps. slime's buckets over CUDA IPC bring the 61 GB of Qwen3-30B-A3B in bfloat16 to
+engines on the same 8 H200 in 3.0 s, loading included: github.com/vllm-project/vime/issues/175. Not measured here."""
 MOVED = ("weights", "merged weights", "optimizer", "other models")
 """Parts of a train rank that go to the host and come back; gradients are dropped."""
 

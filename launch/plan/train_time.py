@@ -25,11 +25,14 @@ from launch.plan import flops
 from launch.plan.cut import GIGA, Cut, Links, train_cut
 from launch.plan.lengths import Lengths
 from launch.plan.phase import Phase
-from launch.plan.rates import OPTIMIZER_BYTES
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import PRECISIONS, ComponentConfig, PolicyConfig, Recipe, hardware, updates_per_step, uses_megatron
 from pipeline.config.hardware import GPU
+
+OPTIMIZER_BYTES = 30
+"""Bytes that an update moves for each parameter: float32 weight, gradient and two moments are read, all but the gradient are
+written, and a copy in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from launch import backend
-from launch.plan import modes, report
+from launch.plan import choices, modes, report
 from launch.plan.estimate import plan
 from pipeline import config
 
@@ -89,7 +89,7 @@ def test_what_trains_on_its_own_weights_is_chosen_where_little_is_gained():
     assert found["async"].cost < found["sync"].cost < 1.03 * found["async"].cost
     two = [found["async"], found["sync"]]
     assert modes.choose(two).name == "sync"
-    assert "fewer, but trains on older rollouts" in report._choice(two)
+    assert "fewer, but trains on older rollouts" in choices.choice(two)
 
 
 @pytest.mark.parametrize("overrides", [HALVES, IN_TURN])

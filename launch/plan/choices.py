@@ -1,0 +1,102 @@
+"""Lines of the report about other ways to run the recipe: modes, divisions of its nodes, recomputation, idle engines."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from launch.plan import generate_time, modes, split
+from launch.plan.advice import recomputes_less
+from launch.plan.cut import engines
+from launch.plan.estimate import Plan, step_elsewhere
+from launch.plan.modes import Mode
+from launch.units import plural, seconds
+from pipeline import config
+from pipeline.config import runs_ahead
+
+Line = str | tuple[str, str]
+"""A text, or a label and what is said beside it."""
+WIDTH = 128  # of the report
+WIDTHS = (12, 6, 10, 14, 14, 14)
+
+
+def waits(plan: Plan) -> Iterator[Line]:
+    """Yield how long ranks wait for each other."""
+    if plan.phases and plan.generate and not config.colocated(plan.recipe):
+        train, engines = plan.pace.train / plan.step, plan.pace.generate / plan.step
+        yield "waits", f"train ranks {train:.0%} of a step, engines {engines:.0%}; plan=true compares with other ways"
+
+
+def of_modes(plan: Plan, compared: Sequence[Mode]) -> Iterator[Line]:
+    """Yield a table of the modes, and the one to choose."""
+    cost = "GPU-hours" if plan.steps else "GPU-s a step"
+    columns = zip(("nodes", "GPUs", "a step", cost, "train waits", "engines wait"), WIDTHS, strict=True)
+    yield f"{'the same nodes':26s}" + "".join(f"{name:>{width}s}" for name, width in columns)
+    for mode in compared:
+        name = mode.name if mode.changes or mode.plan is None else f"{mode.name}, as it is"
+        if mode.why_not:
+            yield textwrap.fill(f"not so: {mode.why_not}", WIDTH, initial_indent=f"  {name:24s}", subsequent_indent=" " * 26)
+        else:
+            yield f"  {name:24s}{_row(mode)}"
+            if (spare := plan.gpus - mode.plan.gpus) > 0:
+                yield f"  {'':24s}{plural(spare, 'GPU')} of the recipe's {plan.gpus} would be left over"
+    yield "choice", choice(compared)
+
+
+def _row(mode: Mode) -> str:
+    found, cluster = mode.plan, mode.plan.recipe.cluster
+    cells = [found.gpus, seconds(found.step), f"{mode.cost if found.gpu_hours is None else found.gpu_hours:,.0f}"]
+    if config.colocated(found.recipe):
+        cells = [cluster.train.nodes, *cells, "-", "-", f"   {mode.moving:.0%} for changing turns"]
+    else:
+        own = [*split.sizes(found.recipe)]
+        if config.serves_rewards(found.recipe):
+            own.append(getattr(cluster.reward, split.key_of(found.recipe)))
+        nodes = f"{' + '.join(map(str, own))}{' GPUs' if cluster.share_nodes else ''}"
+        cells = [nodes, *cells, *(f"{idle / found.step:.0%}" for idle in (found.pace.train, found.pace.generate)), ""]
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, (*WIDTHS, 0), strict=True))
+
+
+def choice(compared: Sequence[Mode]) -> str:
+    """Return which mode takes the fewest GPU-hours, compared with the others, and the keys that choose it."""
+    best = modes.choose(compared)
+    if best is None:
+        return "none of them fits"
+    against = []
+    for mode in compared:
+        if mode is best or mode.why_not:
+            continue
+        name = "the recipe as it is" if mode.name == best.name and not mode.changes else mode.name
+        if best.cost <= mode.cost:
+            against.append(f"{1 - best.cost / mode.cost:.0%} fewer GPU-hours than {name}")
+        else:
+            but = ", but trains on older rollouts" if mode.name == "async" else ""
+            against.append(f"{name} takes {1 - mode.cost / best.cost:.0%} fewer{but}")
+    keys = " ".join(f"{key}={'null' if value is None else str(value).lower()}" for key, value in best.changes.items())
+    return "; ".join([f"{best.name}: {', '.join(against) or 'nothing else fits'}", *([keys] if keys else [])])
+
+
+def proposals(plan: Plan) -> Iterator[Line]:
+    """Yield single changes that would make a step shorter, and how many engines are idle."""
+    if split.movable(plan.recipe):
+        yield "split", _division(plan)
+    other = recomputes_less(plan.recipe) if plan.fits else None
+    took = step_elsewhere(plan, other) if other else None
+    if took is not None and 1 - took / plan.step > split.WORTH:
+        gain = f"{seconds(took)} a step, {1 - took / plan.step:.0%} less"
+        yield "recomputing", f"policy.dtensor_cfg.recompute_granularity=selective would fit and take {gain}"
+    if plan.generate:
+        made, answers = engines(plan.recipe.policy, plan.recipe.cluster.generate), generate_time.sampled(plan.recipe)[1]
+        if runs_ahead(plan.recipe) and plan.recipe.grpo.async_grpo.in_flight_weight_updates:
+            answers *= plan.recipe.grpo.async_grpo.max_trajectory_age_steps + 1
+        if made > answers:
+            yield "idle", f"{made - answers} of {made} engines: {plural(answers, 'answer')} are sampled at once"
+
+
+def _division(plan: Plan) -> str:
+    estimated = "by these estimates alone; a few measured steps would tell better"
+    by = f"as measured in {plan.measured.where}" if plan.ratios else estimated
+    if plan.split is None:
+        return f"no other division {'makes a step clearly shorter' if plan.fits else 'fits either'}, {by}"
+    gain = f"{plan.split.gain:.0%} less" if plan.fits else "and fits"
+    return f"{plan.split} would take {seconds(plan.split.seconds)} a step, {gain}, {by}"
