@@ -34,6 +34,7 @@ def test_every_key_has_a_type_and_a_meaning():
     keys = reference.keys()
     assert {key.replace("*", reference.NAME) for key in typed.keys(Recipe)} == set(keys)
     assert [name for name, key in keys.items() if not key.meaning] == []
+    assert [(kind, key.name) for kind, inside in reference.kwargs().items() for key in inside if not key.meaning] == []
     assert {name for name, key in keys.items() if "anything" in key.type} == {"policy.scheduler", "value.scheduler"}
 
 
@@ -54,6 +55,8 @@ def test_the_schema_is_one():
         ("grpo: {max_num_step: 5}", "grpo", "additionalProperties"),
         ("polcy: {}", "", "additionalProperties"),
         ("env: {math: {kind: math, timeout: 5}}", "env.math", "additionalProperties"),
+        ("env: {math: {kind: math, kwargs: {verify: x}}}", "env.math.kwargs", "additionalProperties"),
+        ("env: {judge: {kind: llm_judge, kwargs: {tries: 0}}}", "env.judge.kwargs.tries", "minimum"),
         ("grpo: {max_num_steps: many}", "grpo.max_num_steps", "type"),
         ("grpo: {max_num_steps: -1}", "grpo.max_num_steps", "minimum"),
         ("policy: {generation: {top_p: 0}}", "policy.generation.top_p", "exclusiveMinimum"),
@@ -76,7 +79,7 @@ def test_an_editor_finds(text, path, keyword):
         "policy: {optimizer: {kwargs: {_override_: true, lr: 0.1}}, scheduler: [{name: x}]}",
         "policy: {megatron_cfg: {optimizer: null, moe_router_dtype: null, scheduler: {lr_decay_iters: '???'}}}",
         "data: {train: null, datasets: {a: {weight: 1}}}",
-        "env: {any_name: {kind: math, kwargs: {anything: [1]}}}",
+        "env: {one: {kind: mine.Mine, kwargs: {anything: [1]}}, other: {kwargs: {pattern: x}}}",
     ],
 )
 def test_an_editor_lets_pass(text):
@@ -93,6 +96,12 @@ def test_help_explains_a_section_and_a_key(capsys):
     assert capsys.readouterr().out == (
         "env.NAME.timeout_s: number, above 0; default 10.0\n    Seconds for one turn of an episode.\n"
     )
+
+
+def test_help_of_an_environments_kwargs_is_by_kind(capsys):
+    assert submit.main(["help=env.math.kwargs"]) == 0
+    _, _, judge = capsys.readouterr().out.partition("kind: llm_judge\n")
+    assert judge.startswith("env.NAME.kwargs.url: text\n")
 
 
 def test_help_of_no_key_lists_the_sections(capsys):

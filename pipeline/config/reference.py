@@ -16,8 +16,10 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema
 
 from pipeline.config import typed
-from pipeline.config.layers import RECIPES, REPLACES, Branch, Leaf, dumped
+from pipeline.config.environments import KINDS, kind_class
+from pipeline.config.layers import RECIPES, REPLACES, Branch, Leaf
 from pipeline.config.schema import Recipe
+from pipeline.config.showing import on_one_line
 from pipeline.problems import Problem, RecipeError
 from pipeline.values import MISSING
 
@@ -31,6 +33,8 @@ BOUNDS = {  # of pydantic, and its keyword in JSON schema, and its name for peop
 REPLACED = {"type": "boolean", "description": "true: replace what is inherited of this mapping."}
 NAME = "NAME"
 """Stands in a key for a name that the recipe gives, as of an environment."""
+LONGEST = 120  # characters of a default that is shown
+KWARGS = f"env.{NAME}.kwargs"
 
 
 HEAD = """# Keys of a recipe
@@ -74,8 +78,8 @@ class _Generator(GenerateJsonSchema):
 
 
 @cache
-def _described() -> dict[str, Any]:
-    """Return the JSON schema of a recipe in which all values are given."""
+def _described(section: type = Recipe) -> dict[str, Any]:
+    """Return the JSON schema of a section in which all values are given."""
 
     def cleaned(value: Any, of_properties: bool = False) -> Any:
         if isinstance(value, list):
@@ -90,13 +94,20 @@ def _described() -> dict[str, Any]:
             for name, inner in renamed.items()
         }
 
-    return cleaned(typed.adapter(Recipe).json_schema(schema_generator=_Generator))
+    return cleaned(typed.adapter(section).json_schema(schema_generator=_Generator))
 
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a recipe's file, in which values may be interpolations."""
     whole = json.loads(json.dumps(_described()))
     sections = whole.pop("$defs")
+    environment = sections["EnvironmentConfig"]["allOf"] = []
+    for kind in KINDS:
+        arguments = kind_class(kind).Arguments
+        sections[arguments.__name__] = json.loads(json.dumps(_described(arguments)))
+        asked = {"properties": {"kind": {"const": kind}}, "required": ["kind"]}
+        given = {"anyOf": [{"$ref": f"#/$defs/{arguments.__name__}"}, {"$ref": "#/$defs/interpolation"}]}
+        environment.append({"if": asked, "then": {"properties": {"kwargs": given}}})
     for section in (whole, *sections.values()):
         for name, described in section["properties"].items():
             section["properties"][name] = _or_interpolation(described)
@@ -136,6 +147,16 @@ def keys() -> dict[str, Key]:
     return {key.name: key for key in _keys(_described(), "", typed.filled(Recipe, Branch()))}
 
 
+@cache
+def kwargs() -> dict[str, list[Key]]:
+    """Return the keys of an environment's kwargs by its kind."""
+    found = {}
+    for kind in KINDS:
+        arguments = kind_class(kind).Arguments
+        found[kind] = list(_keys(_described(arguments), f"{KWARGS}.", typed.defaults(arguments)))
+    return found
+
+
 def _keys(section: dict[str, Any], prefix: str, defaults: Branch) -> Iterator[Key]:
     for name, described in section["properties"].items():
         kinds = [kind for kind in described.get("anyOf", [described]) if kind != {"type": "null"}]
@@ -148,7 +169,9 @@ def _keys(section: dict[str, Any], prefix: str, defaults: Branch) -> Iterator[Ke
         yield Key(
             f"{prefix}{name}",
             _type(described),
-            "" if default == MISSING or (own and default is not None) else _on_one_line(default),
+            ""
+            if default == MISSING or (own and default is not None)
+            else textwrap.shorten(on_one_line(default), LONGEST, placeholder=" ..."),
             " ".join(filter(None, (described.get("description"), about.get("description")))),
             own,
         )
@@ -169,12 +192,8 @@ def _type(described: dict[str, Any]) -> str:
         return f"list of {_type(described['items'])}"
     if "$ref" in str(described.get("additionalProperties")):
         return f"mapping of {NAME} to section"
-    ranges = [f"{words} {described[name]:g}" for name, words in BOUNDS.values() if name in described]
+    ranges = [f"{words} {described[name]:.15g}" for name, words in BOUNDS.values() if name in described]
     return ", ".join([NAMES.get(described.get("type", ""), "anything"), *ranges])
-
-
-def _on_one_line(value: Any) -> str:
-    return dumped(value, on_one_line=True).removesuffix("...\n").rstrip("\n")
 
 
 # ---- for people -------------------------------------------------------------------------------------------------------------
@@ -192,7 +211,10 @@ def explained(asked: str) -> str:
         (problem, *_) = typed.unknown(Recipe, tree)
         raise RecipeError(Problem("help", "unknown-key", f"got '{problem.key}', which {problem.message}"))
     own = [keys()[name]] if name in keys() else []
-    return "\n".join(map(_paragraph, [*own, *_inside(name)]))
+    lines = [*map(_paragraph, [*own, *_inside(name)])]
+    for kind, inside in kwargs().items() if name == KWARGS else ():
+        lines += ["", f"kind: {kind}", *map(_paragraph, inside)]
+    return "\n".join(lines)
 
 
 def _inside(section: str) -> list[Key]:
@@ -232,9 +254,14 @@ def markdown() -> str:
                 inside = [key for key in inside if before[key.name.removeprefix(title)] != key.default]
                 link = f"[{other}](#{other.lower().replace('.', '')})"
                 lines += ["", f"It has the keys of {link}{', with other defaults:' * bool(inside)}{'.' * (not inside)}"]
-        if inside:
-            lines += ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |", *map(_row, inside)]
+        lines += _table(inside)
+    for kind, inside in kwargs().items():
+        lines += ["", f"## {KWARGS} with kind: {kind}", *_table(inside)]
     return "\n".join(lines) + "\n"
+
+
+def _table(keys: list[Key]) -> list[str]:
+    return ["", "| key | type | default | meaning |", "| --- | --- | --- | --- |", *map(_row, keys)] if keys else []
 
 
 def _row(key: Key) -> str:

@@ -24,22 +24,22 @@ def shown(loaded: Loaded) -> str:
 
 def argument(key: str, value: Any) -> str:
     """Return `key=value` as it is given on the command line, without a shell's quotes."""
-    return f"{key}={_flow(escaped(value))}"
+    return f"{key}={on_one_line(escaped(value))}"
 
 
 def _lines(prefix: str, values: dict[str, Any], origins: dict[str, str], depth: int) -> Iterator[tuple[str, str | None]]:
     """(line, what set the value that is on it)."""
     for name, value in values.items():
-        key, head = f"{prefix}{name}", f"{'  ' * depth}{_flow(name)}:"
+        key, head = f"{prefix}{name}", f"{'  ' * depth}{on_one_line(name)}:"
         if isinstance(value, dict) and value:
             yield head, None
             yield from _lines(f"{key}.", value, origins, depth + 1)
         else:
-            yield f"{head} {_flow(escaped(value))}", _origin(key, origins)
+            yield f"{head} {on_one_line(escaped(value))}", _origin(key, origins)
 
 
-def _flow(value: Any) -> str:
-    """YAML on one line."""
+def on_one_line(value: Any) -> str:
+    """Return a value as YAML on one line."""
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value)  # a YAML text in double quotes
     return dumped(value, on_one_line=True).removesuffix("...\n").rstrip("\n")
