@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import numpy as np
 
 from launch.pages.chart import Chart, Mark, Series
 from launch.pages.html import Html, data, tag
@@ -37,8 +39,6 @@ DISTINCT = 6
 OWN = frozenset(("prompt_index", "sample", "reward"))
 """Numbers of a record that are no metric."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-
-Item = TypeVar("Item")
 
 
 @dataclass
@@ -197,7 +197,7 @@ def _bands(found, what, unit, values, marks, without) -> Iterator[Chart]:
             if each == kind and (run, kind) not in without:
                 steps = found.steps[run, kind]
                 x = [step.step for step in steps]
-                q05, q25, q50, q75, q95 = zip(*(_quantiles(values(step)) for step in steps), strict=True)
+                q05, q25, q50, q75, q95 = np.transpose([np.quantile(values(step), QUANTILES) for step in steps]).tolist()
                 series += [
                     Series("5% to 95%", x, (), run, "band", q05, q95),
                     Series("25% to 75%", x, (), run, "band", q25, q75),
@@ -205,15 +205,3 @@ def _bands(found, what, unit, values, marks, without) -> Iterator[Chart]:
                 ]
         if series:
             yield Chart(f"{what}, {KINDS[kind]}", series, unit=unit, marks=marks)
-
-
-def _quantiles(values: Sequence[float]) -> list[float]:
-    """QUANTILES, between two values linearly."""
-    ordered = sorted(values)
-    found = []
-    for share in QUANTILES:
-        place = share * (len(ordered) - 1)
-        below = int(place)
-        above = min(below + 1, len(ordered) - 1)
-        found.append(ordered[below] + (place - below) * (ordered[above] - ordered[below]))
-    return found

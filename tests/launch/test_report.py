@@ -13,7 +13,7 @@ import pytest
 
 from launch import report
 from launch.pages import rollouts
-from launch.pages.chart import Chart, Series, figure
+from launch.pages.chart import Chart, Mark, Series, figure
 from launch.pages.recipes import differences
 from launch.past_run import PastRun
 from tests.launch import past_runs
@@ -149,6 +149,15 @@ def test_what_a_model_says_is_text_and_nothing_is_loaded(run, tmp_path):
     assert not any("<" in text.replace("<br>", "") for text in texts)  # Plotly takes <a href=...> for markup
     (samples,) = page.data("samples-data")
     assert HOSTILE.replace("\ud800", "\ufffd") in samples["prompts"]  # there is no UTF-8 for half a character
+
+
+def test_plotly_gets_no_markup():
+    """It would show <b> and <a href=...> of a name as such."""
+    chart = Chart("c", [Series(HOSTILE, [1, 2], [1.0, 2.0])], marks=[Mark(1, HOSTILE)], levels=[(1.5, HOSTILE)])
+    (packed,) = Page(figure(chart, ["<b>one", "two"])).data("chart-data")
+    series, mark = packed["data"]
+    for text in (series["name"], mark["text"][0], packed["layout"]["shapes"][0]["label"]["text"]):
+        assert "&lt;" in text and "<" not in text.replace("<br>", "")
 
 
 def test_several_runs_lie_over_each_other(run, tmp_path):
