@@ -1,4 +1,4 @@
-"""The allocation executor: the steps of the batch script in the Slurm allocation that this process is in already.
+"""Run the steps of the batch script in the Slurm allocation that this process is in already.
 
 Inside an `salloc` a controller, which outlives the terminal but not the allocation, starts the ranks again after a crash, as
 verdict.sh decides; when they leave on purpose, that is the end, because there is no more time. In a batch job of
@@ -37,7 +37,8 @@ BUSY_S = 120
 
 
 def current() -> str | None:
-    """The id of the job in whose allocation this process may start steps; None outside of one, and inside a step of one."""
+    """Return the id of the job in whose allocation this process may start steps; None outside of one, and inside a step
+    of one."""
     step = os.environ.get("SLURM_STEP_ID")
     if step is not None and int(step) % (1 << 32) not in SHELLS:
         return None
@@ -45,7 +46,7 @@ def current() -> str | None:
 
 
 def batch_job() -> str | None:
-    """The id of the job, if this process is in the batch script of launch/hetstep.sbatch."""
+    """Return the id of the job, if this process is in the batch script of launch/hetstep.sbatch."""
     job_id = current()
     return job_id if job_id and os.environ.get(IN_BATCH) == job_id else None
 
@@ -54,7 +55,7 @@ def batch_job() -> str | None:
 
 
 def script(run_dir: Path, cluster: ClusterConfig, components: dict[str, ComponentConfig]) -> str:
-    """What bash runs in the allocation."""
+    """Return what bash runs in the allocation."""
     if batch_job():
         functions = slurm.attempt_text(run_dir, cluster, components, places=_places(components, "hetstep"))
         return "\n".join(["#!/bin/bash", functions, "", *slurm.JOB, ""])
@@ -66,7 +67,7 @@ def script(run_dir: Path, cluster: ClusterConfig, components: dict[str, Componen
 
 
 def _places(components: dict[str, ComponentConfig], name: str) -> list[str]:
-    """Where each component's step runs, and its name, as options of srun. name: for bash, inside double quotes."""
+    """Return where each component's step runs, and its name, as options of srun. name: for bash, inside double quotes."""
     het = "SLURM_HET_SIZE" in os.environ
     places, part, first_node, next_node = [], -1, 0, 0
     for component in components.values():
@@ -124,7 +125,7 @@ class AllocationExecutor(local.LocalExecutor):
 
     @property
     def kind(self) -> str:
-        """For job.json: what is to be asked about the run from elsewhere."""
+        """Return, for job.json, what is to be asked about the run from elsewhere."""
         return "slurm" if self.batch_job else "allocation"
 
     def _num_tasks(self) -> int:

@@ -1,4 +1,4 @@
-"""Which executor runs a recipe: Slurm, the allocation that this shell is in, or processes on this machine.
+"""Choose the executor that runs a recipe: Slurm, the allocation that this shell is in, or processes on this machine.
 
 `cluster.executor=auto` takes, the first that applies:
     allocation   inside an salloc or launch/hetstep.sbatch, where steps can start
@@ -32,7 +32,7 @@ class Choice:
 
 
 def choose(recipe: Recipe) -> Choice:
-    """Asks Slurm only where the recipe leaves it open."""
+    """Choose the executor. Asks Slurm only where the recipe leaves it open."""
     if (named := recipe.cluster.executor) != "auto":
         return Choice(named)
     if job_id := allocation.current():

@@ -1,4 +1,4 @@
-"""The Slurm executor: one job, heterogeneous if its components have nodes of their own, and one background srun per component.
+"""Run as one Slurm job, heterogeneous if its components have nodes of their own, and one background srun per component.
 
 One srun per component, because a container image is an option of a whole srun. The price is that Slurm numbers ranks per step,
 so the batch script tells each step its first global rank. What it does before the steps and when they have ended is in
@@ -67,7 +67,10 @@ def batch_script(
     after: tuple[str, ...] = (),
     behind: tuple[str, ...] = (),
 ) -> str:
-    """The text for sbatch. Ids of jobs that come first: those `after` which it comes must succeed, those `behind` only end."""
+    """Return the text for sbatch.
+
+    Ids of jobs that come first: those `after` which it comes must succeed, those `behind` only end.
+    """
     header = []
     for k, host in enumerate(nodes.hosts(components).values()):
         header += ["#SBATCH hetjob"] if k else []
@@ -95,7 +98,7 @@ def attempt_text(
     attempt: str = "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}",
     places: list[str] | None = None,
 ) -> str:
-    """Functions of bash: `start` starts all ranks in the allocation it is called in; those of batch.sh; and `verdict`.
+    """Return functions of bash: `start` starts all ranks in the allocation it is called in; those of batch.sh; and `verdict`.
 
     job_id, attempt: for bash, inside double quotes. places: options of each component's srun that say on which nodes.
     """
@@ -120,19 +123,19 @@ def attempt_text(
 
 
 def _places(components: dict[str, ComponentConfig]) -> list[str]:
-    """Where each component's step runs in a job of our own, as options of srun."""
+    """Return where each component's step runs in a job of our own, as options of srun."""
     if len(nodes.hosts(components)) > 1:
         return [f"--het-group={k}" for k in range(len(components))]
     return [overlap(components)] * len(components)
 
 
 def overlap(components: dict[str, ComponentConfig]) -> str:
-    """What makes srun start a step on nodes where another one has CPUs and GPUs already."""
+    """Return what makes srun start a step on nodes where another one has CPUs and GPUs already."""
     return "" if all(share.alone for share in nodes.shares(components).values()) else "--overlap"
 
 
 def dependency(**job_ids: tuple[str, ...]) -> str | None:
-    """What --dependency takes, for ids by what they are waited for (afterok, afterany); all must be met."""
+    """Return what --dependency takes, for ids by what they are waited for (afterok, afterany); all must be met."""
     return ",".join(f"{kind}:{':'.join(ids)}" for kind, ids in job_ids.items() if ids) or None
 
 
@@ -148,7 +151,10 @@ def directives(*options: str) -> list[str]:
 
 
 def _step(name: str, share: Share, first_rank: int, place: str, run_dir: Path) -> list[str]:
-    """Lines of bash: a background srun, noted in `steps`. The task redirects its output: srun's %t is off by the component."""
+    """Return lines of bash: a background srun, noted in `steps`.
+
+    The task redirects its output: srun's %t is off by the component.
+    """
     component = share.component
     command = [component.python or sys.executable, "-P", "-u", "-m", "launch.task", f"{run_dir}/submitit"]
     if component.env_vars:  # not by bash's export, which evaluates what it assigns to RANDOM and the like

@@ -340,7 +340,7 @@ def _lines(key: str, path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """As the job reads it. Raises ValueError for a line that is not a JSON object."""
+    """Return a record, as the job reads it. Raises ValueError for a line that is not a JSON object."""
     try:
         record = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

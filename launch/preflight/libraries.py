@@ -128,7 +128,7 @@ def _engine(given: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _known(dotted: str) -> signatures.Parameters | None:
-    """None, too, of a version that has no such class: whether that does is for the job to say."""
+    """Return what a class takes; None, too, of a version that has no such class: whether that does is for the job to say."""
     try:
         return signatures.parameters(dotted)
     except signatures.NotThere:
@@ -217,7 +217,7 @@ def _of_torch(key: str, name: str, kwargs: Mapping[str, Any], own: str, example:
 
 
 def _schedule(key: str, given: Any) -> Iterator[Problem]:
-    """`given` is null, one {name, kwargs}, or a list of those that ends in {milestones: [...]}, as in NeMo-RL."""
+    """Check a schedule: null, one {name, kwargs}, or a list of those that ends in {milestones: [...]}, as in NeMo-RL."""
     if given is None:
         return
     parts = [given]
@@ -262,7 +262,7 @@ def unknown_overrides(section: str, policy: PolicyConfig, folder: Path) -> Itera
 
 
 def _configuration(family: str | None) -> dict[str, Any] | None:
-    """The keys of a family's configuration in transformers; None if that is not here, or does not have it."""
+    """Return the keys of a family's configuration in transformers; None if that is not here, or does not have it."""
     if not family or not family.isidentifier():
         return None
     dotted = f"transformers.models.{family}.configuration_{family}"
@@ -283,7 +283,7 @@ OF_ANY_MODEL = dict.fromkeys(  # what PreTrainedConfig has besides its fields
 
 
 def _assigned(node: ast.ClassDef, name: str) -> Any:
-    """The literal that a class body gives to a name."""
+    """Return the literal that a class body gives to a name."""
     for item in node.body:
         if isinstance(item, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in item.targets):
             try:

@@ -1,4 +1,4 @@
-"""What a class of an installed library takes, read from the library's source: nothing is imported, for that takes seconds.
+"""Read from a library's source what its classes take: nothing is imported, for that takes seconds.
 
 Left out: what a class takes through `**kwargs` that are not its bases', and classes that are made at run time.
 """
@@ -20,7 +20,8 @@ class NotThere(LookupError):
 
 @cache
 def parameters(dotted: str) -> Parameters | None:
-    """What the class takes beside `self`. None if that cannot be told: its library is not here, or the class takes anything.
+    """Return what the class takes beside `self`. None if that cannot be told: its library is not here, or the class takes
+    anything.
 
     Raises NotThere.
     """
@@ -35,7 +36,7 @@ def parameters(dotted: str) -> Parameters | None:
 
 @cache
 def _roots(package: str) -> tuple[Path, ...]:
-    """The folders of a top-level package; none if it is not installed."""
+    """Return the folders of a top-level package; none if it is not installed."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -45,7 +46,7 @@ def _roots(package: str) -> tuple[Path, ...]:
 
 @cache
 def module(dotted: str) -> ast.Module | None:
-    """The syntax tree of a module's source."""
+    """Return the syntax tree of a module's source."""
     package, *path = dotted.split(".")
     for root in _roots(package):
         for file in (root.joinpath(*path, "__init__.py"), root.joinpath(*path).with_suffix(".py") if path else root):
@@ -55,7 +56,7 @@ def module(dotted: str) -> ast.Module | None:
 
 
 def _class(dotted: str, name: str, seen: frozenset[str] = frozenset()) -> tuple[str, ast.ClassDef] | None:
-    """(module, class) of a name that a module defines or imports."""
+    """Return (module, class) of a name that a module defines or imports."""
     if dotted in seen or (tree := module(dotted)) is None:
         return None
     for node in tree.body:
@@ -93,7 +94,7 @@ def _taken(dotted: str, node: ast.ClassDef) -> Parameters | None:
 
 
 def fields(dotted: str, node: ast.ClassDef) -> Parameters:
-    """The annotated names of a class and of its bases, as a dataclass has them."""
+    """Return the annotated names of a class and of its bases, as a dataclass has them."""
     found: Parameters = {}
     for base in reversed(node.bases):
         if isinstance(base, ast.Name) and (above := _class(dotted, base.id)):

@@ -65,7 +65,7 @@ def _of_all(cluster: Cluster, tester: Tester, requests: list[Request], notes: li
 
 
 def _accounting(cluster: Cluster, user: str, notes: list[str]) -> Accounting | None:
-    """None where it keeps no job from running, or says nothing."""
+    """Ask accounting. Return None where it keeps no job from running, or says nothing."""
     if "associations" not in cluster.enforced:
         notes.append("accounts and QOS were not checked: this cluster does not enforce them")
         return None

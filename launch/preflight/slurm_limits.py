@@ -118,7 +118,7 @@ def problems(accounting: Accounting, user: str, requests: list[tuple[Request, Fi
 
 
 def _standing(accounting: Accounting, user: str, request: Request, partition: Fields) -> Standing | None:
-    """None without an association, which Slurm itself refuses."""
+    """Return what limits a component; None without an association, which Slurm itself refuses."""
     account = effective_account(request, accounting)
     if (row := accounting.association(account, partition["PartitionName"])) is None:
         return None

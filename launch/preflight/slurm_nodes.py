@@ -47,7 +47,7 @@ class Cluster:
 
     @property
     def enforced(self) -> frozenset[str]:
-        """Of associations, limits, qos, safe: what of accounting keeps jobs from running."""
+        """Return what of accounting keeps jobs from running: associations, limits, qos, safe."""
         return frozenset(self.config.get("AccountingStorageEnforce", "none").lower().split(","))
 
     def names(self, request: Request) -> list[str]:

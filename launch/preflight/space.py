@@ -137,7 +137,10 @@ def saved_bytes(policy: PolicyConfig, parameters: int) -> float:
 
 
 def _parameters(section: str, policy: PolicyConfig, pending: list[Path], trained: bool) -> int | None:
-    """trained: those only that are: all, or adapters, of which every linear layer is taken to have one."""
+    """Return how many parameters a model has.
+
+    trained: those only that are: all, or adapters, of which every linear layer is taken to have one.
+    """
     key, lora = f"{section}.model_name", policy.dtensor_cfg.lora_cfg
     try:
         model = described(policy, pending, key)
@@ -243,7 +246,7 @@ def _conversions(recipe: Recipe, pending: list[Path]) -> Iterator[Use]:
 
 
 def _slug(name: str) -> str:
-    """As `pipeline/train/megatron/shelf.py` names a model's folder."""
+    """Return a name as `pipeline/train/megatron/shelf.py` makes it for a model's folder."""
     name = Path(name).resolve().name if Path(name).is_dir() else name
     return re.sub(r"[^A-Za-z0-9._-]+", "--", name)[:80]
 
@@ -252,7 +255,8 @@ def _slug(name: str) -> str:
 
 
 def _note_rollouts(recipe: Recipe, run_dir: Path, other: float, notes: list[str]) -> None:
-    """They are as long as the policy makes them, so a bound is all that can be said; none where the steps have none."""
+    """Note rollouts that may not fit: they are as long as the policy makes them, so a bound is all that can be said; none
+    where the steps have none."""
     online, logged = config.section(recipe), recipe.logger.num_rollouts_to_log
     if config.bound(online.max_num_steps) is None:
         return

@@ -1,4 +1,4 @@
-"""What a run in containers cannot save where pyxis mounts images with squashfuse and Slurm's signals reach it.
+"""Note what a run in containers cannot save where pyxis mounts images with squashfuse and Slurm's signals reach it.
 
 With use_squashfuse=1 the root file system of a step's ranks depends on other processes of that step (enroot's
 src/runtime.sh). Where Slurm signals all processes of a step, and not only its tasks, SIGTERM ends these processes and the
@@ -20,7 +20,10 @@ DEPTH = 4  # of includes
 
 
 def notes(keys: list[str], config: Fields) -> Iterator[str]:
-    """keys: those that name images. config: Slurm's. Nothing where this machine does not say that pyxis uses squashfuse."""
+    """Yield what is lost.
+
+    keys: those that name images. config: Slurm's. Nothing where this machine does not say that pyxis uses squashfuse.
+    """
     said_in = _where_squashfuse_is_on(config.get("PlugStackConfig", "/etc/slurm/plugstack.conf"))
     if said_in is None or not signals_reach_children(config):
         return
@@ -38,20 +41,20 @@ def notes(keys: list[str], config: Fields) -> Iterator[str]:
 
 
 def signals_reach_children(config: Fields) -> bool:
-    """Whether a signal to a step goes to more than its tasks: not with cgroups, unless cgroup.conf says so."""
+    """Return whether a signal to a step goes to more than its tasks: not with cgroups, unless cgroup.conf says so."""
     if config.get("ProctrackType", "proctrack/cgroup") != "proctrack/cgroup":
         return True
     return config.get("SignalChildrenProcesses", "no").lower() in TRUE
 
 
 def sends_user_signal(config: Fields) -> bool:
-    """Whether preemption begins with the job's --signal. Before Slurm 23.02 this was a part of SlurmctldParameters."""
+    """Return whether preemption begins with the job's --signal. Before Slurm 23.02 this was a part of SlurmctldParameters."""
     given = f"{config.get('PreemptParameters', '')},{config.get('SlurmctldParameters', '')}"
     return "send_user_signal" in given.lower()
 
 
 def _where_squashfuse_is_on(plugstack: str) -> str | None:
-    """The file whose line of pyxis says so; None if none does, or none can be read here."""
+    """Return the file whose line of pyxis says so; None if none does, or none can be read here."""
     for path, words in _lines(plugstack, DEPTH):
         for word in words:
             key, _, value = word.partition("=")
@@ -61,7 +64,7 @@ def _where_squashfuse_is_on(plugstack: str) -> str | None:
 
 
 def _lines(pattern: str, depth: int) -> Iterator[tuple[str, list[str]]]:
-    """(file, words of a line) of a plugstack.conf and what it includes."""
+    """Yield (file, words of a line) of a plugstack.conf and what it includes."""
     for path in sorted(glob.glob(pattern)):
         try:
             text = Path(path).read_text(errors="replace")

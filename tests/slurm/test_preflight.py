@@ -40,15 +40,25 @@ PartitionName=held Nodes=ALL ReqResv=YES
 """
 
 
-@pytest.fixture(scope="module", params=["EnforcePartLimits=ALL", "EnforcePartLimits=NO"])
-def own_cluster(request):
+def started(settings: str):
     if lacking := missing():
         (pytest.fail if os.environ.get("HETSTEP_REQUIRE_SLURM") == "1" else pytest.skip)(f"no Slurm here: {lacking}")
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # a short path: it holds a Unix socket
-        cluster = SlurmCluster(Path(folder), NODES, PARTITIONS, request.param)
+        cluster = SlurmCluster(Path(folder), NODES, PARTITIONS, settings)
         cluster.start()
         yield cluster
         cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def own_cluster():
+    yield from started("EnforcePartLimits=ALL")
+
+
+@pytest.fixture(scope="module")
+def lenient_cluster():
+    """sbatch takes jobs beyond a partition's limits, which then wait for ever. This is Slurm's default."""
+    yield from started("EnforcePartLimits=NO")
 
 
 @pytest.fixture
@@ -106,6 +116,22 @@ ELSEWHERE = ("cluster.train.partition", "refused-by-slurm")
 )
 def test_what_slurm_refuses(cluster, asked, found):
     assert of_train(examined(recipe(train=ComponentConfig(**asked)))) == found
+
+
+@pytest.mark.parametrize(
+    ("time_min", "asked", "found"),
+    [
+        (61, {}, {("cluster.time_min", "over-limit"), ELSEWHERE}),
+        (30, {"nodes": 2, "partition": "small"}, {("cluster.train.nodes", "over-limit"), ELSEWHERE}),
+        (30, {"partition": "pair"}, {("cluster.train.nodes", "too-small"), ELSEWHERE}),
+        (30, {"partition": "private", "account": "other"}, {("cluster.train.account", "permission-denied"), ELSEWHERE}),
+        (30, {"partition": "private", "account": "team"}, set()),
+        (30, {"gpus_per_node": 9}, {("cluster.train.gpus_per_node", "over-limit")}),
+    ],
+)
+def test_limits_that_slurm_does_not_enforce(lenient_cluster, monkeypatch, time_min, asked, found):
+    lenient_cluster.enter(monkeypatch)
+    assert examined(recipe(time_min, train=ComponentConfig(**asked))) == found
 
 
 def test_a_partition_that_starts_no_jobs(cluster):
