@@ -14,10 +14,11 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 from pipeline.problems import Problem
 from pipeline.types import Prompt
+from pipeline.values import Check, Text
 
 
 class Unjudged(RuntimeError):
@@ -114,18 +115,18 @@ class Kind(Described, Environment):
         """Raises ValueError if nothing can be judged by an expected answer."""
 
 
-def check_pattern(key: str, pattern: str) -> Iterator[Problem]:
-    """Yield a problem if a pattern is no regular expression, or has more than one group."""
+def _not_a_pattern(pattern: str) -> str | None:
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        yield Problem(key, "bad-format", f"got '{pattern}', which is no regular expression: {error}")
-        return
-    if groups > 1:
-        yield Problem(key, "bad-format", f"got '{pattern}' with {groups} groups; expected one at most, which is what counts")
+        return f"got '{pattern}', which is no regular expression: {error}"
+    return f"got '{pattern}' with {groups} groups; expected one at most, which is what counts" if groups > 1 else None
 
 
-def check_place(key: str, text: str | None, place: str) -> Iterator[Problem]:
-    """Yield a problem if a text has no place, such as `{}`, for what goes into it."""
-    if text is not None and place not in text:
-        yield Problem(key, "bad-format", f"expected a text with {place} in it")
+Pattern = Annotated[Text, Check(_not_a_pattern)]
+"""A regular expression of which all counts, or its only group."""
+
+
+def has_place(place: str) -> Check:
+    """Return the check that a text has a place, such as `{}`, for what goes into it."""
+    return Check(lambda text: None if place in text else f"expected a text with {place} in it")

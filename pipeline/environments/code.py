@@ -27,7 +27,6 @@ from pipeline.environments.python_tool import (
     PythonSession,
     PythonTool,
     SandboxArguments,
-    check_sandbox,
 )
 from pipeline.environments.tool import ToolError
 from pipeline.sandbox.limits import Ran
@@ -137,7 +136,6 @@ class Code(Kind):
     """
 
     Arguments = CodeArguments
-    check = staticmethod(check_sandbox)
     workers = 4
 
     def __init__(self, arguments: CodeArguments, setup: Setup) -> None:
@@ -237,7 +235,6 @@ class CodeInterpreter(Kind):
     """
 
     Arguments = CodeInterpreterArguments
-    check = staticmethod(check_sandbox)
     is_final = False
     workers = 16
 

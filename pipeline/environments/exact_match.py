@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.environments.base import Kind, Outcome, Setup, check_pattern
-from pipeline.problems import Problem
+from pipeline.environments.base import Kind, Outcome, Pattern, Setup
 from pipeline.types import Prompt
-from pipeline.values import Text
 
 
 @dataclass
 class ExactMatchArguments:
     pattern: Annotated[
-        Text | None,
+        Pattern | None,
         Field(
             description="Regular expression of the answer: its last match counts, or that match's group if it has one, as"
             " `;(\\d+)$` has. null: the whole response."
@@ -30,11 +27,6 @@ class ExactMatch(Kind):
     """Compares the stripped text, or what `pattern` finds in it, with `prompt.task["answer"]`. No match is wrong."""
 
     Arguments = ExactMatchArguments
-
-    @classmethod
-    def check(cls, key: str, arguments: ExactMatchArguments) -> Iterator[Problem]:
-        if arguments.pattern is not None:
-            yield from check_pattern(f"{key}.pattern", arguments.pattern)
 
     def __init__(self, arguments: ExactMatchArguments, setup: Setup) -> None:
         self._pattern = re.compile(arguments.pattern) if arguments.pattern is not None else None

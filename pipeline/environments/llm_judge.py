@@ -20,16 +20,14 @@ import os
 import random
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from pipeline.environments.base import Kind, Outcome, Setup, Unjudged, check_pattern, check_place
-from pipeline.problems import Problem
+from pipeline.environments.base import Kind, Outcome, Pattern, Setup, Unjudged, has_place
 from pipeline.types import Prompt
-from pipeline.values import MISSING, Bool, Float, Positive, Text
+from pipeline.values import MISSING, VARIABLE, Bool, Check, Float, Positive, Text
 
 if TYPE_CHECKING:
     import httpx
@@ -61,40 +59,67 @@ TOLD = 300  # characters of a reply that an error message repeats
 FIELDS = ("question", "answer", "response")
 
 
+def _has_a_password(url: str) -> str | None:  # which is not repeated
+    return "has a user or a password in it; a key goes into the variable api_key_env" if "@" in url else None
+
+
+def _not_an_address(url: str) -> str | None:
+    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+        return f"got '{url}'; expected an http(s) address such as http://host:port/v1"
+    alone = url.rstrip("/").removesuffix("/chat/completions")
+    return f"got '{url}'; expected it without the route. Try {alone}" if alone != url.rstrip("/") else None
+
+
+def _not_a_scale(scale: list[float]) -> str | None:
+    fits = len(scale) == 2 and scale[0] != scale[1]
+    return None if fits else f"got {scale}; expected two different scores, that of reward 0 and that of reward 1"
+
+
+def _not_a_variable(name: str) -> str | None:  # it is not repeated, as it may be the key
+    return None if VARIABLE.fullmatch(name) else "expected the name of the environment variable that holds the key, not the key"
+
+
+def _not_set(variable: str) -> str | None:
+    unset = not os.environ.get(variable, "").strip()
+    return f"the environment variable {variable} is not set. Export it, or use null if no key is asked for" if unset else None
+
+
+Address = Annotated[Text, Check(_has_a_password, "secret-in-recipe"), Check(_not_an_address)]
+KeyVariable = Annotated[Text, Check(_not_a_variable), Check(_not_set, "missing-value")]
+Question = Annotated[Text, has_place("{response}")]
+
+
 @dataclass
 class LLMJudgeArguments:
-    url: Annotated[Text, Field(description="Address of an OpenAI-compatible server, up to and with /v1.")] = MISSING
+    url: Annotated[Address, Field(description="Address of an OpenAI-compatible server, up to and with /v1.")] = MISSING
     model: Annotated[Text, Field(description="The model that the server is asked for.")] = MISSING
     prompt: Annotated[
-        Text,
+        Question,
         Field(
-            description="What it is asked, with {response} and perhaps {question} and {answer}; other braces are left as they"
-            " are."
+            description="What it is asked, with {response} and perhaps {question} and {answer}; other braces stay as they are."
         ),
     ] = PROMPT
     second_prompt: Annotated[
-        Text | None,
+        Question | None,
         Field(description="Another one, such as with the response before the question; the worse score counts. null: none."),
     ] = None
     marks: Annotated[
         Bool,
         Field(
-            description="Whether the response stands between marks that it cannot contain. false: as it is, for a judge that"
-            " was trained on one exact prompt."
+            description="Put the response between marks that it cannot contain. false: for judges trained on one exact prompt."
         ),
     ] = True
     score_pattern: Annotated[
-        Text,
-        Field(
-            description="Regular expression of the score: its last match in the reply counts, or that match's group if it has"
-            " one."
-        ),
+        Pattern,
+        Field(description="Regular expression of the score: its last match in the reply counts, or that match's group."),
     ] = r"Score:\s*(-?\d+(?:\.\d+)?)"
     scale: Annotated[
-        list[Float], Field(description="The scores of reward 0 and of reward 1; what is not between them is no score.")
+        list[Float],
+        Check(_not_a_scale),
+        Field(description="The scores of reward 0 and of reward 1; what is not between them is no score."),
     ] = field(default_factory=lambda: [0.0, 10.0])
     tries: Annotated[Positive, Field(le=100, description="Most requests with each prompt for one answer.")] = 4
-    api_key_env: Annotated[Text | None, Field(description="Environment variable that holds the key. null: no key is sent.")] = (
+    api_key_env: Annotated[KeyVariable | None, Field(description="Environment variable with the key. null: none is sent.")] = (
         None
     )
     request: Annotated[
@@ -114,23 +139,6 @@ class LLMJudge(Kind):
     """
 
     Arguments = LLMJudgeArguments
-
-    @classmethod
-    def check(cls, key: str, arguments: LLMJudgeArguments) -> Iterator[Problem]:
-        yield from check_pattern(f"{key}.score_pattern", arguments.score_pattern)
-        for name in ("prompt", "second_prompt"):
-            yield from check_place(f"{key}.{name}", getattr(arguments, name), "{response}")
-        yield from _check_url(f"{key}.url", arguments.url)
-        scale, variable = arguments.scale, arguments.api_key_env
-        if len(scale) != 2 or scale[0] == scale[1]:
-            text = f"got {scale}; expected two different scores, that of reward 0 and that of reward 1"
-            yield Problem(f"{key}.scale", "bad-format", text)
-        if variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", variable):  # it is not repeated, as it may be the key
-            text = "expected the name of the environment variable that holds the key, not the key"
-            yield Problem(f"{key}.api_key_env", "bad-format", text)
-        elif variable is not None and not os.environ.get(variable, "").strip():
-            text = f"the environment variable {variable} is not set. Export it, or use null if no key is asked for"
-            yield Problem(f"{key}.api_key_env", "missing-value", text)
 
     def __init__(self, arguments: LLMJudgeArguments, setup: Setup) -> None:
         """Raises ValueError for a key that cannot be used, and never says what it is."""
@@ -267,16 +275,6 @@ def _retry_after(response: httpx.Response) -> float | None:
         return max(0.0, float(response.headers["Retry-After"]))
     except (KeyError, ValueError):  # a date, which nobody sends
         return None
-
-
-def _check_url(key: str, url: str) -> Iterator[Problem]:
-    if "@" in url:  # which is not repeated here
-        yield Problem(key, "secret-in-recipe", "has a user or a password in it; a key goes into the variable api_key_env")
-    elif not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
-        yield Problem(key, "bad-format", f"got '{url}'; expected an http(s) address such as http://host:port/v1")
-    elif url.rstrip("/").endswith("/chat/completions"):
-        alone = url.rstrip("/").removesuffix("/chat/completions")
-        yield Problem(key, "bad-format", f"got '{url}'; expected it without the route. Try {alone}")
 
 
 def _key(variable: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import struct
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,12 +14,11 @@ from pydantic import Field
 import pipeline.sandbox
 from pipeline.environments.base import Described
 from pipeline.environments.tool import Tool, ToolError, ToolSession
-from pipeline.problems import Problem
 from pipeline.sandbox.guarded import Program
 from pipeline.sandbox.interpreter import ANSWER
 from pipeline.sandbox.limits import ASKED, Limits
 from pipeline.sandbox.sandbox import Sandbox
-from pipeline.values import Float, Positive, Text
+from pipeline.values import Check, Float, Positive, Text
 
 INTERPRETER = (Path(pipeline.sandbox.__file__).parent / "interpreter.py").read_bytes()
 LIMITS = {limit.name: limit.default for limit in dataclasses.fields(Limits)}
@@ -36,12 +34,19 @@ class Executed:
     error: str | None  # what it raised, with its line
 
 
+def _not_absolute(path: str) -> str | None:
+    return None if path.startswith("/") else f"got '{path}'; expected an absolute path"
+
+
+Folder = Annotated[Text, Check(_not_absolute)]
+
+
 @dataclass
 class SandboxArguments:
     """Limits are for all processes of one program together, unless they say otherwise."""
 
     sandbox: Annotated[Literal[ASKED], Field(description="How programs are contained.")] = ASKED[0]
-    readable: Annotated[list[Text], Field(description="More folders that a program may read; absolute paths.")] = field(
+    readable: Annotated[list[Folder], Field(description="More folders that a program may read; absolute paths.")] = field(
         default_factory=list
     )
     wall_s: Annotated[Float, Field(gt=0, description="Seconds of wall time.")] = LIMITS["wall_s"]
@@ -58,12 +63,6 @@ class SandboxArguments:
         return Sandbox(Limits(**{name: getattr(self, name) for name in LIMITS}), self.sandbox, tuple(self.readable))
 
 
-def check_sandbox(key: str, arguments: SandboxArguments) -> Iterator[Problem]:
-    for path in arguments.readable:
-        if not path.startswith("/"):
-            yield Problem(f"{key}.readable", "bad-format", f"got '{path}'; expected an absolute path")
-
-
 @dataclass
 class PythonArguments(SandboxArguments):
     output_bytes: Annotated[Positive, Field(description="Bytes of stdout and stderr of each call.")] = 1 << 16
@@ -76,7 +75,6 @@ class PythonTool(Described, Tool):
     """Of the limits `wall_s` and `output_bytes` are for each call, `cpu_s` for an interpreter."""
 
     Arguments = PythonArguments
-    check = staticmethod(check_sandbox)
     parameters = {"code": str}  # noqa: RUF012
 
     def __init__(self, arguments: PythonArguments) -> None:

@@ -9,15 +9,13 @@ NeMo-RL's game has the same rules and commands. Left out: its drawing of the boa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from pipeline.data import puzzle
-from pipeline.environments.base import Kind, Outcome, Setup, check_pattern, check_place
-from pipeline.problems import Problem
+from pipeline.environments.base import Kind, Outcome, Pattern, Setup, has_place
 from pipeline.types import Prompt
 from pipeline.values import Positive, Text
 
@@ -33,13 +31,13 @@ class Game:
 @dataclass
 class SlidingPuzzleArguments:
     max_moves: Annotated[Positive, Field(le=1 << 20, description="Moves after which the game is lost.")] = 50
-    action_pattern: Annotated[Text, Field(description="Regular expression of an action, or its group if it has one.")] = (
+    action_pattern: Annotated[Pattern, Field(description="Regular expression of an action, or its group if it has one.")] = (
         r"<action>([^<]*)</action>"
     )
     tells: Annotated[
         Literal["words", "board"], Field(description='What the policy is told after a move, as NeMo-RL: "Slid tile 5 up."')
     ] = "words"
-    observation: Annotated[Text, Field(description="What is around that; its place is {}.")] = (
+    observation: Annotated[Text, has_place("{}"), Field(description="What is around that; its place is {}.")] = (
         "<environment>\n{}\n</environment>\n"
     )
     role: Annotated[Text, Field(description="Role of that message.")] = "user"
@@ -53,11 +51,6 @@ class SlidingPuzzle(Kind):
     Arguments = SlidingPuzzleArguments
     is_final = False
     workers = 4
-
-    @classmethod
-    def check(cls, key: str, arguments: SlidingPuzzleArguments) -> Iterator[Problem]:
-        yield from check_pattern(f"{key}.action_pattern", arguments.action_pattern)
-        yield from check_place(f"{key}.observation", arguments.observation, "{}")
 
     def __init__(self, arguments: SlidingPuzzleArguments, setup: Setup) -> None:
         self._action = re.compile(arguments.action_pattern, re.IGNORECASE | re.DOTALL)

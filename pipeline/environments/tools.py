@@ -21,14 +21,14 @@ from pydantic import Field
 
 from pipeline import own_code
 from pipeline.config import typed
-from pipeline.environments.base import Kind, Outcome, Setup, WornOut, check_place
+from pipeline.environments.base import Described, Kind, Outcome, Setup, WornOut, has_place
 from pipeline.environments.calculator import Calculator
 from pipeline.environments.python_tool import PythonTool
 from pipeline.environments.tool import Tool, ToolError, ToolSession
 from pipeline.environments.tool_calls import Call, CallFormat, HermesCalls, MarkedCalls
 from pipeline.problems import Problem
 from pipeline.types import Prompt
-from pipeline.values import MISSING, Positive, Text, not_a_kind
+from pipeline.values import MISSING, Check, Positive, Text, not_a_kind
 
 TOOLS = {"calculator": Calculator, "python": PythonTool}
 """Tools with a name of their own; others by dotted path."""
@@ -168,12 +168,16 @@ class Tools(Kind):
         return f"the tool did not answer within {self._timeout_s:g} s"
 
 
+def _empty(text: str) -> str | None:
+    return None if text else "expected at least one character"
+
+
 @dataclass
 class CalculatorArguments:
     judge: Annotated[Text, Field(description="Environment that judges the final answer.")] = MISSING
-    open: Annotated[Text, Field(description="What begins a calculation.")] = "<calculator>"
-    close: Annotated[Text, Field(description="What ends a calculation.")] = "</calculator>"
-    reply: Annotated[Text, Field(description="What the policy is told; {} is the result.")] = "{}"
+    open: Annotated[Text, Check(_empty, "too-small"), Field(description="What begins a calculation.")] = "<calculator>"
+    close: Annotated[Text, Check(_empty, "too-small"), Field(description="What ends a calculation.")] = "</calculator>"
+    reply: Annotated[Text, has_place("{}"), Field(description="What the policy is told; {} is the result.")] = "{}"
     limit: Annotated[Positive, Field(le=1 << 20, description="Most characters of a result.")] = 4096
 
 
@@ -181,13 +185,7 @@ class OneCalculator(Tools):
     """A calculator as the only tool, called once in a turn by an expression between two marks."""
 
     Arguments = CalculatorArguments
-
-    @classmethod
-    def check(cls, key: str, arguments: CalculatorArguments) -> Iterator[Problem]:
-        yield from check_place(f"{key}.reply", arguments.reply, "{}")
-        for name in ("open", "close"):
-            if not getattr(arguments, name):
-                yield Problem(f"{key}.{name}", "too-small", "expected at least one character")
+    check = Described.check
 
     def __init__(self, arguments: CalculatorArguments, setup: Setup) -> None:
         calls = MarkedCalls("calculator", "expression", arguments.open, arguments.close, arguments.reply)
