@@ -1,4 +1,4 @@
-"""Other libraries' names for what a recipe says, and the keys that say it here.
+"""Other libraries' names for our keys.
 
 They are only suggested, never taken: `lr=1e-4` is an error that names `policy.optimizer.kwargs.lr`. The names are those of TRL
 and Hugging Face's trainers, verl's, OpenRLHF's, and NeMo-RL's where ours differ.
@@ -166,7 +166,7 @@ NOT_HERE = (
 
 
 def hint(key: str, algorithm: str | None, rank: Callable[[str], int]) -> str | None:
-    """What to do instead of giving `key`, which the schema does not have; None if it is no name that is known here.
+    """Return what to do instead of giving `key`, which the schema does not have; None if no library here has it.
 
     algorithm: the recipe's, None if that is not known. rank: of one of our keys, the lower the likelier it serves.
     """
@@ -177,7 +177,7 @@ def hint(key: str, algorithm: str | None, rank: Callable[[str], int]) -> str | N
 
 
 def meant(key: str, algorithm: str | None, rank: Callable[[str], int]) -> list[str]:
-    """Our keys for another library's, the likeliest first: those that serve, or all if none does. At most two."""
+    """Return at most two of our keys for another library's, the likeliest first: those that serve, or all if none does."""
     parts = key.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
     found = next((ALIASES[end] for end in ends if end in ALIASES), ())

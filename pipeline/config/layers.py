@@ -1,6 +1,6 @@
-"""Recipe files as trees whose leaves know which line set them, and how one such tree is laid over another.
+"""Read recipe files as trees whose leaves know which line set them, and merge such trees.
 
-What a tree may hold and what its `${...}` stand for is not known here: `pipeline/config/{resolving,typed}.py`.
+`pipeline/config/resolving.py` resolves `${...}`, and `typed.py` knows what a tree may hold.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Branch:
         return {key: node.plain() if isinstance(node, Branch) else node.value for key, node in self.children.items()}
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
-        """(dotted key, leaf), in order."""
+        """Yield (dotted key, leaf), in order."""
         for key, node in self.children.items():
             if isinstance(node, Branch):
                 yield from node.leaves(f"{prefix}{key}.")
@@ -60,14 +60,14 @@ class Branch:
                 yield f"{prefix}{key}", node
 
     def branches(self) -> Iterator[Branch]:
-        """All mappings, this one first."""
+        """Yield all mappings, this one first."""
         yield self
         for node in self.children.values():
             if isinstance(node, Branch):
                 yield from node.branches()
 
     def path(self, dotted: str) -> list[str]:
-        """The keys from here to `dotted`; one that is there may have dots in it."""
+        """Return the keys from here to `dotted`. Keys that exist may have dots in them."""
         names, branch = [], self
         while dotted:
             inside = branch.children if isinstance(branch, Branch) else {}
@@ -83,7 +83,7 @@ class Branch:
         return node
 
     def drop(self, dotted: str) -> None:
-        """A key that has gone already, with the mapping that it was in, is no error."""
+        """Remove a key if it exists."""
         *path, last = self.path(dotted)
         branch: Leaf | Branch | None = self
         for key in path:
@@ -92,7 +92,7 @@ class Branch:
             branch.children.pop(last, None)
 
     def set(self, dotted: str, node: Leaf | Branch) -> None:
-        """Mappings on the way are made where there are none."""
+        """Set the node at a key. Mappings on the way are made where there are none."""
         branch, (*path, last) = self, self.path(dotted)
         for key in path:
             if not isinstance(child := branch.children.get(key), Branch):
@@ -108,7 +108,7 @@ def copied(node: Leaf | Branch) -> Leaf | Branch:
 
 
 def of(value: Any, origin: str | None, origins: Mapping[str, str] = {}, prefix: str = "") -> Leaf | Branch:
-    """A plain value as a tree. origins: by dotted key, of what does not have its parent's."""
+    """Return a plain value as a tree. origins: by dotted key, where it is not the parent's."""
     origin = origins.get(prefix, origin)
     if not isinstance(value, dict):
         return Leaf(value, origin)
@@ -119,7 +119,7 @@ def of(value: Any, origin: str | None, origins: Mapping[str, str] = {}, prefix: 
 
 
 def merged(below: Branch, above: Branch) -> Branch:
-    """`above` over `below`; neither is changed. Lists and null replace, and so does a mapping that is not over one."""
+    """Return `above` over `below`. Mappings are merged; lists, null and scalars replace what is below them."""
     children = dict(below.children)
     for key, node in above.children.items():
         under = children.get(key)
@@ -168,7 +168,7 @@ _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def dumped(value: Any, on_one_line: bool = False) -> str:
-    """YAML that is read back as the same value, interpolations apart."""
+    """Return YAML that is read back as the same value, interpolations apart."""
     width = 1 << 30 if on_one_line else None
     return yaml.dump(value, Dumper=_Dumper, default_flow_style=on_one_line, width=width, sort_keys=False, allow_unicode=True)
 
@@ -188,7 +188,7 @@ def named(name: str, folder: Path, key: str, more: str = "") -> Path:
 
 
 def scalar(text: str) -> Any:
-    """What `text` means behind `key=` on the command line. Raises ValueError with what is wrong with it."""
+    """Return the value of `text` after `key=` on the command line. Raise ValueError with a message."""
     if text.count("[") + text.count("{") > MOST_BRACKETS:  # the parser takes seconds for many
         raise ValueError(f"got more than {MOST_BRACKETS} brackets; expected a value. Try a YAML file")
     try:
@@ -198,7 +198,7 @@ def scalar(text: str) -> Any:
 
 
 def _told(error: Exception) -> str:
-    """On one line, and short."""
+    """Return the message of an error on one line, shortened."""
     text = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
     return text if len(text) <= 200 else f"{text[:196]} ..."
 
@@ -229,7 +229,7 @@ def stack(path: Path, seen: tuple[Path, ...] = ()) -> list[Branch]:
 
 
 def other_recipe(name: str, folder: Path, asking: Path | None = None) -> Path | None:
-    """The recipe that a file in `folder` means by a name: a file from there, with or without .yaml, else one in recipes/.
+    """Return the recipe that a file in `folder` names: a file from there, with or without .yaml, else one in recipes/.
 
     asking: the file itself, which is not meant by its own name where recipes/ has another. The path is absolute.
     """
@@ -321,7 +321,7 @@ def _insist_on_plain(value: Any, origin: str, key: str = "", depth: int = 0) -> 
 
 
 def short(path: Path) -> str:
-    """The path as a reader here would name it: from the current folder, or from that of the recipes, if it is inside."""
+    """Return the path relative to the working directory or the checkout if it is inside one of them."""
     absolute = Path(os.path.abspath(path))
     for folder in (Path.cwd(), ROOT):
         if absolute.is_relative_to(folder):

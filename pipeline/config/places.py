@@ -1,4 +1,4 @@
-"""Where a recipe's names and relative paths lead.
+"""Make a recipe's names and relative paths absolute.
 
 A path in a recipe's file is relative to that file, one on the command line to the working directory. What runs write is in the
 working directory: `run_dir`, and any path that begins with `runs/`. The resolved recipe has absolute paths. Another recipe
@@ -67,7 +67,7 @@ def _kind(key: str) -> tuple[str, ...] | None:
 
 
 def _text(value: object) -> object:
-    """A number, which is a text where the schema has one, as that text; anything else as it is."""
+    """Return a number as a text, which the schema would make of it; anything else as it is."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -80,7 +80,7 @@ def _file(folder: Path, path: str) -> str:
 
 
 def _marked(folder: Path, value: object) -> object:
-    """Of a mount, `./a:/b:ro`, what is before the first colon."""
+    """Return a value, or the source of a mount such as `./a:/b:ro`, with an absolute path if it is MARKED as relative."""
     if not isinstance(value, str) or not value.startswith(("./", "../", "~")):
         return value
     path, colon, rest = value.partition(":")
@@ -105,7 +105,7 @@ def _name(key: str, folder: Path, name: str) -> str:
 
 
 def with_one_source(below: Branch, above: Branch) -> None:
-    """Where a layer gives a data set another kind of source than what it lies over, that one is null in it, in place."""
+    """Set the other of SOURCES to null, in place, where a layer gives a data set another one than the layers below."""
     for key, node in list(above.leaves("")):
         section, _, name = key.rpartition(".")
         if name in SOURCES and section.startswith("data.") and getattr(node, "value", None) is not None:

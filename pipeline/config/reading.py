@@ -1,7 +1,7 @@
-"""How a recipe is read: the schema's defaults <- `defaults:` parents <- its YAML <- `key=value` from the command line.
+"""Read a recipe: the schema's defaults <- `defaults:` parents <- its YAML <- `key=value` from the command line.
 
-All that is wrong is collected: a value that cannot be used is left at its default, so that the rest can be judged. A recipe of
-NeMo-RL's, which has no `algorithm`, has to be translated first: `launch/nemo_rl/`.
+All problems are collected: a value that cannot be used is left at its default, so that the rest can be checked. NeMo-RL recipes,
+which have no `algorithm`, have to be translated first: `launch/nemo_rl/`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ THEIRS = ("cluster.num_nodes", "cluster.gpus_per_node", *ONLINE, *OFFLINE)  # on
 
 @dataclass(frozen=True)
 class Layers:
-    """What a recipe is merged of, the later over the earlier, and what there is to say about it."""
+    """The trees that a recipe is merged from, the later over the earlier, with notes and problems."""
 
     trees: list[Branch]
     notes: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ Translate = Callable[[Path, Branch, list[tuple[str, Leaf | Branch]]], Layers]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A recipe and what there is to say about it."""
+    """A recipe with its problems and notes."""
 
     recipe: Recipe  # with the default in place of what `faulty` names
     problems: list[Problem]
@@ -54,15 +54,15 @@ class Loaded:
     file: str = ""  # the recipe's own, as origins name it; empty for one of NeMo-RL's
 
     def unread(self, recipe: Recipe) -> tuple[list[str], list[str]]:
-        """(problems, notes) of keys that nothing reads. recipe: this one, with the backend that was chosen."""
+        """Return (problems, notes) on keys that nothing reads. recipe: this one, with the backend that was chosen."""
         problems = unread.problems(recipe, self.origins, self.references)
         return list(problems), list(unread.notes(recipe, self.origins, self.references, self.file) if self.file else ())
 
 
 def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """The recipe `name` (in recipes/, or a path to a YAML file) with `key=value` overrides, complete and checked.
+    """Return the recipe `name` (in recipes/, or a path to a YAML file) with `key=value` overrides, complete and checked.
 
-    Raises RecipeError with all that is wrong.
+    Raise RecipeError with all problems.
     """
     loaded = inspect(name, overrides)
     refuse(loaded.problems)
@@ -70,7 +70,7 @@ def load(name: str, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def inspect(name: str, overrides: Iterable[str] = (), translate: Translate | None = None) -> Loaded:
-    """The same, with its problems. Raises RecipeError only for what cannot be read at all: no such file, not YAML.
+    """Return the recipe as `load` does, with its problems. Raise RecipeError only for a file that cannot be read at all.
 
     translate: makes layers of ours of a NeMo-RL recipe: `launch/nemo_rl/`. Without it such a recipe raises RecipeError.
     """
@@ -87,7 +87,7 @@ def inspect(name: str, overrides: Iterable[str] = (), translate: Translate | Non
 
 
 def read(path: Path) -> Recipe:
-    """A resolved recipe as `write` left it in a run folder. Raises RecipeError."""
+    """Return a resolved recipe as `write` left it in a run folder. Raise RecipeError."""
     tree = layers.chain(path)
     for _, leaf in tree.leaves():
         leaf.folder = None  # older versions wrote paths that are relative to the working directory
@@ -114,7 +114,7 @@ def write(recipe: Recipe, path: Path) -> None:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """YAML from which `read` makes the same recipe."""
+    """Return YAML from which `read` makes the same recipe."""
     return layers.dumped(_written(recipe))
 
 
@@ -141,13 +141,13 @@ def find(name: str) -> Path:
 
 
 def name_of(recipe: str) -> str:
-    """The name that a recipe has by which it is asked for: `tiny_sft`, or the path of a file."""
+    """Return the name of a recipe that is given by its name, as `tiny_sft`, or by the path of a file."""
     return Path(recipe).name.removesuffix(".yaml")
 
 
 def independent(problems: Iterable[Problem], faulty: Iterable[str]) -> Iterator[Problem]:
-    """The problems that do not merely follow from a key that is known to be wrong: those that name neither it, nor the section
-    that it is in, nor what is in it."""
+    """Yield the problems that do not merely follow from a faulty key: that name neither it, nor a key in it, nor a section
+    around it."""
     for problem in map(as_problem, problems):
         named = {problem.key, *re.findall(r"(?<![\w./-])[A-Za-z_]\w*(?:\.\w+)+", str(problem))}
         if not any(resolving.overlap(key, bad) for bad in faulty for key in named if key):
@@ -191,7 +191,7 @@ def is_nemo_rls(tree: Branch, given: list[tuple[str, Leaf | Branch]]) -> bool:
 
 
 def _inspected(given: Branch, notes: Iterable[str] = (), problems: Iterable[str] = (), faulty: Iterable[str] = ()) -> Loaded:
-    """The recipe that layers over the schema's defaults make. Values that cannot be used are left out until the rest can."""
+    """Return the recipe of a tree over the schema's defaults. Values that cannot be used are left out until the rest can."""
     problems, faulty = list(problems), set(faulty)
     whole = _whole(given)
     readers = unread.Readers.of_tree(whole)
@@ -216,7 +216,7 @@ def _inspected(given: Branch, notes: Iterable[str] = (), problems: Iterable[str]
 
 
 def _whole(given: Branch) -> Branch:
-    """With the schema's defaults, and with copies of the sections that others refer to."""
+    """Return a tree with the schema's defaults, and with copies of the sections that others refer to."""
     tree = typed.filled(Recipe, given)
     return typed.filled(Recipe, tree) if resolving.expand(tree) else tree
 

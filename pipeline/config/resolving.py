@@ -1,4 +1,4 @@
-"""What `${...}` in a tree stands for: other keys, and the resolvers mul, add, div, max, if beside OmegaConf's own."""
+"""Resolve `${...}` in a tree: other keys, and the resolvers mul, add, div, max and if beside OmegaConf's own."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ for _name, _function in RESOLVERS.items():
 
 
 def references(key: str, value: Any) -> set[str]:
-    """The dotted keys that the value at `key` refers to."""
+    """Return the dotted keys that the value at `key` refers to."""
     return {_absolute(key, dots, name) for dots, name in REFERENCE.findall(str(value))}
 
 
 def dependent(keys: Collection[str], references: Mapping[str, Collection[str]]) -> set[str]:
-    """`keys`, and all keys whose values are made of theirs. references: by key the keys that its value is made of."""
+    """Return `keys` and all keys whose values depend on them. references: by key the keys that its value refers to."""
     found, waiting = set(keys), list(keys)
     while waiting:
         of = waiting.pop()
@@ -70,7 +70,7 @@ def overlap(one: str, other: str) -> bool:
 
 
 def _absolute(key: str, dots: str, name: str) -> str:
-    """One dot is the mapping that the key is in, two the one around it."""
+    """Return a relative key as an absolute one. One dot is the mapping that `key` is in, two the one around it."""
     parents = key.split(".")[: -len(dots)] if dots else []
     return ".".join([*parents, name])
 
@@ -84,7 +84,7 @@ def interpolated(value: Any) -> bool:
 
 
 def escaped(value: Any) -> Any:
-    """The same value where `${` is read literally."""
+    """Return a value in which `${` is read literally."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, list):
@@ -93,7 +93,7 @@ def escaped(value: Any) -> Any:
 
 
 def expand(tree: Branch) -> bool:
-    """Puts a copy of the mapping where a value is one reference to it, in place. Whether there were any."""
+    """Replace references to mappings by copies of them, in place. Return whether there were any."""
     found = False
     for key, leaf in list(tree.leaves()):
         if isinstance(leaf.value, str) and (match := REFERENCE.fullmatch(leaf.value)):
@@ -136,7 +136,7 @@ def resolve(tree: Branch) -> dict[str, Problem]:
 
 
 def _followed(tree: Branch, key: str) -> Leaf | None:
-    """The leaf at the end of plain references, from key to key; None if they end otherwise. Most do, and OmegaConf is slow."""
+    """Return the leaf at the end of a chain of plain references, else None. Most end so, and OmegaConf is slow."""
     node, seen = tree.find(key), {key}
     while isinstance(node, Leaf) and isinstance(node.value, str) and (match := REFERENCE.fullmatch(node.value)):
         key = _absolute(key, *match.groups())

@@ -1,4 +1,4 @@
-"""Which options of sbatch `sbatch_options` may give: not those that another key stands for, nor what a job cannot do with."""
+"""The type of `sbatch_options`: options of sbatch that no other key sets and that do not break the job."""
 
 from __future__ import annotations
 

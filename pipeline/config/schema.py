@@ -204,37 +204,37 @@ class Recipe(_Algorithms):
 
 
 def generates(recipe: Recipe) -> bool:
-    """Whether the algorithm samples, so that the job has a generate component."""
+    """Return whether the algorithm samples, so that the job has a generate component."""
     return recipe.algorithm in ONLINE
 
 
 def runs_ahead(recipe: Recipe) -> bool:
-    """Whether engines sample while the train ranks learn."""
+    """Return whether engines sample while the train ranks learn."""
     return build(recipe).runs_ahead
 
 
 def section(recipe: Recipe) -> OnlineConfig | OfflineConfig:
-    """The algorithm's own."""
+    """Return the section of the recipe's algorithm."""
     return getattr(recipe, recipe.algorithm)
 
 
 def evaluates_alone(recipe: Recipe) -> bool:
-    """Whether the run validates once and learns nothing."""
+    """Return whether the run validates once and learns nothing."""
     return section(recipe).max_num_steps == 0
 
 
 def engine_ranks(vllm: VLLMConfig) -> int:
-    """How many generate ranks make one engine."""
+    """Return how many generate ranks make one engine."""
     return vllm.tensor_parallel_size * vllm.pipeline_parallel_size
 
 
 def uses_megatron(policy: PolicyConfig) -> bool:
-    """Whether Megatron-Core trains, else FSDP2. `launch/backend.py` writes the choice into the recipe at submission."""
+    """Return whether Megatron-Core trains, else FSDP2. `launch/backend.py` writes the choice into the recipe at submission."""
     return policy.megatron_cfg.enabled is True
 
 
 def expert_tensor_parallel_size(megatron: MegatronConfig) -> int:
-    """The size that `expert_tensor_parallel_size` stands for; see there."""
+    """Return the size that `expert_tensor_parallel_size` stands for; see there."""
     if megatron.expert_tensor_parallel_size is not None:
         return megatron.expert_tensor_parallel_size
     return megatron.tensor_model_parallel_size if megatron.expert_model_parallel_size == 1 else 1

@@ -1,4 +1,4 @@
-"""A recipe as text in which each value says where it comes from."""
+"""Print a recipe with the origin of each value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT = "default"
 
 
 def shown(loaded: Loaded) -> str:
-    """The resolved recipe as YAML, each value with a comment: the file and line that set it, the command line, or `default`."""
+    """Return the recipe as YAML, each value with a comment: the file and line that set it, the command line, or `default`."""
     lines = list(_lines("", dataclasses.asdict(loaded.recipe), loaded.origins, 0))
     column = max(len(text) for text, _ in lines if len(text) <= WIDEST)
     return "".join(f"{text:{column}}  # {origin}\n" if origin else f"{text}\n" for text, origin in lines)
@@ -28,7 +28,7 @@ def argument(key: str, value: Any) -> str:
 
 
 def _lines(prefix: str, values: dict[str, Any], origins: dict[str, str], depth: int) -> Iterator[tuple[str, str | None]]:
-    """(line, what set the value that is on it)."""
+    """Yield (line, origin of the value on it)."""
     for name, value in values.items():
         key, head = f"{prefix}{name}", f"{'  ' * depth}{on_one_line(name)}:"
         if isinstance(value, dict) and value:
@@ -46,7 +46,7 @@ def on_one_line(value: Any) -> str:
 
 
 def _origin(key: str, origins: dict[str, str]) -> str:
-    """Of the key, or of the mapping that it came in as a whole."""
+    """Return the origin of a key, or of the mapping that was given as a whole."""
     while key:
         if key in origins:
             return origins[key]

@@ -1,4 +1,4 @@
-"""A tree held against the schema's dataclasses: their defaults, the keys that they do not have, values that they refuse."""
+"""Apply the schema's dataclasses to a tree: fill in defaults, find unknown keys, validate values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of a recipe that nothing reads: those of the backend that does not train, and of algorithms that do not run.
+"""Find keys of a recipe that nothing reads: of the backend that does not train, and of algorithms that do not run.
 
 On the command line such a key is an error, because somebody expects it to do something. In the recipe's own file it is a note:
 a file may hold the sections of both backends, so that one key changes the backend. Inherited keys are not mentioned.
@@ -58,14 +58,14 @@ class Readers:
 
     @staticmethod
     def of_tree(tree: Branch) -> Readers:
-        """As far as the plain values of a tree tell."""
+        """Return the readers as far as the plain values of a tree tell."""
         backend = backend_of(*(_value(tree, f"{section}.enabled") for section in SECTIONS.values()))
         own = [name for name in BOTH if isinstance(tree.find(f"{MEGATRON}.{name}"), Branch)]
         algorithm = _value(tree, "algorithm")
         return Readers(algorithm if algorithm in ALGORITHMS else None, backend, own)
 
     def unread(self, key: str) -> str | None:
-        """Why nothing reads the key; None if something does, or may."""
+        """Return why nothing reads a key; None if something does, or may."""
         if _within(key, ALWAYS_READ):
             return None
         for backend, section in SECTIONS.items():
@@ -78,11 +78,11 @@ class Readers:
         return None
 
     def hint(self, key: str) -> str | None:
-        """What to do instead of giving a key that the schema does not have; None if it is not known from elsewhere."""
+        """Return what to do instead of giving a key that the schema does not have; None if no other library has it."""
         return aliases.hint(key, self.algorithm, self.rank(key))
 
     def rank(self, near: str) -> Callable[[str], int]:
-        """The order in which keys are suggested in place of `near`, lowest first."""
+        """Return a function from a key to its place in the order of suggestions instead of `near`, lowest first."""
         section = next((section for section in SECTIONS.values() if _within(near, (section,))), None)
 
         def of(key: str) -> int:
@@ -95,7 +95,7 @@ class Readers:
         return of
 
     def instead(self, key: str) -> str:
-        """What to give in place of a key that is not read."""
+        """Return what to give in place of a key that is not read."""
         ways = []
         for pair in (*SAME, *(pair[::-1] for pair in SAME)):
             if _within(key, pair[:1]) and not self.unread(pair[1]):
@@ -131,7 +131,7 @@ def notes(recipe: Recipe, origins: Mapping[str, str], references: References, fi
 
 
 def _given(recipe: Recipe, origins: Mapping[str, str], references: References, wanted: Callable[[str], bool]) -> Iterator[str]:
-    """Keys of the wanted origins that differ from the default and that no key which is read refers to."""
+    """Yield keys of the wanted origins that differ from the default and that no key which is read refers to."""
     readers = Readers.of(recipe)
     referred = {name for key, names in references.items() if not readers.unread(key) for name in names}
     default, now = typed.filled(Recipe, Branch()), of(dataclasses.asdict(recipe), None)
