@@ -93,7 +93,7 @@ def answer(request: Request) -> int:
 
 @contextmanager
 def model_folder(model_config: Path | None) -> Iterator[Path | None]:
-    """A folder that holds the file as its config.json, as transformers and vLLM want it."""
+    """Yield a folder that holds the file as its config.json, as transformers and vLLM want it."""
     if model_config is None:
         yield None
         return
@@ -107,7 +107,7 @@ def model_folder(model_config: Path | None) -> Iterator[Path | None]:
 
 
 def load(request: Request, folder: Path | None) -> tuple[Recipe, backend.Choice]:
-    """The recipe as `launch/submit.py` reads it, for a model of which there need only be the config. Raises RecipeError."""
+    """Return the recipe as `launch/submit.py` reads it; of the model only its config is needed. Raises RecipeError."""
     overrides = [*request.overrides, "policy.random_init=true"]
     if folder:
         overrides.append(f"policy.model_name={folder}")
@@ -127,7 +127,7 @@ def load(request: Request, folder: Path | None) -> tuple[Recipe, backend.Choice]
 
 
 def draw(predicted: Prediction, out: Path) -> int:
-    """The status to end with."""
+    """Write the picture, and return the status to end with."""
     try:
         from launch.plan import refit_picture
     except ImportError as error:
@@ -161,7 +161,7 @@ def _headline(predicted: Prediction, choice: backend.Choice) -> list[str]:
 
 
 def _table(predicted: Prediction) -> list[str]:
-    """Min, mean and max over the ranks of a realm."""
+    """Return a table of least, mean and greatest over the ranks of a component."""
     schedule, load, train = predicted.schedule, predicted.timeline.loads, ranks(predicted.recipe.cluster.train)
     out, staged = load.sent.sum(0), load.staging(refits_by_ipc(predicted.recipe))
     sends, receives = load.sends.sum(0), load.receives.sum(0)

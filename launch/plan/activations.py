@@ -87,7 +87,7 @@ def latent_projections(shape: ModelShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Numbers per token after tensor parallelism."""
+    """Widths of a layer: numbers per token after tensor parallelism."""
 
     hidden: int
     query: float

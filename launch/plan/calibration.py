@@ -1,4 +1,4 @@
-"""What an earlier run measured: how long its phases took, against what is predicted of them, and how long its sequences were.
+"""Measurements of an earlier run: its phases, against what is predicted of them, and the lengths of its sequences.
 
 Each clock of a prediction is multiplied by measured / predicted of that clock in the earlier run, which is planned for this by
 its own recipe and at its own lengths. So a plan of the same recipe says what was measured, and a plan of another one is off
@@ -21,7 +21,7 @@ from pipeline.metrics import read
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Means over the steps of a run, without its first, which warms up; unless it is the only one."""
+    """Means over the steps of a run without its first one, which warms up, unless it is the only one."""
 
     folder: Path
     recipe: Recipe
@@ -37,7 +37,7 @@ class Measured:
 
 
 def measured(folder: Path) -> Measured | None:
-    """Of a run folder; None if it has no complete step yet. Raises RecipeError if its recipe cannot be read."""
+    """Return the means of a run folder; None if it has no complete step. Raises RecipeError if its recipe cannot be read."""
     lines = [line for line in read(folder / "metrics.jsonl") if line.get("time/step")]
     if not lines or not (folder / "recipe.yaml").is_file():
         return None
@@ -59,7 +59,7 @@ def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _prompt(folder: Path) -> float | None:
-    """Of the last step whose rollouts were written."""
+    """Return the mean tokens of a prompt in the last step whose rollouts were written."""
     for path in sorted((folder / "rollouts").glob("step_*.jsonl"), reverse=True):
         if lengths := [len(line["prompt_tokens"]) for line in read(path)]:
             return sum(lengths) / len(lengths)
@@ -67,8 +67,7 @@ def _prompt(folder: Path) -> float | None:
 
 
 def find(recipe: Recipe, before: Path | None) -> Measured | None:
-    """The run to calibrate by: `before`, else what this recipe's own run folder has. Raises RecipeError for a `before` that has
-    nothing to tell."""
+    """Return the run to calibrate by: `before`, else the recipe's own. Raises RecipeError if `before` has no steps."""
     if before is None:
         return measured(Path(recipe.run_dir))
     found = measured(before)
@@ -82,8 +81,10 @@ def find(recipe: Recipe, before: Path | None) -> Measured | None:
 
 
 def ratios(measured: Measured, predicted: Mapping[str, float]) -> dict[str, float]:
-    """Measured over predicted, by clock. predicted: seconds of the measured run's own recipe. Where sampling ran ahead of
-    training the rollout's clock has only what was waited for, so it says nothing."""
+    """Return measured / predicted by clock. predicted: seconds of the measured run's own recipe.
+
+    Where sampling ran ahead of training the rollout's clock has only what was waited for, so it is left out.
+    """
     told = measured.clocks.keys() - ({"rollout"} if runs_ahead(measured.recipe) else set())
     return {clock: measured.clocks[clock] / seconds for clock, seconds in predicted.items() if clock in told}
 

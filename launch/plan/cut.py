@@ -1,4 +1,4 @@
-"""How a component's ranks divide a model, and at what rate groups of them talk."""
+"""Division of a model over the ranks of a component, and the rates at which groups of ranks communicate."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Cut:
 
     @property
     def data(self) -> int:
-        """How many ranks have other tokens at the same place in the model, with context parallelism's apart."""
+        """Return how many ranks have other samples at the same place in the model."""
         return max(1, self.ranks // (self.tensor * self.pipeline * self.context))
 
     @property
     def expert_data(self) -> int:
-        """How many ranks hold the same experts."""
+        """Return how many ranks hold the same experts."""
         return max(1, self.ranks // (self.expert * self.expert_tensor * self.pipeline))
 
     def held(self, shape: ModelShape) -> tuple[float, float]:
-        """(parameters outside of routed experts, routed experts') of a rank in the middle of the pipeline, on average."""
+        """Return the mean parameters of a rank inside the pipeline: (outside of routed experts, in routed experts)."""
         rest = (shape.parameters - shape.routed) / (self.tensor * self.pipeline)
         return rest, shape.routed / (self.expert * self.expert_tensor * self.pipeline)
 
@@ -54,43 +54,45 @@ def train_cut(policy: PolicyConfig, component: ComponentConfig) -> Cut:
 
 
 def engines(policy: PolicyConfig, component: ComponentConfig) -> int:
-    """How many engines the generate ranks make. The Transformers backend has one on each rank."""
+    """Return how many engines the generate ranks make. The Transformers backend has one on each rank."""
     size = engine_ranks(policy.generation.vllm_cfg) if policy.generation.backend == "vllm" else 1
     return max(1, ranks(component) // size)
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What connects the ranks of a component, which are numbered node by node."""
+    """Links between the ranks of a component, which are numbered node by node."""
 
     gpu: GPU
     nic_gb_per_s: float
     island: int  # how many ranks share NVLink (`hardware.nvlink_gpus`)
 
     def ring(self, size: int, stride: int = 1) -> float:
-        """Bytes a second that each rank of a group sends in a ring. A group's ranks of one node share their NICs, as NCCL's
-        rings do."""
+        """Return the bytes a second that each rank of a group sends in a ring.
+
+        A group's ranks of one node share their NICs, as NCCL's rings do.
+        """
         near = self.near(size, stride)
         if size <= near:
             return GIGA * self.gpu.nvlink_gb_per_s
         return GIGA * min(self.gpu.nvlink_gb_per_s, near * self.nic_gb_per_s)
 
     def near(self, size: int, stride: int = 1) -> int:
-        """How many of a group of `size` ranks, `stride` apart, share NVLink."""
+        """Return how many of a group of `size` ranks, `stride` apart, share NVLink."""
         return max(1, min(size, self.island // stride))
 
     def ring_seconds(self, size: int, count: float, stride: int = 1) -> float:
-        """An all-gather or reduce-scatter of `count` bytes in all; an all-reduce is both."""
+        """Return the seconds of an all-gather or reduce-scatter of `count` bytes in all; an all-reduce is both."""
         return (size - 1) / size * count / self.ring(size, stride) if size > 1 else 0.0
 
     def exchange_seconds(self, size: int, count: float, stride: int = 1) -> float:
-        """Each rank sends `count` bytes, spread evenly over the group, itself included."""
+        """Return the seconds in which each rank sends `count` bytes, spread evenly over the group, itself included."""
         near = self.near(size, stride)
         inside, outside = (near - 1) / size * count, (size - near) / size * count
         return max(inside / self.gpu.nvlink_gb_per_s, outside / self.nic_gb_per_s) / GIGA
 
 
 def cut_sizes(section: object) -> str:
-    """The sizes of a backend's section that are not 1, by their keys, without `_size`."""
+    """Return the sizes of a backend's section that are not 1, by their keys, without `_size`."""
     sizes = {key: value for key, value in vars(section).items() if key.endswith("_parallel_size") and (value or 1) > 1}
     return ", ".join(f"{key.removesuffix('_size')} {value}" for key, value in sizes.items()) or "no model parallelism"

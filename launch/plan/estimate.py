@@ -51,7 +51,7 @@ class Plan:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Of a step, by clock."""
+        """Return the seconds of a step, by clock."""
         return seconds_by_clock(self.phases)
 
     @cached_property
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def steps(self) -> int | None:
-        """None: as many as its epochs of data have, which the plan does not read; then nothing of the whole run is known."""
+        """Return the steps of the run; None if its data end it, which the plan does not read."""
         return config.bound(section(self.recipe).max_num_steps)
 
     @property
@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def total(self) -> float | None:
-        """Seconds of the whole run, without its start, checkpoints, waiting in the queue, and validations without a bound."""
+        """Return the seconds of the run, without its start, checkpoints, the queue, and validations without a bound."""
         if self.steps is None:
             return None
         return self.steps * self.step + self.validations * (self.validation or 0.0) + self.seconds.get("refit", 0.0)
@@ -97,14 +97,14 @@ class Plan:
 
     @cached_property
     def turns(self) -> tuple[sharing.Turn, ...]:
-        """Of a GPU that a train and a generate rank share; none if none does."""
+        """Return the memory of a GPU that a train and a generate rank share, in each of their turns; none if none does."""
         if not config.colocated(self.recipe) or not self.recipe.cluster.train.gpus_per_node:
             return ()
         return sharing.turns(self.recipe, self.train, self.generate)
 
     @property
     def host(self) -> float:
-        """Bytes of host memory: of a train rank, with the generate rank that shares its GPU."""
+        """Return the bytes of host memory of a train rank and the generate rank that shares its GPU."""
         return sharing.host(self.recipe, self.train, self.generate) if self.turns else self.train.host
 
     @property
@@ -113,12 +113,12 @@ class Plan:
 
     @property
     def submissions(self) -> int | None:
-        """How often the run has to be submitted, if each may take cluster.time_min."""
+        """Return how often the run has to be submitted, if each submission takes cluster.time_min."""
         return None if self.total is None else max(1, math.ceil(self.total / (60 * self.recipe.cluster.time_min)))
 
     @property
     def checkpoint_bytes(self) -> float | None:
-        """Of one; None where only adapters are saved."""
+        """Return the bytes of a checkpoint; None where only adapters are saved."""
         if self.recipe.policy.dtensor_cfg.lora_cfg.enabled and not uses_megatron(self.recipe.policy):
             return None
         trained = {name: model for name, model in config.models(self.recipe).items() if name in ("policy", "value")}
@@ -184,7 +184,7 @@ class Plan:
                 )
 
     def advice(self) -> list[str]:
-        """What would help where it does not fit, by key, the most helpful first."""
+        """Return the changes that help where it does not fit, by key, the most helpful first."""
         found = []
         besides = {turn.name: turn for turn in self.turns}
         for held, component in ((self.train, self.recipe.cluster.train), (self.generate, self.recipe.cluster.generate)):
@@ -206,7 +206,7 @@ def _of_gpu(count: float, component: config.ComponentConfig, phase: str = "") ->
 
 
 def plan(recipe: Recipe, choice: backend.Choice, before: Path | None = None, pending: Sequence[Path] = ()) -> Plan:
-    """Of a recipe for which the train backend is chosen.
+    """Return the plan of a recipe for which the train backend is chosen.
 
     before: a run folder to calibrate by; None: the recipe's own, if it has made steps. pending: run folders of needed recipes
     that have not run yet. Raises RecipeError, naming the key, for a model or a GPU that is not known, or a `before` that tells
@@ -273,8 +273,10 @@ def _can_be_timed(recipe: Recipe, generate: GenerateMemory | None) -> bool:
 
 
 def model_configs(recipe: Recipe, pending: Sequence[Path]) -> dict[str, Mapping[str, Any]]:
-    """config.json of all models. One that a needed recipe has yet to leave is as what that recipe starts from. Raises
-    RecipeError."""
+    """Return config.json of all models. Raises RecipeError.
+
+    One that a needed recipe has yet to leave is like the one that the needed recipe starts from.
+    """
     found = {}
     for name, policy in config.models(recipe).items():
         key = f"{name}.model_name"
@@ -290,7 +292,7 @@ def model_configs(recipe: Recipe, pending: Sequence[Path]) -> dict[str, Mapping[
 
 
 def needed_model(recipe: Recipe) -> str | None:
-    """If the model is to come out of a needed recipe that has not run yet, the model that this one starts from."""
+    """Return the model that a needed recipe starts from, if it has yet to leave this recipe's model; else None."""
     if Path(recipe.policy.model_name).is_dir():
         return None
     for name in recipe.needs:
@@ -305,7 +307,7 @@ def _shapes(models: Mapping[str, Mapping[str, Any]]) -> dict[str, ModelShape]:
 
 
 def _refit(recipe: Recipe, model: Mapping[str, Any]) -> tuple[Prediction | None, str]:
-    """A refit's prediction, or why there is none."""
+    """Return a refit's prediction, or why there is none."""
     if not generates(recipe):
         return None, ""
     try:
@@ -332,7 +334,7 @@ def _refit_seconds(recipe: Recipe, refit: Prediction) -> float:
 
 
 def _ratios(measured: Measured, pending: Sequence[Path]) -> dict[str, float]:
-    """Of the run that was measured, planned as it was and at the lengths that it had."""
+    """Return measured / predicted of a run, planned by its own recipe and at its own lengths."""
     recipe = measured.recipe
     if not priced(recipe):
         return {}

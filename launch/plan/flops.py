@@ -4,7 +4,7 @@ A token passes every active parameter once: 2 operations each. Attention compare
 2 heads x (head dimension of keys + of values), which with equal dimensions is the usual 4 x heads x dimension. Backward passes
 take twice a forward pass (Kaplan et al. 2020, arXiv 2001.08361, section 2.1), full recomputation one more.
 
-Left out: norms, softmax, rotary embeddings, routers' top-k; sliding windows, which would need less; what LoRA saves.
+Not counted: norms, softmax, rotary embeddings, routers' top-k; sliding windows, which would need less; what LoRA saves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from launch.model_shape import ModelShape
 
 
 def forward(shape: ModelShape, tokens: float, pairs: float) -> float:
-    """Of `tokens` tokens, which look at `pairs` (query, key) pairs in all: half a sequence's squared length, by the mask."""
+    """Return the operations of `tokens` tokens with `pairs` (query, key) pairs in all: half a sequence's squared length."""
     return 2 * shape.active * tokens + attention(shape, pairs)
 
 
@@ -22,7 +22,7 @@ def attention(shape: ModelShape, pairs: float) -> float:
 
 
 def decode_attention(shape: ModelShape, pairs: float) -> float:
-    """As `attention`, on what the KV cache holds: latent attention works on the latent, which all heads share."""
+    """Return the operations of attention on the KV cache: latent attention works on the latent, which all heads share."""
     if not shape.latent:
         return attention(shape, pairs)
     return 4 * shape.layers * shape.heads * shape.kv_width * pairs

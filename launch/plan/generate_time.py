@@ -1,4 +1,4 @@
-"""What a rollout takes on the generate ranks.
+"""Time of a rollout on the generate ranks.
 
 An engine's step gives one token to each sequence that it is decoding. It takes what reading weights and KV cache takes, or what
 the operations take if that is longer, then an overhead and the all-reduces of tensor parallelism. Of a mixture of experts those
@@ -8,7 +8,7 @@ An engine decodes as many sequences at once as `max_num_seqs` allows and its KV 
 place of each that ends; then the last ones end, one after the other, and the rollout with the longest. Lengths spread as
 `launch/plan/lengths.py` says; what waits is as long as what began, which is exact where lengths are exponential or equal.
 
-Left out: several turns (an episode is priced as one answer), preemption, speculative decoding, launching kernels one by one
+Not counted: several turns (an episode is priced as one answer), preemption, speculative decoding, launching kernels one by one
 (enforce_eager), environments that run on the CPU, the second and later batches of dynamic sampling, which nobody knows before.
 """
 
@@ -46,7 +46,7 @@ class Engine:
 
     @property
     def rate(self) -> float:
-        """FLOP/s of one rank's matrix products."""
+        """Return the FLOP/s of one rank's matrix products."""
         assumed = self.gpu.assumed
         share = assumed.mixture_training if self.shape.experts else assumed.dense_training
         if self.fp8:
@@ -54,7 +54,7 @@ class Engine:
         return share * (self.gpu.bf16_tflops if self.itemsize == 2 else self.gpu.fp32_tflops) * 1e12
 
     def weights(self, batch: float) -> float:
-        """Bytes that a rank reads of them for a step of `batch` tokens. Of the table of embeddings it reads a few rows."""
+        """Return the bytes of weights that a rank reads for a step of `batch` tokens, without the table of embeddings."""
         shape = self.shape
         chosen = 1 - (1 - shape.experts_per_token / shape.experts) ** batch if shape.experts else 0.0
         linear = shape.attention + shape.mlp + chosen * shape.routed
@@ -63,14 +63,16 @@ class Engine:
 
     @property
     def cached(self) -> float:
-        """Bytes a rank reads of the KV cache for each token in it. Ranks beyond the number of key-value heads hold copies, and
-        of a latent all do."""
+        """Return the bytes that a rank reads of the KV cache for each token in it.
+
+        Ranks beyond the number of key-value heads hold copies; of a latent all do.
+        """
         shape = self.shape
         heads = 1 if shape.latent else min(self.tensor, shape.kv_heads)
         return shape.kv_width * shape.layers * self.itemsize / heads / (self.ranks // self.tensor)
 
     def parts(self, batch: float, context: float) -> dict[str, float]:
-        """Seconds of a step of `batch` sequences with `context` tokens each."""
+        """Return the seconds, by part, of a step of `batch` sequences with `context` tokens each."""
         bandwidth = GIGA * self.gpu.hbm_gb_per_s * self.gpu.assumed.bandwidth
         weights, cache = self.weights(batch) / bandwidth, batch * context * self.cached / bandwidth
         work = 2 * self.shape.active * batch + flops.decode_attention(self.shape, batch * context)
@@ -90,14 +92,14 @@ class Engine:
 
 
 def sampled(recipe: Recipe) -> tuple[int, int]:
-    """(prompts, answers) of a rollout; with dynamic sampling of its first batch."""
+    """Return (prompts, answers) of a rollout; with dynamic sampling those of its first batch."""
     online = section(recipe)
     prompts = int(online.num_prompts_per_step * getattr(online, "batch_multiplier", 1))
     return prompts, prompts * online.num_generations_per_prompt
 
 
 def slots(recipe: Recipe, cache_tokens: float, lengths: Lengths) -> int:
-    """Sequences that an engine decodes at once. cache_tokens: that its KV cache holds."""
+    """Return how many sequences an engine decodes at once. cache_tokens: the tokens that its KV cache holds."""
     context = lengths.prompt + lengths.squared_answer / (2 * lengths.answer)
     return max(1, min(recipe.policy.generation.max_num_seqs, int(cache_tokens / context)))
 
@@ -118,7 +120,7 @@ def engine(recipe: Recipe, shape: ModelShape, gpu: GPU) -> Engine:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Describes what the busiest engine decodes in a rollout."""
+    """The answers that the busiest engine decodes in a rollout."""
 
     engine: Engine
     count: float  # answers
@@ -135,7 +137,7 @@ def load(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPU, cache_to
 
 
 def phases(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPU, cache_tokens: float) -> list[Phase]:
-    """Of a step, on the generate ranks."""
+    """Return the phases of a step on the generate ranks."""
     made, own = engines(recipe.policy, recipe.cluster.generate), load(recipe, shape, lengths, gpu, cache_tokens)
     prompts, answers = sampled(recipe)
     known = recipe.policy.generation.backend == "vllm" and recipe.policy.generation.vllm_cfg.enable_prefix_caching
@@ -150,8 +152,10 @@ def phases(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPU, cache_
 
 
 def decoding(engine: Engine, count: float, slots: int, lengths: Lengths, answers: float) -> dict[str, float]:
-    """Seconds by part of an engine that decodes `count` answers, `slots` at once. answers: of all engines together; of their
-    last ones the longest ends the rollout."""
+    """Return the seconds by part of an engine that decodes `count` answers, `slots` at once.
+
+    answers: of all engines together; the longest of the last ones ends the rollout.
+    """
     batch = min(count, slots)
     steady = (count - batch) * lengths.answer / batch  # steps while others wait
     total: dict[str, float] = {}
@@ -169,7 +173,7 @@ def decoding(engine: Engine, count: float, slots: int, lengths: Lengths, answers
 
 
 def validation(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPU, cache_tokens: float, count: int) -> float:
-    """Seconds of one answer to each of `count` prompts."""
+    """Return the seconds of one answer to each of `count` prompts."""
     made, one = engines(recipe.policy, recipe.cluster.generate), engine(recipe, shape, gpu)
     parts = decoding(one, math.ceil(count / made), slots(recipe, cache_tokens, lengths), lengths, count)
     return sum(parts.values())

@@ -1,4 +1,4 @@
-"""How long prompts and answers are taken to be, and how lengths of answers spread.
+"""Assumed lengths of prompts and answers, and how lengths of answers spread.
 
 Answers are taken to be exponentially distributed and cut at a limit: with the mean and the limit given, that is one
 distribution. Its mean is tau (1 - exp(-limit / tau)), from which tau is found. Where the mean is near the limit most answers
@@ -31,7 +31,7 @@ class Lengths:
 
     @property
     def scale(self) -> float:
-        """tau, in tokens; infinite if all answers reach the limit."""
+        """Return tau in tokens; infinite if all answers reach the limit."""
         if self.answer >= self.limit * (1 - 1e-6):
             return math.inf
         low, high = self.answer, self.answer
@@ -44,7 +44,7 @@ class Lengths:
 
     @property
     def squared_answer(self) -> float:
-        """The mean of an answer's squared length."""
+        """Return the mean of an answer's squared length."""
         scale, limit = self.scale, self.limit
         if math.isinf(scale) or limit / scale < 1e-4:
             return limit * limit
@@ -53,18 +53,20 @@ class Lengths:
 
     @property
     def squared_sequence(self) -> float:
-        """The mean of a sequence's squared length."""
+        """Return the mean of a sequence's squared length."""
         return self.prompt**2 + 2 * self.prompt * self.answer + self.squared_answer
 
     def longest(self, answers: float) -> float:
-        """Expected tokens of the longest of so many answers."""
+        """Return the expected tokens of the longest of so many answers."""
         scale = self.scale
         return self.limit if math.isinf(scale) else min(self.limit, scale * (math.log(max(1.0, answers)) + EULER))
 
 
 def assumed(recipe: Recipe, prompt: float | None = None, answer: float | None = None, where: str = "") -> Lengths:
-    """Of a recipe: `plan.prompt_tokens` and `plan.answer_tokens`, else means that an earlier run `where` had, else a guess. The
-    run of an offline algorithm tells one mean, of whole sequences: that is `answer`."""
+    """Return the lengths of a recipe: plan.prompt_tokens and plan.answer_tokens, else means of an earlier run, else a guess.
+
+    prompt, answer: means of the run in `where`. An offline algorithm's has one mean, of whole sequences: that is `answer`.
+    """
     total, given = recipe.policy.max_total_sequence_length, recipe.plan
     if not generates(recipe) and answer is not None and given.prompt_tokens is None and given.answer_tokens is None:
         return Lengths(0.0, min(answer, total), total, f"sequences of {answer:,.0f} tokens, the mean in {where}")

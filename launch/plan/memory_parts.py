@@ -1,4 +1,4 @@
-"""What the memory of a rank is divided into: the parts that are reported, and the models and microbatches that take them.
+"""Parts of the memory of a rank, as they are reported, and the models and microbatches that take them.
 
 Lengths are not known before a run, so microbatches are taken to be as full as the recipe allows.
 """

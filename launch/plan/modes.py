@@ -37,12 +37,12 @@ class Mode:
 
     @property
     def cost(self) -> float:
-        """GPU-seconds of a step."""
+        """Return the GPU-seconds of a step."""
         return self.plan.gpus * self.plan.step
 
     @property
     def moving(self) -> float:
-        """The share of a step in which GPUs change hands, and weights go through the host."""
+        """Return the share of a step in which ranks take turns on GPUs and weights go through the host."""
         computing = sum(phase.seconds for phase in self.plan.phases if phase.flops)
         return 1 - computing / self.plan.step if config.colocated(self.plan.recipe) else 0.0
 

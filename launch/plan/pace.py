@@ -1,4 +1,4 @@
-"""How long a step takes once its phases are known, and who waits in it.
+"""Time of a step from its phases, and how long each component waits in it.
 
     in turn      rollout, training and refit follow each other
     drained      sampling runs ahead, and a refit waits for the engines: the longer of rollout and training, then the refit
@@ -8,7 +8,7 @@ Played are the groups of `pipeline/rollout/buffer.py` with `stragglers: wait`: a
 live, each refit begins one, and a step waits for the oldest. So the last answers of a rollout share the engine with the first
 of the next, which hides them. A sequence begins when another ends, the oldest rollout's first.
 
-Left out: groups that end together, prompts that move to other engines, `stragglers: keep` and `cut`, which wait for less.
+Not counted: groups that end together, prompts that move to other engines, `stragglers: keep` and `cut`, which wait for less.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROUNDS = 4  # that are measured, each a step for each rollout that is under way
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds of a step, and of it those in which the ranks of a component have nothing to do."""
+    """Seconds of a step, and those of it in which the ranks of a component are idle."""
 
     step: float
     train: float = 0.0

@@ -1,4 +1,4 @@
-"""What a step of a run consists of, and what each piece takes."""
+"""Phases of a step, and their durations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Phase:
 
     @property
     def bound(self) -> str:
-        """What takes most of it."""
+        """Return the part that takes most of it."""
         return max(self.parts, key=self.parts.__getitem__) if self.parts else ""
 
 

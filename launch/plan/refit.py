@@ -33,25 +33,27 @@ class Prediction:
 
     @property
     def sent(self) -> np.ndarray:
-        """[train ranks] bytes"""
+        """Return the bytes that each train rank sends, [train ranks]."""
         return self.timeline.loads.sent.sum(0)[: ranks(self.recipe.cluster.train)]
 
     @property
     def received(self) -> np.ndarray:
-        """[generate ranks] bytes"""
+        """Return the bytes that each generate rank receives, [generate ranks]."""
         return self.timeline.loads.received.sum(0)[ranks(self.recipe.cluster.train) :]
 
     @property
     def floor(self) -> tuple[float, str]:
-        """Seconds that the network takes whatever the plan, and what sets them."""
+        """Return the seconds that any transfer takes on this network at least, and which limit sets them."""
         from launch.plan import refit_time
 
         return refit_time.floor(self.demand, self.recipe.cluster.network)
 
 
 def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> Prediction:
-    """Plan and price the refit of a recipe whose backend is chosen. model: the policy's config.json; None: that of the model
-    which the recipe names. Raises ValueError if the layouts cannot be told, or do not meet.
+    """Plan and price the refit of a recipe whose backend is chosen.
+
+    model: the policy's config.json; None: that of the model which the recipe names. Raises ValueError, or RecipeError, which is
+    one, if the layouts are not described or do not meet.
     """
     # Not imported before, so that a wrong command line is soon told.
     import numpy as np
@@ -78,7 +80,7 @@ def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> Predictio
 
 
 def node_names(recipe: Recipe) -> dict[int, str]:
-    """Of every rank, train ranks first."""
+    """Return the node of every rank, train ranks first."""
     names, cluster = [], recipe.cluster
     of_generate = "train" if colocated(recipe) or cluster.share_nodes else "generate"
     for realm, component in (("train", cluster.train), (of_generate, cluster.generate)):

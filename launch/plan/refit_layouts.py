@@ -62,7 +62,7 @@ Held = Iterable[tuple[str, Box]]
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Train ranks come first, then the engines' ranks, as in a run."""
+    """Boxes of all ranks. Train ranks come first, then the engines' ranks, as in a run."""
 
     train: dict[int, Table]  # by global rank
     generate: dict[int, Table]
@@ -71,15 +71,15 @@ class Ownership:
 
 
 def tables(config: Mapping[str, Any], recipe: Recipe) -> Ownership:
-    """config: config.json of the policy's model. Raises RecipeError if it cannot be laid out so."""
+    """Return the boxes of a recipe's ranks. config: config.json of the policy's model. Raises RecipeError."""
     return ownership(config, recipe.policy, ranks(recipe.cluster.train), ranks(recipe.cluster.generate))
 
 
 def ownership(config: Mapping[str, Any], policy: PolicyConfig, train: int, generate: int) -> Ownership:
-    """config: config.json, in the place of policy.model_name's; train, generate: the numbers of ranks. The model's layouts are
-    taken from `policy.megatron_cfg` if that is enabled, else `policy.dtensor_cfg`, and `policy.generation`.
+    """Return the boxes of all ranks. Raises RecipeError.
 
-    Raises RecipeError.
+    config: config.json, in the place of policy.model_name's; train, generate: the numbers of ranks. The model's layouts are
+    taken from `policy.megatron_cfg` if that is enabled, else `policy.dtensor_cfg`, and `policy.generation`.
     """
     try:
         of, found = sizes(config), tensors(config)
@@ -108,7 +108,7 @@ def ownership(config: Mapping[str, Any], policy: PolicyConfig, train: int, gener
 
 
 class _Maker:
-    """Tables of boxes by name."""
+    """Makes tables of boxes from names."""
 
     def __init__(self, found: list[Tensor]) -> None:
         self.tensors = found
@@ -117,11 +117,11 @@ class _Maker:
         self._dims = max(map(len, self.shapes.values()))
 
     def columns(self, held: Held) -> list[np.ndarray]:
-        """Tensor, offset, size."""
+        """Return the columns tensor, offset and size."""
         return columns(list(held), self._number, self._dims)
 
     def table(self, wanted: Iterable[tuple[str, str, Box]]) -> Table:
-        """Of a generate rank: (unit, tensor, box)."""
+        """Return the table of a generate rank from (unit, tensor, box)."""
         wanted = list(wanted)
         units = {unit: i for i, unit in enumerate(dict.fromkeys(unit for unit, _, _ in wanted))}
         unit = np.array([units[unit] for unit, _, _ in wanted], np.int32)
@@ -129,7 +129,7 @@ class _Maker:
 
 
 def _joined(*parts: list[np.ndarray]) -> Table:
-    """Of a train rank."""
+    """Return the table of a train rank."""
     tensor, offset, size = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     return Table(tensor, offset, size, np.full(len(tensor), -1, np.int32))
 
@@ -138,9 +138,10 @@ def _joined(*parts: list[np.ndarray]) -> Table:
 
 
 def _fsdp(size: int, train: int, maker: _Maker) -> list[Table]:
-    """Rank = data rank * tensor-parallel size + tensor-parallel rank, as in `pipeline/train/fsdp.py`. size: tensor-parallel.
+    """Return the tables of the train ranks. size: tensor-parallel.
 
-    Torch cuts every parameter along its first dimension. Of a layer's stacked experts that is the one that counts them.
+    Rank = data rank * tensor-parallel size + tensor-parallel rank, as in `pipeline/train/fsdp.py`. Torch cuts every
+    parameter along its first dimension. Of a layer's stacked experts that is the one that counts them.
     """
     data = train // size
     number, origin, extent = maker.columns((tensor.name, whole(tensor.shape)) for tensor in maker.tensors)
@@ -160,7 +161,7 @@ def _fsdp(size: int, train: int, maker: _Maker) -> list[Table]:
 
 
 def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, parts: int, part: int) -> None:
-    """`boxes.chunk` of the boxes in these rows, in place."""
+    """Cut the boxes in these rows as `boxes.chunk` does, in place."""
     step = -(-size[rows, dim] // parts)
     start = np.minimum(part * step, size[rows, dim])
     offset[rows, dim] += start
@@ -171,8 +172,11 @@ def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, par
 
 
 def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, maker: _Maker) -> list[Table]:
-    """Ranks are numbered as by megatron.core.parallel_state: tensor, context, data, pipeline, the first the fastest; where
-    experts are concerned expert tensor, expert, data, pipeline."""
+    """Return the tables of the train ranks.
+
+    Ranks are numbered as by megatron.core.parallel_state: tensor, context, data, pipeline, the first the fastest; where experts
+    are concerned expert tensor, expert, data, pipeline.
+    """
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     expert, expert_tensor = megatron.expert_model_parallel_size, expert_tensor_parallel_size(megatron)
     stages = _stages(of, megatron)
@@ -205,7 +209,7 @@ def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, maker: 
 
 
 def _parameters(of: SimpleNamespace, shapes: dict[str, Shape]) -> dict[str, Parameter]:
-    """The family's. Raises RecipeError if it leaves out a tensor that is on disk."""
+    """Return the family's parameters. Raises RecipeError if it leaves out a tensor that is on disk."""
     parameters = models.family(of).parameters(of)
     known = {source for parameter in parameters.values() for source in parameter.sources}
     if left := [name for name in shapes if name not in known]:
@@ -217,7 +221,7 @@ def _parameters(of: SimpleNamespace, shapes: dict[str, Shape]) -> dict[str, Para
 def _megatron_boxes(
     name: str, parameter: Parameter, shapes: dict[str, Shape], rank: int, size: int
 ) -> Iterator[tuple[str, Box]]:
-    """Of one rank of `size`. Raises RecipeError if the parameter cannot be cut so."""
+    """Yield the boxes of one rank of `size`. Raises RecipeError if the parameter cannot be cut so."""
     sources = [(source, whole(shapes[source])) for source in parameter.sources]
     if name in _VOCABULARY:  # padded, then cut in equal parts
         yield sources[0][0], chunk(sources[0][1], 0, size, rank)
@@ -236,7 +240,7 @@ def _megatron_boxes(
 
 
 def _query_group_boxes(sources: list[tuple[str, Box]], groups: int, rank: int, rows: int) -> Iterator[tuple[str, Box]]:
-    """Of the parameter in which each group's queries, key and value lie one under the other, every rank has so many rows."""
+    """Yield a rank's boxes of the parameter that has each group's queries, key and value one under the other."""
     each = sum(box.size[0] for _, box in sources) // groups
     low, high = rank * rows, (rank + 1) * rows
     for group in range(low // each, -(-high // each)):
@@ -257,7 +261,7 @@ def _divided(name: str, count: int, size: int) -> int:
 
 
 def _stages(of: SimpleNamespace, megatron: MegatronConfig) -> list[range]:
-    """The layers of each pipeline stage: those of the first and the last may be given, the others are equal.
+    """Return the layers of each pipeline stage: those of the first and the last may be given, the others are equal.
 
     Raises RecipeError where Megatron-Core does.
     """
@@ -282,8 +286,10 @@ def _ranges(counts: list[int]) -> list[range]:
 
 
 def _stages_of(layer: int | None, embedding: bool, stages: list[range], tied: bool) -> list[int]:
-    """The stages that hold what belongs to a layer, to the embedding, or to neither. A tied embedding is the last one's output
-    layer as well."""
+    """Return the stages that hold the tensors of a layer, of the embedding, or of neither.
+
+    A tied embedding is the last stage's output layer as well.
+    """
     last = len(stages) - 1
     if layer is not None:
         return [i for i, layers in enumerate(stages) if layer in layers]
@@ -293,7 +299,7 @@ def _stages_of(layer: int | None, embedding: bool, stages: list[range], tied: bo
 
 
 def _layer(name: str) -> int | None:
-    """Of a parameter of Megatron-Core's."""
+    """Return the layer of a parameter of Megatron-Core's; None if it is in none."""
     return int(name.split(".")[2]) if name.startswith("decoder.layers.") else None
 
 
@@ -301,7 +307,7 @@ def _layer(name: str) -> int | None:
 
 
 class _Cut(NamedTuple):
-    """How the ranks of a stage share a tensor on disk."""
+    """The cut of a tensor on disk over the ranks of a stage."""
 
     unit: str
     name: str
@@ -312,7 +318,7 @@ class _Cut(NamedTuple):
 
 
 def _vllm(of: SimpleNamespace, vllm: VLLMConfig, maker: _Maker) -> list[Table]:
-    """Of each rank of an engine: rank = pipeline rank * tensor-parallel size + tensor-parallel rank."""
+    """Return the tables of an engine's ranks: rank = pipeline rank * tensor-parallel size + tensor-parallel rank."""
     if of.model_type == "gpt_oss":
         message = "which parts of a 'gpt_oss' model vLLM's ranks have is not described"
         raise RecipeError(Problem(_MODEL, "unsupported", message))
@@ -331,7 +337,7 @@ def _vllm(of: SimpleNamespace, vllm: VLLMConfig, maker: _Maker) -> list[Table]:
 
 
 def _vllm_tables(cuts: list[_Cut], size: int, maker: _Maker) -> list[Table]:
-    """Of the ranks of one stage."""
+    """Return the tables of the ranks of one stage."""
     everything = maker.table((cut.unit, cut.name, whole(maker.shapes[cut.name])) for cut in cuts)
     dim, parts, step, owner = (np.array([getattr(cut, name) for cut in cuts]) for name in ("dim", "parts", "step", "owner"))
     found = []
@@ -367,13 +373,13 @@ def _vllm_cut(of: SimpleNamespace, vllm: VLLMConfig, tensor: Tensor) -> _Cut:
 
 
 def _place_of(expert: int, count: int, size: int) -> int:
-    """determine_expert_map of vLLM, linear: consecutive experts, one more on the first ranks if it does not divide."""
+    """Return the rank of an expert as vLLM's determine_expert_map does: consecutive ones, one more on the first ranks."""
     each, rest = divmod(count, size)
     return expert // (each + 1) if expert < rest * (each + 1) else rest + (expert - rest * (each + 1)) // each
 
 
 def _unit(of: SimpleNamespace, tensor: Tensor) -> str:
-    """vLLM's module that has the tensor."""
+    """Return vLLM's module that has the tensor."""
     module = tensor.name.rpartition(".")[0]
     parent, _, own = module.rpartition(".")
     latent = of.model_type == "deepseek_v3"

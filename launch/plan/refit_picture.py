@@ -1,6 +1,6 @@
 """A picture of a simulated refit: what the busiest ranks do when, and how many bytes are on their way.
 
-Left out: all other ranks. The numbers behind the picture are `launch.plan.refit_time.Timeline`.
+Not counted: all other ranks. The numbers behind the picture are `launch.plan.refit_time.Timeline`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def draw(timeline: Timeline, train_ranks: int, title: str, path: Path) -> None:
 
 
 def busiest(timeline: Timeline, train_ranks: int) -> list[int]:
-    """The train rank that sends most, and the generate ranks that receive most, in the order of their bytes."""
+    """Return the train rank that sends most, and the generate ranks that receive most, in the order of their bytes."""
     sent, received = timeline.loads.sent.sum(0), timeline.loads.received.sum(0)
     generate = train_ranks + np.argsort(-received[train_ranks:], kind="stable")[:GENERATE_ROWS]
     return [int(sent[:train_ranks].argmax()), *map(int, generate)]
@@ -65,7 +65,7 @@ def _edge(colour: str, rounds: int) -> str:
 
 
 def _draw_flight(axes: Axes, timeline: Timeline, scale: float) -> None:
-    """A bar for each round, from when its first message begins until its last one has arrived."""
+    """Draw a bar for each round, from when its first message begins until its last one has arrived."""
     active = timeline.loads.sends + timeline.loads.receives > 0
     start = np.where(active, timeline.begun, np.inf).min(1, initial=np.inf)
     stop = np.where(active, timeline.arrived, 0.0).max(1, initial=0.0)

@@ -1,4 +1,4 @@
-"""What a planned refit takes on a described network: seconds, what bounds them, and the floor that physics sets.
+"""Time of a planned refit on a described network: seconds, what bounds them, and the least that any transfer takes.
 
 The model. A rank's main thread gathers and posts the messages of round r, then waits for those of round r - 1 and writes them,
 as `pipeline/refit/transfer.py` does. So packing and applying share one thread, and two rounds at most are under way. A rank
@@ -14,7 +14,7 @@ Ranks wait for their partners only. A rank's round begins when it and its partne
 before, and ends when it and its partners have moved all that they have in that round: an upper bound, since a partner may
 serve this rank first.
 
-Left out: congestion inside the fabric (full bisection is assumed), the digest, what `finish` of a unit costs, and the pause of
+Not counted: congestion inside the fabric (full bisection is assumed), the digest, what `finish` of a unit costs, and the pause of
 generation. All that is sent and received is charged a copy at each end, also what needs none. So a prediction is a lower
 estimate of a refit, and an upper one of its transfer.
 """
@@ -30,13 +30,13 @@ from pipeline.refit.cells import changes
 from pipeline.refit.schedule import Schedule
 
 TERMS = ("pack", "wire out", "wire in", "node", "latency", "apply")
-"""What takes time: copying what is sent, NIC out, NIC in, links within nodes, messages' latency, copying what came."""
+"""Durations: copying what is sent, NIC out, NIC in, links within nodes, messages' latency, copying what came."""
 GIGA = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """What travels, a row each, in the order of rounds."""
+    """Messages, a row each, in the order of rounds."""
 
     round: np.ndarray  # [m] int64
     source: np.ndarray  # [m] int64: global ranks
@@ -49,7 +49,7 @@ class Messages:
 
 
 def merge(round: np.ndarray, source: np.ndarray, target: np.ndarray, size: np.ndarray, relay: np.ndarray) -> Messages:
-    """Items, a row each, as the messages that they travel in: all of one round, source and target are one."""
+    """Return the messages of items: those of one round, source and target are one message."""
     ranks = int(max(source.max(initial=0), target.max(initial=0))) + 1
     place = (round.astype(np.int64) * ranks + source) * ranks + target
     order = np.argsort(place, kind="stable")
@@ -62,7 +62,7 @@ def merge(round: np.ndarray, source: np.ndarray, target: np.ndarray, size: np.nd
 
 
 def messages(schedule: Schedule) -> Messages:
-    """All that a plan moves."""
+    """Return all messages of a plan."""
     sent, passed = schedule.sent(), schedule.passed()
     columns = (np.concatenate([getattr(sent, name), getattr(passed, name)]) for name in ("round", "source", "target", "bytes"))
     return merge(*columns, np.repeat([False, True], [len(sent.round), len(passed.round)]))
@@ -70,7 +70,7 @@ def messages(schedule: Schedule) -> Messages:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Per round and rank, [rounds, ranks] float64: bytes by path, and messages."""
+    """Bytes by path and numbers of messages per round and rank, [rounds, ranks] float64."""
 
     nic_out: np.ndarray
     nic_in: np.ndarray
@@ -89,16 +89,19 @@ class Loads:
         return self.nic_in + self.node_in
 
     def staging(self, ipc: bool = False) -> np.ndarray:
-        """[ranks] bytes that each rank stages: two of its largest rounds each way, but one of sends where it relays, since it
-        then packs no earlier than it posts (`pipeline/refit/planned.py`). ipc: what comes from its node is read where the
-        sender stages it, and a sender stages two rounds even if it relays (`pipeline/refit/shared_memory.py`)."""
+        """Return the bytes that each rank stages, [ranks]: two of its largest rounds each way.
+
+        A rank that relays stages one round of sends, since it packs no earlier than it posts (`pipeline/refit/planned.py`).
+        ipc: what comes from its node is read where the sender stages it, and a sender stages two rounds even if it relays
+        (`pipeline/refit/shared_memory.py`).
+        """
         if ipc:
             return 2 * (self.sent.max(0, initial=0) + self.nic_in.max(0, initial=0))
         return self.sent.max(0, initial=0) * np.where(self.relays, 1, 2) + 2 * self.received.max(0, initial=0)
 
 
 def loads(messages: Messages, node: np.ndarray) -> Loads:
-    """node: [ranks], the node of each."""
+    """Return the loads of messages. node: [ranks], the node of each."""
     ranks, rounds = len(node), int(messages.round.max(initial=-1)) + 1
     far = node[messages.source] != node[messages.target]
 
@@ -119,7 +122,7 @@ def loads(messages: Messages, node: np.ndarray) -> Loads:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When everything happens: [rounds, ranks] seconds from the start, and how long the parts take."""
+    """Times of all events in seconds from the start, [rounds, ranks], and the durations of the parts."""
 
     messages: Messages
     loads: Loads
@@ -161,7 +164,7 @@ def simulate(messages: Messages, node: np.ndarray, network: NetworkConfig) -> Ti
 
 
 def _parts(load: Loads, network: NetworkConfig) -> dict[str, np.ndarray]:
-    """Seconds of every round and rank, by TERMS."""
+    """Return the seconds of every round and rank, by TERMS."""
     nic, node, memory = (GIGA * each for each in (network.nic_gb_per_s, network.node_gb_per_s, network.memory_gb_per_s))
     return {
         "pack": load.sent / memory,
@@ -174,7 +177,7 @@ def _parts(load: Loads, network: NetworkConfig) -> dict[str, np.ndarray]:
 
 
 def _with_partners(own: np.ndarray, source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The latest of each rank and those that it exchanges messages with."""
+    """Return the latest time of each rank and those that it exchanges messages with."""
     latest = own.copy()
     np.maximum.at(latest, source, own[target])
     np.maximum.at(latest, target, own[source])
@@ -185,7 +188,7 @@ def _with_partners(own: np.ndarray, source: np.ndarray, target: np.ndarray) -> n
 
 
 def bounds(timeline: Timeline) -> dict[str, float]:
-    """Seconds by TERMS along the chain of events that ends last, each waiting for the one before: they add up to the whole."""
+    """Return the seconds by TERMS along the critical path, which add up to the whole."""
     spent = dict.fromkeys(TERMS, 0.0)
     if not timeline.applied.size:
         return spent
@@ -232,7 +235,7 @@ _STEPS = {"applied": _before_applied, "posted": _before_posted, "arrived": _befo
 
 
 def _latest(timeline: Timeline, r: int, rank: int, when: np.ndarray) -> int:
-    """Of a rank and its partners in a round, the one that is latest."""
+    """Return which of a rank and its partners in a round is latest."""
     start, stop = np.searchsorted(timeline.messages.round, (r, r + 1))
     source, target = timeline.messages.source[start:stop], timeline.messages.target[start:stop]
     there = np.concatenate([[rank], target[source == rank], source[target == rank]])
@@ -244,7 +247,7 @@ def _latest(timeline: Timeline, r: int, rank: int, when: np.ndarray) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What must move whatever the plan: bytes, where every distinct byte is counted once."""
+    """Bytes that any plan moves; every distinct byte is counted once."""
 
     owned: np.ndarray  # [generate ranks]: of each
     by_node: np.ndarray  # [generate nodes]: wanted by any rank of the node, and held by no train rank there
@@ -255,7 +258,7 @@ class Demand:
 
 
 def demand(schedule: Schedule, node: np.ndarray) -> Demand:
-    """node: [ranks], the node of each. An overlap of boxes that are not equal, which no layout so far has, counts twice."""
+    """Return the demand of a plan. node: [ranks], the node of each. Boxes that overlap and are not equal count twice."""
     want, size = schedule.want, schedule.want.boxes.numel * schedule.width[schedule.want.boxes.tensor]
     owned = np.bincount(want.receiver, size[want.box], schedule.engines.shape[1])
     inside: dict[int, set[int]] = {}  # the ranks in the engine that a node has, of whichever engine
@@ -282,7 +285,7 @@ def demand(schedule: Schedule, node: np.ndarray) -> Demand:
 
 
 def _held(schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(wanted box, holder set, bytes of the box that the set holds), each [pairs]."""
+    """Return (wanted box, holder set, bytes of the box that the set holds), each [pairs]."""
     pieces, sets = schedule.pieces, len(schedule.have.sets)
     size = pieces.numel * schedule.width[schedule.want.boxes.tensor[pieces.wanted]]
     pair = pieces.wanted.astype(np.int64) * sets + schedule.have.holders[pieces.held]
@@ -291,7 +294,7 @@ def _held(schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def floor(demand: Demand, network: NetworkConfig) -> tuple[float, str]:
-    """Seconds below which no transfer can be, whichever way it takes, and which limit sets them; latencies and copies are free.
+    """Return the least seconds of any transfer, and which limit sets them; latencies and copies are free.
 
     train egress: every wanted byte leaves some train rank, through its NIC, or within its node where generate ranks are there
     too. node ingress: what a generate node wants and has not comes in through its NICs, once, and is spread inside. rank
@@ -310,7 +313,7 @@ def floor(demand: Demand, network: NetworkConfig) -> tuple[float, str]:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """The reference: rank 0 gathers full tensors and broadcasts them to every generate rank. Bytes."""
+    """Bytes of the reference: rank 0 gathers full tensors and broadcasts them to every generate rank."""
 
     total: int  # of the model on the wire
     far: int  # of it, what only ranks of other nodes than rank 0's hold
@@ -323,7 +326,7 @@ class Broadcast:
 
 
 def reference(schedule: Schedule, node: np.ndarray, total: int, bucket: int) -> Broadcast:
-    """What the bucketed broadcast would move in the plan's stead. total: bytes of all tensors, in full."""
+    """Return the bytes of the bucketed broadcast in the plan's stead. total: bytes of all tensors, in full."""
     have, size = schedule.have, schedule.have.boxes.numel * schedule.width[schedule.have.boxes.tensor]
     beside = [rows.box for rank, rows in have.rows.items() if node[rank] == node[0]]
     own, near = int(size[np.unique(have.rows[0].box)].sum()), int(size[np.unique(np.concatenate(beside))].sum())
@@ -338,7 +341,7 @@ def reference(schedule: Schedule, node: np.ndarray, total: int, bucket: int) -> 
 
 
 def broadcast_seconds(broadcast: Broadcast, network: NetworkConfig) -> tuple[float, str]:
-    """Seconds, and which stage bounds them, were gathering, packing, broadcasting and applying of buckets fully overlapped.
+    """Return the seconds of a broadcast whose stages overlap fully, and which stage bounds them.
 
     A broadcast is a ring, as NCCL's is: bytes pass through every rank, all links at work at once, so a bucket takes its bytes
     over the slowest link and a latency. The next one follows it around, so a latency for each node on the way is paid once.

@@ -46,7 +46,7 @@ class Turn:
 
 
 def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple[Turn, ...]:
-    """In the order of a step."""
+    """Return the turns in the order of a step."""
     staging = memory.staging(recipe, train.shapes["policy"], train_cut(recipe.policy, recipe.cluster.train))
     away = train.parts.get("runtime", 0.0) + staging
     asleep = generate.parts.get("runtime", 0.0) + generate.parts.get("buffers", 0.0)
@@ -58,19 +58,19 @@ def turns(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> tuple
 
 
 def _scoring(recipe: Recipe, train: TrainMemory) -> float:
-    """Of a reward model that the train ranks serve, while it computes."""
+    """Return the bytes of a reward model that the train ranks serve, while it computes."""
     judges = [each for each in models(recipe, train.shapes) if each.values and not each.trained]
     cut = train_cut(recipe.policy, recipe.cluster.train)
     return memory.peak(judges, cut, True, load(recipe, cut.data)).total if judges else 0.0
 
 
 def host(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> float:
-    """Bytes of host memory for the two ranks of a GPU, what they have there anyway included."""
+    """Return the bytes of host memory for the two ranks of a GPU, what they have there anyway included."""
     return train.host + _moved(train) + _kept(recipe, generate)
 
 
 def _read(train: TrainMemory) -> float:
-    """By a refit: with adapters the merged weights, while those they were merged from are on the host."""
+    """Return the bytes that a refit reads: with adapters the merged weights, while the others are on the host."""
     return train.parts.get("merged weights", train.parts.get("weights", 0.0))
 
 
@@ -79,12 +79,12 @@ def _moved(train: TrainMemory) -> float:
 
 
 def _kept(recipe: Recipe, generate: GenerateMemory) -> float:
-    """Of an engine that sleeps: only where a refit brings no more than what has changed."""
+    """Return the weights that a sleeping engine keeps on the host: only where a refit brings just what has changed."""
     return generate.parts.get("weights", 0.0) if recipe.policy.generation.refit_transport == "delta" else 0.0
 
 
 def phases(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> Iterator[Phase]:
-    """What taking turns costs a step."""
+    """Yield the phases of a step in which ranks take turns on GPUs."""
     rate = _rate(recipe)
     kept = _kept(recipe, generate) / rate
     sleep = {"engine's weights": kept} if kept else {}
@@ -93,8 +93,10 @@ def phases(recipe: Recipe, train: TrainMemory, generate: GenerateMemory) -> Iter
 
 
 def refit(recipe: Recipe, received: float, planned: Prediction | None) -> Phase:
-    """NCCL joins no two ranks on one GPU, so weights go through memory that both ranks map, or through host memory. received:
-    bytes of a generate rank. planned: None where the layouts are not known."""
+    """Return the phase in which weights reach the engines: by memory that both ranks of a GPU map, or through host memory.
+
+    NCCL joins no two ranks on one GPU. received: bytes of a generate rank. planned: None where the layouts are not known.
+    """
     across = _across(recipe, received, planned)
     far = across / ranks_per_node(recipe.cluster.generate)
     near, by_ipc = received - far, refits_by_ipc(recipe)
@@ -107,8 +109,10 @@ def refit(recipe: Recipe, received: float, planned: Prediction | None) -> Phase:
 
 
 def _across(recipe: Recipe, received: float, planned: Prediction | None) -> float:
-    """Bytes into the busiest node. Without a plan each node is taken to hold an equal part of the model, as with FSDP2, and to
-    be given the rest once."""
+    """Return the bytes into the busiest node.
+
+    Without a plan each node is taken to hold an equal part of the model, as with FSDP2, and to receive the rest once.
+    """
     generate = recipe.cluster.generate
     if generate.nodes == 1:
         return 0.0
@@ -120,7 +124,7 @@ def _across(recipe: Recipe, received: float, planned: Prediction | None) -> floa
 
 
 def _rate(recipe: Recipe) -> float:
-    """Bytes a second, between a GPU and page-locked memory."""
+    """Return the bytes a second between a GPU and page-locked memory."""
     return PAGE_LOCKED * GIGA * hardware.gpu(recipe.cluster.train.gpu).host_gb_per_s
 
 

@@ -21,7 +21,7 @@ class Split:
 
     @property
     def gain(self) -> float:
-        """The share of a step that it would save."""
+        """Return the share of a step that it would save."""
         return 1 - self.seconds / self.now
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ def sizes(recipe: Recipe) -> tuple[int, int]:
 
 
 def others(recipe: Recipe) -> Iterator[Recipe]:
-    """The recipe with every other division that its layout allows."""
+    """Yield the recipe with every other division that its layout allows."""
     train, generate, key = recipe.cluster.train, recipe.cluster.generate, key_of(recipe)
     now = sizes(recipe)
     for own, rest in halves(sum(now)):
@@ -80,8 +80,10 @@ def _allowed(recipe: Recipe) -> bool:
 
 
 def better(recipe: Recipe, now: float, step: Callable[[Recipe], float | None]) -> Split | None:
-    """The division with the shortest step, if it gains enough. now: seconds of a step as it is. step: those of another recipe,
-    None if it does not fit."""
+    """Return the division with the shortest step, if it gains enough.
+
+    now: seconds of a step as it is. step: those of another recipe, None if it does not fit.
+    """
     found = [
         Split(key_of(other), *sizes(other), seconds, now) for other in others(recipe) if (seconds := step(other)) is not None
     ]

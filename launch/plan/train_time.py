@@ -1,4 +1,4 @@
-"""What a step takes on the train ranks: forward passes for log-probs, the reference, the critic and the teacher, then updates.
+"""Time of a step on the train ranks: log-probs, the reference, the critic and the teacher, then updates.
 
 Matrix products run at an assumed fraction of the peak. What is communicated takes its bytes over the rate of the group's links:
     tensor     two all-reduces a layer of the tokens' hidden states, or the gather and scatter that stand for one; waited for
@@ -11,7 +11,7 @@ Matrix products run at an assumed fraction of the peak. What is communicated tak
     weights    FSDP2: a layer's weights are gathered for each microbatch forward and backward, and its gradients scattered; the
                pass and the communication hide each other
 
-Left out: what microbatches of unequal size cost, latencies, the data rank that is slowest, packing on the CPU, clipping, an
+Not counted: what microbatches of unequal size cost, latencies, the data rank that is slowest, packing on the CPU, clipping, an
 optimizer in host memory.
 """
 
@@ -57,20 +57,20 @@ class Job:
 
     @property
     def rate(self) -> float:
-        """FLOP/s of a rank's matrix products."""
+        """Return the FLOP/s of a rank's matrix products."""
         assumed = self.gpu.assumed
         share = assumed.mixture_training if self.shape.experts else assumed.dense_training
         peak = self.gpu.bf16_tflops if self.policy.precision == "bfloat16" else self.gpu.fp32_tflops
         return share * peak * 1e12
 
     def forward_flops(self, count: float) -> float:
-        """Of `count` sequences."""
+        """Return the operations of a forward pass of `count` sequences."""
         lengths = self.lengths
         total = flops.forward(self.shape, count * lengths.sequence, count * lengths.squared_sequence / 2)
         return total if self.head else total - 2 * self.shape.vocabulary * self.shape.hidden * count * lengths.sequence
 
     def microbatches(self, count: float, tokens: int, size: int) -> int:
-        """Of a data rank, for `count` sequences in all; `tokens` a microbatch with packing, else `size` sequences."""
+        """Return the microbatches of a data rank for `count` sequences in all: of `tokens` with packing, else of `size`."""
         own = count / self.cut.data
         if self.policy.sequence_packing.enabled:
             return max(1, math.ceil(own * self.lengths.sequence / tokens))
@@ -86,7 +86,7 @@ def job(recipe: Recipe, policy: PolicyConfig, shape: ModelShape, lengths: Length
 
 
 def forward_pass(job: Job, count: float) -> tuple[float, dict[str, float]]:
-    """(FLOPs of all ranks, a rank's seconds by part) of log-probs or values of `count` sequences."""
+    """Return (FLOPs of all ranks, a rank's seconds by part) of log-probs or values of `count` sequences."""
     packing = job.policy.sequence_packing
     microbatches = job.microbatches(count, packing.logprob_mb_tokens, job.policy.logprob_batch_size)
     work = job.forward_flops(count)
@@ -94,7 +94,7 @@ def forward_pass(job: Job, count: float) -> tuple[float, dict[str, float]]:
 
 
 def update(job: Job, count: float) -> tuple[float, dict[str, float]]:
-    """The same of one optimizer step on `count` sequences."""
+    """Return (FLOPs of all ranks, a rank's seconds by part) of one optimizer step on `count` sequences."""
     packing = job.policy.sequence_packing
     microbatches = job.microbatches(count, packing.train_mb_tokens, job.policy.train_micro_batch_size)
     forward = job.forward_flops(count)
@@ -108,7 +108,7 @@ def update(job: Job, count: float) -> tuple[float, dict[str, float]]:
 
 
 def recomputed(job: Job, count: float) -> float:
-    """The share of the forward pass that is computed again in the backward pass."""
+    """Return the share of the forward pass that is computed again in the backward pass."""
     if not uses_megatron(job.policy):
         dtensor = job.policy.dtensor_cfg  # selectively, no matrix product is
         return float(dtensor.activation_checkpointing and dtensor.recompute_granularity == "full")
@@ -138,7 +138,7 @@ def _pass(job: Job, count: float, microbatches: int, forward: float, backward: f
 
 
 def _waited_for(job: Job, count: float, passes: int) -> dict[str, float]:
-    """Communication inside of layers. `passes` over the layers: forward, backward, and again with recomputation."""
+    """Return the seconds of communication in layers. passes: forward, backward, and again with recomputation."""
     shape, cut, links = job.shape, job.cut, job.links
     stage = 1 / cut.pipeline
     tokens = count * job.lengths.sequence / cut.data  # of a data rank
@@ -169,7 +169,7 @@ def _stage_transfers(job: Job, count: float, directions: int) -> float:
 
 
 def _fsdp_weights(job: Job, microbatches: int, products: list[float], tensor: float) -> float:
-    """Seconds of all microbatches, where gathering weights and the passes hide each other."""
+    """Return the seconds of all microbatches, where gathering weights and the passes hide each other."""
     shape, cut = job.shape, job.cut
     numbers = shape.parameters / cut.tensor
     gather = job.links.ring_seconds(cut.data, numbers * job.itemsize, cut.tensor)
@@ -186,9 +186,10 @@ def _fsdp_weights(job: Job, microbatches: int, products: list[float], tensor: fl
 
 
 def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
-    """Megatron-Core's reduction of gradients and gathering of weights, which the distributed optimizer cuts; and the optimizer.
+    """Return the seconds of reducing gradients, gathering weights and the optimizer, which Megatron-Core cuts over ranks.
 
-    hidden_by: seconds of the last microbatch's backward pass."""
+    hidden_by: seconds of the last microbatch's backward pass.
+    """
     cut, links = job.cut, job.links
     groups = ((cut.data * cut.context, cut.tensor), (cut.expert_data, cut.expert * cut.expert_tensor))
     held = cut.held(job.shape)
@@ -210,7 +211,7 @@ def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
 
 
 def phases(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu: GPU) -> list[Phase]:
-    """Of a step, on the train ranks, in their order."""
+    """Return the phases of a step on the train ranks, in their order."""
     component, models = recipe.cluster.train, config.models(recipe)
     jobs = {name: job(recipe, policy, shapes[name], lengths, gpu, component) for name, policy in models.items()}
     algorithm, policy = build(recipe), jobs["policy"]
@@ -246,7 +247,7 @@ def phases(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu:
 
 
 def reward_phase(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu: GPU, count: float) -> Phase | None:
-    """Scoring `count` answers by a reward model, on whichever ranks hold it."""
+    """Return the scoring of `count` answers by a reward model; None without one."""
     name = config.reward_environment(recipe)
     if name is None:
         return None
@@ -277,7 +278,7 @@ def _swapped(job: Job) -> dict[str, float]:
 
 
 def _fetched(job: Job, offloaded: bool) -> dict[str, float]:
-    """Weights that are in host memory until they are used."""
+    """Return the seconds in which weights come from host memory to be used."""
     if not offloaded:
         return {}
     held = sum(job.cut.held(job.shape)) if uses_megatron(job.policy) else job.shape.parameters / job.cut.ranks
