@@ -62,7 +62,7 @@ OF_THE_RUN = {  # and those that follow from how this backend trains
 }
 MEGATRON_ADAM = {"lr", "betas", "eps", "weight_decay", "fused", "foreach"}  # pipeline/train/megatron/optimizer.py takes these
 RATES = ("lr", "weight_decay", "eps")
-PLAIN = {"int": int, "float": (int, float), "bool": bool, "str": str}
+PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
@@ -121,7 +121,7 @@ def _engine(given: Mapping[str, Any]) -> Iterator[Problem]:
         return
     yield from _unknown(VLLM_KWARGS, given, known, "vLLM as it is installed here")
     for name, value in given.items():
-        if (kinds := _plain(known.get(name))) and not _is_one(value, kinds):
+        if not _fits(known.get(name), value):
             yield Problem(
                 f"{VLLM_KWARGS}.{name}", "wrong-type", f"got {value!r}; expected what vLLM takes there: {known[name]}"
             )
@@ -135,18 +135,11 @@ def _known(dotted: str) -> signatures.Parameters | None:
         return None
 
 
-def _plain(annotation: str | None) -> list[str]:
-    """`int | None` -> [int, None]; empty for what is not made of such."""
+def _fits(annotation: str | None, value: Any) -> bool:
+    """Return whether a value of YAML is what `int | None` and the like take. Of others it is not known."""
     kinds = [kind.strip() for kind in (annotation or "").split("|")]
-    return kinds if all(kind in PLAIN or kind == "None" for kind in kinds) else []
-
-
-def _is_one(value: Any, kinds: list[str]) -> bool:
-    if value is None:
-        return "None" in kinds
-    if isinstance(value, bool):
-        return "bool" in kinds
-    return any(isinstance(value, PLAIN[kind]) for kind in kinds if kind not in ("None", "bool"))
+    types = {PLAIN[kind] for kind in kinds if kind in PLAIN}
+    return len(types) < len(kinds) or type(value) in types or (type(value) is int and float in types)
 
 
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
