@@ -14,8 +14,8 @@ Ranks wait for their partners only. A rank's round begins when it and its partne
 before, and ends when it and its partners have moved all that they have in that round: an upper bound, since a partner may
 serve this rank first.
 
-Not counted: congestion inside the fabric (full bisection is assumed), the digest, what `finish` of a unit costs, and the pause of
-generation. All that is sent and received is charged a copy at each end, also what needs none. So a prediction is a lower
+Not counted: congestion inside the fabric (full bisection is assumed), the digest, what `finish` of a unit costs, and the pause
+of generation. All that is sent and received is charged a copy at each end, also what needs none. So a prediction is a lower
 estimate of a refit, and an upper one of its transfer.
 """
 
