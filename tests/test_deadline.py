@@ -121,7 +121,7 @@ def test_a_signal_counts_before_the_first_step_too():
 def test_the_earlier_end_counts_and_the_attempt_tells_when_it_began(tmp_path, monkeypatch, end, must_save_by, what):
     monkeypatch.setenv("HETSTEP_END_TIME", end)
     (tmp_path / "started").write_text(f"{START}\n")
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time/step": 7.0}) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, "time/step": 7.0}) + "\n")
     asked = Deadline.of_attempt(CheckpointingConfig(checkpoint_must_save_by=must_save_by), tmp_path, tmp_path)
     asked.stepped({"time/step": 1.0})
     assert asked.why_leave().startswith(f"{what} is over: no time for another step (7.0 s")

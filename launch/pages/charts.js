@@ -17,7 +17,8 @@
     const size = Math.abs(value);
     const small = unit === "s" && size > 0 && size < 0.1 ? [1e-3, "m"] : [1, ""];
     const [factor, prefix] = PREFIXES.find(([each]) => size >= each && (unit === "B" || size >= 1e5)) || small;
-    const digits = size > 0 && size / factor < 1e-3 ? value.toExponential(3).replace(/\.?0+e/, "e") : Number((value / factor).toPrecision(4));
+    const tiny = size > 0 && size / factor < 1e-3;
+    const digits = tiny ? value.toExponential(3).replace(/\.?0+e/, "e") : Number((value / factor).toPrecision(4));
     return `${digits} ${prefix}${unit}`.trim();
   }
 
@@ -74,6 +75,7 @@
       height: 210, margin: { l: 52, r: 12, t: 8, b: 22 }, paper_bgcolor: colour("--panel"), plot_bgcolor: colour("--panel"),
       font: { family, size: 11, color: dim },
       showlegend: false, barmode: "stack", bargap: 0, hovermode: "x",
+      dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       hoverlabel: { bgcolor: colour("--ground"), bordercolor: line, font: { color: colour("--text"), size: 12, family } },
       modebar: { bgcolor: "transparent", color: dim, activecolor: colour("--link") },
       xaxis: {
@@ -114,7 +116,8 @@
       const stacked = this.data.some((trace) => trace.type === "bar");
       const logarithmic = log.checked && !stacked && this.data.some((trace) => !trace.meta.mark && trace.y.some((y) => y > 0));
       const first = !this.plot.data;
-      await Plotly.react(this.plot, drawn(this, logarithmic), layout(this, logarithmic), { ...CONFIG, toImageButtonOptions: { filename: this.title } });
+      const config = { ...CONFIG, toImageButtonOptions: { filename: this.title } };
+      await Plotly.react(this.plot, drawn(this, logarithmic), layout(this, logarithmic), config);
       if (!first) return;
       this.plot.on("plotly_hover", ({ points }) => follow(this, points[0].x));
       this.plot.on("plotly_unhover", () => follow(this, null));

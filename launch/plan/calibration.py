@@ -16,7 +16,7 @@ from launch.plan.phase import CLOCKS, Phase
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import Problem, Recipe, RecipeError, generates, runs_ahead
-from pipeline.metrics import read
+from pipeline.metrics import read, read_rollouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 def _prompt(folder: Path) -> float | None:
     """Return the mean tokens of a prompt in the last step whose rollouts were written."""
     for path in sorted((folder / "rollouts").glob("step_*.jsonl"), reverse=True):
-        if lengths := [len(line["prompt_tokens"]) for line in read(path)]:
+        if lengths := [len(line["prompt_tokens"]) for line in read_rollouts(path)]:
             return sum(lengths) / len(lengths)
     return None
 
