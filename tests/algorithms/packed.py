@@ -10,6 +10,12 @@ import torch
 
 from pipeline.types import GlobalCounts, LossOutput, PackedBatch, TopK
 
+CUTS_OF_PAIRS = (
+    [[0, 1], [2, 3, 4, 5, 6, 7]],
+    [[6, 7, 2, 3], [4, 5, 0, 1]],
+    [[2, 3], [0, 1], [6, 7], [4, 5], []],
+)
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -97,6 +103,24 @@ def in_pieces(
             assert not value.requires_grad
             total[name] = total.get(name, 0) + value
     return total | {"gradient": packed.leaf.grad.clone()}
+
+
+def assert_however_cut(
+    packed: Packed, cuts: Iterable[Sequence[Sequence[int]]], share: Callable[[Packed], LossOutput], atol: float = 1e-14
+) -> None:
+    """The loss, its gradient and the metrics are those of the whole batch, however it is cut into microbatches."""
+    whole = in_pieces(packed, [range(len(packed.batch.lengths))], share)
+    for cut in cuts:
+        pieces = in_pieces(packed, cut, share)
+        assert pieces.keys() == whole.keys()
+        for name, value in whole.items():
+            torch.testing.assert_close(pieces[name], value, rtol=0, atol=atol, msg=f"{name} in {cut}")
+
+
+def differences(cases: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> tuple[int, float, float]:
+    """Return how many (loss, expected, leaf) there are, and the largest differences of losses and of their gradients."""
+    found = [(abs(loss - expected).item(), gradient_error(loss, expected, leaf)) for loss, expected, leaf in cases]
+    return len(found), max(loss for loss, _ in found), max(gradient for _, gradient in found)
 
 
 def gradient_error(loss: torch.Tensor, expected: torch.Tensor, leaf: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ from pipeline.algorithms.loss import policy_loss
 from pipeline.config import LossConfig
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch
 from tests.algorithms import reference
-from tests.algorithms.packed import Packed, gradient_error, piece_of, random_packed
+from tests.algorithms.packed import Packed, differences, piece_of, random_packed
 
 LENGTHS = (7, 4, 9, 3, 6, 12)
 CUTS = ([[0], [1, 2], [3, 4, 5]], [[5, 3, 1], [4, 0, 2]], [[2], [0, 5], [], [4, 3, 1]])
@@ -58,14 +58,14 @@ def outputs_of(piece: Packed, entropy: bool = False) -> Outputs:
 
 def largest_difference(config: LossConfig, seeds: int = 8, **batch: float | bool) -> tuple[int, float, float]:
     """Of the policy's loss from the padded reference: cases, loss, gradient. Even seeds have log-probs of an old policy."""
-    entropy, losses, gradients = config.entropy_coeff != 0, [], []
-    for seed in range(seeds):
+
+    def case(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         packed = random_sampled(seed, old=seed % 2 == 0, reference=config.reference_policy_kl_penalty != 0, **batch)
-        loss = policy_loss(config, outputs_of(packed, entropy), packed.batch, packed.counts).loss
-        expected = reference.policy_loss(config, packed, outputs_of(packed, entropy).entropy)
-        losses.append(abs(loss - expected).item())
-        gradients.append(gradient_error(loss, expected, packed.leaf))
-    return seeds, max(losses), max(gradients)
+        one, other = (outputs_of(packed, entropy=config.entropy_coeff != 0) for _ in range(2))
+        loss = policy_loss(config, one, packed.batch, packed.counts).loss
+        return loss, reference.policy_loss(config, packed, other.entropy), packed.leaf
+
+    return differences(map(case, range(seeds)))
 
 
 def assert_however_cut(loss: Loss, packed: Packed, entropy: bool = False) -> None:

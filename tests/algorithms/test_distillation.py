@@ -13,7 +13,7 @@ from pipeline.config import DistillationConfig, LossConfig
 from pipeline.types import Completion, Outputs, Prompt, Rollout, RolloutGroup, Span, TopK, Turn
 from tests.algorithms import distillation
 from tests.algorithms.made import made
-from tests.algorithms.packed import Packed, gradient_error, in_pieces, random_packed
+from tests.algorithms.packed import Packed, assert_however_cut, differences, random_packed
 
 LENGTHS, VOCABULARY = (6, 3, 8, 2), 11
 CONFIGS = {
@@ -65,19 +65,13 @@ def reference_loss(
 
 
 def largest_differences() -> dict[str, tuple[int, float, float]]:
-    """By algorithm: cases, largest difference of the losses and of the gradients from the reference's."""
-    found = {}
-    for name, config in CONFIGS.items():
-        losses, gradients = [], []
-        for seed in range(10):
-            packed = random_packed(LENGTHS, seed)
-            logits, teacher = logits_of(packed, seed)
-            loss = loss_of(config, logits, teacher, packed, 1 + seed).loss
-            expected = reference_loss(config, logits, teacher, packed.batch.loss_mask, 1 + seed)
-            losses.append(abs(loss - expected).item())
-            gradients.append(gradient_error(loss, expected, logits))
-        found[f"distillation, {name}"] = len(losses), float(np.max(losses)), float(np.max(gradients))
-    return found
+    def case(config: LossConfig, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        packed = random_packed(LENGTHS, seed)
+        logits, teacher = logits_of(packed, seed)
+        expected = reference_loss(config, logits, teacher, packed.batch.loss_mask, 1 + seed)
+        return loss_of(config, logits, teacher, packed, 1 + seed).loss, expected, logits
+
+    return {f"distillation, {name}": differences(case(config, seed) for seed in range(10)) for name, config in CONFIGS.items()}
 
 
 def test_against_the_reference():
@@ -182,11 +176,7 @@ def test_however_sequences_are_cut_and_ordered(config: LossConfig):
         outputs = Outputs(entropy=piece.logprobs.square(), top_k=TopK(piece.batch.teacher.tokens, policy))
         return distillation_loss(config, outputs, piece.batch, packed.counts)
 
-    whole = in_pieces(packed, [range(4)], share)
-    for cut in ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1], []]):
-        pieces = in_pieces(packed, cut, share)
-        for name, value in whole.items():
-            torch.testing.assert_close(pieces[name], value, rtol=0, atol=1e-12, msg=f"{name} in {cut}")
+    assert_however_cut(packed, ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1], []]), share, atol=1e-12)
 
 
 @pytest.mark.long

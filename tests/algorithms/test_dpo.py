@@ -6,7 +6,6 @@ sigmoid_norm and gradients of the first two were equal to 2e-15. Its sigmoid tak
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,7 @@ from pipeline.algorithms.pairs import split
 from pipeline.config import DPOConfig
 from pipeline.types import Outputs
 from tests.algorithms.made import made
-from tests.algorithms.packed import Packed, gradient_error, in_pieces, random_packed
+from tests.algorithms.packed import CUTS_OF_PAIRS, Packed, assert_however_cut, differences, random_packed
 
 CONFIGS = {
     "sigmoid": DPOConfig(sft_average_log_probs=False),
@@ -59,18 +58,12 @@ def reference_of_packed(config: DPOConfig, packed: Packed) -> torch.Tensor:
 
 
 def largest_differences() -> dict[str, tuple[int, float, float]]:
-    """By algorithm: cases, largest difference of the losses and of the gradients from the reference's."""
-    found = {}
-    for name, config in CONFIGS.items():
-        losses, gradients = [], []
-        for seed in range(10):
-            packed = random_packed(LENGTHS, seed)
-            loss = made(config).loss(Outputs(logprobs=packed.leaf), packed.batch, packed.counts).loss
-            expected = reference_of_packed(config, packed)
-            losses.append(abs(loss - expected).item())
-            gradients.append(gradient_error(loss, expected, packed.leaf))
-        found[f"DPO, {name}"] = len(losses), float(np.max(losses)), float(np.max(gradients))
-    return found
+    def case(config: DPOConfig, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        packed = random_packed(LENGTHS, seed)
+        loss = made(config).loss(Outputs(logprobs=packed.leaf), packed.batch, packed.counts).loss
+        return loss, reference_of_packed(config, packed), packed.leaf
+
+    return {f"DPO, {name}": differences(case(config, seed) for seed in range(10)) for name, config in CONFIGS.items()}
 
 
 def test_against_the_reference():
@@ -167,12 +160,7 @@ def test_however_pairs_are_cut_and_ordered(config: DPOConfig):
     def share(piece: Packed):
         return made(config).loss(Outputs(logprobs=piece.logprobs), piece.batch, packed.counts)
 
-    whole = in_pieces(packed, [range(8)], share)
-    for cut in ([[0, 1], [2, 3, 4, 5, 6, 7]], [[6, 7, 2, 3], [4, 5, 0, 1]], [[2, 3], [0, 1], [6, 7], [4, 5], []]):
-        pieces = in_pieces(packed, cut, share)
-        assert pieces.keys() == whole.keys()
-        for name, value in whole.items():
-            torch.testing.assert_close(pieces[name], value, rtol=0, atol=1e-14, msg=f"{name} in {cut}")
+    assert_however_cut(packed, CUTS_OF_PAIRS, share)
 
 
 def test_half_a_pair_is_refused():

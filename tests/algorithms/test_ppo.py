@@ -16,7 +16,7 @@ from pipeline.train.outputs import explained_variance
 from tests.algorithms import reference
 from tests.algorithms.groups import group_of
 from tests.algorithms.made import made
-from tests.algorithms.packed import Packed, gradient_error, piece_of
+from tests.algorithms.packed import Packed, differences, piece_of
 from tests.algorithms.sampled import (
     CUTS,
     assert_gradcheck,
@@ -48,22 +48,21 @@ def ppo(loss: LossConfig | None = None, updates: int = 1, **keys) -> PPO:
 
 def largest_differences() -> dict[str, tuple[int, float, float | None]]:
     found = {}
+
+    def case(config: ValueLossConfig, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        packed = random_sampled(seed)
+        loss = value_loss(config, outputs_of(packed), packed.batch, packed.counts).loss
+        return loss, reference.value_loss(config, packed, packed.leaf), packed.leaf
+
     for name, config in CRITICS.items():
-        losses, gradients = [], []
-        for seed in range(8):
-            packed = random_sampled(seed)
-            loss = value_loss(config, outputs_of(packed), packed.batch, packed.counts).loss
-            expected = reference.value_loss(config, packed, packed.leaf)
-            losses.append(abs(loss - expected).item())
-            gradients.append(gradient_error(loss, expected, packed.leaf))
-        found[f"PPO, critic, {name}"] = len(losses), max(losses), max(gradients)
+        found[f"PPO, critic, {name}"] = differences(case(config, seed) for seed in range(8))
     for name, (gae, loss) in ESTIMATORS.items():
-        differences = []
+        errors = []
         for seed in range(8):
             packed = random_sampled(seed, reference=True)
             pairs = zip(estimate_gae(packed.batch, gae, loss), reference.gae(gae, loss, packed), strict=True)
-            differences += [(one - other).abs().max().item() for one, other in pairs]
-        found[f"GAE, {name}, advantages and returns"] = len(differences), max(differences), None
+            errors += [(one - other).abs().max().item() for one, other in pairs]
+        found[f"GAE, {name}, advantages and returns"] = len(errors), max(errors), None
     return found
 
 

@@ -5,7 +5,6 @@ Ours was once compared with TRL 1.16's own code (`RewardTrainer.compute_loss`) o
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,7 +12,7 @@ from pipeline.algorithms.base import Needs
 from pipeline.algorithms.pairs import reward_model_loss
 from pipeline.algorithms.rm import RewardModel
 from pipeline.types import GlobalCounts, LossOutput, Outputs
-from tests.algorithms.packed import Packed, gradient_error, in_pieces, random_packed
+from tests.algorithms.packed import CUTS_OF_PAIRS, Packed, assert_however_cut, differences, random_packed
 
 LENGTHS = (7, 4, 3, 9, 5, 5, 2, 8)  # chosen, rejected, chosen, rejected ...
 
@@ -30,16 +29,13 @@ def reference_loss(values: torch.Tensor, lengths: tuple[int, ...], margins: torc
 
 
 def largest_differences() -> dict[str, tuple[int, float, float]]:
-    """By algorithm: cases, largest difference of the losses and of the gradients from the reference's."""
-    losses, gradients = [], []
-    for seed in range(10):
+    def case(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         packed = random_packed(LENGTHS, seed)
-        loss = share_of(packed, packed.counts).loss
         rows = torch.nn.utils.rnn.pad_sequence(packed.sequences("logprobs"), batch_first=True)
         expected = reference_loss(rows, packed.batch.lengths, packed.batch.rewards[0::2])
-        losses.append(abs(loss - expected).item())
-        gradients.append(gradient_error(loss, expected, packed.leaf))
-    return {"reward model": (len(losses), float(np.max(losses)), float(np.max(gradients)))}
+        return share_of(packed, packed.counts).loss, expected, packed.leaf
+
+    return {"reward model": differences(map(case, range(10)))}
 
 
 def test_against_the_reference():
@@ -85,11 +81,7 @@ def test_gradcheck():
 
 def test_however_pairs_are_cut_and_ordered():
     packed = random_packed(LENGTHS)
-    whole = in_pieces(packed, [range(8)], lambda piece: share_of(piece, packed.counts))
-    for cut in ([[0, 1], [2, 3, 4, 5, 6, 7]], [[6, 7, 2, 3], [4, 5, 0, 1]], [[2, 3], [0, 1], [6, 7], [4, 5], []]):
-        pieces = in_pieces(packed, cut, lambda piece: share_of(piece, packed.counts))
-        for name, value in whole.items():
-            torch.testing.assert_close(pieces[name], value, rtol=0, atol=1e-14, msg=f"{name} in {cut}")
+    assert_however_cut(packed, CUTS_OF_PAIRS, lambda piece: share_of(piece, packed.counts))
 
 
 def test_needs():

@@ -1,13 +1,12 @@
 """SFT: the mean negative log-likelihood of counted tokens."""
 
-import numpy as np
 import torch
 
 from pipeline.algorithms.base import Needs
 from pipeline.algorithms.loss import sft_loss
 from pipeline.algorithms.sft import SFT
 from pipeline.types import LossOutput, Outputs
-from tests.algorithms.packed import Packed, gradient_error, in_pieces, random_packed
+from tests.algorithms.packed import Packed, assert_however_cut, differences, random_packed
 
 LENGTHS = (5, 3, 7, 2)
 
@@ -25,18 +24,15 @@ def reference_loss(logits: torch.Tensor, packed: Packed) -> torch.Tensor:
 
 
 def largest_differences() -> dict[str, tuple[int, float, float]]:
-    """By algorithm: cases, largest difference of the losses and of the gradients from the reference's."""
-    losses, gradients = [], []
-    for seed in range(10):
+    def case(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         packed = random_packed(LENGTHS, seed)
         logits = torch.randn(len(packed.leaf), 11, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         logits.requires_grad_()
         logprobs = logits.log_softmax(-1).gather(-1, packed.batch.tokens[:, None])[:, 0]
         loss = sft_loss(Outputs(logprobs=logprobs), packed.batch, packed.counts).loss
-        expected = reference_loss(logits, packed)
-        losses.append(abs(loss - expected).item())
-        gradients.append(gradient_error(loss, expected, logits))
-    return {"SFT": (len(losses), float(np.max(losses)), float(np.max(gradients)))}
+        return loss, reference_loss(logits, packed), logits
+
+    return {"SFT": differences(map(case, range(10)))}
 
 
 def test_against_the_reference():
@@ -64,11 +60,7 @@ def test_however_sequences_are_cut_and_ordered():
     def share(piece: Packed) -> LossOutput:
         return sft_loss(Outputs(logprobs=piece.logprobs), piece.batch, packed.counts)
 
-    whole = in_pieces(packed, [range(4)], share)
-    for cut in ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1], []]):
-        pieces = in_pieces(packed, cut, share)
-        for name, value in whole.items():
-            torch.testing.assert_close(pieces[name], value, rtol=0, atol=1e-15, msg=f"{name} in {cut}")
+    assert_however_cut(packed, ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1], []]), share, atol=1e-15)
 
 
 def test_needs():
