@@ -1,7 +1,7 @@
 """Read a recipe: the schema's defaults <- `defaults:` parents <- its YAML <- `key=value` from the command line.
 
-All problems are collected: a value that cannot be used is left at its default, so that the rest can be checked. NeMo-RL recipes,
-which have no `algorithm`, have to be translated first: `launch/nemo_rl/`.
+All problems are collected: a value that cannot be used is left at its default, so that the rest can be checked. NeMo-RL
+recipes, which have no `algorithm`, have to be translated first: `launch/nemo_rl/`.
 """
 
 from __future__ import annotations
