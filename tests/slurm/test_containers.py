@@ -14,12 +14,13 @@ from launch.executors import slurm
 from launch.executors.base import ROOT
 from launch.preflight import containers as preflight
 from pipeline import config
-from pipeline.config import ClusterConfig, ComponentConfig, reading
+from pipeline.config import ClusterConfig, ComponentConfig, Problem, reading
 from tests.end_to_end import runs
 from tests.launch import tasks
 from tests.launch.model import write_recipe
-from tests.launch.test_submit import interruptible, run  # noqa: F401
+from tests.launch.test_submit import command, interruptible  # noqa: F401
 from tests.launch.waiting import reports
+from tests.problems import named
 from tests.slurm import pyxis
 from tests.slurm.cluster import missing
 from tests.slurm.wrapper import sbatch, wait_for
@@ -112,10 +113,10 @@ def contained(here: Path) -> list[str]:
 
 
 @pytest.mark.slurm
-def test_each_component_runs_in_its_own_image(cluster, here, monkeypatch):
+def test_each_component_runs_in_its_own_image(cluster, here, monkeypatch, command):  # noqa: F811
     monkeypatch.setenv("TEST_VAR", "the node's")
     monkeypatch.setenv("HF_HOME", str(here / "cache"))
-    assert run(monkeypatch, tasks.report_and_finish, "recipe=tiny", "grpo.max_num_steps=1", *contained(here)) == 0
+    assert command("recipe=tiny", "grpo.max_num_steps=1", *contained(here), task=tasks.report_and_finish)[0] == 0
     found = pyxis.tasks(cluster)
     train = [task for task in found if task["container-image"] == f"{here}/train image.sqsh"]
     (generate,) = [task for task in found if task["container-image"] == f"{here}/generate image.sqsh"]
@@ -130,7 +131,7 @@ def test_each_component_runs_in_its_own_image(cluster, here, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.slurm
-def test_two_images_on_one_node(cluster, here, monkeypatch):
+def test_two_images_on_one_node(cluster, here, monkeypatch, command):  # noqa: F811
     monkeypatch.setenv("TEST_VAR", "the node's")
     sizes = [f"cluster.{name}.{size}" for name in ("train", "generate") for size in ("gpus_per_node=4", "ranks_per_node=1")]
     keys = (
@@ -141,19 +142,19 @@ def test_two_images_on_one_node(cluster, here, monkeypatch):
         "cluster.share_nodes=true",
         *sizes,
     )
-    assert run(monkeypatch, tasks.report_and_finish, *keys) == 0
+    assert command(*keys, task=tasks.report_and_finish)[0] == 0
     images = sorted(task["container-image"] for task in pyxis.tasks(cluster))
     assert images == [f"{here}/generate image.sqsh", f"{here}/train image.sqsh"]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in reports(here / "run", 2)] == ["0,1,2,3", "4,5,6,7"]
 
 
 @pytest.mark.slurm
-def test_an_image_that_a_node_cannot_start_ends_the_job_at_once(cluster, here, monkeypatch, capsys):
+def test_an_image_that_a_node_cannot_start_ends_the_job_at_once(cluster, here, monkeypatch, command):  # noqa: F811
     """It is named, and pyxis's words for it are shown. The other component's ranks would wait until their patience is over."""
     pyxis.image(here / "generate image.sqsh", corrupt=True)
     monkeypatch.setenv("TEST_VAR", "1")
-    assert run(monkeypatch, tasks.report, "recipe=tiny", *contained(here)) == 1
-    said = capsys.readouterr().out
+    status, said, _ = command("recipe=tiny", *contained(here), task=tasks.report)
+    assert status == 1
     assert "the generate component failed" in said
     assert (
         "the container of the generate component did not start (cluster.generate.container_image: "
@@ -164,24 +165,25 @@ def test_an_image_that_a_node_cannot_start_ends_the_job_at_once(cluster, here, m
 
 @pytest.mark.full
 @pytest.mark.slurm
-def test_an_interpreter_that_is_not_in_an_image_is_named(cluster, here, monkeypatch, capsys):
+def test_an_interpreter_that_is_not_in_an_image_is_named(cluster, here, monkeypatch, command):  # noqa: F811
     overrides = [each for each in contained(here) if not each.startswith("cluster.generate.python")]
     monkeypatch.setenv("TEST_VAR", "1")
-    assert run(monkeypatch, tasks.report_and_wait, "recipe=tiny", *overrides, "cluster.generate.python=/no/python3") == 1
-    said = capsys.readouterr().out.partition("the run failed")[2]
+    status, said, _ = command("recipe=tiny", *overrides, "cluster.generate.python=/no/python3", task=tasks.report_and_wait)
+    assert status == 1
+    said = said.partition("the run failed")[2]
     assert re.search(r"the end of \S+/rank00002.log:\n  \S*bash: .*/no/python3: No such file or directory\n", said), said
     assert "the generate component failed; task 0 of its step is rank 2" in said
 
 
 @pytest.mark.full
 @pytest.mark.slurm
-def test_an_image_that_no_node_has_ends_the_job_at_once(cluster, here, monkeypatch, capsys):
+def test_an_image_that_no_node_has_ends_the_job_at_once(cluster, here, monkeypatch, command):  # noqa: F811
     """srun exits with 0 then."""
     overrides = [each for each in contained(here) if not each.startswith("cluster.generate.container_image")]
     image = "cluster.generate.container_image=registry#no/such:image"
     monkeypatch.setenv("TEST_VAR", "1")
-    assert run(monkeypatch, tasks.report, "recipe=tiny", *overrides, image) == 1
-    said = capsys.readouterr().out
+    status, said, _ = command("recipe=tiny", *overrides, image, task=tasks.report)
+    assert status == 1
     assert "the generate component failed" in said and "there is no registry to fetch registry#no/such:image from" in said
 
 
@@ -235,31 +237,29 @@ def test_an_image_that_sets_the_job_s_variables_cannot_hide_code_and_caches(tmp_
     assert containers.options(ComponentConfig()) == []
 
 
+MOUNTS = "cluster.train.container_mounts"
+
 # ---- what is refused before anything is submitted -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    ("keys", "key", "code"),
     [
-        ({"container_env": ["A=1"]}, "container_env: 'A=1' is not the name of a variable; values are given in env_vars"),
-        ({"container_env": ["A,B"]}, "container_env: 'A,B' is not the name of a variable"),
-        ({"container_env": ["NOT_SET"]}, "container_env: NOT_SET is not set here, so there is no value to hand over"),
-        ({"container_workdir": "runs"}, "container_workdir: 'runs' is not a whole path"),
-        ({"container_workdir": "/a\n/b"}, "container_workdir: '/a\n/b' is not a whole path"),
-        ({"container_image": "an image"}, "container_image: 'an image' is neither a path nor of the form"),
-        ({"container_image": "x --container-writable"}, "is neither a path nor of the form"),
-        (
-            {"container_mounts": ["/tmp:/x:ro rw"]},
-            "container_mounts: '/tmp:/x:ro rw': 'ro rw' are not flags such as ro+rprivate",
-        ),
-        ({"container_mounts": ["/tmp:/x:/y"]}, "'/y' are not flags"),
-        ({"srun_args": ["--container-image=/y.sqsh"]}, "srun_args: --container-image=/y.sqsh is what cluster.train.container_"),
-        ({"srun_args": ["--container-mou=/x"]}, "srun_args: --container-mou=/x is what"),
+        ({"container_env": ["A=1"]}, "container_env", "bad-format"),
+        ({"container_env": ["A,B"]}, "container_env", "bad-format"),
+        ({"container_env": ["NOT_SET"]}, "container_env", "missing-value"),
+        ({"container_workdir": "runs"}, "container_workdir", "bad-format"),
+        ({"container_workdir": "/a\n/b"}, "container_workdir", "bad-format"),
+        ({"container_image": "an image"}, "container_image", "bad-format"),
+        ({"container_image": "x --container-writable"}, "container_image", "bad-format"),
+        ({"container_mounts": ["/tmp:/x:ro rw"]}, "container_mounts", "bad-format"),
+        ({"container_mounts": ["/tmp:/x:/y"]}, "container_mounts", "bad-format"),
+        ({"srun_args": ["--container-image=/y.sqsh"]}, "srun_args", "contradiction"),
+        ({"srun_args": ["--container-mou=/x"]}, "srun_args", "contradiction"),
     ],
 )
-def test_values_that_cannot_be(here, monkeypatch, keys, says):
-    (problem,) = problems(here, **keys)
-    assert problem.startswith("cluster.train.") and says in problem
+def test_values_that_cannot_be(here, keys, key, code):
+    assert named(problems(here, **keys)) == {(f"cluster.train.{key}", code)}
 
 
 def test_what_may_be(here, monkeypatch):
@@ -272,8 +272,7 @@ def test_what_may_be(here, monkeypatch):
 
 def test_container_keys_without_an_image_say_nothing(here):
     found = problems(here, container_image=None, python=None, container_env=["PATH"], container_writable=False)
-    keys = ("mounts", "env", "writable")
-    assert found == [f"cluster.train.container_{key}: it says nothing without cluster.train.container_image" for key in keys]
+    assert named(found) == {(f"cluster.train.container_{key}", "has-no-effect") for key in ("mounts", "env", "writable")}
 
 
 def test_a_folder_that_pyxis_cannot_mount(here):
@@ -282,24 +281,20 @@ def test_a_folder_that_pyxis_cannot_mount(here):
         here, f"run_dir={here}/with:colon/run", container_mounts=[], mounted=(ROOT, here / "model", here / "data.jsonl")
     )
     (problem,) = found
-    assert (
-        "the run folder" in problem and "pyxis cannot mount a path with a colon or a comma; mount a folder above it" in problem
-    )
+    assert named(found) == {(MOUNTS, "not-mounted")} and "a colon or a comma. Try to mount a folder above it" in problem.message
     assert problems(here, f"run_dir={here}/with:colon/run") == []
 
 
 def test_an_empty_folder_over_the_run_folder(here):
-    (problem,) = problems(here, container_mounts=[f"tmpfs:{here}/run"])
-    assert "the run folder" in problem and "is not mounted in the container" in problem
+    assert named(problems(here, container_mounts=[f"tmpfs:{here}/run"])) == {(MOUNTS, "not-mounted")}
 
 
 def test_pyxis_s_own_variables_are_told(here, monkeypatch):
     monkeypatch.setenv("PYXIS_CONTAINER_WRITABLE", "1")
-    (problem,) = problems(here)
-    assert problem.startswith("cluster: PYXIS_CONTAINER_WRITABLE is set in the environment, and pyxis takes it")
+    assert named(problems(here)) == {("cluster", "contradiction")}
 
 
-def problems(here: Path, *overrides: str, mounted: tuple[Path, ...] = (), **keys) -> list[str]:
+def problems(here: Path, *overrides: str, mounted: tuple[Path, ...] = (), **keys) -> list[Problem]:
     """What is said of a train component in a container in which all that it needs is mounted, but for `keys`."""
     given = [str(path) for path in mounted or (ROOT, here)]
     keys["container_mounts"] = [*given, *keys.get("container_mounts", [])]
