@@ -1,4 +1,4 @@
-"""Which columns of a record hold what, where the recipe leaves its keys at their defaults.
+"""Find which columns of a record hold what, where the recipe leaves its keys at their defaults.
 
 The columns are those of TRL's dataset formats (https://huggingface.co/docs/trl/dataset_formats), of chats and of common data
 sets; a file is read by its first record, and `told` says how:
@@ -47,14 +47,14 @@ DEFAULTS = {field.name: field.default for field in fields(DatasetConfig) if fiel
 
 @dataclass(frozen=True)
 class Columns:
-    """What a data set's records are read by."""
+    """The columns that a data set's records are read by."""
 
     dataset: DatasetConfig  # with the keys of its columns
     told: str = ""  # how they are read, for people; empty where the recipe's keys are there
 
 
 def recognized(recipe: Recipe, key: str, dataset: DatasetConfig, records: Iterable[Any]) -> Columns:
-    """How the records are read, by the first of them; where bad ones are dropped, by the first that can be read.
+    """Return how the records are read, by the first of them; where bad ones are dropped, by the first that can be read.
 
     key: the data set's, e.g. data.train. A key that the recipe has set is never replaced. Raises ValueError, with keys to set,
     if the recipe's keys are not there and nothing else is clear.
@@ -92,7 +92,8 @@ def _of_record(recipe: Recipe, key: str, dataset: DatasetConfig, record: Any) ->
 
 
 def judged_by_answer(recipe: Recipe, dataset: DatasetConfig) -> bool:
-    """Whether an environment needs an expected answer. A reward model needs none, and code of the user's own may need none."""
+    """Return whether an environment needs an expected answer. A reward model needs none, and code of the user's own may need
+    none."""
     environment = recipe.env.get(dataset.env_name) if dataset.env_name is not None else None
     return environment is not None and environment.kind != "reward_model" and not own_kind(recipe.env, dataset.env_name)
 
@@ -104,7 +105,7 @@ Reading = dict[str, str]
 
 
 def _examples(own: Reading, record: Mapping[str, Any]) -> Iterator[Reading]:
-    """own: the keys that the recipe has set."""
+    """Yield the readings for supervised training. own: the keys that the recipe has set."""
     prompts, answer = [own["input_key"]] if "input_key" in own else PROMPTS, own.get("output_key")
     found = [
         {"input_key": name, "output_key": learned}
@@ -162,7 +163,7 @@ def _pairs(recipe: Recipe, own: Reading, record: Mapping[str, Any]) -> Iterator[
 
 
 def _has(record: Mapping[str, Any], name: str) -> bool:
-    """Whether there is a text, a number or a list of messages."""
+    """Return whether there is a text, a number or a list of messages."""
     value = record.get(name)
     return (isinstance(value, str | int | float) and not isinstance(value, bool)) or _is_conversation(value)
 
@@ -176,7 +177,7 @@ def _is_conversation(value: Any) -> bool:
 
 
 def conversation(value: Any, key: str) -> list[Message]:
-    """A list of messages, from {role, content} or from ShareGPT's {from, value}; what else they have is kept.
+    """Return a list of messages, from {role, content} or from ShareGPT's {from, value}; what else they have is kept.
 
     Raises ValueError for anything else.
     """

@@ -73,17 +73,17 @@ COLUMNS = ("input_key", "output_key", "messages_key", "text_key", "chosen_key", 
 
 
 def training_sets(data: DataConfig) -> dict[str, DatasetConfig]:
-    """What is trained on, by name: data.datasets, or data.train alone."""
+    """Return the data sets to train on, by name: data.datasets, or data.train alone."""
     return data.datasets or ({"train": data.train} if data.train is not None else {})
 
 
 def validation_sets(data: DataConfig) -> dict[str, DatasetConfig]:
-    """What is validated on besides what is held out of training data, by name."""
+    """Return the data sets to validate on, by name, without what training data hold out."""
     return data.validations or ({"validation": data.validation} if data.validation is not None else {})
 
 
 def keyed_sets(data: DataConfig) -> dict[str, DatasetConfig]:
-    """All of them, each by its dotted key in the recipe."""
+    """Return all data sets, each by its dotted key in the recipe."""
     trained = {"data.train" if not data.datasets else f"data.datasets.{name}": one for name, one in training_sets(data).items()}
     validated = {
         "data.validation" if not data.validations else f"data.validations.{name}": one
@@ -93,18 +93,19 @@ def keyed_sets(data: DataConfig) -> dict[str, DatasetConfig]:
 
 
 def held_out_sets(data: DataConfig) -> dict[str, DatasetConfig]:
-    """The training data sets that hold records out to validate on, by the names under which these are told of."""
+    """Return the training data sets that hold records out to validate on, by the names under which these are told of."""
     trained = training_sets(data).items()
     return {"held_out" if name == "train" else name: dataset for name, dataset in trained if dataset.split_validation_size > 0}
 
 
 def validates(recipe: Recipe) -> int:
-    """How many data sets are validated on: those for it, and what is held out of others."""
+    """Return how many data sets are validated on: those for it, and what is held out of others."""
     return len(held_out_sets(recipe.data)) + len(validation_sets(recipe.data))
 
 
 def is_dotted_path(name: str) -> bool:
-    """Whether a data set's name is the dotted path of a user's callable: my_package.my_module.MyDataset. A file's is none."""
+    """Return whether a data set's name is the dotted path of a user's callable: my_package.my_module.MyDataset. A file's is
+    none."""
     parts = name.split(".")
     return (
         len(parts) > 1 and all(part.isidentifier() for part in parts) and parts[-1] not in ("csv", "json", "jsonl", "parquet")
@@ -112,7 +113,7 @@ def is_dotted_path(name: str) -> bool:
 
 
 def nearest_dataset(name: str) -> str | None:
-    """The data set that a misspelt name may mean."""
+    """Return the data set that a misspelt name may mean."""
     known = {known.lower(): known for known in (*NAMED_DATASETS, *GENERATED_DATASETS)}
     close = difflib.get_close_matches(name.lower(), known, 1, cutoff=0.75)
     return known[close[0]] if close else None

@@ -14,20 +14,20 @@ from pipeline.problems import Problem
 
 
 def reward_environment(recipe: Recipe) -> str | None:
-    """The key under `env` of the environment whose rewards a model gives; a recipe has one at most."""
+    """Return the key under `env` of the environment whose rewards a model gives; a recipe has one at most."""
     if not generates(recipe):
         return None
     return next((name for name, environment in recipe.env.items() if environment.kind == "reward_model"), None)
 
 
 def reward_model(recipe: Recipe) -> EnvironmentConfig | None:
-    """The environment whose rewards a model gives."""
+    """Return the environment whose rewards a model gives."""
     name = reward_environment(recipe)
     return recipe.env[name] if name is not None else None
 
 
 def serves_rewards(recipe: Recipe) -> bool:
-    """Whether the reward model has ranks of its own, so that the job has a reward component."""
+    """Return whether the reward model has ranks of its own, so that the job has a reward component."""
     environment = reward_model(recipe)
     return environment is not None and environment.served_by == "reward"
 
@@ -66,7 +66,7 @@ def reward_model_policy(recipe: Recipe) -> PolicyConfig:
 
 
 def models(recipe: Recipe) -> dict[str, PolicyConfig]:
-    """All models that the train backend holds, by the section of the recipe that describes them."""
+    """Return all models that the train backend holds, by the section of the recipe that describes them."""
     found = {"policy": recipe.policy}
     needs = build(recipe).needs
     if needs.critic:
@@ -79,8 +79,8 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
 
 
 def _cut_as_the_policy(recipe: Recipe, model: ValueConfig | TeacherConfig | EnvironmentConfig, **more: Any) -> PolicyConfig:
-    """The policy's configuration with another model in it. Megatron-Core's own optimizer keys are the policy's alone, and so is
-    what its pipeline's ends hold, unless the model is the same one."""
+    """Return the policy's configuration with another model in it. Megatron-Core's own optimizer keys are the policy's alone,
+    and so is what its pipeline's ends hold, unless the model is the same one."""
     policy = recipe.policy
     own: dict[str, Any] = {"optimizer": None, "scheduler": None, "pipeline_dtype": model.precision}
     if model.model_name != policy.model_name:

@@ -18,7 +18,7 @@ VALIDATION_SHARE = 16  # one product in so many is for validation
 
 
 def products(split: str, size: int, seed: int, digits: int = 2, asks: float = 1.0) -> list[dict[str, str]]:
-    """`size` products as `{"input": "47*85=", "output": "[47*85]3995;3995", "answer": "3995"}`, drawn with replacement.
+    """Return `size` products as `{"input": "47*85=", "output": "[47*85]3995;3995", "answer": "3995"}`, drawn with replacement.
 
     Each factor has `digits` digits. asks: the share of demonstrations that ask; the others guess (`4127`), evenly among the
     numbers with as many digits as the answer has. Whether a product is of "train" or of "validation" is its own property, so

@@ -1,4 +1,4 @@
-"""How a step's samples are shared among data-parallel ranks and cut into microbatches. Pure and deterministic."""
+"""Share a step's samples among data-parallel ranks, and cut them into microbatches. Pure and deterministic."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pipeline.types import DataPlace, GlobalCounts, Sample, Update
 def share(
     samples: list[Sample], policy: PolicyConfig, places: list[DataPlace], update_size: int, together: int = 1
 ) -> list[list[Update]]:
-    """For each train rank its updates, of `update_size` units over all ranks; those who share a place share one list. A unit
-    is `together` successive samples (2: the answers of a pair), which stay side by side in one microbatch;
+    """Return the updates of each train rank, of `update_size` units over all ranks; those who share a place share one list. A
+    unit is `together` successive samples (2: the answers of a pair), which stay side by side in one microbatch;
     policy.train_micro_batch_size and logprob_batch_size count units too. Raises ValueError if the samples cannot be cut so.
     """
     if len(samples) % (update_size * together):
@@ -26,7 +26,7 @@ def share(
 
 
 def _share_one(units: list[list[Sample]], together: int, policy: PolicyConfig, data_ranks: int) -> list[Update]:
-    """One optimizer step's samples, by data rank."""
+    """Return one optimizer step's samples, by data rank."""
     lengths = [sum(len(sample.tokens) for sample in unit) for unit in units]
     counts = GlobalCounts(
         tokens=int(sum(sample.loss_mask.sum() for unit in units for sample in unit)),
@@ -54,10 +54,10 @@ def _share_one(units: list[list[Sample]], together: int, policy: PolicyConfig, d
 
 
 def _positions(units: list[int], together: int) -> list[int]:
-    """Of the samples of these units."""
+    """Return the positions of the samples of these units."""
     return [unit * together + i for unit in units for i in range(together)]
 
 
 def _bounds(packed: bool, tokens: int, sequences: int) -> tuple[int | None, int | None]:
-    """(tokens, units) that a microbatch may have."""
+    """Return the (tokens, units) that a microbatch may have."""
     return (tokens, None) if packed else (None, sequences)

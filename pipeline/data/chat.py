@@ -33,7 +33,7 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def load_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer `config.name`, with the recipe's chat template if it gives one."""
+    """Return the tokenizer `config.name`, with the recipe's chat template if it gives one."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.name)
@@ -70,7 +70,7 @@ class Encoder(RecordReader):
             raise ValueError("data: messages_key needs a chat template, and data.apply_chat_template is false")
 
     def prompt(self, record: dict[str, Any]) -> np.ndarray:
-        """`[P]` int32: the tokens after which the policy answers. Raises ValueError if the record lacks the input."""
+        """Return the tokens, `[P]` int32, after which the policy answers. Raises ValueError if the record lacks the input."""
         question = self.question(record)
         if isinstance(question, str):
             return _int32(self.tokenizer(question).input_ids)
@@ -89,19 +89,19 @@ class Encoder(RecordReader):
         return self.encode_answer(_int32(self.tokenizer(learned.prompt).input_ids), learned.text)
 
     def encode_answer(self, prompt: np.ndarray, answer: str) -> Encoded:
-        """A bare text after the tokens of its prompt, and the end-of-sequence token, unless it ends in that."""
+        """Return a bare text after the tokens of its prompt, with the end-of-sequence token, unless it ends in that."""
         tokens = self._ended(self.tokenizer(answer, add_special_tokens=False).input_ids)
         tokens = np.concatenate([prompt, _int32(tokens)])
         return tokens, np.arange(len(tokens)) >= len(prompt)
 
     def encode_text(self, text: str) -> Encoded:
-        """A bare text and the end-of-sequence token, unless it ends in that: language modelling, in which every token is
+        """Return a bare text and the end-of-sequence token, unless it ends in that: language modelling, in which every token is
         learned but the first, which nothing comes before. TRL's format of a `text`."""
         tokens = _int32(self._ended(self.tokenizer(text).input_ids))
         return tokens, np.arange(len(tokens)) >= 1
 
     def unknown(self, parts: Sequence[Prompt | Sample]) -> str:
-        """What to say of tokens that stand for text which the tokenizer does not know; "" if there are none."""
+        """Return a message about tokens that stand for text which the tokenizer does not know; "" if there are none."""
         marks = self._unknown
         tokens = np.concatenate([one.tokens for one in parts])
         if marks is None or not (count := int((tokens == marks).sum())):
@@ -116,7 +116,7 @@ class Encoder(RecordReader):
         return tokens if tokens and tokens[-1] == end else [*tokens, end]
 
     def encode_turns(self, messages: list[Message], first: int = 0) -> Encoded:
-        """A conversation, of which the loss counts the assistant's turns from message `first` on.
+        """Return the tokens of a conversation, of which the loss counts the assistant's turns from message `first` on.
 
         Raises ValueError if the template renders an earlier turn differently once later ones follow, so that no mask can say
         which tokens are the assistant's, or if nothing is left to count.
@@ -134,7 +134,7 @@ class Encoder(RecordReader):
         return self.tokenizer.apply_chat_template(messages, **{"return_dict": False, **self._template_kwargs, **options})
 
     def _masked_by_marks(self, messages: list[Message], first: int) -> Encoded:
-        """By the template's own {% generation %}, wherever it ends: before the token that ends the turn, or behind it."""
+        """Mask by the template's own {% generation %}, wherever it ends: before the token that ends the turn, or behind it."""
         rendered = self._render(messages, return_dict=True, return_assistant_tokens_mask=True)
         tokens, mask = rendered["input_ids"], np.asarray(rendered["assistant_masks"], dtype=bool)
         if first:
@@ -154,7 +154,7 @@ class Encoder(RecordReader):
         return _int32(tokens), mask
 
     def _masked_by_prefixes(self, messages: list[Message], first: int) -> Encoded:
-        """An assistant's turn is what rendering it adds to the conversation before it. Each rendering must begin with the one
+        """Mask what rendering an assistant's turn adds to the conversation before it. Each rendering must begin with the one
         before; then the spans are those of the whole."""
         whole = self._render(messages)
         mask = np.zeros(len(whole), dtype=bool)
@@ -169,8 +169,8 @@ class Encoder(RecordReader):
         return _int32(whole), mask
 
     def _end_of_turn(self, tokens: list[int], begin: int) -> int:
-        """Where the loss on the turn that starts at `begin` stops: behind its last special token, if only white space follows
-        (the newline after <|im_end|> is the template's: a sampler stops before it)."""
+        """Return where the loss on the turn that starts at `begin` stops: behind its last special token, if only white space
+        follows (the newline after <|im_end|> is the template's: a sampler stops before it)."""
         for end in range(len(tokens), begin, -1):
             if tokens[end - 1] in self._special:
                 return end
@@ -180,13 +180,15 @@ class Encoder(RecordReader):
 
 
 def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """None where there is none, or where it means something else besides, as GPT-2's <|endoftext|> does."""
+    """Return the token for unknown text; None where there is none, or it means something else besides, as GPT-2's <|endoftext|>
+    does."""
     others = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     return None if tokenizer.unk_token_id in others else tokenizer.unk_token_id
 
 
 def _read_prompt_file(path: str) -> str:
-    """Braces are Python's: one {} for the input, {{ and }} for the others (as in \\boxed{{}})."""
+    """Return the text of a prompt file. Braces are Python's: one {} for the input, {{ and }} for the others (as in
+    \\boxed{{}})."""
     text = Path(path).read_text()
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]

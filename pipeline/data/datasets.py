@@ -1,4 +1,4 @@
-"""Where records come from: a JSONL file, the `datasets` library, a generator in this package, or a user's own callable.
+"""Read records: from a JSONL file, the `datasets` library, a generator in this package, or a user's own callable.
 
 A record is a dict; `pipeline.data.chat` says what it must hold. Several are mixed by
 `pipeline.data.mixture`. Leaves out: streaming data sets.
@@ -24,13 +24,13 @@ Record = dict[str, Any]
 
 
 def load_records(dataset: DatasetConfig, seed: int) -> Sequence[Record]:
-    """As `load_split`, and all of it."""
+    """Return all records of a data set, as `load_split` reads them."""
     return _repeated(_sampled(_read(dataset, seed), dataset), dataset)
 
 
 def load_split(dataset: DatasetConfig, seed: int) -> tuple[Sequence[Record], Sequence[Record]]:
-    """The records of a data set, and those of them that `split_validation_size` holds out. `seed` is for generated data sets
-    whose `kwargs` give none.
+    """Return the records of a data set, and those of them that `split_validation_size` holds out. `seed` is for generated data
+    sets whose `kwargs` give none.
 
     `dataset_name` may be one of NAMED_DATASETS or GENERATED_DATASETS, a folder that `save_to_disk` wrote, whatever
     `datasets.load_dataset` takes (a folder of JSON or Parquet files, a name in the local caches; HF_HUB_OFFLINE=1 keeps it off
@@ -83,7 +83,7 @@ def _repeated(records: Sequence[Record], dataset: DatasetConfig) -> Sequence[Rec
 
 
 def place_of(records: Sequence[Record], index: int) -> str:
-    """Where a record is, for people: FILE:LINE, or its number."""
+    """Return where a record is, for people: FILE:LINE, or its number."""
     while isinstance(records, _Chosen):
         records, index = records.source(index)
     return records.place(index) if isinstance(records, JSONLRecords) else f"record {index} (from 0)"
@@ -102,7 +102,7 @@ class _Chosen(Sequence):
         return self._records[int(self._numbers[index])]
 
     def source(self, index: int) -> tuple[Sequence[Record], int]:
-        """What it was chosen from, and its number there."""
+        """Return the records that one was chosen from, and its number there."""
         return self._records, int(self._numbers[index])
 
 
@@ -157,7 +157,7 @@ class JSONLRecords(Sequence):
 
 
 def _from_hub(dataset: DatasetConfig) -> Sequence[Record]:
-    """The rows of a named data set; of several subsets, one after the other."""
+    """Return the rows of a named data set; of several subsets, one after the other."""
     import datasets
 
     known = NAMED_DATASETS[dataset.dataset_name]
@@ -183,8 +183,8 @@ def _from_datasets(dataset: DatasetConfig) -> Sequence[Record]:
 
 
 def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> Sequence[Record]:
-    """`load_dataset`, which without a network finds only what it has prepared before: so from the hub cache's files, if `hf
-    download` has put them there. Raises ValueError if there is no such data set, subset or split."""
+    """Call `load_dataset`, which without a network finds only what it has prepared before: so from the hub cache's files, if
+    `hf download` has put them there. Raises ValueError if there is no such data set, subset or split."""
     import datasets
 
     where = name if Path(name).is_dir() else _snapshot(name, kwargs.get("revision")) or name
@@ -201,7 +201,8 @@ def _load(name: str, subset: str | None, split: str, kwargs: dict[str, Any]) -> 
 
 
 def _snapshot(name: str, revision: str | None) -> str | None:
-    """The folder of a repository's files in the hub cache; None if there are none, or nothing but what describes them."""
+    """Return the folder of a repository's files in the hub cache; None if there are none, or nothing but what describes
+    them."""
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

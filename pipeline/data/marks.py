@@ -1,4 +1,4 @@
-"""Text that somebody else has written, so that none of it becomes a mark of the conversation.
+"""Tokenize text that somebody else has written, so that none of it becomes a mark of the conversation.
 
 A tokenizer reads `<|im_end|>` as the one token that ends a turn, whoever has written it: a tool whose output has it would speak
 in everybody's name. Here such text is taken apart behind the first character of each mark, and its pieces are tokenised one by
@@ -32,12 +32,12 @@ class Marks:
         self._begins = re.compile("|".join(begins) or r"(?!)")
 
     def apart(self, text: str) -> str:
-        """The text with CUT_HERE in each mark, for `tokens`; a chat template may stand around it by then. What UTF-8 has not
-        (half a surrogate pair, which tokenizers refuse) is a question mark."""
+        """Return the text with CUT_HERE in each mark, for `tokens`; a chat template may stand around it by then. What UTF-8 has
+        not (half a surrogate pair, which tokenizers refuse) is a question mark."""
         text = text.encode("utf-8", "replace").decode().replace(CUT_HERE, UNKNOWN)
         return self._begins.sub(rf"\g<0>{CUT_HERE}", text)
 
     def tokens(self, text: str) -> list[int]:
-        """Marks that stand in one piece become their tokens."""
+        """Return the tokens of a text. Marks that stand in one piece become their tokens."""
         pieces = text.split(CUT_HERE)
         return [token for piece in pieces for token in self._tokenizer(piece, add_special_tokens=False).input_ids]

@@ -52,14 +52,14 @@ class Mixture(Generic[Item]):
         self._position = 0
 
     def take(self, n: int) -> list[Item]:
-        """The next n items. Fewer, and at last none, only when every data set has ended."""
+        """Return the next n items. Fewer, and at last none, only when every data set has ended."""
         items: list[Item] = []
         while len(items) < n and (taken := self._next()):
             items += taken
         return items
 
     def _next(self) -> list[Item]:
-        """One item; none if every data set has ended."""
+        """Return one item; none if every data set has ended."""
         names = list(self._streams)
         while names:
             name = self._drawn(names)
@@ -70,13 +70,13 @@ class Mixture(Generic[Item]):
         return []
 
     def _drawn(self, names: list[str]) -> str:
-        """One of these, by weight; the same at the same position."""
+        """Return one of these names, drawn by weight; the same at the same position."""
         ends = np.cumsum([self._weights[name] for name in names])
         drawn = np.random.default_rng([self._seed, self._position, len(names)]).random() * ends[-1]
         return names[min(int(np.searchsorted(ends, drawn, side="right")), len(names) - 1)]
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the state, of which JSON can be made."""
         streams = {name: stream.state_dict() for name, stream in self._streams.items()}
         return {"position": self._position, "seed": self._seed, "weights": self._weights, "streams": streams}
 

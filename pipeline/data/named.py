@@ -23,7 +23,8 @@ Record = dict[str, Any]
 
 
 def columns(dataset: DatasetConfig, paired: bool) -> DatasetConfig:
-    """The configuration with the keys under which the records are found. paired: for an algorithm that learns preferences."""
+    """Return the configuration with the keys under which the records are found. paired: for an algorithm that learns
+    preferences."""
     if (known := NAMED_DATASETS.get(dataset.dataset_name)) is None:
         return dataset
     messages = ("context" if paired else "messages") if known.conversations else None
@@ -41,14 +42,14 @@ def record(dataset: DatasetConfig, row: Record) -> Record:
 
 
 def _not_empty(row: Record, key: str) -> str:
-    """By an empty answer nothing can be judged."""
+    """Return an answer. Raises ValueError if it is empty, so that it judges nothing."""
     if not (text := text_of(row, key)).strip():
         raise ValueError(f"'{key}' is empty")
     return text
 
 
 def _gsm8k(row: Record) -> Record:
-    """The answer is what follows the solution's ####."""
+    """Read a row whose answer is what follows the solution's ####."""
     _, mark, rest = text_of(row, "answer").partition("####")
     if not mark:
         raise ValueError("'answer' has no ####, behind which the final answer is")
@@ -63,7 +64,7 @@ def _dapo(row: Record) -> Record:
 
 
 def _squad(row: Record) -> Record:
-    """The passage is the system's turn; of several answers the first."""
+    """Read a row whose passage is the system's turn; of several answers the first."""
     answers = row.get("answers")
     texts = answers.get("text") if isinstance(answers, dict) else None
     if not texts:
@@ -80,7 +81,7 @@ def _conversation(row: Record) -> Record:
 
 
 def _helpsteer3(row: Record) -> Record:
-    """A preference below 0 is for the first response. At 0 the chosen and the rejected answer are the same."""
+    """Read a row. A preference below 0 is for the first response. At 0 the chosen and the rejected answer are the same."""
     preference = row.get("overall_preference")
     if isinstance(preference, bool) or not isinstance(preference, int | float):
         raise ValueError(f"'overall_preference' is {preference!r}, not a number")
@@ -100,7 +101,7 @@ def _tulu3_preference(row: Record) -> Record:
 
 
 def _plain(messages: list[Message]) -> list[Message]:
-    """Without what else a message may have."""
+    """Return messages without what else they may have."""
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 

@@ -1,4 +1,4 @@
-"""What an environment tells the policy, as the tokens between two of its turns.
+"""Encode what an environment tells the policy as the tokens between two of its turns.
 
 With a chat template these are what the template writes from the end of an assistant's turn to where the next one begins:
 
@@ -48,11 +48,11 @@ class Observations:
         self._end_of_turn = self._mark_after_turn() if chat else ""
 
     def ends_turn(self, token: int) -> bool:
-        """Whether this is the token that the chat template writes at the end of the policy's turn."""
+        """Return whether this is the token that the chat template writes at the end of the policy's turn."""
         return bool(self._end_of_turn) and token == self._tokenizer.convert_tokens_to_ids(self._end_of_turn.strip())
 
     def tokens(self, message: Message, ended: bool) -> np.ndarray:
-        """`[O]` int32: all that follows the policy's turn until it speaks again.
+        """Return all tokens, `[O]` int32, that follow the policy's turn until it speaks again.
 
         message: {"role", "content"}; without a chat template the role does not matter. ended: whether the policy's last token
         `ends_turn`. Raises ValueError for a role that the template cannot render there.
@@ -69,8 +69,8 @@ class Observations:
         return np.asarray(whole[len(before) :], np.int32)
 
     def within(self, message: Message, ended: bool, room: int) -> np.ndarray | None:
-        """As `tokens`, but at most `room` of them: of a longer content the beginning, and a mark that it was cut. None if there
-        is no room for any of it."""
+        """Return what `tokens` does, but at most `room` of them: of a longer content the beginning, and a mark that it was cut.
+        None if there is no room for any of it."""
         whole = self.tokens(message, ended)
         if len(whole) <= room:
             return whole
@@ -84,7 +84,7 @@ class Observations:
         return None
 
     def _role(self, role: str) -> str:
-        """As what the template tells what has this role."""
+        """Return the role as which the template tells messages of a role."""
         if role not in self._roles:
             told_as, problem = role, self._problem(role)
             if problem and role == "tool":
@@ -98,7 +98,7 @@ class Observations:
         return self._roles[role]
 
     def _problem(self, role: str) -> str | None:
-        """Why the template cannot tell it."""
+        """Return why the template cannot tell it."""
         try:
             text, begin = self._conversation({"role": role, "content": TOLD})
         except (jinja2.TemplateError, TypeError, ValueError) as error:
@@ -106,7 +106,8 @@ class Observations:
         return None if TOLD in text[begin:] else "it renders nothing of what is said"
 
     def _conversation(self, *told: Message) -> tuple[str, int]:
-        """One in which the policy is told something, up to where it speaks again, and how far the policy's own words reach."""
+        """Return a conversation in which the policy is told something, up to where it speaks again, and how far the policy's
+        own words reach."""
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": STAND_IN}, *told]
         text = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=bool(told), **self._template_kwargs
@@ -116,7 +117,8 @@ class Observations:
         return text, begin + len(STAND_IN)
 
     def _mark_after_turn(self) -> str:
-        """The special token that the template writes after what the assistant says, whether or not more follows; "" if none."""
+        """Return the special token that the template writes after what the assistant says, whether or not more follows; "" if
+        none."""
         tails = [text[begin:] for text, begin in (self._conversation(), self._conversation({"role": "user", "content": "?"}))]
         special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         longest_first = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True))

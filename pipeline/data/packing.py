@@ -1,4 +1,4 @@
-"""Which sequences go through the model together, and laying them end to end.
+"""Choose the sequences that go through the model together, and lay them end to end.
 
 Pure Python over lengths; nothing is padded. Leaves out: splitting one sequence over microbatches.
 """

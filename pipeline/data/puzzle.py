@@ -66,14 +66,14 @@ def is_solved(board: Board) -> bool:
 
 
 def slid(board: Board, move: str) -> Board | None:
-    """The board after a move; None if there is no tile to slide so."""
+    """Return the board after a move; None if there is no tile to slide so."""
     row, column = _empty(board)
     rows, columns = FROM[move]
     return slid_from(board, row + rows, column + columns)
 
 
 def slid_from(board: Board, row: int, column: int) -> Board | None:
-    """The board once the tile at a place (from 0) has been slid into the empty field; None if it is not beside it."""
+    """Return the board once the tile at a place (from 0) has been slid into the empty field; None if it is not beside it."""
     empty_row, empty_column = _empty(board)
     inside = 0 <= row < len(board) and 0 <= column < len(board)
     if not inside or abs(row - empty_row) + abs(column - empty_column) != 1:
@@ -84,18 +84,18 @@ def slid_from(board: Board, row: int, column: int) -> Board | None:
 
 
 def shown(board: Board) -> str:
-    """As the policy sees it: a line for each row, `_` for the empty field."""
+    """Return a board as the policy sees it: a line for each row, `_` for the empty field."""
     width = len(str(len(board) ** 2 - 1))
     return "\n".join(" ".join((str(tile) if tile else "_").rjust(width) for tile in row) for row in board)
 
 
 def written(board: Board) -> str:
-    """On one line: `1 2/0 3`."""
+    """Return a board on one line: `1 2/0 3`."""
     return "/".join(" ".join(map(str, row)) for row in board)
 
 
 def read(text: str) -> Board:
-    """What `written` wrote. Raises ValueError for what is no board."""
+    """Return the board that `written` wrote. Raises ValueError for what is no board."""
     try:
         board = tuple(tuple(map(int, row.split())) for row in text.split("/"))
     except ValueError:

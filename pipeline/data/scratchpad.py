@@ -33,7 +33,7 @@ def addition(
     long_share: float = 0.0,
     long_digits: Digits = (),
 ) -> list[dict[str, str]]:
-    """`size` sums as `{"input": "47+85=", "output": "7+5=12,4+8+1=13;132", "answer": "132"}`, drawn with replacement.
+    """Return `size` sums as `{"input": "47+85=", "output": "7+5=12,4+8+1=13;132", "answer": "132"}`, drawn with replacement.
 
     Each summand's number of digits is drawn evenly from `digits`; of the share `long_share` of all sums from `long_digits`, so
     that a few answers are several times as long as the others. With the probability `mistakes` a column of `output` has a wrong
@@ -51,7 +51,8 @@ def addition(
 def preferences(
     split: str, size: int, seed: int, digits: Digits = (1, 2, 3), mistakes: float = 0.0
 ) -> list[dict[str, str | int]]:
-    """`size` pairs as `{"input": "47+85=", "chosen": "7+5=12,4+8+1=13;132", "rejected": "7+5=14,4+8+1=13;134", "margin": 1}`.
+    """Return `size` pairs as `{"input": "47+85=", "chosen": "7+5=12,4+8+1=13;132", "rejected": "7+5=14,4+8+1=13;134", "margin":
+    1}`.
 
     `rejected` has a wrong last digit in at least one column, drawn evenly, and in each of the others with the probability
     `mistakes`; `margin` is the number of wrong columns. Sums, splits and errors are as of `addition`.
@@ -97,7 +98,8 @@ def _for_validation(a: int, b: int) -> bool:
 
 
 def _demonstration(a: int, b: int, mistakes: float, draw: random.Random, wrong_column: int | None = None) -> tuple[str, int]:
-    """The text, and how many of its columns are wrong: that of `wrong_column`, others with the probability `mistakes`."""
+    """Return the text, and how many of its columns are wrong: that of `wrong_column`, others with the probability
+    `mistakes`."""
     columns, carry, result, wrong = [], 0, "", 0
     for place in range(max(len(str(a)), len(str(b)))):
         x, y = a // 10**place % 10, b // 10**place % 10

@@ -37,7 +37,8 @@ Item = TypeVar("Item", Prompt, Sample, Pair)
 def encode_prompt(
     encoder: Encoder, position: int, record: Record, answered: bool = True, dataset: str = "", whole: bool = False
 ) -> Prompt:
-    """`Prompt.index` is the position in the stream, over all epochs; of several streams, see `Mixture`.
+    """Return the prompt of a record. `Prompt.index` is the position in the stream, over all epochs; of several streams, see
+    `Mixture`.
 
     `Prompt.task` has what a judge needs: the expected answer, and the prompt's "messages", or its "text" where no chat template
     is applied, for a model with another tokenizer. answered: False if a record need not have the answer. whole: True where code
@@ -56,7 +57,7 @@ def encode_prompt(
 
 
 def encode_example(encoder: Encoder, position: int, record: Record) -> Sample:
-    """A conversation to learn from; log-probs and advantages are 0, supervised training has none."""
+    """Return a conversation to learn from; log-probs and advantages are 0, supervised training has none."""
     tokens, mask = encoder.conversation(record)
     zeros = np.zeros(len(tokens), dtype=np.float32)
     return Sample(tokens, mask, logprobs=zeros, advantages=zeros)
@@ -101,7 +102,7 @@ class Stream(Generic[Item]):
         return self._order.position // self._identity["records"]
 
     def take(self, n: int) -> list[Item]:
-        """The next n items. Fewer, and at last none, only when `max_num_epochs` have gone by."""
+        """Return the next n items. Fewer, and at last none, only when `max_num_epochs` have gone by."""
         items: list[Item] = []
         while len(items) < n:
             try:
@@ -113,7 +114,7 @@ class Stream(Generic[Item]):
         return items
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the state, of which JSON can be made."""
         return {**self._identity, "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -175,7 +176,7 @@ class _Order(Sampler):
 
 
 class BadRecord(ValueError):
-    """What is wrong with a record, and the key of `data` that says what to do with such."""
+    """The fault of a record, and the key of `data` that says what to do with such."""
 
     def __init__(self, key: str, what: str) -> None:
         super().__init__(what)
@@ -202,8 +203,8 @@ class _Items(Dataset):
         return None if wrong else item
 
     def check(self, count: int) -> int:
-        """How many of the first `count` records are to be dropped. Raises ValueError for the first that is wrong and may not be
-        dropped, and if all would be."""
+        """Return how many of the first `count` records are to be dropped. Raises ValueError for the first that is wrong and may
+        not be dropped, and if all would be."""
         dropped, first, found = 0, None, 0
         for number in range(count):
             _, wrong = self._item(0, number)
@@ -219,7 +220,7 @@ class _Items(Dataset):
         return dropped
 
     def _item(self, position: int, number: int) -> tuple[Prompt | Sample | Pair | None, BadRecord | None]:
-        """The item, or what is wrong with the record."""
+        """Return the item, or what is wrong with the record."""
         data = self._encoder.data
         where = f"data: {place_of(self._records, number)}"
         try:
@@ -240,7 +241,7 @@ class _Items(Dataset):
 
 
 def _plain(value: Any) -> Any:
-    """What can travel between ranks of a column's value; NO_PLAIN if it cannot, such as an image."""
+    """Return a column's value as it can travel between ranks; NO_PLAIN if it cannot, such as an image."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if hasattr(value, "tolist"):  # numpy's
@@ -255,5 +256,5 @@ def _plain(value: Any) -> Any:
 
 
 def _as_it_is(item: Any) -> Any:
-    """For the loader, which would turn numpy into tensors."""
+    """Return an item, for the loader, which would turn numpy into tensors."""
     return item

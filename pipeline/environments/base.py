@@ -35,7 +35,7 @@ class WornOut(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one turn."""
+    """The result of one turn."""
 
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)  # the last turn's are the episode's; a step reports their means
@@ -76,7 +76,7 @@ class NoArguments:
 
 
 class Described:
-    """What has a name of its own in a recipe describes its kwargs, so that they are checked before submission."""
+    """Something with a name of its own in a recipe. It describes its kwargs, so that they are checked before submission."""
 
     Arguments: ClassVar[type] = NoArguments
     """A dataclass: type, range, default and meaning of each of the kwargs stand at its field. `judge`, if it has one, names the
@@ -90,7 +90,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Setup:
-    """What an environment is told besides its arguments."""
+    """All that an environment is told besides its arguments."""
 
     timeout_s: float  # for one turn
     workers: int | None  # turns judged at once; None: its own number

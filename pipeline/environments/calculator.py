@@ -55,7 +55,7 @@ class Calculator(Described, Tool, ToolSession):
 
 
 def evaluate(expression: str) -> str:
-    """The value, as a text: an integer with all its digits, any other number rounded to SIGNIFICANT digits.
+    """Return the value, as a text: an integer with all its digits, any other number rounded to SIGNIFICANT digits.
 
     `^` is a power. Raises ValueError, saying what is wrong, for what is no expression, is not defined, or is too large.
     """
@@ -90,7 +90,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
 
 
 def _number(written: str) -> Fraction:
-    """Of the text, not of the float that Python makes of it."""
+    """Return the number of a text, not of the float that Python makes of it."""
     try:
         number = decimal.Decimal(written)  # of some hundred digits at most, as the text is
     except decimal.InvalidOperation:  # an exponent that even this has not

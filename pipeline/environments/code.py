@@ -161,7 +161,7 @@ class Code(Kind):
         return Outcome(right if self._all else share, metrics)
 
     def _cases(self, code: str, tests: Tests, deadline: float) -> tuple[int, Counter[str]]:
-        """How many passed, and how those that ran ended."""
+        """Return how many passed, and how those that ran ended."""
         passed, ends = 0, Counter()
         for case in tests.cases:
             if (left := deadline - time.monotonic()) <= 0:
@@ -199,7 +199,7 @@ class Code(Kind):
 
 
 def code_in(text: str) -> str:
-    """The last fenced block, or all of it."""
+    """Return the last fenced block of a text, or all of it."""
     blocks = BLOCK.findall(text)
     return blocks[-1] if blocks else text
 
@@ -210,7 +210,7 @@ def _passes(ran: Ran, case: Case) -> bool:
 
 
 def _end(ran: Ran) -> str:
-    """The metric that counts it."""
+    """Return the metric that counts how a program ended."""
     if ran.ended_by in ("wall time", "cpu time"):
         return "timeouts"
     if ran.ended_by == "memory" or (ran.status and ran.stderr.rstrip().rpartition(b"\n")[2].startswith(b"MemoryError")):

@@ -100,8 +100,8 @@ def read(given: Any) -> Tests:
 
 
 def _piece(code: str) -> str | Equation:
-    """An equation if it is an assertion of one. What is no Python is a piece that nobody passes. Raises ValueError if it tests
-    nothing."""
+    """Return an equation if it is an assertion of one. What is no Python is a piece that nobody passes. Raises ValueError if it
+    tests nothing."""
     try:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -209,8 +209,9 @@ def same_result(printed: str, expected: str) -> bool:
 
 
 def same_literal(shown: str, answer: str) -> bool:
-    """Whether a value is the answer: the same text, the same literal, or a string with that text. `shown`: as `pformat` has it,
-    which quotes texts, and breaks what is long into lines. True is not 1 here: code that ends in a comparison has no number."""
+    """Return whether a value is the answer: the same text, the same literal, or a string with that text. `shown`: as `pformat`
+    has it, which quotes texts, and breaks what is long into lines. True is not 1 here: code that ends in a comparison has no
+    number."""
     if shown.strip() == answer:
         return True
     if len(shown) > LITERAL:

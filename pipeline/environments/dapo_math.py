@@ -63,7 +63,7 @@ class DAPOMath(Environment):
 
 
 def normal(answer: str) -> str:
-    """The answer in the form in which it is compared."""
+    """Return the answer in the form in which it is compared."""
     answer = answer.split("=")[-1]
     for old, new in REPLACED:
         answer = answer.replace(old, new)

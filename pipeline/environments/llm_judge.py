@@ -168,7 +168,7 @@ class LLMJudge(Kind):
         return Outcome(rewards[worst], metrics)
 
     def _judged(self, asked: str, prompt: Prompt, text: str, deadlines: tuple[float, float]) -> tuple[float, int]:
-        """The score, and after how many tries. deadlines: of the answer, and of all."""
+        """Return the score, and after how many tries. deadlines: of the answer, and of all."""
         question = self._asked(asked, prompt, text)
         try:
             return self._tried(question, self._arguments.tries, deadlines[0])
@@ -229,7 +229,7 @@ class LLMJudge(Kind):
         return score
 
     def _posted(self, asked: bytes, deadline: float) -> bytes:
-        """The reply's body. httpx bounds each of its waits, this all of them together."""
+        """Return the reply's body. httpx bounds each of its waits, this all of them together."""
         import httpx
 
         left = max(1e-3, deadline - time.monotonic())

@@ -86,7 +86,7 @@ class MultipleChoice(Kind):
         return Outcome(right, {"accuracy": right, "no_answer": float(letter is None)})
 
     def answer(self, text: str) -> str | None:
-        """The letter that the text answers with, as a capital of ours."""
+        """Return the letter that the text answers with, as a capital of ours."""
         text = text.rpartition(THOUGHT_ENDS)[2]
         pieces = range(0, len(text), NORMALIZED_AT_ONCE)
         text = "".join(unicodedata.normalize("NFKC", text[i : i + NORMALIZED_AT_ONCE]) for i in pieces)  # Ａ is A
@@ -96,7 +96,7 @@ class MultipleChoice(Kind):
         return self._letter_of(text)
 
     def _unboxed(self, box: re.Match[str]) -> str:
-        """A letter in a box as one that is said, so that one search finds both, in the order of the text."""
+        """Return a letter in a box as one that is said, so that one search finds both, in the order of the text."""
         letter = self._letter_of(box[1])
         return f"\nAnswer: {letter}\n" if letter else box[0]
 

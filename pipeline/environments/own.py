@@ -53,7 +53,7 @@ def _asked(task: dict[str, Any]) -> str:
 
 
 def build(thing: Any, kwargs: dict[str, Any]) -> Environment:
-    """The environment that a class or a function makes. Raises ValueError, saying what is wrong."""
+    """Return the environment that a class or a function makes. Raises ValueError, saying what is wrong."""
     if wrong := problem(thing, kwargs):
         raise ValueError(wrong)
     return thing(**kwargs) if inspect.isclass(thing) else RewardFunction(thing, kwargs)
@@ -101,7 +101,7 @@ def _problem_of_class(kind: type, kwargs: Collection[str]) -> str | None:
 
 
 def fields(function: Callable[..., Any]) -> list[str] | None:
-    """The names that a reward function takes beside the prompt and the answer; None: any."""
+    """Return the names that a reward function takes beside the prompt and the answer; None: any."""
     parameters = _parameters(function)
     if parameters is None or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return None
@@ -110,7 +110,8 @@ def fields(function: Callable[..., Any]) -> list[str] | None:
 
 
 def _first_two(function: Callable[..., Any]) -> list[str]:
-    """The names of the parameters that take the prompt and the answer, where a field could be given by such a name too."""
+    """Return the names of the parameters that take the prompt and the answer, where a field could be given by such a name
+    too."""
     parameters = _parameters(function)
     if parameters is None:
         return ["prompt", "answer"]
@@ -119,7 +120,7 @@ def _first_two(function: Callable[..., Any]) -> list[str]:
 
 
 def required(function: Callable[..., Any]) -> list[str]:
-    """Those of them that have no default."""
+    """Return the names of `fields` that have no default."""
     parameters = _parameters(function) or {}
     positional = [name for name, one in parameters.items() if one.kind in POSITIONAL]
     others = [*positional[2:], *(name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY)]

@@ -27,7 +27,7 @@ START_S = 30.0  # for the interpreter to be there, besides the time of its first
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """What came of a piece of code that ended by itself. Its texts take at most `output_bytes` together, in UTF-8."""
+    """The result of a piece of code that ended by itself. Its texts take at most `output_bytes` together, in UTF-8."""
 
     printed: str
     value: str | None  # the text of its last expression's value; None: it does not end in one
@@ -82,7 +82,7 @@ class PythonTool(Described, Tool):
         self._sandbox, self._session_s = arguments.contained(), arguments.session_s
 
     def open(self) -> PythonSession:
-        """Cheap: the interpreter starts with the first call."""
+        """Return a session. It is cheap: the interpreter starts with the first call."""
         return PythonSession(self._sandbox, self._session_s)
 
 
@@ -94,7 +94,7 @@ class PythonSession(ToolSession):
         self._program: Program | None = None
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """What was printed, and the value of a last expression. Raises ToolError for what the code raised, or broke, and
+        """Return what was printed, and the value of a last expression. Raises ToolError for what the code raised, or broke, and
         TimeoutError."""
         executed = self.execute(arguments["code"], timeout_s)
         told = executed.printed

@@ -1,4 +1,5 @@
-"""Where a reward model judges: not here, on a generate rank, but on rank 0's word, once all answers of a step are there."""
+"""A reward model as judge. It does not judge here, on a generate rank, but on rank 0's word, once all answers of a step are
+there."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class SlidingPuzzle(Kind):
 
 
 def _moved(board: puzzle.Board, action: str) -> tuple[puzzle.Board | None, str]:
-    """The board after an action, None if nothing moved; and what happened."""
+    """Return the board after an action, None if nothing moved; and what happened."""
     if action in puzzle.FROM:
         after = puzzle.slid(board, action)
         return after, f"Slid tile {_tile(board, after)} {action}." if after else f"Cannot slide {action}."
@@ -98,7 +98,7 @@ def _moved(board: puzzle.Board, action: str) -> tuple[puzzle.Board | None, str]:
 
 
 def _tile(before: puzzle.Board, after: puzzle.Board) -> int:
-    """That has moved."""
+    """Return the tile that has moved."""
     return next(max(old, new) for rows in zip(before, after, strict=True) for old, new in zip(*rows, strict=True) if old != new)
 
 

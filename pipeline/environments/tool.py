@@ -1,4 +1,4 @@
-"""What the pipeline asks of a tool that the policy may call."""
+"""The interface of tools that the policy may call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ToolSession(Protocol):
 
     @abstractmethod
     def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """What the policy is told.
+        """Return what the policy is told.
 
         Raises ToolError for a wrong call, and TimeoutError if it cannot end within `timeout_s` seconds, which the policy is
         told too. Any other error is as one of the environment's `step`.
@@ -32,4 +32,4 @@ class Tool(Protocol):
 
     @abstractmethod
     def open(self) -> ToolSession:
-        """For an episode's first call of the tool. A tool that remembers nothing may be its own session."""
+        """Return the session for an episode's first call of the tool. A tool that remembers nothing may be its own session."""

@@ -1,4 +1,4 @@
-"""How calls of tools stand in a text, and how their results are told: Hermes' way, and a short one for a single tool.
+"""Read calls of tools from a text, and tell their results: Hermes' way, and a short one for a single tool.
 
 Leaves out: other models' ways (Llama's <|python_tag|>, Mistral's [TOOL_CALLS]).
 """
@@ -23,10 +23,10 @@ class Call:
 
 class CallFormat(Protocol):
     def calls(self, text: str) -> list[Call]:
-        """In the order of the text; none: the text is the policy's final answer."""
+        """Return the calls in the order of the text; none: the text is the policy's final answer."""
 
     def message(self, results: list[str]) -> dict[str, str]:
-        """What the policy is told, {"role", "content"}: the results in the order of the calls."""
+        """Return what the policy is told, {"role", "content"}: the results in the order of the calls."""
 
 
 class HermesCalls:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def tasks(
     split: str, seed: int, taskset: str, size: int, first: int = 0, config: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """`size` tasks from number `first` on, as `{"messages": [{"role", "content"}, ...], "answer": the task's number}`.
+    """Return `size` tasks from number `first` on, as `{"messages": [{"role", "content"}, ...], "answer": the task's number}`.
 
     config: the taskset's own. Tasksets have no splits and draw nothing: `split` and `seed` say nothing, a validation set has
     other numbers or another config. Raises ValueError if the package is not installed.
@@ -100,7 +100,8 @@ class Verifiers(Kind):
         self._bridge.close()
 
     def _message(self, text: str) -> dict[str, Any]:
-        """A call that cannot be read is left in the text: the task then has an answer without it."""
+        """Return a text as a message. A call that cannot be read is left in the text: the task then has an answer without
+        it."""
         calls = [call for call in self._calls.calls(text) if not call.error]
         if not calls:
             return {"role": "assistant", "content": text}

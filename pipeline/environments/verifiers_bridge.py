@@ -48,7 +48,7 @@ class Asked:
 
 @dataclass
 class Episode:
-    """What the environment holds of a run; when nobody holds it any more, the run is cancelled."""
+    """The part of a run that the environment holds; when nobody holds it any more, the run is cancelled."""
 
     name: str
     asked: Asked | None = None  # what the policy is to answer next
@@ -101,7 +101,7 @@ class PolicyHarness(NullHarness):
 
 
 def opening(data: vf.TaskData) -> list[Message]:
-    """The conversation with which a task begins. Raises ValueError if the policy is not spoken to first."""
+    """Return the conversation with which a task begins. Raises ValueError if the policy is not spoken to first."""
     if data.prompt is None:
         raise ValueError("the task has no prompt; the user who would open the conversation is left out here")
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
@@ -147,8 +147,8 @@ class Bridge:
         return episode
 
     def answer(self, episode: Episode, message: Message, timeout_s: float) -> vf.Trace | Asked:
-        """What comes of the policy's turn: the run's end, or what it is asked next. Raises TimeoutError, WornOut if a task
-        holds the loop that all share, and whatever ended the run otherwise."""
+        """Return what comes of the policy's turn: the run's end, or what it is asked next. Raises TimeoutError, WornOut if a
+        task holds the loop that all share, and whatever ended the run otherwise."""
         deadline = time.monotonic() + timeout_s
         self._loop.call_soon_threadsafe(episode.asked.answer.set_result, message)
         return self._await_news(episode, deadline)
@@ -237,7 +237,7 @@ class Bridge:
         )
 
     def _cancel(self, name: str) -> None:
-        """When nobody asks about the episode any more. May be called from any thread."""
+        """Cancel a run when nobody asks about its episode any more. May be called from any thread."""
 
         def cancel() -> None:
             if name in self._runs:

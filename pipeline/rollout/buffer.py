@@ -50,7 +50,7 @@ class Buffer:
 
     @property
     def live(self) -> list[LiveGroup]:
-        """Oldest first."""
+        """The live groups, oldest first."""
         return list(self._live.values())
 
     @property
@@ -61,11 +61,11 @@ class Buffer:
         return self._size * (self.max_age + 1)
 
     def room(self, steps_left: int) -> int:
-        """How many groups may begin now."""
+        """Return how many groups may begin now."""
         return max(0, min(self.capacity, self._size * steps_left) - len(self._live))
 
     def begin(self, prompts: Iterable[Prompt], version: int) -> None:
-        """Groups that are sent now; versions do not fall from call to call."""
+        """Add groups that are sent now; versions do not fall from call to call."""
         for prompt in prompts:
             if prompt.index in self._live:
                 raise ValueError(f"prompt {prompt.index} is under way already")
@@ -78,8 +78,8 @@ class Buffer:
         live.group = group
 
     def take(self, step: int, wanted: int) -> list[RolloutGroup] | None:
-        """The groups that this step is to train on, which live no longer; None while it must wait for one. wanted: how many it
-        lacks. Fewer only where fewer live."""
+        """Return the groups that this step is to train on, which live no longer; None while it must wait for one. wanted: how
+        many it lacks. Fewer only where fewer live."""
         chosen = self._choice(wanted)
         if len(chosen) < min(wanted, len(self._live)) or not self._keeps_deadlines(chosen, step):
             return None
@@ -91,8 +91,8 @@ class Buffer:
         return groups
 
     def stragglers(self, wanted: int) -> list[Prompt]:
-        """With `cut`, what is to be cut now so that the step can begin; each group once. The few that replace what was passed
-        over have just begun: a share of them is less than one, so that they are not cut."""
+        """With `cut`, return what is to be cut now so that the step can begin; each group once. The few that replace what was
+        passed over have just begun: a share of them is less than one, so that they are not cut."""
         late = [live for live in self._choice(wanted) if live.group is None]
         if self._config.stragglers != "cut" or len(late) > self._config.straggler_share * wanted + 1e-9:
             return []
@@ -102,7 +102,7 @@ class Buffer:
         return [live.prompt for live in fresh]
 
     def put_back(self, live: Iterable[LiveGroup]) -> None:
-        """Groups that were taken, and not trained on; no others live. Oldest first."""
+        """Put back groups that were taken, and not trained on; no others live. Oldest first."""
         self._live = {one.prompt.index: one for one in live}
 
     def check(self, step: int) -> None:
@@ -116,12 +116,12 @@ class Buffer:
             )
 
     def _choice(self, wanted: int) -> list[LiveGroup]:
-        """The oldest; with `keep`, of the complete ones."""
+        """Return the oldest groups; with `keep`, of the complete ones."""
         keep = self._config.stragglers == "keep"
         return [live for live in self._live.values() if live.group is not None or not keep][:wanted]
 
     def _keeps_deadlines(self, chosen: list[LiveGroup], step: int) -> bool:
-        """Whether later steps can still keep all deadlines if this one takes `chosen`."""
+        """Return whether later steps can still keep all deadlines if this one takes `chosen`."""
         left: dict[int, int] = {}
         for live in self._live.values():
             left[live.begun + self.max_age] = left.get(live.begun + self.max_age, 0) + 1

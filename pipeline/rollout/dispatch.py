@@ -35,7 +35,7 @@ class RolloutSpec:
 
 @dataclass
 class Sent:
-    """One message, and what has not come back of it."""
+    """One message, and the groups of it that have not come back."""
 
     engine: int
     spec: RolloutSpec
@@ -59,14 +59,15 @@ class Dispatch:
 
     @property
     def outstanding(self) -> list[int]:
-        """Of each engine: the episodes of its groups that have not come back."""
+        """By engine: the number of episodes in groups that have not come back."""
         episodes = [0] * len(self._engines)
         for sent in self._sent.values():
             episodes[sent.engine] += len(sent.open) * sent.spec.samples
         return episodes
 
     def send(self, prompts: Sequence[Prompt], spec: RolloutSpec, finished: FinishedRollouts | None = None) -> None:
-        """finished: of groups that were begun earlier the rollouts by sample, by their prompt's index."""
+        """Send groups to the engines. finished: of groups that were begun earlier the rollouts by sample, by their prompt's
+        index."""
         episodes = self.outstanding
         shares: list[list[Prompt]] = [[] for _ in self._engines]
         for prompt in prompts:
@@ -110,21 +111,21 @@ class Dispatch:
                 del self._sent[number]
 
     def take(self, purpose: str) -> list[RolloutGroup]:
-        """The groups that were taken in since the last call, in the order in which they completed."""
+        """Return the groups that were taken in since the last call, in the order in which they completed."""
         return self._came.pop(purpose, [])
 
     def take_answered(self) -> list[int]:
-        """Of each engine: the groups that came back since the last call."""
+        """Return by engine the number of groups that came back since the last call."""
         answered, self._answered = self._answered, [0] * len(self._engines)
         return answered
 
     def take_waited_s(self) -> float:
-        """How long rank 0 has waited in `receive` since the last call."""
+        """Return how long rank 0 has waited in `receive` since the last call."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
     def wait_for(self, prompts: Sequence[Prompt], purpose: str) -> list[RolloutGroup]:
-        """Their groups, in their order. They are all that is under way with this purpose."""
+        """Return the prompts' groups, in their order. They are all that is under way with this purpose."""
         came: list[RolloutGroup] = []
         while len(came) < len(prompts):
             self.receive()
@@ -151,7 +152,8 @@ class Dispatch:
                 engine.cut(works).result()
 
     def snapshot(self, purpose: str) -> dict[int, Unfinished]:
-        """Where the groups stand that have not come back, by their prompt's index. What completes meanwhile is taken in."""
+        """Return where the groups stand that have not come back, by their prompt's index. What completes meanwhile is taken
+        in."""
         replies = [reply for asked in [engine.snapshot() for engine in self._engines] for reply in asked.result()]
         self.receive(block=False)
         stands = {}

@@ -1,4 +1,4 @@
-"""Many episodes on one engine, on the rank that leads it: prompts in, groups of judged rollouts out.
+"""Run many episodes on one engine, on the rank that leads it: prompts in, groups of judged rollouts out.
 
 Between two steps of the engine the driver gives it what is to be drawn next and gives environments, which run beside it, what
 has been said. So the engine goes on while some environment thinks. Episodes begin in the order of the works, urgent ones first,
@@ -100,11 +100,11 @@ class Driver:
         return later
 
     def resume(self) -> None:
-        """New weights are served."""
+        """Go on: new weights are served."""
         self._draining = self.paused = False
 
     def snapshot(self) -> list[Unfinished]:
-        """Of each group that has not ended, in the order of the works."""
+        """Return where each group that has not ended stands, in the order of the works."""
         progress = self._engine.progress()
         unfinished: dict[tuple[int, int], Unfinished] = {}
         for number, of_work in self._works.items():
@@ -138,7 +138,7 @@ class Driver:
     # ---- between verbs ------------------------------------------------------------------------------------------------------
 
     def work(self, verb_waits: Callable[[], bool]) -> None:
-        """Until a verb waits, or there is nothing to do before one comes."""
+        """Work until a verb waits, or there is nothing to do before one comes."""
         while not verb_waits():
             if self._can_step:
                 with working(self._world):
@@ -183,7 +183,7 @@ class Driver:
         self._end_drains()
 
     def _judge(self, completion: Completion) -> None:
-        """The policy has said something: the environment's turn."""
+        """Give the environment what the policy has said."""
         episode = self._speaking.pop(completion.id)
         if episode.last_turn:
             self._under_way.discard(episode)
@@ -205,7 +205,7 @@ class Driver:
         self._end_drains()
 
     def _go_on(self, episode: Episode, outcome: StepOutcome) -> None:
-        """Each turn's reward counts; the last one's metrics."""
+        """Go on with an episode, or end it. Each turn's reward counts; the last one's metrics."""
         last, said = episode.last_turn, episode.completion
         episode.reward += outcome.reward
         episode.metrics = outcome.metrics

@@ -1,4 +1,4 @@
-"""The threads that environments run in, beside the engine: a bounded number for each, and a limit for each call.
+"""Run environments in threads beside the engine: a bounded number for each, and a limit for each call.
 
 A call that raises, or outlasts its limit, ends its episode alone. Nothing can end a thread: one that hangs is given up, which
 means that its answer is not waited for any more, and another takes its place. Where too many hang, the process is worn out:
@@ -36,7 +36,7 @@ Call = Callable[[Begin], Any]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a call came to that has no result."""
+    """The end of a call that has no result."""
 
     why: str
     of_answer: bool = False  # an answer can cause it, and is then a wrong one
@@ -64,14 +64,14 @@ class EnvironmentPool:
         self._pools[environment].submit(key, call)
 
     def take(self) -> list[tuple[Hashable, Any]]:
-        """(key, result or Failure) of the calls that have ended or were given up since. Does not wait.
+        """Return (key, result or Failure) of the calls that have ended or were given up since. Does not wait.
 
         Raises WornOut if calls that hang are too many, once the others' answers have been taken.
         """
         return [answer for pool in self._pools.values() for answer in pool.take()]
 
     def seconds_left(self) -> float | None:
-        """Until a call that runs now is to be given up; None if there is none."""
+        """Return how long until a running call is given up; None if there is none."""
         ends = [end for pool in self._pools.values() if (end := pool.first_end()) is not None]
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
@@ -113,7 +113,7 @@ class _Threads:
             self._workers.append(_Worker(self._name, self._calls, self._answers, self._news))
 
     def first_end(self) -> float | None:
-        """When a call is to be given up, or to be looked at again, as it has not begun yet."""
+        """Return when a call is to be given up, or to be looked at again, as it has not begun yet."""
         if not self._open:
             return None
         begun = [running.begun for worker in self._workers if (running := worker.running)]
@@ -197,7 +197,7 @@ class _Worker(threading.Thread):
             self.running = _Running(key, part, time.monotonic())
 
     def give_up(self, running: _Running) -> bool:
-        """Do not wait any more for what runs; False if it has ended meanwhile."""
+        """Stop waiting for what runs; return False if it has ended meanwhile."""
         with self._lock:
             self._given_up = self.running is running
             return self._given_up
@@ -225,7 +225,7 @@ class _FailureLog:
 
 
 def _brief(error: BaseException) -> str:
-    """One line: what it is, and where it was raised."""
+    """Return one line: what an error is, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return encodable(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}{where}")

@@ -155,7 +155,7 @@ class _Process:
         self._unsent.put(frame(command))
 
     def _write(self) -> None:
-        """What has gathered goes at once."""
+        """Send what has gathered, all at once."""
         while content := self._unsent.get():
             parts = [content]
             while not self._unsent.empty():
@@ -212,7 +212,7 @@ class EnvironmentProcess:
     """Runs environments in a process of their own: an `EnvironmentExecutor`, for the thread that makes it."""
 
     def __init__(self, settings: EnvironmentSettings, news: threading.Event) -> None:
-        """Does not wait until the environments are loaded."""
+        """Start the process; does not wait until the environments are loaded."""
         self._settings, self._news = settings, news
         longest = max((environment.timeout_s for environment in settings.env.values()), default=0.0)
         self._patience_s = longest + settings.grace_s + SILENCE_S
@@ -307,7 +307,8 @@ class EnvironmentProcess:
         return answers
 
     def _is_silent(self) -> bool:
-        """A look counts for a beat at most: this process may have been stopped with the other one."""
+        """Return whether nothing is heard for too long. A look counts for a beat at most: this process may have been stopped
+        with the other one."""
         now = time.monotonic()
         if self._calls and self._process.loaded:
             self._silent_s += min(now - self._looked, BEAT_S)
@@ -315,7 +316,7 @@ class EnvironmentProcess:
         return self._silent_s > self._patience_s
 
     def _begin_anew(self, how: str) -> None:
-        """The process has ended."""
+        """Start another process in place of one that has ended, and sort out what it judged."""
         dead, calls, self._calls = self._process, self._calls, {}
         judged = [request for call, request in calls.items() if dead.judging[call]]
         others = [request for call, request in calls.items() if not dead.judging[call]]
@@ -345,7 +346,7 @@ class EnvironmentProcess:
         self._trying = bool(self._trying or self._suspects or self._accused)
 
     def _lose(self, turns: list[StepRequest]) -> None:
-        """Of episodes that ended with their process, and not for what they said."""
+        """Fail turns of episodes that ended with their process, and not for what they said."""
         self._failed += [(request.episode, Failure(HELD)) for request in turns]
 
     def _try_suspects(self) -> None:

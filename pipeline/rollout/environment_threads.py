@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSettings:
-    """What environments and their tokenizer are made from."""
+    """All that environments and their tokenizer are made from."""
 
     env: dict[str, EnvironmentConfig]
     tokenizer: TokenizerConfig

@@ -1,4 +1,4 @@
-"""One episode on its way: what the policy has said and been told, what it earned, and what it asks the engine next."""
+"""An episode: what the policy has said and been told, what it earned, and what it asks the engine next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.types import NOTHING_SAID, Completion, Prompt, Request, Rollout, S
 
 
 def sampling_seed(seed: int, purpose: str, prompt: int, sample: int, turn: int = 0) -> int:
-    """A completion's own seed, in [0, 2**63). Who samples it, and beside what, does not enter."""
+    """Return a completion's own seed, in [0, 2**63). The engine and what it samples besides do not enter."""
     name = f"{seed}/{purpose}/{prompt}/{sample}" + (f"/{turn}" if turn else "")
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -43,7 +43,7 @@ class Episode:
 
     @property
     def request_id(self) -> str:
-        """Of the turn that comes next, or is being drawn."""
+        """The request of the turn that comes next, or is being drawn."""
         return f"{self.id}/{len(self.turns)}"
 
     @property
@@ -58,7 +58,7 @@ class Episode:
         return np.concatenate([self.prompt.tokens, *parts]).astype(np.int32)
 
     def request(self) -> Request:
-        """For the turn that comes next."""
+        """Return the request for the turn that comes next."""
         seed = sampling_seed(self.work.seed, self.work.purpose, self.prompt.index, self.sample, len(self.turns))
         return Request(self.request_id, self.tokens, seed, self.work.sampling)
 
@@ -69,27 +69,27 @@ class Episode:
         return StepRequest(self.id, str(self), self.prompt.environment, begins, self.completion.tokens, self.last_turn, room)
 
     def drawn(self) -> list[Span]:
-        """Of all turns but the one that is being drawn."""
+        """Return the spans of all turns but the one that is being drawn."""
         completions = [turn.completion for turn in self.turns] + ([self.completion] if self.completion else [])
         return [span for completion in completions for span in completion.spans]
 
     def rollout(self) -> Rollout:
-        """Ended by its environment, or because it has no more turns."""
+        """Return the episode as ended by its environment, or because it has no more turns."""
         return Rollout(tuple(self.turns), self.reward, self.metrics)
 
     def cut_short(self) -> Rollout:
-        """Ended where it is: nothing was said to what it was last told."""
+        """Return the episode as ended where it is: nothing was said to what it was last told."""
         if not self.turns:
             return self.failed(NOTHING_SAID)
         *before, last = self.turns
         return Rollout((*before, Turn(replace(last.completion, finish="length"))), self.reward, self.metrics)
 
     def failed(self, why: str) -> Rollout:
-        """Ended through no doing of the policy's: it is not learned from."""
+        """Return the episode as ended through no doing of the policy's: it is not learned from."""
         return Rollout(self._turns(), 0.0, failure=why)
 
     def broke(self, how: str, reward: float) -> Rollout:
-        """Ended because the answer broke its judge: a wrong one, whatever its turns had earned."""
+        """Return the episode as ended because the answer broke its judge: a wrong one, whatever its turns had earned."""
         return Rollout(self._turns(), reward, broke=how)
 
     def _turns(self) -> tuple[Turn, ...]:

@@ -1,4 +1,4 @@
-"""Episodes that nobody could judge: told, and the end of the run if nothing else comes.
+"""Report episodes that nobody could judge, and end the run if nothing else comes.
 
 Two things are counted. Groups in a row all of whose episodes failed, through no doing of the answers: one bad prompt ends no
 run. And groups all of whose answers broke an environment that has judged none yet: then it is the environment that is broken.
@@ -24,8 +24,8 @@ class Failures:
         self._broken: dict[str, int] = {}  # of the others: groups that broke them
 
     def see(self, group: RolloutGroup) -> None:
-        """Raises RuntimeError if more than `most` groups have failed whole since an episode was judged, or if none of the first
-        FIRST_GROUPS groups of an environment could be judged for what they said."""
+        """Count the failures of a group. Raises RuntimeError if more than `most` groups have failed whole since an episode was
+        judged, or if none of the first FIRST_GROUPS groups of an environment could be judged for what they said."""
         begun = [(sample, rollout) for sample, rollout in enumerate(group.rollouts) if rollout.failure != NOTHING_SAID]
         self._see_broken(group, [rollout for _, rollout in begun])
         failed = [(sample, rollout.failure) for sample, rollout in begun if rollout.failure]

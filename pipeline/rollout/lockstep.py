@@ -1,4 +1,4 @@
-"""The ranks of one engine (tensor- and pipeline-parallel peers) do the same in the same order.
+"""Let the ranks of one engine (tensor- and pipeline-parallel peers) do the same in the same order.
 
 When an environment answers, and when a verb arrives, differs from rank to rank. So only the engine's leader decides: over the
 engine's own gloo group it announces each of its moves before it makes it, and its peers follow. An engine of one rank has
@@ -23,14 +23,14 @@ STEP, WAIT, VERB = range(3)  # a step of the engine; waiting for environments; t
 
 
 class Move(msgspec.Struct, array_like=True):
-    """What goes before a step."""
+    """All that goes before a step."""
 
     cut: list[str] = []  # requests that end where they are
     add: list[Request] = []
 
 
 def make(move: Move, engine: GenerateBackend) -> list[Completion]:
-    """The move and the step; what ended."""
+    """Make a move and its step; return what ended."""
     ended = engine.cut(move.cut) if move.cut else []
     if move.add:
         engine.add(move.add)
@@ -44,7 +44,7 @@ class Lockstep:
         self._group = group
 
     def announce(self, kind: int, move: Move | None = None) -> None:
-        """The leader's next move."""
+        """Announce the leader's next move."""
         if self._group is None:
             return
         body = encode(move) if move and (move.cut or move.add) else b""
@@ -63,7 +63,8 @@ class Lockstep:
         return kind, decode(body.numpy().tobytes(), Move)
 
     def follow(self, engine: GenerateBackend | None, world: World) -> None:
-        """A peer's part, until the leader takes a verb. engine: None before there is one; then there are no steps."""
+        """Follow the leader's moves until the leader takes a verb. engine: None before there is one; then there are no
+        steps."""
         with world.phase("wait for the leader"):
             kind, move = self._hear()
         while kind != VERB:
@@ -83,6 +84,6 @@ def working(world: World) -> Iterator[None]:
 
 @contextmanager
 def waiting(world: World) -> Iterator[None]:
-    """The engine has nothing to do until an environment has answered."""
+    """Note the phase in which the engine has nothing to do until an environment has answered."""
     with world.phase("environment", verb="rollout"):
         yield

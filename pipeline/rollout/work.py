@@ -1,4 +1,4 @@
-"""What rank 0 asks of an engine, and what comes back."""
+"""Requests of rank 0 to an engine, and its replies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """Where a group stands, some of whose episodes have not ended."""
+    """The state of a group, some of whose episodes have not ended."""
 
     number: int  # of the work
     place: int
