@@ -56,35 +56,15 @@ def test_the_same_keys_mean_the_same() -> None:
     assert recipe.checkpointing.checkpoint_must_save_by == "00:03:45:00"
 
 
-def test_their_defaults_are_set_where_ours_differ() -> None:
-    recipe = read("grpo")
-    assert recipe.loss_fn.reference_policy_kl_penalty == 0.01  # ours is 0
-    assert recipe.policy.generation.max_num_seqs == 64
-    ppo = read("ppo")
-    assert ppo.value_loss_fn.cliprange is None and ppo.value_loss_fn.scale == 0.5
-    assert read("sft").checkpointing.metric_name == "val:loss"
-
-
 def test_what_bounds_nothing_is_left_out() -> None:
     loss = read("grpo").loss_fn  # a ratio without a type of truncation, which theirs passes over
     assert loss.truncated_importance_sampling_ratio is None
     assert read("grpo_megatron").policy.megatron_cfg.moe_router_bias_update_rate == 0  # of a dense model
 
 
-def test_only_whole_batches_are_validated_on() -> None:
-    assert read("grpo").grpo.max_val_samples == 16  # of 20, in batches of 8
-    assert read("distillation").distillation.max_val_samples == 24
-    assert read("sft").sft.max_val_samples == 4 * 32
-    assert read("ppo").ppo.val_period == 0  # -1 there
-
-
-def test_megatron_takes_its_own_optimizer() -> None:
+def test_what_a_constant_rate_and_installed_kernels_leave_open() -> None:
     megatron = read("grpo_megatron").policy.megatron_cfg
-    assert (megatron.optimizer.lr, megatron.optimizer.adam_beta2, megatron.optimizer.clip_grad) == (1e-6, 0.98, 0.5)
-    assert megatron.scheduler.lr_decay_iters is None  # of a constant rate
-    assert (megatron.apply_rope_fusion, megatron.bias_activation_fusion) == (False, None)
-    assert not megatron.distributed_data_parallel_config.grad_reduce_in_fp32
-    assert read("grpo_megatron").checkpointing.async_save
+    assert megatron.scheduler.lr_decay_iters is None and megatron.bias_activation_fusion is None
 
 
 def test_a_decay_cuts_the_warm_up_of_a_constant_rate() -> None:
@@ -119,13 +99,6 @@ def test_a_critics_changing_weight_decay_is_refused() -> None:
     assert problem("ppo", f"{decay}.end_weight_decay=0.2") == (f"{decay}.start_weight_decay", "unsupported")
 
 
-def test_the_schedules_weight_decay_is_the_optimizers() -> None:
-    keys = ("policy.megatron_cfg.scheduler.start_weight_decay=0.2", "policy.megatron_cfg.scheduler.end_weight_decay=0.2")
-    loaded = inspect("grpo_megatron", *keys)
-    assert loaded.recipe.policy.megatron_cfg.optimizer.weight_decay == 0.2
-    assert any(note.startswith("policy.megatron_cfg.optimizer.weight_decay=0.01: the schedule's 0.2") for note in loaded.notes)
-
-
 def test_a_decay_without_an_end_ends_with_the_run() -> None:
     scheduler = "policy.megatron_cfg.scheduler"
     recipe = read("grpo_megatron", f"{scheduler}.lr_decay_style=cosine", f"{scheduler}.lr_decay_iters=null")
@@ -156,44 +129,13 @@ def test_recomputation_that_is_off_says_nothing() -> None:
     assert (on.policy.megatron_cfg.recompute_granularity, on.policy.megatron_cfg.recompute_modules) == ("selective", ["moe"])
 
 
-@pytest.mark.parametrize(
-    ("keys", "tokens"),
-    [
-        (("sequence_packing.enabled=false", "dynamic_batching.enabled=true"), 1024),
-        (("sequence_packing.enabled=false",), None),
-    ],
-)
-def test_batches(keys: tuple[str, ...], tokens: int | None) -> None:
-    packing = read("grpo", *(f"policy.{key}" for key in keys)).policy.sequence_packing
-    assert packing.enabled == (tokens is not None)
-    assert tokens is None or packing.train_mb_tokens == tokens
-
-
-def test_environment_variables_go_to_their_ranks() -> None:
-    recipe = read("grpo")
-    assert recipe.cluster.train.env_vars == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert recipe.policy.generation.vllm_cfg.env_vars == {"VLLM_LOGGING_LEVEL": "INFO"}
-
-
-def test_sampling() -> None:
-    generation = read("grpo", "policy.generation.top_k=-1").policy.generation
-    assert generation.top_k is None and generation.val_temperature == 1.0
-    assert generation.vllm_kwargs == {"enable_chunked_prefill": True}
-    assert read("grpo", "policy.generation.refit_transport=vllm_zmq_sparse").policy.generation.refit_transport == "delta"
-    own = inspect("grpo", "policy.generation.val_top_p=0.9", "policy.generation.val_top_k=20")
-    assert (own.recipe.policy.generation.val_top_p, own.recipe.policy.generation.val_top_k) == (0.9, 20)
-    assert any(note.startswith("policy.generation.val_top_p: validation samples with val_top_p=0.9") for note in own.notes)
-
-
 def test_eight_bits() -> None:
     key = "policy.generation.vllm_cfg"
-    kept = f"{key}.quantization_ignored_layer_kws=[lm_head]"
-    _, translation = with_keys("grpo", f"{key}.precision=fp8", kept, f"{key}.num_first_layers_in_bf16=0")
-    assert translation.problems == []
-    vllm = translation.layer["policy"]["generation"]["vllm_cfg"]
-    assert (vllm["precision"], vllm["quantization_ignored_layer_kws"]) == ("fp8", ["lm_head"])
-    assert "precision" not in with_keys("grpo", kept)[1].layer["policy"]["generation"]["vllm_cfg"]
-    assert with_keys("grpo", f"{key}.precision=fp8", f"{key}.num_last_layers_in_bf16=2")[1].problems
+    layer = f"{key}.quantization_ignored_layer_kws=[lm_head]"
+    assert "precision" not in with_keys("grpo", layer)[1].layer["policy"]["generation"]["vllm_cfg"]
+    for count, problems in ((0, set()), (2, {(f"{key}.num_last_layers_in_bf16", "unsupported")})):
+        translation = with_keys("grpo", f"{key}.precision=fp8", f"{key}.num_last_layers_in_bf16={count}")[1]
+        assert named(translation.problems) == problems
 
 
 def test_a_critics_section_in_torchs_words() -> None:
@@ -237,9 +179,6 @@ def test_the_teacher_has_the_policy_s_temperature() -> None:
 
 
 def test_verifiers() -> None:
-    assert read("grpo", "env.math.math_verify_impl=dapo_math_verify").env["math"].kwargs == {
-        "math_verify_impl": "dapo_math_verify"
-    }
     _, translation = with_keys("grpo", "env.math.verifier_type=model")
     assert named(translation.problems) == {("env.math.verifier_type", "unsupported")}
     _, translation = with_keys("grpo", "env.math.verifier_type=english_multichoice")
@@ -281,3 +220,26 @@ def test_a_recipe_of_theirs_plans() -> None:
     recipe, choice = backend.choose(read("grpo"))
     planned = plan(recipe, choice)
     assert choice.backend == "dtensor" and planned.gpus == 16
+
+
+ASYNC = (
+    "grpo.async_grpo.enabled=true",
+    "loss_fn.use_importance_sampling_correction=true",
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources={num_nodes: 1, gpus_per_node: 8}",
+)
+
+
+@pytest.mark.parametrize(
+    "off", [("grpo.async_grpo=null",), ("grpo.async_grpo.enabled=false", "grpo.async_grpo.max_trajectory_age_steps=4")]
+)
+def test_asynchronous_rollouts_that_are_off_say_nothing(off: tuple[str, ...]) -> None:
+    loaded = inspect("grpo", *off)
+    ours = loaded.recipe.grpo.async_grpo
+    assert not ours.enabled and (ours.max_trajectory_age_steps, ours.max_generation_failures) == (1, 10)
+    assert not any("async_grpo" in note for note in loaded.notes)
+
+
+def test_asynchronous_rollouts_are_a_recipe_that_can_run() -> None:
+    assert read("grpo", *ASYNC).grpo.async_grpo.stragglers == "wait"
+    assert problem("grpo", *ASYNC, "grpo.async_grpo.colour=red") == ("grpo.async_grpo.colour", "unknown-key")
