@@ -1,4 +1,4 @@
-"""What a run folder says of its run: recipe, submissions, metrics, how long it was busy. Read from files alone.
+"""A run as its folder describes it: recipe, submissions, metrics, how long it was busy. Read from files alone.
 
 Neither the run's environment nor this version's schema is needed: recipe.yaml is read as plain values, so that the runs of
 other versions can be shown too. How the run ended is in launch/attempts.py, what its job does in launch/run_state.py.
@@ -83,11 +83,11 @@ class PastRun:
 
     @property
     def max_steps(self) -> int | None:
-        """None: as many as its epochs of data have, or none at all."""
+        """Return the steps that the run makes at most; None: as many as its epochs of data have, or no bound."""
         return bound(int(self.of(f"{self.algorithm}.max_num_steps", 0))) or None
 
     def of(self, key: str, otherwise: Any = None) -> Any:
-        """The recipe's value at a dotted key."""
+        """Return the recipe's value at a dotted key."""
         value: Any = self.recipe
         for part in key.split("."):
             if not isinstance(value, dict) or value.get(part) is None:
@@ -111,7 +111,7 @@ class PastRun:
 
     @property
     def layout(self) -> str:
-        """Ranks, nodes and the parallel sizes that are not 1, for people."""
+        """Return ranks, nodes and the parallel sizes that are not 1, for people."""
         return "; ".join(f"{name}: {', '.join(self._shape(name, each))}" for name, each in self.components.items())
 
     def _shape(self, name: str, component: dict[str, Any]) -> Iterator[str]:
@@ -136,12 +136,12 @@ class PastRun:
     # ---- how long -----------------------------------------------------------------------------------------------------------
 
     def busy_s(self) -> float:
-        """Seconds in which ranks were running, over all attempts, to the last sign of life of each."""
+        """Return the seconds in which ranks were running, over all attempts, to the last sign of life of each."""
         ends = [last_sign(attempt) for attempt in self.attempts]
         return sum(max(0.0, end - attempt.started) for attempt, end in zip(self.attempts, ends, strict=True))
 
     def last_written(self) -> float:
-        """Unix seconds of its last step, end or submission."""
+        """Return the unix seconds of its last step, end or submission."""
         return max(_modified(self.folder / name) for name in ("metrics.jsonl", "done.json", "job.json", "recipe.yaml"))
 
     # ---- metrics ------------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Columns:
         return self.columns[key][1][-1] if key in self.columns else None
 
     def step_after(self, moment: float) -> float | None:
-        """The first step that ended after a moment in unix seconds; None if none did."""
+        """Return the first step that ended after a moment in unix seconds; None if none did."""
         return next((step for step, time in zip(self.steps, self.times, strict=True) if time > moment), None)
 
 
@@ -199,7 +199,7 @@ def _or_zero(value: float | None) -> float:
 
 
 def last_sign(attempt: PastAttempt) -> float:
-    """Unix seconds at which an attempt ended, or was last heard of: its verdict, or the last line in a log."""
+    """Return the unix seconds at which an attempt ended, or was last heard of: its verdict, or the last line in a log."""
     ended = _modified(attempt.folder / "verdict")
     return ended or max([attempt.started, *(_modified(log) for log in attempt.logs)])
 
@@ -212,7 +212,7 @@ def _modified(path: Path) -> float:
 
 
 def find(folder: Path, depth: int = 4) -> Iterator[Path]:
-    """Run folders at or below a folder. Does not look into run folders, hidden folders and what may not be read."""
+    """Yield run folders at or below a folder. Does not look into run folders, hidden folders and what may not be read."""
     if (folder / "recipe.yaml").is_file():
         yield folder
     elif depth:

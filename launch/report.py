@@ -22,7 +22,7 @@ from launch import command_line
 from launch.command_line import Key
 from launch.pages import rollouts
 from launch.pages.chart import Chart, figures
-from launch.pages.curves import Curves, Told
+from launch.pages.curves import Curves, LabelledRun
 from launch.pages.document import Section, add_plotly, document
 from launch.pages.html import Html, tag
 from launch.pages.overview import moment, overview
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 def answer(request: Request) -> int:
     folders = list(dict.fromkeys(request.run))
     runs = [PastRun.at(folder) for folder in folders]
-    told = [Told(run, label, run.metrics()) for run, label in zip(runs, labels(folders), strict=True)]
+    told = [LabelledRun(run, label, run.metrics()) for run, label in zip(runs, labels(folders), strict=True)]
     for each in told:
         _print(each)
     out = request.out or (folders[0] / "report.html" if len(runs) == 1 else Path("report.html"))
@@ -65,7 +65,7 @@ def answer(request: Request) -> int:
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
-    """The folders' names; with as many of the names above them as are needed to tell them apart."""
+    """Return the folders' names, with as many of the names above them as are needed to tell them apart."""
     for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
         found = ["/".join(folder.parts[-parts:]) for folder in folders]
         if len(set(found)) == len(found):
@@ -76,16 +76,16 @@ def labels(folders: Sequence[Path]) -> list[str]:
 # ---- the page ---------------------------------------------------------------------------------------------------------------
 
 
-def page(told: Sequence[Told], of: Sequence[RunState]) -> str:
-    """The HTML of runs in these states."""
+def page(told: Sequence[LabelledRun], of: Sequence[RunState]) -> str:
+    """Return the HTML of runs in these states."""
     names = [each.label for each in told]
     written = tag("p", f"Written {moment(time.time())} from what the run folders held then.", class_="note")
     sections = [section for section in _sections(told, of) if section.content]
     return document(" · ".join(names) if len(names) <= 4 else f"{len(names)} runs", sections, names, written)
 
 
-def _sections(told: Sequence[Told], of: Sequence[RunState]) -> Iterator[Section]:
-    """All of them; those of which the runs have nothing are empty."""
+def _sections(told: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterator[Section]:
+    """Yield all sections; those of which the runs have nothing are empty."""
     curves = Curves(told)
     sampled = rollouts.read([each.run.folder for each in told])
     names = [each.label for each in told]
@@ -120,7 +120,7 @@ def _sections(told: Sequence[Told], of: Sequence[RunState]) -> Iterator[Section]
 # ---- the terminal -----------------------------------------------------------------------------------------------------------
 
 
-def _print(told: Told) -> None:
+def _print(told: LabelledRun) -> None:
     if not told.metrics.steps:
         print(f"{told.run.folder}: no step yet")
         return

@@ -25,7 +25,7 @@ from pipeline.config import Problem, RecipeError
 
 EVER = (float("-inf"), float("inf"))
 PIXELS = 1600
-"""Of a picture's time axis, about."""
+"""Width of a picture's time axis, about."""
 
 
 def _steps(text: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl, TensorBoard and rollouts, all written by rank 0 inside the run folder.
+"""Metrics of a run: metrics.jsonl, TensorBoard and rollouts, which rank 0 writes into the run folder, and their readers.
 
 metrics.jsonl has one object per step. A rerun cuts it, TensorBoard's events and the rollouts back to the step that was
 restored, so that no step appears twice. It is what a run is for, so a disk that does not take a line is waited for. TensorBoard
@@ -50,7 +50,7 @@ class Metrics:
         self._show(last)
 
     def _cut(self, last: int) -> str:
-        """What is left of metrics.jsonl."""
+        """Drop what was written after a step; return what is left of metrics.jsonl."""
         text = "".join(json.dumps(line) + "\n" for line in read(self._path) if line["step"] <= last)
         write_durably(self._path, text)
         for path in self._rollouts.glob("*_*.jsonl"):
@@ -76,7 +76,7 @@ class Metrics:
         return clocks
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """One step's line, which is on the disk when this returns. NaN and infinity are written as JSON's null.
+        """Append a step's line, which is on the disk when this returns. NaN and infinity are written as JSON's null.
 
         Raises StorageError if it cannot be written. The disk costs some 4 ms, where the page cache alone would cost 0.02.
         """
@@ -89,7 +89,7 @@ class Metrics:
         _print(step, values)
 
     def log_again(self, step: int, values: dict[str, float]) -> None:
-        """Values of a step that may have been logged before: they join its line and replace what it has under their keys."""
+        """Add values to the line of a step that may have been logged before, in place of those under the same keys."""
         new = {"step": step, "time": time.time(), **_finite(values)}
         lines = {line["step"]: line for line in read(self._path)}
         lines[step] = lines.get(step, {}) | new
@@ -103,7 +103,7 @@ class Metrics:
         _print(step, values)
 
     def _show(self, step: int) -> None:
-        """What TensorBoard does not show yet. What it cannot take now is tried again at the next step."""
+        """Show TensorBoard what it does not show yet. What it cannot take now is tried again at the next step."""
         if self._unshown:
             with self._going_on("TensorBoard", step):
                 self._board.show(self._unshown)
@@ -117,7 +117,7 @@ class Metrics:
     def log_rollouts(
         self, step: int, groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase, kind: str = "step"
     ) -> None:
-        """A step's rollouts, one object per line, in rollouts/<kind>_<step>.jsonl; `kind` is "step" or "val"."""
+        """Write a step's rollouts, one object per line, to rollouts/<kind>_<step>.jsonl; `kind` is "step" or "val"."""
         path = self._rollouts / f"{kind}_{step:06d}.jsonl"
         records = itertools.islice(_records(groups, tokenizer), self._config.num_rollouts_to_log)
         text = "".join(json.dumps(record) + "\n" for record in records)
@@ -218,7 +218,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _finite(values: dict[str, float]) -> dict[str, float | None]:
-    """NaN and infinity become None, which JSON has."""
+    """Return the values with None, which JSON has, for NaN and infinity."""
     return {key: value if math.isfinite(value) else None for key, value in values.items()}
 
 
@@ -238,7 +238,7 @@ def _spans(steps: list[int]) -> str:
 
 
 def mean_metrics(prefix: str, results: list[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step's updates as one: means, but `_max` and `_min` by that."""
+    """Return the metrics of a step's updates as one: means, but `_max` and `_min` by that."""
 
     def combine(name: str) -> float:
         values = [result[name] for result in results]
@@ -250,8 +250,10 @@ def mean_metrics(prefix: str, results: list[dict[str, float]]) -> dict[str, floa
 
 
 def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]:
-    """How many episodes nobody could judge, and of the others means: reward, the share that broke its judge, length in tokens
-    that the policy drew, turns, the share cut for length, and each of the environment's metrics. NaN where there are none.
+    """Return how many episodes nobody could judge, and means of the others; NaN where there are none.
+
+    The means are of the reward, the share that broke its judge, the length in tokens that the policy drew, turns, the share
+    cut for length, and each of the environment's metrics.
 
     An answer that broke its judge has no metrics of it, but is a wrong one: it counts as 0 in `accuracy`.
     """
@@ -302,7 +304,7 @@ def _with_pass_at_k(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
 
 
 def is_right(rollout: Rollout) -> bool:
-    """Whether an answer counts as right: its environment's metric `accuracy` is 1, or, if it has none, its reward."""
+    """Return whether an answer counts as right: its environment's metric `accuracy` is 1, or, if it has none, its reward."""
     return rollout.metrics.get("accuracy", rollout.reward) >= 1
 
 
@@ -334,7 +336,7 @@ def _records(groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase) -> 
 def _record(
     prompt: Prompt, text: str, tokens: list[int], sample: int, rollout: Rollout, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """Of episodes that were told something, `completion` has what was said and told, and `turns` tells which is which."""
+    """Return a line of a file of rollouts. `completion` has what the policy said and was told; `turns` tells them apart."""
     turns = []
     if len(rollout.turns) > 1 or any(len(turn.observation) for turn in rollout.turns):
         turns = [

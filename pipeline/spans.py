@@ -10,7 +10,7 @@ from typing import Any
 
 RESOLUTION_S = 0.01
 MOST_NAMES = 32
-"""Of one merged span; what else it is made of goes by its verb alone."""
+"""Names that a merged span keeps; further ones count under their verb alone."""
 
 CATEGORIES = ("rollout", "environment", "forward", "step", "refit", "save", "coordinate", "other", "wait")
 WAITING = ("wait", "environment")
@@ -30,7 +30,7 @@ ENVIRONMENTS = ("environment", "reward")
 
 @cache
 def category(verb: str, phase: str) -> str:
-    """One of CATEGORIES."""
+    """Return one of CATEGORIES."""
     if phase.startswith("wait"):
         return "wait"
     found = OF_VERB.get(verb, "other")
@@ -57,7 +57,7 @@ class Span:
 
     @property
     def name(self) -> tuple[str, str]:
-        """The verb that took most of the time; and its phase, if one took most of that."""
+        """Return the verb that took most of the time, and its phase, if one took most of that."""
         if len(self.names) == 1:
             return next(iter(self.names))
         verbs: Counter[str] = Counter()
@@ -70,16 +70,16 @@ class Span:
 
     @property
     def category(self) -> str:
-        """That of most of its time."""
+        """Return the category that took most of the time."""
         return max(self.categories, key=self.categories.get)
 
     def likes(self, other: Span) -> bool:
-        """Whether the other is more of the same."""
+        """Return whether the other is more of the same."""
         (verb, phase), (its, in_phase) = self.name, other.name
         return verb == its and (phase == in_phase or (len(self.names) > 2 and not phase))
 
     def absorb(self, other: Span) -> None:
-        """What comes right after."""
+        """Add the span that comes right after."""
         self.end = other.end
         self.count += other.count
         for (verb, phase), seconds in other.names.items():
@@ -89,7 +89,7 @@ class Span:
             self.categories[key] = self.categories.get(key, 0.0) + seconds
 
     def part(self, begin: float, end: float) -> Span | None:
-        """What of it is between two times; of several spans each is taken to be spread evenly. None: nothing."""
+        """Return the part between two times, None if there is none; merged spans are taken to be spread evenly."""
         begin, end = max(self.begin, begin), min(self.end, end)
         if begin >= end:
             return None
@@ -134,7 +134,7 @@ class Merger:
         self._short: Span | None = None  # what follows it, and is shorter than the resolution
 
     def take(self, span: Span) -> Iterator[Span]:
-        """Those that nothing can be merged with any more."""
+        """Take the next span; yield those that nothing can be merged with any more."""
         if self._span is None:
             self._span = span
             return
@@ -160,5 +160,5 @@ class Merger:
             self._short = None
 
     def rest(self) -> Iterator[Span]:
-        """Those that may yet grow."""
+        """Return the spans that may yet grow."""
         return filter(None, (self._span, self._short))

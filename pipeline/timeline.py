@@ -1,4 +1,4 @@
-"""What a rank does when, as trace events in a file, and which share of its time it waits.
+"""Record what a rank does when, as trace events in a file, and which share of its time it waits.
 
     timeline = Timeline(about, realms)      # every rank; World.phase tells it what the rank does: `enter`
     timeline.write(folder)                  # into folder/timeline/rank00000.jsonl, by a thread
@@ -48,12 +48,12 @@ from pipeline.spans import RESOLUTION_S, WAITING, Merger, Span, category, us
 
 FLUSH_S = 1.0
 QUIET_RANKS_PER_S = 64
-"""Of a run whose ranks all have nothing new, so many write each second that they still do what they did."""
+"""Ranks of a whole run that write each second that they still do the same, while none has anything new."""
 DOUBLING_BYTES = 8 << 20
 MOST_UNWRITTEN = 10_000
 """Lines that wait for a disk which does not take them; the oldest are given up."""
 CLOSE_S = 5.0
-"""How long the end of a run waits for a disk that hangs."""
+"""Seconds that the end of a run waits for a disk that hangs."""
 
 Account = tuple[float, float]
 """Seconds that one or more ranks have waited, of those that they have lived."""
@@ -77,7 +77,7 @@ class Timeline:
         self._quiet = max(FLUSH_S, sum(map(len, self._realms.values())) / QUIET_RANKS_PER_S)
 
     def enter(self, verb: str, phase: str) -> None:
-        """From now on the rank does this."""
+        """Record that the rank does this from now on."""
         now = time.monotonic()
         since, was, in_phase = self._now
         if category(was, in_phase) in WAITING:
@@ -86,7 +86,7 @@ class Timeline:
         self._now = (now, verb, phase)
 
     def account(self) -> Account:
-        """Since it was called before, or since the beginning."""
+        """Return the account since this was called before, or since the beginning."""
         now = time.monotonic()
         since, verb, phase = self._now
         waited = self._waited + (now - since if category(verb, phase) in WAITING else 0.0)
@@ -96,13 +96,13 @@ class Timeline:
     # ---- rank 0 -------------------------------------------------------------------------------------------------------------
 
     def heard(self, realm: str, account: Account) -> None:
-        """An account that came with a reply."""
+        """Add an account that came with a reply."""
         if self._heard is not None:
             waited, lived = self._heard.get(realm, (0.0, 0.0))
             self._heard[realm] = (waited + account[0], lived + account[1])
 
     def step_ended(self, step: int) -> dict[str, float]:
-        """The idle share of each realm since this was called before: the seconds its ranks waited, of those that they lived.
+        """Return the idle share of each realm since this was called before: seconds its ranks waited of those that they lived.
 
         A rank's part ends with its last reply; ranks that have not replied since then have none. {} the first time.
         """
@@ -120,16 +120,16 @@ class Timeline:
         self._writer.start()
 
     def keep_none(self) -> None:
-        """There will be no file. Idle shares need nothing of what has ended."""
+        """Keep nothing for a file. Idle shares do not need it."""
         self._ended = deque(maxlen=0)
 
     def close(self) -> None:
-        """All is in the file when this returns, if the disk takes it."""
+        """Write what is left, if the disk takes it."""
         if self._writer:
             self._writer.stop()
 
     def take(self) -> tuple[list[Event], Event]:
-        """For the writer: what ended since this was called before, and what is under way."""
+        """Return what ended since this was called before, and what is under way."""
         since, verb, phase = self._now  # first: what ends after this line is taken the next time, or is not under way
         ended = []
         with contextlib.suppress(IndexError):

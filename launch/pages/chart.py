@@ -21,11 +21,11 @@ POINTS = 1000
 BARS = 400
 """Bars of one layer of a stack at most."""
 COLOURS = 8
-"""That page.css has; further runs begin again, dashed."""
+"""Colours that page.css has; further runs begin again, dashed."""
 NAMED = 3
-"""With more runs than this, colours stand for them in legends."""
+"""Runs that legends name at most; of more they have the colours."""
 DASHES = ("solid", "dot", "dash", "dashdot")
-"""Of lines that one run has in one chart."""
+"""Dashes of the lines that one run has in one chart."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _fewer(series: Series, most: int, stacked: bool) -> Series:
-    """A line becomes its buckets' means in a band from their least to their greatest values, so that no peak is lost."""
+    """Return a line as the means of buckets in a band from their least to their greatest values, so that no peak is lost."""
     if len(series.x) <= most:
         return series
     if series.kind != "line":
@@ -237,7 +237,7 @@ def _fewer(series: Series, most: int, stacked: bool) -> Series:
 
 
 def _extremes(series: Series, most: int) -> Series:
-    """Of each bucket the points where the series is least and greatest, and both ends."""
+    """Return the points where each bucket is least and greatest, and both ends."""
     below, above = (series.low, series.high) if series.kind == "band" else (series.y, series.y)
     kept = {0, len(series.x) - 1}
     for bucket in _buckets(len(series.x), most // 2 - 1):
@@ -248,6 +248,6 @@ def _extremes(series: Series, most: int) -> Series:
 
 
 def _buckets(length: int, count: int) -> list[range]:
-    """Consecutive ranges of nearly equal length that cover `length` indices, of which there are more than `count`."""
+    """Return consecutive ranges of nearly equal length that cover `length` indices, of which there are more than `count`."""
     edges = [length * i // count for i in range(count + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(edges)]

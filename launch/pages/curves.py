@@ -30,11 +30,11 @@ UNITS = {"bytes": "B", "gb_per_s": "GB/s", "tokens_per_s": "tokens/s"}
 TOKENS_OF_AGE = r"async/tokens_age_\d+"
 Layers = dict[str, tuple[Sequence[float], Sequence[float]]]
 MOST_POINTS = 6000
-"""Of all runs in one chart."""
+"""Points of all runs in one chart."""
 
 
 @dataclass(frozen=True)
-class Told:
+class LabelledRun:
     """A run with what its metrics.jsonl holds."""
 
     run: PastRun
@@ -53,20 +53,20 @@ class Told:
 class Curves:
     """Deals each key out once: what one section shows no other does."""
 
-    def __init__(self, told: Sequence[Told]):
+    def __init__(self, told: Sequence[LabelledRun]):
         self.told = told
         self.left = list(dict.fromkeys(key for each in told for key in each.metrics.columns))
         self.marks = [Mark(x, why, run) for run, each in enumerate(told) for x, why in each.restarts()]
         self.points = min(POINTS, max(200, MOST_POINTS // max(1, len(told))))
 
     def take(self, pattern: str) -> list[Chart]:
-        """Charts of the keys, of those not yet dealt out, that a regular expression matches at the beginning."""
+        """Return charts of the keys not yet taken that a regular expression matches at the beginning."""
         taken = [key for key in self.left if re.match(pattern, key)]
         self.left = [key for key in self.left if key not in taken]
         return self._charts(taken)
 
     def groups(self) -> list[str]:
-        """Prefixes of what is left; those of KINDS are one."""
+        """Return the prefixes of what is left; those of KINDS are one."""
         return list(dict.fromkeys("train" if (prefix := _prefix(key)) in KINDS else prefix for key in self.left))
 
     def _charts(self, keys: list[str]) -> list[Chart]:
@@ -103,13 +103,13 @@ class Curves:
     # ---- where the time goes ------------------------------------------------------------------------------------------------
 
     def phase_times(self) -> list[Chart]:
-        """One chart per run: seconds of each phase, on each other."""
+        """Return a chart per run: seconds of each phase, on each other."""
         shown = ("time/step", *(f"time/{part}" for part in (*PARTS, *BESIDE)))
         self.left = [key for key in self.left if key not in shown]
         return [self._stack(run, "seconds per step", phases(each.metrics)) for run, each in enumerate(self.told)]
 
     def refit_times(self) -> list[Chart]:
-        """One chart per run. The digest's time is a part of the others and has a chart of its own."""
+        """Return a chart per run. The digest's time is a part of the others and has a chart of its own."""
         stacks = []
         for run, each in enumerate(self.told):
             columns = each.metrics.columns
@@ -121,14 +121,14 @@ class Curves:
     # ---- who waits, and how old what is learned from is ---------------------------------------------------------------------
 
     def idle(self) -> list[Chart]:
-        """One chart per realm."""
+        """Return a chart per realm."""
         keys = [key for key in self.left if key.startswith("idle/")]
         self.left = [key for key in self.left if key not in keys]
         note = "of the seconds of its ranks those in which they waited; a rank inside a collective does not count as waiting"
         return [replace(chart, title=f"idle share, {chart.title}", note=note) for chart in self._charts(keys)]
 
     def ages(self) -> list[Chart]:
-        """The ages in steps of tokens that were trained on: mean and extremes; and a chart per run with the share of each."""
+        """Return charts of the ages in steps of tokens that were trained on, and a chart per run with the share of each."""
         stacks = []
         for run, each in enumerate(self.told):
             columns = each.metrics.columns
@@ -147,7 +147,7 @@ class Curves:
 
 
 def _shares(counts: dict[int, tuple[Sequence[float], Sequence[float]]]) -> Layers:
-    """Of each age and step the share of the step's tokens; 0 where a step has none of that age."""
+    """Return the share that each age has of each step's tokens; 0 where a step has none of that age."""
     by_step = {age: dict(zip(*column, strict=True)) for age, column in counts.items()}
     steps = sorted({step for of in by_step.values() for step in of})
     whole = {step: sum(of.get(step, 0.0) for of in by_step.values()) or 1.0 for step in steps}

@@ -8,20 +8,20 @@ from datetime import UTC, datetime, timedelta
 
 from launch.attempts import PastAttempt
 from launch.pages.chart import swatch
-from launch.pages.curves import Told
+from launch.pages.curves import LabelledRun
 from launch.pages.html import Html, table, tag, text
 from launch.past_run import Columns, last_sign
 from launch.run_state import RunState
 from launch.units import plural
 
 OUTCOMES = ("val/accuracy", "val/reward", "val/loss", "train/reward", "train/loss")
-"""Of which the first and the last value are told."""
+"""Metrics whose first and last value are shown."""
 WIDE = ("layout", "versions", "command", "folder")
 CLASSES = {"done": "good", "running": "good", "failed": "bad", "stopped": "warn", "unknown": "warn"}
 
 
-def overview(told: Sequence[Told], states: Sequence[RunState]) -> list[Html]:
-    """What there is to know of each run; then the attempts of those that were started more than once or failed."""
+def overview(told: Sequence[LabelledRun], states: Sequence[RunState]) -> list[Html]:
+    """Return the facts of each run, and the attempts of those that were started more than once or failed."""
     columns = [_facts(each, state) for each, state in zip(told, states, strict=True)]
     content = [_tiles(columns[0]) if len(told) == 1 else _side_by_side(told, columns)]
     for each in told:
@@ -40,14 +40,14 @@ def _tiles(facts: dict[str, object]) -> Html:
     return tag("dl", *map(tile, sorted(filter(facts.get, facts), key=lambda name: name in WIDE)))
 
 
-def _side_by_side(told: Sequence[Told], columns: list[dict[str, object]]) -> Html:
+def _side_by_side(told: Sequence[LabelledRun], columns: list[dict[str, object]]) -> Html:
     header = ["", *(text(swatch(i), each.label) for i, each in enumerate(told))]
     names = [name for name in columns[0] if any(column[name] for column in columns)]
     return table(header, [[name, *(column[name] for column in columns)] for name in names])
 
 
-def _facts(told: Told, state: RunState) -> dict[str, object]:
-    """The same names for every run; empty where there is nothing to tell."""
+def _facts(told: LabelledRun, state: RunState) -> dict[str, object]:
+    """Return facts by the same names for every run; empty where there is nothing to tell."""
     run, metrics = told.run, told.metrics
     of = "" if run.max_steps is None else f" of {run.max_steps}"
     last = run.submissions[-1] if run.submissions else {}
@@ -81,7 +81,7 @@ def _gpu_hours(gpus: int, busy_s: float) -> str:
 
 
 def _change(metrics: Columns, key: str) -> str:
-    """The first value and the last."""
+    """Return the first value and the last."""
     values = metrics.columns[key][1] if key in metrics.columns else ()
     return f"{values[0]:.4g} → {values[-1]:.4g}" if len(values) > 1 else ""
 
@@ -92,7 +92,7 @@ def _median_step(metrics: Columns) -> str:
 
 
 def _command(command: str) -> str:
-    """Without the paths of the interpreter and the checkout."""
+    """Return a command without the paths of the interpreter and the checkout."""
     words = shlex.split(command)
     script = next((i for i, word in enumerate(words) if word.endswith("launch/submit.py")), None)
     return command if script is None else shlex.join(["python", "launch/submit.py", *words[script + 1 :]])

@@ -21,19 +21,19 @@ from pipeline.metrics import read_rollouts
 
 KINDS = {"step": "training", "val": "validation"}
 FILES = 200
-"""Of one run and kind, read at most."""
+"""Files of one run and kind that are read at most."""
 READ_BYTES = 1 << 30
-"""Of all runs together, about."""
+"""Bytes of all runs together that are read, about."""
 SAMPLED_FILES = 24
-"""Of one run and kind, with samples on the page."""
+"""Files of one run and kind with samples on the page."""
 SAMPLES = 32
-"""Of one file."""
+"""Samples of one file."""
 PAGE_CHARACTERS = 4_000_000
-"""Of samples, on the whole page."""
+"""Characters of all samples on the page."""
 TEXT_CHARACTERS = 6_000
-"""Of a prompt or completion."""
+"""Characters of a prompt or completion."""
 TURNS = 20
-"""Of a conversation."""
+"""Turns of a conversation that are shown."""
 DISTINCT = 6
 """Rewards with no more values than this are shown by the share of each."""
 OWN = frozenset(("prompt_index", "sample", "reward"))
@@ -43,7 +43,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @dataclass
 class Step:
-    """What one file told."""
+    """The lengths and rewards in one file."""
 
     step: int
     lengths: list[int]
@@ -52,7 +52,7 @@ class Step:
 
 @dataclass
 class Rollouts:
-    """Of several runs: what charts and samples need."""
+    """The rollouts of several runs, as charts and samples need them."""
 
     steps: dict[tuple[int, str], list[Step]] = field(default_factory=dict)  # (run, kind) -> in order
     files: list[dict[str, Any]] = field(default_factory=list)  # for samples.js
@@ -61,7 +61,7 @@ class Rollouts:
 
 
 def read(folders: Sequence[Path]) -> Rollouts:
-    """Of the runs' folders, in the order of their numbers."""
+    """Return the rollouts in the folders of runs, which are numbered in this order."""
     found = Rollouts()
     kinds = {(run, kind): _files(folder, kind) for run, folder in enumerate(folders) for kind in KINDS}
     kinds = {key: paths for key, paths in kinds.items() if paths}
@@ -108,7 +108,7 @@ def _length(record: dict[str, Any]) -> int:
 
 
 def _samples(prompts: dict[str, int], run: int, kind: str, path: Path, records: list[dict], room: int) -> dict[str, Any]:
-    """One file for samples.js. room: characters for all its texts."""
+    """Return one file for samples.js. room: characters for all its texts."""
     samples = []
     for record in evenly(records, SAMPLES):
         prompt, answer = _short(record["prompt"]), _answer(record)
@@ -121,7 +121,7 @@ def _samples(prompts: dict[str, int], run: int, kind: str, path: Path, records: 
 
 
 def _answer(record: dict[str, Any]) -> dict[str, Any]:
-    """The completion; of several turns instead what was said and told in each, of many without those in the middle."""
+    """Return the completion; of several turns instead what was said and told in each, of many without those in the middle."""
     turns = record.get("turns")
     if not turns:
         return {"completion": _short(record["completion"])}
@@ -136,7 +136,7 @@ def _characters(answer: dict[str, Any]) -> int:
 
 
 def _facts(record: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What is told of a sample besides its texts and its reward."""
+    """Return the facts of a sample besides its texts and its reward."""
     facts: list[tuple[str, Any]] = [("finish", record["finish"]), ("tokens", _length(record))]
     if turns := record.get("turns"):
         facts.append(("turns", len(turns)))
@@ -168,12 +168,12 @@ def samples(found: Rollouts) -> Html:
 
 
 def lengths(found: Rollouts, marks: Sequence[Mark]) -> list[Chart]:
-    """Completion lengths of all runs over each other, by kind."""
+    """Return charts of the completion lengths of all runs, by kind."""
     return list(_bands(found, "completion tokens", "tokens", lambda step: step.lengths, marks, []))
 
 
 def rewards(found: Rollouts, labels: Sequence[str], marks: Sequence[Mark]) -> list[Chart]:
-    """Bands over each other; where a run has few different rewards, the share of each, a chart per run."""
+    """Return bands over each other; where a run has few different rewards, the share of each, a chart per run."""
     charts, shared = [], []
     for (run, kind), steps in found.steps.items():
         values = sorted({reward for step in steps for reward in step.rewards})
@@ -190,7 +190,7 @@ def rewards(found: Rollouts, labels: Sequence[str], marks: Sequence[Mark]) -> li
 
 
 def _bands(found, what, unit, values, marks, without) -> Iterator[Chart]:
-    """Median, quarters and twentieths by step."""
+    """Yield charts with the median, the quarters and the twentieths by step."""
     for kind in KINDS:
         series = []
         for run, each in found.steps:

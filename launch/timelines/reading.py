@@ -39,12 +39,12 @@ class Rank:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return the name for people."""
         return f"engine {self.engine}, rank {self.rank}" if self.engine is not None else f"rank {self.rank}"
 
     @property
     def group(self) -> str:
-        """Ranks that are shown together: those of an engine, else those of a realm on a node."""
+        """Return what ranks that are shown together have in common: the engine, or else the node."""
         return f"engine {self.engine} on {self.node}" if self.engine is not None else self.node
 
     def spans(self, begin: float = float("-inf"), end: float = float("inf")) -> Iterator[Span]:
@@ -74,7 +74,7 @@ class Rank:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """None for a line that is just being written."""
+    """Return a line's event, None for a line that is just being written."""
     try:
         return json.loads(text.removeprefix(b"[").removesuffix(b",\n")) if text.endswith(b"\n") else None
     except ValueError:
@@ -82,7 +82,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def _skip(file: BinaryIO, after: float) -> None:
-    """To a place at most some blocks before the first event that ends later: lines are in the order of their ends, nearly."""
+    """Go at most some blocks before the first event that ends later: lines are in the order of their ends, nearly."""
     first = low = file.tell()
     high = file.seek(0, os.SEEK_END)
     while high - low > 2 * BLOCK:
@@ -114,7 +114,7 @@ class Recording:
 
     @property
     def precision(self) -> str:
-        """How well the ranks' clocks agree, for people."""
+        """Return how well the ranks' clocks agree, for people."""
         errors = [rank.error_s for rank in self.ranks]
         if None in errors:
             return "the clocks of the nodes are taken as they are: how far they are apart was not measured"
@@ -178,7 +178,7 @@ def _ranks(attempt: PastAttempt) -> list[Rank]:
 
 
 def _clocks(attempt: PastAttempt) -> dict[str, tuple[float, float | None]]:
-    """Of each node (seconds that its clock is ahead of rank 0's, how wrong that may be); on a single node nothing is off."""
+    """Return node -> (seconds that its clock is ahead of rank 0's, how wrong that may be); zeros on a single node."""
     try:
         nodes = json.loads((attempt.folder / "nodes.json").read_text())["nodes"]
     except FileNotFoundError:
@@ -200,7 +200,7 @@ def _merged(spans: Iterator[Span], resolution: float) -> Iterator[Span]:
 
 @dataclass(frozen=True)
 class Step:
-    """What ranks did between two times."""
+    """The spans of ranks between two times."""
 
     number: int | None  # None: from the start, as no step has ended yet
     begin: float
@@ -212,7 +212,7 @@ class Step:
         return "from the start; no step has ended yet" if self.number is None else f"step {self.number}"
 
     def categories(self) -> list[str]:
-        """Those that took more than a thousandth of the time, in the order of CATEGORIES."""
+        """Return the categories that took more than a thousandth of the time, in the order of CATEGORIES."""
         seconds: Counter[str] = Counter()
         for _, spans in self.rows:
             for each in spans:
@@ -225,7 +225,7 @@ class Step:
 
 
 def idle_share(rows: list[tuple[Rank, list[Span]]]) -> float:
-    """Seconds of waiting, of all seconds."""
+    """Return the share of all seconds that ranks waited."""
     seconds = [(sum(each.categories.get(key, 0.0) for key in WAITING), each.seconds) for _, spans in rows for each in spans]
     lived = sum(whole for _, whole in seconds)
     return sum(waited for waited, _ in seconds) / lived if lived else 0.0

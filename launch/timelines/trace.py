@@ -1,4 +1,4 @@
-"""All ranks' spans of a run as one file of Chrome's trace events, which https://ui.perfetto.dev and chrome://tracing show.
+"""Merge the spans of all ranks into one file of Chrome's trace events, which https://ui.perfetto.dev and chrome://tracing show.
 
 A process is an engine, or the ranks of a realm on one node; a thread is a rank. The process "run" has the steps, what the run
 did before the first of them, and the idle share of each realm as counters. Arrows lead from rank 0's sending of weights to
