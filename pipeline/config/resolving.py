@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -107,15 +108,15 @@ def expand(tree: Branch) -> bool:
 
 def resolve(tree: Branch) -> dict[str, Problem]:
     """Replace interpolations by what they stand for, in place. Return the problems by dotted key; those values stay."""
-    unread = {key: leaf for key, leaf in tree.leaves() if interpolated(leaf.value)}
+    given = {key: leaf for key, leaf in tree.leaves() if interpolated(leaf.value)}
     values = {}
-    for key, leaf in unread.items():
+    for key, leaf in given.items():
         if found := _followed(tree, key):
             values[key] = found.value
-        elif (known := _known_references(tree, key, leaf.value)) is not None:
+        elif template := _template(tree, key, leaf.value):
             with contextlib.suppress(OmegaConfBaseException):  # computed once more below, where it is explained
-                values[key] = copy.deepcopy(_computed(key, leaf.value, known))
-    others = {key: leaf for key, leaf in unread.items() if key not in values}
+                values[key] = copy.deepcopy(_computed(*template))
+    others = {key: leaf for key, leaf in given.items() if key not in values}
     problems = {key: problem for key, leaf in others.items() if (problem := _malformed(key, leaf.value))}
     for key in problems:
         tree.set(key, Leaf(MISSING, others[key].origin))
@@ -131,7 +132,7 @@ def resolve(tree: Branch) -> dict[str, Problem]:
         except RecursionError:  # `oc.select` of a mapping that holds it
             problems[key] = Problem(key, *_circular(leaf.value))
     for key, value in values.items():
-        tree.set(key, _node(value, unread[key].origin))
+        tree.set(key, _node(value, given[key].origin))
     return problems
 
 
@@ -147,23 +148,26 @@ def _followed(tree: Branch, key: str) -> Leaf | None:
     return node if isinstance(node, Leaf) and not interpolated(node.value) and node.value != MISSING else None
 
 
-def _known_references(tree: Branch, key: str, value: Any) -> tuple[tuple[str, Any, type], ...] | None:
-    """Return (key, value, type) of all that a text refers to; None where that is not all scalars, or not all it depends on."""
-    if not isinstance(value, str) or "${oc." in value or WHERE_UNKNOWN.search(value) or value.count("${") > MOST_REFERENCES:
+def _template(tree: Branch, key: str, text: Any) -> tuple[str, tuple[tuple[Any, type], ...]] | None:
+    """Return a text with `${_0}`, `${_1}`, ... in place of its references, and the values of these with their types.
+
+    Return None where these are not all that it depends on, or not all scalars.
+    """
+    if not isinstance(text, str) or "${oc." in text or WHERE_UNKNOWN.search(text) or text.count("${") > MOST_REFERENCES:
         return None
-    found = {name: _followed(tree, name) for name in sorted(references(key, value))}
-    if any(leaf is None or not isinstance(leaf.value, SCALARS) for leaf in found.values()):
+    found = [_followed(tree, _absolute(key, *reference)) for reference in REFERENCE.findall(text)]
+    if not all(leaf and isinstance(leaf.value, SCALARS) for leaf in found):
         return None
-    return tuple((name, leaf.value, type(leaf.value)) for name, leaf in found.items())  # 1 and True are equal
+    numbers = itertools.count()
+    template = REFERENCE.sub(lambda _: f"${{_{next(numbers)}}}", text)
+    return template, tuple((leaf.value, type(leaf.value)) for leaf in found)  # with types, as 1 and True are equal
 
 
 @functools.lru_cache(maxsize=4096)
-def _computed(key: str, text: str, known: tuple[tuple[str, Any, type], ...]) -> Any:
-    """Return the value of the interpolations in `text`. Most recipes share them, and OmegaConf takes milliseconds for each."""
-    tree = Branch({})
-    for name, value, _ in ((key, text, str), *known):
-        tree.set(name, Leaf(value))
-    return _value(OmegaConf.create(tree.plain()), tree, key)
+def _computed(template: str, values: tuple[tuple[Any, type], ...]) -> Any:
+    """Return the value of a template. Keys and recipes share them, and OmegaConf takes milliseconds for each."""
+    given = {f"_{number}": value for number, (value, _) in enumerate(values)}
+    return OmegaConf.create({**given, "value": template})["value"]
 
 
 def _value(config: DictConfig, tree: Branch, dotted: str) -> Any:
