@@ -31,15 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import files
-from pipeline.config import (
-    CheckpointingConfig,
-    Problem,
-    Recipe,
-    TimeoutsConfig,
-    advances_per_step,
-    has_schedule,
-    updates_per_step,
-)
+from pipeline.algorithms import build
+from pipeline.config import CheckpointingConfig, Problem, Recipe, TimeoutsConfig, uses_megatron
 from pipeline.files import Patience, append, retrying, sync, write_durably
 
 COMPLETE = "complete.json"
@@ -197,8 +190,13 @@ def version_problem(checkpoint: Checkpoint, recipe: Recipe) -> Problem | None:
     Version 1 advanced schedules with every optimizer update. Where a step advances them as often as it has updates, or where
     there is no schedule, its count has the same meaning.
     """
-    updates, advances = updates_per_step(recipe), advances_per_step(recipe)
-    if checkpoint.version >= VERSION or not has_schedule(recipe) or updates == advances:
+    algorithm, policy = build(recipe), recipe.policy
+    updates, schedules = algorithm.updates_per_step, [policy.scheduler]
+    if uses_megatron(policy):
+        schedules.append(policy.megatron_cfg.scheduler)
+    if algorithm.needs.critic:
+        schedules.append(recipe.value.scheduler)
+    if checkpoint.version >= VERSION or schedules.count(None) == len(schedules) or updates == algorithm.advances_per_step:
         return None
     return Problem(
         "run_dir",

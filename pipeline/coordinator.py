@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from pipeline import config
-from pipeline.algorithms.advantages import standard
+from pipeline.algorithms.advantages import normalization
 from pipeline.algorithms.base import Algorithm, OnlineAlgorithm
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, version_problem
@@ -93,7 +93,7 @@ class Run:
             train.forward().result()
         if needs.estimates:
             moments = self.of_data_ranks(train.estimate().result())
-            train.standardize(standard(moments, needs.standardized)).result()
+            train.standardize(normalization(moments, needs.standardized)).result()
         results = train.step(list(models)).result()[0]
         named = (("train" if model == "policy" else model, of_updates) for model, of_updates in results.items())
         return {key: value for name, of_updates in named for key, value in mean_metrics(name, of_updates).items()}

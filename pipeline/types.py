@@ -196,7 +196,7 @@ class Moments:
 
 
 @dataclass(frozen=True, slots=True)
-class Standard:
+class AdvantageNormalization:
     """What a step's advantages become: (A - mean) * scale, and what its updates sum over by then."""
 
     mean: float

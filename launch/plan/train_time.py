@@ -27,7 +27,7 @@ from launch.plan.lengths import Lengths
 from launch.plan.phase import Phase
 from pipeline import config
 from pipeline.algorithms import build
-from pipeline.config import PRECISIONS, ComponentConfig, PolicyConfig, Recipe, hardware, updates_per_step, uses_megatron
+from pipeline.config import PRECISIONS, ComponentConfig, PolicyConfig, Recipe, hardware, uses_megatron
 from pipeline.config.hardware import GPU
 
 OPTIMIZER_BYTES = 30
@@ -230,7 +230,7 @@ def phases(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu:
         found.append(Phase("train", "the teacher's top k", work, parts | _fetched(jobs["teacher"], recipe.teacher.cpu_offload)))
     if algorithm.needs.head == "values":
         policy = _without_head(policy)
-    many = updates_per_step(recipe)
+    many = algorithm.updates_per_step
     each = recipe.policy.train_global_batch_size * algorithm.sequences_per_item
     for name, trained in (("policy", policy), ("critic", jobs.get("value"))):
         if trained is not None:

@@ -3,7 +3,7 @@
     rewards        scaled and shaped, as `reward_scaling` and `reward_shaping` say                              NeMo-RL, DAPO
     by prompt      on the coordinator, in numpy: `group_advantages`, `sequence_advantages`    GRPO, RLOO, Dr. GRPO, REINFORCE++
     by token       on the train ranks, in torch: `estimate_gae`, `minus_kl_to_come`                     PPO, VAPO, REINFORCE++
-    standardized   to mean 0 and variance 1 over a step: `moments`, `standard`, `standardize`                REINFORCE++, PPO
+    standardized   to mean 0 and variance 1 over a step: `moments`, `normalization`, `standardize`           REINFORCE++, PPO
 
 Left out: rewards of several components, rewards for parts of an answer (process supervision), discounting in REINFORCE++, a
 value for what an answer that was cut might have become. Dr. GRPO divides a step's sum of losses by a constant, the longest
@@ -23,7 +23,7 @@ from pipeline.algorithms.base import Variance
 from pipeline.algorithms.loss import kl_in_reward
 from pipeline.algorithms.reductions import sequence_sums, values_before
 from pipeline.algorithms.sections import GAEConfig, LossConfig, RewardedConfig, RewardScalingConfig, RewardShapingConfig
-from pipeline.types import GlobalCounts, Moments, PackedBatch, Prompt, Rollout, RolloutGroup, Sample, Standard
+from pipeline.types import AdvantageNormalization, GlobalCounts, Moments, PackedBatch, Prompt, Rollout, RolloutGroup, Sample
 
 ROUNDING = 1e-5  # relative; a model's float32 rewards of one answer in different batches differ by less than this
 GROUP_EPSILON = 1e-6  # keeps a group's division finite, as in NeMo-RL
@@ -272,7 +272,7 @@ def moments(batches: Sequence[PackedBatch]) -> Moments:
     return Moments(counted.sum().item(), counted.square().sum().item(), GlobalCounts(len(counted), sequences))
 
 
-def standard(by_rank: Sequence[Sequence[Moments]], variance: Variance | None) -> Standard:
+def normalization(by_rank: Sequence[Sequence[Moments]], variance: Variance | None) -> AdvantageNormalization:
     """Return what all ranks subtract and multiply by, from by_rank[data rank][update].
 
     biased      A <- (A - mean) / sqrt(max(sum (A - mean)^2 / n, 1e-8))          NeMo-RL's REINFORCE++
@@ -282,17 +282,17 @@ def standard(by_rank: Sequence[Sequence[Moments]], variance: Variance | None) ->
     updates = [list(of_update) for of_update in zip(*by_rank, strict=True)]
     counts = [GlobalCounts(sum(m.counts.tokens for m in update), sum(m.counts.sequences for m in update)) for update in updates]
     if variance is None:
-        return Standard(0.0, 1.0, counts)
+        return AdvantageNormalization(0.0, 1.0, counts)
     everything = [m for update in updates for m in update]
     tokens = max(1, sum(m.counts.tokens for m in everything))
     mean = sum(m.sum for m in everything) / tokens
     biased = max(0.0, sum(m.squares for m in everything) / tokens - mean * mean)
     if variance == "biased":
-        return Standard(mean, max(biased, STEP_EPSILON) ** -0.5, counts)
-    return Standard(mean, (biased * tokens / max(1, tokens - 1) + STEP_EPSILON) ** -0.5, counts)
+        return AdvantageNormalization(mean, max(biased, STEP_EPSILON) ** -0.5, counts)
+    return AdvantageNormalization(mean, (biased * tokens / max(1, tokens - 1) + STEP_EPSILON) ** -0.5, counts)
 
 
-def standardize(batch: PackedBatch, to: Standard) -> PackedBatch:
+def standardize(batch: PackedBatch, to: AdvantageNormalization) -> PackedBatch:
     """Return the batch with standardized advantages, 0 where the mask is False."""
     advantages = torch.where(batch.loss_mask, (batch.advantages - to.mean) * to.scale, 0.0)
     return dataclasses.replace(batch, advantages=advantages)

@@ -20,7 +20,7 @@ Loss = Callable[["Outputs", "PackedBatch", "GlobalCounts"], "LossOutput"]
 """(a model's outputs with a graph, the batch, the whole optimizer step's counts) -> this batch's share of the loss."""
 
 Variance = Literal["biased", "unbiased"]
-"""Which variance of the advantages becomes 1: `standard` in pipeline/algorithms/advantages.py."""
+"""Which variance of the advantages becomes 1: `normalization` in pipeline/algorithms/advantages.py."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,16 @@ class Algorithm:
     @property
     def samples_per_step(self) -> int:
         return self.recipe.policy.train_global_batch_size * self.sequences_per_item
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of a model that learns in a step."""
+        return self.updates_per_epoch * self.needs.epochs
+
+    @property
+    def advances_per_step(self) -> int:
+        """How often a step advances the schedules of the models that learn in it."""
+        return self.needs.epochs if self.needs.schedule_every_epoch else 1
 
     @property
     def losses(self) -> Mapping[str, Loss]:

@@ -102,5 +102,4 @@ from pipeline.config.schema import (
     uses_megatron,
 )
 from pipeline.config.showing import argument, shown
-from pipeline.config.updates import advances_per_step, has_schedule, updates_per_epoch, updates_per_step
 from pipeline.problems import Problem, RecipeError, as_problem, collected, listed, refuse

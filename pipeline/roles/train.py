@@ -31,6 +31,7 @@ from pipeline.train.base import TrainBackend, Use
 from pipeline.train.export import export
 from pipeline.train.state import seed_generators
 from pipeline.types import (
+    AdvantageNormalization,
     DataPlace,
     GlobalCounts,
     LossOutput,
@@ -38,7 +39,6 @@ from pipeline.types import (
     Outputs,
     PackedBatch,
     Sample,
-    Standard,
     Update,
 )
 from pipeline.world import World
@@ -126,7 +126,7 @@ class TrainRole:
             return [moments(batches) for batches in self._batches]
 
     @verb("train")
-    def standardize(self, to: Standard) -> None:
+    def standardize(self, to: AdvantageNormalization) -> None:
         """What `estimate` found on all ranks together."""
         self._batches = [[standardize(batch, to) for batch in batches] for batches in self._batches]
         self._updates = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.algorithms.advantages import moments, standard, standardize
+from pipeline.algorithms.advantages import moments, normalization, standardize
 from pipeline.algorithms.base import Needs
 from pipeline.algorithms.grpo import GRPO
 from pipeline.config import AdvantageConfig, LossConfig
@@ -43,7 +43,7 @@ def sampled(seed: int) -> tuple[Packed, np.ndarray]:
 def estimated(loss: LossConfig, batches: list[PackedBatch]) -> list[PackedBatch]:
     """What a step of these microbatches on one rank learns from."""
     found = [algorithm(loss).estimate(batch) for batch in batches]
-    to = standard([[moments(found)]], "biased")
+    to = normalization([[moments(found)]], "biased")
     return [standardize(batch, to) for batch in found]
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from pipeline.algorithms.advantages import moments, standard, standardize
+from pipeline.algorithms.advantages import moments, normalization, standardize
 from pipeline.types import GlobalCounts
 from tests.algorithms.sampled import random_sampled
 
@@ -27,7 +27,7 @@ def ranks():
 
 
 def found(ranks, variance="biased"):
-    return standard([[moments(update) for update in rank] for rank in ranks], variance)
+    return normalization([[moments(update) for update in rank] for rank in ranks], variance)
 
 
 @pytest.mark.parametrize(("variance", "correction"), [("biased", 0), ("unbiased", 1)])

@@ -54,6 +54,7 @@ from pipeline.store import relay
 from pipeline.store.client import RunStore
 from pipeline.store.server import start
 from pipeline.types import (
+    AdvantageNormalization,
     Completion,
     GlobalCounts,
     Moments,
@@ -63,7 +64,6 @@ from pipeline.types import (
     Sample,
     Sampling,
     Span,
-    Standard,
     Turn,
     Update,
 )
@@ -103,7 +103,7 @@ class Role:
     def estimate(self) -> list[Moments]: ...
 
     @verb("any")
-    def standardize(self, to: Standard) -> None: ...
+    def standardize(self, to: AdvantageNormalization) -> None: ...
 
     @verb("any")
     def step(self, models: list[str]) -> dict[str, list[dict[str, float]]]: ...
@@ -261,7 +261,7 @@ def step(simulation: Simulation, shares: list[list[Update]]) -> None:
     train.load(parts=shares).result()
     train.forward().result()
     train.estimate().result()
-    train.standardize(Standard(0.0, 1.0, [])).result()
+    train.standardize(AdvantageNormalization(0.0, 1.0, [])).result()
     train.step(["policy"]).result()
     receiving = generate.receive()
     train.send().result()

@@ -224,5 +224,5 @@ def test_estimates(algorithm):
         assert_same(found, expected)
         of_rank = advantages.moments([found])
         assert of_rank == advantages.moments([expected])
-        to = advantages.standard([[of_rank]], "unbiased")
+        to = advantages.normalization([[of_rank]], "unbiased")
         assert_same(advantages.standardize(found, to), advantages.standardize(expected, to))

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeline import algorithms, config
-from pipeline.algorithms.advantages import standard
+from pipeline.algorithms.advantages import normalization
 from pipeline.data.batches import share
 from pipeline.roles import TrainRole
 from pipeline.types import DataPlace, Sample
@@ -59,7 +59,7 @@ def learn(trained: TrainRole, step: int, models: list[str]) -> dict[str, list[di
     ((*updates,),) = share(samples, policy, [DataPlace(0, 1)], policy.train_global_batch_size)
     trained.load(updates)
     trained.forward()
-    trained.standardize(standard([trained.estimate()], needs.standardized))
+    trained.standardize(normalization([trained.estimate()], needs.standardized))
     return trained.step(models)
 
 

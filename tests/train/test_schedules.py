@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import config
+from pipeline.algorithms import build
 from tests.train import cases, schedules
 
 CASES = {case.name: case for case in schedules.golden()}
@@ -28,7 +28,8 @@ def realm(realm):
 def test_an_imported_recipe_has_their_rates(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     recipe = schedules.imported(case, tmp_path)
-    assert (config.updates_per_epoch(recipe), config.advances_per_step(recipe)) == (case.updates, case.calls)
+    algorithm = build(recipe)
+    assert (algorithm.updates_per_epoch, algorithm.advances_per_step) == (case.updates, case.calls)
     found = schedules.rates(schedules.built(recipe, case.model), len(case.lr))
     assert found == pytest.approx(case.lr, rel=0, abs=case.tolerance * max(case.lr))
     if case.updates > 1:  # else the numbers could not tell a schedule of updates from one of steps

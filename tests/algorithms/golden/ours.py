@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.algorithms.advantages import group_advantages, moments, sequence_advantages, shaped_rewards, standard, standardize
+from pipeline.algorithms.advantages import (
+    group_advantages,
+    moments,
+    normalization,
+    sequence_advantages,
+    shaped_rewards,
+    standardize,
+)
 from pipeline.algorithms.base import Variance
 from pipeline.algorithms.divergence import distillation_loss
 from pipeline.algorithms.loss import estimate_kl, mismatch_metrics, policy_loss, sft_loss, trusted, value_loss
@@ -182,7 +189,7 @@ def _loss(arguments: dict[str, Any]) -> LossConfig:
 
 
 def _standardized(batch: PackedBatch, variance: Variance | None) -> PackedBatch:
-    return standardize(batch, standard([[moments([batch])]], variance))
+    return standardize(batch, normalization([[moments([batch])]], variance))
 
 
 def rewards(golden: Golden) -> Found:

@@ -25,7 +25,7 @@ from pipeline.config import generates
 from pipeline.coordinator import Run
 from pipeline.roles.train import TrainRole
 from pipeline.train.megatron.sharing import all_gather
-from pipeline.types import DataPlace, Moments, Standard, Update
+from pipeline.types import AdvantageNormalization, DataPlace, Moments, Update
 from tests.train.algorithms import cases
 from tests.train.megatron import layouts
 from tests.train.megatron.layouts import CP2, DP2, EP2, ONE, PP2, TP2, TP2_SP, Layout
@@ -122,7 +122,7 @@ class AllRanks:
     def estimate(self) -> Done:
         return Done(gathered(self.role.estimate(), list[Moments]))
 
-    def standardize(self, to: Standard) -> Done:
+    def standardize(self, to: AdvantageNormalization) -> Done:
         return Done(self.role.standardize(to))
 
     def step(self, models: list[str]) -> Done:
