@@ -16,7 +16,7 @@ from launch.model_files import NotHere, Pending
 from launch.model_shape import NotDescribed
 from launch.plan.estimate import Plan, plan
 from launch.preflight import allocation as allocated
-from launch.preflight import files, libraries, own_code, sandbox, slurm, slurm_request, slurm_test, storage
+from launch.preflight import files, libraries, own_code, sandbox, slurm, slurm_request, slurm_sbatch, storage
 from pipeline import config
 from pipeline.config import Loaded, Problem, Recipe, RecipeError, as_problem, collected, refuse
 
@@ -140,7 +140,7 @@ def file_problems(
         told = Problem("cluster.executor", "unreachable", why)
         notes += [str(told)] if dry else []
         yield from [] if dry else [told]
-        yield from slurm_test.option_problems(slurm_request.requests(recipe))
+        yield from slurm_sbatch.option_problems(slurm_request.requests(recipe))
     else:
         yield from _executor_problems(recipe, chosen, notes)
     yield from sandbox.problems(recipe, chosen.name, notes)

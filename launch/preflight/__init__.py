@@ -7,7 +7,7 @@
     own_code, sandbox        the user's own code is found; programs that the policy writes can be contained
     slurm                    whether Slurm takes each component's request, and would ever start them together
       slurm_request            what each component asks for
-      slurm_test               `sbatch --test-only`, and the nodes that would do
+      slurm_sbatch             `sbatch --test-only`, and the nodes that would do
       slurm_refusals           why Slurm refuses a request, in keys of the recipe
       slurm_nodes, slurm_limits    limits of partitions, accounts and QOS that Slurm takes jobs beyond
     squashfuse               what a run in containers cannot save when Slurm ends it

@@ -20,7 +20,7 @@ from launch.preflight.slurm_limits import Accounting
 from launch.preflight.slurm_nodes import Cluster, counted
 from launch.preflight.slurm_refusals import Examiner
 from launch.preflight.slurm_request import Request
-from launch.preflight.slurm_test import Tester, option_problems
+from launch.preflight.slurm_sbatch import Tester, option_problems
 from launch.slurm_client import SlurmError
 from pipeline.config import Problem, Recipe
 

@@ -16,7 +16,7 @@ from launch.preflight import slurm_limits
 from launch.preflight.slurm_limits import Accounting
 from launch.preflight.slurm_nodes import Cluster, beyond
 from launch.preflight.slurm_request import Request, option_name
-from launch.preflight.slurm_test import Tester
+from launch.preflight.slurm_sbatch import Tester
 from launch.slurm_client import SlurmError, host_names
 from pipeline.config import Problem
 

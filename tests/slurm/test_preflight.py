@@ -14,7 +14,7 @@ from launch import slurm_client
 from launch.preflight import slurm, slurm_limits
 from launch.preflight.slurm_nodes import Cluster
 from launch.preflight.slurm_request import requests
-from launch.preflight.slurm_test import option_problems
+from launch.preflight.slurm_sbatch import option_problems
 from launch.slurm_client import gpus, megabytes, minutes
 from pipeline.config import ClusterConfig, ComponentConfig, Problem, Recipe
 from tests.launch.waiting import wait_until
