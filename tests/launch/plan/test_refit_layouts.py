@@ -32,6 +32,7 @@ from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is im
 from pipeline.train.shards import local_box
 from tests.generate import families
 from tests.models.cases import configs
+from tests.problems import named, refused
 from tests.train.megatron.layouts import Layout as Megatron
 from tests.train.ranks import Layout as Cut
 
@@ -248,28 +249,43 @@ def test_vllm(family, vllm, tmp_path):
         assert units(ours.generate[1 + place], ours.shapes) == vllm_boxes(tmp_path, place, vllm), place
 
 
-def test_what_is_not_described_is_refused(folder):
-    """By the family's name, and by the key that would have to change."""
-    policy = PolicyConfig(generation=GenerationConfig(temperature=1.0))
-    with pytest.raises(ValueError, match=r"^policy.model_name: .*'bloom'.*known are llama"):
-        ownership({"model_type": "bloom"}, policy, 1, 1)
-    with pytest.raises(ValueError, match=r"^policy.model_name: .*'gpt_oss'.*vLLM"):
-        ownership(read(folder / "gpt_oss"), policy, 1, 1)
-    with pytest.raises(ValueError, match=r"^policy.model_name: .*'vocab_size'"):
-        ownership(
-            {"model_type": "llama"} | dict.fromkeys(("num_hidden_layers", "hidden_size", "intermediate_size"), 8), policy, 1, 1
-        )
-    cut = PolicyConfig(dtensor_cfg=DTensorConfig(tensor_parallel_size=2), generation=GenerationConfig(temperature=1.0))
-    with pytest.raises(ValueError, match=r"^policy.dtensor_cfg.tensor_parallel_size: 2, .*'mixtral' model has experts"):
-        ownership(read(folder / "mixtral"), cut, 2, 1)
-    with pytest.raises(ValueError, match=r"^policy.model_name: .*'deepseek_v3'.*e_score_correction_bias"):
-        ownership(read(folder / "deepseek_v3"), policy, 1, 1)
-    megatron = PolicyConfig(megatron_cfg=MegatronConfig(enabled=True), generation=GenerationConfig(temperature=1.0))
-    with pytest.raises(ValueError, match=r"^policy.model_name: Megatron-Core models of type 'mistral'"):
-        ownership(read(folder / "mistral"), megatron, 1, 1)
-    biased = {**read(folder / "llama"), "attention_bias": True}
-    with pytest.raises(ValueError, match=r"^policy.model_name: this llama has model.layers.0.self_attn.q_proj.bias"):
-        ownership(biased, megatron, 1, 1)
-    odd = MegatronConfig(enabled=True, tensor_model_parallel_size=3)
-    with pytest.raises(ValueError, match=r"^policy.megatron_cfg.tensor_model_parallel_size: .*linear_qkv"):
-        ownership(read(folder / "llama"), PolicyConfig(megatron_cfg=odd, generation=GenerationConfig(temperature=1.0)), 3, 1)
+MODEL, SIZES = "policy.model_name", ("num_hidden_layers", "hidden_size", "intermediate_size")
+
+
+@pytest.mark.parametrize(
+    ("config", "train", "sections", "key", "code", "names"),
+    [
+        ({"model_type": "bloom"}, 1, {}, MODEL, "unsupported", "known are llama"),
+        ("gpt_oss", 1, {}, MODEL, "unsupported", "vLLM"),
+        ({"model_type": "llama"} | dict.fromkeys(SIZES, 8), 1, {}, MODEL, "bad-format", "vocab_size"),
+        ("mistral", 1, {"megatron_cfg": MegatronConfig(enabled=True)}, MODEL, "", "mistral"),
+        ("deepseek_v3", 1, {}, MODEL, "", "e_score_correction_bias"),
+        (
+            "mixtral",
+            2,
+            {"dtensor_cfg": DTensorConfig(tensor_parallel_size=2)},
+            "policy.dtensor_cfg.tensor_parallel_size",
+            "",
+            "experts",
+        ),
+        (
+            "llama",
+            3,
+            {"megatron_cfg": MegatronConfig(enabled=True, tensor_model_parallel_size=3)},
+            "policy.megatron_cfg.tensor_model_parallel_size",
+            "not-divisible",
+            "linear_qkv",
+        ),
+    ],
+)
+def test_what_is_not_described_is_refused(config, train, sections, key, code, names, folder):
+    policy = PolicyConfig(generation=GenerationConfig(temperature=1.0), **sections)
+    with pytest.raises(ValueError, match=f"^{key}: .*{names}") as error:
+        ownership(read(folder / config) if isinstance(config, str) else config, policy, train, 1)
+    assert not code or named(error.value.problems) == {(key, code)}
+
+
+def test_a_tensor_that_the_family_does_not_describe_is_refused(folder):
+    policy = PolicyConfig(megatron_cfg=MegatronConfig(enabled=True), generation=GenerationConfig(temperature=1.0))
+    with refused((MODEL, "unsupported")):
+        ownership({**read(folder / "llama"), "attention_bias": True}, policy, 1, 1)

@@ -6,33 +6,21 @@ import sys
 import pytest
 
 from launch import backend
-from launch.plan import modes, report
 from launch.plan.estimate import plan
 from pipeline import config
+from tests.launch.plan.plans import planned, table
 from tests.problems import named, refused
 from tests.test_imports import ROOT
 
-RUN = "run_dir=runs/none"
 DEEPSEEK = """
 import sys
 for name in ("torch", "transformers", "vllm", "megatron", "tokenizers", "safetensors"):
     sys.modules[name] = None  # an import raises
-from launch import backend
-from launch.plan import modes, report
-from launch.plan.estimate import plan
-from pipeline import config
-found = plan(*backend.choose(config.load("deepseek_v3_grpo", ["run_dir=runs/none"])))
+from tests.launch.plan.plans import planned, table
+found = planned("deepseek_v3_grpo")
 assert found.refit is not None and found.phases
-print(report.text(found))
+print(table(found))
 """
-
-
-def planned(name: str, *overrides: str):
-    return plan(*backend.choose(config.load(name, [RUN, *overrides])))
-
-
-def text(name: str, *overrides: str) -> str:
-    return report.text(planned(name, *overrides))
 
 
 def test_deepseek_v3_without_torch():
@@ -41,18 +29,63 @@ def test_deepseek_v3_without_torch():
     assert "671,026,404,352 exactly" in done.stdout and "fits, by these estimates" in done.stdout
 
 
-def test_the_table_of_a_run():
+TABLES = {  # (recipe, overrides): (what its table has, what it has not)
+    ("llama8b_grpo",): (
+        ["All figures are estimates", "8,030,261,248 exactly", "matrix products reach 40%", "refit", "calibrated"],
+        ["idle"],
+    ),
+    ("llama8b_grpo", "policy.dtensor_cfg.activation_checkpointing=false"): (["verdict"], ["recomputing"]),
+    ("llama8b_grpo", "plan.prompt_tokens=250", "plan.answer_tokens=900"): (["answers of 900 tokens: plan.answer_tokens"], []),
+    ("llama8b_grpo", "grpo.max_num_steps=3"): (["240: enough"], ["takes 1 submission"]),
+    ("llama8b_grpo", "grpo.async_grpo.in_flight_weight_updates=false"): (["at once"], ["rollouts under way"]),
+    ("llama8b_grpo", "policy.dtensor_cfg.activation_checkpointing=true"): (
+        ["recompute_granularity=selective would fit and take"],
+        [],
+    ),
+    ("llama8b_grpo_sync",): (["fits, by these estimates"], ["at once"]),
+    ("llama8b_sft",): (["verdict fits"], ["generate", "refit"]),
+    ("llama8b_rm", "rm.max_num_steps=1000000", "rm.max_num_epochs=2"): (  # as NeMo-RL's rm.yaml has it: -1 is 1,000,000 here
+        ["a step", "a validation on", "it ends after 2 epochs of its data, and rm.max_num_steps would tell the rest"],
+        ["GPU-hours", "submissions", "000,000", "None"],
+    ),
+    ("llama8b_rm", "rm.max_val_samples=1000000", "rm.max_num_steps=300"): (["rm.max_val_samples would tell how long"], []),
+    ("llama8b_rm", "rm.max_val_samples=1000000", "rm.max_num_steps=300", "rm.val_period=0", "rm.val_at_end=false"): (
+        ["GPU-hours"],
+        ["validation goes"],
+    ),
+    ("llama8b_ppo",): (["value 1.05e9", "updates of the critic", "values of the critic"], []),
+    ("tiny_grpo", "policy.model_name=recipes/tiny"): (
+        ["not told: no GPUs in cluster.train and cluster.generate", "754,816 exactly", "reach a generate rank"],
+        ["GPU-hours"],
+    ),
+    ("llama8b_grpo", "policy.generation.vllm_cfg.gpu_memory_utilization=0.2"): (
+        ["not told: an engine has no room for a KV cache", "KV cache may hold", "does not fit", "gpu_memory_utilization="],
+        [],
+    ),
+    (
+        "llama8b_grpo",
+        "grpo.num_prompts_per_step=1",
+        "grpo.num_generations_per_prompt=4",
+        "policy.train_global_batch_size=4",
+        "cluster.generate.nodes=2",
+        "cluster.train.gpus_per_node=4",
+        "grpo.async_grpo.enabled=false",
+    ): (["idle 12 of 16 engines: 4 answers are sampled at once"], []),
+}
+
+
+@pytest.mark.parametrize("recipe", TABLES, ids=" ".join)
+def test_the_table(recipe):
+    told, (there, absent) = table(planned(*recipe)), TABLES[recipe]
+    assert [part for part in there if part not in told] == []
+    assert [part for part in absent if part in told] == []
+
+
+def test_the_time_of_a_run():
     found = planned("llama8b_grpo", "plan.prompt_tokens=250", "plan.answer_tokens=900")
-    told = report.text(found)
-    lines = {line.split("  ")[0]: line for line in told.splitlines()}
-    for part in ("rollout", "train", "refit", "run", "time limit", "checkpoints", "assumed", "calibrated", "verdict"):
-        assert part in lines, part
-    assert "All figures are estimates" in told and "8,030,261,248 exactly" in told
-    assert "answers of 900 tokens: plan.answer_tokens" in told and "matrix products reach 40%" in told
-    assert max(map(len, told.splitlines())) <= report.WIDTH
     assert found.gpu_hours == pytest.approx(16 * found.total / 3600)
     assert found.total == pytest.approx(500 * found.step + 51 * found.validation + found.seconds["refit"])
-    assert found.submissions == -(-found.total // (240 * 60)) and f"takes {found.submissions} submissions" in told
+    assert found.submissions == -(-found.total // (240 * 60)) and f"takes {found.submissions} submissions" in table(found)
 
 
 def test_sampling_ahead_of_training_hides_the_shorter_of_the_two():
@@ -61,9 +94,8 @@ def test_sampling_ahead_of_training_hides_the_shorter_of_the_two():
     assert turns.seconds == hidden.seconds == ahead.seconds and min(turns.seconds.values()) > 0
     assert turns.step - hidden.step == pytest.approx(min(turns.seconds["rollout"], turns.seconds["train"]))
     assert ahead.step == pytest.approx(ahead.seconds["train"] + ahead.seconds["refit"])  # which takes longer than sampling
-    assert "rollout and training at once, 2 rollouts under way" in text("llama8b_grpo")
-    assert "waits train ranks 0% of a step, engines 26%;" in " ".join(text("llama8b_grpo").split())
-    assert "at once" in text("llama8b_grpo", drained) and "at once" not in text("llama8b_grpo_sync")
+    assert "rollout and training at once, 2 rollouts under way" in table(ahead)
+    assert "waits train ranks 0% of a step, engines 26%;" in table(ahead)
 
 
 def test_an_engine_in_eight_bits_is_not_refused_for_what_it_would_take_in_sixteen():
@@ -77,32 +109,19 @@ def test_an_engine_in_eight_bits_is_not_refused_for_what_it_would_take_in_sixtee
 
 def test_an_offline_algorithm_has_no_generate_part():
     found = planned("llama8b_sft")
-    told = report.text(found)
-    assert found.generate is None and found.refit is None and list(found.seconds) == ["train"]
-    assert "generate" not in told and "refit" not in told and found.gpus == 8
+    assert (found.generate, found.refit, list(found.seconds), found.gpus) == (None, None, ["train"], 8)
     assert found.validations > 0 and found.validation > 0  # on what data.train.split_validation_size holds out
 
 
-def test_of_a_run_that_its_data_end_a_step_is_told():
-    """As NeMo-RL's rm.yaml has it: -1 is 1,000,000 here."""
+def test_of_a_run_that_its_data_end_only_a_step_is_known():
     found = planned("llama8b_rm", "rm.max_num_steps=1000000", "rm.max_num_epochs=2")
-    told = " ".join(report.text(found).split())
     assert (found.steps, found.total, found.gpu_hours, found.submissions) == (None, None, None, None)
-    assert "a step" in told and "a validation on" in told
-    assert "it ends after 2 epochs of its data, and rm.max_num_steps would tell the rest" in told
-    assert "GPU-hours" not in told and "submissions" not in told and "000,000" not in told and "None" not in told
 
 
-def test_a_validation_on_all_there_is_has_no_time():
-    steps = "rm.max_num_steps=300"
-    found = planned("llama8b_rm", "rm.max_val_samples=1000000", steps)
-    told = " ".join(report.text(found).split())
+def test_a_validation_on_all_data_has_no_time():
+    found = planned("llama8b_rm", "rm.max_val_samples=1000000", "rm.max_num_steps=300")
     assert found.validation is None and found.validations > 0
     assert found.total == pytest.approx(found.steps * found.step)
-    assert "a validation goes through all of its data, and rm.max_val_samples would tell how long that takes" in told
-    assert "validation goes" not in text(
-        "llama8b_rm", "rm.max_val_samples=1000000", steps, "rm.val_period=0", "rm.val_at_end=false"
-    )
 
 
 def test_a_validation_on_pairs_is_two_passes_over_two_sequences_each():
@@ -110,22 +129,6 @@ def test_a_validation_on_pairs_is_two_passes_over_two_sequences_each():
     found = planned("llama8b_dpo", *held_out, "dpo.max_val_samples=${policy.train_global_batch_size}")
     (reference,) = [phase for phase in found.phases if "reference" in phase.name]  # over as many pairs
     assert found.validation == pytest.approx(2 * (reference.seconds - reference.parts["host copies"]))
-
-
-def test_without_gpus_there_are_no_times():
-    found = planned("tiny_grpo", "policy.model_name=recipes/tiny")
-    told = report.text(found)
-    assert not found.phases and "not told: no GPUs in cluster.train and cluster.generate" in told
-    assert "GPU-hours" not in told and "754,816 exactly" in told and "reach a generate rank" in told
-
-
-def test_more_models_have_their_own_lines():
-    told = text("llama8b_ppo")
-    assert "\nvalue " in told and "updates of the critic" in told and "values of the critic" in told
-
-
-def test_a_time_limit_that_is_enough():
-    assert "takes 1 submission" not in (told := text("llama8b_grpo", "grpo.max_num_steps=3")) and "240: enough" in told
 
 
 def test_what_surely_does_not_fit_is_a_problem_with_a_key():
@@ -136,24 +139,17 @@ def test_what_surely_does_not_fit_is_a_problem_with_a_key():
     (problem,) = planned("llama70b_grpo", "policy.generation.vllm_cfg.tensor_parallel_size=1").problems()
     assert named([problem]) == {("policy.generation.vllm_cfg.tensor_parallel_size", "out-of-memory")}
     assert problem.message.startswith("got 1, ") and problem.message.endswith("Try 4")
-    assert "does not fit" in report.text(huge)
+    assert "does not fit" in table(huge)
 
 
 def test_what_only_an_estimate_says_is_a_warning():
     tight = planned("llama8b_grpo", "cluster.train.gpu_memory_gb=25")
     assert not list(tight.problems()) and not tight.fits
     (warning,) = tight.warnings()
-    told = " ".join(report.text(tight).split())
+    told = table(tight)
     assert "a train rank may need" in warning and warning in told
     assert "would help policy." in told and tight.advice()[0] in told
     assert planned("llama8b_grpo").advice() == []
-
-
-def test_an_engine_without_room_for_a_cache():
-    full = planned("llama8b_grpo", "policy.generation.vllm_cfg.gpu_memory_utilization=0.2")
-    assert not full.phases and not full.fits and any("KV cache may hold" in text for text in full.warnings())
-    told = report.text(full)
-    assert "not told: an engine has no room for a KV cache" in told and "gpu_memory_utilization=" in told
 
 
 def test_a_model_that_is_yet_to_come(tmp_path, monkeypatch):
@@ -171,16 +167,14 @@ def test_a_model_that_is_yet_to_come(tmp_path, monkeypatch):
 def test_the_ranks_of_a_reward_model_are_told():
     judge = "env.preference.model_name=meta-llama/Llama-3.1-8B-Instruct"
     found = planned("llama8b_grpo_rm", judge)
-    told = report.text(found, modes.compare(found))
-    assert "memory of the fullest rank             train      generate        reward\n" in told
-    assert (
-        found.reward.total > found.reward.parts["weights"] == pytest.approx(2 * found.shapes["policy"].parameters / 2, rel=0.1)
-    )
-    assert "async, as it is            1 + 1 + 1    18" in told and "2 GPUs of the recipe's 18 would be left over" in told
-    assert max(map(len, told.splitlines())) <= report.WIDTH
+    told = table(found, compared=True)
+    assert "memory of the fullest rank train generate reward" in told
+    weights = found.reward.parts["weights"]
+    assert found.reward.total > weights == pytest.approx(2 * found.shapes["policy"].parameters / 2, rel=0.1)
+    assert "async, as it is 1 + 1 + 1 18" in told and "2 GPUs of the recipe's 18 would be left over" in told
     small = planned("llama8b_grpo_rm", judge, "cluster.reward.gpu_memory_gb=10")
     assert found.fits and not small.fits
-    assert "a reward rank may need 14 GB, and its GPU has 10" in report.text(small)
+    assert "a reward rank may need 14 GB, and its GPU has 10" in table(small)
     assert planned("llama8b_grpo_rm", judge, "env.preference.served_by=train").reward is None
 
 
@@ -204,12 +198,3 @@ def test_recomputing_less_is_proposed_where_it_fits():
     first, *others = advised("selective", "nothing")
     assert first.startswith(both) and not any("activation_checkpointing" in other for other in others)
     assert not any("selective" in text for text in advised("full", "selective"))
-    assert "recompute_granularity=selective would fit and take" in text("llama8b_grpo", f"{key}.activation_checkpointing=true")
-    assert "recomputing" not in text("llama8b_grpo", f"{key}.activation_checkpointing=false")
-
-
-def test_engines_without_an_answer_to_sample_are_told():
-    few = ("grpo.num_prompts_per_step=1", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=4")
-    many = ("cluster.generate.nodes=2", "cluster.train.gpus_per_node=4", "grpo.async_grpo.enabled=false")
-    assert "idle          12 of 16 engines: 4 answers are sampled at once" in text("llama8b_grpo", *few, *many)
-    assert "\nidle " not in text("llama8b_grpo")

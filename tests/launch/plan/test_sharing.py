@@ -3,12 +3,13 @@
 import pytest
 
 from launch import backend
-from launch.plan import memory, report, sharing, split
+from launch.plan import memory, sharing, split
 from launch.plan.cut import train_cut
-from launch.plan.estimate import plan
+from launch.plan.estimate import Plan
 from launch.plan.refit import node_names
 from pipeline import config
 from pipeline.config import hardware
+from tests.launch.plan.plans import planned, table
 
 SHARED = ("policy.generation.colocated.enabled=true",)
 BY_HOST = ("policy.generation.colocated.refit=host",)
@@ -16,8 +17,8 @@ BROADCAST = ("policy.generation.refit_transport=broadcast",)
 GIGA = 1e9
 
 
-def made(*overrides: str, name: str = "llama8b_grpo_sync"):
-    return plan(*backend.choose(config.load(name, ["run_dir=runs/none", *overrides])))
+def made(*overrides: str) -> Plan:
+    return planned("llama8b_grpo_sync", *overrides)
 
 
 def test_turns_are_what_each_rank_holds_in_them():
@@ -122,8 +123,8 @@ def test_what_does_not_fit_in_turn_is_told_with_what_helps():
     full = made(*SHARED, "policy.generation.vllm_cfg.gpu_memory_utilization=0.99")
     assert not full.fits
     assert any("in the rollout" in text and "and has 80" in text for text in full.warnings())
-    text = " ".join(report.text(made(*SHARED)).split())
+    text = table(made(*SHARED))
     for part in ("the same GPUs in turn", "a GPU holds in rollout", "by CUDA IPC", "ranks that share a GPU:"):
         assert part in text, part
-    assert "through host memory" in " ".join(report.text(made(*SHARED, *BY_HOST)).split())
+    assert "through host memory" in table(made(*SHARED, *BY_HOST))
     assert "fits, by these estimates" in text

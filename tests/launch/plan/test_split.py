@@ -3,9 +3,10 @@
 import pytest
 
 from launch import backend
-from launch.plan import report, split
+from launch.plan import split
 from launch.plan.estimate import plan
 from pipeline import config
+from tests.launch.plan.plans import planned, table
 from tests.launch.plan.test_calibration import run
 
 TWELVE = ("cluster.train.nodes=10", "cluster.generate.nodes=2", "policy.train_global_batch_size=2048")
@@ -24,14 +25,14 @@ def test_every_division_whose_layout_divides():
 
 
 def test_the_best_division_is_told_with_its_gain():
-    found = plan(*choose(*TWELVE))
+    found = planned("llama8b_grpo", *TWELVE)
     better = found.split
     assert better.train + better.generate == 12 and better.generate > 2
-    again = plan(*choose(*TWELVE, f"cluster.train.nodes={better.train}", f"cluster.generate.nodes={better.generate}"))
+    again = planned("llama8b_grpo", *TWELVE, *str(better).split())
     assert again.split is None
     assert better.seconds == pytest.approx(again.step, rel=0.01)  # but for the refit, which is taken to be as long
     assert better.gain == pytest.approx(1 - better.seconds / found.step) and better.gain > 0.03
-    text = " ".join(report.text(found).split())
+    text = table(found)
     assert f"{better} would take" in text and f"{better.gain:.0%} less, by these estimates alone" in text
 
 
@@ -41,7 +42,7 @@ def test_a_measured_run_decides(tmp_path):
     folder = run(tmp_path / "run", *TWELVE, name="llama8b_grpo", clocks=slow)
     even = ("cluster.train.nodes=6", "cluster.generate.nodes=6", TWELVE[-1])
     found = plan(*choose(*even, run_dir=str(tmp_path / "other")), before=folder)
-    assert found.split.train == 11 and "as measured in" in " ".join(report.text(found).split())
+    assert found.split.train == 11 and "as measured in" in table(found)
 
 
 def test_gpus_of_shared_nodes():
