@@ -14,7 +14,7 @@ from tests.test_imports import ROOT
 
 DEEPSEEK = """
 import sys
-for name in ("torch", "transformers", "vllm", "megatron", "tokenizers", "safetensors"):
+for name in ("torch", "transformers", "vllm", "megatron", "tokenizers"):
     sys.modules[name] = None  # an import raises
 from tests.launch.plan.plans import planned, table
 found = planned("deepseek_v3_grpo")
