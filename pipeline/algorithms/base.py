@@ -100,12 +100,8 @@ class PairedAlgorithm(Algorithm):
         packing, longest = self.recipe.policy.sequence_packing, self.recipe.policy.max_total_sequence_length
         for key in ("train_mb_tokens", "logprob_mb_tokens") if packing.enabled else ():
             if (tokens := getattr(packing, key)) < 2 * longest:
-                yield Problem(
-                    f"policy.sequence_packing.{key}",
-                    "too-small",
-                    f"got {tokens}; expected at least {2 * longest}, room for the two sequences of a pair, of"
-                    f" policy.max_total_sequence_length={longest} each",
-                )
+                told = f"got {tokens}; expected at least {2 * longest}, two of policy.max_total_sequence_length for a pair"
+                yield Problem(f"policy.sequence_packing.{key}", "too-small", told)
 
 
 class OnlineAlgorithm(Algorithm):
@@ -136,13 +132,8 @@ class OnlineAlgorithm(Algorithm):
         return max(1, self.samples_per_step // self.recipe.policy.train_global_batch_size)
 
     def problems(self) -> Iterator[Problem]:
-        name, config, size = self.name, self.section, self.recipe.policy.train_global_batch_size
-        if self.samples_per_step % size:
-            yield Problem(
-                "policy.train_global_batch_size",
-                "not-divisible",
-                f"got {size}; expected a divisor of the {self.samples_per_step} samples of a step"
-                f" ({name}.num_prompts_per_step={config.num_prompts_per_step} x"
-                f" {name}.num_generations_per_prompt={config.num_generations_per_prompt}). Try {self.samples_per_step}, which"
-                " makes one update per step",
-            )
+        samples, size = self.samples_per_step, self.recipe.policy.train_global_batch_size
+        if samples % size:
+            factors = f"{self.name}.num_prompts_per_step x {self.name}.num_generations_per_prompt"
+            told = f"got {size}; expected a divisor of {samples} ({factors}). Try {samples}, which makes one update per step"
+            yield Problem("policy.train_global_batch_size", "not-divisible", told)

@@ -148,84 +148,55 @@ class GRPO(RewardedAlgorithm):
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
-        config = self.section
-        low, high, alone = config.advantage_clip_low, config.advantage_clip_high, config.num_generations_per_prompt < 2
-        if alone and not self._plus_plus:
-            yield Problem(
-                "grpo.num_generations_per_prompt",
-                "too-small",
-                "got 1; expected at least 2, since one answer has no baseline, neither the group's mean nor leave-one-out, and"
-                " every advantage would be 0",
-            )
-        if alone and self._plus_plus and config.adv_estimator.minus_baseline:
-            yield Problem(
-                "grpo.num_generations_per_prompt",
-                "too-small",
-                "got 1; expected at least 2, since one answer is its own baseline and every advantage would be 0. Try"
-                " grpo.adv_estimator.minus_baseline=false",
-            )
+        config, estimator = self.section, self.section.adv_estimator
+        low, high = config.advantage_clip_low, config.advantage_clip_high
+        if config.num_generations_per_prompt < 2 and (not self._plus_plus or estimator.minus_baseline):
+            told = "got 1; expected at least 2, since one answer has no baseline but itself and every advantage would be 0"
+            without = ". Try grpo.adv_estimator.minus_baseline=false" if self._plus_plus else ""
+            yield Problem("grpo.num_generations_per_prompt", "too-small", told + without)
         if not self._plus_plus and self.recipe.loss_fn.use_kl_in_reward:
-            yield Problem(
-                "loss_fn.use_kl_in_reward",
-                "contradiction",
+            told = (
                 "got true with grpo.adv_estimator.name=grpo, whose advantage is of a whole answer; expected rewards of single"
-                " tokens. Try grpo.adv_estimator.name=reinforce_plus_plus, or algorithm=ppo",
+                " tokens. Try grpo.adv_estimator.name=reinforce_plus_plus, or algorithm=ppo"
             )
+            yield Problem("loss_fn.use_kl_in_reward", "contradiction", told)
         if low is not None and high is not None and low > high:
-            message = f"got {low}; expected at most grpo.advantage_clip_high={high}"
-            yield Problem("grpo.advantage_clip_low", "too-large", message)
+            told = f"got {low}; expected at most grpo.advantage_clip_high={high}"
+            yield Problem("grpo.advantage_clip_low", "too-large", told)
         if config.async_grpo.enabled:
-            yield from self._check_async()
+            yield from self._check_async("grpo.async_grpo")
 
-    def _check_async(self) -> Iterator[Problem]:
-        key, grpo, config, ahead = "grpo.async_grpo", self.section, self.section.async_grpo, self.runs_ahead
-        age, share = config.max_trajectory_age_steps, config.straggler_share
+    def _check_async(self, key: str) -> Iterator[Problem]:
+        grpo, config, ahead = self.section, self.section.async_grpo, self.runs_ahead
+        age, share, prompts = config.max_trajectory_age_steps, config.straggler_share, grpo.num_prompts_per_step
         if ahead and not self.recipe.loss_fn.use_importance_sampling_correction:
-            yield Problem(
-                "loss_fn.use_importance_sampling_correction",
-                "contradiction",
+            told = (
                 f"got false; expected true with {key}.max_trajectory_age_steps={age}, since a step trains on what weights up to"
-                f" {age} steps older have sampled. Try true, or {key}.enabled=false",
+                f" {age} steps older have sampled. Try true, or {key}.enabled=false"
             )
+            yield Problem("loss_fn.use_importance_sampling_correction", "contradiction", told)
         if ahead and self.recipe.policy.generation.colocated.enabled:
-            yield Problem(
-                f"{key}.max_trajectory_age_steps",
-                "contradiction",
+            told = (
                 f"got {age}, so engines sample while others train; expected 0 with policy.generation.colocated.enabled=true,"
                 f" where both use the same GPUs in turn. Try {key}.enabled=false (recipes whose names end in _sync have it), or"
-                " policy.generation.colocated.enabled=false",
+                " policy.generation.colocated.enabled=false"
             )
+            yield Problem(f"{key}.max_trajectory_age_steps", "contradiction", told)
         if grpo.use_dynamic_sampling and not ahead:
-            yield Problem(
-                f"{key}.max_trajectory_age_steps",
-                "too-small",
-                "got 0, the synchronous algorithm, which samples whole batches for dynamic sampling; expected at least 1. Try"
-                f" {key}.enabled=false",
-            )
+            told = f"got 0, which samples whole batches as dynamic sampling; expected at least 1. Try {key}.enabled=false"
+            yield Problem(f"{key}.max_trajectory_age_steps", "too-small", told)
         if grpo.batch_multiplier != 1:
-            yield Problem(
-                "grpo.batch_multiplier",
-                "has-no-effect",
-                f"got {grpo.batch_multiplier}; expected 1 with {key}.enabled=true, which has no batches: one group replaces"
-                " each that is passed over",
-            )
+            told = f"got {grpo.batch_multiplier}; expected 1 with {key}.enabled=true, where groups are replaced one by one"
+            yield Problem("grpo.batch_multiplier", "has-no-effect", told)
         if config.recompute_kv_cache_after_weight_updates and not config.in_flight_weight_updates:
-            yield Problem(
-                f"{key}.recompute_kv_cache_after_weight_updates",
-                "has-no-effect",
-                f"got true; expected false without {key}.in_flight_weight_updates, where nothing is under way when the weights"
-                " change",
-            )
+            told = f"got true; expected false without {key}.in_flight_weight_updates, as nothing is under way then"
+            yield Problem(f"{key}.recompute_kv_cache_after_weight_updates", "has-no-effect", told)
         if config.stragglers == "cut" and not ahead:
-            yield Problem(
-                f"{key}.stragglers",
-                "has-no-effect",
-                f"got cut; expected wait with {key}.max_trajectory_age_steps=0, the synchronous algorithm. Try an age above 0",
+            told = f"got cut; expected wait with {key}.max_trajectory_age_steps=0, which cuts nothing. Try an age above 0"
+            yield Problem(f"{key}.stragglers", "has-no-effect", told)
+        if config.stragglers == "cut" and share * prompts < 1:
+            told = (
+                f"got {share}, less than one group of grpo.num_prompts_per_step={prompts}; expected at least {1 / prompts:.3g}."
+                f" Try {key}.stragglers=wait"
             )
-        if config.stragglers == "cut" and share * grpo.num_prompts_per_step < 1:
-            yield Problem(
-                f"{key}.straggler_share",
-                "too-small",
-                f"got {share}, less than one group of grpo.num_prompts_per_step={grpo.num_prompts_per_step}; expected at least"
-                f" {1 / grpo.num_prompts_per_step:.3g}. Try {key}.stragglers=wait",
-            )
+            yield Problem(f"{key}.straggler_share", "too-small", told)

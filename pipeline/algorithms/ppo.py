@@ -91,19 +91,12 @@ class PPO(RewardedAlgorithm):
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         config, estimator = self.section, self.section.adv_estimator
-        if estimator.length_adaptive_alpha > 0 and estimator.gae_lambda_policy is not None:
-            yield Problem(
-                "ppo.adv_estimator.gae_lambda_policy",
-                "contradiction",
-                f"got {estimator.gae_lambda_policy}; expected null with length_adaptive_alpha above 0, which makes a lambda"
-                " of each answer's length",
-            )
+        start, steps = config.policy_training_start_step, config.max_num_steps
+        if estimator.length_adaptive_alpha > 0 and (given := estimator.gae_lambda_policy) is not None:
+            told = f"got {given}; expected null with length_adaptive_alpha above 0, which makes the lambda of each answer"
+            yield Problem("ppo.adv_estimator.gae_lambda_policy", "contradiction", told)
         if not self.recipe.value.model_name:
             yield Problem("value.model_name", "missing-value", "got nothing; expected a model to begin PPO's critic from")
-        if config.policy_training_start_step >= config.max_num_steps > 0:
-            yield Problem(
-                "ppo.policy_training_start_step",
-                "too-large",
-                f"got {config.policy_training_start_step}; expected below ppo.max_num_steps={config.max_num_steps}, since the"
-                " policy would never learn",
-            )
+        if start >= steps > 0:
+            told = f"got {start}; expected below ppo.max_num_steps={steps}, or the policy never learns"
+            yield Problem("ppo.policy_training_start_step", "too-large", told)

@@ -83,65 +83,40 @@ class RewardedAlgorithm(OnlineAlgorithm):
             yield from self._check_on_policy()
 
     def _check_rewards(self) -> Iterator[Problem]:
-        name, config = self.name, self.section
-        scaling, shaping = config.reward_scaling, config.reward_shaping
+        config, scaling, shaping = self.section, self.section.reward_scaling, self.section.reward_shaping
+        scales, shapes = f"{self.name}.reward_scaling", f"{self.name}.reward_shaping"
         coefficient = shaping.stop_properly_penalty_coef
         if config.use_dynamic_sampling and config.num_generations_per_prompt < 2:
-            yield Problem(
-                f"{name}.use_dynamic_sampling",
-                "contradiction",
-                f"got true with {name}.num_generations_per_prompt=1; expected at least 2, since it keeps groups whose rewards"
-                " vary. Try false",
-            )
+            told = f"got true with {self.name}.num_generations_per_prompt=1; expected at least 2. Try false"
+            yield Problem(f"{self.name}.use_dynamic_sampling", "contradiction", told)
         if config.batch_multiplier != 1 and not config.use_dynamic_sampling:
-            yield Problem(
-                f"{name}.batch_multiplier",
-                "has-no-effect",
-                f"got {config.batch_multiplier}; expected 1 without dynamic sampling. Try {name}.use_dynamic_sampling=true",
-            )
+            told = f"got {config.batch_multiplier}; expected 1, or {self.name}.use_dynamic_sampling=true"
+            yield Problem(f"{self.name}.batch_multiplier", "has-no-effect", told)
         if scaling.enabled and scaling.source_min >= scaling.source_max:
-            yield Problem(
-                f"{name}.reward_scaling.source_min",
-                "too-large",
-                f"got {scaling.source_min}; expected below {name}.reward_scaling.source_max={scaling.source_max}",
-            )
+            told = f"got {scaling.source_min}; expected below {scales}.source_max={scaling.source_max}"
+            yield Problem(f"{scales}.source_min", "too-large", told)
         if not shaping.enabled:
             return
         if coefficient is not None and coefficient < 1 and scaling.enabled and scaling.target_min < 0:
-            yield Problem(
-                f"{name}.reward_shaping.stop_properly_penalty_coef",
-                "contradiction",
-                f"got {coefficient}; expected 1 with the negative {name}.reward_scaling.target_min={scaling.target_min:g},"
-                " since a wrong answer that was cut would get a larger reward than another wrong one. Try target_min 0",
+            told = (
+                f"got {coefficient}; expected 1 with {scales}.target_min={scaling.target_min:g}, since a cut wrong answer would"
+                f" get a larger reward than another wrong one. Try {scales}.target_min=0"
             )
-        if coefficient is None and shaping.overlong_buffer_length >= shaping.max_response_length:
-            yield Problem(
-                f"{name}.reward_shaping.overlong_buffer_length",
-                "too-large",
-                f"got {shaping.overlong_buffer_length}; expected below"
-                f" {name}.reward_shaping.max_response_length={shaping.max_response_length}, since no answer would be without a"
-                " penalty",
-            )
+            yield Problem(f"{shapes}.stop_properly_penalty_coef", "contradiction", told)
+        if coefficient is None and (buffer := shaping.overlong_buffer_length) >= (longest := shaping.max_response_length):
+            told = f"got {buffer}; expected below {shapes}.max_response_length={longest}, or every answer has a penalty"
+            yield Problem(f"{shapes}.overlong_buffer_length", "too-large", told)
 
     def _check_loss(self) -> Iterator[Problem]:
         loss = self.recipe.loss_fn
         if loss.sequence_level_importance_ratios and loss.token_level_loss:
-            yield Problem(
-                "loss_fn.sequence_level_importance_ratios",
-                "contradiction",
-                "got true with loss_fn.token_level_loss=true; expected a mean over sequences with ratios of whole sequences."
-                " Try loss_fn.token_level_loss=false",
-            )
+            told = "got true with a mean over tokens; expected a mean over sequences. Try loss_fn.token_level_loss=false"
+            yield Problem("loss_fn.sequence_level_importance_ratios", "contradiction", told)
         if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
-            yield Problem(
-                "loss_fn.use_kl_in_reward",
-                "has-no-effect",
-                "got true with loss_fn.reference_policy_kl_penalty=0, so nothing is subtracted; expected false, or a penalty"
-                " above 0",
-            )
+            told = "got true with loss_fn.reference_policy_kl_penalty=0; expected false, or a penalty above 0 to subtract"
+            yield Problem("loss_fn.use_kl_in_reward", "has-no-effect", told)
 
     def _check_cispo(self) -> Iterator[Problem]:
-        loss = self.recipe.loss_fn
         for name, right, why in (
             ("disable_ppo_ratio", False, "needs the ratio"),
             ("force_on_policy_ratio", False, "needs a ratio other than 1"),
@@ -149,44 +124,32 @@ class RewardedAlgorithm(OnlineAlgorithm):
             ("ratio_clip_c", None, "has no surrogate for a dual clip"),
             ("token_level_loss", True, "is a mean over tokens"),
         ):
-            if (got := getattr(loss, name)) != right:
+            if (got := getattr(self.recipe.loss_fn, name)) != right:
                 expected = "null" if right is None else str(right).lower()
-                message = f"got {str(got).lower()}; expected {expected} with loss_fn.use_cispo=true, which {why}"
-                yield Problem(f"loss_fn.{name}", "contradiction", message)
+                told = f"got {str(got).lower()}; expected {expected} with loss_fn.use_cispo=true, which {why}"
+                yield Problem(f"loss_fn.{name}", "contradiction", told)
 
     def _check_on_policy(self) -> Iterator[Problem]:
-        key, why = "loss_fn.force_on_policy_ratio", "since the policy that has sampled is another after the first"
+        key, why = "loss_fn.force_on_policy_ratio", "expected one, since after it the policy is not the one that sampled. Try"
         if self.updates_per_epoch > 1:
-            yield Problem(
-                key,
-                "contradiction",
-                f"got true with {self.updates_per_epoch} updates in a step; expected one, {why}. Try"
-                f" policy.train_global_batch_size={self.samples_per_step}",
-            )
+            size = f"policy.train_global_batch_size={self.samples_per_step}"
+            yield Problem(key, "contradiction", f"got true with {self.updates_per_epoch} updates in a step; {why} {size}")
         if self.epochs > 1:
-            yield Problem(
-                key,
-                "contradiction",
-                f"got true with {self.epochs} epochs in a step; expected one, {why}. Try false",
-            )
+            yield Problem(key, "contradiction", f"got true with {self.epochs} epochs in a step; {why} false")
 
     def _check_truncation(self) -> Iterator[Problem]:
         loss, key = self.recipe.loss_fn, "loss_fn.truncated_importance_sampling"
-        kind = loss.truncated_importance_sampling_type
+        kind, sequences = loss.truncated_importance_sampling_type, "loss_fn.sequence_level_importance_ratios"
         high, low = loss.truncated_importance_sampling_ratio, loss.truncated_importance_sampling_ratio_min
         if kind is None:
             for name, value in (("ratio", high), ("ratio_min", low)):
                 if value is not None:
-                    message = f"got {value}; expected null without {key}_type. Try {key}_type=tis, icepop or seq-mask-tis"
-                    yield Problem(f"{key}_{name}", "has-no-effect", message)
+                    told = f"got {value}; expected null without {key}_type. Try {key}_type=tis, icepop or seq-mask-tis"
+                    yield Problem(f"{key}_{name}", "has-no-effect", told)
             return
         if not loss.use_importance_sampling_correction:
-            yield Problem(
-                f"{key}_type",
-                "has-no-effect",
-                f"got {kind}; expected null, since loss_fn.use_importance_sampling_correction=false uses no weights to bound."
-                " Try that true",
-            )
+            told = f"got {kind}; expected null, as no weights are used. Try loss_fn.use_importance_sampling_correction=true"
+            yield Problem(f"{key}_type", "has-no-effect", told)
         if high is None:
             yield Problem(f"{key}_ratio", "missing-value", f"got null; expected a bound above 0 with {key}_type={kind}")
         if kind != "tis" and low is None:
@@ -194,9 +157,5 @@ class RewardedAlgorithm(OnlineAlgorithm):
         if low is not None and high is not None and low > high:
             yield Problem(f"{key}_ratio_min", "too-large", f"got {low}; expected at most {key}_ratio={high}")
         if kind == "seq-mask-tis" and loss.sequence_level_importance_ratios:
-            yield Problem(
-                f"{key}_type",
-                "contradiction",
-                "got seq-mask-tis, which weighs tokens; expected tis or icepop with"
-                " loss_fn.sequence_level_importance_ratios=true, which weighs sequences",
-            )
+            told = f"got seq-mask-tis, of tokens; expected tis or icepop with {sequences}=true, of whole sequences"
+            yield Problem(f"{key}_type", "contradiction", told)
