@@ -24,7 +24,6 @@ QOS = (
     *("MaxTRESPU", "MaxJobsPU", "MaxTRESPA", "MaxJobsPA", "MinTRES"),
 )
 WHAT = {"node": "nodes", "cpu": "CPUs", "gres/gpu": "GPUs", "mem": "MB of memory"}
-WHOM = {"PU": "a user ", "PA": "an account "}
 
 
 @dataclass(frozen=True)
@@ -88,25 +87,17 @@ def _names(text: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Holder:
-    """Something that sets limits."""
-
-    name: str  # "QOS short"
-    row: Fields
-
-
-@dataclass(frozen=True)
 class Standing:
-    """A component's request, with whatever limits it."""
+    """A component's request, with the rows that limit it, each with its holder's name under `who`, such as `QOS short`."""
 
     request: Request
-    qos: tuple[Holder, ...]  # whose limits come first, first
-    association: Holder
-    accounts: tuple[Holder, ...]  # the account, and those above it
+    qos: list[Fields]  # whose limits come first, first
+    association: Fields
+    accounts: list[Fields]  # the account, and those above it
 
     @property
-    def holders(self) -> tuple[Holder, ...]:
-        return (*self.qos, self.association, *self.accounts)
+    def rows(self) -> dict[str, Fields]:
+        return {row["who"]: row for row in (*self.qos, self.association, *self.accounts)}
 
 
 def problems(accounting: Accounting, user: str, requests: list[tuple[Request, Fields]]) -> Iterator[Problem]:
@@ -122,16 +113,16 @@ def _standing(accounting: Accounting, user: str, request: Request, partition: Fi
     account = effective_account(request, accounting)
     if (row := accounting.association(account, partition["PartitionName"])) is None:
         return None
-    qos = effective_qos(accounting, request, partition["PartitionName"])
-    of_job, of_partition = (accounting.qos.get(each or "") for each in (qos, partition.get("QoS")))
-    holders = [Holder(f"QOS {of['Name']}", of) for of in (of_partition, of_job) if of]
+    of_job = accounting.qos.get(effective_qos(accounting, request, partition["PartitionName"]) or "")
+    rows = [row for row in (accounting.qos.get(partition.get("QoS", "")), of_job) if row]
     if of_job and "OverPartQOS" in of_job["Flags"]:
-        holders.reverse()
+        rows.reverse()
     chain, above = [], account
     while above in accounting.accounts:
-        chain.append(Holder(f"account {above}", accounting.accounts[above]))
+        chain.append({**accounting.accounts[above], "who": f"account {above}"})
         above = accounting.accounts[above]["ParentName"]
-    return Standing(request, tuple(holders), Holder(f"{user}'s account {account}", row), tuple(chain))
+    qos = [{**of, "who": f"QOS {of['Name']}"} for of in rows]
+    return Standing(request, qos, {**row, "who": f"{user}'s account {account}"}, chain)
 
 
 # ---- how much -----------------------------------------------------------------------------------------------------------
@@ -142,59 +133,51 @@ def _on_a_node(request: Request) -> dict[str, float]:
 
 
 def _of_one_job(standing: Standing) -> Iterator[Problem]:
-    request, holders = standing.request, (*standing.qos, standing.association)
-    in_use = {holder.name.removeprefix("QOS ") for holder in standing.qos}
-    others = ", ".join(sorted(set(_names(standing.association.row["QOS"])) - in_use))
+    request, rows = standing.request, [*standing.qos, standing.association]
+    others = ", ".join(sorted(set(_names(standing.association["QOS"])) - {row["Name"] for row in standing.qos}))
     instead = f"another QOS (of {others})" if others else "another QOS, of which there is none"
     for name, each in _on_a_node(request).items():
         for field, count, of in (("MaxTRES", request.nodes, "a job"), ("MaxTRESPerNode", 1, "a node of a job")):
-            if (limit := _first(holders, field, name)) and each * count > limit[1]:
-                fewer = f"{int(limit[1] // each)} nodes" if count > 1 or name == "node" else f"{limit[1]:g}"
-                message = f"got {_times(count, each, name)}, but {limit[0]} allows {of} {limit[1]:g}; expected at most {fewer}"
+            who, limit = _first(rows, field, name)
+            if limit is not None and each * count > limit:
+                fewer = f"{int(limit // each)} nodes" if count > 1 or name == "node" else f"{limit:g}"
+                message = f"got {_times(count, each, name)}, but {who} allows {of} {limit:g}; expected at most {fewer}"
                 yield Problem(f"{request.key}.nodes", "over-limit", f"{message}. Try {instead}")
-        least = _first(standing.qos, "MinTRES", name)
-        if least and name in ("node", "gres/gpu") and each * request.nodes < least[1]:
-            message = f"got {_times(request.nodes, each, name)}, but {least[0]} is for jobs of {least[1]:g} or more"
+        who, least = _first(standing.qos, "MinTRES", name)
+        if least is not None and name in ("node", "gres/gpu") and each * request.nodes < least:
+            message = f"got {_times(request.nodes, each, name)}, but {who} is for jobs of {least:g} or more"
             yield Problem(f"{request.key}.qos", "too-small", f"{message}. Try {instead}")
-    for holder in holders:
-        if (most := minutes(holder.row["MaxWall"])) is not None:
-            if request.minutes > most:
-                message = f"got {request.minutes}; expected at most {most:g} minutes, which {holder.name} allows {request.key}"
-                yield Problem("cluster.time_min", "over-limit", f"{message}. Try less, or {instead}")
-            break  # a QOS that says something goes before the association
+    # A QOS that says something goes before the association.
+    who, most = next(((row["who"], most) for row in rows if (most := minutes(row["MaxWall"])) is not None), ("", None))
+    if most is not None and request.minutes > most:
+        message = f"got {request.minutes}; expected at most {most:g} minutes, which {who} allows {request.key}"
+        yield Problem("cluster.time_min", "over-limit", f"{message}. Try less, or {instead}")
 
 
 def _of_all(standings: list[Standing]) -> Iterator[Problem]:
     """Yield what is beyond limits that are counted over all components."""
-    holders = {holder.name: holder for standing in standings for holder in standing.holders}
-    for name, holder in holders.items():
-        under = [s for s in standings if holder in s.holders]
-        of = " + ".join(s.request.key for s in under)
+    for who, row in {who: row for standing in standings for who, row in standing.rows.items()}.items():
+        under = [standing for standing in standings if who in standing.rows]
+        key, of = under[-1].request.key, " + ".join(standing.request.key for standing in under)
         # What a QOS limits, associations no longer do.
-        settled = set() if name.startswith("QOS ") else {t for s in under for q in s.qos for t in tres(q.row["GrpTRES"])}
-        for field in ("GrpTRES", "MaxTRESPU", "MaxTRESPA"):
-            for what, limit in tres(holder.row.get(field, "")).items():
+        settled = set() if who.startswith("QOS ") else {t for s in under for each in s.qos for t in tres(each["GrpTRES"])}
+        for field, whom in (("GrpTRES", ""), ("MaxTRESPU", " a user"), ("MaxTRESPA", " an account")):
+            for what, limit in tres(row.get(field, "")).items():
                 amounts = [s.request.nodes * _on_a_node(s.request).get(what, 0) for s in under]
                 if sum(amounts) > limit and what not in settled:
                     terms = " + ".join(f"{amount:g}" for amount in amounts)
-                    message = f"got {terms} {WHAT[what]} at once ({of}); expected at most the {limit:g} that {name} allows"
-                    who = WHOM.get(field[-2:], "")
-                    yield Problem(
-                        f"{under[-1].request.key}.nodes",
-                        "over-limit",
-                        f"{message} {who}".rstrip() + ". Try fewer nodes, or another QOS or account",
-                    )
-        for field in ("GrpJobs", "MaxJobs", "MaxJobsPU", "MaxJobsPA"):
-            if (text := holder.row.get(field, "")) and len(under) > int(text):
-                message = f"got {len(under)} components ({of}), each a job to Slurm; expected at most the {text} that {name}"
-                allows = f"allows {WHOM.get(field[-2:], '')}at once. Try another QOS or account"
-                yield Problem(f"{under[-1].request.key}.qos", "over-limit", f"{message} {allows}")
+                    message = f"got {terms} {WHAT[what]} at once ({of}); expected at most the {limit:g} that {who} allows{whom}"
+                    yield Problem(f"{key}.nodes", "over-limit", f"{message}. Try fewer nodes, or another QOS or account")
+        for field, whom in (("GrpJobs", ""), ("MaxJobs", ""), ("MaxJobsPU", " a user"), ("MaxJobsPA", " an account")):
+            if (text := row.get(field, "")) and len(under) > int(text):
+                message = f"got {len(under)} components ({of}), each a job to Slurm; expected at most the {text} that {who}"
+                yield Problem(f"{key}.qos", "over-limit", f"{message} allows{whom} at once. Try another QOS or account")
 
 
-def _first(holders: tuple[Holder, ...], field: str, name: str) -> tuple[str, float] | None:
-    """Return (who sets the limit, the limit): the first who does."""
-    found = ((holder.name, tres(holder.row.get(field, "")).get(name)) for holder in holders)
-    return next(((who, limit) for who, limit in found if limit is not None), None)
+def _first(rows: list[Fields], field: str, name: str) -> tuple[str, float | None]:
+    """Return (who sets the limit, the limit): the first who does; None if nobody does."""
+    found = ((row["who"], tres(row.get(field, "")).get(name)) for row in rows)
+    return next(((who, limit) for who, limit in found if limit is not None), ("", None))
 
 
 def _times(count: int, each: float, name: str) -> str:
