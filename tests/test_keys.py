@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 from pipeline.config import reference, typed
+from pipeline.config.layers import Branch, Leaf
 from pipeline.config.megatron_checks import ONLY_DEFAULT
 from pipeline.config.schema import Recipe
 
@@ -44,3 +45,15 @@ def test_keys_without_effect_say_so():
     meanings = {key.name: key.meaning for key in reference.keys().values()}
     assert {name for name, meaning in meanings.items() if meaning.startswith("Has no effect")} == IGNORED
     assert {name for name, meaning in meanings.items() if meaning.startswith("Only the default")} <= REFUSED
+
+
+def test_true_is_neither_a_number_nor_a_text_of_any_key():
+    kinds = ("whole number", "number", "text")
+    names = [key.name for key in reference.keys().values() if key.type.startswith(kinds)]
+    taken = []
+    for name in names:
+        tree = typed.filled(Recipe, Branch())
+        tree.set(name, Leaf(True))
+        if name not in {problem.key for problem in typed.validated(Recipe, tree)[1]}:
+            taken.append(name)
+    assert len(names) > 150 and taken == []
