@@ -34,16 +34,8 @@ class RecipeError(ValueError):
     """A recipe, a file or a cluster that cannot be used, with all `problems` that were found."""
 
     def __init__(self, *problems: Problem) -> None:
-        self.problems = tuple(map(as_problem, problems))
+        self.problems = problems
         super().__init__("\n".join(map(str, self.problems)))
-
-
-def as_problem(problem: Problem | str) -> Problem:
-    """Return a problem as it is, and a text `key: message` as a problem without a code."""
-    if isinstance(problem, Problem):
-        return problem
-    key, colon, message = problem.partition(": ")
-    return Problem(key, "", message) if colon else Problem("", "", problem)
 
 
 def refuse(problems: Iterable[Problem]) -> None:
@@ -54,7 +46,7 @@ def refuse(problems: Iterable[Problem]) -> None:
 
 def listed(problems: Sequence[Problem]) -> str:
     """Return the problems as a command prints them: one on its own line, several as a list, each with `[code]` at its end."""
-    lines = [f"{problem} [{problem.code}]" if problem.code else str(problem) for problem in problems]
+    lines = [f"{problem} [{problem.code}]" for problem in problems]
     return lines[0] if len(lines) == 1 else "\n  - ".join([f"{len(lines)} problems", *lines])
 
 

@@ -102,4 +102,4 @@ from pipeline.config.schema import (
     uses_megatron,
 )
 from pipeline.config.showing import argument, shown
-from pipeline.problems import Problem, RecipeError, as_problem, collected, listed, refuse
+from pipeline.problems import Problem, RecipeError, collected, listed, refuse

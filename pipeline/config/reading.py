@@ -20,7 +20,7 @@ from pipeline.config import layers, places, resolving, typed, unread
 from pipeline.config.checks import contradictions
 from pipeline.config.layers import RECIPES, Branch, Leaf
 from pipeline.config.schema import Recipe
-from pipeline.problems import Problem, RecipeError, as_problem, refuse
+from pipeline.problems import Problem, RecipeError, refuse
 
 OURS = ("cluster.train", "cluster.generate", "cluster.executor", "cluster.time_min", "run_dir", "needs")  # not NeMo-RL's
 THEIRS = ("cluster.num_nodes", "cluster.gpus_per_node", *ONLINE, *OFFLINE)  # one of these at least they all have
@@ -148,8 +148,8 @@ def name_of(recipe: str) -> str:
 def independent(problems: Iterable[Problem], faulty: Iterable[str]) -> Iterator[Problem]:
     """Yield the problems that do not merely follow from a faulty key: that name neither it, nor a key in it, nor a section
     around it."""
-    for problem in map(as_problem, problems):
-        named = {problem.key, *re.findall(r"(?<![\w./-])[A-Za-z_]\w*(?:\.\w+)+", str(problem))}
+    for problem in problems:
+        named = {problem.key, *re.findall(r"(?<![\w./-])[A-Za-z_]\w*(?:\.\w+)+", problem.message)}
         if not any(resolving.overlap(key, bad) for bad in faulty for key in named if key):
             yield problem
 
@@ -211,8 +211,7 @@ def _inspected(given: Branch, notes: Iterable[str] = (), problems: Iterable[str]
         raise RecipeError(*problems)
     references = {key: found for key, leaf in whole.leaves() if (found := resolving.references(key, leaf.value))}
     problems += independent(contradictions(recipe), resolving.dependent(faulty, references))
-    told = list(dict.fromkeys(map(as_problem, problems)))
-    return Loaded(recipe, told, origins, list(notes), frozenset(faulty), references=references)
+    return Loaded(recipe, list(dict.fromkeys(problems)), origins, list(notes), frozenset(faulty), references=references)
 
 
 def _whole(given: Branch) -> Branch:

@@ -92,8 +92,7 @@ def outcome(path: Path) -> Outcome:
 def resolved(path: Path) -> dict[str, Any]:
     """The recipe as NeMo-RL reads it. Raises RecipeError."""
     tree = layers.chain(path)
-    if faults := resolving.resolve(tree):
-        raise RecipeError(*(f"{key}: {problem}" for key, problem in faults.items()))
+    refuse(resolving.resolve(tree).values())
     return tree.plain()
 
 
