@@ -56,11 +56,7 @@ NAMED_DATASETS = {
     "squad": NamedDataset("rajpurkar/squad", form="squad", conversations=True),
     "tulu3_sft_mixture": NamedDataset("allenai/tulu-3-sft-mixture", form="conversation", conversations=True),
     "Tulu3Preference": NamedDataset(
-        "allenai/llama-3.1-tulu-3-8b-preference-mixture",
-        form="tulu3_preference",
-        conversations=True,
-        answers=False,
-        pairs=True,
+        "allenai/llama-3.1-tulu-3-8b-preference-mixture", form="tulu3_preference", conversations=True, answers=False, pairs=True
     ),
 }
 

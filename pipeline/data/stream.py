@@ -187,11 +187,7 @@ class _Items(Dataset):
     """The item at (position, record number); None where the record is to be dropped, being too long or no good."""
 
     def __init__(
-        self,
-        records: Sequence[Record],
-        encoder: Encoder,
-        encode: Callable[[Encoder, int, Record], Any],
-        max_length: int | None,
+        self, records: Sequence[Record], encoder: Encoder, encode: Callable[[Encoder, int, Record], Any], max_length: int | None
     ) -> None:
         self._records, self._encoder, self._encode, self._max_length = records, encoder, encode, max_length
 

@@ -21,13 +21,7 @@ from pydantic import Field
 
 from pipeline.environments.base import Kind, Outcome, Setup, Unjudged
 from pipeline.environments.code_tests import Case, Equation, Tests, read, same_literal, same_output, same_result, same_value
-from pipeline.environments.python_tool import (
-    Executed,
-    PythonArguments,
-    PythonSession,
-    PythonTool,
-    SandboxArguments,
-)
+from pipeline.environments.python_tool import Executed, PythonArguments, PythonSession, PythonTool, SandboxArguments
 from pipeline.environments.tool import ToolError
 from pipeline.sandbox.limits import Ran
 from pipeline.types import Prompt

@@ -96,10 +96,7 @@ class EnvStepper:
     """
 
     def __init__(
-        self,
-        environments: dict[str, Environment],
-        tokenizer: PreTrainedTokenizerBase,
-        observations: Observations | None,
+        self, environments: dict[str, Environment], tokenizer: PreTrainedTokenizerBase, observations: Observations | None
     ):
         self._environments, self._tokenizer, self._observations = environments, tokenizer, observations
         self._tokenizing = threading.Lock()  # tokenizers are for one thread at a time

@@ -55,109 +55,96 @@ def passage(context: str, asked: str, *answers: str) -> Row:
     return {"id": "1", "title": "t", "context": context, "question": asked, "answers": given}
 
 
-def download_all(cache: Path) -> None:
-    """Every named data set's repository, small."""
-    download(
-        cache,
-        "nvidia/OpenMathInstruct-2",
+LINES = "solve: {}\n\nanswer: last"
+GRADE = {"question": "how many?", "answer": "first 1+1=<<1+1=2>>2\n#### 1,002"}
+SAID = turns("hello", "hi", "how are you?")
+PAIR = {
+    "id": "1",
+    "source": "s",
+    "prompt": "say more",
+    "chosen": [*turns("say", "yes", "more"), {"role": "assistant", "content": "more words"}],
+    "rejected": [*turns("say", "yes", "more"), {"role": "assistant", "content": "no"}],
+}
+MIXTURE = [{"id": str(i), "source": "s", "messages": turns(f"say {i}", f"it is {i}")} for i in range(10)]
+PLAIN = {  # repositories of one file, without a card
+    "agentica-org/DeepScaleR-Preview-Dataset": (
+        "deepscaler.jsonl",
+        [question("1+1=", "2", solution="so 2"), question("2+1=", "3", solution="so 3")],
+    ),
+    "BytedTsinghua-SIA/DAPO-Math-17k": (
+        "data/dapo.parquet",
+        [dapo(LINES.format("3+1="), "4"), dapo(LINES.format("3+2="), "5")],
+    ),
+    "BytedTsinghua-SIA/AIME-2024": ("data/aime.parquet", [dapo(LINES.format("30+3="), "33")]),
+    "allenai/tulu-3-sft-mixture": ("data/train-0.parquet", MIXTURE),
+    "allenai/llama-3.1-tulu-3-8b-preference-mixture": (
+        "data/train-0.parquet",
+        [PAIR, {**PAIR, "rejected": turns("say", "no")}],
+    ),
+    "HuggingFaceH4/aime_2024": ("data/train-0.parquet", [question("20+4=", "24", id=60), question("10+1=", "011", id=61)]),
+    "MathArena/aime_2026": ("data/train-0.parquet", [{"problem_idx": 1, "answer": 277, "problem": "270+7="}]),
+}
+SUBSETS = {  # ending of the files, and rows by subset and split
+    "nvidia/OpenMathInstruct-2": (
+        "parquet",
+        {("default", "train"): [math_instruct(7)], ("default", "train_1M"): [math_instruct(i) for i in range(40)]},
+    ),
+    "openai/gsm8k": (
+        "parquet",
         {
-            "data/train-0.parquet": [math_instruct(7)],
-            "data/train_1M-0.parquet": [math_instruct(i) for i in range(40)],
+            ("main", "train"): [GRADE],
+            ("main", "test"): [{**GRADE, "question": "how many then?"}],
+            ("socratic", "train"): [{**GRADE, "question": "how?"}],
         },
-        configs(default={"train": "data/train-*", "train_1M": "data/train_1M-*"}),
-    )
-    deepscaler = [question("1+1=", "2", solution="so 2"), question("2+1=", "3", solution="so 3")]
-    download(cache, "agentica-org/DeepScaleR-Preview-Dataset", {"deepscaler.jsonl": deepscaler})
-    lines = "solve: {}\n\nanswer: last"
-    download(
-        cache,
-        "BytedTsinghua-SIA/DAPO-Math-17k",
-        {"data/dapo.parquet": [dapo(lines.format("3+1="), "4"), dapo(lines.format("3+2="), "5")]},
-    )
-    download(cache, "BytedTsinghua-SIA/AIME-2024", {"data/aime.parquet": [dapo(lines.format("30+3="), "33")]})
-    grade = {"question": "how many?", "answer": "first 1+1=<<1+1=2>>2\n#### 1,002"}
-    download(
-        cache,
-        "openai/gsm8k",
+    ),
+    "nvidia/HelpSteer3": (
+        "jsonl.gz",
         {
-            "main/train-0.parquet": [grade],
-            "main/test-0.parquet": [{**grade, "question": "how many then?"}],
-            "socratic/train-0.parquet": [{**grade, "question": "how?"}],
-        },
-        configs(
-            main={"train": "main/train-*", "test": "main/test-*"},
-            socratic={"train": "socratic/train-*"},
-        ),
-    )
-    said = turns("hello", "hi", "how are you?")
-    download(
-        cache,
-        "nvidia/HelpSteer3",
-        {
-            "preference/train.jsonl.gz": [
-                preference(-2, said, "good", "bad"),
-                preference(1, said[:1], "no", "hello to you"),
-                preference(0, said[:1], "so", "or so"),
+            ("preference", "train"): [
+                preference(-2, SAID, "good", "bad"),
+                preference(1, SAID[:1], "no", "hello to you"),
+                preference(0, SAID[:1], "so", "or so"),
             ],
-            "preference/validation.jsonl.gz": [preference(3, said[:1], "b", "a")],
-            "feedback/train.jsonl.gz": [{"context": said, "response": "good", "feedback": ["fine"]}],
+            ("preference", "validation"): [preference(3, SAID[:1], "b", "a")],
+            ("feedback", "train"): [{"context": SAID, "response": "good", "feedback": ["fine"]}],
         },
-        configs(
-            preference={"train": "preference/train.jsonl.gz", "validation": "preference/validation.jsonl.gz"},
-            feedback={"train": "feedback/train.jsonl.gz"},
-        ),
-    )
-    mixture = [{"id": str(i), "source": "s", "messages": turns(f"say {i}", f"it is {i}")} for i in range(10)]
-    download(cache, "allenai/tulu-3-sft-mixture", {"data/train-0.parquet": mixture})
-    pair = {
-        "id": "1",
-        "source": "s",
-        "prompt": "say more",
-        "chosen": [*turns("say", "yes", "more"), {"role": "assistant", "content": "more words"}],
-        "rejected": [*turns("say", "yes", "more"), {"role": "assistant", "content": "no"}],
-    }
-    apart = {**pair, "rejected": turns("say", "no")}
-    download(cache, "allenai/llama-3.1-tulu-3-8b-preference-mixture", {"data/train-0.parquet": [pair, apart]})
-    download(
-        cache,
-        "rajpurkar/squad",
+    ),
+    "rajpurkar/squad": (
+        "parquet",
         {
-            "plain_text/train-0.parquet": [passage("a house is red", "what is red?", "a house", "house")],
-            "plain_text/validation-0.parquet": [passage("a house is old", "what is old?", "a house")],
+            ("plain_text", "train"): [passage("a house is red", "what is red?", "a house", "house")],
+            ("plain_text", "validation"): [passage("a house is old", "what is old?", "a house")],
         },
-        configs(plain_text={"train": "plain_text/train-*", "validation": "plain_text/validation-*"}),
-    )
-    aime = [question("20+4=", "24", id=60), question("10+1=", "011", id=61)]
-    download(cache, "HuggingFaceH4/aime_2024", {"data/train-0.parquet": aime})
-    download(
-        cache,
-        "opencompass/AIME2025",
+    ),
+    "opencompass/AIME2025": (
+        "jsonl",
         {
-            "aime2025-I.jsonl": [{"question": "10+2=", "answer": "12"}],
-            "aime2025-II.jsonl": [{"question": "10+3=", "answer": "13"}],
+            ("AIME2025-I", "test"): [{"question": "10+2=", "answer": "12"}],
+            ("AIME2025-II", "test"): [{"question": "10+3=", "answer": "13"}],
         },
-        configs(**{"AIME2025-I": {"test": "aime2025-I.jsonl"}, "AIME2025-II": {"test": "aime2025-II.jsonl"}}),
-    )
-    download(
-        cache,
-        "MathArena/aime_2026",
-        {"data/train-0.parquet": [{"problem_idx": 1, "answer": 277, "problem": "270+7="}]},
-    )
-    download(
-        cache,
-        "open-r1/OpenR1-Math-220k",
+    ),
+    "open-r1/OpenR1-Math-220k": (
+        "parquet",
         {
-            "data/train-0.parquet": [question("8+8=", "16", solution="so 16")],
-            "extended/train-0.parquet": [question("9+9=", "18", solution="so 18")],
+            ("default", "train"): [question("8+8=", "16", solution="so 16")],
+            ("extended", "train"): [question("9+9=", "18", solution="so 18")],
         },
-        configs(default={"train": "data/train-*"}, extended={"train": "extended/train-*"}),
-    )
-    download(
-        cache,
-        "nvidia/Nemotron-Cascade-2-SFT-Data",
+    ),
+    "nvidia/Nemotron-Cascade-2-SFT-Data": (
+        "jsonl",
         {
-            "math/train.jsonl": [{"messages": [{"role": "system", "content": "think"}, *turns("5+5=", "10")]}],
-            "chat/train.jsonl": [{"messages": turns("hello", "hi")}],
+            ("math", "train"): [{"messages": [{"role": "system", "content": "think"}, *turns("5+5=", "10")]}],
+            ("chat", "train"): [{"messages": turns("hello", "hi")}],
         },
-        configs(math={"train": "math/train.jsonl"}, chat={"train": "chat/train.jsonl"}),
-    )
+    ),
+}
+
+
+def download_all(cache: Path) -> None:
+    """Lay every named data set's repository, small, in the hub cache."""
+    for repository, (path, rows) in PLAIN.items():
+        download(cache, repository, {path: rows})
+    for repository, (ending, rows) in SUBSETS.items():
+        paths = {names: f"{names[0]}/{names[1]}.{ending}" for names in rows}
+        subsets = {subset: {split: path for (one, split), path in paths.items() if one == subset} for subset, _ in rows}
+        download(cache, repository, {paths[names]: of_split for names, of_split in rows.items()}, configs(**subsets))

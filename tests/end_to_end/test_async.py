@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.checkpoint import ROLLOUTS
-from pipeline.metrics import read
+from pipeline.metrics import read_rollouts
 from pipeline.rollout import buffer
 from tests.end_to_end.runs import LOCAL, Fault, submit
 
@@ -25,7 +25,7 @@ def without_async(run) -> list[dict]:
 
 def trained_on(folder: Path) -> Counter:
     """How often each (prompt, sample) was, by what the run wrote of its steps."""
-    records = [record for path in folder.glob("rollouts/step_*.jsonl") for record in read(path)]
+    records = [record for path in folder.glob("rollouts/step_*.jsonl") for record in read_rollouts(path)]
     return Counter((record["prompt_index"], record["sample"]) for record in records)
 
 
@@ -75,7 +75,7 @@ def kill_and_rerun(folder: Path, victim: int, count: int, *overrides: str) -> No
     assert expected.items() <= first.items()
     assert max(line["async/age_max"] for line in rerun.metrics()) <= 2
 
-    later = [one for path in folder.glob("rollouts/step_*.jsonl") for one in read(path)]
+    later = [one for path in folder.glob("rollouts/step_*.jsonl") for one in read_rollouts(path)]
     tokens = {(one["prompt_index"], one["sample"]): one["completion_tokens"] for one in later}
     for entry in entries:  # what was finished is trained on as it was
         for sample, rollout in entry.rollouts.items():
@@ -102,6 +102,6 @@ def test_answers_are_cut_only_where_the_recipe_says_so(tmp_path, stragglers):
     run = submit(tmp_path / "run", *LOCAL, *IN_FLIGHT, *SLOW, *ahead)
     assert run.status == 0, run.output
     assert trained_on(run.folder) == {(prompt, sample): 1 for prompt in range(16) for sample in range(4)}
-    records = [record for path in run.folder.glob("rollouts/step_*.jsonl") for record in read(path)]
+    records = [record for path in run.folder.glob("rollouts/step_*.jsonl") for record in read_rollouts(path)]
     cut = [one for one in records if one["finish"] == "length" and len(one["completion_tokens"]) < 30]
     assert bool(cut) == (stragglers == "cut")

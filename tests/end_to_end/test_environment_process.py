@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.metrics import read
+from pipeline.metrics import read_rollouts
 from tests.end_to_end.runs import LOCAL, submit
 
 
@@ -20,7 +20,7 @@ def test_a_run_goes_on_when_the_process_dies(tmp_path):
     assert run.status == 0, run.output
     logs = "".join(path.read_text() for path in run.folder.glob("attempts/*/rank*.log"))
     assert logs.count("was killed by SIGKILL while it judged 1 turns; another process takes its place") == 1
-    rollouts = [one for path in run.folder.glob("rollouts/step_*.jsonl") for one in read(path)]
+    rollouts = [one for path in run.folder.glob("rollouts/step_*.jsonl") for one in read_rollouts(path)]
     assert not any(one.get("failure") for one in rollouts)
     (broke,) = [one for one in rollouts if one.get("broke")]
     assert (broke["broke"], broke["reward"]) == ("the environments' process was killed by SIGKILL", 0.0)

@@ -56,11 +56,7 @@ def environment(timeout_s: float = 10.0, **kwargs: Any) -> Tools:
         "tools": EnvironmentConfig(
             kind="tools",
             timeout_s=timeout_s,
-            kwargs={
-                "judge": "answers",
-                "tools": {"calculator": {}, "trouble": {"kind": f"{__name__}.Troublesome"}},
-                **kwargs,
-            },
+            kwargs={"judge": "answers", "tools": {"calculator": {}, "trouble": {"kind": f"{__name__}.Troublesome"}}, **kwargs},
         ),
         "answers": EnvironmentConfig(kind="exact_match"),
     }

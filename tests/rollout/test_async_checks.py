@@ -22,11 +22,7 @@ def test_a_recipe_may_sample_ahead():
     ("overrides", "key", "code"),
     [
         ((f"{KEY}.enabled=true",), "loss_fn.use_importance_sampling_correction", "contradiction"),
-        (
-            (*AHEAD, "policy.generation.colocated.enabled=true"),
-            f"{KEY}.max_trajectory_age_steps",
-            "contradiction",
-        ),
+        ((*AHEAD, "policy.generation.colocated.enabled=true"), f"{KEY}.max_trajectory_age_steps", "contradiction"),
         (
             (*AHEAD, f"{KEY}.max_trajectory_age_steps=0", "grpo.use_dynamic_sampling=true"),
             f"{KEY}.max_trajectory_age_steps",
