@@ -17,7 +17,7 @@ from pipeline.config import Problem
 
 TESTS_S = 40.0
 """How long all tests of a recipe may take together; what is left then is not looked into."""
-STARTS = re.compile(r"^sbatch: Job \d+ to start at \S+ using \d+ processors on (?:nodes )?(\S+)", re.M)
+STARTS = re.compile(r"^sbatch: Job \d+ to start at .* processors on (?:nodes )?(\S+)", re.M)
 NO_ANSWER = re.compile(r"unable to contact|timed out|socket|connection|configuration source|slurm backup|munge", re.I)
 """What sbatch says where it is not the request that is wrong."""
 DECORATION = re.compile(r"^(\w+: )?((error|fatal): )?(batch job submission failed: |allocation failure: )?", re.I)
@@ -129,4 +129,6 @@ class Tester:
         while high - low > 1:
             answer = ask(count := (low + high) // 2)
             low, high, best = (low, count, best) if answer.refusal else (count, high, answer)
+        if not best.nodes:  # taken, so in words of another version
+            raise SlurmError("`sbatch --test-only` does not say on which nodes a job would start", "failed")
         return set(host_names(best.nodes))
