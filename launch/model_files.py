@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.algorithms import ALGORITHMS
 from pipeline.config import PolicyConfig, Problem, RecipeError, collected, refuse
 
 KNOWN = Path(__file__).resolve().parent.parent / "recipes/models"
@@ -27,11 +26,11 @@ class Pending(os.PathLike):
 
     folder: Path
     policy: PolicyConfig
-    algorithm: str = "grpo"
+    head: str = "logprobs"  # or "values", of a reward model
 
     def leaves(self, begun: dict[str, Any]) -> dict[str, Any]:
         """Return the config.json of the model that the run leaves, which began with that of `begun`."""
-        if ALGORITHMS[self.algorithm].needs.head != "values":
+        if self.head == "logprobs":
             return begun
         kinds = [kind.removesuffix("ForCausalLM").removesuffix("ForSequenceClassification") for kind in begun["architectures"]]
         return {**begun, "architectures": [f"{kind}ForSequenceClassification" for kind in kinds], "num_labels": 1}

@@ -18,6 +18,7 @@ from launch.plan.estimate import Plan, plan
 from launch.preflight import allocation as allocated
 from launch.preflight import files, libraries, own_code, sandbox, slurm, slurm_request, slurm_sbatch, storage
 from pipeline import config
+from pipeline.algorithms import build
 from pipeline.config import Loaded, Problem, Recipe, RecipeError, collected, refuse
 
 RESTART_S = 10.0
@@ -78,7 +79,7 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
             own += folder_problems(recipe) if not own else []
         needed = "" if loaded is ordered[-1] else f"{folder_name(recipe)}, which is needed first"
         problems += [problem.within(needed) for problem in own]
-        pending.append(Pending(Path(recipe.run_dir), recipe.policy, recipe.algorithm))
+        pending.append(Pending(Path(recipe.run_dir), recipe.policy, build(recipe).needs.head))
     usable = prepared and prepared[-1].recipe.run_dir == ordered[-1].recipe.run_dir
     return prepared if usable else [], problems
 

@@ -37,6 +37,7 @@ from launch.preflight import architecture
 from launch.prepare import RESTART_S, Prepared, examine, file_problems, folder_name, folder_problems, in_order, prepare
 from launch.units import plural
 from pipeline import config, secrets
+from pipeline.algorithms import build
 from pipeline.config import Problem, Recipe, RecipeError, bound, collected, evaluates_alone, reference, refuse, section
 
 FLAGS = ("show", "plan", "dry_run", "detach")
@@ -120,7 +121,7 @@ def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
     """Print the plan, for which the models' config.json is enough, and below it what else a submission needs."""
     *needed, loaded = in_order(name, overrides)
     refuse(loaded.problems)
-    pending = [Pending(Path(each.recipe.run_dir), each.recipe.policy, each.recipe.algorithm) for each in needed]
+    pending = [Pending(Path(each.recipe.run_dir), each.recipe.policy, build(each.recipe).needs.head) for each in needed]
     recipe, choice = backend.choose(loaded.recipe, pending, run_folder.earlier(loaded.recipe))
     unread, notes = loaded.unread(recipe)
     refuse([*unread, *architecture.against_layout(recipe, pending)])
