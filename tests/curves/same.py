@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launch.command_line import split
 from pipeline import config
 from pipeline.metrics import NOT_REPRODUCIBLE, read
 from tests.curves.__main__ import ROOT, recipes
@@ -94,7 +93,7 @@ def main(arguments: list[str]) -> int:
 
 def split_names(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return (values of this command's keys, words without `=`)."""
-    given, _ = split([word for word in arguments if "=" in word], ("steps", "folder"))
+    given = dict(word.split("=", 1) for word in arguments if "=" in word)
     return given, [word for word in arguments if "=" not in word]
 
 
