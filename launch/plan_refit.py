@@ -2,11 +2,10 @@
 
 Needs the model's config.json alone, or that recipes/models describes it: no weights, no GPU, no job, no torch. Prints what
 each rank sends and receives, how that compares with the floor that the network sets and with the reference broadcast, and what
-bounds it; writes a timeline as a PNG.
+bounds it; writes a timeline as an SVG, which browsers show.
 A model that is yet to come out of a recipe listed under `needs` has the shape of the model which that recipe starts from.
 
-Ends with status 0; with 1 if the picture could not be drawn (it needs matplotlib); with 2 if something about the command line,
-the recipe or the model is wrong.
+Ends with status 0; with 2 if something about the command line, the recipe or the model is wrong.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ if __name__ == "__main__":
 from launch import backend, command_line, recipes
 from launch.command_line import Key
 from launch.model_files import is_here, read_json
+from launch.plan import refit_picture
 from launch.plan.cut import cut_sizes
 from launch.plan.estimate import needed_model
 from launch.plan.refit import Prediction, predict
@@ -60,15 +60,15 @@ class Request:
         Path | None,
         Key("PATH", "a Hugging Face config.json to plan for in place of policy.model_name: nothing else need be there"),
     ] = None
-    out: Annotated[Path | None, Key("PATH", "where the timeline picture goes; default: NAME-refit.png")] = None
+    out: Annotated[Path | None, Key("PATH", "where the timeline picture goes; default: NAME-refit.svg")] = None
 
     def problems(self) -> Iterator[Problem]:
         if self.model_config and not self.model_config.is_file():
             yield Problem("model_config", "file-not-found", f"there is no file {self.model_config}")
         if self.out and not self.out.parent.is_dir():
             yield Problem("out", "file-not-found", f"there is no folder {self.out.parent}")
-        if self.out and self.out.suffix != ".png":
-            yield Problem("out", "bad-format", f"got {self.out}; expected a .png")
+        if self.out and self.out.suffix != ".svg":
+            yield Problem("out", "bad-format", f"got {self.out}; expected a .svg")
 
 
 def main(arguments: list[str]) -> int:
@@ -83,9 +83,13 @@ def answer(request: Request) -> int:
             predicted = predict(recipe)
     except ValueError as error:  # of layouts that cannot be told, or do not meet
         raise error if isinstance(error, RecipeError) else RecipeError(Problem("", "unsupported", str(error))) from error
-    out = request.out or Path(f"{Path(recipe.name).name}-refit.png")  # a name may have slashes
+    out = request.out or Path(f"{Path(recipe.name).name}-refit.svg")  # a name may have slashes
     print(report(predicted, choice))
-    return draw(predicted, out)
+    title = f"refit of {predicted.recipe.name}, {_seconds(predicted.seconds)} predicted"
+    drawn = refit_picture.draw(predicted.timeline, ranks(predicted.recipe.cluster.train), title)
+    out.write_text(drawn, encoding="utf-8")
+    print(f"{'timeline':14s}{out}")
+    return 0
 
 
 # ---- the recipe ---------------------------------------------------------------------------------------------------------
@@ -124,19 +128,6 @@ def load(request: Request, folder: Path | None) -> tuple[Recipe, backend.Choice]
 
 
 # ---- what is shown ------------------------------------------------------------------------------------------------------
-
-
-def draw(predicted: Prediction, out: Path) -> int:
-    """Write the picture, and return the status to end with."""
-    try:
-        from launch.plan import refit_picture
-    except ImportError as error:
-        print(f"error: no picture: {error.name} is not installed here (the job's environment has it)", file=sys.stderr)
-        return 1
-    title = f"refit of {predicted.recipe.name}, {_seconds(predicted.seconds)} predicted"
-    refit_picture.draw(predicted.timeline, ranks(predicted.recipe.cluster.train), title, out)
-    print(f"{'timeline':14s}{out}")
-    return 0
 
 
 def report(predicted: Prediction, choice: backend.Choice) -> str:

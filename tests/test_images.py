@@ -22,7 +22,6 @@ KINDS = ("train", "generate")
 BASE = {"torch", "numpy", "triton", "setuptools", "jinja2"}  # what both base images bring, and must keep
 ONLY_TRAIN = {"megatron", "transformer_engine", "peft", "accelerate"}
 WITH_VLLM = {"vllm", "httpx", "aiohttp"}  # the generate image's base has them; no train rank imports them
-FOR_PEOPLE = {"matplotlib"}  # of reports, which no rank writes
 
 
 def pinned(path: Path) -> dict[str, str]:
@@ -65,7 +64,7 @@ def test_the_sets_have_what_the_pipeline_imports():
     packages.pop("pipeline", None)  # installed, as it may be
     assert {"torch", "transformers", "vllm", "megatron", "omegaconf"} <= packages.keys()
     for kind, elsewhere in (("train", WITH_VLLM), ("generate", WITH_VLLM | ONLY_TRAIN)):
-        needed = packages.keys() - elsewhere - FOR_PEOPLE
+        needed = packages.keys() - elsewhere
         assert {name for name in needed if not packages[name] & (SETS[kind].keys() | BASE)} == set(), kind
 
 

@@ -5,36 +5,33 @@ Not counted: all other ranks. The numbers behind the picture are `launch.plan.re
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from launch.pages.html import Html, tag
 from launch.plan.refit_time import GIGA, Timeline
+from launch.timelines.picture import LEFT, RIGHT, WIDTH, axis, framed
 
-COLOURS = {"pack": "#e69f00", "wire": "#0072b2", "apply": "#009e73"}  # Okabe and Ito's, told apart by everybody
-LANE = 0.27  # height of a bar; a rank's row has three
+PARTS = {"pack": "c4", "wire": "c0", "apply": "c2"}  # with colours of the page
+LANE, GAP, FLIGHT = 15, 10, 110  # heights: of a bar, of which a rank has three; between ranks; of the bytes in flight
 GENERATE_ROWS = 3
-FEW_ROUNDS = 64  # so many bars are told apart by white edges; more would be nothing but edges
 
 
-def draw(timeline: Timeline, train_ranks: int, title: str, path: Path) -> None:
-    """Write a PNG to `path`. Ranks below `train_ranks` train. Raises OSError if it cannot be written."""
-    ranks = busiest(timeline, train_ranks)
-    figure = Figure(figsize=(12, 1.6 + 0.9 * (len(ranks) + 2)), dpi=120, layout="constrained")
-    rows, flight = figure.subplots(2, 1, sharex=True, height_ratios=(len(ranks), 1.5))
-    unit, scale = ("s", 1.0) if timeline.seconds >= 1 else ("ms", 1e3)
-    for row, rank in enumerate(ranks):
-        _draw_rank(rows, row, timeline, rank, scale)
-    rows.set_yticks(range(len(ranks)), [f"{'train' if rank < train_ranks else 'generate'}\nrank {rank}" for rank in ranks])
-    rows.invert_yaxis()
-    rows.set_title(title, fontsize=10, loc="left")
-    rows.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(COLOURS), fontsize=8, frameon=False)
-    _draw_flight(flight, timeline, scale)
-    flight.set_xlabel(f"time ({unit})")
-    flight.set_xlim(0, timeline.seconds * scale)
-    figure.savefig(path, format="png")
+def draw(timeline: Timeline, train_ranks: int, title: str) -> str:
+    """Return an SVG file. Ranks below `train_ranks` train."""
+    scale = (WIDTH - LEFT - RIGHT) / max(timeline.seconds, 1e-9)
+    parts: list[Html] = []
+    y = 60
+    for rank in busiest(timeline, train_ranks):
+        name = f"{'train' if rank < train_ranks else 'generate'} rank {rank}"
+        parts.append(tag("text", name, x=LEFT - 8, y=y + 1.5 * LANE + 4, text_anchor="end", class_="tick"))
+        for part, start, stop in _bars(timeline, rank):
+            parts.append(_path(start * scale, stop * scale, y, np.full(len(start), LANE - 1), PARTS[part]))
+            y += LANE
+        y += GAP
+    parts += _flight(timeline, scale, y)
+    return framed(title, PARTS, [*parts, *axis(timeline.seconds, y + FLIGHT + 6, scale)], y + FLIGHT + 26)
 
 
 def busiest(timeline: Timeline, train_ranks: int) -> list[int]:
@@ -44,40 +41,35 @@ def busiest(timeline: Timeline, train_ranks: int) -> list[int]:
     return [int(sent[:train_ranks].argmax()), *map(int, generate)]
 
 
-def _draw_rank(axes: Axes, row: int, timeline: Timeline, rank: int, scale: float) -> None:
+def _bars(timeline: Timeline, rank: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Yield (part, begin, end) of a rank, in seconds, for the rounds in which it does something."""
     active = timeline.loads.sends[:, rank] + timeline.loads.receives[:, rank] > 0
-    parts = timeline.parts
+    posted, applied = timeline.posted[:, rank], timeline.applied[:, rank]
     bars = {
-        "pack": (timeline.posted[:, rank] - parts["pack"][:, rank], timeline.posted[:, rank]),
+        "pack": (posted - timeline.parts["pack"][:, rank], posted),
         "wire": (timeline.begun[:, rank], timeline.arrived[:, rank]),
-        "apply": (timeline.applied[:, rank] - parts["apply"][:, rank], timeline.applied[:, rank]),
+        "apply": (applied - timeline.parts["apply"][:, rank], applied),
     }
-    for lane, (name, (start, stop)) in enumerate(bars.items()):
-        spans = np.stack([start, stop - start], 1)[active & (stop > start)] * scale
-        low = row + (lane - 1.5) * LANE
-        label = name if row == 0 else None
-        edge = _edge(COLOURS[name], len(active))
-        axes.broken_barh(spans, (low, LANE), facecolor=COLOURS[name], edgecolor=edge, linewidth=0.3, label=label)
+    for part, (start, stop) in bars.items():
+        there = active & (stop > start)
+        yield part, start[there], stop[there]
 
 
-def _edge(colour: str, rounds: int) -> str:
-    return "white" if rounds <= FEW_ROUNDS else colour
-
-
-def _draw_flight(axes: Axes, timeline: Timeline, scale: float) -> None:
-    """Draw a bar for each round, from when its first message begins until its last one has arrived."""
+def _flight(timeline: Timeline, scale: float, y: float) -> Iterator[Html]:
+    """Yield a bar for each round, as high as its bytes, from its first message's begin until its last one has arrived."""
     active = timeline.loads.sends + timeline.loads.receives > 0
     start = np.where(active, timeline.begun, np.inf).min(1, initial=np.inf)
     stop = np.where(active, timeline.arrived, 0.0).max(1, initial=0.0)
-    some = active.any(1)
-    size = timeline.loads.sent.sum(1)
-    axes.bar(
-        start[some] * scale,
-        size[some] / GIGA,
-        (stop - start)[some] * scale,
-        align="edge",
-        facecolor="#8fbbdb",  # lighter than the wire's
-        edgecolor=_edge("#8fbbdb", len(size)),
-        linewidth=0.3,
-    )
-    axes.set_ylabel("GB in flight,\nby round")
+    some, size = active.any(1), timeline.loads.sent.sum(1)
+    most = max(size.max(initial=0), 1)
+    height = (FLIGHT - 10) * size[some] / most
+    yield _path(start[some] * scale, stop[some] * scale, y + FLIGHT - height, height, "c5")
+    for label, at in (("GB in flight,", y + 20), ("by round", y + 34), (f"{most / GIGA:.3g} GB at most", y + 54)):
+        yield tag("text", label, x=LEFT - 8, y=at, text_anchor="end", class_="tick")
+
+
+def _path(begin: np.ndarray, end: np.ndarray, y: float | np.ndarray, height: np.ndarray, class_: str) -> Html:
+    """Return bars as one path."""
+    tops = np.broadcast_to(y, begin.shape)
+    rows = zip((LEFT + begin).tolist(), tops.tolist(), np.maximum(end - begin, 0.4).tolist(), height.tolist(), strict=True)
+    return tag("path", d="".join(f"M{x:.2f} {top:.1f}h{w:.2f}v{h:.1f}h-{w:.2f}z" for x, top, w, h in rows), class_=class_)

@@ -7,7 +7,7 @@ and what they did in titles; many are thin lines with the names of nodes or engi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,15 +38,19 @@ def evenly(items: Sequence[Item], most: int) -> list[Item]:
 
 def alone(step: Step, title: str) -> str:
     """Return an SVG file with all ranks."""
-    parts, height = _panels(step, len(step.rows), 56)
-    legend = []
-    for i, key in enumerate(step.categories()):
-        legend.append(tag("rect", x=110 * i, y=30, width=12, height=12, class_=f"is-{key}"))
-        legend.append(tag("text", key, x=110 * i + 18, y=41, class_="head"))
+    return framed(title, {key: f"is-{key}" for key in step.categories()}, *_panels(step, len(step.rows), 56))
+
+
+def framed(title: str, legend: Mapping[str, str], parts: Iterable[Html], height: float) -> str:
+    """Return an SVG file with the page's style, a title and a legend: name -> class. The parts are below y = 56."""
+    entries = []
+    for i, (name, class_) in enumerate(legend.items()):
+        entries.append(tag("rect", x=110 * i, y=30, width=12, height=12, class_=class_))
+        entries.append(tag("text", name, x=110 * i + 18, y=41, class_="head"))
     head = tag("text", title, x=0, y=14, class_="head realm", style="font-size: 16px")
     box = {"viewBox": f"-20 -20 {WIDTH + 40} {height + 40}", "width": WIDTH + 40, "height": height + 40}
     look = {"class_": "timeline", "style": "background: var(--panel); font-family: system-ui, sans-serif"}
-    inner = (tag("style", Html(STYLE.read_text())), head, *legend, *parts)
+    inner = (tag("style", Html(STYLE.read_text())), head, *entries, *parts)
     return str(tag("svg", *inner, xmlns="http://www.w3.org/2000/svg", **box, **look)) + "\n"
 
 
@@ -72,7 +76,7 @@ def _panels(step: Step, most: int, y: float) -> tuple[list[Html], float]:
         for i, (_, spans) in enumerate(rows):
             parts += _bars(step, spans, y + height * i, height, scale)
         y += height * len(rows)
-    return [*parts, *_axis(step, y + 6, scale)], y + 26
+    return [*parts, *axis(step.end - step.begin, y + 6, scale)], y + 26
 
 
 def _names(rows: list[Row]) -> Iterator[tuple[str, float]]:
@@ -105,8 +109,8 @@ def _said(step: Step, span: Span) -> Html:
     return text(said)
 
 
-def _axis(step: Step, y: float, scale: float) -> Iterator[Html]:
-    length = step.end - step.begin
+def axis(length: float, y: float, scale: float) -> Iterator[Html]:
+    """Yield an axis of so many seconds. scale: pixels of a second."""
     unit, per_unit = ("s", 1.0) if length >= 0.5 else ("ms", 1e3)
     power = 10 ** math.floor(math.log10(length / 8))
     every = next(power * each for each in (1, 2, 5, 10) if power * each >= length / 8)
