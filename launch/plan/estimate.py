@@ -212,17 +212,26 @@ def plan(recipe: Recipe, choice: backend.Choice, before: Path | None = None, pen
     that have not run yet. Raises RecipeError, naming the key, for a model or a GPU that is not known, or a `before` that tells
     nothing.
     """
-    described = model_configs(recipe, pending)
-    found = _shapes(described)
+    models = model_configs(recipe, pending)
+    shapes = _shapes(models)
     earlier = calibration.find(recipe, before)
-    spread = lengths.assumed(recipe, *((earlier.prompt, earlier.answer, earlier.where) if earlier else ()))
-    train = memory.train(recipe, found)
-    generate = memory_generate.generate(recipe, found["policy"]) if generates(recipe) else None
-    refit, unknown = _refit(recipe, described["policy"])
-    ratios = _ratios(earlier, pending) if earlier and _can_be_timed(recipe, generate) else {}
-    parts = (recipe, choice, described, found, spread, train, generate, refit, unknown)
-    made = Plan(*parts, [], 0.0, earlier, ratios, None, memory.reward(recipe, found))
-    made = _timed(made, calibration.scaled(_refit_phases(recipe, generate, refit), ratios))
+    held, (refit, unknown) = _memory(recipe, shapes), _refit(recipe, models["policy"])
+    made = Plan(
+        recipe=recipe,
+        choice=choice,
+        models=models,
+        shapes=shapes,
+        lengths=lengths.assumed(recipe, *((earlier.prompt, earlier.answer, earlier.where) if earlier else ())),
+        **held,
+        refit=refit,
+        refit_unknown=unknown,
+        phases=[],
+        validation=0.0,
+        measured=earlier,
+        ratios=_ratios(earlier, pending) if earlier and _can_be_timed(recipe, held["generate"]) else {},
+        split=None,
+    )
+    made = _timed(made, calibration.scaled(_refit_phases(recipe, made.generate, refit), made.ratios))
     if not made.phases or not split.movable(recipe):
         return made
     now = made.step if made.fits else math.inf
@@ -249,10 +258,16 @@ def step_elsewhere(plan: Plan, recipe: Recipe) -> float | None:
 
 
 def _untimed(plan: Plan, recipe: Recipe) -> Plan:
-    train = memory.train(recipe, plan.shapes)
-    generate = memory_generate.generate(recipe, plan.shapes["policy"]) if generates(recipe) else None
-    reward = memory.reward(recipe, plan.shapes)
-    return replace(plan, recipe=recipe, train=train, generate=generate, reward=reward, phases=[], validation=0.0, split=None)
+    return replace(plan, recipe=recipe, phases=[], validation=0.0, split=None, **_memory(recipe, plan.shapes))
+
+
+def _memory(recipe: Recipe, shapes: Mapping[str, ModelShape]) -> dict[str, TrainMemory | GenerateMemory | None]:
+    """Return the memory of the fullest rank of each component, None for those that the recipe does not have."""
+    return {
+        "train": memory.train(recipe, shapes),
+        "generate": memory_generate.generate(recipe, shapes["policy"]) if generates(recipe) else None,
+        "reward": memory.reward(recipe, shapes),
+    }
 
 
 def _timed(plan: Plan, refit: Sequence[Phase]) -> Plan:
