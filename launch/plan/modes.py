@@ -127,35 +127,30 @@ def _divisions(recipe: Recipe, name: str) -> Iterator[Changes]:
     shared, in_turn = recipe.cluster.share_nodes, config.colocated(recipe)
     if name == "colocated":
         if shared:
-            yield _sizes("gpus_per_node", *[train.gpus_per_node + generate.gpus_per_node] * 2)
+            yield split.values("gpus_per_node", *[train.gpus_per_node + generate.gpus_per_node] * 2)
             return
         if not split.alike(recipe):
             message = "got other nodes than cluster.train has; expected the same"
             raise RecipeError(Problem("cluster.generate", "contradiction", message))
-        yield from (_sizes("nodes", nodes, nodes) for nodes in range(train.nodes + generate.nodes, 0, -1))
+        yield from (split.values("nodes", nodes, nodes) for nodes in range(train.nodes + generate.nodes, 0, -1))
         return
     if not in_turn:
         yield {}
         if split.movable(recipe):
-            own = split.sizes(recipe)
-            yield from (_sizes(split.key_of(recipe), *sizes) for sizes in split.halves(sum(own)) if sizes != own)
+            yield from split.divisions(recipe)
     elif train.nodes > 1:
-        yield from (_sizes("nodes", *sizes) for sizes in split.halves(train.nodes))
+        yield from (split.values("nodes", *sizes) for sizes in split.halves(train.nodes))
     elif train.gpus_per_node > 1 and train.ranks_per_node is None:
-        yield from (SHARE | _sizes("gpus_per_node", *sizes) for sizes in split.halves(train.gpus_per_node))
+        yield from (SHARE | split.values("gpus_per_node", *sizes) for sizes in split.halves(train.gpus_per_node))
     else:
         message = "got 1; expected a GPU for each component at least"
         raise RecipeError(Problem("cluster.train.gpus_per_node", "too-small", message))
 
 
-def _sizes(key: str, train: int, generate: int) -> Changes:
-    return {f"cluster.train.{key}": train, f"cluster.generate.{key}": generate}
-
-
 def _changes(recipe: Recipe, other: Recipe, name: str) -> Changes:
     sizes = {}
     for key in ("nodes", "gpus_per_node"):
-        sizes |= _sizes(key, *(getattr(part, key) for part in (other.cluster.train, other.cluster.generate)))
+        sizes |= split.values(key, *(getattr(part, key) for part in (other.cluster.train, other.cluster.generate)))
     return placement.differing(recipe, _keys(recipe, name) | sizes | {"cluster.share_nodes": other.cluster.share_nodes})
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from launch.placement import Changes
 from pipeline import config
-from pipeline.config import Recipe, RecipeError, generates
+from pipeline.config import Recipe, collected, generates
 
 WORTH = 0.03  # of a step: a smaller gain is within what an estimate cannot tell
 
@@ -54,16 +55,9 @@ def sizes(recipe: Recipe) -> tuple[int, int]:
     return getattr(recipe.cluster.train, key_of(recipe)), getattr(recipe.cluster.generate, key_of(recipe))
 
 
-def others(recipe: Recipe) -> Iterator[Recipe]:
-    """Yield the recipe with every other division that its layout allows."""
-    train, generate, key = recipe.cluster.train, recipe.cluster.generate, key_of(recipe)
-    now = sizes(recipe)
-    for own, rest in halves(sum(now)):
-        if (own, rest) != now:
-            cluster = replace(recipe.cluster, train=replace(train, **{key: own}), generate=replace(generate, **{key: rest}))
-            candidate = replace(recipe, cluster=cluster)
-            if _allowed(candidate):
-                yield candidate
+def values(key: str, train: int, generate: int) -> Changes:
+    """Return the values of a key of cluster.train and cluster.generate, by their dotted keys."""
+    return {f"cluster.train.{key}": train, f"cluster.generate.{key}": generate}
 
 
 def halves(total: int) -> Iterator[tuple[int, int]]:
@@ -71,12 +65,17 @@ def halves(total: int) -> Iterator[tuple[int, int]]:
     yield from ((train, total - train) for train in range(1, total))
 
 
-def _allowed(recipe: Recipe) -> bool:
-    try:
-        config.validate(recipe)
-    except RecipeError:
-        return False
-    return True
+def divisions(recipe: Recipe) -> Iterator[Changes]:
+    """Yield every other division of the recipe's nodes, or of the GPUs of shared nodes."""
+    own = sizes(recipe)
+    yield from (values(key_of(recipe), *other) for other in halves(sum(own)) if other != own)
+
+
+def others(recipe: Recipe) -> Iterator[Recipe]:
+    """Yield the recipe with every other division that its layout allows."""
+    for division in divisions(recipe):
+        with collected([]):
+            yield config.changed(recipe, division)
 
 
 def better(recipe: Recipe, now: float, step: Callable[[Recipe], float | None]) -> Split | None:
