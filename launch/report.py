@@ -52,11 +52,11 @@ def main(arguments: list[str]) -> int:
 def answer(request: Request) -> int:
     folders = list(dict.fromkeys(request.run))
     runs = [PastRun.at(folder) for folder in folders]
-    told = [LabelledRun(run, label, run.metrics()) for run, label in zip(runs, labels(folders), strict=True)]
-    for each in told:
+    labelled = [LabelledRun(run, label, run.metrics()) for run, label in zip(runs, labels(folders), strict=True)]
+    for each in labelled:
         _print(each)
     out = request.out or (folders[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    text = page(told, states(runs))
+    text = page(labelled, states(runs))
     out.write_text(text, encoding="utf-8")
     print(f"report: {out} ({size(len(text.encode()))})")
     if out.is_file() and not add_plotly(out.parent):
@@ -76,24 +76,24 @@ def labels(folders: Sequence[Path]) -> list[str]:
 # ---- the page ---------------------------------------------------------------------------------------------------------------
 
 
-def page(told: Sequence[LabelledRun], of: Sequence[RunState]) -> str:
+def page(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> str:
     """Return the HTML of runs in these states."""
-    names = [each.label for each in told]
+    names = [each.label for each in labelled]
     written = tag("p", f"Written {moment(time.time())} from what the run folders held then.", class_="note")
-    sections = [section for section in _sections(told, of) if section.content]
+    sections = [section for section in _sections(labelled, of) if section.content]
     return document(" · ".join(names) if len(names) <= 4 else f"{len(names)} runs", sections, names, written)
 
 
-def _sections(told: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterator[Section]:
+def _sections(labelled: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterator[Section]:
     """Yield all sections; those of which the runs have nothing are empty."""
-    curves = Curves(told)
-    sampled = rollouts.read([each.run.folder for each in told])
-    names = [each.label for each in told]
+    curves = Curves(labelled)
+    sampled = rollouts.read([each.run.folder for each in labelled])
+    names = [each.label for each in labelled]
 
     def grid(charts: Sequence[Chart]) -> list[Html]:
         return [figures(charts, names)] if charts else []
 
-    yield Section("Overview", overview(told, of))
+    yield Section("Overview", overview(labelled, of))
     phases = [chart for chart in curves.phase_times() if chart.series]
     refit = [*curves.take(r"(refit/|throughput/refit_)"), *curves.refit_times()]
     refit += curves.take("time/refit_")
@@ -106,7 +106,7 @@ def _sections(told: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterator[S
     for group in curves.groups():
         yield Section(group.capitalize(), grid(curves.take(rf"{group}/" if group != "other" else "")))
     yield Section("Time", grid([*phases, *speed]), "rest: what is left of time/step without its parts.")
-    drawn = timelines([each.run for each in told], names)
+    drawn = timelines([each.run for each in labelled], names)
     yield Section("Timeline", [*drawn, *grid(idle)], "Of the last step that ended; launch/timeline.py draws any.")
     yield Section("Staleness", grid(ages), "Age: steps between its weights and the step.")
     compared = "the busiest rank's rate, of what cluster.network allows it; ranks that share GPUs use gloo, not that network"
@@ -114,22 +114,22 @@ def _sections(told: Sequence[LabelledRun], of: Sequence[RunState]) -> Iterator[S
     yield Section("Lengths and rewards", grid([*lengths, *spread]), "Bands: of the rollouts of a step.")
     if sampled.files:
         yield Section("Samples", [rollouts.samples(sampled)], f"{'; '.join(sampled.notes)}.")
-    yield Section("Recipe" if len(told) == 1 else "Recipes", recipes([each.run for each in told], names))
+    yield Section("Recipe" if len(labelled) == 1 else "Recipes", recipes([each.run for each in labelled], names))
 
 
 # ---- the terminal -----------------------------------------------------------------------------------------------------------
 
 
-def _print(told: LabelledRun) -> None:
-    if not told.metrics.steps:
-        print(f"{told.run.folder}: no step yet")
+def _print(labelled: LabelledRun) -> None:
+    if not labelled.metrics.steps:
+        print(f"{labelled.run.folder}: no step yet")
         return
-    print(f"{told.run.folder}: {told.metrics.steps[-1]:.0f} steps")
+    print(f"{labelled.run.folder}: {labelled.metrics.steps[-1]:.0f} steps")
     for key in PRINTED:
-        steps, values = told.metrics.columns.get(key, ((), ()))
+        steps, values = labelled.metrics.columns.get(key, ((), ()))
         if len(values) > 1:
             print(f"  {key}: {values[0]:.3f} at step {steps[0]:.0f}, {values[-1]:.3f} at step {steps[-1]:.0f}")
-    _print_samples(told.run.folder)
+    _print_samples(labelled.run.folder)
 
 
 def _print_samples(run_dir: Path, count: int = 3) -> None:

@@ -53,11 +53,11 @@ class LabelledRun:
 class Curves:
     """Deals each key out once: what one section shows no other does."""
 
-    def __init__(self, told: Sequence[LabelledRun]):
-        self.told = told
-        self.left = list(dict.fromkeys(key for each in told for key in each.metrics.columns))
-        self.marks = [Mark(x, why, run) for run, each in enumerate(told) for x, why in each.restarts()]
-        self.points = min(POINTS, max(200, MOST_POINTS // max(1, len(told))))
+    def __init__(self, labelled: Sequence[LabelledRun]):
+        self.labelled = labelled
+        self.left = list(dict.fromkeys(key for each in labelled for key in each.metrics.columns))
+        self.marks = [Mark(x, why, run) for run, each in enumerate(labelled) for x, why in each.restarts()]
+        self.points = min(POINTS, max(200, MOST_POINTS // max(1, len(labelled))))
 
     def take(self, pattern: str) -> list[Chart]:
         """Return charts of the keys not yet taken that a regular expression matches at the beginning."""
@@ -80,14 +80,14 @@ class Curves:
     def _chart(self, base: str, keys: list[str]) -> Chart:
         alone = len(keys) == 1 and _role(keys[0])
         title = f"{base} {ROLES[alone]}" if alone else base
-        series = [each for run in range(len(self.told)) for each in self._series(run, keys)]
+        series = [each for run in range(len(self.labelled)) for each in self._series(run, keys)]
         note = next((note for part, note in NOTES.items() if part in base), "")
         unit = next((unit for ending, unit in UNITS.items() if re.search(rf"(^|_){ending}(_|$)", base)), "")
         unit = "s" if _prefix(keys[0]) == "time" else unit
         return Chart(title.replace("_", " "), series, unit=unit, marks=self.marks, note=note, points=self.points)
 
     def _series(self, run: int, keys: list[str]) -> list[Series]:
-        columns = self.told[run].metrics.columns
+        columns = self.labelled[run].metrics.columns
         of = {(_prefix(key), _role(key)): columns[key] for key in sorted(keys) if key in columns}
         series = []
         for prefix in dict.fromkeys(prefix for prefix, _ in of):
@@ -106,12 +106,12 @@ class Curves:
         """Return a chart per run: seconds of each phase, on each other."""
         shown = ("time/step", *(f"time/{part}" for part in (*PARTS, *BESIDE)))
         self.left = [key for key in self.left if key not in shown]
-        return [self._stack(run, "seconds per step", phases(each.metrics)) for run, each in enumerate(self.told)]
+        return [self._stack(run, "seconds per step", phases(each.metrics)) for run, each in enumerate(self.labelled)]
 
     def refit_times(self) -> list[Chart]:
         """Return a chart per run. The digest's time is a part of the others and has a chart of its own."""
         stacks = []
-        for run, each in enumerate(self.told):
+        for run, each in enumerate(self.labelled):
             columns = each.metrics.columns
             layers = {part: columns[key] for part in REFIT_PARTS if (key := f"time/refit_{part}") in columns}
             stacks.append(self._stack(run, "seconds of a refit", layers))
@@ -130,7 +130,7 @@ class Curves:
     def ages(self) -> list[Chart]:
         """Return charts of the ages in steps of tokens that were trained on, and a chart per run with the share of each."""
         stacks = []
-        for run, each in enumerate(self.told):
+        for run, each in enumerate(self.labelled):
             columns = each.metrics.columns
             of_age = {int(key.rpartition("_")[2]): columns[key] for key in columns if re.fullmatch(TOKENS_OF_AGE, key)}
             if of_age:
@@ -140,7 +140,7 @@ class Curves:
         return [*ages, *stacks]
 
     def _stack(self, run: int, title: str, layers: Layers, unit: str = "s") -> Chart:
-        of = f" of {self.told[run].label}" if len(self.told) > 1 else ""
+        of = f" of {self.labelled[run].label}" if len(self.labelled) > 1 else ""
         series = [Series(name, x, y, run) for name, (x, y) in layers.items()]
         marks = [mark for mark in self.marks if mark.run == run]
         return Chart(title + of, series, unit=unit, stacked=True, marks=marks, points=self.points)

@@ -20,13 +20,13 @@ WIDE = ("layout", "versions", "command", "folder")
 CLASSES = {"done": "good", "running": "good", "failed": "bad", "stopped": "warn", "unknown": "warn"}
 
 
-def overview(told: Sequence[LabelledRun], states: Sequence[RunState]) -> list[Html]:
+def overview(labelled: Sequence[LabelledRun], states: Sequence[RunState]) -> list[Html]:
     """Return the facts of each run, and the attempts of those that were started more than once or failed."""
-    columns = [_facts(each, state) for each, state in zip(told, states, strict=True)]
-    content = [_tiles(columns[0]) if len(told) == 1 else _side_by_side(told, columns)]
-    for each in told:
+    columns = [_facts(each, state) for each, state in zip(labelled, states, strict=True)]
+    content = [_tiles(columns[0]) if len(labelled) == 1 else _side_by_side(labelled, columns)]
+    for each in labelled:
         if len(each.run.attempts) > 1 or any(attempt.failure for attempt in each.run.attempts):
-            of = f" of {each.label}" if len(told) > 1 else ""
+            of = f" of {each.label}" if len(labelled) > 1 else ""
             starts = [_attempt(i, attempt) for i, attempt in enumerate(each.run.attempts)]
             names = ["", "attempt", "started", "lasted", "verdict", "first failure"]
             content.append(table(names, starts, f"Starts{of}"))
@@ -40,15 +40,15 @@ def _tiles(facts: dict[str, object]) -> Html:
     return tag("dl", *map(tile, sorted(filter(facts.get, facts), key=lambda name: name in WIDE)))
 
 
-def _side_by_side(told: Sequence[LabelledRun], columns: list[dict[str, object]]) -> Html:
-    header = ["", *(text(swatch(i), each.label) for i, each in enumerate(told))]
+def _side_by_side(labelled: Sequence[LabelledRun], columns: list[dict[str, object]]) -> Html:
+    header = ["", *(text(swatch(i), each.label) for i, each in enumerate(labelled))]
     names = [name for name in columns[0] if any(column[name] for column in columns)]
     return table(header, [[name, *(column[name] for column in columns)] for name in names])
 
 
-def _facts(told: LabelledRun, state: RunState) -> dict[str, object]:
+def _facts(labelled: LabelledRun, state: RunState) -> dict[str, object]:
     """Return facts by the same names for every run; empty where there is nothing to tell."""
-    run, metrics = told.run, told.metrics
+    run, metrics = labelled.run, labelled.metrics
     of = "" if run.max_steps is None else f" of {run.max_steps}"
     last = run.submissions[-1] if run.submissions else {}
     git, versions = last.get("git"), last.get("versions", {})
