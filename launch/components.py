@@ -13,7 +13,7 @@ from pipeline.config import ComponentConfig, Recipe, colocated, guests, uses_meg
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
-    """The job's components, in rank order, with what concerns all of them; their own goes before that.
+    """Return the job's components in rank order, with the variables and options of all; a component's own go before them.
 
     Backends' variables are set before Python starts: some are read on import.
     """

@@ -1,4 +1,4 @@
-"""What a component's container is, as options of pyxis to srun (https://github.com/NVIDIA/pyxis), and what its tasks must set.
+"""Options of pyxis to srun (https://github.com/NVIDIA/pyxis) for a component's container, and the variables of its tasks.
 
 An image may set variables itself, and then pyxis keeps the image's value. What the job cannot do without is therefore set
 again inside: where the code is, and where the caches are that were looked into at submission, since an image has its own home.
@@ -32,7 +32,7 @@ def has_another_python(component: ComponentConfig) -> bool:
 
 
 def options(component: ComponentConfig) -> list[str]:
-    """For srun. Nothing without an image."""
+    """Return the options for srun; none without an image."""
     if component.container_image is None:
         return []
     given = [f"--container-image={component.container_image}"]
@@ -48,7 +48,7 @@ def options(component: ComponentConfig) -> list[str]:
 
 
 def task_exports(component: ComponentConfig) -> list[str]:
-    """Lines of bash for the beginning of a task. Nothing without an image."""
+    """Return lines of bash for the beginning of a task; none without an image."""
     if component.container_image is None:
         return []
     caches = {"HF_HOME": _whole(str(hf_home()))} | {name: _whole(value) for name in CACHES if (value := os.environ.get(name))}
@@ -59,5 +59,5 @@ def task_exports(component: ComponentConfig) -> list[str]:
 
 
 def _whole(path: str) -> str:
-    """`~` is another folder in there."""
+    """Return an absolute path: `~` is another folder in the image."""
     return str(Path(path).expanduser().absolute())

@@ -1,4 +1,4 @@
-"""What a recipe hands on to the recipes that it needs: where they run.
+"""Hand on to the recipes that a recipe needs where they run.
 
 A needed recipe takes, the later over the earlier:
     the schema's defaults
@@ -24,8 +24,10 @@ SIZES = ("share_nodes", "ranks_per_node", "cpus_per_task", "gpus_per_node", "nod
 
 
 def inspect(need: str, own: list[str], asking: Loaded, command_line: list[str]) -> Loaded:
-    """A needed recipe, with what it is handed on. own: its own overrides. asking: the recipe that was asked for, as
-    `command_line` has it. A note says which sizes it does not take."""
+    """Return a needed recipe with what it is handed on; a note names the sizes that it does not take.
+
+    own: its own overrides. asking: the recipe that was asked for, as `command_line` has it.
+    """
     alone = recipes.inspect(need, own)
     where = _from_files(asking, alone)
     given = [argument for argument in command_line if argument.startswith(("cluster.", "cluster="))]
@@ -53,7 +55,7 @@ def _problems(loaded: Loaded) -> list[Problem]:
 
 
 def _from_files(asking: Loaded, needed: Loaded) -> list[str]:
-    """`key=value` of what the files of the recipe that asks say of the place, and those of the needed one do not."""
+    """Return `key=value` of the place, for keys that the files of the asking recipe give and those of the needed one do not."""
     found: dict[str, str] = {}
     for key, origin in asking.origins.items():
         section, *rest = key.split(".")

@@ -1,4 +1,4 @@
-"""Where a model's files are, and its config.json, without transformers."""
+"""Find a model's files and read its config.json, without transformers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pending(os.PathLike):
 def model_config(
     policy: PolicyConfig, pending: Sequence[os.PathLike] = (), key: str = "policy.model_name"
 ) -> dict[str, Any] | None:
-    """config.json with the recipe's overrides; None if the model is yet to come out of one of the run folders `pending`.
+    """Return config.json with the recipe's overrides; None if the model is yet to come out of one of the folders `pending`.
 
     Multimodal families keep the language model's keys in `text_config`; those are taken. key: where the recipe names the model.
     Raises RecipeError.
@@ -55,9 +55,9 @@ def model_config(
 def described(
     policy: PolicyConfig, pending: Sequence[os.PathLike] = (), key: str = "policy.model_name"
 ) -> dict[str, Any] | None:
-    """As `model_config`, but of a public model that is in no local folder or cache what recipes/models says of it.
+    """Return the same as `model_config`; of a public model that is not on this machine, the description in recipes/models.
 
-    Of a model that a needed run is yet to leave it says what that run begins with. For the plan alone: a run needs the model
+    Of a model that a needed run is yet to leave, return what that run begins with. For the plan alone: a run needs the model
     itself. Raises RecipeError.
     """
     for run in pending:
@@ -92,7 +92,7 @@ def _other_types(key: str, given: dict[str, Any], config: dict[str, Any]) -> Ite
 
 
 def known(name: str) -> dict[str, Any] | None:
-    """What recipes/models says of a public model, by its name on the Hugging Face Hub."""
+    """Return the description in recipes/models of a public model, by its name on the Hugging Face Hub; None without one."""
     path = KNOWN / f"{name}.json"
     if name.count("/") != 1 or not path.is_file():
         return None
@@ -106,12 +106,12 @@ def inside(name: str, folders: Iterable[os.PathLike]) -> bool:
 
 
 def is_here(name: str) -> bool:
-    """Whether the model is a folder or in the Hugging Face cache."""
+    """Return whether the model is a folder or in the Hugging Face cache."""
     return Path(name).is_dir() or _in_cache(name) is not None
 
 
 def model_folder(key: str, name: str) -> Path:
-    """The folder that a model's name stands for: itself, or a snapshot in the Hugging Face cache. Raises RecipeError."""
+    """Return the folder that a model's name stands for: itself, or a snapshot in the Hugging Face cache. Raises RecipeError."""
     if Path(name).is_dir():
         if not (Path(name) / "config.json").exists() and key.endswith("model_name"):
             told = f"{name} has no config.json; expected a folder with a Hugging Face checkpoint"
@@ -130,7 +130,7 @@ def _looks_like_path(name: str) -> bool:
 
 
 def hub_cache() -> Path:
-    """As huggingface_hub finds it: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    """Return the cache as huggingface_hub finds it: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
     return Path(os.environ.get("HF_HUB_CACHE") or hf_home() / "hub").expanduser()
 
 
@@ -140,7 +140,7 @@ def hf_home() -> Path:
 
 
 def _in_cache(name: str) -> Path | None:
-    """The snapshot of `main`, else the only ones there are, newest first, if it has a config.json."""
+    """Return the snapshot of `main` that has a config.json, else the newest that has one."""
     if _looks_like_path(name):
         return None
     repository = hub_cache() / f"models--{name.replace('/', '--')}"

@@ -1,6 +1,6 @@
-"""What has to run for a recipe, and everything that can be said against it, before anything is created or submitted.
+"""Find what has to run for a recipe, and all its problems, before anything is created or submitted.
 
-All problems are told in one list: those of the recipe itself, of its models' and data's files, of storage, and of Slurm.
+The problems are those of the recipe itself, of its models' and data's files, of storage, and of Slurm.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Prepared:
 
 
 def prepare(name: str, overrides: list[str], plan_from: Path | None = None) -> list[Prepared]:
-    """What has to run, in order, the asked-for recipe last: needed recipes that are complete are left out.
+    """Return what has to run, in order, the asked-for recipe last: needed recipes that are complete are left out.
 
     plan_from: a run folder by which the plan is calibrated. Raises RecipeError with all problems.
     """
@@ -87,7 +87,7 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
 def _planned(
     recipe: Recipe, choice: backend.Choice, plan_from: Path | None, pending: list[Path], notes: list[str]
 ) -> Plan | None:
-    """What FSDP2 can train is more than what can be planned, so that is no reason to refuse a run."""
+    """Return the plan; None, with a note, for a family that cannot be planned: FSDP2 may train it all the same."""
     try:
         return plan(recipe, choice, plan_from, pending)
     except NotDescribed as error:
@@ -96,12 +96,12 @@ def _planned(
 
 
 def folder_name(recipe: Recipe) -> str:
-    """The name by which `needs` asks for a needed recipe: its run folder has it, whatever the recipe's own `name` says."""
+    """Return the name by which `needs` asks for a recipe: that of its run folder, whatever the recipe's own `name` is."""
     return Path(recipe.run_dir).name
 
 
 def in_order(name: str, overrides: list[str]) -> list[Loaded]:
-    """The recipe, preceded by those that it needs and that have not run. Raises RecipeError if they need each other."""
+    """Return the recipe, preceded by those that it needs and that have not run. Raises RecipeError if they need each other."""
     asked_for = recipes.inspect(name, overrides)
     ordered: list[Loaded] = []
 

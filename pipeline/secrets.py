@@ -41,13 +41,13 @@ def is_secret(variable: str) -> bool:
 
 
 def in_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Value -> name, longest first."""
+    """Return the name of each secret variable by its value, longest values first."""
     found = {value: name for name, value in environment.items() if is_secret(name) and len(value) >= SHORTEST}
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
 def redacted(text: str, values: Mapping[str, str] | None = None) -> str:
-    """`values`: as of `in_environment`, which is the default."""
+    """Return the text without secrets. values: as of `in_environment`, which is the default."""
     for value in in_environment() if values is None else values:
         text = text.replace(value, "***")
     return VALUES.sub("***", text)

@@ -20,7 +20,10 @@ CLUSTER = (
 
 
 def translate(t: Translator, samples: bool, rewarded: str | None) -> None:
-    """samples: whether the algorithm does. rewarded: the key of an environment whose reward model has GPUs of its own."""
+    """Translate who runs where.
+
+    samples: whether the algorithm does. rewarded: the key of an environment whose reward model has GPUs of its own.
+    """
     nodes, gpus = t.consume(NODES, 1), t.consume(GPUS)
     if not all(isinstance(n, int) and n > 0 for n in (nodes, gpus)):
         t.problem(NODES if gpus else GPUS, "too-small", f"got {nodes} nodes with {gpus} GPUs each; expected at least 1 of both")

@@ -33,7 +33,7 @@ PUZZLE_PROMPT = str(RECIPES / "prompts/sliding_puzzle.txt")
 
 
 def translate(t: Translator, names: list[str]) -> None:
-    """names: of the environments that a data set's answers go to."""
+    """Translate the environments. names: of those that a data set's answers go to."""
     if t.on("env.should_use_nemo_gym"):
         t.lacks("env.should_use_nemo_gym", True, "NeMo Gym")
     for key in ("should_use_nemo_gym", "should_log_nemo_gym_responses", "should_mask_flagged_samples"):
@@ -93,7 +93,10 @@ def _choices(kind: str, argument: str) -> tuple[str, ...]:
 
 
 def _puzzle(t: Translator) -> None:
-    """Theirs draws its boards in a script of its own (run_grpo_sliding_puzzle.py), whatever `data` says of data sets."""
+    """Translate the sliding puzzle, whose boards are data sets here.
+
+    Theirs draws them in a script of its own (run_grpo_sliding_puzzle.py), whatever `data` says.
+    """
     key = f"env.{PUZZLE}"
     given = (t.consume(key) or {}).get("cfg", {})
     t.put(f"{key}.kind", "sliding_puzzle", key)

@@ -119,7 +119,10 @@ def check_model_name(t: Translator, key: str) -> None:
 
 
 def _chat_template(t: Translator, path: Path) -> None:
-    """Absent and "default" are the tokenizer's own, null the bare texts, *.jinja a file, anything else the template."""
+    """Translate the template.
+
+    Absent and "default" are the tokenizer's own, null the bare texts, *.jinja a file, anything else the template.
+    """
     key = "policy.tokenizer.chat_template"
     template: Any = t.consume(key, "default")
     if template is None:

@@ -111,7 +111,7 @@ def fits(pattern: str, key: str) -> bool:
 
 @functools.cache
 def _compiled(pattern: str) -> Callable[[str], re.Match[str] | None]:
-    """fnmatch's own cache holds fewer patterns than these tables have."""
+    """Return a matcher of a pattern. fnmatch's own cache holds fewer than these tables have."""
     return re.compile(fnmatch.translate(pattern)).match
 
 

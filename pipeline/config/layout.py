@@ -33,12 +33,12 @@ def asked_backend(policy: PolicyConfig) -> Backend | None:
 
 
 def named_backend(policy: PolicyConfig) -> Backend | None:
-    """The same, and None too where both are false."""
+    """Return the same as `asked_backend`, and None too where both are false."""
     return backend_of(policy.megatron_cfg.enabled, policy.dtensor_cfg.enabled)
 
 
 def backend_of(megatron: bool | None, dtensor: bool | None) -> Backend | None:
-    """What two values of `enabled` say."""
+    """Return the backend that two values of `enabled` name; None if they leave it open."""
     if megatron is True or (dtensor is False and megatron is None):
         return "megatron"
     return "dtensor" if dtensor is True or (megatron is False and dtensor is None) else None
@@ -51,7 +51,7 @@ def check_asked_backend(policy: PolicyConfig) -> Iterator[Problem]:
 
 
 def colocated(recipe: Recipe) -> bool:
-    """Whether the train and the generate ranks of a node share its GPUs and take turns."""
+    """Return whether the train and the generate ranks of a node share its GPUs and take turns."""
     return generates(recipe) and recipe.policy.generation.colocated.enabled
 
 
@@ -69,7 +69,7 @@ def refits_by_ipc(recipe: Recipe) -> bool:
 
 
 def decided(recipe: Recipe, backend: Backend) -> Recipe:
-    """The same recipe with both `enabled` keys set."""
+    """Return the recipe with both `enabled` keys set."""
     policy, megatron = recipe.policy, backend == "megatron"
     sections = {
         "megatron_cfg": replace(policy.megatron_cfg, enabled=megatron),

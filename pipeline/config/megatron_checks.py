@@ -95,7 +95,7 @@ def _yaml(value: object) -> str:
 
 
 def _check_recompute(megatron: MegatronConfig) -> Iterator[Problem]:
-    """As TransformerConfig has it: method and number of layers are of "full", modules of "selective"."""
+    """Yield what TransformerConfig refuses: method and number of layers are of "full", modules of "selective"."""
     of = {"recompute_method": "full", "recompute_num_layers": "full", "recompute_modules": "selective"}
     for name, granularity in of.items():
         if getattr(megatron, name) is not None and megatron.recompute_granularity != granularity:
