@@ -405,7 +405,7 @@ def test_stages_are_megatron_cores(load):
         try:
             TransformerConfig(**options, pipeline_dtype="float32")
         except ValueError:
-            with pytest.raises(RecipeError, match=r"num_layers_in_(first|last)_pipeline_stage: .* for the . other stages"):
+            with refused((LAST if first is None else FIRST, "not-divisible")):
                 check(recipe)
         else:
             check(recipe)
@@ -417,7 +417,7 @@ def test_more_models_take_more_room(load):
     small = [*gpus(1), "cluster.train.gpu_memory_gb=40"]
     assert backend.choose(load(llama, *small))[1].backend == "dtensor"
     ppo = ["algorithm=ppo", "ppo.num_prompts_per_step=256"]
-    with pytest.raises(RecipeError, match="and 1 more model would take 3"):
+    with refused(("cluster.train", "out-of-memory")):
         backend.choose(load(llama, *small, *ppo))
     assert backend.choose(load(llama, *gpus(1), *ppo))[1].backend == "dtensor"  # 80 GB do
 
@@ -429,7 +429,7 @@ def test_a_frozen_model_in_host_memory_takes_little(load, tmp_path):
     llama = sized("llama", 4096, 14336, 32, 128256, 32, 8)
     offloaded = load(llama, *gpus(1, 8), "cluster.train.gpu_memory_gb=40", *distill)
     assert backend.choose(offloaded)[1].backend == "dtensor"
-    with pytest.raises(RecipeError, match="more model"):
+    with refused(("cluster.train", "out-of-memory")):
         backend.choose(replace(offloaded, teacher=replace(offloaded.teacher, cpu_offload=False)))
 
 

@@ -75,42 +75,36 @@ def test_the_real_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "key", "code"),
     [
-        ("grpo.max_num_step=5", ["grpo.max_num_step: is not a key", "[unknown-key]", "did you mean 'grpo.max_num_steps'"]),
-        ("grpo.max_num_steps=many", ["the command line", "grpo.max_num_steps", "many"]),
-        ("detach=perhaps", ["detach", "perhaps", "true or false"]),
-        ("policy.train_global_batch_size=3", ["policy.train_global_batch_size: ", "[not-divisible]"]),
-        (
-            "policy.dtensor_cfg.tensor_parallel_size=2",
-            ["policy.dtensor_cfg.tensor_parallel_size: ", "[not-divisible]"],
-        ),
-        ("policy.max_total_sequence_length=65", ["policy.max_total_sequence_length", "65", "at most 64"]),
-        ("data.max_input_seq_length=3", ["data.jsonl:2", "a prompt of 4 tokens", "data.max_input_seq_length is 3", "=drop"]),
-        ("policy.max_total_sequence_length=4", ["data.jsonl:2", "4 tokens leaves no room for an answer", "sequence_length 4."]),
-        ("data.train.data_path=no.jsonl", ["data.train.data_path", "no.jsonl", "No such file"]),
-        (
-            "data.train.input_key=question",
-            ["data.jsonl:1", "no column 'question'", "input, output", "Try data.train.input_key=input"],
-        ),
-        ("data.train.prompt_file=no.txt", ["data.train.prompt_file", "no.txt", "No such file"]),
-        ("data.train.system_prompt_file=tiny.yaml", ["data.train.system_prompt_file", "data.apply_chat_template is false"]),
-        ("data.apply_chat_template=true", ["data.apply_chat_template", "no chat template", "policy.tokenizer.chat_template"]),
-        ("data.train.prompt_file=tiny.yaml", ["data.train.prompt_file", "expected one {} where the input goes"]),
-        ("env.math.kind=poetry", ["env.math.kind", "poetry", "exact_match, llm_judge, math"]),
-        ("policy.model_name=./nowhere", ["policy.model_name", "no folder /", "/nowhere"]),
-        ("policy.model_name=some/model", ["policy.model_name", "'some/model'", "hf download some/model"]),
-        ("policy.model_name=hf_or_not", ["policy.model_name", "hf_or_not"]),
-        ("policy.random_init=false", ["policy.model_name", "no weights", "policy.random_init=true"]),
-        ("needs=[nothing]", ["needs: got 'nothing'", "[file-not-found]", "recipes/nothing.yaml"]),
-        ("run_dir=data.jsonl", ["run_dir", "data.jsonl is not one", "run_dir=..."]),
-        ("run_dir=/proc/nobody/may", ["run_dir", "/proc"]),
+        ("grpo.max_num_step=5", "grpo.max_num_step", "unknown-key"),
+        ("grpo.max_num_steps=many", "grpo.max_num_steps", "wrong-type"),
+        ("detach=perhaps", "detach", "wrong-type"),
+        ("policy.train_global_batch_size=3", "policy.train_global_batch_size", "not-divisible"),
+        ("policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.tensor_parallel_size", "not-divisible"),
+        ("policy.max_total_sequence_length=65", "policy.max_total_sequence_length", "too-large"),
+        ("data.max_input_seq_length=3", "data.train.data_path", "too-large"),
+        ("policy.max_total_sequence_length=4", "data.train.data_path", "too-large"),
+        ("data.train.data_path=no.jsonl", "data.train.data_path", "file-not-found"),
+        ("data.train.input_key=question", "data.train.data_path", "bad-record"),
+        ("data.train.prompt_file=no.txt", "data.train.prompt_file", "file-not-found"),
+        ("data.train.system_prompt_file=tiny.yaml", "data.train.system_prompt_file", "contradiction"),
+        ("data.apply_chat_template=true", "data.apply_chat_template", "missing-value"),
+        ("data.train.prompt_file=tiny.yaml", "data.train.prompt_file", "bad-format"),
+        ("env.math.kind=poetry", "env.math.kind", "not-a-choice"),
+        ("policy.model_name=./nowhere", "policy.model_name", "file-not-found"),
+        ("policy.model_name=some/model", "policy.model_name", "unavailable-model"),
+        ("policy.model_name=hf_or_not", "policy.model_name", "file-not-found"),
+        ("policy.random_init=false", "policy.model_name", "file-not-found"),
+        ("needs=[nothing]", "needs", "file-not-found"),
+        ("run_dir=data.jsonl", "run_dir", "unwritable"),
+        ("run_dir=/proc/nobody/may", "run_dir", "no-space"),
     ],
 )
-def test_one_key(tmp_path, override, says):
+def test_one_key(tmp_path, override, key, code):
     write_recipe(tmp_path)
     message = refuse(tmp_path, override)
-    assert [part for part in says if part not in message] == []
+    assert f"{key}: " in message and message.rstrip().endswith(f"[{code}]")
 
 
 def test_tensor_parallel_size_that_does_not_divide_the_heads(tmp_path):

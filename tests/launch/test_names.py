@@ -7,7 +7,6 @@ import pytest
 from launch import command_line, plan_refit, sweep
 from launch.sweeps import suite
 from pipeline import config
-from pipeline.config import RecipeError
 from tests.launch.model import write_recipe
 from tests.problems import refused
 
@@ -40,7 +39,7 @@ def test_a_recipes_file_does_not_make_another_folder_its_run_folder(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     path = write_recipe(tmp_path / "recipes")
     path.rename(path.with_name(name))
-    with pytest.raises(RecipeError, match=r"expected a name for the run's folder"):
+    with refused(("recipe", "bad-name")):
         config.load(str(Path("recipes") / name))
 
 

@@ -12,9 +12,8 @@ from launch.executors.local import rank_environments
 from launch.executors.slurm import batch_script
 from launch.preflight import files, weights
 from pipeline import config
-from pipeline.config import RecipeError
 from tests.launch.model import write_model, write_recipe
-from tests.problems import named, refused
+from tests.problems import refused
 
 NO_TENSORS = b"\2" + bytes(7) + b"{}"  # a safetensors file with none in it
 
@@ -69,14 +68,14 @@ def test_a_good_one(load):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "problem"),
     [
-        (["env.judge.served_by=policy"], ["env.judge.served_by", "'policy'", "train, reward"]),
-        (["env.judge.precision=fp8"], ["env.judge.precision", "'fp8'", "float32, bfloat16"]),
-        (["env.judge.model_name=null"], ["env.judge.model_name: got null"]),
-        (["env.math.model_name=some/where"], ["env.math.model_name: got some/where", "the kind is math"]),
-        (["env.second={kind: reward_model, model_name: x}"], ["env: judge and second", "expected one at most"]),
-        ([*APART, "cluster.reward.nodes=0"], ["cluster.reward.nodes", "at least 1"]),
+        (["env.judge.served_by=policy"], ("env.judge.served_by", "not-a-choice")),
+        (["env.judge.precision=fp8"], ("env.judge.precision", "not-a-choice")),
+        (["env.judge.model_name=null"], ("env.judge.model_name", "missing-value")),
+        (["env.math.model_name=some/where"], ("env.math.model_name", "has-no-effect")),
+        (["env.second={kind: reward_model, model_name: x}"], ("env", "contradiction")),
+        ([*APART, "cluster.reward.nodes=0"], ("cluster.reward.nodes", "too-small")),
         (
             [*APART, "cluster.reward.ranks_per_node=3", *cut("dtensor_cfg", tensor_parallel_size=2)],
             ("policy.dtensor_cfg.tensor_parallel_size", "not-divisible"),
@@ -87,13 +86,9 @@ def test_a_good_one(load):
         ),
     ],
 )
-def test_what_a_recipe_says_against_itself(load, overrides, says):
-    with pytest.raises(RecipeError) as error:
+def test_what_a_recipe_says_against_itself(load, overrides, problem):
+    with refused(problem):
         load(*overrides)
-    if isinstance(says, tuple):
-        assert named(error.value.problems) == {says}
-    else:
-        assert [part for part in says if part not in str(error.value)] == []
 
 
 @pytest.mark.parametrize(
@@ -115,15 +110,15 @@ def test_a_model_that_is_no_judge(load, described, key, code):
 def test_a_layout_that_does_not_fit_the_reward_model(load, tmp_path):
     keys = ("cluster.train.ranks_per_node=2", "policy.dtensor_cfg.tensor_parallel_size=2")
     check(load(*keys))
-    with pytest.raises(RecipeError, match=r"expected one of 1, 3, which divide env\.judge\.model_name's 3 attention heads"):
+    with refused(("policy.dtensor_cfg.tensor_parallel_size", "not-divisible")):
         check(load(*keys, num_attention_heads=3, num_key_value_heads=3))
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 64}
     described = json.loads((tmp_path / "model/config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps(described | sizes))
     check(load("policy.megatron_cfg.enabled=true", **sizes))
-    with pytest.raises(RecipeError, match=r"env\.judge\.model_name: got a 'gpt2' model"):
+    with refused(("env.judge.model_name", "unsupported")):
         check(load("policy.megatron_cfg.enabled=true", model_type="gpt2"))
-    with pytest.raises(RecipeError, match=r"env\.judge\.model_name: config.json of this llama has no 'hidden_size'"):
+    with refused(("env.judge.model_name", "missing-value")):
         check(load("policy.megatron_cfg.enabled=true", hidden_size=None))
 
 
@@ -137,14 +132,14 @@ def test_files_that_are_not_there(load, tmp_path):
     with refused(("env.judge.tokenizer.name", "file-not-found")):
         check(recipe)
     shutil.rmtree(tmp_path / "judge")
-    with pytest.raises(RecipeError, match=r"env\.judge\.model_name: there is no folder"):
+    with refused(("env.judge.model_name", "file-not-found")):
         check(recipe)
     check(recipe, pending=[tmp_path / "judge"])  # it is yet to come
 
 
 def test_a_chat_template_is_needed_of_both_tokenizers(load):
     chat = ("data.apply_chat_template=true", "policy.tokenizer.chat_template=x")
-    with pytest.raises(RecipeError, match=r"judge has no chat template\. Try env\.judge\.tokenizer\.chat_template"):
+    with refused(("data.apply_chat_template", "missing-value")):
         check(load(*chat))
 
 
