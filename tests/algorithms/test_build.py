@@ -51,6 +51,7 @@ def test_a_recipe_makes_its_algorithm(name, kind, needs):
     }
     found = algorithms.build(config.complete(recipe))
     assert isinstance(found, kind) and found.needs == needs
+    assert found.sequences_per_item == (2 if name in ("dpo", "rm") else 1)
     assert set(found.losses) == ({"policy", "critic"} if name == "ppo" else {"policy"})
 
 

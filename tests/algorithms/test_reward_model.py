@@ -8,9 +8,7 @@ import math
 import pytest
 import torch
 
-from pipeline.algorithms.base import Needs
 from pipeline.algorithms.pairs import reward_model_loss
-from pipeline.algorithms.rm import RewardModel
 from pipeline.types import GlobalCounts, LossOutput, Outputs
 from tests.algorithms.packed import CUTS_OF_PAIRS, Packed, assert_however_cut, differences, random_packed
 
@@ -82,7 +80,3 @@ def test_gradcheck():
 def test_however_pairs_are_cut_and_ordered():
     packed = random_packed(LENGTHS)
     assert_however_cut(packed, CUTS_OF_PAIRS, lambda piece: share_of(piece, packed.counts))
-
-
-def test_needs():
-    assert RewardModel.needs == Needs(head="values") and RewardModel.paired

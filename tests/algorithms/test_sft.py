@@ -2,9 +2,7 @@
 
 import torch
 
-from pipeline.algorithms.base import Needs
 from pipeline.algorithms.loss import sft_loss
-from pipeline.algorithms.sft import SFT
 from pipeline.types import LossOutput, Outputs
 from tests.algorithms.packed import Packed, assert_however_cut, differences, random_packed
 
@@ -61,7 +59,3 @@ def test_however_sequences_are_cut_and_ordered():
         return sft_loss(Outputs(logprobs=piece.logprobs), piece.batch, packed.counts)
 
     assert_however_cut(packed, ([[0], [1, 2, 3]], [[3, 1], [2, 0]], [[2], [0], [3], [1], []]), share, atol=1e-15)
-
-
-def test_needs():
-    assert SFT.needs == Needs()
