@@ -87,6 +87,12 @@ def test_no_modules_import_each_other():
     assert len(graph) > 300 and not _cycle(graph)
 
 
+def test_algorithms_do_not_import_their_registry():
+    """It imports them by their names, which `_imported` does not see."""
+    files = set(ROOT.glob("pipeline/algorithms/*.py")) - {ROOT / "pipeline/algorithms/__init__.py"}
+    assert len(files) > 10 and not [path.name for path in files if "pipeline.algorithms" in imports(path)]
+
+
 def test_a_cycle_is_found():
     assert _cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
     assert _cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

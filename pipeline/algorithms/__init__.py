@@ -1,6 +1,6 @@
 """The registry of algorithms. Each is a file of this folder, with its section of the recipe, its checks and its losses.
 
-Nothing is imported here but what a login node has: pipeline/algorithms/base.py.
+Importing it needs no torch: pipeline/algorithms/base.py says how. An algorithm's file never imports it.
 """
 
 from importlib import import_module
@@ -34,8 +34,7 @@ def read_by(key: str) -> tuple[str, ...]:
 
     The longest entry of their `reads` that begins the key decides: of `loss_fn` and `loss_fn.kl_type` the latter.
     """
-    claims = [
-        (name, claim) for name, kind in ALGORITHMS.items() for claim in (name, *kind.reads) if f"{key}.".startswith(f"{claim}.")
-    ]
+    claims = [(name, claim) for name, kind in ALGORITHMS.items() for claim in (name, *kind.reads)]
+    claims = [(name, claim) for name, claim in claims if f"{key}.".startswith(f"{claim}.")]
     longest = max((len(claim) for _, claim in claims), default=0)
     return tuple(name for name, claim in claims if len(claim) == longest) or tuple(ALGORITHMS)

@@ -1,4 +1,4 @@
-"""What GRPO and PPO share: they learn from rewards, with the policy's loss."""
+"""The base of GRPO and PPO, which learn from rewards: needs, rewards, the policy's loss and checks."""
 
 from __future__ import annotations
 
