@@ -12,7 +12,6 @@ from __future__ import annotations
 import codecs
 import os
 import re
-import string
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from pipeline.config import (
     is_dotted_path,
     nearest_dataset,
 )
+from pipeline.data.records import check_prompt_text
 
 SCAN_BYTES = 32 << 20  # of each data file
 LONGEST = 256  # prompts whose tokens are counted: those with the most characters, and the first so many
@@ -253,17 +253,12 @@ def _also(numbers: list[int]) -> str:
 
 
 def _template(key: str, path: str) -> str:
-    """Return a text with one {} in it; other braces are doubled, as Python's format has it. Raises RecipeError."""
+    """Return a prompt file's text. Raises RecipeError if it does not have one place for what is asked."""
     text = _text(key, path)
     try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
-        why = f"it has {fields}"
+        return check_prompt_text(text)
     except ValueError as error:
-        fields, why = [], str(error)
-    if fields != [""]:
-        expected = "expected one {} where the input goes, and {{ and }} for braces"
-        raise RecipeError(Problem(key, "bad-format", f"got {path}; {expected}, but {why}"))
-    return text
+        raise RecipeError(Problem(key, "bad-format", f"got {path}; {error}")) from None
 
 
 def _text(key: str, path: str) -> str:

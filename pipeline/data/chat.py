@@ -11,7 +11,6 @@ Leaves out: tool calls, images.
 from __future__ import annotations
 
 import re
-import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.config import DataConfig, DatasetConfig, Message, TokenizerConfig
-from pipeline.data.records import Learned, RecordReader, Turns
+from pipeline.data.records import Learned, RecordReader, Turns, check_prompt_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -187,18 +186,10 @@ def _unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _read_prompt_file(path: str) -> str:
-    """Return the text of a prompt file. Braces are Python's: one {} for the input, {{ and }} for the others (as in
-    \\boxed{{}})."""
-    text = Path(path).read_text()
     try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+        return check_prompt_text(Path(path).read_text())
     except ValueError as error:
-        raise ValueError(f"data: prompt_file {path}: {error}; write braces other than the input's as {{{{ and }}}}") from None
-    if fields != [""]:
-        raise ValueError(
-            f"data: prompt_file {path} must have one {{}} where the input goes ({{{{ and }}}} for braces); its fields: {fields}"
-        )
-    return text
+        raise ValueError(f"data: prompt_file {path}: {error}") from None
 
 
 def _rendered_differently(message: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import string
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,6 +172,19 @@ class RecordReader:
         """Return the prompt of answers that do not have it in them."""
         key = self.dataset.messages_key
         return self.question(record) if key is None else self.completed(_unanswered(record, key))
+
+
+def check_prompt_text(text: str) -> str:
+    """Return a text that has one place {} for what is asked; its other braces are doubled, as in \\boxed{{}}. Raises ValueError
+    for another one."""
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+        why = f"it has {fields}"
+    except ValueError as error:
+        fields, why = [], str(error)
+    if fields != [""]:
+        raise ValueError(f"expected one {{}} where the input goes, and {{{{ and }}}} for braces, but {why}")
+    return text
 
 
 def _refuse_same(keys: tuple[str, str], chosen: Any, rejected: Any) -> None:
