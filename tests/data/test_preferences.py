@@ -122,6 +122,7 @@ def test_the_margin_is_the_chosen_ones():
         ({"chosen": "2", "rejected": "3"}, "has no 'input'"),
         ({"input": "1", "chosen": "2", "rejected": "2"}, "'chosen' and 'rejected' are the same"),
         ({"input": "1", "chosen": "2", "rejected": " "}, "'rejected' is empty"),
+        ({"input": "1", "chosen": {"text": "2"}, "rejected": "2"}, "'chosen' is a dict, not a text or a number"),
         ({"input": "1", "chosen": DOS, "rejected": "2"}, "one is a list of messages and the other is not"),
         ({"input": "1", "chosen": DOS, "rejected": [{"role": "assistant"}]}, "'rejected' is not a list of"),
         ({"chosen": PROMPT + DOS, "rejected": PROMPT}, r"does not end in an answer of the assistant's: \['user'"),
@@ -140,6 +141,8 @@ def test_what_is_no_pair_is_said(record: dict, message: str):
 def test_a_margin_that_is_no_number_is_said(margin):
     with pytest.raises(ValueError, match=r"'gap' is .*, not a number"):
         encode_pair(bare(margin_key="gap"), 0, {"input": "1", "chosen": "2", "rejected": "3", "gap": margin})
+    with pytest.raises(ValueError, match="has no 'gap'"):
+        encode_pair(bare(margin_key="gap"), 0, {"input": "1", "chosen": "2", "rejected": "3"})
 
 
 def test_messages_without_a_chat_template_and_a_prompt_that_ends_in_an_answer_are_said():

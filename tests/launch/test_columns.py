@@ -120,3 +120,39 @@ def test_more_new_tokens_than_the_context_has_are_told(tmp_path):
     assert problems == []
     (note,) = notes
     assert note.startswith("policy.generation.max_new_tokens: 64 is above policy.max_total_sequence_length 32")
+
+
+# ---- pairs, which the job reads by the same code: tests/data/test_preferences.py ---------------------------------------------
+
+PAIR = {"input": "1+1=", "chosen": "2", "rejected": "3", "gap": 1}
+WRONG = ASSISTANT | {"content": "no"}
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides"),
+    [
+        (PAIR, ()),
+        (PAIR, ("data.train.margin_key=gap",)),
+        (PAIR, CHAT),
+        ({"chosen": [USER, ASSISTANT], "rejected": [USER, WRONG]}, CHAT),
+        ({"input": "a", "chosen": [ASSISTANT], "rejected": [WRONG]}, CHAT),
+        ({"prompt": [USER], "chosen": "b", "rejected": "c"}, (*CHAT, "data.train.messages_key=prompt")),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["dpo", "rm"])
+def test_good_pairs(tmp_path, row, overrides, algorithm):
+    assert look(tmp_path, algorithm, [row], *overrides)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "says"),
+    [
+        ({"input": "1", "chosen": "2"}, (), "has no 'rejected'; it has: input, chosen"),
+        (PAIR | {"chosen": [ASSISTANT]}, CHAT, "one is a list of messages and the other is not"),
+        (PAIR | {"gap": "wide"}, ("data.train.margin_key=gap",), "'gap' is 'wide', not a number"),
+        (PAIR | {"input": "1+" * 40}, ("data.max_input_seq_length=20",), "a prompt of 80 tokens"),
+    ],
+)
+def test_bad_pairs(tmp_path, row, overrides, says):
+    (problem,), _ = look(tmp_path, "dpo", [PAIR, row], *overrides)
+    assert "F:2: " in problem and says in problem
