@@ -16,6 +16,8 @@ from typing import Literal
 
 ANSWER_S = 10.0
 """How long Slurm may take to answer. Its own commands give up after a minute or more."""
+SUBMIT_S = 120.0
+"""How long sbatch may take to submit: it waits for a busy controller by itself."""
 PING_S = 5.0
 """How long a controller may take to answer a ping. A busy one answers too: a ping waits for none of its locks."""
 REMEMBERED_S = 30.0
@@ -73,6 +75,19 @@ def ask(*command: str, timeout_s: float | None = None, script: str | None = None
         last = said.splitlines()[-1] if said else f"status {answer.returncode}"
         raise SlurmError(f"`{' '.join(command)}` failed: {last}", "failed", said)
     return answer.stdout or answer.stderr  # sbatch --test-only tells on stderr when a job would start
+
+
+def outside() -> list[str]:
+    """Return the beginning of a command that runs sbatch. sbatch hands on what a heterogeneous salloc around us has set, and a
+    plain job would take that for its own."""
+    around = [name for name in os.environ if name == "SLURM_HET_SIZE" or "_HET_GROUP_" in name]
+    return ["env", *(f"--unset={name}" for name in around)]
+
+
+def submit(script: str, *options: str) -> str:
+    """Submit a batch script, by its text, with sbatch; return the job's id. Raises SlurmError."""
+    answer = ask(*outside(), "sbatch", "--parsable", *options, timeout_s=SUBMIT_S, script=script)
+    return answer.strip().partition(";")[0]
 
 
 # ---- which cluster ------------------------------------------------------------------------------------------------------

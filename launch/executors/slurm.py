@@ -9,7 +9,7 @@ Options, states and traps: https://slurm.schedmd.com/heterogeneous_jobs.html
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import shlex
 import sys
@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from submitit.core.utils import FailedSubmissionError
 from submitit.slurm import slurm
 
 from launch import containers, nodes, slurm_client
@@ -211,13 +212,6 @@ def job_status(part: JobPart) -> JobStatus:
 # ---- submitting ---------------------------------------------------------------------------------------------------------
 
 
-def outside() -> list[str]:
-    """Return the beginning of a command that runs sbatch. sbatch hands on what a heterogeneous salloc around us has set, and a
-    plain job would take that for its own."""
-    around = [name for name in os.environ if name == "SLURM_HET_SIZE" or "_HET_GROUP_" in name]
-    return ["env", *(f"--unset={name}" for name in around)]
-
-
 class HetSlurmJob(slurm.SlurmJob):
     start_time = None  # a cluster's ids are not used again
 
@@ -228,6 +222,11 @@ class HetSlurmJob(slurm.SlurmJob):
     def status(self, now: bool = False) -> JobStatus:
         info = self.watcher.get_info(self.job_id, mode="force" if now else "standard")
         return job_status(JobPart(self.job_id, info.get("State", "UNKNOWN"), reason=info.get("Reason", "")))
+
+    def cancel(self, check: bool = True) -> None:
+        """Raises SlurmError if `check`."""
+        with contextlib.nullcontext() if check else contextlib.suppress(SlurmError):
+            slurm_client.ask("scancel", self.job_id)
 
     def name(self) -> str:
         return f"Slurm job {self.job_id}"
@@ -252,11 +251,14 @@ class HetSlurmExecutor(slurm.SlurmExecutor):
         self.script = batch_script(run_dir, name, cluster, components, after, behind)
         self.parameters = {"time": cluster.time_min}  # for submitit's bookkeeping; Slurm reads the script
 
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return self.script
-
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return [*outside(), *super()._make_submission_command(submission_file_path)]
+    def _submit_command(self, command: str) -> HetSlurmJob:
+        try:
+            job_id = slurm_client.submit(self.script)
+        except SlurmError as error:
+            raise FailedSubmissionError(error.said or str(error)) from None
+        job = HetSlurmJob(self.folder, job_id, range(self._num_tasks()))
+        job.paths.submission_file.write_text(self.script)
+        return job
 
     def _num_tasks(self) -> int:
         return sum(ranks(component) for component in self.components.values())

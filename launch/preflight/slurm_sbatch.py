@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from launch import slurm_client
-from launch.executors.slurm import directives, outside
+from launch.executors.slurm import directives
 from launch.preflight.slurm_nodes import Cluster
 from launch.preflight.slurm_request import Request, option_name
-from launch.slurm_client import SlurmError, host_names
+from launch.slurm_client import SlurmError, host_names, outside
 from pipeline.config import Problem
 
 TESTS_S = 40.0

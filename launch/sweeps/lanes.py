@@ -25,8 +25,6 @@ from pipeline import config
 from pipeline.config import Problem, RecipeError
 
 POLL_S = 0.5
-SUBMIT_S = 120.0
-"""How long sbatch may take: it waits for a busy slurmctld by itself."""
 
 
 def due(standings: list[Standing], retries: int) -> list[Standing]:
@@ -100,14 +98,13 @@ def submit_check(folder: Folder, waits_for: list[str]) -> str:
     script.write_text(f"#!/bin/bash\n# All runs have ended: judges, and retries what failed.\nexec {shlex.join(command)}\n")
     flags = [f"--{key}={value}" for key, value in options.items() if value is not None]
     try:
-        answer = slurm_client.ask("sbatch", "--parsable", *flags, str(script), timeout_s=SUBMIT_S)
+        return slurm_client.submit(script.read_text(), *flags)
     except slurm_client.SlurmError as error:
         if error.kind == "failed":
             why = f"sbatch refused the job that judges the sweep: {error.said}"
             raise RecipeError(Problem("check", "refused-by-slurm", why)) from None
         why = f"{error}; the same command goes on, with the job if there is one by then"
         raise RecipeError(Problem("check", "unreachable", why)) from None
-    return answer.strip().partition(";")[0]
 
 
 # ---- on this machine ------------------------------------------------------------------------------------------------------
