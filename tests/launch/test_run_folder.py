@@ -175,16 +175,12 @@ def test_a_folder_is_held_while_it_is_submitted_to(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        (JobRecord("local", "1", "another-host", start_time=1), "on another-host"),
-        (JobRecord("slurm", "17", "login", cluster="a"), "there is no scontrol"),
-    ],
+    "record", [JobRecord("local", "1", "another-host", start_time=1), JobRecord("slurm", "17", "login", cluster="a")]
 )
-def test_a_job_that_cannot_be_asked(tmp_path, monkeypatch, record, said):
+def test_a_job_that_cannot_be_asked(tmp_path, monkeypatch, record):
     monkeypatch.setenv("PATH", str(tmp_path))
     write_record(tmp_path, record)
-    with pytest.raises(RecipeError, match=rf"{said}.*job\.json"), run_folder.locked(tmp_path):
+    with refused(("run_dir", "unreachable")), run_folder.locked(tmp_path):
         pass
 
 
@@ -200,7 +196,7 @@ def test_a_slurm_job_of_another_cluster_cannot_be_asked(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     write_record(run_dir, JobRecord("slurm", "17", "login", cluster="a"))
-    with pytest.raises(RecipeError, match=r"job 17 of the cluster a, and this is the cluster b.*job\.json"), locked(run_dir):
+    with refused(("run_dir", "unreachable")), locked(run_dir):
         pass
     for here in ("b", None):  # None: of an older version
         write_record(run_dir, JobRecord("slurm", "17", "login", cluster=here))
