@@ -142,7 +142,7 @@ def test_every_command_explains_its_keys(name, capsys):
         ("timeline", ["a", "steps=3-2"], ("steps", "wrong-type")),
         ("timeline", ["a", "steps=1-2", "attempts=all"], ("steps", "contradiction")),
         ("plan_refit", ["recipe=a", "model_config=nowhere/config.json"], ("model_config", "file-not-found")),
-        ("plan_refit", ["recipe=a", "out=nowhere/a.png"], ("out", "file-not-found")),
+        ("plan_refit", ["recipe=a", "out=nowhere/a.svg"], ("out", "file-not-found")),
         ("plan_refit", ["recipe=a", "out=a.jpg"], ("out", "bad-format")),
     ],
 )
