@@ -256,7 +256,7 @@ def markdown() -> str:
                 lines += ["", f"It has the keys of {link}{', with other defaults:' * bool(inside)}{'.' * (not inside)}"]
         lines += _table(inside)
     for kind, inside in kwargs().items():
-        lines += ["", f"## {KWARGS} with kind: {kind}", *_table(inside)]
+        lines += ["", f"## {KWARGS} with kind: {kind}", *(_table(inside) or ["", "There are none."])]
     return "\n".join(lines) + "\n"
 
 
