@@ -1,20 +1,11 @@
 import numpy as np
 import pytest
 
-from pipeline.config import EnvironmentConfig
 from pipeline.environments.dapo_math import READ, normal
-from pipeline.environments.registry import build
 from pipeline.types import Prompt
+from tests.environments.pooled import made
 
 SAID = "So it is 34.\n\nAnswer: {}"
-
-
-def reward(expected: str, text: str) -> float:
-    (environment,) = build({"m": EnvironmentConfig(kind="math", kwargs={"math_verify_impl": "dapo_math_verify"})}).values()
-    outcome = environment.step(Prompt(0, np.zeros(1, np.int32), "m", {"answer": expected}), text)
-    environment.close()
-    assert outcome.metrics == {"accuracy": outcome.reward}
-    return outcome.reward
 
 
 @pytest.mark.parametrize(
@@ -38,7 +29,9 @@ def reward(expected: str, text: str) -> float:
     ],
 )
 def test_what_follows_the_last_answer(expected: str, text: str, right: bool):
-    assert reward(expected, text) == float(right)
+    environment = made("math", math_verify_impl="dapo_math_verify")
+    outcome = environment.step(Prompt(0, np.zeros(1, np.int32), "m", {"answer": expected}), text)
+    assert (outcome.reward, outcome.metrics) == (float(right), {"accuracy": float(right)})
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import types
 import numpy as np
 import pytest
 
-from pipeline.config import EnvironmentConfig
 from pipeline.data.stream import _plain, encode_prompt
 from pipeline.environments import own
 from pipeline.environments.base import Environment, Outcome
-from pipeline.environments.registry import build
 from pipeline.types import Prompt
+from tests.environments.pooled import made
 
 BARE = {"text": "2+2=", "answer": "4", "record": {"input": "2+2=", "answer": "4", "level": 3}}
 
@@ -53,8 +52,7 @@ def prompt(task):
 
 
 def built(function, **kwargs):
-    (environment,) = build({"mine": EnvironmentConfig(kind=f"{__name__}.{function.__name__}", kwargs=kwargs)}).values()
-    return environment
+    return made(f"{__name__}.{function.__name__}", **kwargs)
 
 
 def of_other_names(question, response, **fields):
@@ -97,9 +95,8 @@ def test_of_a_conversation_the_prompt_is_what_the_user_says_last():
 def test_what_is_no_finite_number_is_no_reward(reward, monkeypatch):
     monkeypatch.setitem(sys.modules, "odd_rewards", module := types.ModuleType("odd_rewards"))
     module.odd = lambda prompt, answer, **fields: reward
-    (environment,) = build({"mine": EnvironmentConfig(kind="odd_rewards.odd")}).values()
     with pytest.raises(TypeError, match="expected a finite number"):
-        environment.step(prompt(BARE), "4")
+        made("odd_rewards.odd").step(prompt(BARE), "4")
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,13 @@
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
 
-from pipeline.config import EnvironmentConfig
 from pipeline.data import puzzle
 from pipeline.environments.base import Outcome
-from pipeline.environments.registry import build
 from pipeline.environments.sliding_puzzle import Game, SlidingPuzzle
 from pipeline.types import Prompt
-
-
-def built(**kwargs: Any) -> SlidingPuzzle:
-    return build({"game": EnvironmentConfig(kind="sliding_puzzle", kwargs=kwargs)})["game"]
+from tests.environments.pooled import made
 
 
 def game(environment: SlidingPuzzle, board: str) -> Game:
@@ -36,7 +30,7 @@ def test_moves_slide_the_tile_where_they_say():
 
 
 def test_a_game_to_its_end():
-    environment = built()
+    environment = made("sliding_puzzle")
     episode = game(environment, "1 2 3/4 0 6/7 5 8")
     first = act(environment, episode, "Up")
     assert first.observation == {"role": "user", "content": "<environment>\nSlid tile 5 up.\n</environment>\n"}
@@ -49,7 +43,7 @@ def test_a_game_to_its_end():
 
 
 def test_what_is_no_move_is_told_and_the_game_is_lost_after_too_many():
-    environment = built(max_moves=2)
+    environment = made("sliding_puzzle", max_moves=2)
     episode = game(environment, "0 1/3 2")
     nothing = environment.step(episode, "up")
     assert nothing.metrics == {"accuracy": 0.0, "moves": 0.0, "invalid": 1.0}
@@ -61,7 +55,7 @@ def test_what_is_no_move_is_told_and_the_game_is_lost_after_too_many():
 
 
 def test_the_short_way_of_a_small_model():
-    environment = built(action_pattern="([udlr])", tells="board", observation="{}\n")
+    environment = made("sliding_puzzle", action_pattern="([udlr])", tells="board", observation="{}\n")
     episode = game(environment, "0 1/3 2")
     assert environment.step(episode, "xl").observation == {"role": "user", "content": "1 _\n3 2\n"}
     assert environment.step(episode, "u").reward == 1.0
@@ -91,7 +85,7 @@ def _distance(board: puzzle.Board) -> int:
 @pytest.mark.parametrize("text", ["", "1 2", "1 2/3 4", "1 2/3", "1 2/0 x", "1 1/0 3"])
 def test_what_is_no_board(text: str):
     with pytest.raises(ValueError, match="is no board"):
-        game(built(), text)
+        game(made("sliding_puzzle"), text)
 
 
 @pytest.mark.parametrize(

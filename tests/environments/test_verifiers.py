@@ -20,6 +20,7 @@ from pipeline.environments.verifiers import Verifiers, tasks
 from pipeline.rollout.environment_process import EnvironmentProcess
 from pipeline.rollout.environment_threads import EnvironmentSettings, StepRequest
 from pipeline.types import Prompt
+from tests.environments.pooled import made
 from tests.rollout.hostile_policy import write_tokenizer
 
 TASKSETS = Path(__file__).parent / "tasksets"
@@ -28,9 +29,8 @@ installed = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, re
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="the package verifiers is installed")
 def test_without_the_package_it_is_said():
-    config = EnvironmentConfig(kind="verifiers", kwargs={"taskset": "gsm8k-v1"})
-    with pytest.raises(ValueError, match=r"env\.hub \(kind verifiers\): the package verifiers is not installed .*pip install"):
-        build({"hub": config})
+    with pytest.raises(ValueError, match=r"\(kind verifiers\): the package verifiers is not installed .*pip install"):
+        made("verifiers", taskset="gsm8k-v1")
     with pytest.raises(ValueError, match="is not installed"):
         tasks("train", 0, taskset="gsm8k-v1", size=1)
 
