@@ -5,7 +5,6 @@ import pytest
 
 from launch.plan import refit_time
 from launch.plan.refit_time import (
-    TERMS,
     Broadcast,
     Demand,
     Timeline,
@@ -48,51 +47,51 @@ def price(rows, nodes, described) -> Timeline:
     return timeline
 
 
-def test_one_message_takes_latency_and_bytes_over_bandwidth():
-    timeline = price([(0, 0, 1, GB)], apart(2), network(nic=50, latency_us=20))
-    assert timeline.seconds == pytest.approx(20e-6 + 1 / 50, rel=1e-6)
+TO_ONE = [(r, s, 2, GB) for r in range(4) for s in (0, 1)]
+TEN_ROUNDS = [(r, 0, 1, GB) for r in range(10)]
+CLOSED_FORMS = {  # rows, nodes, network, seconds, of these by term
+    "a message takes latency, and bytes over bandwidth": (
+        [(0, 0, 1, GB)],
+        apart(2),
+        network(latency_us=20),
+        20e-6 + 1 / 50,
+        {"latency": 20e-6, "wire in": 1 / 50},
+    ),
+    "a receiver's NIC takes from both": (TO_ONE, apart(3), network(nic=25), 4 * 2 / 25, {"wire in": 4 * 2 / 25}),
+    "twice the bandwidth halves the wire": (TO_ONE, apart(3), network(nic=50), 4 * 2 / 50, {"wire in": 4 * 2 / 50}),
+    "a sender of two is bound by its own NIC": (
+        [(r, 0, t, GB) for r in range(3) for t in (1, 2)],
+        apart(3),
+        network(),
+        3 * 2 / 50,
+        {"wire out": 3 * 2 / 50},
+    ),
+    "NIC and node work side by side": ([(0, 0, 1, GB), (0, 0, 2, GB)], [0, 0, 1], network(node=25), 1 / 25, {"node": 1 / 25}),
+    "the first copy is packed and the last applied alone": (TEN_ROUNDS, apart(2), network(memory=200), 10 / 50 + 2 / 200, {}),
+    "slow copies hide the wire": (
+        TEN_ROUNDS,
+        apart(2),
+        network(memory=10),
+        10 / 10 + 1 / 50 + 1 / 10,  # the last is sent and applied alone
+        {"wire in": 1 / 50},
+    ),
+    "every message of a round pays its latency": (
+        [(0, s, 4, 1) for s in range(4)],
+        apart(5),
+        network(latency_us=20),
+        4 * 20e-6,
+        {"latency": 4 * 20e-6},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CLOSED_FORMS)
+def test_closed_forms(case):
+    rows, nodes, described, seconds, parts = CLOSED_FORMS[case]
+    timeline = price(rows, nodes, described)
+    assert timeline.seconds == pytest.approx(seconds, rel=2e-6)
     spent = bounds(timeline)
-    assert spent["latency"] == pytest.approx(20e-6)
-    assert spent["wire in"] == pytest.approx(1 / 50)
-
-
-def test_twice_the_bandwidth_halves_the_wire():
-    rows = [(r, s, 2, GB) for r in range(4) for s in (0, 1)]
-    slow, fast = (price(rows, apart(3), network(nic=nic)) for nic in (25, 50))
-    assert slow.seconds == pytest.approx(4 * 2 / 25, rel=1e-6)  # the receiver's NIC takes from both
-    assert fast.seconds == pytest.approx(slow.seconds / 2, rel=1e-6)
-    assert max(TERMS, key=bounds(fast).get) == "wire in"
-
-
-def test_a_sender_of_two_is_bound_by_its_own_nic():
-    spent = bounds(price([(r, 0, t, GB) for r in range(3) for t in (1, 2)], apart(3), network()))
-    assert spent["wire out"] == pytest.approx(3 * 2 / 50, rel=1e-6)
-
-
-def test_nic_and_node_work_side_by_side():
-    rows = [(0, 0, 1, GB), (0, 0, 2, GB)]
-    timeline = price(rows, [0, 0, 1], network(nic=50, node=25))
-    assert timeline.seconds == pytest.approx(1 / 25, rel=1e-6)  # the longer of 1/25 within the node and 1/50 out of it
-    assert bounds(timeline)["node"] == pytest.approx(1 / 25, rel=1e-6)
-
-
-def test_copies_are_hidden_behind_a_slower_wire():
-    rounds, described = 10, network(nic=50, memory=200)
-    timeline = price([(r, 0, 1, GB) for r in range(rounds)], apart(2), described)
-    assert timeline.seconds == pytest.approx(rounds / 50 + 2 / 200)  # the first is packed and the last applied alone
-
-
-def test_slow_copies_bound_it_and_hide_the_wire():
-    rounds, described = 10, network(nic=50, memory=10)
-    timeline = price([(r, 0, 1, GB) for r in range(rounds)], apart(2), described)
-    assert timeline.seconds == pytest.approx(rounds / 10 + 1 / 50 + 1 / 10)  # the last is sent and applied alone
-    spent = bounds(timeline)
-    assert spent["pack"] + spent["apply"] == pytest.approx(timeline.seconds - 1 / 50)
-
-
-def test_every_message_of_a_round_pays_its_latency():
-    rows = [(0, s, 4, 1) for s in range(4)]
-    assert price(rows, apart(5), network(latency_us=20)).seconds == pytest.approx(4 * 20e-6, rel=1e-3)
+    assert {term: spent[term] for term in parts} == pytest.approx(parts, rel=2e-6)
 
 
 def test_a_rank_waits_for_its_partners_only():
