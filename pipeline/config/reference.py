@@ -65,10 +65,17 @@ class Key:
 
 
 class _Generator(GenerateJsonSchema):
-    """Pydantic's generator, which leaves out defaults that a factory makes and allows keys that a section does not have."""
+    """Pydantic's generator, with the bounds and defaults that it leaves out, without titles and unknown keys."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def generate_inner(self, schema: Any) -> dict[str, Any]:
+        return {BOUNDS[name][0] if name in BOUNDS else name: one for name, one in super().generate_inner(schema).items()}
 
     def dataclass_schema(self, schema: Any) -> dict[str, Any]:
         found = super().dataclass_schema(schema)
+        del found["title"]
         defaults = typed.defaults(schema["cls"]).plain()
         for name, described in found["properties"].items():
             described.pop("default", None)
@@ -80,21 +87,7 @@ class _Generator(GenerateJsonSchema):
 @cache
 def _described(section: type = Recipe) -> dict[str, Any]:
     """Return the JSON schema of a section in which all values are given."""
-
-    def cleaned(value: Any, of_properties: bool = False) -> Any:
-        if isinstance(value, list):
-            return [cleaned(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        if of_properties:
-            return {name: cleaned(described) for name, described in value.items()}
-        renamed = {BOUNDS[name][0] if name in BOUNDS else name: inner for name, inner in value.items() if name != "title"}
-        return {
-            name: inner if name == "default" else cleaned(inner, name in ("properties", "$defs"))
-            for name, inner in renamed.items()
-        }
-
-    return cleaned(typed.adapter(section).json_schema(schema_generator=_Generator))
+    return typed.adapter(section).json_schema(schema_generator=_Generator)
 
 
 def json_schema() -> dict[str, Any]:
