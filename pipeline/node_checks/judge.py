@@ -64,7 +64,7 @@ def reports(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], real
         most_gb = max((s.gpu.memory_gb for there in on.values() for s in there if s.gpu), default=0.0)
         for node, there in on.items():
             blame({node: [*_space(there), *(_gpus(there, config, component, most_gb) if config.gpus_per_node else [])]})
-    blame({} if realms.colocated else _used_by_several(nodes, seen, realms))
+    blame(_same_gpu(nodes, seen, realms, cluster))
     code = {node: look.code for node, ranks in nodes.items() if (look := _look(seen[r] for r in ranks if r in seen))}
     blame(outliers(code, "the code in pipeline/ and launch/, digest"))
     return {node: why for node, why in found.items() if why}
@@ -75,17 +75,22 @@ def _look(there: Iterable[RankReport]) -> Node | None:
     return next((report.node for report in there if report.node), None)
 
 
-def _used_by_several(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], realms: Realms) -> Problems:
-    """Return the nodes on which ranks of more than one component use the same GPU, and which ranks those are."""
+def _same_gpu(
+    nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], realms: Realms, cluster: ClusterConfig
+) -> Problems:
+    """Return the nodes on which ranks use the same GPU that the recipe does not put there, and which ranks those are."""
     found: Problems = {}
     for node, ranks in nodes.items():
-        users: dict[str, dict[str, int]] = {}
+        users: dict[str, list[int]] = {}
         for report in (seen[rank] for rank in ranks if rank in seen):
             if report.gpu and report.gpu.uuid:
-                users.setdefault(report.gpu.uuid, {}).setdefault(realms.name(report.rank), report.rank)
-        for uuid, by_name in users.items():
-            if len(by_name) > 1:
-                told = " and ".join(f"rank {rank} ({name})" for name, rank in by_name.items())
+                users.setdefault(report.gpu.uuid, []).append(report.rank)
+        for uuid, there in users.items():
+            counts = Counter(map(realms.name, there))
+            parts = [getattr(cluster, name) for name, count in counts.items() if count > 1]
+            crowded = any(ranks_per_node(part) <= part.gpus_per_node for part in parts)
+            if crowded or (len(counts) > 1 and not realms.colocated):
+                told = " and ".join(f"rank {rank} ({realms.name(rank)})" for rank in there)
                 found.setdefault(node, []).append(f"{told} use the same GPU {uuid}")
     return found
 
@@ -174,11 +179,6 @@ def _gpus(there: list[RankReport], component: ComponentConfig, name: str, most_g
     visible = {uuid for gpu in own.values() for uuid in gpu.visible}
     if len(visible) < component.gpus_per_node:
         found.append(f"it shows {len(visible)} GPUs; cluster.{name}.gpus_per_node is {component.gpus_per_node}")
-    if ranks_per_node(component) <= component.gpus_per_node:
-        users: dict[str, list[int]] = {}
-        for rank, gpu in own.items():
-            users.setdefault(gpu.uuid, []).append(rank)
-        found += [f"ranks {ranks} use the same GPU {uuid}" for uuid, ranks in users.items() if uuid and len(ranks) > 1]
     for rank, gpu in own.items():
         found += _memory(rank, gpu, component, name, most_gb)
     for node in (report.node for report in there if report.node):

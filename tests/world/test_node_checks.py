@@ -195,7 +195,7 @@ def break_sight(seen: dict[int, RankReport], fault: str) -> None:
     ("fault", "told"),
     [
         ("lost", "it shows 1 GPUs; cluster.train.gpus_per_node is 2"),
-        ("same", "ranks [2, 3] use the same GPU gpu-2"),
+        ("same", "rank 2 (train) and rank 3 (train) use the same GPU gpu-2"),
         ("small", "rank 3: its GPU (NVIDIA H100) has 42.3 GB; others of train have 85.0"),
         ("kind", "its GPUs (train): NVIDIA A100 and NVIDIA H100, but NVIDIA H100 on 2 others"),
         ("in use", "rank 3: 20.0 GB of its GPU gpu-3 are in use"),
