@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launch.nemo_rl.cluster import environment_variables
-from launch.nemo_rl.rules import Ignored, Only, Same, apply, given, under
+from launch.nemo_rl.rules import Done, Ignored, Only, Same, apply, given, under
 from launch.nemo_rl.translator import Translator
 
 KEY = "policy.generation"
@@ -19,6 +19,7 @@ TRANSPORTS = {
 OF_FP8 = ("is_mx", "num_first_layers_in_bf16", "num_last_layers_in_bf16", "quantization_ignored_layer_kws")
 
 GENERATION = (
+    Done("temperature top_p top_k val_temperature val_top_p val_top_k refit_transport vllm_kwargs.*"),
     Only("backend", ("vllm",), "this generation backend", "vllm"),
     Same("max_new_tokens stop_token_ids"),
     Only("stop_strings bad_words", (None, []), "stop strings", "stop_token_ids, which ends an answer by a token"),
@@ -33,6 +34,8 @@ VLLM_RULES = under(
         Same("enable_prefix_caching", given),  # null, or absent: on
         Only("kv_cache_dtype", ("auto", None), "a KV cache in 8 bits", "auto, which has policy.precision"),
         Ignored("use_deep_gemm"),  # a kernel of precision fp8
+        Done("precision logprobs_mode expert_parallel_size env_vars.*"),
+        Done(" ".join(OF_FP8)),
         # How its engines are run and watched. Ours are stepped in process, and serve nothing over the network.
         Ignored("async_engine distributed_executor_backend skip_tokenizer_init load_format enable_expert_parallel"),
         Ignored("use_tqdm enable_vllm_metrics_logger vllm_metrics_logger_interval *_refit_*"),
@@ -41,11 +44,6 @@ VLLM_RULES = under(
         Only("video.*", (None,), "images, sound or video"),
         Only("enable_return_routed_experts", (False, None), "replay of the sampler's routing", "false"),
     ),
-)
-TAKEN = (  # by the functions below
-    *("temperature", "top_p", "top_k", "val_temperature", "val_top_p", "val_top_k", "refit_transport", "colocated.*"),
-    *("vllm_kwargs.*", "vllm_cfg.precision", "vllm_cfg.logprobs_mode", "vllm_cfg.expert_parallel_size", "vllm_cfg.env_vars.*"),
-    *(f"vllm_cfg.{key}" for key in OF_FP8),
 )
 
 

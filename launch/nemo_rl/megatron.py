@@ -7,7 +7,7 @@ from pathlib import Path
 from launch.model_files import known, read_json
 from launch.nemo_rl.algorithm import epochs, max_num_steps
 from launch.nemo_rl.cluster import environment_variables
-from launch.nemo_rl.rules import Changed, Ignored, Only, Same, Switch, apply, given, under
+from launch.nemo_rl.rules import Changed, Done, Ignored, Only, Same, Switch, apply, given, under
 from launch.nemo_rl.translator import ABSENT, Translator
 from pipeline.algorithms import OFFLINE
 from pipeline.algorithms.sections import OfflineConfig, OnlineConfig, bound
@@ -57,6 +57,8 @@ MEGATRON = under(
         Ignored("mtp_* cuda_graph_* offload_modules moe_flex_* *hybridep_*"),  # of those above
         Ignored("inference_* moe_pad_experts_for_cuda_graph_inference clear_memory_caches_before_refit"),
         Ignored("use_gloo_process_groups use_fused_weighted_squared_relu fused_linear_logprobs_chunk_size"),
+        Done("enabled env_vars.* use_fused_linear_logprobs scheduler.lr_decay_iters scheduler.*_weight_decay"),
+        Done(" ".join(BALANCE)),
         # NeMo-RL does not read these, or sets them itself.
         Ignored("converter_type moe_router_enable_expert_bias train_iters calculate_per_token_loss"),
         Ignored("scale_loss_by_dp_cp_size do_not_average_loss cp_normalize checkpoint.*"),
@@ -82,13 +84,6 @@ SCHEDULER_RULES = under(
         Same("lr_decay_style lr_warmup_iters lr_warmup_init weight_decay_incr_style"),
         Ignored("override_opt_param_scheduler"),
     ),
-)
-TAKEN = tuple(  # by the functions below
-    f"megatron_cfg.{key}"
-    for key in (
-        *("enabled", "env_vars.*", "use_fused_linear_logprobs", *BALANCE),
-        *("scheduler.lr_decay_iters", "scheduler.start_weight_decay", "scheduler.end_weight_decay"),
-    )
 )
 
 

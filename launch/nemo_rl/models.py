@@ -96,8 +96,7 @@ def _rest(t: Translator, section: str) -> None:
     apply(t, under(section, asking))
     rules += (*megatron.OPTIMIZER_RULES, *megatron.SCHEDULER_RULES, *policy.LORA)
     rules += under("generation", (*generation.GENERATION, *generation.VLLM_RULES))
-    known = [pattern for rule in rules for pattern in rule.patterns]
-    known += [*policy.TAKEN, *megatron.TAKEN, *(f"generation.{key}" for key in generation.TAKEN)]
+    known = [pattern for rule in rules for pattern in rule.patterns] + ["generation.colocated.*"]
     for key, _ in list(t.left()):
         below = key.removeprefix(f"{section}.")
         if key.startswith(f"{section}.") and any(fits(pattern, below) for pattern in known):

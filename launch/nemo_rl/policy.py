@@ -11,7 +11,7 @@ from typing import Any
 from launch.nemo_rl import megatron
 from launch.nemo_rl.cluster import environment_variables
 from launch.nemo_rl.datasets import find, report_missing
-from launch.nemo_rl.rules import Changed, Ignored, Only, Same, Switch, apply, given, under
+from launch.nemo_rl.rules import Changed, Done, Ignored, Only, Same, Switch, apply, given, under
 from launch.nemo_rl.run import PRETRAINED
 from launch.nemo_rl.translator import Translator
 from pipeline.config import Backend
@@ -37,6 +37,9 @@ MODEL = (
     Ignored("tokenizer.use_fastokens generation_batch_size activation_checkpointing_enabled"),
     Ignored("make_sequence_length_divisible_by"),  # nothing is padded
     Changed("offload_optimizer_for_logprob", (False, None), "the optimizer's state stays on the GPUs: more memory"),
+    Done("model_name tokenizer.chat_template optimizer.* scheduler.* dtensor_cfg.enabled dtensor_cfg.env_vars.*"),
+    Done("reward_model_cfg.enabled reward_model_cfg.reward_model_type"),
+    Done(" ".join(f"{section}.{key}" for section in BATCHING for key in OF_BATCHING)),
     Ignored("refit_buffer_size_gb", "policy.generation.refit_cfg.bucket_bytes bounds what a refit stages"),
 )
 DTENSOR = under(
@@ -69,11 +72,6 @@ LORA = under(
         Only("dropout", (0, 0.0, None), LORA_OPTION, "0"),
         Ignored("dropout_position use_triton"),
     ),
-)
-TAKEN = (  # by the functions below, and by the sections that know them
-    *("model_name", "tokenizer.chat_template", "optimizer.*", "scheduler.*", "dtensor_cfg.enabled", "dtensor_cfg.env_vars.*"),
-    *(f"{section}.{key}" for section in BATCHING for key in OF_BATCHING),
-    *("reward_model_cfg.enabled", "reward_model_cfg.reward_model_type", "dtensor_cfg.lora_cfg.*"),
 )
 
 
@@ -151,10 +149,7 @@ def _batches(t: Translator) -> None:
     t.put(f"{ours}.enabled", packs or fills, f"{section if packs or fills else ours}.enabled")
     if packs and fills:
         t.problem("policy.dynamic_batching.enabled", "contradiction", f"got true; expected false with {ours}.enabled=true")
-    for batching in BATCHING:
-        t.consume_off(f"policy.{batching}")
-        for key in OF_BATCHING:
-            t.consume(f"policy.{batching}.{key}")
+    t.consume_off(*(f"policy.{batching}" for batching in BATCHING))
 
 
 def _reward_model(t: Translator, algorithm: str) -> None:

@@ -55,6 +55,14 @@ class Ignored(Rule):
 
 
 @dataclass(frozen=True)
+class Done(Rule):
+    """Keys that a function has translated before the table is applied."""
+
+    def meet(self, t: Translator, found: list[tuple[str, Any]]) -> None:
+        pass
+
+
+@dataclass(frozen=True)
 class Only(Rule):
     """Keys that may have these values, which ask for what we do anyway; another asks for a feature that we do not have."""
 

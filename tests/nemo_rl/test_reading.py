@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.nemo_rl.test_translation import inspect, read
+from pipeline import config
+from tests.nemo_rl.test_translation import RECIPES, inspect, read
+from tests.problems import refused
 
 
 def test_the_chain_of_defaults() -> None:
@@ -36,3 +38,9 @@ def test_origins_name_their_line_and_key() -> None:
     assert origins["cluster.train.nodes"].endswith("(cluster.num_nodes)")
     assert origins["policy.model_name"].rpartition(":")[0].endswith("grpo.yaml")
     assert origins["data.train.prompt_file"].endswith("(data.default.prompt_file)")
+
+
+def test_without_a_translation_the_problem_names_the_command_that_has_one() -> None:
+    with refused(("algorithm", "nemo-rl-recipe")) as error:
+        config.load(str(RECIPES / "grpo.yaml"))
+    assert "launch/submit.py recipe=" in str(error.value)
