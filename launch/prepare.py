@@ -79,7 +79,7 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
             own += folder_problems(recipe) if not own else []
         needed = "" if loaded is ordered[-1] else f"{folder_name(recipe)}, which is needed first"
         problems += [problem.within(needed) for problem in own]
-        head = "algorithm" not in loaded.faulty and build(recipe).needs.head
+        head = "logprobs" if "algorithm" in loaded.faulty else build(recipe).needs.head
         pending.append(Pending(Path(recipe.run_dir), recipe.policy, head))
     usable = prepared and prepared[-1].recipe.run_dir == ordered[-1].recipe.run_dir
     return prepared if usable else [], problems

@@ -170,10 +170,7 @@ def _space(there: list[RankReport]) -> list[str]:
 
 
 def _gpus(there: list[RankReport], component: ComponentConfig, name: str, most_gb: float) -> list[str]:
-    """Return what is wrong with a component's GPUs on one node.
-
-    most_gb: the memory of the largest GPU that the component has on any node.
-    """
+    """Return what is wrong with a component's GPUs on a node. most_gb: memory of the largest that it has on any node."""
     own = {report.rank: report.gpu for report in there if report.gpu}
     found = [f"rank {rank}: {gpu.problem}" for rank, gpu in own.items() if gpu.problem]
     visible = {uuid for gpu in own.values() for uuid in gpu.visible}
@@ -192,10 +189,7 @@ def _gpus(there: list[RankReport], component: ComponentConfig, name: str, most_g
 
 
 def _memory(rank: int, gpu: GPU, component: ComponentConfig, name: str, most_gb: float) -> list[str]:
-    """Return what is wrong with a GPU's memory.
-
-    cluster.<component>.gpu is what the plan takes a GPU for, and no reason to refuse what runs.
-    """
+    """Return what is wrong with a GPU's memory. cluster.<component>.gpu is only what the plan takes a GPU for."""
     asked, found = component.gpu_memory_gb, []
     if gpu.memory_gb and gpu.memory_gb < MEMORY_SHARE * (asked or most_gb):
         other = f"by cluster.{name}.gpu_memory_gb it would be {asked:g}" if asked else f"others of {name} have {most_gb:.1f}"

@@ -70,10 +70,7 @@ class RankReport(msgspec.Struct, array_like=True):
 
 
 def probe(place: Place, device: torch.device, component: ComponentConfig, token: str) -> RankReport:
-    """Return what this rank sees.
-
-    token: what rank 0 has written into the shared folder; empty: there is but one node, nothing is shared.
-    """
+    """Return what this rank sees. token: what rank 0 wrote into the shared folder; empty: there is but one node."""
     start = time.perf_counter()
     uses_gpus = component.gpus_per_node > 0
     gpu = look_at_gpu(device) if uses_gpus else None
@@ -116,10 +113,7 @@ def _driver_note(cuda: str | None, driver: str | None) -> str:
 
 
 def multiply(device: torch.device) -> str:
-    """Return what is wrong with products of matrices.
-
-    Of zeros and ones, 128 to a sum: exact in either precision on any device.
-    """
+    """Return what is wrong with products of zeros and ones, 128 to a sum: exact in either precision on any device."""
     draw = torch.Generator().manual_seed(0)
     one, other = (torch.randint(0, 2, size, generator=draw).float() for size in ((1024, 128), (128, 1024)))
     right = one @ other
@@ -131,10 +125,7 @@ def multiply(device: torch.device) -> str:
 
 
 def memory_errors() -> tuple[dict[str, int], str]:
-    """Return (uncorrected errors of each GPU since its driver was loaded, why they are not known).
-
-    Without nvidia-smi: ({}, "").
-    """
+    """Return (uncorrected errors of each GPU since its driver was loaded, why nvidia-smi, if it is there, does not tell)."""
     command = ["nvidia-smi", "--query-gpu=uuid,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S)

@@ -97,10 +97,7 @@ def better(link: Link, earlier: Link | None) -> Link:
 
 
 def _in_rounds(pairs: list[Pair]) -> Rounds:
-    """Put each pair into the first round in which both are free.
-
-    A ring's pairs: every second one, the others, and the odd one.
-    """
+    """Put each pair into the first round in which both are free: every second of a ring, the others, and the odd one."""
     rounds: Rounds = []
     busy: list[set[int]] = []
     for pair in [*pairs[0::2], *pairs[1::2]]:
