@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from pipeline.config import LoggerConfig, Problem, RecipeError
 from pipeline.files import NONE, SLOW_S, Patience, append, retrying, tell_slow, write_durably
-from pipeline.types import NOTHING_SAID
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -268,7 +267,7 @@ def rollout_metrics(prefix: str, groups: list[RolloutGroup]) -> dict[str, float]
         "turns": _mean(turns),
         "turns_max": float(max(turns, default=math.nan)),
         "broke_judge": _mean([float(bool(rollout.broke)) for rollout in judged]),
-        "env_failures": float(sum(rollout.failure not in ("", NOTHING_SAID) for rollout in rollouts)),
+        "env_failures": float(sum(rollout.failed for rollout in rollouts)),
     }
     for name in sorted({name for rollout in judged for name in rollout.metrics}):
         values[name] = _mean([rollout.metrics[name] for rollout in judged if name in rollout.metrics])

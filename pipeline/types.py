@@ -128,6 +128,11 @@ class Rollout:
         return tuple(span for turn in self.turns for span in turn.completion.spans)
 
     @property
+    def failed(self) -> bool:
+        """Return whether nobody could judge the episode, other than one that was cut before it said anything."""
+        return self.failure not in ("", NOTHING_SAID)
+
+    @property
     def finish(self) -> str:
         """The last turn's; "" if there is none."""
         return self.turns[-1].completion.finish if self.turns else ""

@@ -10,11 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.models.base import SCORE, VALUE_HEAD, Parameter, Split
-from pipeline.types import Head
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
+
+    from pipeline.types import Head
 
 
 # ---- configuration

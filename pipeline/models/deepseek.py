@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from pipeline.models import decoder
 from pipeline.models.base import Parameter
 from pipeline.models.sizes import sparse_layers
-from pipeline.types import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from pipeline.types import Head
 
 LATENT_NORM_EPSILON = 1e-6  # of the norms of the latents in transformers, whatever rms_norm_eps says
 

@@ -18,10 +18,11 @@ from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig
 from pipeline.models.base import SCORE
 from pipeline.models.layout import Shape, invert, record_all
-from pipeline.types import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from pipeline.types import Head
 
 
 def model_config(policy: PolicyConfig, head: Head = "logprobs") -> PreTrainedConfig:

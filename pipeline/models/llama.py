@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.models import decoder
 from pipeline.models.base import Parameter
-from pipeline.types import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from pipeline.types import Head
 
 
 def transformer(config: PreTrainedConfig) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from pipeline.models import decoder
 from pipeline.models.base import Parameter
 from pipeline.models.sizes import sparse_layers
-from pipeline.types import Head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from pipeline.types import Head
 
 
 def transformer(config: PreTrainedConfig) -> dict[str, Any]:
