@@ -284,26 +284,19 @@ def build(
     ahead = section.async_grpo if grpo else AsyncConfig()
     failures = Failures(ahead.max_generation_failures, "grpo.async_grpo.max_generation_failures" if grpo else "env")
     dispatch = Dispatch(engines, section.seed, section.max_rollout_turns, failures)
-    validation = RolloutSpec("val", section.val_num_generations_per_prompt, validation_sampling(generation), urgent=True)
+    validation = RolloutSpec("val", section.val_num_generations_per_prompt, sampling(generation, "val_"), urgent=True)
     apart = ahead.enabled and ahead.stragglers == "cut"
-    train = RolloutSpec("train", section.num_generations_per_prompt, training_sampling(generation), apart=apart)
+    train = RolloutSpec("train", section.num_generations_per_prompt, sampling(generation), apart=apart)
     kind = AsyncCollector if ahead.enabled else SyncCollector
     return kind(section, dispatch, judge, train, validation, name=name)
 
 
-def training_sampling(generation: GenerationConfig) -> Sampling:
-    return _sampling(generation, generation.temperature, generation.top_p, generation.top_k)
-
-
-def validation_sampling(generation: GenerationConfig) -> Sampling:
-    return _sampling(generation, generation.val_temperature, generation.val_top_p, generation.val_top_k)
-
-
-def _sampling(generation: GenerationConfig, temperature: float, top_p: float, top_k: int | None) -> Sampling:
+def sampling(generation: GenerationConfig, prefix: str = "") -> Sampling:
+    """Return how to sample. prefix: `val_` for validation, which has keys of its own."""
     return Sampling(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k or 0,
+        temperature=getattr(generation, f"{prefix}temperature"),
+        top_p=getattr(generation, f"{prefix}top_p"),
+        top_k=getattr(generation, f"{prefix}top_k") or 0,
         max_new_tokens=generation.max_new_tokens,
         stop_token_ids=tuple(generation.stop_token_ids or ()),
     )

@@ -4,7 +4,7 @@ bound."""
 import pytest
 
 from pipeline.config import DistillationConfig, GenerationConfig, GRPOConfig
-from pipeline.rollout.collectors import build, training_sampling, validation_sampling
+from pipeline.rollout.collectors import build, sampling
 from tests.rollout.fleet import Fleet, Stream, group, prompts
 
 
@@ -95,6 +95,6 @@ def test_what_was_sampled_ahead_is_not_lost_by_going_on_without():
 
 def test_validation_samples_as_its_own_keys_say():
     generation = GenerationConfig(top_k=7, top_p=0.9, val_temperature=0.6, val_top_p=0.7, val_top_k=None)
-    train, validation = training_sampling(generation), validation_sampling(generation)
+    train, validation = sampling(generation), sampling(generation, "val_")
     assert (train.temperature, train.top_p, train.top_k) == (1.0, 0.9, 7)
     assert (validation.temperature, validation.top_p, validation.top_k) == (0.6, 0.7, 0)
