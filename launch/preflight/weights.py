@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from launch.model_files import inside, model_folder
 from pipeline import config
 from pipeline.config import Problem, Recipe, RecipeError
@@ -26,6 +24,7 @@ BESIDE = (
 )
 TOLD = 4  # bad files of a model
 ABSENT = ("is missing", "is a link", "is a git-annex link", "has not been downloaded")
+MOST_HEADER = 100_000_000  # bytes, by safetensors' own limit
 
 
 def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[Problem]:
@@ -132,20 +131,29 @@ def stored(folder: Path) -> Stored:
 
 
 def read_header(path: Path) -> dict[str, dict]:
-    """Return tensor's name -> {"dtype", "shape", "data_offsets"} of a safetensors file whose header describes all of it.
-
-    Raises ValueError, which says what is wrong with the file.
+    """Tensor's name -> {"dtype", "shape", "data_offsets"} of a safetensors file: 8 bytes with the header's length, the header,
+    the data (https://github.com/huggingface/safetensors, "Format"). Raises ValueError, which says what is wrong with the file.
     """
     if reason := trouble(path):
         raise ValueError(reason)
-    try:
-        safe_open(path, "np").__exit__(None, None, None)  # reads the header alone
-    except SafetensorError as error:
-        what = f"is cut off, or no safetensors file: it has {path.stat().st_size:,} bytes ({error}); fetch it again"
-        raise ValueError(what) from None
+    size = path.stat().st_size
     with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+        length = int.from_bytes(file.read(8), "little")
+        if length > MOST_HEADER or size < 8:
+            raise ValueError("is no safetensors file; fetch it again")
+        text = file.read(length)
+    if len(text) < length:
+        raise ValueError(f"is cut off: it has {size} bytes, and its header alone {8 + length}; fetch it again")
+    try:
+        header = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError("is no safetensors file; fetch it again") from None
+    if size < end:
+        raise ValueError(f"is cut off: it has {size:,} of {end:,} bytes; fetch it again")
+    if size > end:
+        raise ValueError(f"has {size - end:,} bytes more than its header says; fetch it again")
+    return header
 
 
 def trouble(path: Path) -> str | None:

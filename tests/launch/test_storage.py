@@ -120,9 +120,9 @@ MODEL = "policy.model_name"
 @pytest.mark.parametrize(
     ("spoil", "code", "says"),
     [
-        (cut, "unreadable", "is cut off, or no safetensors file: it has"),
-        (cut_header, "unreadable", "is cut off, or no safetensors file: it has 20 bytes"),
-        (lengthen, "unreadable", "is cut off, or no safetensors file"),
+        (cut, "unreadable", "is cut off: it has"),
+        (cut_header, "unreadable", "is cut off: it has 20 bytes, and its header alone"),
+        (lengthen, "unreadable", "has 5 bytes more than its header says"),
         (lfs, "unreadable", "is a Git LFS pointer, not the file; `git lfs pull`"),
         (annex, "unreadable", "is a git-annex pointer, not the file; `git annex get`"),
         (annex_link, "file-not-found", "is a git-annex link without its content"),
@@ -130,12 +130,8 @@ MODEL = "policy.model_name"
         (dangling, "file-not-found", "is a link to"),
         (Path.unlink, "file-not-found", "is missing; fetch it again"),
         (lambda path: path.write_bytes(b""), "unreadable", "is empty"),
-        (lambda path: path.write_bytes(b"x" * 200), "unreadable", "is cut off, or no safetensors file"),
-        (
-            lambda path: path.write_bytes((9).to_bytes(8, "little") + b'{"a": 12}'),
-            "unreadable",
-            "is cut off, or no safetensors file",
-        ),
+        (lambda path: path.write_bytes(b"x" * 200), "unreadable", "is no safetensors file"),
+        (lambda path: path.write_bytes((9).to_bytes(8, "little") + b'{"a": 12}'), "unreadable", "is no safetensors file"),
         (lambda path: save_file({"other": np.zeros(8, np.float32)}, path), "unreadable", "lacks 1 of the 1 tensors"),
     ],
 )
