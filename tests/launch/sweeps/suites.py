@@ -57,6 +57,11 @@ def outcomes(folder: Path) -> dict[tuple[str, str], str]:
     return {(each["run"], each["gate"]): each["outcome"] for each in verdicts}
 
 
+def known(folder: Path) -> int:
+    """Return how many runs have a job, or have ended before their lost job was found again."""
+    return len({path.parent for name in ("job", "done") for path in folder.glob(f"runs/*/{name}.json")})
+
+
 def submitted(folder: Path) -> list[str]:
     """The names of the jobs, one for each submission, as the run folders and Slurm's ids tell."""
     return [json.loads(line)["job"] for line in (folder / "jobs.jsonl").read_text().splitlines()]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.sweeps.suites import environment, launch, outcomes, submitted, sweep, write_suite
+from tests.launch.sweeps.suites import environment, known, launch, outcomes, submitted, sweep, write_suite
 from tests.launch.waiting import wait_until
 
 pytestmark = pytest.mark.slurm
@@ -66,7 +66,7 @@ def test_a_sweep_that_is_killed_while_it_submits_goes_on_and_submits_nothing_twi
     env = environment(slurm_cluster.env, HETSTEP_TEST_SLEEP="1")
     for count in range(5):
         process = launch(f"sweep={path}", "id=x", *ON_SLURM, env=env)
-        wait_until(lambda count=count: len(list(folder.glob("runs/*/job.json"))) >= count, f"{count} submissions")
+        wait_until(lambda count=count: known(folder) >= count, f"{count} submissions")
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         if count == 3:

@@ -13,7 +13,7 @@ from launch import sweep as command
 from launch.sweeps.folder import Folder
 from tests.launch.model import write_recipe
 from tests.launch.sweeps import tasks
-from tests.launch.sweeps.suites import environment, launch, outcomes, submitted, sweep, write_suite
+from tests.launch.sweeps.suites import environment, known, launch, outcomes, submitted, sweep, write_suite
 from tests.launch.waiting import wait_until
 
 ONE_SEED = {"seeds": [1], "gates": {"on policy": {"value": "at(train/ppo_kl, 1)", "equals": 0}}}
@@ -93,7 +93,7 @@ def test_a_sweep_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path):
     folder = tmp_path / "sweeps/some/x"
     for count in range(4):
         process = launch(f"sweep={path}", "id=x", env=env)
-        wait_until(lambda count=count: len(list(folder.glob("runs/*/job.json"))) >= count, f"{count} submissions")
+        wait_until(lambda count=count: known(folder) >= count, f"{count} submissions")
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         if count == 2:
