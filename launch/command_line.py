@@ -11,7 +11,8 @@ A command declares its keys as the fields of a dataclass, and runs a function of
         return command_line.run(__doc__, Request, export, arguments)
 
 A field without a default must be given. Its type says how the value is read: str, Path, bool, int (not negative), float
-(above 0), Literal; a list takes the key several times. A method `problems` of the dataclass may add checks across keys.
+(above 0), Literal. If a key is given several times, the last one counts, so that users can replace what a wrapper gives; a list
+takes them all. A method `problems` of the dataclass may add checks across keys.
 """
 
 from __future__ import annotations
@@ -156,10 +157,8 @@ def _value(name: str, kind: Any, own: Key, texts: list[str], problems: list[Prob
         (kind,) = get_args(kind)
     elif get_origin(kind) in (Union, types.UnionType):
         kind = next(each for each in get_args(kind) if each is not type(None))
-    if len(texts) > 1 and not several:
-        problems.append(Problem(name, "given-twice", f"got {' and '.join(map(_clipped, texts))}; expected one value", ORIGIN))
     values = []
-    for text in texts:
+    for text in texts if several else texts[-1:]:
         try:
             values.append(own.read(text) if own.read else _read(kind, text))
         except (ValueError, OSError) as error:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
@@ -29,7 +29,6 @@ from launch.components import components
 from launch.executors import allocation, local, selection, slurm
 from launch.executors.base import RunJob
 from launch.executors.record import JobRecord, read_record, write_record
-from launch.follow import Follower, Metrics
 from launch.model_files import Pending
 from launch.plan import modes, report
 from launch.plan.estimate import plan
@@ -39,6 +38,9 @@ from launch.units import plural
 from pipeline import config, secrets
 from pipeline.algorithms import build
 from pipeline.config import Problem, Recipe, RecipeError, bound, collected, evaluates_alone, reference, refuse, section
+
+if TYPE_CHECKING:
+    from launch.follow import Metrics
 
 FLAGS = ("show", "plan", "dry_run", "detach")
 CANCEL_WAIT_S = 60
@@ -263,6 +265,8 @@ def attach(run_dir: Path) -> int:
 
 
 def _metrics_so_far(run_dir: Path) -> Metrics:
+    from launch.follow import Metrics  # and rich, which only a command that follows a run waits for
+
     metrics = Metrics(run_dir)
     metrics.new_lines()
     return metrics
@@ -287,6 +291,8 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 def attend(run_dir: Path, job: RunJob, steps: int | None, metrics: Metrics) -> int:
     """Follow a job to its end, and return the exit status. Ctrl-C asks, then cancels; without a terminal it cancels at once."""
+    from launch.follow import Follower
+
     follower = Follower(run_dir, job, steps, metrics)
     while True:
         try:

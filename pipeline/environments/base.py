@@ -14,11 +14,13 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from pipeline.problems import Problem
-from pipeline.types import Prompt
 from pipeline.values import Check, Text
+
+if TYPE_CHECKING:
+    from pipeline.types import Prompt
 
 
 class Unjudged(RuntimeError):

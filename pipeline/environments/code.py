@@ -15,7 +15,7 @@ import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
@@ -24,8 +24,10 @@ from pipeline.environments.code_tests import Case, Equation, Tests, read, same_l
 from pipeline.environments.python_tool import Executed, PythonArguments, PythonSession, PythonTool, SandboxArguments
 from pipeline.environments.tool import ToolError
 from pipeline.sandbox.limits import Ran
-from pipeline.types import Prompt
 from pipeline.values import Bool, Text
+
+if TYPE_CHECKING:
+    from pipeline.types import Prompt
 
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 OWN_SHARE = 0.75

@@ -10,9 +10,12 @@ Leaves out: whether two formulas are equal, which `math.py` judges.
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from pipeline.environments.base import Environment, Outcome
-from pipeline.types import Prompt
+
+if TYPE_CHECKING:
+    from pipeline.types import Prompt
 
 READ = 300  # characters at the text's end; an "Answer:" before them does not count
 ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)

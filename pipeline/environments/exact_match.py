@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from pipeline.environments.base import Kind, Outcome, Pattern, Setup
-from pipeline.types import Prompt
+
+if TYPE_CHECKING:
+    from pipeline.types import Prompt
 
 
 @dataclass

@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from pipeline.environments.base import Kind, Outcome, Pattern, Setup, Unjudged, has_place
-from pipeline.types import Prompt
 from pipeline.values import MISSING, VARIABLE, Bool, Check, Float, Positive, Text
 
 if TYPE_CHECKING:
     import httpx
+
+    from pipeline.types import Prompt
 
 PROMPT = """Judge whether the response answers the question as the reference does.
 

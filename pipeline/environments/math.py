@@ -20,13 +20,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from pipeline.environments.base import Environment, Kind, Outcome, Setup, Unjudged
 from pipeline.environments.dapo_math import DAPOMath
-from pipeline.types import Prompt
+
+if TYPE_CHECKING:
+    from pipeline.types import Prompt
 
 START_TIMEOUT_S = 300.0  # importing sympy, on a cold network file system
 OWN_SHARE, WAIT_SHARE = 0.5, 0.25

@@ -18,14 +18,16 @@ import re
 import string
 import unicodedata
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from pipeline.environments.base import Kind, Outcome, Setup, Unjudged
 from pipeline.environments.tool_calls import THOUGHT_ENDS
-from pipeline.types import Prompt
 from pipeline.values import Int
+
+if TYPE_CHECKING:
+    from pipeline.types import Prompt
 
 ENGLISH = ("answer is", "answer")
 OTHERS = (

@@ -19,10 +19,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.environments.base import Environment, Outcome
-from pipeline.types import Prompt
+
+if TYPE_CHECKING:
+    from pipeline.types import Prompt
 
 METHODS = ("reset", "step", "close")
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -3,8 +3,12 @@ there."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pipeline.environments.base import Kind, Outcome
-from pipeline.types import Prompt
+
+if TYPE_CHECKING:
+    from pipeline.types import Prompt
 
 
 class RewardModel(Kind):

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from pipeline.data import puzzle
 from pipeline.environments.base import Kind, Outcome, Pattern, Setup, has_place
-from pipeline.types import Prompt
 from pipeline.values import Positive, Text
+
+if TYPE_CHECKING:
+    from pipeline.types import Prompt
 
 INITIALS = {move[0]: move for move in puzzle.FROM}
 

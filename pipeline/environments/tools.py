@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -27,8 +27,10 @@ from pipeline.environments.python_tool import PythonTool
 from pipeline.environments.tool import Tool, ToolError, ToolSession
 from pipeline.environments.tool_calls import Call, CallFormat, HermesCalls, MarkedCalls
 from pipeline.problems import Problem
-from pipeline.types import Prompt
 from pipeline.values import MISSING, Check, Positive, Text, not_a_kind
+
+if TYPE_CHECKING:
+    from pipeline.types import Prompt
 
 TOOLS = {"calculator": Calculator, "python": PythonTool}
 """Tools with a name of their own; others by dotted path."""

@@ -25,11 +25,11 @@ from pydantic import Field
 
 from pipeline.environments.base import Kind, Outcome, Setup
 from pipeline.environments.tool_calls import HermesCalls
-from pipeline.types import Prompt
 from pipeline.values import MISSING, Text
 
 if TYPE_CHECKING:
     from pipeline.environments.verifiers_bridge import Episode
+    from pipeline.types import Prompt
 
 
 def tasks(
