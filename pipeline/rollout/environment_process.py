@@ -174,6 +174,8 @@ class _Process:
                 self._news.set()
         except OSError:
             pass  # likewise
+        except Exception as error:  # a report that cannot be decoded
+            self.reports.put(EnvReport.of(error))
         finally:
             self.reports.put(None)
             self._news.set()
@@ -292,7 +294,7 @@ class EnvironmentProcess:
             kind = ValueError if report.error == "ValueError" else RuntimeError
             told = report.message if report.error == kind.__name__ else f"{report.error}: {report.message}"
             error = kind(told)
-            error.add_note(f"In the environments' process:\n{report.traceback}")
+            error.add_note(f"Of the environments' process:\n{report.traceback}")
             raise error
         self._process.loaded, self._silent_s = True, 0.0
         if report.replies:

@@ -70,6 +70,11 @@ class EnvReport(msgspec.Struct, array_like=True):
     message: str = ""
     traceback: str = ""
 
+    @classmethod
+    def of(cls, error: Exception) -> EnvReport:
+        """Return the report of an exception, with its traceback."""
+        return cls([], *map(encodable, (type(error).__name__, str(error), "".join(traceback.format_exception(error)))))
+
 
 def frame(message: Any) -> bytes:
     body = encode(message)
@@ -103,13 +108,18 @@ def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
         return
     own_code.search_in(settings.folders)
     news: threading.Event = threading.Event()
-    commands: queue.SimpleQueue[EnvCommand] = queue.SimpleQueue()
+    commands: queue.SimpleQueue[EnvCommand | Exception] = queue.SimpleQueue()
 
     def listen() -> None:
-        for command in messages(stream, EnvCommand):
-            commands.put(command)
+        try:
+            for command in messages(stream, EnvCommand):
+                commands.put(command)
+                news.set()
+        except Exception as error:  # `_serve` raises it: only the main thread sends
+            commands.put(error)
             news.set()
-        os._exit(1)  # the rank is gone
+        else:
+            os._exit(1)  # the rank is gone
 
     try:
         environments = load(settings, news)
@@ -123,15 +133,14 @@ def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
     except MemoryError:  # an answer took it: as if the kernel had ended the process
         os._exit(1)
     except Exception as error:
-        told = [type(error).__name__, str(error), traceback.format_exc()]
-        connection.sendall(frame(EnvReport([], *map(encodable, told))))
+        connection.sendall(frame(EnvReport.of(error)))
 
 
 def _serve(
     environments: EnvironmentThreads,
     connection: socket.socket,
     judging: mmap.mmap,
-    commands: queue.SimpleQueue[EnvCommand],
+    commands: queue.SimpleQueue[EnvCommand | Exception],
     news: threading.Event,
 ) -> None:
     calls: dict[str, int] = {}  # open ones, by their episodes
@@ -142,6 +151,8 @@ def _serve(
         news.clear()
         while not commands.empty():
             command = commands.get()
+            if isinstance(command, Exception):
+                raise command
             if command.request is not None:
                 calls[command.request.episode] = command.call
                 environments.submit(command.request, functools.partial(judging.__setitem__, command.call))

@@ -26,6 +26,7 @@ from pipeline.environments.python_tool import LIMITS, PythonArguments, PythonToo
 from pipeline.rollout import environment_pool, environment_process
 from pipeline.rollout.environment_pool import Failure
 from pipeline.rollout.environment_process import HELD, EnvironmentProcess
+from pipeline.rollout.environment_server import frame
 from pipeline.rollout.environment_threads import EnvironmentSettings, StepRequest, load
 from pipeline.sandbox import processes
 from pipeline.types import Prompt, Rollout
@@ -160,7 +161,7 @@ def deaths(folder: Path, way: str, why: str) -> None:
 
 
 def unbegun(folder: Path) -> None:
-    """Of turns that wait for the one worker only the one fails that the process died of, and then what it held."""
+    """Only the turn fails that the process died of, none that waits for the one worker; and then what the process held."""
     fork_early(2)
     process = started(settings(folder, f"{__name__}.Deadly", way="kill"))
     first = prompts(1, first=9)[0]
@@ -181,8 +182,10 @@ def said(episode: str, prompt: Prompt | None, last: bool = True) -> StepRequest:
 
 
 def answers(process: EnvironmentProcess, count: int) -> list[tuple[str, Any]]:
-    found = []
+    """Return the next `count` answers. They must come within two minutes: where a process takes another's place, it loads."""
+    found, deadline = [], time.monotonic() + 120
     while len(found) < count:
+        assert time.monotonic() < deadline, f"{len(found)} of {count} answers: {found}"
         found += process.take()
         time.sleep(0.01)
     return found
@@ -209,10 +212,21 @@ def idle_deaths(folder: Path) -> None:
 
 
 def errors(folder: Path) -> None:
-    """What keeps environments from being built is raised on the rank as if they ran there."""
+    """An error in building environments is raised on the rank as if they ran there."""
     fork_early()
     with raises(ValueError, rf"env\.told \(kind {__name__}\.Deadly\): kwargs do not fit Deadly"):
         started(settings(folder, f"{__name__}.Deadly", no=1))
+
+
+def garbled(folder: Path) -> None:
+    """A command that cannot be decoded ends the process at once, and the rank raises why."""
+    environment_process.SILENCE_S = 3600.0
+    fork_early()
+    process = started(settings(folder, "exact_match"))
+    process._process._unsent.put(frame("no command"))
+    with raises(RuntimeError, "ValidationError: Expected `array`, got `str`"):
+        answers(process, 1)
+    assert process._process.handle.wait(60) == 0
 
 
 class Together(Environment):
@@ -256,7 +270,7 @@ class Later(Environment):
 
 
 def verdicts(process: EnvironmentProcess, turns: list[StepRequest]) -> dict[str, str]:
-    """What comes of turns that are there at once: judged, broke or left out."""
+    """Return how turns that are there at once end: judged, broke or left out."""
     for one in turns:
         process.submit(one)
     found = dict(answers(process, len(turns)))
@@ -265,7 +279,7 @@ def verdicts(process: EnvironmentProcess, turns: list[StepRequest]) -> dict[str,
 
 
 def suspects(folder: Path) -> None:
-    """Of several answers that a process died with those are wrong that it dies of alone."""
+    """A process dies while it judges several answers: those are wrong that it dies of alone."""
     fork_early(4)
     process = started(settings(folder, f"{__name__}.Together", deadly=["1/1", "3/1"]))
     found = verdicts(process, [said(str(prompt.index), prompt) for prompt in prompts(4)])
@@ -348,7 +362,9 @@ def leave(folder: Path, notes: Path) -> None:
     fork_early()
     process = started(settings(folder, f"{__name__}.Holding", notes=str(notes)))
     process.submit(said("0", prompts(1)[0]))
+    deadline = time.monotonic() + 120
     while not (notes / "pids").exists():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,11 +1,15 @@
 """Environments in a process of their own: the same episodes, and what its end costs. See environment_scenarios.py."""
 
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from pipeline.rollout import environment_process
+from pipeline.rollout.environment_server import frame
 from tests.rollout import environment_scenarios as scenarios
 
 SILENT = r"said nothing for 1\.5 s \(a call of it holds Python's lock\), and was killed"
@@ -32,13 +36,14 @@ def play(play_in, checkpoint):
         (scenarios.worn_out, (), " calls of it hang at once, each for more than 0.3 s"),
         (scenarios.idle_deaths, (), ""),
         (scenarios.errors, (), ""),
+        (scenarios.garbled, (), ""),
         (scenarios.orderly, (), "the key: ***\n"),
         pytest.param(scenarios.executed, (), "", marks=pytest.mark.full),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )
 def test_a_scenario(play, scenario, arguments, says):
-    """What each of them shows is in its docstring."""
+    """Each scenario holds; its docstring says what it shows."""
     status, printed = play(scenario, *arguments)
     assert status == 0 and says in printed, printed[-4000:]
 
@@ -53,6 +58,17 @@ def test_nothing_outlives_the_rank(play, tmp_path):
     while left := [pid for pid in pids if alive(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+def test_a_report_that_cannot_be_decoded_is_an_error_at_once():
+    ours, its = socket.socketpair()
+    started = environment_process.Started(None, ours, None)
+    process = environment_process._Process(started, scenarios.settings(Path(), "exact_match"), threading.Event())
+    its.sendall(frame("no report"))
+    report = process.reports.get(timeout=60)
+    assert report.error == "ValidationError" and report.traceback
+    assert process.reports.get(timeout=60) is None
+    its.close()
 
 
 def alive(pid: str) -> bool:
