@@ -100,4 +100,4 @@ def test_a_cluster_that_is_no_mapping_is_told(here, cluster):
     """As where all keys below `cluster:` are commented out."""
     write_recipe(here, "second", needs=["base"], run_dir="runs/second", cluster=cluster)
     _, second = prepare.in_order("second", [])
-    assert ("cluster", "wrong-type") in named(second.problems)
+    assert named(second.problems) == {("cluster", "wrong-type")}
