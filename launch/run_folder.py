@@ -145,10 +145,10 @@ def _has_learned(run_dir: Path) -> bool:
 def _check_writable(run_dir: Path) -> None:
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists() or path.is_symlink())
     if not existing.is_dir():
-        raise _refused("unwritable", f"{run_dir} cannot be a folder: {existing} is not one; give another run_dir=...")
+        raise _refused("not-a-folder", f"{run_dir} cannot be a folder: {existing} is not one; give another run_dir=...")
     if not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
         why = f"{run_dir} cannot be written: {getpass.getuser()} may not write in {existing}; give another run_dir=..."
-        raise _refused("unwritable", why)
+        raise _refused("permission-denied", why)
 
 
 def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:

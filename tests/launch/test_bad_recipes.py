@@ -98,7 +98,7 @@ def test_the_real_command(tmp_path):
         ("policy.model_name=hf_or_not", "policy.model_name", "file-not-found"),
         ("policy.random_init=false", "policy.model_name", "file-not-found"),
         ("needs=[nothing]", "needs", "file-not-found"),
-        ("run_dir=data.jsonl", "run_dir", "unwritable"),
+        ("run_dir=data.jsonl", "run_dir", "not-a-folder"),
         ("run_dir=/proc/nobody/may", "run_dir", "no-space"),
     ],
 )
