@@ -16,8 +16,8 @@ from typing import Literal
 
 ANSWER_S = 10.0
 """How long Slurm may take to answer. Its own commands give up after a minute or more."""
-SUBMIT_S = 120.0
-"""How long sbatch may take to submit: it waits for a busy controller by itself."""
+CHANGE_S = 120.0
+"""How long sbatch and scancel may take: they wait for a busy controller by themselves."""
 PING_S = 5.0
 """How long a controller may take to answer a ping. A busy one answers too: a ping waits for none of its locks."""
 REMEMBERED_S = 30.0
@@ -78,15 +78,17 @@ def ask(*command: str, timeout_s: float | None = None, script: str | None = None
 
 
 def outside() -> list[str]:
-    """Return the beginning of a command that runs sbatch. sbatch hands on what a heterogeneous salloc around us has set, and a
-    plain job would take that for its own."""
+    """Return the beginning of a command that runs sbatch without the variables of a heterogeneous salloc around us.
+
+    sbatch would hand them on, and a plain job would take them for its own.
+    """
     around = [name for name in os.environ if name == "SLURM_HET_SIZE" or "_HET_GROUP_" in name]
     return ["env", *(f"--unset={name}" for name in around)]
 
 
 def submit(script: str, *options: str) -> str:
-    """Submit a batch script, by its text, with sbatch; return the job's id. Raises SlurmError."""
-    answer = ask(*outside(), "sbatch", "--parsable", *options, timeout_s=SUBMIT_S, script=script)
+    """Submit a batch script, by its text; return the job's id. Raises SlurmError; if it is `late`, there may be a job."""
+    answer = ask(*outside(), "sbatch", "--parsable", *options, timeout_s=CHANGE_S, script=script)
     return answer.strip().partition(";")[0]
 
 
@@ -94,7 +96,7 @@ def submit(script: str, *options: str) -> str:
 
 
 def _here() -> Place:
-    """What decides which cluster is asked."""
+    """Return the variables by which Slurm's commands choose the cluster."""
     return os.environ.get("PATH"), os.environ.get("SLURM_CONF")
 
 
@@ -154,7 +156,7 @@ def cluster_name() -> str | None:
 
 @dataclass(frozen=True)
 class JobPart:
-    """What Slurm tells of one component of a job; a plain job has one."""
+    """One component of a job, as Slurm describes it; a plain job has one."""
 
     job_id: str  # of the whole job, which is its leader's
     state: str

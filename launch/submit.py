@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
-from submitit.core.utils import FailedJobError, FailedSubmissionError
-
 from launch import backend, command_line, recipes, run_folder, slurm_client, task
 from launch.command_line import Key
 from launch.components import components
@@ -235,8 +233,8 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
         run_folder.prepare(recipe, run_dir, runner.script)
         try:
             job = runner.submit(task.rank_main, str(run_dir))
-        except (FailedJobError, FailedSubmissionError) as error:
-            raise RecipeError(Problem("", "refused-by-slurm", f"sbatch refused the job: {error}")) from error
+        except slurm_client.SlurmError as error:
+            raise RecipeError(_not_submitted(error)) from error
         try:
             write_record(run_dir, JobRecord.of(name, job))
             run_folder.append_manifest(run_dir, name, job.job_id, [sys.executable, *sys.argv])
@@ -251,6 +249,13 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
     if choice.warning:
         print(f"warning: {choice.warning}", file=sys.stderr)
     return job
+
+
+def _not_submitted(error: slurm_client.SlurmError) -> Problem:
+    if error.kind == "late":
+        why = f"{error}. If `squeue --me` shows a job of this recipe's name, cancel it: it cannot run. Then try again"
+        return Problem("", "unreachable", why)
+    return Problem("", "refused-by-slurm", f"sbatch refused the job: {error.said or error}")
 
 
 def attach(run_dir: Path) -> int:

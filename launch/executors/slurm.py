@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from submitit.core.utils import FailedSubmissionError
 from submitit.slurm import slurm
 
 from launch import containers, nodes, slurm_client
@@ -226,7 +225,7 @@ class HetSlurmJob(slurm.SlurmJob):
     def cancel(self, check: bool = True) -> None:
         """Raises SlurmError if `check`."""
         with contextlib.nullcontext() if check else contextlib.suppress(SlurmError):
-            slurm_client.ask("scancel", self.job_id)
+            slurm_client.ask("scancel", self.job_id, timeout_s=slurm_client.CHANGE_S)
 
     def name(self) -> str:
         return f"Slurm job {self.job_id}"
@@ -252,10 +251,8 @@ class HetSlurmExecutor(slurm.SlurmExecutor):
         self.parameters = {"time": cluster.time_min}  # for submitit's bookkeeping; Slurm reads the script
 
     def _submit_command(self, command: str) -> HetSlurmJob:
-        try:
-            job_id = slurm_client.submit(self.script)
-        except SlurmError as error:
-            raise FailedSubmissionError(error.said or str(error)) from None
+        """Raises SlurmError."""
+        job_id = slurm_client.submit(self.script)
         job = HetSlurmJob(self.folder, job_id, range(self._num_tasks()))
         job.paths.submission_file.write_text(self.script)
         return job

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import prepare, run_folder, submit
+from launch import prepare, run_folder, slurm_client, submit
 from launch.executors.base import ROOT
 from launch.executors.record import read_record
 from pipeline import config
@@ -346,6 +346,9 @@ def test_a_refusal_by_sbatch_is_told(on_slurm, command, monkeypatch):
     monkeypatch.setattr(prepare.slurm, "problems", lambda *_: iter(()))  # as if the partition went after it was looked for
     status, _, err = command("recipe=base", "cluster.train.partition=nowhere")
     assert status == 2 and "[refused-by-slurm]" in err and "invalid partition" in err
+    monkeypatch.setattr(slurm_client, "CHANGE_S", 1e-3)
+    status, _, err = command("recipe=base")
+    assert status == 2 and "[unreachable]" in err and "squeue --me" in err
 
 
 def test_a_reader_that_has_gone_is_no_traceback():
