@@ -53,7 +53,7 @@ class Loaded:
     references: dict[str, set[str]] = field(default_factory=dict)  # by key the keys that its value is made of
     file: str = ""  # the recipe's own, as origins name it; empty for one of NeMo-RL's
 
-    def unread(self, recipe: Recipe) -> tuple[list[str], list[str]]:
+    def unread(self, recipe: Recipe) -> tuple[list[Problem], list[str]]:
         """Return (problems, notes) on keys that nothing reads. recipe: this one, with the backend that was chosen."""
         problems = unread.problems(recipe, self.origins, self.references)
         return list(problems), list(unread.notes(recipe, self.origins, self.references, self.file) if self.file else ())
