@@ -53,7 +53,7 @@ class Checkpoint:
     version: int = VERSION
 
     def rollouts(self) -> bytes:
-        """What `keep_rollouts` kept; empty if nothing."""
+        """Return the bytes that `keep_rollouts` kept; empty if there are none."""
         path = self.folder / ROLLOUTS
         return path.read_bytes() if path.exists() else b""
 
@@ -70,7 +70,7 @@ class Checkpoints:
         self._seen: dict[Path, Checkpoint] = {}  # complete ones
 
     def all(self) -> list[Checkpoint]:
-        """The complete ones, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         return _complete(self._folder)
 
     def _kept(self) -> list[Checkpoint]:
@@ -99,7 +99,7 @@ class Checkpoints:
             _remove(folder)
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write into."""
+        """Yield an empty folder to write into."""
         partial = self._folder / f".{_name(step)}.{self._attempt}.partial"
 
         def make() -> None:
@@ -118,7 +118,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def discarding(self) -> Iterator[None]:
-        """If the block fails, what was begun is removed: it may be what fills the disk."""
+        """Remove what was begun if the block fails: it may be what fills the disk."""
         try:
             yield
         except Exception:
@@ -170,7 +170,7 @@ class Checkpoints:
 
 
 def superfluous(checkpoints: list[Checkpoint], config: CheckpointingConfig) -> list[Checkpoint]:
-    """Those to delete: all but the best `keep_top_k` by the metric (newest first among equals) and the latest."""
+    """Return those to delete: all but the best `keep_top_k` by the metric (newest first among equals) and the latest."""
     if config.keep_top_k is None or not checkpoints:
         return []
 
@@ -219,7 +219,7 @@ def storage_timeout_s(timeouts: TimeoutsConfig) -> float:
 
 
 def kept(run_dir: Path) -> str:
-    """What of a run is safe, for people. Any rank may ask."""
+    """Return, for people, which part of a run is safe. Any rank may ask."""
     with contextlib.suppress(OSError):
         complete = _complete(run_dir / "checkpoints")
         checkpoint = f"the checkpoint of step {complete[-1].step}, the last complete one" if complete else "no checkpoint yet"
@@ -267,7 +267,7 @@ def _name(step: int) -> str:
 
 
 def _read(folder: Path) -> Checkpoint | None:
-    """The checkpoint in a folder, or None if it is not complete."""
+    """Return the checkpoint in a folder, or None if it is not complete."""
     try:
         record = json.loads((folder / COMPLETE).read_text())
         found = _stats([folder / name for name in record["files"]])

@@ -41,7 +41,7 @@ class NothingSaved(RuntimeError):
 
 @dataclass
 class Run:
-    """What both loops use."""
+    """The parts of a run that both loops use."""
 
     recipe: Recipe
     folder: Path
@@ -80,12 +80,12 @@ class Run:
         return latest.step, Metrics(self.folder, self.recipe.logger, latest.step, self.checkpoints.patience)
 
     def take_kept(self) -> bytes:
-        """What `record` had given for the checkpoint that was restored."""
+        """Return, once, the bytes that `record` had given for the checkpoint that was restored."""
         kept, self._kept = self._kept, b""
         return kept
 
     def learn(self, algorithm: Algorithm, samples: list[Sample], models: Sequence[str]) -> dict[str, float]:
-        """One step of `models` on its samples; the metrics. The policy's are called `train/...`."""
+        """Train `models` on the samples of a step; return the metrics. The policy's are called `train/...`."""
         train, needs = self.train, algorithm.needs
         size = self.recipe.policy.train_global_batch_size
         train.load(parts=share(samples, self.recipe.policy, self.places, size, algorithm.sequences_per_item)).result()
@@ -99,7 +99,7 @@ class Run:
         return {key: value for name, of_updates in named for key, value in mean_metrics(name, of_updates).items()}
 
     def of_data_ranks(self, replies: list[Reply]) -> list[Reply]:
-        """Of the train ranks' replies one for each data rank: ranks that share one reply the same."""
+        """Return one of the train ranks' replies for each data rank: ranks that share one reply the same."""
         first = {place.rank: i for i, place in reversed(list(enumerate(self.places)))}
         return [replies[i] for _, i in sorted(first.items())]
 
@@ -150,7 +150,7 @@ class Run:
         return copy.deepcopy(self.tokenizer)
 
     def must_leave(self) -> bool:
-        """Asked between two steps: whether the run is to be left here. If so, the last step has been saved.
+        """Return, between two steps, whether the run is to be left here. If so, the last step has been saved.
 
         Raises NothingSaved if it cannot be.
         """

@@ -63,12 +63,12 @@ class Deadline:
         return cls(started, ends, metrics.read(run_dir / "metrics.jsonl"))
 
     def stepped(self, line: Mapping[str, float]) -> None:
-        """A step has ended, and this is its line of metrics."""
+        """Take note of a step that has ended. line: of its metrics."""
         self._measure(line)
         self._stepped = True
 
     def saved(self, seconds: float) -> None:
-        """A checkpoint was complete so long after it was begun."""
+        """Take note of the seconds after which a checkpoint was complete."""
         self._measure({"time/save": seconds})
 
     def _measure(self, line: Mapping[str, float]) -> None:
@@ -78,7 +78,7 @@ class Deadline:
             self._save_s = max(self._save_s or 0.0, line["time/save"])
 
     def why_leave(self) -> str | None:
-        """Why not to begin another step now; None: there is time for it, and nobody asked.
+        """Return why not to begin another step now; None if there is time for it, and nobody asked.
 
         Each attempt does one step, however little time seems to be left: what was measured may have been an exception, and an
         attempt that makes no step makes no progress.

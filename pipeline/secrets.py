@@ -1,4 +1,4 @@
-"""What is a secret: which variables of the environment hold one, which values look like one; and keeping them out of texts.
+"""Find secrets, which are values of certain variables or look like one, and keep them out of texts.
 
 They travel in the environment alone. Slurm's sbatch hands the submitting shell's on to the job (--export=ALL, its default).
 Where a site has set SBATCH_EXPORT or SLURM_EXPORT_ENV to NONE, nothing arrives: `SBATCH_EXPORT=ALL SLURM_EXPORT_ENV=ALL` in the

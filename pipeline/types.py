@@ -42,7 +42,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn. Temperature 0 is greedy."""
+    """The way in which completions are drawn. Temperature 0 is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -71,7 +71,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine drew for one request. Worked example, 5 tokens under a refit after the third: spans (7, 3), (8, 2)."""
+    """The tokens that an engine drew for one request. Of 5 tokens under a refit after the third, spans are (7, 3), (8, 2)."""
 
     id: str  # the request's
     tokens: np.ndarray  # [C] int32, with the stop token if there was one
@@ -82,7 +82,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy said, and what it was then told."""
+    """The policy's words, and what it was then told."""
 
     completion: Completion
     observation: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [O] int32; empty in the last turn
@@ -124,12 +124,12 @@ class Rollout:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Of the drawn tokens, in order."""
+        """The spans of the drawn tokens, in order."""
         return tuple(span for turn in self.turns for span in turn.completion.spans)
 
     @property
     def failed(self) -> bool:
-        """Return whether nobody could judge the episode, other than one that was cut before it said anything."""
+        """Whether nobody could judge the episode, other than one that was cut before it said anything."""
         return self.failure not in ("", NOTHING_SAID)
 
     @property
@@ -167,7 +167,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class GlobalCounts:
-    """What one optimizer step sums over, on all ranks and microbatches; every loss divides by it."""
+    """The counts of one optimizer step over all ranks and microbatches; every loss divides by them."""
 
     tokens: int  # with a True mask
     sequences: int  # with at least one such token
@@ -193,7 +193,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of the advantages of one update's counted tokens on one data rank."""
+    """Sums over the advantages of one update's counted tokens on one data rank."""
 
     sum: float
     squares: float  # the sum of their squares
@@ -202,7 +202,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageNormalization:
-    """What a step's advantages become: (A - mean) * scale, and what its updates sum over by then."""
+    """The normalization of a step's advantages, (A - mean) * scale, and what its updates sum over by then."""
 
     mean: float
     scale: float
@@ -211,7 +211,7 @@ class AdvantageNormalization:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Of K tokens, how likely each is. Entry t is of the distribution that token t was drawn from."""
+    """K tokens, and how likely each is. Entry t is of the distribution that token t was drawn from."""
 
     tokens: torch.Tensor  # [T, K] int64
     logprobs: torch.Tensor  # [T, K] float32, of the whole distribution, so they do not add up to 1
@@ -219,7 +219,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a model says of each token of a batch. Where a sequence begins there is no distribution: its entries are 0."""
+    """A model's outputs for each token of a batch. Where a sequence begins there is no distribution: its entries are 0."""
 
     logprobs: torch.Tensor | None = None  # [T] float32; where sampling is truncated -inf of tokens that this model cuts away
     entropy: torch.Tensor | None = None  # [T] float32, of the distribution that token t was drawn from

@@ -161,7 +161,7 @@ def told(said, observation):
 
 
 def test_episodes_by_hand():
-    """Of two that were judged; what the other two have in them is not told."""
+    """The means are of the two that were judged; what the other two have in them is not told."""
     episode = Rollout((told([1, 2, 3], [9] * 50), told([4], [])), 1.0, {"accuracy": 1.0})
     single = Rollout((told([1, 2], []),), 0.0, {"accuracy": 0.0})
     failed = Rollout((told([1] * 9, [9]), told([1], [9]), told([1], [])), 7.0, {"accuracy": 7.0}, failure="it hung")
@@ -188,7 +188,7 @@ def test_episodes_by_hand():
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
-    """Of all ways to choose k of n answers; and by hand, of 10 answers of which 3 are right."""
+    """It is the share of all ways to choose k of n answers; and by hand, of 10 answers of which 3 are right."""
     for n in range(1, 8):
         for right, k in itertools.product(range(n + 1), range(1, n + 1)):
             chosen = list(itertools.combinations([True] * right + [False] * (n - right), k))
@@ -218,7 +218,7 @@ def test_validation_of_several_data_sets():
 
 
 def test_answers_that_nobody_judged_are_not_drawn_from():
-    """Of four answers one failed: pass@k is of the other three, and nothing can be said of four."""
+    """One of four answers failed: pass@k is of the other three, and nothing can be said of four."""
     rollouts = list(group(1.0, 0.0, 0.0, 1.0).rollouts)
     rollouts[3] = replace(rollouts[3], failure="it hung")
     values = validation_metrics([replace(group(0.0), rollouts=tuple(rollouts))])

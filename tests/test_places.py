@@ -1,4 +1,4 @@
-"""Where names and relative paths in a recipe lead: beside its file, whatever the working directory; runs/ is in that."""
+"""Names and relative paths in a recipe lead beside its file, whatever the working directory; runs/ is in that."""
 
 import textwrap
 

@@ -1,4 +1,4 @@
-"""How layers become a recipe: what replaces what, what `${...}` stands for, where each value comes from, all faults at once."""
+"""Layers become a recipe: what replaces what, what `${...}` stands for, where each value comes from, all faults at once."""
 
 import textwrap
 

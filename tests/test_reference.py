@@ -1,4 +1,4 @@
-"""What the schema says of its keys: help=, recipes/KEYS.md, and recipes/schema.json as an editor's validator reads it."""
+"""The reference of the schema: help=, recipes/KEYS.md, and recipes/schema.json as an editor's validator reads it."""
 
 import json
 

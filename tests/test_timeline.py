@@ -1,4 +1,4 @@
-"""What a rank's timeline records: spans without gaps, merged and bounded, kept when the rank is killed; and idle shares."""
+"""The records of a rank's timeline: spans without gaps, merged and bounded, kept when the rank is killed; and idle shares."""
 
 import itertools
 import json

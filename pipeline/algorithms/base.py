@@ -25,7 +25,7 @@ Variance = Literal["biased", "unbiased"]
 
 @dataclass(frozen=True)
 class Needs:
-    """What a step needs besides samples."""
+    """The needs of a step besides samples."""
 
     head: Head = "logprobs"  # of the model that `policy` describes; a reward model has "values"
     entropy: bool = False  # of every distribution, in the policy's outputs
@@ -60,7 +60,7 @@ class Algorithm:
 
     @property
     def sequences_per_item(self) -> int:
-        """How many successive samples make one of policy.train_global_batch_size, and share a microbatch."""
+        """The number of successive samples that make one of policy.train_global_batch_size, and share a microbatch."""
         return 2 if self.paired else 1
 
     @property
@@ -74,7 +74,7 @@ class Algorithm:
 
     @property
     def advances_per_step(self) -> int:
-        """How often a step advances the schedules of the models that learn in it."""
+        """The number of times that a step advances the schedules of the models that learn in it."""
         return self.needs.epochs if self.needs.schedule_every_epoch else 1
 
     @property

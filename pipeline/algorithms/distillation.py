@@ -43,7 +43,7 @@ class Distillation(OnlineAlgorithm):
         self.needs = Needs(teacher_top_k=self.section.topk_logits_k, entropy=outside)
 
     def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
-        """They are 0."""
+        """Return samples with advantages of 0, which are not used."""
         from pipeline.algorithms.advantages import sample
 
         return [sample(group.prompt, rollout, 0.0, rollout.reward) for group in groups for rollout in group.rollouts]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class AdvantageConfig:
-    """How advantages are estimated from rewards."""
+    """The estimator of advantages."""
 
     name: Annotated[Literal["grpo", "reinforce_plus_plus"], Field(description="The estimator.")] = "grpo"
     normalize_rewards: Annotated[Bool, Field(description="As grpo.normalize_rewards.")] = "${grpo.normalize_rewards}"  # type: ignore[assignment]
@@ -138,7 +138,7 @@ class GRPO(RewardedAlgorithm):
         return batch
 
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
-        """Advantages are clipped here, where they are final: standardizing comes after `estimate`."""
+        """Clip the advantages, which are final only here, as standardizing comes after `estimate`; then as in the base."""
         low, high = self.section.advantage_clip_low, self.section.advantage_clip_high
         if low is not None or high is not None:
             batch = dataclasses.replace(batch, advantages=batch.advantages.clamp(low, high))

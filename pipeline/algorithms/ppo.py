@@ -75,7 +75,7 @@ class PPO(RewardedAlgorithm):
         return value_loss(self.recipe.value_loss_fn, outputs, batch, counts)
 
     def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> Sequence[float]:
-        """They come with `estimate`."""
+        """Return zeros: the advantages come with `estimate`."""
         return [0.0] * len(rewards)
 
     def estimate(self, batch: PackedBatch) -> PackedBatch:

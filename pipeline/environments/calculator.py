@@ -42,7 +42,7 @@ class Calculator(Described, Tool, ToolSession):
     parameters: ClassVar = {"expression": str}
 
     def __init__(self, arguments: Any = None) -> None:
-        """It has no arguments."""
+        """Make a calculator; it has no arguments."""
 
     def open(self) -> ToolSession:
         return self

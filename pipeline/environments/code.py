@@ -274,7 +274,7 @@ class CodeEpisode:
 
 
 def _execute(session: PythonSession, code: str, timeout_s: float) -> Executed:
-    """What breaks the interpreter is told, too."""
+    """Run code, and return what comes of it; an error of the interpreter is told, too."""
     try:
         return session.execute(code, timeout_s)
     except (ToolError, TimeoutError) as error:

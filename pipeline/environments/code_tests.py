@@ -39,7 +39,7 @@ LITERAL = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What goes in, and what is to come out."""
+    """The input of a program, and the output that it must have."""
 
     input: str  # of stdin; or JSON of the arguments
     output: str  # of stdout; or JSON of the result
@@ -166,7 +166,7 @@ def _all_of(equations: list[Equation | None]) -> Equation | None:
 
 
 def _value(node: ast.expr) -> Any:
-    """Of a literal, or set([1, 2]) and the like. Raises ValueError or TypeError for another node."""
+    """Return the value of a literal, or of set([1, 2]) and the like. Raises ValueError or TypeError for another node."""
     match node:
         case ast.Call(func=ast.Name(id=name), args=[given], keywords=[]) if name in BUILT:
             return BUILT[name](ast.literal_eval(given))

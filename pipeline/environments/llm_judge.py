@@ -279,7 +279,7 @@ def _retry_after(response: httpx.Response) -> float | None:
 
 
 def _key(variable: str) -> str:
-    """What a header can hold: httpx repeats one that it cannot send in its error, and errors are logged."""
+    """Return a key that a header can hold: httpx repeats one that it cannot send in its error, and errors are logged."""
     key = os.environ[variable].strip()
     if not all("!" <= character <= "~" for character in key):
         raise ValueError(

@@ -62,7 +62,7 @@ def build(thing: Any, kwargs: dict[str, Any]) -> Environment:
 
 
 def problem(thing: Any, kwargs: Collection[str]) -> str | None:
-    """What keeps a class or a function from being an environment with these kwargs. Nothing is called."""
+    """Return what keeps a class or a function from being an environment with these kwargs. Nothing is called."""
     if inspect.isclass(thing):
         return _problem_of_class(thing, kwargs)
     if not callable(thing):

@@ -72,7 +72,7 @@ class PythonArguments(SandboxArguments):
 
 
 class PythonTool(Described, Tool):
-    """Of the limits `wall_s` and `output_bytes` are for each call, `cpu_s` for an interpreter."""
+    """The limits `wall_s` and `output_bytes` are for each call, `cpu_s` for an interpreter."""
 
     Arguments = PythonArguments
     parameters = {"code": str}  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""Which box of which tensor on disk lies where in this rank's raw parameters of a vLLM model, recorded from vLLM's own loaders.
+"""Record which box of which tensor on disk lies where in this rank's raw parameters of a vLLM model, from vLLM's own loaders.
 
 Raw parameters are what a model has before vLLM processes them for its kernels. `record` puts the model's tensors on the meta
 device, runs `load_weights` once on meta tensors of the shapes on disk, and watches every copy (`recorder.py`). No code knows a
@@ -57,7 +57,7 @@ class ModuleUnit:
 
 
 def raw_name(module: str, parameter: str) -> str:
-    """How regions name a raw parameter."""
+    """Return the name of a raw parameter in regions."""
     return f"{module}.{parameter}" if module else parameter
 
 
@@ -65,7 +65,7 @@ def raw_name(module: str, parameter: str) -> str:
 def record(
     model: torch.nn.Module, shapes: Mapping[str, Shape], precision: torch.dtype, complete: bool
 ) -> dict[str, ModuleUnit]:
-    """The units of a vLLM model on this rank, by name, in the model's order; the model is left as it was.
+    """Return the units of a vLLM model on this rank, by name, in the model's order; the model is left as it was.
 
     shapes: of every tensor on disk; precision: the policy's. complete: every parameter must be loaded (quantised models have
     some that are not). Raises ValueError if one is not, or was loaded in a way that this does not see.

@@ -1,4 +1,4 @@
-"""What the families of causal decoders share: parts of their Megatron-Core configuration, and makers of their parameters.
+"""Shared by the families of causal decoders: parts of their Megatron-Core configuration, and makers of their parameters.
 
 Makers take the Megatron and the Hugging Face name of a module and give {Megatron name: Parameter}. The functions stand at the
 top level and take their sizes through functools.partial, so that one recording serves all layers.
@@ -41,7 +41,7 @@ def rotary(config: PreTrainedConfig, *kinds: str) -> dict[str, Any]:
 
 
 def transformer(config: PreTrainedConfig) -> dict[str, Any]:
-    """What is the same for all: a gated MLP with SiLU, RMSNorm before each half of a layer, no biases."""
+    """Return what is the same for all: a gated MLP with SiLU, RMSNorm before each half of a layer, no biases."""
     require(config, hidden_act="silu")
     return {
         "num_layers": config.num_hidden_layers,

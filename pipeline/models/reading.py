@@ -1,4 +1,4 @@
-"""What a decoder does, besides its sizes, as transformers reads it out of config.json, without transformers.
+"""Read what a decoder does, besides its sizes, out of config.json, as transformers does, but without it.
 
 For checks before a run: what is read here has the attributes of transformers' configuration that a family's `transformer` asks
 for, and `check_attention`. So what the train backends would refuse in the job is told where neither is installed (`refusals`).

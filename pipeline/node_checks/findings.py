@@ -35,7 +35,9 @@ class Findings:
 
 
 def record(findings: Findings, seconds: float) -> dict[str, Any]:
-    """{"seconds", "nodes": {name: {...}}, "images": [why components form no world], "notes": [in what else they differ]}.
+    """Return the content of nodes.json:
+
+    {"seconds", "nodes": {name: {...}}, "images": [why components form no world], "notes": [in what else they differ]}
 
     GB are 10^9 bytes; `gb_per_s` is by the node at the other end; `clock_skew_s` is how far a node's clock is ahead of
     rank 0's, null if it was not measured."""
@@ -68,7 +70,7 @@ def record(findings: Findings, seconds: float) -> dict[str, Any]:
 
 
 def _speeds(findings: Findings) -> dict[str, dict[str, float]]:
-    """Of each node, by the node at the other end."""
+    """Return the GB/s of each node, by the node at the other end."""
     names = findings.names
     found: dict[str, dict[str, float]] = {node: {} for node in findings.ranks}
     for (one, other), link in findings.links.items():
@@ -77,7 +79,7 @@ def _speeds(findings: Findings) -> dict[str, dict[str, float]]:
 
 
 def text(record: dict[str, Any]) -> str:
-    """A line for each node, and one for all of them."""
+    """Return a line for each node, and one for all of them."""
     rows = [("node", "ranks", "GPUs", "GB/s to other nodes", "clock", "free: memory, temporary", "")]
     rows += [_row(name, node) for name, node in record["nodes"].items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
@@ -110,7 +112,7 @@ def _kinds(gpus: list[dict[str, Any]]) -> str:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """For people, in a line."""
+    """Return what was found, in a line for people."""
     nodes = record["nodes"]
     bad = sum(1 for node in nodes.values() if node["problems"])
     parts = [f"hetstep: {len(nodes)} node{'s' if len(nodes) > 1 else ''} checked in {record['seconds']:.2f} s"]

@@ -37,7 +37,7 @@ SMI_S = 20.0
 
 
 class GPU(msgspec.Struct, array_like=True):
-    """What a rank sees of the GPU that it will use."""
+    """A GPU, as the rank sees it that will use it."""
 
     uuid: str = ""
     name: str = ""
@@ -48,7 +48,7 @@ class GPU(msgspec.Struct, array_like=True):
 
 
 class Node(msgspec.Struct, array_like=True):
-    """What a component sees of a node: containers may differ in any of it."""
+    """A node, as a component sees it: containers may differ in any of it."""
 
     code: str  # digest of the sources
     versions: dict[str, str]

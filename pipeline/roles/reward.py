@@ -1,4 +1,4 @@
-"""What gives sequences their scores: a frozen reward model, on the train ranks or on ranks of its own.
+"""Give sequences their scores: a frozen reward model, on the train ranks or on ranks of its own.
 
 A score is the value head's number on the state after a sequence's last token. Which sequences, and in which microbatches, rank
 0 decides (`pipeline/scoring.py`). Leaves out: scores of single steps, and reward models that are not sequence classifiers.
@@ -42,7 +42,7 @@ class Scorer:
         self.place = DataPlace(self._backend.data_rank, self._backend.data_size)
 
     def score(self, work: ScoreWork) -> list[float]:
-        """Of each sequence, in the order of the microbatches. Collective: all ranks of the realm call it together."""
+        """Return the score of each sequence, in the order of the microbatches. Collective: all ranks of the realm call it."""
         batches = [pack([_sample(tokens) for tokens in each], self._backend.device) for each in work.microbatches]
         scores: list[float] = []
         for sequences, batch, outputs in zip(work.microbatches, batches, self._backend.forward(batches), strict=True):

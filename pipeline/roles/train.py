@@ -1,4 +1,4 @@
-"""What a train rank serves.
+"""The role of a train rank: the verbs that it serves.
 
 Every model of the realm is a backend of its own, at one layout, so that all take the same microbatches.
 """
@@ -108,7 +108,7 @@ class TrainRole:
             self._attach(lambda out: {"teacher": out.top_k}, "teacher", top_k=needs.teacher_top_k)
 
     def _attach(self, fields: Callable[[Outputs], dict[str, Any]], model: str, weights: str = "policy", top_k: int = 0) -> None:
-        """More fields for the training microbatches, of what a model says of them."""
+        """Add fields to the training microbatches, of what a model says of them."""
         backend = self._models[model]
         with self._world.phase(f"forward of the {'reference' if weights == 'reference' else model}"):
             for i, update in enumerate(self._updates):
@@ -127,7 +127,7 @@ class TrainRole:
 
     @verb("train")
     def standardize(self, to: AdvantageNormalization) -> None:
-        """What `estimate` found on all ranks together."""
+        """Standardize advantages by what `estimate` found on all ranks together."""
         self._batches = [[standardize(batch, to) for batch in batches] for batches in self._batches]
         self._updates = [
             dataclasses.replace(update, counts=counts) for update, counts in zip(self._updates, to.counts, strict=True)
@@ -154,7 +154,7 @@ class TrainRole:
 
     @verb("train")
     def evaluate(self, update: Update) -> dict[str, float]:
-        """This data rank's shares of the loss and of each metric that adds up, without a gradient."""
+        """Return this data rank's shares of the loss and of each metric that adds up, without a gradient."""
         needs, loss = self._algorithm.needs, self._algorithm.losses["policy"]
         with self._world.phase("evaluate"):
             batches = _pack(update.samples, update.forward, self._policy.device)
@@ -174,7 +174,7 @@ class TrainRole:
 
     @verb("train")
     def score(self, work: ScoreWork) -> list[float]:
-        """By the reward model that the train ranks serve."""
+        """Return scores by the reward model that the train ranks serve."""
         with self._world.phase("score"):
             return self._scorer.score(work)
 
@@ -199,7 +199,7 @@ class TrainRole:
 
     @verb("setup")
     def layout(self) -> Table:
-        """What this rank holds."""
+        """Return the layout of what this rank holds."""
         with self._world.phase("layout"):
             return table(self._policy.layout(), self._policy.shapes)
 
@@ -248,7 +248,7 @@ class TrainRole:
                 self._models[model].load(self._place(model, folder))
 
     def _place(self, model: str, folder: str) -> Path:
-        """Where a checkpoint has a model."""
+        """Return the folder in which a checkpoint has a model."""
         return Path(folder) if model == "policy" else Path(folder) / model
 
     @verb("save")

@@ -55,7 +55,7 @@ class Buffer:
 
     @property
     def capacity(self) -> int:
-        """How many groups may live at once."""
+        """The number of groups that may live at once."""
         if self._config.stragglers == "keep":
             return self._size + self._size * self.max_age // 2
         return self._size * (self.max_age + 1)

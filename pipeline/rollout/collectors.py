@@ -113,7 +113,7 @@ class SyncCollector(Collector):
 
     @property
     def prompts_per_batch(self) -> int:
-        """How many prompts are sampled at a time."""
+        """The number of prompts that are sampled at a time."""
         multiplier = self._section.batch_multiplier if isinstance(self._section, RewardedConfig) else 1
         return int(self.prompts_per_step * multiplier)
 

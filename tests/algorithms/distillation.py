@@ -77,7 +77,7 @@ def sampled(model: LlamaForCausalLM, draw: torch.Generator) -> torch.Tensor:
 
 
 def outputs_of(model: LlamaForCausalLM, rows: torch.Tensor, candidates: torch.Tensor | None = None) -> Outputs:
-    """Of the most likely tokens, or of the candidates `[T, K]`."""
+    """Return outputs at the most likely tokens, or of the candidates `[T, K]`."""
     hidden = model.model(rows).last_hidden_state.flatten(0, 1)
     positions = torch.arange(LENGTH).repeat(SEQUENCES)
     which = {"top_k": TOP_K} if candidates is None else {"candidates": candidates}

@@ -57,7 +57,7 @@ def outputs_of(piece: Packed, entropy: bool = False) -> Outputs:
 
 
 def largest_difference(config: LossConfig, seeds: int = 8, **batch: float | bool) -> tuple[int, float, float]:
-    """Of the policy's loss from the padded reference: cases, loss, gradient. Even seeds have log-probs of an old policy."""
+    """Return (cases, difference of loss, of gradient) from the padded reference. Even seeds have log-probs of an old policy."""
 
     def case(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         packed = random_sampled(seed, old=seed % 2 == 0, reference=config.reference_policy_kl_penalty != 0, **batch)

@@ -1,4 +1,4 @@
-"""What becomes of rewards, and advantages made of them: by hand, and against a second implementation."""
+"""Rewards, and advantages made of them: by hand, and against a second implementation."""
 
 import itertools
 import math

@@ -34,7 +34,7 @@ def logits_of(packed: Packed, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def told(logits: torch.Tensor, teacher: torch.Tensor, top_k: int) -> tuple[Outputs, TopK]:
-    """What backends say of these distributions."""
+    """Return outputs as backends give them for these distributions."""
     best = teacher.log_softmax(-1).topk(top_k)
     policy = logits.log_softmax(-1)
     outputs = Outputs(entropy=-(policy.exp() * policy).sum(-1), top_k=TopK(best.indices, policy.gather(-1, best.indices)))

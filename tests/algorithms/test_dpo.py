@@ -135,7 +135,7 @@ def test_the_sft_term_is_of_the_chosen_answer():
 
 
 def test_gradient_by_hand():
-    """Of one pair: -beta sigma(-beta (h_c - h_r)) for each token of the chosen answer, its opposite for the rejected one's."""
+    """It is -beta sigma(-beta (h_c - h_r)) for each token of the chosen answer, its opposite for the rejected one's."""
     packed = by_hand([-0.5, -0.5], [-1.0], -1.0)
     made(DPOConfig(reference_policy_kl_penalty=0.1)).loss(Outputs(packed.leaf), packed.batch, packed.counts).loss.backward()
     slope = 0.1 / (1 + math.exp(0.1 * 1.0))

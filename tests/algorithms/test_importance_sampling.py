@@ -102,7 +102,7 @@ def test_weights_by_hand(config, weights, outside):
     ],
 )
 def test_mean_weight_and_share_out_of_bounds_by_hand(config, ratio, outside):
-    """Of tokens, or of sequences where those are weighed or left out."""
+    """It is of tokens, or of sequences where those are weighed or left out."""
     packed = by_hand()
     metrics = policy_loss(config, outputs_of(packed), packed.batch, packed.counts).metrics
     assert metrics["sampling_importance_ratio"].item() == pytest.approx(ratio)

@@ -75,12 +75,12 @@ STOPPED = ("GRPO, the paper's", "GRPO, forced ratio", "PPO", "CISPO", "RLOO, by 
 
 
 def is_differentiable(name: str) -> bool:
-    """Whether nothing in the loss has a stopped gradient; of KL, the factor pi / pi_generate has none."""
+    """Return whether nothing in the loss has a stopped gradient; of KL, the factor pi / pi_generate has none."""
     return "unclamped, pi" in name if name.startswith("KL") else not name.startswith(STOPPED)
 
 
 def noise(name: str) -> float:
-    """How far policies differ: ratios of whole sequences are products."""
+    """Return how far policies differ: ratios of whole sequences are products."""
     return 0.1 if name.startswith(("GSPO", "RLOO")) else 0.4
 
 

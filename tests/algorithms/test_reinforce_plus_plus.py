@@ -41,7 +41,7 @@ def sampled(seed: int) -> tuple[Packed, np.ndarray]:
 
 
 def estimated(loss: LossConfig, batches: list[PackedBatch]) -> list[PackedBatch]:
-    """What a step of these microbatches on one rank learns from."""
+    """Return the batches that a step of these microbatches on one rank learns from."""
     found = [algorithm(loss).estimate(batch) for batch in batches]
     to = normalization([[moments(found)]], "biased")
     return [standardize(batch, to) for batch in found]

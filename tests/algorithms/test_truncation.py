@@ -28,7 +28,7 @@ CONFIGS = {
 
 
 def cut_away(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens the policy as it is, and the one before the step, cut away."""
+    """Return which tokens the policy as it is, and the one before the step, cut away."""
     places = torch.arange(len(packed.leaf))
     return places % 5 == 1, places % 7 == 2
 

@@ -1,4 +1,4 @@
-"""What busy environments take from the engine beside them, in threads of its process and in a process of their own.
+"""Measure what busy environments take from the engine beside them, in threads of its process and in a process of their own.
 
     python -m tests.benchmarks.environments [vllm|transformers]
 

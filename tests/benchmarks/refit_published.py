@@ -115,7 +115,7 @@ def print_published() -> None:
 
 
 def print_ours() -> None:
-    """What `launch/plan_refit.py` predicts of ours, for the layouts of those."""
+    """Return what `launch/plan_refit.py` predicts of ours, for the layouts of those."""
     print(f"\n{'our plan, for the same model and layout':44s}{'floor':>12s}{'predicted':>12s}{'bound by':>12s}")
     for name, layout in OURS.items():
         found = plan_ours(name, layout)

@@ -92,7 +92,7 @@ def _call_once(tool) -> None:
 
 
 def _rate(work: Callable[[], object], times: int) -> tuple[float, float]:
-    """How often in a second, and CPU milliseconds of each."""
+    """Return how often in a second, and CPU milliseconds of each."""
     cpu_s, begun = _cpu_s(), time.perf_counter()
     for _ in range(times):
         work()

@@ -1,4 +1,4 @@
-"""What a rank's timeline costs: `python -m tests.benchmarks.timeline_cost`.
+"""Measure what a rank's timeline costs: `python -m tests.benchmarks.timeline_cost`.
 
 An engine that steps 50 times a second changes what it does at most 200 times a second. All that the recording then takes of a
 CPU is added up: `enter` on the rank's own thread, merging and writing on the other.

@@ -1,4 +1,4 @@
-"""What a verb costs rank 0 and its store, by the number of ranks: `python -m tests.benchmarks verbs`.
+"""Measure what a verb costs rank 0 and its store, by the number of ranks: `python -m tests.benchmarks verbs`.
 
 Rank 0 is real, `Mailbox` and `Remote`, and so are the store's process and the relays, of 8 ranks each from 256 ranks on. Two
 processes stand for all other ranks (`stand_in.py`). Bodies that go over the spanning group go over one connection to each such
@@ -85,7 +85,7 @@ class Timeouts:
 
 
 class Role:
-    """What the ranks are asked."""
+    """The verbs that the ranks are asked."""
 
     @verb("any")
     def nothing(self) -> None: ...
@@ -278,7 +278,7 @@ def hang(simulation: Simulation) -> str:
 
 
 def beats(simulation: Simulation) -> str:
-    """What the store does while nobody asks anything: heartbeats, and rank 0's look at all of them."""
+    """Measure what the store does while nobody asks anything: heartbeats, and rank 0's look at all of them."""
     watchdog = Watchdog(simulation.world, TimeoutsConfig())
     watchdog.start()
     time.sleep(2)

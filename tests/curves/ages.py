@@ -33,7 +33,7 @@ TIMES = ("time/step", "time/rollout", "time/train", "time/refit", "idle/train", 
 
 @dataclass(frozen=True)
 class Runs:
-    """Of one age, or without."""
+    """The steps of one age, or of those without."""
 
     name: str
     lines: list[list[dict[str, Any]]]  # each seed's steps

@@ -28,7 +28,7 @@ FREE = ("tiny_async",)  # engines sample while the policy learns: which version 
 
 @dataclass
 class Left:
-    """What a run left that must be the same in both checkouts."""
+    """Return what a run left that must be the same in both checkouts."""
 
     steps: int
     values: dict[tuple[int, str], Any] = field(default_factory=dict)  # (step, metric) -> value

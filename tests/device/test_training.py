@@ -1,4 +1,4 @@
-"""What a train rank makes of a batch on a GPU meets no tensor of the host, and is what it is on the host."""
+"""Train ranks on a GPU: what one makes of a batch meets no tensor of the host, and is what it is on the host."""
 
 from dataclasses import replace
 from functools import partial

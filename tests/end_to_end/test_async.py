@@ -24,7 +24,7 @@ def without_async(run) -> list[dict]:
 
 
 def trained_on(folder: Path) -> Counter:
-    """How often each (prompt, sample) was, by what the run wrote of its steps."""
+    """Return how often each (prompt, sample) was, by what the run wrote of its steps."""
     records = [record for path in folder.glob("rollouts/step_*.jsonl") for record in read_rollouts(path)]
     return Counter((record["prompt_index"], record["sample"]) for record in records)
 

@@ -16,7 +16,7 @@ def made(kind: str, timeout_s: float = 10.0, workers: int | None = None, **kwarg
 
 
 def outcomes(environment: Environment, limit_s: float, prompt: Prompt, texts: list[str]) -> list[Outcome | Failure]:
-    """Of an episode of one turn for each text, all of which are there at once."""
+    """Return the outcomes of episodes of one turn, one for each text, all of which are there at once."""
     news = threading.Event()
     pool = EnvironmentPool({"it": environment}, {"it": limit_s}, news, grace_s=0.0)
     for number, text in enumerate(texts):

@@ -38,7 +38,7 @@ class Endpoint:
 
     @property
     def content(self) -> str:
-        """What it was asked last."""
+        """The last question that it was asked."""
         return self.requests[-1][1]["messages"][0]["content"]
 
 

@@ -27,7 +27,7 @@ def reader(tensors):
 
 
 def counts(shape, boxes):
-    """How often each entry lies in a box."""
+    """Return how often each entry lies in a box."""
     counted = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
         counted[box.within(whole(shape))] += 1

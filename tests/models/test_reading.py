@@ -1,5 +1,5 @@
-"""What is read out of config.json without transformers, against what transformers reads, attribute by attribute; and what is
-refused by it."""
+"""config.json as it is read without transformers, against what transformers reads, attribute by attribute; and what is
+refused."""
 
 import json
 from copy import deepcopy

@@ -142,7 +142,7 @@ def test_the_messages_that_are_priced_are_those_of_the_rank_plans():
 
 
 def name_of(case: Case, made: Plan, rank: int, i: int) -> str:
-    """Of which tensor a receive is."""
+    """Return the tensor that a receive is of."""
     return case.regions(rank)[made.ranks[rank].receives.row[i]].name
 
 
@@ -244,7 +244,7 @@ def test_units_finish_on_all_ranks_of_an_engine_together(planned):
 
 
 def test_each_box_is_vouched_for_once(planned):
-    """Of all the train ranks' sends, those with a key cover each distinct wanted box once; receives have the same keys."""
+    """All the train ranks' sends: those with a key cover each distinct wanted box once; receives have the same keys."""
     case, made = planned
     boxes: dict[int, tuple[str, Box]] = {}
     for rank in itertools.chain(*case.engines):

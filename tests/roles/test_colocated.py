@@ -1,4 +1,4 @@
-"""What train and generate ranks do because they share GPUs."""
+"""Train and generate ranks that share GPUs."""
 
 from __future__ import annotations
 

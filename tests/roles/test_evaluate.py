@@ -47,7 +47,7 @@ def test_ranks_without_an_item_have_no_share(name, backend, megatron_ended, tmp_
     samples = [sample(draw, length) for length in (9, 6, 12, 5)[: 2 * together]]
 
     def shares(ranks: int) -> list[dict[str, float]]:
-        """Of two items, by data rank."""
+        """Return the shares of two items, by data rank."""
         places = [DataPlace(rank, ranks) for rank in range(ranks)]
         return [made.evaluate(update) for (update,) in share(samples, made._recipe.policy, places, 2, together)]
 

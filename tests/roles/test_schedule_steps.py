@@ -52,7 +52,7 @@ def role(backend: str, path: Path, *overrides: str) -> TrainRole:
 
 
 def learn(trained: TrainRole, step: int, models: list[str]) -> dict[str, list[dict[str, float]]]:
-    """What the coordinator does in a step, on samples that depend on the step alone."""
+    """Do what the coordinator does in a step, on samples that depend on the step alone."""
     draw = np.random.default_rng(step)
     samples: list[Sample] = [sample(draw, 6 + i) for i in range(8)]
     needs, policy = trained._algorithm.needs, trained._recipe.policy

@@ -133,7 +133,7 @@ def work(number: int, prompts: list[Prompt], samples: int = 2, max_new_tokens: i
 
 
 def by_place(parts) -> dict[int, tuple[Rollout, ...]]:
-    """What has been answered."""
+    """Return what has been answered."""
     return {part.place: part.group.rollouts for part in parts}
 
 

@@ -104,7 +104,7 @@ class Engine:
         return Answer()
 
     def cut(self, works: list[int]) -> Answer:
-        """What was cut has come back by the time that this is answered."""
+        """Cut; what was cut has come back by the time that this is answered."""
         self.fleet.cut += works
         for work in self.works:
             for prompt in work.prompts if work.number in works else ():

@@ -127,7 +127,7 @@ class Recorder:
 
 
 def programs(module: ModuleType, folder: Path) -> dict[str, str]:
-    """Of each hostile test, by its name."""
+    """Return the program of each hostile test, by its name."""
     found = {}
     for name, test in inspect.getmembers(module, inspect.isfunction):
         if not name.startswith("test_") or "host" not in inspect.signature(test).parameters:
@@ -220,7 +220,7 @@ class Reply:
 
 
 class Engine:
-    """What rank 0 has of the driver's rank."""
+    """The driver's rank, as rank 0 has it."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver, self._replies = driver, []

@@ -44,7 +44,7 @@ class FromDisk:
 
 
 class Gated(Told):
-    """Of the first prompt the first answer is given when a file is there."""
+    """Gives the first answer to the first prompt when a file is there."""
 
     def __init__(self, gate: Path):
         super().__init__(turns=2)

@@ -1,4 +1,4 @@
-"""What is said against async_grpo before anything is loaded."""
+"""Problems of async_grpo, before anything is loaded."""
 
 import pytest
 

@@ -198,7 +198,7 @@ def test_groups_of_another_size_are_refused():
 
 
 def test_ages_are_of_tokens():
-    """Of a rollout under a refit the tokens before it are older."""
+    """Tokens that a rollout has before a refit are older."""
     first, second = rollout(tokens=3, version=5), rollout(tokens=1, version=7)
     groups = [RolloutGroup(prompts(0, 1)[0], (first, second))]
     assert staleness(groups, 7, 3) == {

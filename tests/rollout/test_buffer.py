@@ -1,4 +1,4 @@
-"""What a step may and must take: no age above k, no group twice or never, no advantage for short answers; in any order."""
+"""Groups that a step may and must take: no age above k, no group twice or never, no advantage for short answers."""
 
 import itertools
 import random
@@ -230,7 +230,7 @@ def test_a_group_begins_and_completes_once():
 
 
 class FirstComeFirstServed(Buffer):
-    """What must not be done: a step takes whatever is complete first, and what is then open is given up."""
+    """A buffer as it must not be: a step takes whatever is complete first, and what is then open is given up."""
 
     def take(self, step, wanted):
         done = [live for live in self.live if live.group is not None]

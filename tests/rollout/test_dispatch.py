@@ -103,7 +103,7 @@ def test_a_row_of_groups_that_failed_whole_ends_the_run_and_one_judged_episode_b
 
 
 def test_answers_that_break_their_judge_end_no_run_and_one_that_never_judges_does(capsys):
-    """What fails through no doing of an answer counts apart from both."""
+    """Failures through no doing of an answer count apart from both."""
     failures = Failures(0, "key")
     prompt = prompts(5, 1)[0]
     other = replace(prompt, environment="other")

@@ -29,7 +29,7 @@ class Once(Environment):
 
 
 def test_several_turns_are_one_sequence(checkpoint):
-    """Who said what, and log-probs that one pass of the model over the whole gives."""
+    """It is known who said what, and log-probs that one pass of the model over the whole gives."""
     bench = Bench(checkpoint, {"told": Told(3)})
     later, _ = bench.run(0, prompts(3), samples=2, max_turns=5)
     assert later.ended and len(later.unsent) == 3

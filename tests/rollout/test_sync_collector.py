@@ -1,4 +1,4 @@
-"""Which rollouts a step is made of where sampling and training take turns: sampled until enough groups are selected, with a
+"""The rollouts that a step is made of where sampling and training take turns: sampled until enough groups are selected, with a
 bound."""
 
 import pytest

@@ -1,4 +1,4 @@
-"""What is said at submission."""
+"""The sandbox at submission."""
 
 import pytest
 

@@ -49,7 +49,7 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """Of the highest rate. Equal but for rounding, with two exceptions."""
+        """Shares of the highest rate, equal but for rounding, with two exceptions."""
         if self.model == "value":  # torch's LinearLR multiplies its rate from step to step, and cannot begin at 0
             return 1e-12
         if any(change.endswith("lr_decay_iters=9") for change in self.changes):

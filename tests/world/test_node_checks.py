@@ -124,7 +124,7 @@ def test_clocks_add_up_along_the_ring_and_so_do_their_errors():
 
 
 def reports(nodes: int = 3, per_node: int = 2) -> dict[int, RankReport]:
-    """Of healthy nodes with H100s."""
+    """Return the reports of healthy nodes with H100s."""
     seen = {}
     for rank in range(nodes * per_node):
         first = rank - rank % per_node
@@ -162,7 +162,7 @@ def test_gpus_smaller_than_the_described_kind_are_refused_only_if_the_recipe_ask
 
 
 def break_sight(seen: dict[int, RankReport], fault: str) -> None:
-    """Of the node n1, whose ranks are 2 and 3."""
+    """Give the node n1, whose ranks are 2 and 3, a fault."""
     gpu, node = seen[3].gpu, seen[2].node
     match fault:
         case "lost":
@@ -239,7 +239,7 @@ def test_components_may_have_other_versions_but_not_other_code():
 
 
 def with_versions(*versions: dict[str, str]) -> dict[int, RankReport]:
-    """Of nodes of one rank each."""
+    """Return the reports of nodes of one rank each."""
     seen = reports(nodes=len(versions), per_node=1)
     for rank, found in enumerate(versions):
         seen[rank].node.versions = found

@@ -1,4 +1,4 @@
-"""What our code says of the golden inputs: `{name: tensor}` with the names of a case's expected values."""
+"""Run our code on the golden inputs: `{name: tensor}` with the names of a case's expected values."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def rewards(golden: Golden) -> Found:
 
 
 def mismatch(golden: Golden) -> Found:
-    """Which sequences are still there, and the metrics that are told of them."""
+    """Return which sequences are still there, and the metrics that are told of them."""
     rows = Rows(golden.inputs)
     batch = rows.batch(old_logprobs=rows.tensor("old_logprobs"), generate_logprobs=rows.tensor("generate_logprobs"))
     left = rows.padded(trusted(batch, golden.arguments["seq_logprob_error_threshold"]).to(torch.float64))
@@ -229,7 +229,7 @@ OURS: dict[str, Callable[[Golden], Found]] = {
 
 
 def deliberate(golden: Golden) -> str:
-    """Why ours is another formula; "" if it is not."""
+    """Return why ours is another formula; "" if it is not."""
     if golden.peer == "NeMo-RL" and golden.kind == "reinforce_plus_plus" and golden.arguments["use_kl_in_reward"]:
         return "a token answers for the KL from itself on, as in the paper and in verl; in NeMo-RL for its own alone"
     return ""

@@ -112,7 +112,7 @@ def changed(config: Any, changes: dict[str, Any]) -> Any:
 
 
 def samples(recipe: Recipe, algorithm: Algorithm, step: int) -> list[Sample]:
-    """Of a step of an algorithm that samples, or of one update of one that does not."""
+    """Return the samples of a step of an algorithm that samples, or of one update of one that does not."""
     generator = np.random.default_rng(step)
     if generates(recipe):
         return algorithm.compute_advantages([_group(generator, number) for number in range(PROMPTS)])

@@ -49,7 +49,7 @@ class Setup:
         return f"{self.backend} {self.layout.name}{batching}{family}"
 
     def changes(self) -> dict[str, Any]:
-        """What it says in a recipe."""
+        """Return the keys of a recipe for it."""
         packing = {"enabled": self.batching != "single", "train_mb_tokens": 48, "logprob_mb_tokens": 80}
         policy: dict[str, Any] = {"sequence_packing": packing, "train_micro_batch_size": 1, "logprob_batch_size": 3}
         if self.backend == "fsdp":
@@ -60,7 +60,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Result:
-    """What the steps of a case came to."""
+    """The results of the steps of a case."""
 
     metrics: list[dict[str, float]]  # of each optimizer step of each model
     weights: dict[str, dict[str, torch.Tensor]]  # of every model that learns, after the last step
@@ -77,7 +77,7 @@ class Result:
         )
 
     def changes(self, initial: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Of each model, the largest of any weight. A value head is left out, which begins elsewhere than `initial`."""
+        """Return the largest of any weight, by model. A value head is left out, which begins elsewhere than `initial`."""
         return {
             model: largest(tensors, {name: initial[name] for name in tensors if name in initial})
             for model, tensors in self.weights.items()
@@ -85,7 +85,7 @@ class Result:
 
 
 def largest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Of the differences of `theirs` from ours."""
+    """Return the largest of the differences of `theirs` from ours."""
     return max((ours[name] - tensor).abs().max().item() for name, tensor in theirs.items())
 
 
