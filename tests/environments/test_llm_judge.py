@@ -218,14 +218,14 @@ def test_a_second_order_counts_if_it_is_worse(endpoint):
 
 
 def _silent(handler: BaseHTTPRequestHandler) -> None:
-    time.sleep(3)
+    time.sleep(40)
 
 
 def _dripping(handler: BaseHTTPRequestHandler) -> None:
     handler.send_response(200)
     handler.end_headers()
     try:
-        for _ in range(60):
+        for _ in range(800):
             handler.wfile.write(b" ")
             time.sleep(0.05)
     except OSError:
@@ -240,7 +240,7 @@ def test_all_of_it_ends_in_time(endpoint, reply):
     start = time.monotonic()
     with pytest.raises(Unjudged, match="no score after 1 tries"):
         endpoint.judge(timeout_s=0.5).step(PROMPT, "4")
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 20
 
 
 def test_requests_at_once(endpoint):

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 
 from pipeline.config import AsyncConfig, GenerationConfig, GRPOConfig
@@ -149,6 +150,8 @@ def test_a_restart_keeps_what_was_finished_and_trains_once_on_each_group(capsys)
     fleet.finish(max(fleet.open))
     kept, position = of.state_dict(), stream.take(1)[0].index
     entries = decode_groups(kept)
+    # by these names, so that a later version reads what an earlier one has kept
+    assert {name for saved in msgspec.msgpack.decode(kept) for name in saved} == {"prompt", "begun", "rollouts", "open"}
     complete = [entry.prompt.index for entry in entries if entry.group]
     assert len(entries) == 4 and 1 <= len(complete) < 4
 
