@@ -26,8 +26,10 @@ class PastAttempt:
 
     @property
     def failure(self) -> dict[str, Any] | None:
-        """{"rank", "realm", "host", "verb", "phase", "message", "traceback"} of the first rank that failed. The traceback is
-        empty if that rank did not raise, but was found to be dead, silent or late."""
+        """The first rank that failed: {"rank", "realm", "host", "verb", "phase", "message", "traceback"}.
+
+        The traceback is empty if that rank did not raise, but was found to be dead, silent or late.
+        """
         text = self._said("failure.json")
         return json.loads(text) if text else None
 

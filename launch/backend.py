@@ -1,4 +1,4 @@
-"""Which backend trains: what the recipe asks for, or else a choice by the model's size, the GPUs and their memory.
+"""Choose the backend that trains: the one that the recipe asks for, else by the model's size, the GPUs and their memory.
 
 Decided once, at submission, and written into the run's recipe, so that every rank reads the same.
 

@@ -53,8 +53,11 @@ def answer(request: Request) -> int:
 
 
 def export(request: Request) -> Path:
-    """Return the folder that was written. Raises RecipeError if the run or the step is not there, or the folder is; ValueError
-    if the checkpoint does not fit the model."""
+    """Write the checkpoint and return its folder.
+
+    Raises RecipeError if the run or the step is not there, or the folder is; ValueError if the checkpoint does not fit the
+    model.
+    """
     recipe = _recipe(request.run)
     checkpoint = _checkpoint(request.run, recipe, request.step)
     folder = request.out or request.run / f"hf_step_{checkpoint.step}"

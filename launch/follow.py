@@ -223,8 +223,10 @@ def first_failure(attempt: PastAttempt) -> list[str]:
 
 
 def failure(run_dir: Path, job: RunJob, status: JobStatus, told: set[tuple[str, str]] = frozenset()) -> list[str]:
-    """Return why the run ended, in lines: the launcher's reason, a container that did not start, the latest attempt's
-    failure.json or else the end of the log that tells most, and how to go on.
+    """Return why the run ended, in lines, and how to go on.
+
+    These are the launcher's reason, a container that did not start, and the latest attempt's failure.json or else the end of
+    the log that tells most.
 
     told: (attempt, "failure") of those that are left out, since they were shown before.
     """

@@ -1,4 +1,4 @@
-"""Which GPUs of this machine a local run takes, where its recipe gives no `gpus_per_node`.
+"""Choose the GPUs of this machine that a local run takes, where its recipe gives no `gpus_per_node`.
 
 The first that the machine has enough GPUs for, and that fits the recipe's layout and batches:
     apart        a GPU for each rank

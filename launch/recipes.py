@@ -1,4 +1,4 @@
-"""How the commands read a recipe: one of ours as it is, one of NeMo-RL's translated into our keys."""
+"""Read a recipe for the commands: one of ours as it is, one of NeMo-RL's translated into our keys."""
 
 from __future__ import annotations
 

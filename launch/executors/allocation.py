@@ -37,8 +37,7 @@ BUSY_S = 120
 
 
 def current() -> str | None:
-    """Return the id of the job in whose allocation this process may start steps; None outside of one, and inside a step
-    of one."""
+    """Return the id of the job in whose allocation this process may start steps; None outside one, or in a step of one."""
     step = os.environ.get("SLURM_STEP_ID")
     if step is not None and int(step) % (1 << 32) not in SHELLS:
         return None

@@ -57,7 +57,7 @@ class RunJob(Protocol):
     def cancel(self, check: bool = True) -> None: ...
 
     def name(self) -> str:
-        """For people, e.g. `Slurm job 17`."""
+        """Return the job's name for people, such as `Slurm job 17`."""
 
 
 def write_json(path: Path, value: object) -> None:

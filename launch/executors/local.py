@@ -54,7 +54,7 @@ LIBC = ctypes.CDLL(None)
 
 
 def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, str]]:
-    """What each rank's environment has besides the submitting one's, in rank order. Raises RecipeError if GPUs are too few."""
+    """Return what each rank's environment adds to this process's, in rank order. Raises RecipeError if GPUs are too few."""
     world_size = sum(ranks(component) for component in components.values())
     owners = [component for component in components.values() if not takes_turns(component)]
     keys = [f"cluster.{name}.gpus_per_node" for name, each in components.items() if each.gpus_per_node]
@@ -270,7 +270,7 @@ def _ended(pid: int) -> bool:
 
 
 def _die_with_parent(parent: int) -> None:
-    """In the child, before exec: a controller that is killed with SIGKILL takes the ranks along."""
+    """Let a controller that is killed with SIGKILL take the rank along. Called in the child, before exec."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was killed before that
         os._exit(1)
@@ -309,7 +309,10 @@ class HetLocalJob(local.LocalJob):
 
 
 def start_time(pid: int) -> int | None:
-    """In clock ticks after boot; None for a zombie or no such process. proc(5): /proc/pid/stat, fields 3 and 22."""
+    """Return when a process began, in clock ticks after boot; None for a zombie or no such process.
+
+    proc(5): /proc/pid/stat, fields 3 and 22.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Which ranks get which GPUs: `cluster`, `policy.generation.colocated`, and the reward model's `resources`.
+"""Translate which ranks get which GPUs: `cluster`, `policy.generation.colocated`, and the reward model's `resources`.
 
 There, train and generate ranks share GPUs by default; so they do here. Beside a reward model with GPUs of its own ours are
 disjoint: such a recipe gets as many GPUs again, and a note.

@@ -36,8 +36,10 @@ PROCESSORS = {"sft": "sft_processor", **dict.fromkeys(("grpo", "ppo", "distillat
 
 
 def find(name: str, recipe: Path) -> Path | None:
-    """Return the absolute path of a file below a folder that the recipe lies in, the nearest first, else below the working
-    directory; None if there is none."""
+    """Return the absolute path of a file, None if there is none.
+
+    It is looked for below the folders that the recipe lies in, the nearest first, and then below the working directory.
+    """
     folders = (*Path(os.path.abspath(recipe)).parents, Path.cwd())
     return next((path for path in (folder / name for folder in folders) if path.is_file()), None)
 

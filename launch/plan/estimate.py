@@ -239,8 +239,10 @@ def plan(recipe: Recipe, choice: backend.Choice, before: Path | None = None, pen
 
 
 def elsewhere(plan: Plan, recipe: Recipe) -> Plan:
-    """Return the plan of its recipe with other keys, but the same models, lengths and calibration. It has no times if it does
-    not fit. Raises RecipeError."""
+    """Return the plan of its recipe with other keys, but the same models, lengths and calibration.
+
+    It has no times if it does not fit. Raises RecipeError.
+    """
     made = _untimed(plan, recipe)
     if not made.fits:
         return made

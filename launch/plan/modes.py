@@ -103,8 +103,10 @@ def _best(plan: Plan, ways: Sequence[Recipe]) -> Recipe:
 
 
 def _ways(recipe: Recipe, name: str) -> list[Recipe]:
-    """Return the recipe made so with each division of its nodes that is allowed, its own first; of colocated ones the largest
-    alone. Raises RecipeError if none is."""
+    """Return the recipe made so with each division of its nodes that is allowed, its own first.
+
+    Of colocated ones return the largest alone. Raises RecipeError if none is allowed.
+    """
     keys, found, refused = _keys(recipe, name), [], []
     for division in _divisions(recipe, name):
         with collected(refused):

@@ -127,8 +127,11 @@ class _Queue:
 
 
 def _lengths(load: Load) -> list[float]:
-    """Return tokens of an engine's answers, a bundle each, in a random order: quantiles of the assumed distribution, and as the
-    last to end the longest of all engines' answers. A bundle that is larger than the engine's slots takes so much longer."""
+    """Return tokens of an engine's answers, a bundle each, in a random order.
+
+    They are quantiles of the assumed distribution and, as the last to end, the longest of all engines' answers. A bundle that
+    is larger than the engine's slots takes so much longer.
+    """
     lengths, count = load.lengths, min(BUNDLES, math.ceil(load.count))
     quantiles = (-math.log1p(-(i + 0.5) / count) for i in range(count - 1))
     found = [lengths.limit if math.isinf(lengths.scale) else min(lengths.limit, lengths.scale * q) for q in quantiles]

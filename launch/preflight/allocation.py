@@ -24,7 +24,7 @@ ON_NODES = re.compile(r"\bNodes=(\S+) CPU_IDs=(\S+) Mem=(\d+) GRES=(\S*)")
 
 @dataclass(frozen=True)
 class Node:
-    """What a job has on one node."""
+    """The resources of a job on one node."""
 
     name: str
     cpus: int

@@ -146,9 +146,10 @@ def _longest(model: dict[str, Any]) -> int:
 
 
 def _check_sampled_length(recipe: Recipe, model: dict[str, Any]) -> Iterator[Problem]:
-    """Check the length as vLLM does (vllm/config/model.py, _get_and_verify_max_len): of YaRN's factor it takes
-    max_position_embeddings to know
-    already, others stretch that."""
+    """Check the length as vLLM does (vllm/config/model.py, _get_and_verify_max_len).
+
+    It takes max_position_embeddings to include YaRN's factor; other factors stretch it.
+    """
     generation = recipe.policy.generation
     environment = {**os.environ, **recipe.cluster.generate.env_vars, **generation.vllm_cfg.env_vars}
     allowed = environment.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "").strip().lower() in ("1", "true")
@@ -232,8 +233,7 @@ def _check_positions(key: str, policy: PolicyConfig, model: dict[str, Any], fami
 
 
 def _check_stages(policy: PolicyConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Check the stages as TransformerConfig and get_num_layers_to_build do: they hold equally many layers, but for the
-    first and last."""
+    """Check as TransformerConfig and get_num_layers_to_build do that stages but the first and last hold equally many layers."""
     m = policy.megatron_cfg
     first, last = m.num_layers_in_first_pipeline_stage, m.num_layers_in_last_pipeline_stage
     stages = m.pipeline_model_parallel_size - (first is not None) - (last is not None)

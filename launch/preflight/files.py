@@ -66,8 +66,10 @@ def problems(recipe: Recipe, pending: list[Path] = (), notes: list[str] | None =
 
 
 def _tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[Path]) -> Generator[Problem, None, Path | None]:
-    """Return a model's tokenizer.json; None if it is yet to come out of a needed recipe, or is only in the old formats, which
-    need transformers."""
+    """Return a model's tokenizer.json.
+
+    None if it is yet to come out of a needed recipe, or is only in the old formats, which need transformers.
+    """
     key, given = f"{section}.tokenizer", model.tokenizer
     if not given.name:
         if given.name != model.model_name:

@@ -23,8 +23,11 @@ def notes(recipe: Recipe) -> Iterator[str]:
 
 
 def problems(key: str, path: str, prompts: list[tuple[int, str]], tokenizer: Path, recipe: Recipe) -> Iterator[Problem]:
-    """path: of the data file, which `key` names. prompts: (line number, text), each with at most as many tokens as the job will
-    count. tokenizer: tokenizer.json."""
+    """Yield the prompts that are too long, and text that the tokenizer does not know.
+
+    path: of the data file, which `key` names. prompts: (line number, text), each with at most as many tokens as the job will
+    count. tokenizer: tokenizer.json.
+    """
     from tokenizers import Tokenizer
 
     encodings = Tokenizer.from_file(str(tokenizer)).encode_batch([text for _, text in prompts], add_special_tokens=False)

@@ -20,8 +20,9 @@ class NotThere(LookupError):
 
 @cache
 def parameters(dotted: str) -> Parameters | None:
-    """Return what the class takes beside `self`. None if that cannot be told: its library is not here, or the class takes
-    anything.
+    """Return what the class takes beside `self`.
+
+    None if that cannot be told: its library is not here, or the class takes anything.
 
     Raises NotThere.
     """

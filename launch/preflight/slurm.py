@@ -26,7 +26,7 @@ from pipeline.config import Problem, Recipe
 
 
 def problems(recipe: Recipe, notes: list[str] | None = None) -> Iterator[Problem]:
-    """notes: what could not be asked, and what will only take its time, is appended to it."""
+    """Yield what Slurm refuses, or takes and never starts. notes: what could not be asked, or only takes time, is appended."""
     notes = [] if notes is None else notes
     yield from slurm_request.problems(recipe)
     notes += slurm_request.notes(recipe)

@@ -28,7 +28,7 @@ WHAT = {"node": "nodes", "cpu": "CPUs", "gres/gpu": "GPUs", "mem": "MB of memory
 
 @dataclass(frozen=True)
 class Accounting:
-    """What the accounting database says of one user on this cluster. Rows have the fields of ASSOCIATION and QOS."""
+    """One user's rows of the accounting database for this cluster. They have the fields of ASSOCIATION and QOS."""
 
     associations: tuple[Fields, ...]  # the user's own
     accounts: dict[str, Fields]  # those of the user and the accounts above them, by name

@@ -28,7 +28,7 @@ KEYS = {
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What one component asks for, together with those that share its nodes."""
+    """The request of one component together with those that share its nodes."""
 
     key: str  # cluster.train
     together: tuple[str, ...]  # the keys of the components whose needs are added up, itself the first

@@ -255,8 +255,10 @@ def _slug(name: str) -> str:
 
 
 def _note_rollouts(recipe: Recipe, run_dir: Path, other: float, notes: list[str]) -> None:
-    """Note rollouts that may not fit: they are as long as the policy makes them, so a bound is all that can be said; none
-    where the steps have none."""
+    """Note rollouts that may not fit, if the steps have a bound.
+
+    They are as long as the policy makes them, so only the largest size is known.
+    """
     online, logged = config.section(recipe), recipe.logger.num_rollouts_to_log
     if config.bound(online.max_num_steps) is None:
         return

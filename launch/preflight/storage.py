@@ -24,8 +24,11 @@ OWN = frozenset(("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "
 def problems(
     recipe: Recipe, pending: list[Path] = (), notes: list[str] | None = None, on_nodes: bool = False
 ) -> Iterator[Problem]:
-    """pending: run folders of needed recipes that have not run yet; they are not looked into. notes: what may be right is
-    appended to it. on_nodes: the ranks run on a cluster's nodes, so that containers and shared folders matter."""
+    """Yield the problems of folders to write, models' files, containers and free space.
+
+    pending: run folders of needed recipes that have not run yet; they are not looked into. notes: what may be right is appended
+    to it. on_nodes: the ranks run on a cluster's nodes, so that containers and shared folders matter.
+    """
     notes, pending = [] if notes is None else notes, list(pending)
     conversions = space.conversions_folder(recipe)
     checkpoints = Path(recipe.run_dir).absolute() / "checkpoints"

@@ -28,8 +28,10 @@ MOST_HEADER = 100_000_000  # bytes, by safetensors' own limit
 
 
 def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[Problem]:
-    """Yield files that are not whole. What is not found at all, `architecture` and `files` say. pending: run folders that are
-    not looked into."""
+    """Yield files that are not whole; `architecture` and `files` name those that are not found at all.
+
+    pending: run folders that are not looked into.
+    """
     seen: set[Path] = set()
     weighed: set[Path] = set()  # where one model's weights are drawn, another's of the same folder are not
     models = config.models(recipe)
@@ -131,8 +133,10 @@ def stored(folder: Path) -> Stored:
 
 
 def read_header(path: Path) -> dict[str, dict]:
-    """Tensor's name -> {"dtype", "shape", "data_offsets"} of a safetensors file: 8 bytes with the header's length, the header,
-    the data (https://github.com/huggingface/safetensors, "Format"). Raises ValueError, which says what is wrong with the file.
+    """Return {"dtype", "shape", "data_offsets"} of each tensor of a safetensors file, by name.
+
+    The file has 8 bytes with the header's length, the header, and the data (https://github.com/huggingface/safetensors,
+    "Format"). Raises ValueError, which says what is wrong with the file.
     """
     if reason := trouble(path):
         raise ValueError(reason)

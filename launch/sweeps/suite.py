@@ -42,8 +42,10 @@ class BandConfig:
 
 @dataclass
 class SpeedConfig:
-    """A ratio to the baseline, which passes itself: of the value, which is only judged on the baseline's hardware; or, with
-    `relative_to`, of the value divided by that of another run of this sweep, seed by seed, which is judged anywhere."""
+    """A bound of the value's ratio to the baseline's, which passes itself. It is only judged on the baseline's hardware.
+
+    With `relative_to` the value is divided by that of another run of this sweep, seed by seed, and judged anywhere.
+    """
 
     at_most: Annotated[Float | None, Field(ge=1)] = None  # of times: e.g. 1.25
     at_least: Annotated[Float | None, Field(gt=0, le=1)] = None  # of throughputs: e.g. 0.8

@@ -1,4 +1,4 @@
-"""Where a run runs, and how it lives there: the components of its job, timeouts, requeueing, checks of nodes, the network."""
+"""The recipe's keys of where a run runs: the components of its job, timeouts, requeueing, checks of nodes, the network."""
 
 import json
 from dataclasses import dataclass, field
@@ -134,7 +134,7 @@ def _of_gpu(component: str, name: str) -> str:
 
 @dataclass
 class NetworkConfig:
-    """What refits are planned and judged by. GB/s are 10^9 bytes per second, in one direction.
+    """Speeds by which refits are planned and judged. GB/s are 10^9 bytes per second, in one direction.
 
     The first two are those of cluster.train.gpu unless the recipe gives them.
     """
@@ -149,7 +149,7 @@ class NetworkConfig:
 
 @dataclass
 class RequeueConfig:
-    """How a run goes on by itself, in the same job, from its last checkpoint."""
+    """Restarts of a run by itself, in the same job, from its last checkpoint."""
 
     enabled: Annotated[Bool, Field(description="false: a run that ran out of time, or crashed, is not started again.")] = True
     max_restarts: Annotated[
@@ -159,7 +159,7 @@ class RequeueConfig:
 
 @dataclass
 class NodeChecksConfig:
-    """What every node must pass before anything is loaded. A node that fails is named, and excluded by a requeue."""
+    """Checks that every node must pass before anything is loaded. A node that fails is named, and excluded by a requeue."""
 
     enabled: Annotated[Bool, Field(description="Whether nodes are checked.")] = True
     min_gb_per_s: Annotated[
@@ -171,7 +171,7 @@ class NodeChecksConfig:
 
 @dataclass
 class ClusterConfig:
-    """Where a run runs."""
+    """The machines that a run uses."""
 
     executor: Annotated[
         Literal["auto", "slurm", "allocation", "local"],

@@ -92,8 +92,7 @@ def _of_record(recipe: Recipe, key: str, dataset: DatasetConfig, record: Any) ->
 
 
 def judged_by_answer(recipe: Recipe, dataset: DatasetConfig) -> bool:
-    """Return whether an environment needs an expected answer. A reward model needs none, and code of the user's own may need
-    none."""
+    """Return whether an environment needs an expected answer. A reward model, or a user's own code, may need none."""
     environment = recipe.env.get(dataset.env_name) if dataset.env_name is not None else None
     return environment is not None and environment.kind != "reward_model" and not own_kind(recipe.env, dataset.env_name)
 

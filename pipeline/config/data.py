@@ -100,8 +100,7 @@ def validates(recipe: Recipe) -> int:
 
 
 def is_dotted_path(name: str) -> bool:
-    """Return whether a data set's name is the dotted path of a user's callable: my_package.my_module.MyDataset. A file's is
-    none."""
+    """Return whether a data set's name is a dotted path of a user's, as my_module.MyDataset is and a file's name is not."""
     parts = name.split(".")
     return (
         len(parts) > 1 and all(part.isidentifier() for part in parts) and parts[-1] not in ("csv", "json", "jsonl", "parquet")

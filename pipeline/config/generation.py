@@ -57,7 +57,7 @@ class VLLMConfig:
 
 @dataclass
 class RefitConfig:
-    """How weights go from the train ranks to the generate ranks."""
+    """The transfer of weights from the train ranks to the generate ranks."""
 
     bucket_bytes: Annotated[
         Positive,

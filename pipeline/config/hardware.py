@@ -31,7 +31,7 @@ HOPPER, BLACKWELL = 9, 10  # major numbers of compute capability: developer.nvid
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assumed:
-    """What real programs attain. None of it is on a data sheet."""
+    """Speeds that real programs attain, which no data sheet has."""
 
     dense_training: float  # of the peak FLOP/s, by matrix products of a model without experts
     mixture_training: float  # the same of a mixture of experts
@@ -43,7 +43,7 @@ class Assumed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GPU:
-    """Of one GPU. GB are 10^9 bytes; rates are one way."""
+    """A GPU's data sheet. GB are 10^9 bytes; rates are one way."""
 
     name: str
     memory_gb: float

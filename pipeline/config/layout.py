@@ -1,4 +1,4 @@
-"""Which backend trains, and whether the ranks divide as its layout needs, from the recipe alone.
+"""Name the backend that a recipe asks for, and check that the ranks divide as its layout needs, from the recipe alone.
 
 `launch/preflight/architecture.py` checks the layout against the model: heads, layers, experts.
 """

@@ -71,7 +71,7 @@ class MegatronSchedulerConfig:
 
 @dataclass
 class MegatronDDPConfig:
-    """How gradients are reduced over the data-parallel ranks."""
+    """The reduction of gradients over the data-parallel ranks."""
 
     grad_reduce_in_fp32: Annotated[
         Bool, Field(description="Sum a step's microbatches in float32. false: in policy.precision.")
@@ -86,7 +86,7 @@ class MegatronDDPConfig:
 
 @dataclass
 class MegatronCheckpointConfig:
-    """How checkpoints are written."""
+    """The writing of checkpoints."""
 
     async_save: Annotated[Bool, Field(description="Default of checkpointing.async_save.")] = False
     ckpt_assume_constant_structure: Annotated[Bool, Field(description=FIXED)] = True

@@ -79,8 +79,10 @@ def models(recipe: Recipe) -> dict[str, PolicyConfig]:
 
 
 def _cut_as_the_policy(recipe: Recipe, model: ValueConfig | TeacherConfig | EnvironmentConfig, **more: Any) -> PolicyConfig:
-    """Return the policy's configuration with another model in it. Megatron-Core's own optimizer keys are the policy's alone,
-    and so is what its pipeline's ends hold, unless the model is the same one."""
+    """Return the policy's configuration with another model in it.
+
+    It leaves out Megatron-Core's own optimizer keys, and the layers of a pipeline's ends unless the model is the same one.
+    """
     policy = recipe.policy
     own: dict[str, Any] = {"optimizer": None, "scheduler": None, "pipeline_dtype": model.precision}
     if model.model_name != policy.model_name:

@@ -96,7 +96,7 @@ class DTensorConfig:
 
 @dataclass
 class SequencePackingConfig:
-    """How sequences are laid end to end in microbatches."""
+    """The packing of sequences, end to end, into microbatches."""
 
     enabled: Annotated[
         Bool,

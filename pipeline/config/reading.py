@@ -146,8 +146,10 @@ def name_of(recipe: str) -> str:
 
 
 def independent(problems: Iterable[Problem], faulty: Iterable[str]) -> Iterator[Problem]:
-    """Yield the problems that do not merely follow from a faulty key: that name neither it, nor a key in it, nor a section
-    around it."""
+    """Yield the problems that do not merely follow from a faulty key.
+
+    They name neither it, nor a key in it, nor a section around it.
+    """
     for problem in problems:
         named = {problem.key, *re.findall(r"(?<![\w./-])[A-Za-z_]\w*(?:\.\w+)+", problem.message)}
         if not any(resolving.overlap(key, bad) for bad in faulty for key in named if key):

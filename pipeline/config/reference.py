@@ -1,4 +1,4 @@
-"""What the schema says of its keys: `submit.py help=KEY`, recipes/KEYS.md for readers, recipes/schema.json for editors.
+"""Describe the keys of the schema: `submit.py help=KEY`, recipes/KEYS.md for readers, recipes/schema.json for editors.
 
 python -m pipeline.config.reference      write recipes/KEYS.md and recipes/schema.json again, after a change of the schema
 """

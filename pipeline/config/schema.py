@@ -83,7 +83,7 @@ class DatasetConfig:
 
 @dataclass
 class DataConfig:
-    """What is trained and validated on."""
+    """The data to train and validate on."""
 
     train: DatasetConfig | None = field(default_factory=DatasetConfig)
     validation: DatasetConfig | None = None
@@ -117,7 +117,7 @@ class DataConfig:
 
 @dataclass
 class CheckpointingConfig:
-    """What is saved, and when."""
+    """The checkpoints of a run."""
 
     enabled: Annotated[Bool, Field(description="Whether checkpoints are saved.")] = True
     save_period: Annotated[Positive, Field(description="Steps between checkpoints. The last step is always saved.")] = 10
@@ -142,7 +142,7 @@ class CheckpointingConfig:
 
 @dataclass
 class LoggerConfig:
-    """What is logged."""
+    """The logs of a run."""
 
     tensorboard_enabled: Annotated[Bool, Field(description="Write TensorBoard events.")] = True
     timeline_enabled: Annotated[Bool, Field(description="Record what each rank does when, for launch/timeline.py.")] = True
@@ -151,7 +151,7 @@ class LoggerConfig:
 
 @dataclass
 class PlanConfig:
-    """What the plan assumes where no earlier run tells. It changes nothing about the run."""
+    """Assumptions of the plan where no earlier run tells. They change nothing about the run."""
 
     prompt_tokens: Annotated[Float | None, Field(description="Mean tokens of a prompt. null: see launch/plan/lengths.py.")] = (
         None

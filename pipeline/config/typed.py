@@ -88,7 +88,7 @@ def _filled(section: type | None, several: bool, given: Leaf | Branch, default: 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What is known of keys beside how they are spelled.
+    """Knowledge of keys beside how they are spelled.
 
     hint: what to do instead of giving a key that is not there, such as `did you mean 'b.c'?`; None where that is not known
     rank: from a key to the order in which others are suggested in its place, lowest first

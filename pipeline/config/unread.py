@@ -45,7 +45,7 @@ References = Mapping[str, Collection[str]]
 
 @dataclass(frozen=True)
 class Readers:
-    """What decides which keys of a recipe are read; None where that is not known yet."""
+    """The choices that decide which keys of a recipe are read; None where one is not made yet."""
 
     algorithm: str | None
     backend: Backend | None
