@@ -1,6 +1,6 @@
 """Compare the runs of every tiny recipe in two checkouts, to the last bit.
 
-    python -m tests.curves.same CHECKOUT [recipe ...] [steps=8] [folder=DIR]
+    python -m tests.curves.same CHECKOUT [recipe ...] [steps=4] [folder=DIR]
 
 CHECKOUT is another checkout's root folder. Both checkouts' runs use this Python, on CPUs. Recipes that others need
 run whole, the others for so many steps. Prints a Markdown table: steps, how many values and files were compared, and the first
@@ -28,7 +28,7 @@ FREE = ("tiny_async",)  # engines sample while the policy learns: which version 
 
 @dataclass
 class Left:
-    """Return what a run left that must be the same in both checkouts."""
+    """The parts of a run's folder that must be the same in both checkouts."""
 
     steps: int
     values: dict[tuple[int, str], Any] = field(default_factory=dict)  # (step, metric) -> value

@@ -31,7 +31,10 @@ def test_deepseek_v3_without_torch():
 
 TABLES = {  # (recipe, overrides): (what its table has, what it has not)
     ("llama8b_grpo",): (
-        ["All figures are estimates", "8,030,261,248 exactly", "matrix products reach 40%", "refit", "calibrated"],
+        [
+            *("All figures are estimates", "8,030,261,248 exactly", "matrix products reach 40%", "refit", "calibrated"),
+            *("rollout ", "train ", "run ", "time limit ", "checkpoints ", "assumed ", "verdict "),
+        ],
         ["idle"],
     ),
     ("llama8b_grpo", "policy.dtensor_cfg.activation_checkpointing=false"): (["verdict"], ["recomputing"]),
