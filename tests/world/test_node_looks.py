@@ -1,0 +1,267 @@
+"""The looks at nodes: what a rank finds on its node, and worlds of forked ranks with broken nodes among them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.attempts import PastAttempt
+from pipeline import builds, config
+from pipeline.node_checks import look, nccl
+from tests.launch.model import write_recipe
+from tests.problems import refused
+from tests.world.secret import write_secret
+
+ROOT = Path(__file__).parents[2]
+
+
+# ---- what is looked at ------------------------------------------------------------------------------------------------------
+
+
+def test_products_are_compared_number_by_number(monkeypatch):
+    assert look.multiply(torch.device("cpu")) == ""
+    right = torch.Tensor.__matmul__
+
+    def wrong(one, other):
+        product = right(one, other)
+        if one.dtype == torch.bfloat16:
+            product[3, 4] += 1
+        return product
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", wrong)
+    assert look.multiply(torch.device("cpu")) == "1 of the 1048576 numbers of a product of bfloat16 matrices are wrong"
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_is_seen_as_it_is():
+    gpu = look.look_at_gpu(torch.device("cuda", 0))
+    assert gpu.problem == ""
+    assert gpu.uuid in gpu.visible and len(gpu.visible) == torch.cuda.device_count()
+    assert gpu.memory_gb > 1 and gpu.name == torch.cuda.get_device_name(0)
+    errors, driver = look.memory_errors()
+    assert driver == "" and set(errors.values()) <= {0}
+    assert {builds.NCCL, "driver"} <= set(look.versions(uses_gpus=True))
+    assert nccl.network(gpu.uuid)
+
+
+# As NCCL 2.30.7 prints them, NCCL_DEBUG=INFO: src/init.cc, src/plugin/net.cc and src/transport/net_ib/init.cc.
+LOG = """\
+node1:4242:4242 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.7<0>
+node1:4242:4242 [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so
+node1:4242:4250 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.7<0>
+node1:4242:4250 [0] NCCL INFO Initialized NET plugin IB
+node1:4242:4250 [0] NCCL INFO Assigned NET plugin IB to comm
+node1:4242:4250 [0] NCCL INFO Using network IB
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "network"),
+    [(LOG, "IB"), (LOG.replace("network IB", "network AWS Libfabric"), "AWS Libfabric"), ("", ""), (LOG[:300], "")],
+)
+def test_what_nccl_says_of_its_network(log, network):
+    assert nccl.said(log) == network
+
+
+# NCCL's interface (nccl.h) as far as it is called. The second call fails unless the id of the first came with it by value.
+LIBRARY = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+typedef struct { char internal[128]; } ncclUniqueId;
+int ncclGetUniqueId(ncclUniqueId *id) { memset(id->internal, 7, 128); return 0; }
+int ncclCommInitRank(void **communicator, int size, ncclUniqueId id, int rank) {
+    for (int i = 0; i < 128; i++) if (id.internal[i] != 7) return 1;
+    if (size != 1 || rank != 0 || !communicator) return 2;
+    if (!strcmp(getenv("NCCL_DEBUG"), "INFO") && !getenv("NCCL_DEBUG_FILE"))
+        printf("node1:1:1 [0] NCCL INFO Using network %s\\n", getenv("CUDA_VISIBLE_DEVICES"));
+    return 0;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no compiler here")
+def test_nccl_is_asked_in_a_process_of_its_own(tmp_path, monkeypatch):
+    path = tmp_path / "libnccl.so.2"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=LIBRARY, text=True, check=True)
+    monkeypatch.setattr(nccl, "library", lambda: str(path))
+    monkeypatch.setenv("NCCL_DEBUG_FILE", str(tmp_path / "elsewhere"))
+    assert nccl.network("12-ab") == "GPU-12-ab"
+    monkeypatch.setattr(nccl, "library", lambda: str(tmp_path / "absent.so"))
+    assert nccl.network("12-ab") == ""
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "note"),
+    [
+        ("13.0", "535.104.05", ": torch is built for CUDA 13.0, which needs driver 580 or newer, and this is 535.104.05"),
+        ("12.8", "535.104.05", ""),
+        ("13.0", "580.159.04", ""),
+        ("13.0", None, ": there is no NVIDIA driver here (no /proc/driver/nvidia/version)"),
+        ("13.0", "unknown", ""),
+    ],
+)
+def test_why_torch_may_find_no_gpu(cuda, driver, note):
+    assert look._driver_note(cuda, driver) == note
+    assert look._driver_note(None, driver).endswith(" is built without CUDA")
+
+
+@pytest.mark.parametrize(
+    ("script", "errors", "driver"),
+    [
+        ("echo 'GPU-aa-1, 0'; echo 'GPU-bb-2, 3'; echo 'GPU-cc-3, [N/A]'", {"aa-1": 0, "bb-2": 3}, ""),
+        (
+            "echo 'Unable to determine the device handle'; exit 15",
+            {},
+            "nvidia-smi failed: Unable to determine the device handle",
+        ),
+        ("exec sleep 100", {}, "nvidia-smi did not answer within 0.5 s"),
+    ],
+)
+def test_what_nvidia_smi_may_say(tmp_path, monkeypatch, script, errors, driver):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(look, "SMI_S", 0.5)
+    assert look.memory_errors() == (errors, driver)
+
+
+def test_a_machine_without_nvidia_smi_tells_of_no_errors(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert look.memory_errors() == ({}, "")
+
+
+def test_the_code_is_known_by_names_and_contents(tmp_path):
+    for part in look.SOURCES:
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "a.py").write_text("x = 1\n")
+    before = look.code_digest(tmp_path)
+    (tmp_path / "launch/__pycache__").mkdir()
+    (tmp_path / "launch/__pycache__/a.cpython-311.pyc").write_text("compiled")
+    assert look.code_digest(tmp_path) == before
+    (tmp_path / "launch/a.py").rename(tmp_path / "launch/b.py")
+    renamed = look.code_digest(tmp_path)
+    (tmp_path / "launch/b.py").write_text("x = 2\n")
+    assert len({before, renamed, look.code_digest(tmp_path)}) == 3
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    assert look.code_digest(tmp_path / "copy") == look.code_digest(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_has_no_space(tmp_path):
+    assert look._free_gb(str(tmp_path)) > 0
+    assert look._free_gb(str(tmp_path / "absent")) == 0
+
+
+@pytest.mark.parametrize("override", ["min_gb_per_s=0", "max_clock_skew_s=-1"])
+def test_bounds_that_are_none_are_refused(tmp_path, override):
+    key = f"cluster.node_checks.{override}"
+    with refused((key.partition("=")[0], "too-small")):
+        config.load(str(write_recipe(tmp_path)), [key])
+
+
+# ---- real ranks -------------------------------------------------------------------------------------------------------------
+
+
+def check_nodes(run_dir: Path, nodes: list[str], faults: dict[str, str]) -> tuple[int, dict, PastAttempt]:
+    """(status, nodes.json, the attempt) of `tests.world.node_ranks`."""
+    (run_dir / "attempts/1").mkdir(parents=True)
+    write_secret(run_dir)
+    command = [sys.executable, "-m", "tests.world.node_ranks", str(run_dir), json.dumps(nodes), json.dumps(faults)]
+    status = subprocess.run(command, cwd=ROOT, timeout=120).returncode
+    logs = "\n".join(f"--- {log}\n{log.read_text()}" for log in sorted(run_dir.glob("*.log")))
+    assert (run_dir / "attempts/1/nodes.json").exists(), logs
+    assert not list((run_dir / "attempts/1").glob(".check*")), "files were left behind"
+    return status, json.loads((run_dir / "attempts/1/nodes.json").read_text()), PastAttempt(run_dir / "attempts/1", time.time())
+
+
+def test_healthy_nodes_are_measured_and_the_world_goes_on(tmp_path):
+    status, record, attempt = check_nodes(tmp_path, ["a", "a", "b", "b", "c"], {})
+    assert status == 0, (tmp_path / "0.log").read_text()
+    assert attempt.bad_nodes == {} and attempt.failure is None
+    nodes = record["nodes"]
+    assert {name: node["ranks"] for name, node in nodes.items()} == {"a": [0, 1], "b": [2, 3], "c": [4]}
+    assert {name: sorted(node["gb_per_s"]) for name, node in nodes.items()} == {
+        "a": ["b", "c"],
+        "b": ["a", "c"],
+        "c": ["a", "b"],
+    }
+    assert all(speed > 0.003 for node in nodes.values() for speed in node["gb_per_s"].values())
+    assert all(abs(node["clock_skew_s"]) <= node["clock_error_s"] + 0.01 for node in nodes.values())
+    assert len({node["code"] for node in nodes.values()}) == 1
+    assert "3 nodes checked in" in (tmp_path / "0.log").read_text()
+
+
+def test_within_one_node_nothing_is_sent(tmp_path):
+    status, record, _ = check_nodes(tmp_path, ["a", "a"], {})
+    assert status == 0, (tmp_path / "0.log").read_text()
+    assert record["nodes"]["a"]["gb_per_s"] == {} and record["nodes"]["a"]["clock_skew_s"] is None
+
+
+def test_each_bad_node_is_named_for_what_is_wrong_with_it(tmp_path):
+    faults = {"node1": "clock", "node2": "stale folder", "node3": "slow", "node4": "other code", "node6": "full"}
+    status, record, attempt = check_nodes(tmp_path, [f"node{i}" for i in range(7)], faults)
+    assert status != 0
+    told = {
+        "node1": " s ahead of the others'; cluster.node_checks.max_clock_skew_s is 2",
+        "node2": "the run folder is not the others'",
+        "node3": "a slow network",
+        "node4": "the code in pipeline/ and launch/",
+        "node6": "only 1 MB can be written",
+    }
+    assert sorted(attempt.bad_nodes) == sorted(told)
+    for node, why in told.items():
+        assert why in attempt.bad_nodes[node]
+        assert [part for part in told.values() if part in attempt.bad_nodes[node]] == [why]  # and for nothing else
+        assert why in record["nodes"][node]["problems"][0]
+    assert (attempt.failure["verb"], attempt.failure["host"]) == ("check nodes", "node1")
+    assert "5 of 7 nodes failed the checks: node1: its clock is " in attempt.failure["message"]
+
+
+def test_where_all_nodes_fail_none_is_left_out(tmp_path):
+    """It is not the nodes then, and without them there would be nothing to run on."""
+    nodes = [f"node{i}" for i in range(3)]
+    status, _, attempt = check_nodes(tmp_path, nodes, dict.fromkeys(nodes, "full"))
+    assert status != 0
+    assert attempt.bad_nodes == {}
+    assert "3 of 3 nodes failed the checks, so it is the recipe, or what they share: node0: /" in attempt.failure["message"]
+
+
+def test_components_that_take_other_networks_are_named_and_no_node_is_left_out(tmp_path):
+    """Before any message, for it would never arrive."""
+    status, record, attempt = check_nodes(tmp_path, ["a", "b"], {"a": "one network", "b": "other network"})
+    assert status != 0
+    assert attempt.bad_nodes == {} and not (tmp_path / "attempts/1/bad_nodes").exists()
+    assert attempt.failure["message"] == (
+        "the components take different networks: NCCL's network is IB in cluster.train, Socket in cluster.generate."
+        " Try env_vars: {NCCL_NET: Socket} in cluster.train and cluster.generate"
+    )
+    assert record["nodes"]["a"]["gb_per_s"] == {} and len(record["images"]) == 1
+
+
+@pytest.mark.parametrize("nodes", [["a", "b"], ["a", "b", "c", "d"]])
+def test_of_as_many_nodes_that_differ_none_is_left_out(tmp_path, nodes):
+    status, record, attempt = check_nodes(tmp_path, nodes, dict.fromkeys(nodes[1::2], "older Python"))
+    assert status != 0
+    assert not (tmp_path / "attempts/1/bad_nodes").exists()
+    message = attempt.failure["message"]
+    assert f"{len(nodes)} of {len(nodes)} nodes failed the checks, which differ: nobody can tell which is right, so" in message
+    assert ", so none is left out and the run stops: a: python (train): 3." in message
+    assert message.endswith(" elsewhere. Try without the wrong one: sbatch --exclude=NODE ... launch/hetstep.sbatch")
+    assert record["nodes"]["b"]["problems"][0].startswith("python (train): 3.1, but 3.")
+
+
+@pytest.mark.long
+def test_nodes_that_do_not_answer_are_named_and_their_neighbours_are_not(tmp_path):
+    status, record, attempt = check_nodes(tmp_path, [f"node{i}" for i in range(6)], {"node1": "dead", "node3": "stuck"})
+    assert status != 0
+    assert sorted(attempt.bad_nodes) == ["node1", "node3"]
+    assert attempt.bad_nodes["node1"].startswith("no network to node0 (no answer for 3 s) and node2")
+    assert "in verb 'check nodes', phase 'look around'" in attempt.bad_nodes["node3"]
+    assert record["nodes"]["node0"]["gb_per_s"]["node5"] > 0  # measured after its wait for node1
