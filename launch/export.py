@@ -30,7 +30,7 @@ from pipeline.files import StorageError
 class Request:
     """The command line."""
 
-    run: Annotated[Path, Key("RUN_DIR", "the run's folder; the run may still be going on")]
+    run: Annotated[Path, Key("RUN_DIR", "the run's folder; the run may still be going on", bare=True)]
     step: Annotated[int | None, Key("N", "which of its checkpoints; default: the latest")] = None
     out: Annotated[Path | None, Key("DIR", "where to write, a folder that does not exist yet; default: RUN_DIR/hf_step_N")] = (
         None
@@ -79,6 +79,8 @@ def export(request: Request) -> Path:
 
 def _recipe(run_dir: Path) -> Recipe:
     path = run_dir / "recipe.yaml"
+    if not run_dir.is_dir():
+        raise RecipeError(Problem("run", "file-not-found", f"{run_dir} is not a run folder: there is no such folder"))
     if not path.exists():
         raise RecipeError(Problem("run", "not-a-run", f"{run_dir} is not a run folder: it has no recipe.yaml"))
     try:

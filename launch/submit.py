@@ -259,6 +259,8 @@ def _not_submitted(error: slurm_client.SlurmError) -> Problem:
 
 
 def attach(run_dir: Path) -> int:
+    if not run_dir.is_dir():
+        raise RecipeError(Problem("follow", "file-not-found", f"{run_dir} is not a run folder: there is no such folder"))
     record = read_record(run_dir)
     if record is None:
         raise RecipeError(Problem("follow", "not-a-run", f"{run_dir} is not a run folder: it has no job.json"))
