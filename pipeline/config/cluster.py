@@ -37,7 +37,10 @@ class TimeoutsConfig:
 
 @dataclass
 class ComponentConfig:
-    """The ranks of one component of the heterogeneous job. The executor `local` reads only nodes and ranks_per_node."""
+    """The ranks of one component of the heterogeneous job.
+
+    The executor `local` reads only nodes, gpus_per_node, ranks_per_node and env_vars, and the plan gpu and gpu_memory_gb.
+    """
 
     nodes: Annotated[Positive, Field(le=1 << 16, description="Nodes.")] = 1
     gpus_per_node: Annotated[NotNegative, Field(le=1024, description="GPUs on each node.")] = 0
