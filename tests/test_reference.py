@@ -113,3 +113,9 @@ def test_help_of_no_key_lists_the_sections(capsys):
 def test_help_of_a_misspelt_key_names_the_one_that_may_be_meant(capsys):
     assert submit.main(["help=policy.max_grad_nrm"]) == 2
     assert "did you mean 'policy.max_grad_norm'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["learning_rate", "policy.learning_rate"])
+def test_help_of_another_librarys_key_names_ours(capsys, key):
+    assert submit.main([f"help={key}"]) == 2
+    assert "did you mean 'policy.optimizer.kwargs.lr'?" in capsys.readouterr().err

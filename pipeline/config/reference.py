@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from pipeline.config import typed
+from pipeline.config import typed, unread
 from pipeline.config.environments import KINDS, kind_class
 from pipeline.config.layers import RECIPES, REPLACES, Branch, Leaf
 from pipeline.config.schema import Recipe
@@ -201,7 +201,8 @@ def explained(asked: str) -> str:
     if name is None:
         tree = Branch()
         tree.set(asked, Leaf(None))
-        (problem, *_) = typed.unknown(Recipe, tree)
+        readers = unread.Readers.of_tree(tree)
+        (problem, *_) = typed.unknown(Recipe, tree, advice=typed.Advice(readers.hint, readers.rank))
         raise RecipeError(Problem("help", "unknown-key", f"got '{problem.key}', which {problem.message}"))
     own = [keys()[name]] if name in keys() else []
     lines = [*map(_paragraph, [*own, *_inside(name)])]
@@ -229,7 +230,8 @@ def _generic(asked: str) -> str | None:
 
 def _paragraph(key: Key) -> str:
     head = f"{key.name}: {key.type}" + (f"; default {key.default}" if key.default else "")
-    return "\n".join([head, *textwrap.wrap(key.meaning, 100, initial_indent="    ", subsequent_indent="    ")])
+    meaning = " ".join(key.meaning.split())
+    return "\n".join([head, *textwrap.wrap(meaning, 100, initial_indent="    ", subsequent_indent="    ")])
 
 
 def markdown() -> str:
