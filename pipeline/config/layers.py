@@ -176,14 +176,17 @@ def dumped(value: Any, on_one_line: bool = False) -> str:
 def named(name: str, folder: Path, key: str, more: str = "") -> Path:
     """Return NAME.yaml in the folder, or the file of that path, with or without .yaml.
 
-    Raise RecipeError, of the given key, with the names that there are.
+    Raise RecipeError, of the given key, with the names that there are, unless a path is given.
     """
     for path in (folder / f"{name}.yaml", Path(name), Path(f"{name}.yaml")):
         if os.path.isfile(path):  # False also for a name that is too long for a file
             return path
     known = sorted(path.stem for path in folder.glob("*.yaml"))
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(Path(name).name.removesuffix(".yaml"), known, 1)
     hint = f"did you mean '{near[0]}'? " if near else ""
+    if name.endswith(".yaml") or os.sep in name:  # a path
+        told = f"got '{name}'; {hint}there is no file {os.path.abspath(name)}"
+        raise RecipeError(Problem(key, "file-not-found", told))
     raise RecipeError(Problem(key, "file-not-found", f"got '{name}'; {hint}there are: {', '.join(known)}{more}"))
 
 
