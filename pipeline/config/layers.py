@@ -202,6 +202,10 @@ def scalar(text: str) -> Any:
 
 def _told(error: Exception) -> str:
     """Return the message of an error on one line, shortened."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        marked = ((error.context, error.context_mark), (error.problem, error.problem_mark))
+        at = [f" at line {mark.line + 1}, column {mark.column + 1}" if mark else "" for _, mark in marked]
+        error = ValueError(": ".join(f"{what}{where}" for (what, _), where in zip(marked, at, strict=True) if what))
     text = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
     return text if len(text) <= 200 else f"{text[:196]} ..."
 
