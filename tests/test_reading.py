@@ -90,6 +90,9 @@ def test_the_schemas_mappings_are_merged_with_unless_they_are_replaced(write):
     assert config.load(path).policy.optimizer.kwargs == kwargs
     path = write("b.yaml", "defaults: a.yaml\npolicy: {optimizer: {kwargs: {_override_: true, lr: 1}}}")
     assert config.load(path).policy.optimizer.kwargs == {"lr": 1}
+    given = ["policy.optimizer.kwargs={_override_: true, lr: 1}", "env={_override_: true, f: {kind: math}}"]
+    recipe = config.load(write("a.yaml", BASE), [*given, "env.f.timeout_s=5", "data.train.env_name=f"])
+    assert recipe.policy.optimizer.kwargs == {"lr": 1} and list(recipe.env) == ["f"] and recipe.env["f"].timeout_s == 5
     path = write("c.yaml", "defaults: a.yaml\npolicy: {megatron_cfg: {optimizer: {lr: 1e-3}}}")
     assert config.load(path).policy.megatron_cfg.optimizer.lr == 1e-3
     path = write("d.yaml", "defaults: c.yaml\npolicy: {megatron_cfg: {optimizer: null}}")
@@ -118,6 +121,13 @@ def test_what_cannot_be_read_is_reported_with_its_line(write, text, key, code, o
         config.inspect(write("a.yaml", text))
     (problem,) = error.value.problems
     assert problem.origin == f"a.yaml{origin}" and "\n" not in problem.message
+
+
+def test_where_a_text_stops_being_yaml_is_told(write):
+    with refused(("", "bad-format")) as error:
+        config.inspect(write("a.yaml", "algorithm: grpo\ngrpo:\n  seed: 1\n max_num_steps: 2\n"))
+    (problem,) = error.value.problems
+    assert problem.message.endswith("did not find expected key at line 4, column 2") and "unicode" not in problem.message
 
 
 # ---- interpolations ---------------------------------------------------------------------------------------------------------

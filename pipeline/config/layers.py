@@ -348,7 +348,11 @@ def overrides(arguments: Iterable[str]) -> Iterator[tuple[str, Leaf | Branch]]:
         except ValueError as error:
             raise RecipeError(Problem(key, "bad-format", str(error), COMMAND_LINE)) from None
         _insist_on_plain(value, COMMAND_LINE, key)
-        yield key, of(value, COMMAND_LINE)
+        node = of(value, COMMAND_LINE)
+        for branch in node.branches() if isinstance(node, Branch) else ():
+            if (replaces := branch.children.pop(REPLACES, None)) is not None:
+                branch.replaces = isinstance(replaces, Leaf) and replaces.value is True
+        yield key, node
 
 
 def _shortened(text: str) -> str:
