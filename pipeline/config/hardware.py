@@ -121,13 +121,14 @@ def nvlink_gpus(component: ComponentConfig) -> int:
     return described.nvlink_gpus if described.nvlink_crosses_nodes else min(described.nvlink_gpus, own)
 
 
-def described(name: str, key: str) -> float:
+def described(name: object, key: str) -> float:
     """Return a number of a GPU's description, which `${hardware:name,key}` stands for in a recipe.
 
-    Of a description that cannot be read return the default's: `problems` has the reason.
+    name: as the recipe has it, of any type. Of a description that cannot be read return the default's: `problems`, or the
+    schema, has the reason.
     """
     try:
-        return getattr(gpu(name), key)
+        return getattr(gpu(str(name)), key)
     except RecipeError:
         return getattr(gpu(DEFAULT), key)
 

@@ -89,3 +89,9 @@ def test_a_gpu_that_nobody_described(tmp_path):
     assert named(loaded.problems) == {(f"cluster.{name}.gpu", "file-not-found") for name in ("train", "generate")}
     assert "did you mean 'h100'?" in str(loaded.problems[0])
     assert loaded.recipe.cluster.network.nic_gb_per_s == gpu("h100").nic_gb_per_s  # so that other checks go on
+
+
+@pytest.mark.parametrize(("value", "code"), [("5", "file-not-found"), ("null", "wrong-type"), ("{a: 1}", "wrong-type")])
+def test_a_gpu_that_is_no_name(tmp_path, value, code):
+    loaded = config.inspect(str(write_recipe(tmp_path)), [f"cluster.train.gpu={value}"])
+    assert named(loaded.problems) == {("cluster.train.gpu", code)}
