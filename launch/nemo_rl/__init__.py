@@ -68,5 +68,5 @@ def _sections(t: Translator, name: str, path: Path) -> None:
     known = sorted(t.consumed)
     for key, _ in t.left():
         near = difflib.get_close_matches(key, known, 1, cutoff=0.8)
-        hint = f"did you mean '{near[0]}'?" if near else "Try without it"
-        t.problem(key, "unknown-key", f"is not a key that we know, neither ours nor NeMo-RL's; {hint}")
+        hint = f"; did you mean '{near[0]}'?" if near else ". Try without it"
+        t.problem(key, "unknown-key", f"is not a key that we know, neither ours nor NeMo-RL's{hint}")
