@@ -294,7 +294,7 @@ class EnvironmentProcess:
             kind = ValueError if report.error == "ValueError" else RuntimeError
             told = report.message if report.error == kind.__name__ else f"{report.error}: {report.message}"
             error = kind(told)
-            error.add_note(f"Of the environments' process:\n{report.traceback}")
+            error.add_note(f"Traceback of the environments' process:\n{report.traceback}")
             raise error
         self._process.loaded, self._silent_s = True, 0.0
         if report.replies:

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -330,7 +329,7 @@ class Hanging(Environment):
 
 def orderly(folder: Path) -> None:
     """A signal that tells the rank to leave does not end the process; `close` does, and closes the environments."""
-    closed = Path(tempfile.mkdtemp()) / "closed"
+    closed = folder.parent / f"closed by {os.getpid()}"
     fork_early()
     process = started(settings(folder, f"{__name__}.Closing", path=str(closed)))
     pid = process._process.handle.pid
