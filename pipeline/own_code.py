@@ -6,6 +6,7 @@ of the recipe's file is one, and then in the working directory.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -36,5 +37,7 @@ def load(path: str) -> Any:
         places = ", ".join(dict.fromkeys(place or "." for place in sys.path if not place.endswith((".zip", "lib-dynload"))))
         raise NotFound(f"there is no module {error.name}; looked in {places}") from error
     if not hasattr(found, name):
-        raise NotFound(f"{module} ({getattr(found, '__file__', None) or 'a folder'}) has no {name}")
+        near = difflib.get_close_matches(name, dir(found), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise NotFound(f"{module} ({getattr(found, '__file__', None) or 'a folder'}) has no {name}{hint}")
     return getattr(found, name)

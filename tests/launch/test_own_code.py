@@ -76,6 +76,7 @@ def test_a_function_beside_the_recipe_is_found_from_anywhere(folder):
     [
         ("env.mine.kind=rewards.right", "rewards.right: there is no module rewards; looked in "),
         ("env.mine.kind=rewards_of_mine.wrong", "rewards_of_mine ({folder}/rewards_of_mine.py) has no wrong"),
+        ("env.mine.kind=rewards_of_mine.rigth", "({folder}/rewards_of_mine.py) has no rigth; did you mean right?"),
         ("env.mine.kind=rewards_of_mine.Scaled env.mine.kwargs.scal=1", "kwargs do not fit Scaled(scale)"),
         ("env.mine.kind=rewards_of_mine.NoStep", "the class is abstract: it must write step"),
         (
