@@ -16,7 +16,7 @@ from launch import containers
 from launch.model_files import read_json
 from launch.preflight import signatures
 from pipeline.algorithms import build
-from pipeline.config import OptimizerConfig, PolicyConfig, Problem, Recipe, generates, serves_rewards, uses_megatron
+from pipeline.config import OptimizerConfig, PolicyConfig, Problem, Recipe, aliases, generates, serves_rewards, uses_megatron
 
 VLLM_KWARGS = "policy.generation.vllm_kwargs"
 ENGINE = "policy.generation"
@@ -100,7 +100,8 @@ def _unknown(key: str, given: Iterable[str], known: Iterable[str], whose: str) -
     known = sorted(known)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            ours = [one.rpartition(".")[2] for one in aliases.meant(name, None, lambda one: not one.startswith(key))]
+            near = [one for one in ours if one in known] or difflib.get_close_matches(name, known, 1)
             hint = f". Did you mean '{near[0]}'?" if near else ". Leave it out"
             yield Problem(f"{key}.{name}", "unknown-key", f"{whose} has no such option{hint}")
 

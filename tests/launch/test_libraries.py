@@ -139,6 +139,8 @@ def test_options_of_a_library(problems, overrides, key, code):
 def test_the_nearest_option_is_told(problems):
     (problem,) = problems("policy.optimizer.name=torch.optim.SGD", "policy.optimizer.kwargs.momentu=1")
     assert "Did you mean 'momentum'?" in problem.message
+    (problem,) = problems("policy.optimizer.kwargs.learning_rate=1")
+    assert "Did you mean 'lr'?" in problem.message
 
 
 @pytest.mark.parametrize(
