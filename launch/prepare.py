@@ -55,6 +55,7 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
     pending: list[Pending] = []
     prepared: list[Prepared] = []
     problems: list[Problem] = []
+    handed: dict[Problem, Problem] = {}  # a needed recipe's, in a key that was handed on to it -> the asked-for recipe's
     ordered = in_order(name, overrides)
     for loaded in ordered:
         recipe, choice, own, notes = loaded.recipe, None, list(loaded.problems), list(loaded.notes)
@@ -78,9 +79,12 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
             own += config.independent(file_problems(recipe, chosen, pending, dry, notes), loaded.faulty)
             own += folder_problems(recipe) if not own else []
         needed = "" if loaded is ordered[-1] else f"{folder_name(recipe)}, which is needed first"
+        keys = {override.partition("=")[0] for override in loaded.handed_on}
+        handed |= {problem.within(needed): problem for problem in own if problem.key in keys}
         problems += [problem.within(needed) for problem in own]
         head = "logprobs" if "algorithm" in loaded.faulty else build(recipe).needs.head
         pending.append(Pending(Path(recipe.run_dir), recipe.policy, head))
+    problems = [problem for problem in problems if handed.get(problem) not in problems]
     usable = prepared and prepared[-1].recipe.run_dir == ordered[-1].recipe.run_dir
     return prepared if usable else [], problems
 
