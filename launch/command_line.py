@@ -225,7 +225,8 @@ def _no_key(argument: str, following: list[str], own: dict[str, Key]) -> Problem
     name = option.lstrip(FOREIGN)
     why = "begins with what no key begins with" if equals else "is not key=value"
     if name == option:
-        meant = f"recipe={_clipped(argument)}" if "recipe" in own else "key=value"
+        what = next((each for each in ("recipe", "sweep") if each in own), None)
+        meant = f"{what}={_clipped(argument)}" if what else "key=value"
         return _problem(argument, "bad-format", f"{why}; try {meant}")
     name = "recipe" if name in ("config", "config-path", "config-name") and "recipe" in own else name.replace("-", "_")
     if option.startswith("~"):
