@@ -65,6 +65,8 @@ def environment_variables(t: Translator, theirs: str, ours: str) -> None:
         key = f"{theirs}.{name}"
         if name.startswith(("NRL_", "RAY_")) or "_RAY_" in name:
             t.ignore(key, "only NeMo-RL or Ray reads it")
+        elif t.get(key) is None:
+            t.problem(key, "wrong-type", "got null; expected a text. Try without it")
         else:
             t.put(f"{ours}.{name}", str(t.get(key)), key)
     t.consume(theirs)
