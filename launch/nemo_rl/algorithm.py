@@ -153,7 +153,8 @@ def translate(t: Translator, algorithm: str, validates: bool) -> None:
 
 def epochs(t: Translator, algorithm: str) -> int:
     """Return the passes over the samples of a step; theirs advances the schedules after each."""
-    return t.get("ppo.ppo_epochs", DEFAULTS["ppo"]["ppo_epochs"]) if algorithm == "ppo" else 1
+    given = t.get("ppo.ppo_epochs", DEFAULTS["ppo"]["ppo_epochs"]) if algorithm == "ppo" else 1
+    return given or 1  # null: the schema refuses it
 
 
 def max_num_steps(t: Translator, algorithm: str) -> int | None:
@@ -165,8 +166,8 @@ def _max_val_samples(t: Translator, algorithm: str) -> None:
     """Translate how many samples are validated on, in batches of which GRPO and PPO drop one that is not full."""
     if algorithm in OFFLINE:
         name, (number, batch) = "val_batches", VALIDATED_BATCHES[algorithm]
-        batches = t.consume(f"{algorithm}.val_batches", number)
-        size = t.consume(f"{algorithm}.val_global_batch_size", batch)
+        batches = _whole(t, f"{algorithm}.val_batches", number)
+        size = _whole(t, f"{algorithm}.val_global_batch_size", batch)
         samples = batches * size if batches > 0 else UNBOUNDED
     else:
         name, (number, batch) = "max_val_samples", VALIDATED[algorithm]
@@ -176,6 +177,15 @@ def _max_val_samples(t: Translator, algorithm: str) -> None:
         else:
             samples = (samples + (size - 1) * (algorithm == "distillation")) // size * size
     t.put(f"{algorithm}.max_val_samples", samples, f"{algorithm}.{name}")
+
+
+def _whole(t: Translator, key: str, default: int) -> int:
+    """Consume a whole number that the schema does not check. Return the default, and add a problem, for anything else."""
+    value = t.consume(key, default)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    t.problem(key, "wrong-type", f"got {shown(value)}; expected a whole number")
+    return default
 
 
 def _async(t: Translator) -> None:

@@ -108,7 +108,7 @@ def _megatron_optimizer(t: Translator) -> None:
     key = "value.megatron_cfg"
     o, s = (dict(t.get(f"{key}.{name}") or {}) for name in ("optimizer", "scheduler"))
     for name in ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay"):
-        if name not in o:
+        if o.get(name) is None:
             t.problem(f"{key}.optimizer.{name}", "missing-value", "is not given; NeMo-RL has no default for it")
             return
     name, style = o.get("optimizer", "adam"), s.get("lr_decay_style", "linear" if s else "constant")

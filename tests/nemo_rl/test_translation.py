@@ -216,6 +216,21 @@ def test_problems(given: str, key: str, code: str) -> None:
     assert named(with_keys("grpo", given)[1].problems) == {(key, code)}
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "code"),
+    [
+        ("grpo", "policy.generation.vllm_cfg.env_vars.VLLM_LOGGING_LEVEL", "wrong-type"),
+        ("dpo", "dpo.val_batches", "wrong-type"),
+        ("dpo", "dpo.val_global_batch_size", "wrong-type"),
+        ("ppo", "ppo.ppo_epochs", None),  # ours has the key, and its schema refuses null
+        ("ppo", "value.megatron_cfg.optimizer.lr", "missing-value"),
+    ],
+)
+def test_what_may_not_be_null(name: str, key: str, code: str | None) -> None:
+    before, found = (named(with_keys(name, *given)[1].problems) for given in ((), (f"{key}=null",)))
+    assert found - before == ({(key, code)} if code else set())
+
+
 def test_a_recipe_of_theirs_plans() -> None:
     recipe, choice = backend.choose(read("grpo"))
     planned = plan(recipe, choice)
