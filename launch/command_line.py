@@ -227,6 +227,8 @@ def _no_key(argument: str, following: list[str], own: dict[str, Key]) -> Problem
     if name == option:
         what = next((each for each in ("recipe", "sweep") if each in own), None)
         meant = f"{what}={_clipped(argument)}" if what else "key=value"
+        if what and "." in argument and "/" not in argument and not argument.endswith(".yaml"):  # a dotted key
+            meant = f"{_clipped(argument)}=VALUE"
         return _problem(argument, "bad-format", f"{why}; try {meant}")
     name = "recipe" if name in ("config", "config-path", "config-name") and "recipe" in own else name.replace("-", "_")
     if option.startswith("~"):

@@ -73,6 +73,8 @@ def test_what_is_no_command_line(arguments, key, code):
     ("arguments", "meant"),
     [
         (["tiny_grpo"], "recipe=tiny_grpo"),
+        (["mine.yaml"], "recipe=mine.yaml"),
+        (["grpo.seed"], "grpo.seed=VALUE"),
         (["--config", "a.yaml"], "recipe=a.yaml"),
         (["--grpo.max-num-steps", "3"], "grpo.max_num_steps=3"),
         (["--dry-run", "recipe=a"], "dry_run=true"),
