@@ -118,7 +118,7 @@ def check_environments(environments: Environments) -> Iterator[Problem]:
 
 
 def _as_secret(problem: Problem) -> Problem:
-    text = f"{problem.message} A key does not belong in a recipe, but in a variable of the environment"
+    text = f"expected a secret in a variable of the environment, not in a recipe; this {problem.message}"
     return Problem(problem.key, "secret-in-recipe", text)
 
 
