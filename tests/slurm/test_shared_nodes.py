@@ -77,12 +77,10 @@ def test_inside_an_salloc(tmp_path, monkeypatch):
     keys += ("cluster.generate.gpus_per_node=2", "cluster.generate.ranks_per_node=1", "grpo.max_num_steps=1")
     small = salloc("-N1 --gpus-per-node=4 --ntasks-per-node=4", "report_and_finish", *keys)
     assert small.returncode == 2
-    needed = (
-        "cluster.train.gpus_per_node + cluster.generate.gpus_per_node: 6 GPUs are needed on each node, and the job has 4 on"
-    )
-    assert needed in small.stderr
+    assert "- cluster.train.gpus_per_node: got 6 GPUs on each node" in small.stderr and "[over-limit]" in small.stderr
     apart = salloc("-N1 --gpus-per-node=8 --ntasks-per-node=4", "report_and_finish", *keys, "cluster.share_nodes=false")
-    assert apart.returncode == 2 and "has 0 for it; cluster.share_nodes=true puts all components on the same" in apart.stderr
+    assert apart.returncode == 2
+    assert "- cluster.generate.nodes: got 1;" in apart.stderr and "cluster.share_nodes=true" in apart.stderr
     answer = salloc("-N1 --gpus-per-node=8 --ntasks-per-node=4", "report_and_finish", *keys)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     found = reports(tmp_path / "run", 3)
