@@ -99,7 +99,7 @@ def json_schema() -> dict[str, Any]:
         arguments = kind_class(kind).Arguments
         sections[arguments.__name__] = json.loads(json.dumps(_described(arguments)))
         asked = {"properties": {"kind": {"const": kind}}, "required": ["kind"]}
-        given = {"anyOf": [{"$ref": f"#/$defs/{arguments.__name__}"}, {"$ref": "#/$defs/interpolation"}]}
+        given = _or_interpolation({"$ref": f"#/$defs/{arguments.__name__}"})
         environment.append({"if": asked, "then": {"properties": {"kwargs": given}}})
     for section in (whole, *sections.values()):
         for name, described in section["properties"].items():
@@ -120,7 +120,10 @@ def json_schema() -> dict[str, Any]:
 
 
 def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a value that may also be an interpolation, as may the values of a mapping."""
+    """Return the schema of a value that may also be an interpolation, as may the values of a mapping.
+
+    With `else` in place of `anyOf` a validator names the key or the value that is wrong, not only where it is.
+    """
     about = {name: described.pop(name) for name in ("description", "default") if name in described}
     choices = described.get("anyOf", [described])
     if choices == [{}]:  # anything
@@ -128,7 +131,7 @@ def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
     for choice in choices:
         if isinstance(values := choice.get("additionalProperties"), dict):
             choice |= {"additionalProperties": _or_interpolation(values), "properties": {REPLACES: REPLACED}}
-    return {"anyOf": [*choices, {"$ref": "#/$defs/interpolation"}], **about}
+    return {"if": {"$ref": "#/$defs/interpolation"}, "else": described, **about}
 
 
 # ---- its keys ---------------------------------------------------------------------------------------------------------------
