@@ -129,7 +129,7 @@ class Rollout:
 
     @property
     def failed(self) -> bool:
-        """Whether nobody could judge the episode, other than one that was cut before it said anything."""
+        """Return whether the episode could not be judged. One that was cut before it said anything does not count."""
         return self.failure not in ("", NOTHING_SAID)
 
     @property

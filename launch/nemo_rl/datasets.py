@@ -32,7 +32,7 @@ READERS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 PROCESSORS = {"sft": "sft_processor", **dict.fromkeys(("grpo", "ppo", "distillation"), "math_hf_data_processor")}
-"""What each algorithm's records go through; ours has one way for each."""
+"""NeMo-RL's processors of records, by algorithm. Hetstep has one way for each algorithm."""
 
 
 def find(name: str, recipe: Path) -> Path | None:

@@ -10,7 +10,7 @@ KEY = "policy.generation"
 VLLM = f"{KEY}.vllm_cfg"
 MOST_SEQUENCES = 1024  # that vLLM decodes at once where nothing is said, on GPUs with 70 GB and more
 
-# What other transports of theirs do that ours does too.
+# NeMo-RL's refit transports, and those of ours that do the same.
 TRANSPORTS = {
     "vllm_zmq_sparse": ("delta", "only what changed travels"),
     "vllm_s3_sparse": ("delta", "only what changed travels"),

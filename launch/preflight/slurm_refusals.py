@@ -21,7 +21,7 @@ from launch.slurm_client import SlurmError, host_names
 from pipeline.config import Problem
 
 MISFIT = re.compile(r"configuration is not available|nodes? (are|is|not) (busy|not available|available)", re.I)
-"""What Slurm says, too, where nodes that would do are down."""
+"""Refusals that Slurm also gives when suitable nodes are down."""
 CODES = {
     "invalid partition": "no-such-partition",
     "no partition specified": "missing-value",

@@ -19,7 +19,7 @@ TESTS_S = 40.0
 """How long all tests of a recipe may take together; what is left then is not looked into."""
 STARTS = re.compile(r"^sbatch: Job \d+ to start at .* processors on (?:nodes )?(\S+)", re.M)
 NO_ANSWER = re.compile(r"unable to contact|timed out|socket|connection|configuration source|slurm backup|munge", re.I)
-"""What sbatch says where it is not the request that is wrong."""
+"""Messages of sbatch about the cluster, not about the request."""
 DECORATION = re.compile(r"^(\w+: )?((error|fatal): )?(batch job submission failed: |allocation failure: )?", re.I)
 OPTION_CODES = {"unrecognized": "unknown-key", "requires an argument": "missing-value", "doesn't allow": "wrong-type"}
 

@@ -103,7 +103,7 @@ class Kind(Described, Environment):
     """An environment that a recipe names by one word: see KINDS in pipeline/config/environments.py."""
 
     is_final: ClassVar[bool] = True
-    """Whether it can judge the final answer of another environment, such as one with tools."""
+    """True if this kind can judge the final answer of another environment, such as one with tools."""
 
     def __init__(self, arguments: Any, setup: Setup) -> None:
         """Raises ValueError for what cannot be used here."""

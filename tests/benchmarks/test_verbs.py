@@ -1,4 +1,4 @@
-"""That the benchmark of verbs follows the store and the relays that it measures."""
+"""Test that the benchmark of verbs runs on the store and the relays of today."""
 
 import os
 import subprocess

@@ -136,7 +136,7 @@ MODEL = "policy.model_name"
     ],
 )
 def test_spoiled_weights(folder, model, spoil, code, says):
-    """What is wrong with a file is told in words alone."""
+    """Faults of a file have one code, and messages that tell them apart."""
     spoil(model / SHARDS[1])
     (problem,) = problems(load(folder))
     assert named([problem]) == {(MODEL, code)}

@@ -80,7 +80,7 @@ def test_short_of_memory_the_kernel_ends_a_program_before_its_guard(sandbox: San
 
 
 def test_a_process_that_is_offered_to_the_oom_killer_already_stays_so():
-    """Where a container begins with 1000, the kernel lets nobody take less."""
+    """A higher score is kept: in a container that begins with 1000 the kernel refuses a lower one."""
     program = "own.write_text('1000'); kernel.offer_to_oom_killer(999); print(own.read_text().strip())"
     program = (
         f"from pathlib import Path; from pipeline.sandbox import kernel; own = Path('/proc/self/oom_score_adj'); {program}"
