@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class PastAttempt:
+class AttemptFolder:
     """One start of all ranks, which may be under way."""
 
     folder: Path
@@ -66,14 +66,14 @@ class PastAttempt:
             return None
 
 
-def all_attempts(run_dir: Path) -> list[PastAttempt]:
+def all_attempts(run_dir: Path) -> list[AttemptFolder]:
     """Return the starts of a run, oldest first."""
     found = []
     for path in (run_dir / "attempts").glob("*/started"):
         if started := path.read_text().strip():  # not just being written
-            found.append(PastAttempt(path.parent, float(started)))
+            found.append(AttemptFolder(path.parent, float(started)))
     return sorted(found, key=lambda attempt: attempt.started)
 
 
-def latest(run_dir: Path) -> PastAttempt | None:
+def latest(run_dir: Path) -> AttemptFolder | None:
     return next(reversed(all_attempts(run_dir)), None)

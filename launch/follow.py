@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch import starting
-from launch.attempts import PastAttempt, all_attempts
+from launch.attempts import AttemptFolder, all_attempts
 from launch.executors.base import JobStatus, RunJob
 from launch.last_words import container_trouble, failed_step, last_words, shown, tail
 from launch.terminal import plain
@@ -126,7 +126,7 @@ class Follower:
                 return status
             time.sleep(POLL_S)
 
-    def _tell(self, attempts: list[PastAttempt]) -> None:
+    def _tell(self, attempts: list[AttemptFolder]) -> None:
         """Print what attempts have left since the last look: above the live view, or between the lines."""
         for number, attempt in enumerate(attempts):
             step = max((each.progress for each in attempts[:number]), default=0)
@@ -202,12 +202,12 @@ class Follower:
 # ---- what went wrong ----------------------------------------------------------------------------------------------------
 
 
-def own_attempts(run_dir: Path, job: RunJob) -> list[PastAttempt]:
+def own_attempts(run_dir: Path, job: RunJob) -> list[AttemptFolder]:
     """Return the attempts of this job, oldest first: JOB-0, JOB-1 ..., local-JOB-..., or ALLOCATION.JOB-..."""
     return [each for each in all_attempts(run_dir) if job.job_id in re.split("[-.]", each.name)]
 
 
-def first_failure(attempt: PastAttempt) -> list[str]:
+def first_failure(attempt: AttemptFolder) -> list[str]:
     """Return the lines about an attempt's failure.json: the rank, its traceback or the end of its log, and the logs' folder."""
     said = attempt.failure
     where = ", ".join(f"{key} {said[key]}" for key in ("realm", "host", "verb", "phase") if said.get(key))

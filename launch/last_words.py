@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from launch.attempts import PastAttempt
+from launch.attempts import AttemptFolder
 from launch.executors.base import REPORT
 from launch.past_run import PastRun
 from pipeline.config import RecipeError
@@ -24,7 +24,7 @@ PYXIS_LINES = 12
 TAIL_BYTES = 256 << 10
 
 
-def last_words(run_dir: Path, attempt: PastAttempt | None, count: int) -> list[str]:
+def last_words(run_dir: Path, attempt: AttemptFolder | None, count: int) -> list[str]:
     """Return the end of the log of the rank that failed first, or else of the one that tells most.
 
     count: how many lines of it at most.
@@ -39,7 +39,7 @@ def shown(log: Path, count: int) -> list[str]:
     return [f"the end of {log}:", *(f"  {line}" for line in tail(log).splitlines()[-count:])]
 
 
-def container_trouble(run_dir: Path, attempt: PastAttempt) -> list[str]:
+def container_trouble(run_dir: Path, attempt: AttemptFolder) -> list[str]:
     """Return why the container of the component that failed first did not start: its image and pyxis's words, if any."""
     component, first_rank, said = _failed_step(attempt)
     if component is None or _failed_rank_log(attempt, first_rank, said).exists():
@@ -61,7 +61,7 @@ def _image(run_dir: Path, component: str) -> str | None:
         return None
 
 
-def failed_log(attempt: PastAttempt) -> Path | None:
+def failed_log(attempt: AttemptFolder) -> Path | None:
     """Return the log of the Slurm task that failed first, or else srun's of its step; None if neither has a line."""
     component, first_rank, said = _failed_step(attempt)
     if component is None:
@@ -70,7 +70,7 @@ def failed_log(attempt: PastAttempt) -> Path | None:
     return next((log for log in logs if log.exists() and log.stat().st_size), None)
 
 
-def _failed_step(attempt: PastAttempt) -> tuple[str | None, int, list[str]]:
+def _failed_step(attempt: AttemptFolder) -> tuple[str | None, int, list[str]]:
     """Return (component, its first rank, srun's lines); (None, 0, []) if no step failed first."""
     try:
         component, first_rank = (attempt.folder / "failed_step").read_text().split()
@@ -80,11 +80,11 @@ def _failed_step(attempt: PastAttempt) -> tuple[str | None, int, list[str]]:
     return component, int(first_rank), tail(log).splitlines() if log.exists() else []
 
 
-def srun_log(attempt: PastAttempt, component: str) -> Path:
+def srun_log(attempt: AttemptFolder, component: str) -> Path:
     return attempt.folder / f"srun-{component}.out"
 
 
-def _failed_rank_log(attempt: PastAttempt, first_rank: int, said: list[str]) -> Path:
+def _failed_rank_log(attempt: AttemptFolder, first_rank: int, said: list[str]) -> Path:
     task = next((int(found[1]) for line in said if (found := TASK.match(line))), 0)
     return attempt.folder / f"rank{first_rank + task:05d}.log"
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from launch.attempts import PastAttempt, all_attempts
+from launch.attempts import AttemptFolder, all_attempts
 from launch.units import plural
 from pipeline.config import ONLINE, Problem, RecipeError, bound
 from pipeline.metrics import Reader
@@ -65,7 +65,7 @@ class PastRun:
         return json.loads(path.read_text()) if path.exists() else []
 
     @cached_property
-    def attempts(self) -> list[PastAttempt]:
+    def attempts(self) -> list[AttemptFolder]:
         """Oldest first."""
         return all_attempts(self.folder)
 
@@ -198,7 +198,7 @@ def _or_zero(value: float | None) -> float:
     return 0.0 if value is None or math.isnan(value) else value
 
 
-def last_sign(attempt: PastAttempt) -> float:
+def last_sign(attempt: AttemptFolder) -> float:
     """Return the unix seconds at which an attempt ended, or was last heard of: its verdict, or the last line in a log."""
     ended = _modified(attempt.folder / "verdict")
     return ended or max([attempt.started, *(_modified(log) for log in attempt.logs)])

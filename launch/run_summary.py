@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from launch import starting
-from launch.attempts import PastAttempt
+from launch.attempts import AttemptFolder
 from launch.follow import UNJUDGED, first_failure
 from launch.last_words import container_trouble, last_words
 from launch.past_run import Columns, PastRun, last_sign, phases
@@ -142,7 +142,7 @@ def _checkpoint(run: PastRun) -> dict[str, Any]:
     return told
 
 
-def _attempt(attempt: PastAttempt) -> dict[str, Any]:
+def _attempt(attempt: AttemptFolder) -> dict[str, Any]:
     return {
         "name": attempt.name,
         "started": attempt.started,

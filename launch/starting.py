@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launch.attempts import PastAttempt, latest
+from launch.attempts import AttemptFolder, latest
 from launch.units import seconds
 
 NAMES = {
@@ -53,7 +53,7 @@ def stages(run_dir: Path) -> list[Stage]:
     return [*waited, *of_attempt(attempt)]
 
 
-def of_attempt(attempt: PastAttempt) -> list[Stage]:
+def of_attempt(attempt: AttemptFolder) -> list[Stage]:
     """Return the stages of one start of the ranks."""
     told = attempt.startup
     if told is None:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
-from launch.attempts import PastAttempt
+from launch.attempts import AttemptFolder
 from launch.pages.chart import swatch
 from launch.pages.curves import LabelledRun
 from launch.pages.html import Html, table, tag, text
@@ -98,7 +98,7 @@ def _command(command: str) -> str:
     return command if script is None else shlex.join(["python", "launch/submit.py", *words[script + 1 :]])
 
 
-def _attempt(index: int, attempt: PastAttempt) -> list[object]:
+def _attempt(index: int, attempt: AttemptFolder) -> list[object]:
     said = attempt.failure
     failure = ""
     if said:

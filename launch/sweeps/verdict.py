@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from launch.attempts import PastAttempt, all_attempts
+from launch.attempts import AttemptFolder, all_attempts
 from launch.executors.base import write_json
 from launch.sweeps import baseline as baselines
 from launch.sweeps import expressions
@@ -37,7 +37,7 @@ class Ran:
     state: str
     tries: int
     why: list[list[str]]  # of each try that failed: why, in lines
-    attempts: list[PastAttempt]
+    attempts: list[AttemptFolder]
     seconds: float
 
     @property

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from launch.attempts import PastAttempt
+from launch.attempts import AttemptFolder
 from pipeline.config import Problem, RecipeError
 from pipeline.spans import CATEGORIES, WAITING, Merger, Span, span
 
@@ -104,7 +104,7 @@ def _skip(file: BinaryIO, after: float) -> None:
 class Recording:
     """The timelines of one attempt."""
 
-    attempt: PastAttempt
+    attempt: AttemptFolder
     ranks: list[Rank]  # in order, at least one
 
     @cached_property
@@ -148,7 +148,7 @@ class Recording:
         return Step(number, begin, end, rows)
 
 
-def recordings(attempts: Iterable[PastAttempt]) -> list[Recording]:
+def recordings(attempts: Iterable[AttemptFolder]) -> list[Recording]:
     """Return the attempts that have a timeline. Raises RecipeError for a file that is none."""
     return [Recording(attempt, found) for attempt in attempts if (found := _ranks(attempt))]
 
@@ -159,7 +159,7 @@ def recording_with(found: list[Recording], number: int | None) -> Recording:
     return (ended or found)[-1]
 
 
-def _ranks(attempt: PastAttempt) -> list[Rank]:
+def _ranks(attempt: AttemptFolder) -> list[Rank]:
     clocks = _clocks(attempt)
     found = []
     for path in sorted((attempt.folder / "timeline").glob("rank*.jsonl")):
@@ -177,7 +177,7 @@ def _ranks(attempt: PastAttempt) -> list[Rank]:
     return sorted(found, key=lambda each: each.rank)
 
 
-def _clocks(attempt: PastAttempt) -> dict[str, tuple[float, float | None]]:
+def _clocks(attempt: AttemptFolder) -> dict[str, tuple[float, float | None]]:
     """Return node -> (seconds that its clock is ahead of rank 0's, how wrong that may be); zeros on a single node."""
     try:
         nodes = json.loads((attempt.folder / "nodes.json").read_text())["nodes"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.attempts import PastAttempt, all_attempts
+from launch.attempts import AttemptFolder, all_attempts
 from tests.end_to_end.runs import LOCAL, Run, launch, printed, submit
 
 KILLS = 100
@@ -47,7 +47,7 @@ class Killed:
         self.submission = launch(self.folder, *KEYS, ENDLESS)
         self.submissions += 1
 
-    def next_attempt(self, before: set[str]) -> PastAttempt:
+    def next_attempt(self, before: set[str]) -> AttemptFolder:
         """A start of all ranks that is not in `before`; submits the run again if that is needed."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
@@ -63,7 +63,7 @@ class Killed:
             time.sleep(0.2)
         raise AssertionError(f"no new start of the ranks within {WAIT_S} s")
 
-    def wait_for_a_step(self, attempt: PastAttempt) -> float:
+    def wait_for_a_step(self, attempt: AttemptFolder) -> float:
         """Seconds from its start to its first step."""
         deadline = time.monotonic() + WAIT_S
         while "\nstep " not in attempt.logs[0].read_text():
@@ -119,7 +119,7 @@ def _leads_group(pid: int) -> bool:
         return False
 
 
-def restored(attempt: PastAttempt) -> int | None:
+def restored(attempt: AttemptFolder) -> int | None:
     """The step that an attempt went on from; None if it did not come to that."""
     text = attempt.logs[0].read_text()
     if "resumed from" in text:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.attempts import PastAttempt, latest
+from launch.attempts import AttemptFolder, latest
 from launch.last_words import container_trouble, last_words
 from tests.launch.model import write_recipe
 
@@ -13,7 +13,7 @@ INNOCENT = "slurmstepd-n1: error: pyxis: container exited too soon"
 
 
 @pytest.fixture
-def attempt(tmp_path) -> PastAttempt:
+def attempt(tmp_path) -> AttemptFolder:
     """Of two components of two ranks; generate has failed."""
     folder = tmp_path / "attempts/17-0"
     folder.mkdir(parents=True)
@@ -26,14 +26,14 @@ def attempt(tmp_path) -> PastAttempt:
     return latest(tmp_path)
 
 
-def write(attempt: PastAttempt, **texts: str) -> None:
+def write(attempt: AttemptFolder, **texts: str) -> None:
     """srun: what it said of generate; rank2, rank3: their logs."""
     for name, text in texts.items():
         log = "srun-generate.out" if name == "srun" else f"rank{int(name[4:]):05d}.log"
         (attempt.folder / log).write_text(text)
 
 
-def run_dir(attempt: PastAttempt) -> Path:
+def run_dir(attempt: AttemptFolder) -> Path:
     return attempt.folder.parents[1]
 
 

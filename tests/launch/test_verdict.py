@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.attempts import PastAttempt
+from launch.attempts import AttemptFolder
 from launch.executors.base import ROOT
 from pipeline.attempt import Attempt
 from pipeline.watchdog import Failure
@@ -37,7 +37,7 @@ def judge(run_dir: Path, name: str, status: int, max_restarts: int = 3, requeue:
     ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HETSTEP_SETTLE_S": "0"})
     assert ended.stderr == ""
     verdict = ended.stdout.strip()
-    assert verdict == PastAttempt(run_dir / "attempts" / name, 0.0).verdict
+    assert verdict == AttemptFolder(run_dir / "attempts" / name, 0.0).verdict
     return ended.returncode, verdict
 
 

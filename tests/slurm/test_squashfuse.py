@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.attempts import PastAttempt, all_attempts
+from launch.attempts import AttemptFolder, all_attempts
 from launch.executors.base import ROOT
 from launch.executors.slurm import HetSlurmExecutor, HetSlurmJob
 from launch.preflight import slurm as preflight
@@ -68,7 +68,7 @@ def left(run_dir: Path, why: str) -> None:
     assert attempt.progress == 7
 
 
-def log(attempt: PastAttempt) -> str:
+def log(attempt: AttemptFolder) -> str:
     return "\n".join(path.read_text() for path in (attempt.folder.parents[1] / "submitit").glob("*_log.out"))
 
 

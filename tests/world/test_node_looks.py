@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.attempts import PastAttempt
+from launch.attempts import AttemptFolder
 from pipeline import builds, config
 from pipeline.node_checks import look, nccl
 from tests.launch.model import write_recipe
@@ -169,7 +169,7 @@ def test_bounds_that_are_none_are_refused(tmp_path, override):
 # ---- real ranks -------------------------------------------------------------------------------------------------------------
 
 
-def check_nodes(run_dir: Path, nodes: list[str], faults: dict[str, str]) -> tuple[int, dict, PastAttempt]:
+def check_nodes(run_dir: Path, nodes: list[str], faults: dict[str, str]) -> tuple[int, dict, AttemptFolder]:
     """(status, nodes.json, the attempt) of `tests.world.node_ranks`."""
     (run_dir / "attempts/1").mkdir(parents=True)
     write_secret(run_dir)
@@ -178,7 +178,11 @@ def check_nodes(run_dir: Path, nodes: list[str], faults: dict[str, str]) -> tupl
     logs = "\n".join(f"--- {log}\n{log.read_text()}" for log in sorted(run_dir.glob("*.log")))
     assert (run_dir / "attempts/1/nodes.json").exists(), logs
     assert not list((run_dir / "attempts/1").glob(".check*")), "files were left behind"
-    return status, json.loads((run_dir / "attempts/1/nodes.json").read_text()), PastAttempt(run_dir / "attempts/1", time.time())
+    return (
+        status,
+        json.loads((run_dir / "attempts/1/nodes.json").read_text()),
+        AttemptFolder(run_dir / "attempts/1", time.time()),
+    )
 
 
 def test_healthy_nodes_are_measured_and_the_world_goes_on(tmp_path):
