@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from launch import cuda_variables
 from launch.executors.base import ROOT
-from launch.nodes import Guest
+from launch.nodes import ColocatedComponent
 from pipeline import config
 from pipeline.config import ComponentConfig, Recipe, colocated, guests, uses_megatron
 
@@ -30,7 +30,7 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
         for name, part in config.components(recipe).items()
     }
     beside = [name for name in guests(recipe) if name in parts]
-    return parts | {name: Guest(**vars(parts[name]), takes_turns=colocated(recipe)) for name in beside}
+    return parts | {name: ColocatedComponent(**vars(parts[name]), takes_turns=colocated(recipe)) for name in beside}
 
 
 def _with_root(variables: dict[str, str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ PLACES = ("partition", "account", "qos", "constraint")
 
 
 @dataclass
-class Guest(ComponentConfig):
+class ColocatedComponent(ComponentConfig):
     """A component on the nodes of the one before it."""
 
     takes_turns: bool = True  # on the GPUs of the one before it; else it computes beside it, on GPUs of its own
@@ -29,7 +29,7 @@ class Guest(ComponentConfig):
 
 def takes_turns(component: ComponentConfig) -> bool:
     """Return whether a component computes in turn with the one before it, on the same GPUs."""
-    return isinstance(component, Guest) and component.takes_turns
+    return isinstance(component, ColocatedComponent) and component.takes_turns
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def groups(components: dict[str, ComponentConfig]) -> list[list[str]]:
     """Return the names of the components on the same nodes, for each set of nodes."""
     found: list[list[str]] = []
     for name, component in components.items():
-        if isinstance(component, Guest):
+        if isinstance(component, ColocatedComponent):
             found[-1].append(name)
         else:
             found.append([name])

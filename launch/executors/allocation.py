@@ -22,7 +22,7 @@ from submitit.local import local
 from launch.executors import slurm
 from launch.executors.base import JobStatus
 from launch.executors.local import HetLocalJob, start_time
-from launch.nodes import Guest
+from launch.nodes import ColocatedComponent
 from pipeline.config import ClusterConfig, ComponentConfig, ranks
 
 IN_BATCH = "HETSTEP_SBATCH"
@@ -70,7 +70,7 @@ def _places(components: dict[str, ComponentConfig], name: str) -> list[str]:
     het = "SLURM_HET_SIZE" in os.environ
     places, part, first_node, next_node = [], -1, 0, 0
     for component in components.values():
-        if not isinstance(component, Guest):
+        if not isinstance(component, ColocatedComponent):
             part, first_node, next_node = part + 1, next_node, next_node + component.nodes
         place = f"--het-group={part}" if het else f"--relative={first_node}"
         options = [place, slurm.overlap(components), f"--immediate={BUSY_S}", f'--job-name="{name}"']

@@ -9,7 +9,7 @@ from launch.components import components
 from launch.executors import allocation
 from launch.executors.local import rank_environments
 from launch.executors.slurm import batch_script
-from launch.nodes import Guest, hosts
+from launch.nodes import ColocatedComponent, hosts
 from launch.preflight import allocation as allocated
 from launch.preflight.slurm_request import requests
 from pipeline import config
@@ -78,7 +78,7 @@ def test_two_processes_have_one_gpu(load, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     alone = rank_environments(components(load(SHARE, "cluster.train.gpus_per_node=2")))
     assert [each["CUDA_VISIBLE_DEVICES"] for each in alone] == ["5,7"] * 4
-    after = {"train": config.ComponentConfig(gpus_per_node=1), "generate": Guest(gpus_per_node=1)}
+    after = {"train": config.ComponentConfig(gpus_per_node=1), "generate": ColocatedComponent(gpus_per_node=1)}
     after["reward"] = config.ComponentConfig(gpus_per_node=1)
     assert [each["CUDA_VISIBLE_DEVICES"] for each in rank_environments(after)] == ["5", "5", "7"]
 
@@ -120,7 +120,7 @@ def test_what_is_asked_of_slurm_is_asked_once(load):
 def test_the_cpus_of_a_node_are_those_of_the_larger_need(train, generate, expected):
     parts = {
         name: kind(ranks_per_node=count, cpus_per_task=cpus)
-        for name, kind, (count, cpus) in (("train", config.ComponentConfig, train), ("generate", Guest, generate))
+        for name, kind, (count, cpus) in (("train", config.ComponentConfig, train), ("generate", ColocatedComponent, generate))
     }
     host = hosts(parts)["train"]
     assert (host.ranks_per_node, host.cpus_per_task) == expected

@@ -10,7 +10,7 @@ from launch.components import components
 from launch.executors import allocation
 from launch.executors.local import rank_environments
 from launch.executors.slurm import batch_script
-from launch.nodes import Guest
+from launch.nodes import ColocatedComponent
 from launch.plan.refit import node_names
 from launch.preflight import allocation as allocated
 from launch.preflight import slurm_request
@@ -68,7 +68,7 @@ def test_nodes_are_shared_in_one_way(load):
 
 
 def test_a_run_of_one_component_shares_nothing(load):
-    assert not any(isinstance(part, Guest) for part in components(load(SHARE, "algorithm=sft")).values())
+    assert not any(isinstance(part, ColocatedComponent) for part in components(load(SHARE, "algorithm=sft")).values())
 
 
 # ---- one allocation -----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 
 from launch.executors.base import ROOT
 from launch.executors.slurm import HetSlurmExecutor
-from launch.nodes import Guest
+from launch.nodes import ColocatedComponent
 from pipeline.config import ClusterConfig, ComponentConfig
 from tests.launch import tasks
 from tests.launch.model import write_recipe
@@ -31,7 +31,7 @@ def check(found: list[dict]) -> None:
 
 def test_a_job(tmp_path):
     sizes = {"nodes": 2, "gpus_per_node": 2, "cpus_per_task": 1}
-    components = {"train": ComponentConfig(**sizes), "generate": Guest(**sizes, ranks_per_node=1)}
+    components = {"train": ComponentConfig(**sizes), "generate": ColocatedComponent(**sizes, ranks_per_node=1)}
     job = HetSlurmExecutor(tmp_path, "shared", ClusterConfig(time_min=5), components).submit(
         tasks.report_and_finish, str(tmp_path)
     )

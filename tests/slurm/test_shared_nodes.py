@@ -8,7 +8,7 @@ import pytest
 
 from launch.executors.base import ROOT
 from launch.executors.slurm import HetSlurmExecutor
-from launch.nodes import Guest
+from launch.nodes import ColocatedComponent
 from pipeline.config import ClusterConfig, ComponentConfig
 from tests.launch import tasks
 from tests.launch.model import write_recipe
@@ -31,7 +31,11 @@ def test_a_job_divides_the_gpus_of_each_node(tmp_path):
     """Of 8 GPUs, 7 are used; the job has all of them, as it takes whole nodes."""
     components = {
         name: kind(nodes=2, gpus_per_node=count, ranks_per_node=1)
-        for name, kind, count in (("train", ComponentConfig, 4), ("generate", Guest, 2), ("reward", Guest, 1))
+        for name, kind, count in (
+            ("train", ComponentConfig, 4),
+            ("generate", ColocatedComponent, 2),
+            ("reward", ColocatedComponent, 1),
+        )
     }
     for name in ("generate", "reward"):
         components[name].takes_turns = False
