@@ -125,7 +125,7 @@ def _ping() -> tuple[str | None, bool]:
     except SlurmError as error:
         if error.kind != "failed":
             return (NOT_INSTALLED, False) if error.kind == "missing" else (LATE.format(PING_S), True)
-        answer = error.said
+        answer = error.output
     if re.search(r"^Slurmctld\(.*\bis UP\b", answer, re.MULTILINE):
         return None, False
     errors = [re.sub(r"^\w+: (error|fatal): ", "", line) for line in answer.splitlines() if not line.startswith("Slurmctld(")]
@@ -172,7 +172,7 @@ def job_parts(job_id: str) -> list[JobPart]:
     try:
         return read_jobs(ask("scontrol", "show", "job", "-o", job_id))
     except SlurmError as error:
-        if "Invalid job id" not in error.said:
+        if "Invalid job id" not in error.output:
             raise
     try:
         answer = ask("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id)

@@ -255,7 +255,7 @@ def _not_submitted(error: slurm_client.SlurmError) -> Problem:
     if error.kind == "late":
         why = f"{error}. If `squeue --me` shows a job of this recipe's name, cancel it: it cannot run. Then try again"
         return Problem("", "unreachable", why)
-    return Problem("", "refused-by-slurm", f"sbatch refused the job: {error.said or error}")
+    return Problem("", "refused-by-slurm", f"sbatch refused the job: {error.output or error}")
 
 
 def attach(run_dir: Path) -> int:

@@ -189,7 +189,7 @@ class HetWatcher(slurm.SlurmInfoWatcher):
         for job_id in self._registered - self._finished:
             self._num_calls += 1
             try:
-                part = slurm_client.whole(slurm_client.job_parts(job_id) or [JobPart(job_id, GONE)])
+                part = slurm_client.merged(slurm_client.job_parts(job_id) or [JobPart(job_id, GONE)])
                 named = {"JobID": part.job_id, "State": part.state, "NodeList": part.nodes, "Reason": part.reason}
                 self._info_dict[job_id] = named
             except SlurmError as error:  # what was known before stays
@@ -204,7 +204,7 @@ class HetWatcher(slurm.SlurmInfoWatcher):
 
 
 def job_status(part: JobPart) -> JobStatus:
-    """Return the status of a job as one, which `slurm_client.whole` makes of its components."""
+    """Return the status of a job as one, which `slurm_client.merged` makes of its components."""
     return JobStatus(part.state, part.reason, ended=part.state in {*TERMINAL, GONE})
 
 
@@ -225,7 +225,7 @@ class HetSlurmJob(slurm.SlurmJob):
     def cancel(self, check: bool = True) -> None:
         """Raises SlurmError if `check`."""
         with contextlib.nullcontext() if check else contextlib.suppress(SlurmError):
-            slurm_client.ask("scancel", self.job_id, timeout_s=slurm_client.CHANGE_S)
+            slurm_client.run_command("scancel", self.job_id, timeout_s=slurm_client.CHANGE_S)
 
     def name(self) -> str:
         return f"Slurm job {self.job_id}"

@@ -103,7 +103,7 @@ def container_problems(recipe: Recipe, notes: list[str]) -> Iterator[Problem]:
     if not used:
         return
     try:
-        options = slurm_client.ask("srun", "--help")
+        options = slurm_client.run_command("srun", "--help")
     except SlurmError as why:
         notes.append(f"whether srun takes a container image was not checked: {why}")
         return

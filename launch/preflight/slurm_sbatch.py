@@ -39,7 +39,7 @@ def option_problems(requests: Iterable[Request]) -> Iterator[Problem]:
     Yields nothing where there is no sbatch, or where no cluster is configured.
     """
     try:
-        slurm_client.ask("sbatch", "--version")
+        slurm_client.run_command("sbatch", "--version")
     except SlurmError:
         return
     for request in requests:
@@ -60,15 +60,15 @@ def _unreadable(*options: str) -> str:
     without it sbatch reads the options, and then misses the script.
     """
     try:
-        slurm_client.ask("sbatch", *options)
+        slurm_client.run_command("sbatch", *options)
     except SlurmError as error:
-        return "" if error.kind != "failed" or NO_ANSWER.search(error.said) else sentence(error.said)
+        return "" if error.kind != "failed" or NO_ANSWER.search(error.output) else sentence(error.output)
     return ""
 
 
 def _near(option: str) -> str:
     try:
-        there = re.findall(r"--([a-z][a-z-]+)", slurm_client.ask("sbatch", "--help"))
+        there = re.findall(r"--([a-z][a-z-]+)", slurm_client.run_command("sbatch", "--help"))
     except SlurmError:
         return ""
     near = get_close_matches(option_name(option), there, 1)
@@ -98,11 +98,11 @@ class Tester:
         script = "\n".join(["#!/bin/bash", *directives(*options), ""])
         command = [*outside(), "sbatch", "--test-only", *instead]
         try:
-            told = slurm_client.ask(*command, timeout_s=min(left, slurm_client.ANSWER_S), script=script)
+            told = slurm_client.run_command(*command, timeout_s=min(left, slurm_client.ANSWER_S), script=script)
         except SlurmError as error:
-            if error.kind != "failed" or NO_ANSWER.search(error.said):
+            if error.kind != "failed" or NO_ANSWER.search(error.output):
                 raise
-            return Answer(refusal=sentence(error.said))
+            return Answer(refusal=sentence(error.output))
         found = STARTS.search(told)
         return Answer(nodes=found[1] if found else "")
 

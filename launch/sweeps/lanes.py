@@ -101,7 +101,7 @@ def submit_check(folder: Folder, waits_for: list[str]) -> str:
         return slurm_client.submit(script.read_text(), *flags)
     except slurm_client.SlurmError as error:
         if error.kind == "failed":
-            why = f"sbatch refused the job that judges the sweep: {error.said}"
+            why = f"sbatch refused the job that judges the sweep: {error.output}"
             raise RecipeError(Problem("check", "refused-by-slurm", why)) from None
         why = f"{error}; the same command goes on, with the job if there is one by then"
         raise RecipeError(Problem("check", "unreachable", why)) from None

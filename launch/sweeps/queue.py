@@ -37,7 +37,7 @@ class Queue:
         for part in slurm_client.read_jobs(_scontrol()):
             jobs[part.job_id].append(part)
         outputs = [(part.job_id, part.output) for parts in jobs.values() for part in parts if part.output]
-        return {job_id: slurm.job_status(slurm_client.whole(parts)) for job_id, parts in jobs.items()}, outputs
+        return {job_id: slurm.job_status(slurm_client.merged(parts)) for job_id, parts in jobs.items()}, outputs
 
     def status(self, job_id: str) -> JobStatus:
         """Return the status of a Slurm job."""
@@ -68,7 +68,7 @@ def _scontrol() -> str:
     """Return what it says of all jobs. A controller that is just being restarted is given a moment. Raises RecipeError."""
     for pause in (*PAUSES_S, None):
         try:
-            return slurm_client.ask("scontrol", "show", "job", "-o")
+            return slurm_client.run_command("scontrol", "show", "job", "-o")
         except slurm_client.SlurmError as error:
             if error.kind == "missing" or pause is None:
                 why = f"the sweep runs on Slurm, which does not say what has become of it: {error}"

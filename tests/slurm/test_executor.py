@@ -68,7 +68,7 @@ def test_sbatch_srun_and_the_ranks_read_texts_as_they_are(cluster, tmp_path, mon
     components = {"train": train, "generate": ComponentConfig(account=train.account, mem="1G")}
     monkeypatch.chdir(tmp_path)
     job = HetSlurmExecutor(run_dir, odd, ClusterConfig(time_min=5), components).submit(tasks.report_and_finish, str(run_dir))
-    shown = slurm_client.ask("scontrol", "show", "job", "-o", job.job_id)
+    shown = slurm_client.run_command("scontrol", "show", "job", "-o", job.job_id)
     assert shown.count(f" JobName={odd.replace(' ', '_')} ") == shown.count(f" Account={train.account} ") == 2, shown
     wait_until_ended(job)
 
@@ -86,7 +86,7 @@ def test_more_options_of_sbatch_of_all_components_and_of_one(cluster, tmp_path):
         f"Users={getpass.getuser()}",
         f"Nodes={second},{third}",
     ]
-    slurm_client.ask("scontrol", "create", *reservation)
+    slurm_client.run_command("scontrol", "create", *reservation)
     given = [
         "cluster.sbatch_options={reservation: weekly, comment: it's ours, contiguous: null}",
         f"cluster.train.sbatch_options={{nodelist: {third}, comment: theirs}}",
@@ -96,11 +96,11 @@ def test_more_options_of_sbatch_of_all_components_and_of_one(cluster, tmp_path):
     run_dir = Path(recipe.run_dir)
     try:
         job = HetSlurmExecutor(run_dir, "a", recipe.cluster, components(recipe)).submit(tasks.report_and_finish, str(run_dir))
-        shown = slurm_client.ask("scontrol", "show", "job", "-o", job.job_id).splitlines()
+        shown = slurm_client.run_command("scontrol", "show", "job", "-o", job.job_id).splitlines()
         wait_until_ended(job)
         assert job.status().state == "COMPLETED"
     finally:
-        slurm_client.ask("scontrol", "delete", "ReservationName=weekly")
+        slurm_client.run_command("scontrol", "delete", "ReservationName=weekly")
     assert [each["HETSTEP_NODE"] for each in reports(run_dir, 2)] == [third, second]
     for line, comment in zip(shown, ("theirs", "it's ours"), strict=True):
         assert f" Comment={comment} " in f"{line} " and " Contiguous=1 " in line

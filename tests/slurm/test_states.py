@@ -41,7 +41,7 @@ def test_times_are_asked_for_in_the_form_that_is_read(tmp_path, monkeypatch):
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
-    assert slurm_client.ask("scontrol", "show", "job") == "standard\n"
+    assert slurm_client.run_command("scontrol", "show", "job") == "standard\n"
 
 
 def test_a_slurmctld_that_hangs_leaves_the_state_open(tmp_path, monkeypatch):
