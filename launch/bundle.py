@@ -1,0 +1,180 @@
+"""Pack what a bug report needs into one archive.
+
+    python launch/bundle.py run=RUN_DIR [out=FILE]
+
+The archive holds the recipe, the batch script, versions, the metrics and, for each attempt, its logs, checks of nodes and
+failure. It holds no model, checkpoint, rollout, TensorBoard event or pickle. Secrets are replaced by ***. A log longer than
+1 MiB loses its middle. Exceptions of your own code can quote an answer or a record: look at the logs before you send them.
+
+Ends with status 0 if the archive was written, 2 if something about the command line, the run or the disk is wrong.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import re
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
+
+from launch import command_line, slurm_client
+from launch.command_line import Key
+from launch.executors.record import read_record
+from launch.past_run import PastRun
+from launch.slurm_client import SlurmError
+from pipeline import secrets
+from pipeline.config import Problem, RecipeError
+
+PATTERNS = (
+    *("recipe.yaml", "batch.sh", "manifest.json", "job.json", "done.json", "metrics.jsonl"),
+    *("submitit/controller.log", "submitit/plan.json", "submitit/*.out", "submitit/*.err"),
+    *("attempts/current", "attempts/*/rank*.log", "attempts/*/srun-*.out", "attempts/*/failure.json"),
+    *("attempts/*/nodes.json", "attempts/*/startup.json"),
+    *(f"attempts/*/{name}" for name in ("started", "signals", "failed_step", "progress", "requeue", "bad_nodes", "verdict")),
+)
+"""Files of a run folder that a bundle holds. A file that no pattern names stays out."""
+LONGEST = 1 << 20
+"""Bytes of a log that a bundle keeps: half of them from its beginning, half from its end."""
+COMMAND_S = 10.0
+"""Seconds that a command that describes this machine may take."""
+ASSIGNED = re.compile(rf"\b({secrets.NAMES.pattern})(['\"]?\s*[=:]\s*['\"]?)[^\s,'\"]+")
+"""A secret's variable with a value, as in a printed environment."""
+CREDENTIALS = re.compile(r"(\w+://)[^/\s@]+@")
+"""User and password in an address."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line."""
+
+    run: Annotated[Path, Key("RUN_DIR", "the run's folder; the run may still be going on", bare=True)]
+    out: Annotated[Path | None, Key("FILE", "the archive to write; default: NAME-bundle.tar.gz in this folder")] = None
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status."""
+    return command_line.run(__doc__, Request, answer, arguments)
+
+
+def answer(request: Request) -> int:
+    """Write the archive, and print what it holds."""
+    run = PastRun.at(request.run)
+    path = request.out or Path(f"{run.folder.resolve().name}-bundle.tar.gz")
+    if path.exists():
+        raise RecipeError(Problem("out", "already-exists", f"{path} exists already; remove it or name another file"))
+    files = dict(contents(run))
+    _write(path, files)
+    for name, text in files.items():
+        print(f"{len(text.encode()):>12,} bytes  {name}")
+    print(
+        f"written: {path}. Exceptions of your own code can quote an answer or a record: look at the logs before you send them."
+    )
+    return 0
+
+
+def contents(run: PastRun) -> Iterator[tuple[str, str]]:
+    """Yield the name and the redacted text of each file of a run's bundle."""
+    values = secrets.in_environment() | dict.fromkeys(_own_secret(run.folder), ".secret")
+    for path in sorted({path for pattern in PATTERNS for path in run.folder.glob(pattern) if path.is_file()}):
+        text = path.read_text(errors="replace") if path.name == "metrics.jsonl" else _ends(path)
+        yield str(path.relative_to(run.folder)), redacted(text, values)
+    yield "files.txt", _listing(run.folder)
+    yield "machine.txt", redacted(_machine(run.folder), values)
+
+
+def redacted(text: str, values: dict[str, str]) -> str:
+    """Return the text without secrets. values: as `secrets.in_environment` returns them."""
+    text = ASSIGNED.sub(lambda found: f"{found[1]}{found.groups()[-1]}***", secrets.redacted(text, values))
+    return CREDENTIALS.sub(r"\1***@", text)
+
+
+def _own_secret(folder: Path) -> list[str]:
+    path = folder / ".secret"
+    text = path.read_text(errors="replace").strip() if path.exists() else ""
+    return [text] if text else []
+
+
+def _ends(path: Path) -> str:
+    """Return a file's text, without the middle of one that is longer than LONGEST."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= LONGEST:
+            return file.read().decode(errors="replace")
+        head = file.read(LONGEST // 2).rpartition(b"\n")[0]
+        file.seek(size - LONGEST // 2)
+        tail = file.read().partition(b"\n")[2]
+    missing = size - len(head) - len(tail)
+    return f"{head.decode(errors='replace')}\n[... {missing:,} bytes left out ...]\n{tail.decode(errors='replace')}"
+
+
+def _listing(folder: Path) -> str:
+    """Return size, unix time of the last change, and name of each file of a run folder."""
+    lines = []
+    for path in sorted(folder.rglob("*")):
+        try:
+            status = path.lstat()
+        except OSError:  # removed meanwhile: the run may be going on
+            continue
+        if not path.is_dir():
+            lines.append(f"{status.st_size:>15} {status.st_mtime:.0f} {path.relative_to(folder)}")
+    return "\n".join(lines) + "\n"
+
+
+def _machine(folder: Path) -> str:
+    """Return what this machine, its packages and Slurm say, as sections of text."""
+    packages = sorted({f"{each.metadata['Name']}=={each.version}" for each in metadata.distributions()})
+    sections = {
+        "machine that made this bundle": f"{platform.platform()}, Python {platform.python_version()}",
+        "nvidia-smi": _printed("nvidia-smi"),
+        "sinfo --version": _printed("sinfo", "--version"),
+        "accounting": _accounting(folder),
+        "packages of this Python": "\n".join(packages),
+    }
+    return "".join(f"## {title}\n{text.strip()}\n\n" for title, text in sections.items())
+
+
+def _printed(*command: str) -> str:
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMMAND_S)
+        return ended.stdout or ended.stderr
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"not available: {error}"
+
+
+def _accounting(folder: Path) -> str:
+    """Return Slurm's record of the run's last job."""
+    record = read_record(folder)
+    if record is None or record.executor == "local":
+        return "no Slurm job"
+    fields = "JobID,JobName,Partition,State,ExitCode,Start,End,NodeList,AllocTRES,MaxRSS"
+    try:
+        return slurm_client.ask("sacct", "-P", "-j", str(record.job_id), f"--format={fields}")
+    except SlurmError as error:
+        return f"not available: {error}"
+
+
+def _write(path: Path, files: dict[str, str]) -> None:
+    """Write the archive, which only its owner may read. Raises FileExistsError."""
+    with (
+        open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file,
+        tarfile.open(fileobj=file, mode="w:gz") as archive,
+    ):
+        for name, text in files.items():
+            encoded = text.encode(errors="replace")
+            entry = tarfile.TarInfo(f"{path.name.removesuffix('.tar.gz')}/{name}")
+            entry.size, entry.mode = len(encoded), 0o600
+            archive.addfile(entry, io.BytesIO(encoded))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
