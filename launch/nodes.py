@@ -33,7 +33,7 @@ def takes_turns(component: ComponentConfig) -> bool:
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeShare:
     """Describes what a component has of its nodes."""
 
     component: ComponentConfig
@@ -42,16 +42,16 @@ class Share:
     alone: bool  # no other component is on these nodes
 
 
-def shares(components: dict[str, ComponentConfig]) -> dict[str, Share]:
+def shares(components: dict[str, ComponentConfig]) -> dict[str, NodeShare]:
     """Return what each component has of its nodes."""
-    found: dict[str, Share] = {}
+    found: dict[str, NodeShare] = {}
     for names in groups(components):
         host, first, following = _together([components[name] for name in names]), 0, 0
         for name in names:
             component = components[name]
             if not takes_turns(component):
                 first, following = following, following + component.gpus_per_node
-            found[name] = Share(component, host, first, len(names) == 1)
+            found[name] = NodeShare(component, host, first, len(names) == 1)
     return found
 
 
@@ -117,7 +117,7 @@ def allocation_options(host: ComponentConfig) -> list[str]:
     return [*given, "--exclusive"] if takes_whole_nodes(host) else given
 
 
-def step_options(share: Share) -> list[str]:
+def step_options(share: NodeShare) -> list[str]:
     """Return the options for the component's srun that say how many ranks, CPUs and GPUs it has.
 
     Steps on shared nodes ask for no CPUs: each gets all that the job has there, and its ranks are bound to none of them. Slurm
@@ -139,7 +139,7 @@ def step_options(share: Share) -> list[str]:
 # ---- what a rank takes --------------------------------------------------------------------------------------------------
 
 
-def gpu_exports(share: Share) -> list[str]:
+def gpu_exports(share: NodeShare) -> list[str]:
     """Return lines of bash for a rank whose step has more GPUs than its component: they hide the other components' GPUs."""
     count, there = share.component.gpus_per_node, share.host.gpus_per_node
     if count in (0, there):
@@ -149,7 +149,7 @@ def gpu_exports(share: Share) -> list[str]:
     return [f'export CUDA_VISIBLE_DEVICES=$(cut -d, -f{fields} <<<"{shown}")']
 
 
-def thread_exports(share: Share) -> list[str]:
+def thread_exports(share: NodeShare) -> list[str]:
     """Return lines of bash that set OMP_NUM_THREADS where nobody has: a rank's share of its node's CPUs; 1 without GPUs."""
     component, count = share.component, ranks_per_node(share.host)
     if not component.gpus_per_node:

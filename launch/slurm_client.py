@@ -1,4 +1,4 @@
-"""Ask Slurm through its commands, each within a time limit. All of the launcher's questions to Slurm go through `ask`.
+"""Ask Slurm through its commands, each within a time limit. All of the launcher's questions to Slurm go through `run_command`.
 
 Fields are those of `scontrol -o`, `sacct -P` and `sacctmgr -P`, which are the same from Slurm 22.05 to 26.05; --json's are not.
 """
@@ -47,16 +47,16 @@ _clusters: dict[Place, str] = {}
 class SlurmError(Exception):
     """A Slurm command that did not answer a question. The message names the command and says why.
 
-    kind: `missing`: the command is not installed; `late`: no answer in time; `failed`: it ended with an error, with `said`
+    kind: `missing`: the command is not installed; `late`: no answer in time; `failed`: it ended with an error, with `output`
     """
 
-    def __init__(self, message: str, kind: Literal["missing", "late", "failed"], said: str = ""):
+    def __init__(self, message: str, kind: Literal["missing", "late", "failed"], output: str = ""):
         super().__init__(message)
         self.kind = kind
-        self.said = said
+        self.output = output
 
 
-def ask(*command: str, timeout_s: float | None = None, script: str | None = None) -> str:
+def run_command(*command: str, timeout_s: float | None = None, script: str | None = None) -> str:
     """Return what a command prints. timeout_s: ANSWER_S if None. script: what the command reads from its standard input.
 
     Raises SlurmError. A controller that hangs must not hang whoever asks it.
@@ -71,9 +71,9 @@ def ask(*command: str, timeout_s: float | None = None, script: str | None = None
     except subprocess.TimeoutExpired:
         raise SlurmError(f"`{' '.join(command)}` gave no answer in {timeout:g} s", "late") from None
     if answer.returncode:
-        said = f"{answer.stdout}\n{answer.stderr}".strip()
-        last = said.splitlines()[-1] if said else f"status {answer.returncode}"
-        raise SlurmError(f"`{' '.join(command)}` failed: {last}", "failed", said)
+        output = f"{answer.stdout}\n{answer.stderr}".strip()
+        last = output.splitlines()[-1] if output else f"status {answer.returncode}"
+        raise SlurmError(f"`{' '.join(command)}` failed: {last}", "failed", output)
     return answer.stdout or answer.stderr  # sbatch --test-only tells on stderr when a job would start
 
 
@@ -88,7 +88,7 @@ def outside() -> list[str]:
 
 def submit(script: str, *options: str) -> str:
     """Submit a batch script, by its text; return the job's id. Raises SlurmError; if it is `late`, there may be a job."""
-    answer = ask(*outside(), "sbatch", "--parsable", *options, timeout_s=CHANGE_S, script=script)
+    answer = run_command(*outside(), "sbatch", "--parsable", *options, timeout_s=CHANGE_S, script=script)
     return answer.strip().partition(";")[0]
 
 
@@ -121,7 +121,7 @@ def unreachable(patience_s: float = 0.0) -> str | None:
 def _ping() -> tuple[str | None, bool]:
     """Return (why no controller answers, whether that may pass)."""
     try:
-        answer = ask("scontrol", "ping", timeout_s=PING_S)
+        answer = run_command("scontrol", "ping", timeout_s=PING_S)
     except SlurmError as error:
         if error.kind != "failed":
             return (NOT_INSTALLED, False) if error.kind == "missing" else (LATE.format(PING_S), True)
@@ -136,7 +136,7 @@ def _ping() -> tuple[str | None, bool]:
 
 def configuration() -> Fields:
     """Return Slurm's settings. Raises SlurmError."""
-    lines = ask("scontrol", "show", "config").splitlines()
+    lines = run_command("scontrol", "show", "config").splitlines()
     return {key.strip(): value.strip() for key, equals, value in (line.partition("=") for line in lines) if equals}
 
 
@@ -170,12 +170,12 @@ class JobPart:
 def job_parts(job_id: str) -> list[JobPart]:
     """Return the components of a job in order; none if neither the controller nor accounting knows it. Raises SlurmError."""
     try:
-        return read_jobs(ask("scontrol", "show", "job", "-o", job_id))
+        return read_jobs(run_command("scontrol", "show", "job", "-o", job_id))
     except SlurmError as error:
         if "Invalid job id" not in error.output:
             raise
     try:
-        answer = ask("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id)
+        answer = run_command("sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", job_id)
     except SlurmError as error:
         if error.kind == "late":
             raise
@@ -211,7 +211,7 @@ def _in_order(parts: Iterator[JobPart]) -> list[JobPart]:
     return sorted(parts, key=lambda part: (part.job_id, part.offset))
 
 
-def whole(parts: Sequence[JobPart]) -> JobPart:
+def merged(parts: Sequence[JobPart]) -> JobPart:
     """Return the components of a job as one: the leader's state, but no end before every component has ended."""
     leader = replace(parts[0], nodes=",".join(part.nodes for part in parts if part.nodes))
     if leader.state in TERMINAL and not all(part.state in TERMINAL for part in parts):
@@ -236,7 +236,7 @@ def lines_of(text: str) -> Iterator[Fields]:
 
 def host_names(short: str) -> list[str]:
     """`n[1-2],m3` -> n1, n2, m3. Raises SlurmError."""
-    return ask("scontrol", "show", "hostnames", short).split() if short else []
+    return run_command("scontrol", "show", "hostnames", short).split() if short else []
 
 
 def minutes(text: str) -> float | None:

@@ -21,7 +21,7 @@ from submitit.slurm import slurm
 
 from launch import containers, nodes, slurm_client
 from launch.executors.base import ROOT, JobStatus
-from launch.nodes import Share
+from launch.nodes import NodeShare
 from launch.slurm_client import TERMINAL, JobPart, SlurmError
 from pipeline.config import ClusterConfig, ComponentConfig, ranks
 
@@ -150,7 +150,7 @@ def directives(*options: str) -> list[str]:
     return [f'#SBATCH "{option}"' if " " in option else f"#SBATCH {option}" for option in escaped]
 
 
-def _step(name: str, share: Share, first_rank: int, place: str, run_dir: Path) -> list[str]:
+def _step(name: str, share: NodeShare, first_rank: int, place: str, run_dir: Path) -> list[str]:
     """Return lines of bash: a background srun, noted in `steps`.
 
     The task redirects its output: srun's %t is off by the component.

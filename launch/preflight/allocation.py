@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from launch.components import components
 from launch.nodes import PLACES, allocation_options, hosts
 from launch.preflight.slurm_request import Request, requests
-from launch.slurm_client import SlurmError, ask, gpus, host_names
+from launch.slurm_client import SlurmError, gpus, host_names, run_command
 from launch.units import plural
 from pipeline.config import Problem, Recipe
 
@@ -51,7 +51,9 @@ class Allocation:
 
 def read(job_id: str) -> Allocation:
     """Ask what a job has. Raises SlurmError."""
-    lines = [line for line in ask("scontrol", "show", "job", "-d", "-o", job_id).splitlines() if line.startswith("JobId=")]
+    lines = [
+        line for line in run_command("scontrol", "show", "job", "-d", "-o", job_id).splitlines() if line.startswith("JobId=")
+    ]
     parts = {}
     for line in lines:
         offset = re.search(r" HetJobOffset=(\d+)", line)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from launch.preflight.slurm_request import Request
-from launch.slurm_client import Fields, SlurmError, ask, minutes, tres
+from launch.slurm_client import Fields, SlurmError, minutes, run_command, tres
 from pipeline.config import Problem
 
 ASSOCIATION = (
@@ -44,16 +44,16 @@ class Accounting:
 def accounting(cluster: str, user: str) -> Accounting:
     """Ask sacctmgr. Raises SlurmError, also where there is no accounting."""
     of_cluster = ("sacctmgr", "-nP", "show", "assoc", f"format={','.join(ASSOCIATION)}", "where", f"cluster={cluster}")
-    associations = _rows(ASSOCIATION, ask(*of_cluster, f"user={user}"))
+    associations = _rows(ASSOCIATION, run_command(*of_cluster, f"user={user}"))
     accounts: dict[str, Fields] = {}
     wanted = {row["Account"] for row in associations}
     while wanted:
-        rows = _rows(ASSOCIATION, ask(*of_cluster, f"account={','.join(sorted(wanted))}"))
+        rows = _rows(ASSOCIATION, run_command(*of_cluster, f"account={','.join(sorted(wanted))}"))
         above = [row for row in rows if not row["User"]]
         accounts |= {row["Account"]: row for row in above}
         wanted = {row["ParentName"] for row in above if row["ParentName"]} - accounts.keys()
-    qos = {row["Name"]: row for row in _rows(QOS, ask("sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS)}"))}
-    default = ask("sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount").strip()
+    qos = {row["Name"]: row for row in _rows(QOS, run_command("sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS)}"))}
+    default = run_command("sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount").strip()
     return Accounting(tuple(associations), accounts, qos, default or None)
 
 
