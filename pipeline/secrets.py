@@ -17,8 +17,8 @@ from typing import Any
 from pipeline.problems import Problem
 
 NAMES = re.compile(
-    r"(.*_)?(TOKEN|API_?KEY|ACCESS_KEY|PRIVATE_KEY|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|PASSWORD|PASSWD|CREDENTIALS?)"
-    r"|.*PASSWORD.*|HUGGING_FACE_HUB_TOKEN|HETSTEP_SECRET"
+    r"(\w*_)?(TOKEN|API_?KEY|ACCESS_KEY|PRIVATE_KEY|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|PASSWORD|PASSWD|CREDENTIALS?)"
+    r"|\w*PASSWORD\w*|HUGGING_FACE_HUB_TOKEN|HETSTEP_SECRET"
 )
 """Variables of the environment that hold a secret: whole names, in capitals."""
 VALUES = re.compile(
