@@ -30,7 +30,7 @@ if __name__ == "__main__":
 from launch import command_line, slurm_client
 from launch.command_line import Key
 from launch.executors.record import read_record
-from launch.past_run import PastRun
+from launch.run_folder import RunFolder
 from launch.slurm_client import SlurmError
 from pipeline import secrets
 from pipeline.config import Problem, RecipeError
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
 
 def answer(request: Request) -> int:
     """Write the archive, and print what it holds."""
-    run = PastRun.at(request.run)
+    run = RunFolder.at(request.run)
     path = request.out or Path(f"{run.folder.resolve().name}-bundle.tar.gz")
     if path.exists():
         raise RecipeError(Problem("out", "already-exists", f"{path} exists already; remove it or name another file"))
@@ -82,7 +82,7 @@ def answer(request: Request) -> int:
     return 0
 
 
-def contents(run: PastRun) -> Iterator[tuple[str, str]]:
+def contents(run: RunFolder) -> Iterator[tuple[str, str]]:
     """Yield the name and the redacted text of each file of a run's bundle."""
     values = secrets.in_environment() | dict.fromkeys(_own_secret(run.folder), ".secret")
     for path in sorted({path for pattern in PATTERNS for path in run.folder.glob(pattern) if path.is_file()}):

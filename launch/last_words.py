@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launch.attempts import AttemptFolder
 from launch.executors.base import REPORT
-from launch.past_run import PastRun
+from launch.run_folder import RunFolder
 from pipeline.config import RecipeError
 
 ENDED_WITH_ANOTHER = re.compile(r"exit code 12[34]\b")
@@ -56,7 +56,7 @@ def container_trouble(run_dir: Path, attempt: AttemptFolder) -> list[str]:
 
 def _image(run_dir: Path, component: str) -> str | None:
     try:
-        return PastRun.at(run_dir).of(f"cluster.{component}.container_image")
+        return RunFolder.at(run_dir).of(f"cluster.{component}.container_image")
     except RecipeError:
         return None
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch import backend, cuda_variables, handed_on, placement, recipes, run_folder, slurm_client
+from launch import backend, cuda_variables, handed_on, placement, recipes, run_setup, slurm_client
 from launch.components import components
 from launch.executors import allocation, local, selection
 from launch.model_files import NotHere, Pending
@@ -61,7 +61,7 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
         recipe, choice, own, notes = loaded.recipe, None, list(loaded.problems), list(loaded.notes)
         chosen = selection.choose(recipe)
         try:
-            recipe, choice = backend.choose(recipe, pending, run_folder.earlier(recipe))
+            recipe, choice = backend.choose(recipe, pending, run_setup.earlier(recipe))
             unread, noted = loaded.unread(recipe)
             own += unread
             notes += noted
@@ -118,7 +118,7 @@ def in_order(name: str, overrides: list[str]) -> list[Loaded]:
                 raise RecipeError(Problem("needs", "circular", f"the recipes need each other: {circle}"))
             if named not in map(folder_name, [other.recipe for other in ordered]):
                 needed = handed_on.inspect(need, [f"run_dir=runs/{named}"], asked_for, overrides)
-                if run_folder.done_step(Path(needed.recipe.run_dir)) is None:
+                if run_setup.done_step(Path(needed.recipe.run_dir)) is None:
                     add(needed, [*path, named])
         ordered.append(placement.placed(loaded))
 
@@ -156,7 +156,7 @@ def file_problems(
 def folder_problems(recipe: Recipe) -> list[Problem]:
     """Return the problems of a recipe's run folder. Call it only for a recipe that has no other problem."""
     with collected(found := []):
-        run_folder.check(recipe)
+        run_setup.check(recipe)
     return found
 
 

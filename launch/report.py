@@ -28,7 +28,7 @@ from launch.pages.html import Html, tag
 from launch.pages.overview import moment, overview
 from launch.pages.recipes import recipes
 from launch.pages.timeline import timelines
-from launch.past_run import PastRun
+from launch.run_folder import RunFolder
 from launch.run_state import RunState, states
 from launch.units import size
 
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
 
 def answer(request: Request) -> int:
     folders = list(dict.fromkeys(request.run))
-    runs = [PastRun.at(folder) for folder in folders]
+    runs = [RunFolder.at(folder) for folder in folders]
     labelled = [LabelledRun(run, label, run.metrics()) for run, label in zip(runs, labels(folders), strict=True)]
     for each in labelled:
         _print(each)

@@ -1,352 +1,224 @@
-"""The folder of a run: its files, who may write into it, and the record of each submission.
+"""A run as its folder describes it: recipe, submissions, metrics, how long it was busy. Read from files alone.
 
-    recipe.yaml     resolved                        metrics.jsonl   a line per step
-    batch.sh        what was submitted              tensorboard/    the same as curves
-    manifest.json   who, when, from which versions  rollouts/       what was sampled
-    job.json        the job that writes here        checkpoints/
-    submitit/       pickles, the batch's own log    done.json       by rank 0 at the end of a complete run: step
-    .secret         who knows it may join the run   attempts/       a folder per start: see pipeline/attempt.py
-The right-hand column is written by the pipeline, the left-hand one here and by the executors.
-
-Ranks load code from it, so only its owner may write there. It is made for the owner's eyes alone (0700); one that was made
-before keeps who may read it, and loses who else may write.
+Neither the run's environment nor this version's schema is needed: recipe.yaml is read as plain values, so that the runs of
+other versions can be shown too. How the run ended is in launch/attempts.py, what its job does in launch/run_state.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import fnmatch
-import getpass
 import json
+import math
 import os
-import platform
-import re
-import secrets
-import shlex
-import socket
-import stat
-import subprocess
+from array import array
 from collections.abc import Iterator
-from datetime import UTC, datetime
-from importlib import metadata
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from launch import folder_lock, slurm_client
-from launch.executors.allocation import batch_job
-from launch.executors.base import ROOT, RunJob, write_json
-from launch.executors.record import read_record
-from pipeline import config, metrics
-from pipeline import secrets as kept_secrets
-from pipeline.checkpoint import Checkpoints, version_problem
-from pipeline.config import Problem, Recipe, RecipeError, places
-from pipeline.files import REMEDY, user_name, write_durably
+import yaml
 
-TRAINED = "trained.json"
-"""Holds the done.json of a complete run while the run is evaluated alone, which writes a done.json of its own."""
-GIT_S = 20.0
-"""How long git may take on a slow file system: a manifest without a commit is better than no submission."""
-# Keys that may change when a run is continued. They say where it runs, how long, how its work is divided and what is written
-# beside it; none of them changes a step that is computed, but for the rounding of sums that are divided otherwise.
-# run_dir is here because the same folder has many spellings.
-MAY_DIFFER = (
-    "run_dir",
-    "plan.*",
-    "needs",
-    "module_folders",
-    "cluster.*",
-    "logger.*",
-    "checkpointing.*",
-    "*.max_num_steps",
-    "*.max_num_epochs",
-    "*.val_*",
-    "*.max_val_samples",
-    "env.*.served_by",
-    "env.*.cpu_offload",
-    "policy.generation.colocated.*",
-    "policy.generation.environment_process",
-    "policy.dtensor_cfg.tensor_parallel_size",
-    "policy.dtensor_cfg.activation_checkpointing",
-    "policy.dtensor_cfg.recompute_granularity",
-    "policy.dtensor_cfg.cpu_offload",
-    "policy.dtensor_cfg.reference_cpu_offload",
-    "policy.dtensor_cfg.use_liger_kernel",
-    "policy.dtensor_cfg.flash_attention",
-    "policy.dtensor_cfg.compile",
-    "policy.megatron_cfg.*_parallel_size",
-    "policy.megatron_cfg.sequence_parallel",
-    "policy.megatron_cfg.num_layers_in_*_pipeline_stage",
-    "policy.megatron_cfg.activation_checkpointing",
-    "policy.megatron_cfg.recompute_*",
-    "policy.megatron_cfg.checkpoint.*",
-    "policy.megatron_cfg.force_reconvert_from_hf",
-)
+from launch.attempts import AttemptFolder, all_attempts
+from launch.units import plural
+from pipeline.config import ONLINE, Problem, RecipeError, bound
+from pipeline.metrics import Reader
+
+PARTS = ("rollout", "train", "refit")
+"""Phases within time/step."""
+BESIDE = ("validation", "save")
+"""Phases between two steps."""
 
 
-def earlier(recipe: Recipe) -> Recipe | None:
-    """Return the recipe that this run was last submitted with. Raises RecipeError if its folder cannot be written or read."""
-    run_dir = Path(recipe.run_dir).absolute()
-    _check_writable(run_dir)
-    if not (path := run_dir / "recipe.yaml").exists():
-        return None
-    try:
-        before = config.read(path)
-    except (RecipeError, ValueError) as error:
-        message = f"{run_dir} holds a recipe that this version cannot read ({error}); take another folder"
-        raise _refused("unreadable", message) from None
-    backend = config.asked_backend(before.policy)  # older versions wrote one of the two keys only
-    return config.decided(before, backend) if backend else before
+@dataclass(frozen=True)
+class RunFolder:
+    """A run folder, which a job may be writing into."""
 
+    folder: Path
 
-def check(recipe: Recipe) -> None:
-    """Raise RecipeError if the recipe holds a secret, or may not be written into its run_dir.
-
-    That is another recipe's, cannot be written, or holds a checkpoint of an earlier version that cannot be resumed.
-    """
-    config.refuse(kept_secrets.problems(dataclasses.asdict(recipe)))
-    run_dir = Path(recipe.run_dir).absolute()
-    if (before := earlier(recipe)) is not None and (different := differences(before, recipe)):
-        raise _refused("run-exists", f"{run_dir} holds another recipe:\n      {_ways_on(before, recipe, different)}")
-    complete = Checkpoints(run_dir, "", recipe.checkpointing).all()
-    if complete and (problem := version_problem(complete[-1], recipe)):
-        raise RecipeError(problem)
-    if not complete and config.evaluates_alone(recipe) and _has_learned(run_dir):
-        raise _refused(
-            "no-checkpoint",
-            f"{run_dir} has steps in metrics.jsonl, and no checkpoint to evaluate; expected a run with checkpoints, or a new"
-            " folder. Try run_dir=runs/evaluation policy.model_name=MODEL",
-        )
-
-
-def _refused(code: str, message: str) -> RecipeError:
-    return RecipeError(Problem("run_dir", code, message))
-
-
-def _ways_on(before: Recipe, now: Recipe, different: dict[str, tuple[Any, Any]]) -> str:
-    """Return the keys that differ, a line each, and what to give to go on with the run as it began."""
-    given, asked = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
-    lines = [
-        f"{key} is {old if key in given else 'absent'} there and {new if key in asked else 'absent'} here"
-        for key, (old, new) in different.items()
-    ]
-    kept = [shlex.quote(config.argument(key, old)) for key, (old, _) in different.items() if key in given]
-    more = [key for key in different if key not in given]
-    lines.append("Take another folder (run_dir=...), or go on as it began:")
-    lines += [" ".join(kept)] if kept else []
-    lines += [f"leave out {', '.join(more)}"] if more else []
-    return "\n      ".join(lines)
-
-
-def _has_learned(run_dir: Path) -> bool:
-    return any(line["step"] > 0 for line in metrics.read(run_dir / "metrics.jsonl"))
-
-
-def _check_writable(run_dir: Path) -> None:
-    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists() or path.is_symlink())
-    if not existing.is_dir():
-        raise _refused("not-a-folder", f"{run_dir} cannot be a folder: {existing} is not one; give another run_dir=...")
-    if not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
-        why = f"{run_dir} cannot be written: {getpass.getuser()} may not write in {existing}; give another run_dir=..."
-        raise _refused("permission-denied", why)
-
-
-def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Return key -> (value before, value now) of the keys that must not differ and do, in the order of the schema.
-
-    Paths that lead to the same place from the run folder do not differ: all of it may have been moved.
-    """
-    old, new = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
-    moved, here = _from_run_folder(before, old), _from_run_folder(now, new)
-    return {
-        key: (old.get(key), new.get(key))
-        for key in (*new, *(key for key in old if key not in new))
-        if moved.get(key) != here.get(key)
-        and old.get(key) != new.get(key)
-        and not any(fnmatch.fnmatchcase(key, pattern) for pattern in MAY_DIFFER)
-    }
-
-
-def _from_run_folder(recipe: Recipe, flat: dict[str, Any]) -> dict[str, Any]:
-    """Return the same with paths relative to the run folder."""
-    folder = Path(recipe.run_dir).absolute()
-
-    def relative(value: Any) -> Any:
-        if isinstance(value, list):
-            return [relative(item) for item in value]
-        return os.path.relpath(value, folder) if isinstance(value, str) and os.path.isabs(value) else value
-
-    return {key: relative(value) if places.is_path(key) else value for key, value in flat.items()}
-
-
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted key -> value of nested mappings. An empty mapping is a value."""
-    if not isinstance(value, dict) or not value:
-        return {prefix: value}
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        found |= flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    return found
-
-
-def live_job(run_dir: Path) -> RunJob | None:
-    """Return the job that still writes into this folder. Raises RecipeError if it cannot be asked for."""
-    record = read_record(run_dir)
-    if record is None or (record.executor, record.job_id) == ("slurm", batch_job()):  # then of an earlier start of this job
-        return None
-    if record.executor == "slurm" and (why := slurm_client.unreachable()):
-        raise _refused(
-            "unreachable",
-            f"{run_dir} was last written by Slurm job {record.job_id}, and whether that has ended cannot be asked: {why}. Try"
-            f" again where a controller answers, or, if the job has ended, delete {run_dir}/job.json",
-        )
-    job = record.attach(run_dir)
-    status = job.status(now=True)
-    return None if status.ended else job
-
-
-def refuse_live(run_dir: Path) -> None:
-    """Raise RecipeError if a job still writes into this folder."""
-    if job := live_job(run_dir):
-        follow = f"follow it with `python launch/submit.py follow={run_dir}`, cancel it, or take another folder"
-        raise _refused("in-use", f"{job.name()} is still writing into {run_dir}; {follow}")
-
-
-@contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Create the folder if need be and hold it while a job is submitted; what is written meanwhile only we may change.
-
-    Raises RecipeError if a job or a submission has it, if it is another user's, or if its disk takes nothing.
-    """
-    with contextlib.suppress(OSError):  # told below
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-    before = os.umask(0o022)
-    os.umask(before | 0o022)
-    try:
+    @classmethod
+    def at(cls, folder: Path) -> RunFolder:
+        """Raises RecipeError for a folder that is no run folder, or cannot be read."""
         try:
-            _make_private(run_dir)
+            if not folder.is_dir():
+                raise RecipeError(Problem("run", "file-not-found", f"{folder} is not a run folder: there is no such folder"))
+            if not (folder / "recipe.yaml").exists():
+                raise RecipeError(Problem("run", "not-a-run", f"{folder} is not a run folder: it has no recipe.yaml"))
+            run = cls(folder)
+            if not isinstance(run.recipe, dict) or "algorithm" not in run.recipe:
+                message = f"{folder} is not a run folder: its recipe.yaml says no algorithm"
+                raise RecipeError(Problem("run", "not-a-run", message))
         except OSError as error:
-            raise RecipeError(folder_lock.unwritable(run_dir, "run_dir", error)) from None
-        with folder_lock.held(run_dir, "run_dir"):
-            refuse_live(run_dir)
-            _make_secret(run_dir / ".secret")
-            yield
-    except OSError as error:
-        if error.errno not in REMEDY:
-            raise
-        raise _refused(
-            "unwritable",
-            f"{error.filename or run_dir} cannot be written: {error.strerror}; {REMEDY[error.errno]}. No job was left behind;"
-            " the same command tries again",
-        ) from error
-    finally:
-        os.umask(before)
+            raise RecipeError(Problem("run", "unreadable", f"{folder} cannot be read: {error.strerror}")) from None
+        except yaml.YAMLError:
+            message = f"{folder} is not a run folder: its recipe.yaml is not YAML"
+            raise RecipeError(Problem("run", "bad-format", message)) from None
+        return run
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        return yaml.load((self.folder / "recipe.yaml").read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+    @cached_property
+    def submissions(self) -> list[dict[str, Any]]:
+        """manifest.json, oldest first: time, user, host, command, git and so on."""
+        path = self.folder / "manifest.json"
+        return json.loads(path.read_text()) if path.exists() else []
+
+    @cached_property
+    def attempts(self) -> list[AttemptFolder]:
+        """Oldest first."""
+        return all_attempts(self.folder)
+
+    @property
+    def name(self) -> str:
+        return str(self.recipe.get("name", self.folder.name))
+
+    @property
+    def algorithm(self) -> str:
+        return self.recipe["algorithm"]
+
+    @property
+    def model(self) -> str:
+        return str(self.of("policy.model_name", "unknown"))
+
+    @property
+    def max_steps(self) -> int | None:
+        """Return the steps that the run makes at most; None: as many as its epochs of data have, or no bound."""
+        return bound(int(self.of(f"{self.algorithm}.max_num_steps", 0))) or None
+
+    def of(self, key: str, otherwise: Any = None) -> Any:
+        """Return the recipe's value at a dotted key."""
+        value: Any = self.recipe
+        for part in key.split("."):
+            if not isinstance(value, dict) or value.get(part) is None:
+                return otherwise
+            value = value[part]
+        return value
+
+    # ---- who does what ------------------------------------------------------------------------------------------------------
+
+    @property
+    def backend(self) -> str:
+        train = "Megatron-Core" if self.of("policy.megatron_cfg.enabled") else "FSDP2"
+        return f"{train}, {self.of('policy.generation.backend')}" if self.algorithm in ONLINE else train
+
+    @property
+    def components(self) -> dict[str, dict[str, Any]]:
+        """The job's, in rank order."""
+        served = any(isinstance(each, dict) and each.get("served_by") == "reward" for each in self.of("env", {}).values())
+        names = ["train", *(["generate"] if self.algorithm in ONLINE else []), *(["reward"] if served else [])]
+        return {name: self.of(f"cluster.{name}", {}) for name in names}
+
+    @property
+    def layout(self) -> str:
+        """Return ranks, nodes and the parallel sizes that are not 1, for people."""
+        return "; ".join(f"{name}: {', '.join(self._shape(name, each))}" for name, each in self.components.items())
+
+    def _shape(self, name: str, component: dict[str, Any]) -> Iterator[str]:
+        nodes, gpus = component.get("nodes", 1), component.get("gpus_per_node", 0)
+        yield f"{plural(nodes * (component.get('ranks_per_node') or max(1, gpus)), 'rank')} on {plural(nodes, 'node')}"
+        if gpus:
+            yield f"{gpus} {component.get('gpu', 'GPUs')} each"
+        section = "generation.vllm_cfg" if name == "generate" else "dtensor_cfg"
+        if name != "generate" and self.of("policy.megatron_cfg.enabled"):
+            section = "megatron_cfg"
+        for key, value in self.of(f"policy.{section}", {}).items():
+            if key.endswith("_parallel_size") and isinstance(value, int) and value > 1:
+                yield f"{key.removesuffix('_parallel_size').replace('_', ' ')} {value}"
+
+    @property
+    def gpus(self) -> int:
+        guests = {"generate"} if self.of("policy.generation.colocated.enabled") else set()  # on the GPUs of train
+        return sum(
+            each.get("nodes", 1) * each.get("gpus_per_node", 0) for name, each in self.components.items() if name not in guests
+        )
+
+    # ---- how long -----------------------------------------------------------------------------------------------------------
+
+    def busy_s(self) -> float:
+        """Return the seconds in which ranks were running, over all attempts, to the last sign of life of each."""
+        ends = [last_sign(attempt) for attempt in self.attempts]
+        return sum(max(0.0, end - attempt.started) for attempt, end in zip(self.attempts, ends, strict=True))
+
+    def last_written(self) -> float:
+        """Return the unix seconds of its last step, end or submission."""
+        return max(_modified(self.folder / name) for name in ("metrics.jsonl", "done.json", "job.json", "recipe.yaml"))
+
+    # ---- metrics ------------------------------------------------------------------------------------------------------------
+
+    def metrics(self, steps: int | None = None) -> Columns:
+        """Return metrics.jsonl, or about so many of its last steps. Raises RecipeError for a line that is no step's."""
+        columns = Columns()
+        for line in Reader(self.folder / "metrics.jsonl", steps).lines():
+            columns.take(line)
+        return columns
 
 
-def _make_private(run_dir: Path) -> None:
-    """Create the folder and submitit/ in it, in which only we may write.
+@dataclass
+class Columns:
+    """metrics.jsonl by column."""
 
-    Raises RecipeError if either or a link to it is another user's, or if something in the folder is: whoever could write there
-    before may have left a link, or a folder in which he still can. What is root's is taken for ours, but not the folder itself.
-    """
-    for folder in (run_dir, run_dir / "submitit"):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status, link = folder.stat(), folder.lstat()
-        if status.st_uid != os.geteuid() or not _trusted(link):
-            owner = user_name(link.st_uid if _trusted(status) else status.st_uid)
-            raise _refused("permission-denied", f"{folder} belongs to {owner}, not to you; give another run_dir=...")
-        mode = stat.S_IMODE(status.st_mode)
-        if mode & 0o022:
-            folder.chmod(mode & ~0o022)
-            print(f"# {folder}: others could write there ({mode:04o}); that is taken back, since ranks load code from it")
-    for path in run_dir.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a job that still writes here renames its files
-            if not _trusted(status := path.lstat()):
-                owner = f"belongs to {user_name(status.st_uid)}, not to you, and the run would use it"
-                raise _refused("permission-denied", f"{path} {owner}; delete it, or give another run_dir=...")
+    steps: array = field(default_factory=lambda: array("d"))
+    times: array = field(default_factory=lambda: array("d"))  # unix seconds
+    columns: dict[str, tuple[array, array]] = field(default_factory=dict)  # key -> (steps, values), in the order of appearance
 
+    def take(self, line: dict[str, Any]) -> None:
+        step = line["step"]
+        self.steps.append(step)
+        self.times.append(line["time"])
+        for key, value in line.items():
+            if key not in ("step", "time") and (value is None or isinstance(value, int | float)):
+                steps, values = self.columns.setdefault(key, (array("d"), array("d")))
+                steps.append(step)
+                values.append(math.nan if value is None else value)
 
-def _trusted(status: os.stat_result) -> bool:
-    return status.st_uid in (os.geteuid(), 0)
+    def last(self, key: str) -> float | None:
+        return self.columns[key][1][-1] if key in self.columns else None
 
-
-def _make_secret(path: Path) -> None:
-    """Write 32 random bytes in hex, by which the run's ranks know each other.
-
-    A secret that only we could read is kept: an attempt derives its own key from it, and a node that has read it lately may not
-    see a new one at once.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        status = path.lstat()
-        own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
-        if own and re.fullmatch(r"[0-9a-f]{64}\n", path.read_text()):
-            return
-    write_durably(path, secrets.token_hex(32) + "\n", mode=0o600)
+    def step_after(self, moment: float) -> float | None:
+        """Return the first step that ended after a moment in unix seconds; None if none did."""
+        return next((step for step, time in zip(self.steps, self.times, strict=True) if time > moment), None)
 
 
-def done_step(run_dir: Path) -> int | None:
-    """Return the step at which training was complete, if it is; an evaluation alone completes none."""
-    for path in (run_dir / TRAINED, run_dir / "done.json"):
-        if path.exists() and not (record := json.loads(path.read_text())).get("evaluation"):
-            return record["step"]
-    return None
-
-
-def ended_well(run_dir: Path) -> bool:
-    """Return whether the last submission, of training or of an evaluation alone, has reached its end."""
-    return (run_dir / "done.json").exists()
-
-
-def prepare(recipe: Recipe, run_dir: Path, script: str) -> None:
-    """Write what will run, and remove what says that it has ended. Call it under `locked`, before a submission."""
-    write_durably(run_dir / "recipe.yaml", config.to_yaml(recipe))
-    write_durably(run_dir / "batch.sh", script)
-    if config.evaluates_alone(recipe) and done_step(run_dir) is not None:
-        if not (run_dir / TRAINED).exists():
-            (run_dir / "done.json").replace(run_dir / TRAINED)
-    else:
-        (run_dir / TRAINED).unlink(missing_ok=True)
-    (run_dir / "done.json").unlink(missing_ok=True)
-
-
-def append_manifest(run_dir: Path, executor: str, job_id: str, command: list[str]) -> None:
-    """Add an entry for a submission, so that a result can be traced to what made it."""
-    path = run_dir / "manifest.json"
-    entries = json.loads(path.read_text()) if path.exists() else []
-    entry = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "user": getpass.getuser(),
-        "host": socket.gethostname(),
-        "command": kept_secrets.redacted(shlex.join(command)),
-        "cwd": os.getcwd(),
-        "executor": executor,
-        "job_id": job_id,
-        "git": _git(),
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("hetstep", "torch", "vllm", "transformers", "submitit")},
+def phases(metrics: Columns) -> dict[str, tuple[list[float], list[float]]]:
+    """Phase -> (all steps, seconds in each): the parts of time/step, the rest of it, and what came after it."""
+    columns = {
+        part: dict(zip(*metrics.columns.get(f"time/{part}", ((), ())), strict=True)) for part in ("step", *PARTS, *BESIDE)
     }
-    write_json(path, [*entries, entry])
+    steps = sorted({step for values in columns.values() for step in values})
+    whole = columns.pop("step")
+    layers = {part: [_or_zero(columns[part].get(step)) for step in steps] for part in PARTS}
+    parts = zip(*layers.values(), strict=True)
+    layers["rest"] = [max(0.0, _or_zero(whole.get(step)) - sum(each)) for step, each in zip(steps, parts, strict=True)]
+    layers |= {part: [_or_zero(columns[part].get(step)) for step in steps] for part in BESIDE}
+    return {part: (steps, seconds) for part, seconds in layers.items() if any(seconds)}
 
 
-def _git() -> dict[str, Any] | None:
-    """Return the commit of the code and whether it was changed since; None outside a Git checkout, or if Git takes too long."""
+def _or_zero(value: float | None) -> float:
+    return 0.0 if value is None or math.isnan(value) else value
 
-    def git(*args: str) -> str | None:
+
+def last_sign(attempt: AttemptFolder) -> float:
+    """Return the unix seconds at which an attempt ended, or was last heard of: its verdict, or the last line in a log."""
+    ended = _modified(attempt.folder / "verdict")
+    return ended or max([attempt.started, *(_modified(log) for log in attempt.logs)])
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def find(folder: Path, depth: int = 4) -> Iterator[Path]:
+    """Yield run folders at or below a folder. Does not look into run folders, hidden folders and what may not be read."""
+    if (folder / "recipe.yaml").is_file():
+        yield folder
+    elif depth:
         try:
-            answer = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, timeout=GIT_S)
-        except (FileNotFoundError, subprocess.TimeoutExpired):
-            return None
-        return answer.stdout.strip() if answer.returncode == 0 else None
-
-    commit = git("rev-parse", "HEAD")
-    return None if commit is None else {"commit": commit, "dirty": bool(git("status", "--porcelain"))}
-
-
-def _version(package: str) -> str | None:
-    """Return the version installed here; None if the package is only in the containers. vllm may be its CPU build."""
-    for name in (package, f"{package}-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+            below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+        except (PermissionError, FileNotFoundError, NotADirectoryError):  # also one that has gone meanwhile
+            return
+        for path in below:
+            yield from find(Path(path), depth - 1)

@@ -13,7 +13,7 @@ from typing import Literal
 from launch import slurm_client
 from launch.executors import slurm
 from launch.executors.record import JobRecord, read_record
-from launch.past_run import PastRun
+from launch.run_folder import RunFolder
 from launch.slurm_client import TERMINAL, JobPart, SlurmError
 from pipeline.config import RecipeError
 
@@ -53,13 +53,13 @@ class _NoAnswer(Exception):
     """The job cannot be asked: why."""
 
 
-def states(runs: Sequence[PastRun]) -> list[RunState]:
+def states(runs: Sequence[RunFolder]) -> list[RunState]:
     """Return the states of many runs. Jobs are asked for several at a time, and only those of runs without a done.json."""
     with ThreadPoolExecutor(ASKERS) as askers:
         return list(askers.map(state, runs))
 
 
-def state(run: PastRun) -> RunState:
+def state(run: RunFolder) -> RunState:
     """Return the state of one run: unknown if a file cannot be read, or is being written anew."""
     try:
         return _state(run)
@@ -67,7 +67,7 @@ def state(run: PastRun) -> RunState:
         return RunState("unknown", f"{error.filename} cannot be read: {error.strerror}")
 
 
-def _state(run: PastRun) -> RunState:
+def _state(run: RunFolder) -> RunState:
     record = read_record(run.folder)
     done = (run.folder / "done.json").exists()
     if record is None:
@@ -90,7 +90,7 @@ def _state(run: PastRun) -> RunState:
     return RunState("running" if running else "waiting", why, job, answer.parts, answer.ends_by)
 
 
-def _by_folder(run: PastRun, silence: str, job: str) -> RunState:
+def _by_folder(run: RunFolder, silence: str, job: str) -> RunState:
     """Return the state of a run whose job cannot be asked. silence: why."""
     latest = run.attempts[-1] if run.attempts else None
     if latest and (verdict := latest.verdict) and verdict.startswith("stop"):
@@ -103,7 +103,7 @@ def _by_folder(run: PastRun, silence: str, job: str) -> RunState:
 # ---- asking -----------------------------------------------------------------------------------------------------------------
 
 
-def _ask_local(run: PastRun, record: JobRecord) -> _Answer:
+def _ask_local(run: RunFolder, record: JobRecord) -> _Answer:
     try:
         status = record.attach(run.folder).status(now=True)
     except RecipeError:
@@ -115,7 +115,7 @@ def _ask_local(run: PastRun, record: JobRecord) -> _Answer:
     return _Answer(parts, ends_by, status.ended)
 
 
-def _ask_slurm(run: PastRun, record: JobRecord) -> _Answer:
+def _ask_slurm(run: RunFolder, record: JobRecord) -> _Answer:
     if why := slurm_client.unreachable():
         raise _NoAnswer(why)
     if record.cluster and (here := slurm_client.cluster_name()) not in (None, record.cluster):

@@ -11,7 +11,7 @@ from launch import starting
 from launch.attempts import AttemptFolder
 from launch.follow import UNJUDGED, first_failure
 from launch.last_words import container_trouble, last_words
-from launch.past_run import Columns, PastRun, last_sign, phases
+from launch.run_folder import Columns, RunFolder, last_sign, phases
 from launch.run_state import RunState
 from pipeline.checkpoint import NAME, Checkpoints
 from pipeline.config import CheckpointingConfig
@@ -24,7 +24,7 @@ LOG_LINES = 20
 """Lines of log to show for a run that failed and left no failure.json."""
 
 
-def line(run: PastRun, state: RunState) -> dict[str, Any]:
+def line(run: RunFolder, state: RunState) -> dict[str, Any]:
     """Return what a list shows. Times are unix seconds, durations seconds; None where something is not known yet."""
     metrics = run.metrics(RECENT)
     pace = _pace(run, metrics)
@@ -51,7 +51,7 @@ def line(run: PastRun, state: RunState) -> dict[str, Any]:
     }
 
 
-def whole(run: PastRun, state: RunState) -> dict[str, Any]:
+def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
     """Return everything about one run."""
     metrics = run.metrics(RECENT)
     return {
@@ -75,7 +75,7 @@ def whole(run: PastRun, state: RunState) -> dict[str, Any]:
     }
 
 
-def _ended(run: PastRun, state: RunState) -> float | None:
+def _ended(run: RunFolder, state: RunState) -> float | None:
     """Return when its latest attempt gave its last sign, if it has ended."""
     if state.word in ("running", "waiting", "unknown") or not run.attempts:
         return None
@@ -85,7 +85,7 @@ def _ended(run: PastRun, state: RunState) -> float | None:
 # ---- how fast, how well -----------------------------------------------------------------------------------------------------
 
 
-def _pace(run: PastRun, metrics: Columns) -> float | None:
+def _pace(run: RunFolder, metrics: Columns) -> float | None:
     """Return the seconds from one step's end to the next one's in the present attempt; None before it has made two steps."""
     own = sorted(_steps_of_now(run, metrics).items())[-RECENT:]
     if len(own) < 2:
@@ -94,7 +94,7 @@ def _pace(run: PastRun, metrics: Columns) -> float | None:
     return (end - begin) / (last - first)
 
 
-def _steps_of_now(run: PastRun, metrics: Columns) -> dict[float, float]:
+def _steps_of_now(run: RunFolder, metrics: Columns) -> dict[float, float]:
     """Return step -> when it ended, for the present attempt."""
     begun = run.attempts[-1].started if run.attempts else 0.0
     return {step: moment for step, moment in zip(metrics.steps, metrics.times, strict=True) if moment > begun}
@@ -117,7 +117,7 @@ def _idle_means(metrics: Columns) -> dict[str, float]:
     return {realm: sum(shares) / len(shares) for realm, shares in recent.items()}
 
 
-def _saves_by(run: PastRun, state: RunState) -> float | None:
+def _saves_by(run: RunFolder, state: RunState) -> float | None:
     by = run.of("checkpointing.checkpoint_must_save_by")
     if by is None or state.word != "running" or not run.attempts:
         return None
@@ -127,7 +127,7 @@ def _saves_by(run: PastRun, state: RunState) -> float | None:
 # ---- what is kept, and what failed ------------------------------------------------------------------------------------------
 
 
-def _checkpoint(run: PastRun) -> dict[str, Any]:
+def _checkpoint(run: RunFolder) -> dict[str, Any]:
     """Return the latest complete checkpoint, and those that are being written or were left incomplete."""
     folder = run.folder / "checkpoints"
     found = Checkpoints(run.folder, "", CheckpointingConfig()).all()
@@ -153,7 +153,7 @@ def _attempt(attempt: AttemptFolder) -> dict[str, Any]:
     }
 
 
-def _why(run: PastRun, state: RunState) -> list[str]:
+def _why(run: RunFolder, state: RunState) -> list[str]:
     """Return why the latest attempt failed, in lines: its failure.json, or else the end of the log that tells most."""
     attempt = run.attempts[-1] if run.attempts else None
     if attempt and attempt.failure:

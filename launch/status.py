@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 from launch import command_line, run_summary
 from launch.command_line import Key
-from launch.past_run import PastRun, find
+from launch.run_folder import RunFolder, find
 from launch.run_state import state, states
 from launch.terminal import on_one_line, plain
 from launch.units import plural, seconds, size
@@ -70,7 +70,7 @@ def _show(request: Request) -> tuple[int, bool]:
     """Return (the exit status, whether it was one run and that has ended). Raises RecipeError."""
     only = request.run[0]
     if len(request.run) == 1 and (not only.is_dir() or (only / "recipe.yaml").exists()):
-        return _show_one(PastRun.at(only), request.json)
+        return _show_one(RunFolder.at(only), request.json)
     told = _lines(list(dict.fromkeys(run for folder in request.run for run in _below(folder))))
     print(as_json(told) if request.json else "\n".join(map(on_one_line, table(told))))
     named = {str(folder) for folder in request.run}
@@ -95,7 +95,7 @@ def _lines(folders: list[Path]) -> list[dict[str, Any]]:
     runs, told, unreadable = [], [], []
     for folder in folders:
         try:
-            runs.append(PastRun.at(folder))
+            runs.append(RunFolder.at(folder))
         except RecipeError as error:
             unreadable.append(_unreadable(folder, error))
     for run, of in zip(runs, states(runs), strict=True):
@@ -110,7 +110,7 @@ def _unreadable(folder: Path, error: Exception) -> dict[str, Any]:
     return {"folder": str(folder), "state": "unknown", "why": str(error)}
 
 
-def _show_one(run: PastRun, json_asked: bool) -> tuple[int, bool]:
+def _show_one(run: RunFolder, json_asked: bool) -> tuple[int, bool]:
     of = state(run)
     try:
         told = run_summary.whole(run, of)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
-from launch import backend, command_line, recipes, run_folder, slurm_client, task
+from launch import backend, command_line, recipes, run_setup, slurm_client, task
 from launch.command_line import Key
 from launch.components import components
 from launch.executors import allocation, local, selection, slurm
@@ -122,7 +122,7 @@ def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
     *needed, loaded = in_order(name, overrides)
     refuse(loaded.problems)
     pending = [Pending(Path(each.recipe.run_dir), each.recipe.policy, build(each.recipe).needs.head) for each in needed]
-    recipe, choice = backend.choose(loaded.recipe, pending, run_folder.earlier(loaded.recipe))
+    recipe, choice = backend.choose(loaded.recipe, pending, run_setup.earlier(loaded.recipe))
     unread, notes = loaded.unread(recipe)
     refuse([*unread, *architecture.against_layout(recipe, pending)])
     planned = plan(recipe, choice, before, pending)
@@ -171,13 +171,13 @@ def submit(prepared: list[Prepared], detach: bool) -> int:
     if complete := nothing_left(main_recipe, run_dir):
         print(complete)
         return 0
-    run_folder.refuse_live(run_dir)
+    run_setup.refuse_live(run_dir)
     if detach:
         return _submit_detached(prepared)
     for each in prepared:
         recipe, folder = each.recipe, Path(each.recipe.run_dir).absolute()
         metrics = _metrics_so_far(folder)
-        job = run_folder.live_job(folder) if recipe is not main_recipe else None  # a needed run may be under way already
+        job = run_setup.live_job(folder) if recipe is not main_recipe else None  # a needed run may be under way already
         if status := attend(folder, job or start(each), max_steps(recipe), metrics):
             return status
     return 0
@@ -185,12 +185,12 @@ def submit(prepared: list[Prepared], detach: bool) -> int:
 
 def nothing_left(recipe: Recipe, run_dir: Path) -> str | None:
     """Return the message that the run is complete, if this recipe, which may have other bounds, asks for no more of it."""
-    step, own, key = run_folder.done_step(run_dir), section(recipe), recipe.algorithm
+    step, own, key = run_setup.done_step(run_dir), section(recipe), recipe.algorithm
     if step is None or evaluates_alone(recipe):
         return None
     if step >= own.max_num_steps:
         return f"{run_dir} is complete at step {step}; raise {key}.max_num_steps to go on"
-    before = run_folder.earlier(recipe)
+    before = run_setup.earlier(recipe)
     if before is None or step >= section(before).max_num_steps or own.max_num_epochs > section(before).max_num_epochs:
         return None
     return (
@@ -208,7 +208,7 @@ def _submit_detached(prepared: list[Prepared]) -> int:
     for each in prepared:
         recipe, run_dir = each.recipe, Path(each.recipe.run_dir).absolute()
         after = tuple(job_ids[need] for need in map(config.name_of, recipe.needs) if need in job_ids)
-        job = run_folder.live_job(run_dir) or start(each, after)
+        job = run_setup.live_job(run_dir) or start(each, after)
         job_ids[folder_name(recipe)] = job.job_id
         print(f"follow it: python {Path(__file__).resolve()} follow={run_dir}")
     return 0
@@ -222,7 +222,7 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
     recipe, choice = prepared.recipe, prepared.choice
     run_dir = Path(recipe.run_dir).absolute()
     name = prepared.executor.name
-    with run_folder.locked(run_dir):
+    with run_setup.locked(run_dir):
         if name == "allocation":
             runner = allocation.AllocationExecutor(run_dir, recipe.cluster, components(recipe))
             name = runner.kind
@@ -230,14 +230,14 @@ def start(prepared: Prepared, after: tuple[str, ...] = (), behind: tuple[str, ..
             runner = slurm.HetSlurmExecutor(run_dir, recipe.name, recipe.cluster, components(recipe), after, behind)
         else:
             runner = local.HetLocalExecutor(run_dir, recipe.cluster, components(recipe))
-        run_folder.prepare(recipe, run_dir, runner.script)
+        run_setup.prepare(recipe, run_dir, runner.script)
         try:
             job = runner.submit(task.rank_main, str(run_dir))
         except slurm_client.SlurmError as error:
             raise RecipeError(_not_submitted(error)) from error
         try:
             write_record(run_dir, JobRecord.of(name, job))
-            run_folder.append_manifest(run_dir, name, job.job_id, [sys.executable, *sys.argv])
+            run_setup.append_manifest(run_dir, name, job.job_id, [sys.executable, *sys.argv])
         except BaseException:
             job.cancel(check=False)  # a job that the folder does not know of must not write into it
             raise

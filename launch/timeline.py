@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 from launch import command_line
 from launch.command_line import Key
-from launch.past_run import PastRun
+from launch.run_folder import RunFolder
 from launch.timelines import picture, trace
 from launch.timelines.reading import idle_share, recording_with, recordings
 from launch.units import is_count, plural, size
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
 
 def answer(request: Request) -> int:
     """Raises RecipeError."""
-    run = PastRun.at(request.run)
+    run = RunFolder.at(request.run)
     recorded = recordings(run.attempts)
     if not recorded:
         switched = run.of("logger.timeline_enabled", True)

@@ -4,9 +4,9 @@ import json
 import time
 
 from launch import starting
-from launch.run_folder import append_manifest
+from launch.run_setup import append_manifest
 from pipeline.startup import SETTING_UP, Startup
-from tests.launch import past_runs
+from tests.launch import made_runs
 
 
 def wait_until(condition) -> None:
@@ -17,7 +17,7 @@ def wait_until(condition) -> None:
 
 
 def test_stages_and_what_most_ranks_of_a_realm_do(tmp_path):
-    attempt = past_runs.attempt(tmp_path, "local-1-0", past_runs.ago(5))
+    attempt = made_runs.attempt(tmp_path, "local-1-0", made_runs.ago(5))
     append_manifest(tmp_path, "local", "1", ["submit.py"])
     heard: dict[int, tuple[str, str]] = {}
     startup = Startup(attempt, {"train": (0, 1, 2), "generate": (3,), "reward": ()}, lambda: heard)
@@ -70,11 +70,11 @@ def test_a_rank_that_is_not_the_first_writes_nothing(tmp_path, monkeypatch):
 def test_the_queue_counts_once_and_an_earlier_jobs_attempt_does_not(tmp_path):
     append_manifest(tmp_path, "slurm", "17", ["submit.py"])
     assert starting.now(starting.stages(tmp_path)) == "waiting in the queue"
-    attempt = past_runs.attempt(tmp_path, "17-0", time.time() + 100)
+    attempt = made_runs.attempt(tmp_path, "17-0", time.time() + 100)
     queue, processes = starting.stages(tmp_path)
     assert 98 < queue.ended - queue.began < 102
     assert processes.name == "starting the processes" and processes.ended is None
-    past_runs.attempt(tmp_path, "17-1", time.time() + 200)
+    made_runs.attempt(tmp_path, "17-1", time.time() + 200)
     assert [stage.name for stage in starting.stages(tmp_path)] == ["starting the processes"]
     append_manifest(tmp_path, "slurm", "18", ["submit.py"])
     assert [stage.name for stage in starting.stages(tmp_path)] == ["waiting in the queue"]
@@ -82,7 +82,7 @@ def test_the_queue_counts_once_and_an_earlier_jobs_attempt_does_not(tmp_path):
 
 
 def test_a_run_that_failed_while_it_started_says_in_what(tmp_path):
-    attempt = past_runs.attempt(tmp_path, "local-1-0", 100.0)
+    attempt = made_runs.attempt(tmp_path, "local-1-0", 100.0)
     append_manifest(tmp_path, "local", "1", ["submit.py"])
     told = {"began": 102.0, "here": 2, "world": 2, "stages": [["join the world", 102.0, 103.5], ["set up", 103.5, None]]}
     (attempt / "startup.json").write_text(json.dumps(told | {"realms": {"train": [["load policy", 103.5, None]]}}))

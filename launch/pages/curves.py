@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from launch.pages.chart import POINTS, Chart, Mark, Series
-from launch.past_run import BESIDE, PARTS, Columns, PastRun, phases
+from launch.run_folder import BESIDE, PARTS, Columns, RunFolder, phases
 
 ROLES = {"mean": "mean", "p50": "median", "min": "min", "max": "max", "p01": "1%", "p99": "99%"}
 BANDS = (("min", "max"), ("p01", "p99"))
@@ -37,7 +37,7 @@ MOST_POINTS = 6000
 class LabelledRun:
     """A run with what its metrics.jsonl holds."""
 
-    run: PastRun
+    run: RunFolder
     label: str  # unique among the runs of the page
     metrics: Columns
 

@@ -10,7 +10,7 @@ from launch.attempts import AttemptFolder
 from launch.pages.chart import swatch
 from launch.pages.curves import LabelledRun
 from launch.pages.html import Html, table, tag, text
-from launch.past_run import Columns, last_sign
+from launch.run_folder import Columns, last_sign
 from launch.run_state import RunState
 from launch.units import plural
 

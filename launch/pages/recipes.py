@@ -9,12 +9,12 @@ from typing import Any
 from launch.pages.chart import swatch
 from launch.pages.document import folded
 from launch.pages.html import Html, table, tag, text
-from launch.past_run import PastRun
+from launch.run_folder import RunFolder
 
 MISSING = "-"
 
 
-def recipes(runs: Sequence[PastRun], labels: Sequence[str]) -> list[Html]:
+def recipes(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
     content = []
     if len(runs) > 1:
         rows = differences([run.recipe for run in runs])

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launch.pages.html import Html, tag
-from launch.past_run import PastRun
+from launch.run_folder import RunFolder
 from launch.timelines import picture, reading
 
 PIXELS = 1000
 """Shorter spans are merged."""
 
 
-def timelines(runs: Sequence[PastRun], labels: Sequence[str]) -> list[Html]:
+def timelines(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Html]:
     """Return the last complete step of each run that has a timeline."""
     found = []
     for run, label in zip(runs, labels, strict=True):

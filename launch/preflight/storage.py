@@ -32,7 +32,7 @@ def problems(
     notes, pending = [] if notes is None else notes, list(pending)
     conversions = space.conversions_folder(recipe)
     checkpoints = Path(recipe.run_dir).absolute() / "checkpoints"
-    if os.path.lexists(checkpoints):  # of the run folder itself `run_folder` sees to that
+    if os.path.lexists(checkpoints):  # of the run folder itself `run_setup` sees to that
         yield from _check_writable("run_dir", checkpoints, "another run_dir")
     if uses_megatron(recipe.policy):
         variable = CONVERSIONS[0]

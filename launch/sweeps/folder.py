@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from launch import folder_lock, run_folder
+from launch import folder_lock, run_setup
 from launch.executors.base import JobStatus, write_json
 from launch.executors.record import JobRecord, read_record, write_record
-from launch.run_folder import flat
+from launch.run_setup import flat
 from launch.sweeps import suite as suites
 from launch.sweeps.queue import Queue
 from launch.sweeps.suite import Suite
@@ -165,7 +165,7 @@ class Folder:
         record = read_record(run_dir)
         if record is not None and job.run is not None and record.job_id not in ids:
             ids.append(record.job_id)  # killed before it could note the submission; nobody else writes into this folder
-        if run_folder.ended_well(run_dir) if job.run is not None else run_folder.done_step(run_dir) is not None:
+        if run_setup.ended_well(run_dir) if job.run is not None else run_setup.done_step(run_dir) is not None:
             return Standing(job, "done", record, None, len(ids))
         status = queue.of(record, run_dir) if record else None
         if status and not status.ended:

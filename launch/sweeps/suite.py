@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from launch.run_folder import flat
+from launch.run_setup import flat
 from launch.sweeps import expressions
 from pipeline.config import RECIPES, Problem, Recipe, independent, layers, reading, refuse, typed
 from pipeline.config.layers import COMMAND_LINE

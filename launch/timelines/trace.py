@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import starting
-from launch.past_run import Columns, PastRun
+from launch.run_folder import Columns, RunFolder
 from launch.timelines.reading import REALMS, Rank, Recording
 from pipeline.spans import Span, us
 
@@ -29,7 +29,7 @@ Event = dict[str, Any]
 Window = tuple[float, float]
 
 
-def write(path: Path, run: PastRun, recorded: list[Recording], window: Window = (float("-inf"), float("inf"))) -> int:
+def write(path: Path, run: RunFolder, recorded: list[Recording], window: Window = (float("-inf"), float("inf"))) -> int:
     """Write the trace of what was between two times, and return how many events it has. Raises OSError."""
     opened = gzip.open if path.suffix == ".gz" else open
     count = 0
@@ -42,7 +42,7 @@ def write(path: Path, run: PastRun, recorded: list[Recording], window: Window = 
     return count
 
 
-def _events(run: PastRun, recorded: list[Recording], window: Window) -> Iterator[Event]:
+def _events(run: RunFolder, recorded: list[Recording], window: Window) -> Iterator[Event]:
     yield _named("process_name", RUN, name="run")
     metrics = run.metrics()
     for each in recorded:

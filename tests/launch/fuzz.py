@@ -352,7 +352,7 @@ def fuzz(command: str, count: int, seed: int) -> Iterator[Outcome]:
 
 def _past_run(folder: Path) -> None:
     """What the commands that read runs may be asked about."""
-    from tests.launch import past_runs
+    from tests.launch import made_runs
 
-    past_runs.folder(folder)
-    past_runs.attempt(folder, "1-0", 0.0, "stop: crashed with status 1", {"rank": 0, "message": "no"})
+    made_runs.folder(folder)
+    made_runs.attempt(folder, "1-0", 0.0, "stop: crashed with status 1", {"rank": 0, "message": "no"})

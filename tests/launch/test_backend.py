@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch import backend, cuda_variables, run_folder
+from launch import backend, cuda_variables, run_setup
 from launch.backend import fsdp_bytes, megatron_bytes
 from launch.components import components
 from launch.model_files import Pending
@@ -175,12 +175,12 @@ def test_a_run_goes_on_with_what_it_began_with(load, tmp_path):
     recipe = load(model("llama"), "cluster.train.nodes=2")
     (tmp_path / "run").mkdir()
     config.write(begun, tmp_path / "run/recipe.yaml")
-    recipe, choice = backend.choose(recipe, before=run_folder.earlier(recipe))
+    recipe, choice = backend.choose(recipe, before=run_setup.earlier(recipe))
     assert (choice.backend, choice.reason) == ("megatron", "the run began with it")
-    run_folder.check(recipe)
-    other, _ = backend.choose(load(model("llama"), f"{KEY}.enabled=false"), before=run_folder.earlier(recipe))
+    run_setup.check(recipe)
+    other, _ = backend.choose(load(model("llama"), f"{KEY}.enabled=false"), before=run_setup.earlier(recipe))
     with pytest.raises(RecipeError, match=r"enabled is (True|False) there"):
-        run_folder.check(other)
+        run_setup.check(other)
 
 
 def test_what_is_written_for_the_ranks_is_the_choice(load, tmp_path):

@@ -5,9 +5,9 @@ import tarfile
 import pytest
 
 from launch import bundle
-from launch.past_run import PastRun
-from tests.launch import past_runs
-from tests.launch.past_runs import Texts
+from launch.run_folder import RunFolder
+from tests.launch import made_runs
+from tests.launch.made_runs import Texts
 from tests.problems import refused
 
 HF = "hf_" + "aB3dE6gH" * 4
@@ -21,11 +21,11 @@ DB_PASSWORD=short cloning https://me:pass@example.org/model
 @pytest.fixture
 def run(tmp_path):
     """A run that failed in its second attempt, with everything that a run leaves."""
-    folder = past_runs.folder(tmp_path / "run")
-    past_runs.attempt(folder, "1-0", 100.0, "requeue: crashed", log=LOG)
+    folder = made_runs.folder(tmp_path / "run")
+    made_runs.attempt(folder, "1-0", 100.0, "requeue: crashed", log=LOG)
     failure = {"rank": 1, "realm": "train", "message": f"RuntimeError: {HF}", "traceback": "MY_SECRET=abcdefgh12"}
-    past_runs.attempt(folder, "1-1", 200.0, "stop: crashed", failure)
-    past_runs.steps(folder, 1, 2, Texts("the prompt", *["a secret answer"] * 4))
+    made_runs.attempt(folder, "1-1", 200.0, "stop: crashed", failure)
+    made_runs.steps(folder, 1, 2, Texts("the prompt", *["a secret answer"] * 4))
     (folder / ".secret").write_text("f00d" * 16 + "\n")
     (folder / "checkpoints/step_000001").mkdir(parents=True)
     (folder / "checkpoints/step_000001/model.safetensors").write_bytes(b"weights")
@@ -56,7 +56,7 @@ def test_a_bundle_holds_logs_recipe_metrics_versions_and_failures(run, tmp_path,
 def test_a_bundle_holds_no_secret_and_no_data(run, tmp_path, monkeypatch):
     monkeypatch.setenv("SITE_TOKEN", "in-the-environment")
     (run / "attempts/1-0/rank00000.log").write_text(LOG + "in-the-environment\n" + "f00d" * 16)
-    text = "\n".join(dict(bundle.contents(PastRun.at(run))).values())
+    text = "\n".join(dict(bundle.contents(RunFolder.at(run))).values())
     for secret in (HF, "hunter2", "0123456789abcdef", "=short", "me:pass", "abcdefgh12", "in-the-environment", "f00d" * 16):
         assert secret not in text
     assert "HF_TOKEN=***" in text and "https://***@example.org/model" in text  # what was there can still be read
@@ -67,7 +67,7 @@ def test_a_bundle_holds_no_secret_and_no_data(run, tmp_path, monkeypatch):
 def test_a_long_log_loses_its_middle(run):
     lines = [f"line {i}" for i in range(300_000)]
     (run / "attempts/1-1/rank00000.log").write_text("\n".join(lines))
-    text = dict(bundle.contents(PastRun.at(run)))["attempts/1-1/rank00000.log"]
+    text = dict(bundle.contents(RunFolder.at(run)))["attempts/1-1/rank00000.log"]
     assert len(text) < bundle.LONGEST + 100
     assert text.startswith("line 0\nline 1\n") and text.endswith("line 299999")
     head, tail = text.split("\n[... ")

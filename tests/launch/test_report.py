@@ -15,9 +15,9 @@ from launch import report
 from launch.pages import rollouts
 from launch.pages.chart import Chart, Mark, Series, figure
 from launch.pages.recipes import differences
-from launch.past_run import PastRun
-from tests.launch import past_runs
-from tests.launch.past_runs import Texts
+from launch.run_folder import RunFolder
+from tests.launch import made_runs
+from tests.launch.made_runs import Texts
 
 HOSTILE = (
     '</script><script>document.title="taken"</script><img src=x onerror="document.title=\'taken\'">'
@@ -68,14 +68,14 @@ class Page(HTMLParser):
 @pytest.fixture
 def run(tmp_path) -> Path:
     """Seven steps in two attempts, of which the second went on from step 4."""
-    made = past_runs.folder(tmp_path / "one")
-    past_runs.attempt(made, "7-0", past_runs.ago(500), "requeue: crashed with status 9, after checkpoint 4; restart 1 of 3")
-    past_runs.steps(made, 1, 4, Texts("2+5=", "7", "<b>", HOSTILE), loss=0.5)
-    lines = [json.loads(line) | {"time": past_runs.ago(400)} for line in (made / "metrics.jsonl").read_text().splitlines()]
+    made = made_runs.folder(tmp_path / "one")
+    made_runs.attempt(made, "7-0", made_runs.ago(500), "requeue: crashed with status 9, after checkpoint 4; restart 1 of 3")
+    made_runs.steps(made, 1, 4, Texts("2+5=", "7", "<b>", HOSTILE), loss=0.5)
+    lines = [json.loads(line) | {"time": made_runs.ago(400)} for line in (made / "metrics.jsonl").read_text().splitlines()]
     (made / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    past_runs.attempt(made, "7-1", past_runs.ago(300), "done")
-    past_runs.steps(made, 5, 7, Texts("2+5=", "7", "<b>", HOSTILE), restored=4, loss=0.5)
-    past_runs.ended(made, 7)
+    made_runs.attempt(made, "7-1", made_runs.ago(300), "done")
+    made_runs.steps(made, 5, 7, Texts("2+5=", "7", "<b>", HOSTILE), restored=4, loss=0.5)
+    made_runs.ended(made, 7)
     return made
 
 
@@ -126,8 +126,8 @@ def test_the_page_tells_all_of_a_run(run, tmp_path, capsys):
 
 def test_what_a_model_says_is_text_and_nothing_is_loaded(run, tmp_path):
     model = "policy.model_name=<script>alert(1)</script>"
-    hostile = past_runs.folder(tmp_path / "<img src=x onerror=alert(1)>", "tiny_grpo", model)
-    past_runs.steps(hostile, 1, 2, Texts(HOSTILE, HOSTILE, "b", "c"))
+    hostile = made_runs.folder(tmp_path / "<img src=x onerror=alert(1)>", "tiny_grpo", model)
+    made_runs.steps(hostile, 1, 2, Texts(HOSTILE, HOSTILE, "b", "c"))
     with open(hostile / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 3, "time": 1.0, "train/</script><b>": 1.0}) + "\n")
     text = written(run, hostile, f"out={tmp_path / 'r.html'}")
@@ -161,8 +161,8 @@ def test_plotly_gets_no_markup():
 
 
 def test_several_runs_lie_over_each_other(run, tmp_path):
-    other = past_runs.folder(tmp_path / "two", "tiny_grpo", "grpo.seed=3")
-    past_runs.steps(other, 1, 3, Texts("2+5=", "7", "8", "9"), loss=0.25)
+    other = made_runs.folder(tmp_path / "two", "tiny_grpo", "grpo.seed=3")
+    made_runs.steps(other, 1, 3, Texts("2+5=", "7", "8", "9"), loss=0.25)
     page = Page(written(f"run={run}", f"run={other}", f"out={tmp_path / 'r.html'}"))
 
     assert page.data("runs-data") == [["one", "two"]]
@@ -171,13 +171,13 @@ def test_several_runs_lie_over_each_other(run, tmp_path):
     ]
     assert found == [(0, "one", 0.5), (1, "two", 0.25)]
     assert "seconds per step of two" in page.charts()
-    found = dict(differences([PastRun.at(run).recipe, PastRun.at(other).recipe]))
+    found = dict(differences([RunFolder.at(run).recipe, RunFolder.at(other).recipe]))
     assert found == {"grpo.seed": ["42", "3"]}
     assert "grpo.seed" in page.texts["code"]
 
 
 def test_an_async_run_tells_how_old_its_tokens_were(tmp_path):
-    run = past_runs.folder(tmp_path / "async")
+    run = made_runs.folder(tmp_path / "async")
     line = {"time": 1.0, "async/age_mean": 0.5, "async/age_max": 2.0, "async/groups_live": 8.0}
     ages = [{"async/tokens_age_0": 30.0, "async/tokens_age_1": 10.0}, {"async/tokens_age_0": 10.0, "async/tokens_age_10": 10.0}]
     text = "".join(json.dumps(line | {"step": step} | of) + "\n" for step, of in enumerate(ages, 1))
@@ -192,7 +192,7 @@ def test_an_async_run_tells_how_old_its_tokens_were(tmp_path):
 
 
 def test_several_turns_are_told_one_by_one_and_many_without_the_middle_ones(tmp_path):
-    run = past_runs.folder(tmp_path / "turns")
+    run = made_runs.folder(tmp_path / "turns")
     record = {"prompt": "p", "completion": "ab", "completion_tokens": [1, 2], "reward": 1.0, "finish": "stop"}
     turns = [{"said": f"say {i} {HOSTILE}", "told": f"told {i}" if i < 39 else ""} for i in range(40)]
     records = [record, record | {"turns": turns[:2]}, record | {"turns": turns, "failure": "it hung", "dataset": "tools"}]
@@ -212,7 +212,7 @@ def test_gpus_that_ranks_share_are_counted_once(shared, gpus, tmp_path):
     asked = ["cluster.train.nodes=2", "cluster.train.gpus_per_node=8", f"policy.generation.colocated.enabled={shared}"]
     asked += [] if shared else ["cluster.generate.gpus_per_node=8"]
     batch = ["policy.train_global_batch_size=16", "grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4"]
-    assert PastRun.at(past_runs.folder(tmp_path / "run", "tiny_grpo", *asked, *batch)).gpus == gpus
+    assert RunFolder.at(made_runs.folder(tmp_path / "run", "tiny_grpo", *asked, *batch)).gpus == gpus
 
 
 def test_labels_tell_folders_of_one_name_apart():
@@ -221,7 +221,7 @@ def test_labels_tell_folders_of_one_name_apart():
 
 
 def test_an_offline_run_has_no_empty_sections(tmp_path):
-    run = past_runs.folder(tmp_path / "sft", "tiny_sft")
+    run = made_runs.folder(tmp_path / "sft", "tiny_sft")
     lines = [{"step": step, "time": 1.0, "train/loss": 1 / step, "time/train": 0.1, "time/step": 0.1} for step in (1, 2, 3)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "ti')
     page = Page(written(run, f"out={tmp_path / 'r.html'}"))
@@ -230,7 +230,7 @@ def test_an_offline_run_has_no_empty_sections(tmp_path):
 
 
 def test_a_run_without_a_step_is_told(tmp_path, capsys):
-    run = past_runs.folder(tmp_path / "new")
+    run = made_runs.folder(tmp_path / "new")
     page = Page(written(run, f"out={tmp_path / 'r.html'}"))
     assert page.headings() == ["Overview", "Recipe"]
     assert "no step yet" in capsys.readouterr().out
@@ -282,7 +282,7 @@ def test_a_long_series_keeps_its_peaks_and_a_stack_its_means():
 def test_a_long_run_is_sampled_evenly_and_texts_are_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(rollouts, "FILES", 50)
     monkeypatch.setattr(rollouts, "PAGE_CHARACTERS", 100_000)
-    run = past_runs.folder(tmp_path / "long")
+    run = made_runs.folder(tmp_path / "long")
     record = {"prompt": "p" * 9_000, "completion": "c" * 9_000, "completion_tokens": [1, 2], "reward": 1.0, "finish": "stop"}
     (run / "rollouts").mkdir()
     for step in range(1, 2001):
@@ -344,8 +344,8 @@ def browse(path: Path) -> tuple[str, str]:
 @pytest.mark.long
 @pytest.mark.skipif(BROWSER is None, reason="NO BROWSER HERE (chromium): the page's JavaScript is not run")
 def test_the_scripts_draw_and_hostile_text_does_not_run(run, tmp_path):
-    other = past_runs.folder(tmp_path / "two")
-    past_runs.steps(other, 1, 3, Texts(HOSTILE, HOSTILE, "8", "9"), loss=0.25)
+    other = made_runs.folder(tmp_path / "two")
+    made_runs.steps(other, 1, 3, Texts(HOSTILE, HOSTILE, "8", "9"), loss=0.25)
     path = tmp_path / "r.html"
     text = written(run, other, f"out={path}")
 

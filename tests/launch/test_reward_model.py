@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import backend, run_folder
+from launch import backend, run_setup
 from launch.components import components
 from launch.executors.local import rank_environments
 from launch.executors.slurm import batch_script
@@ -170,5 +170,5 @@ def test_it_runs_the_train_backend_with_its_variables(load):
 
 def test_where_it_is_served_may_change_when_a_run_goes_on(load):
     for override in (*APART, "env.judge.cpu_offload=false"):
-        assert not run_folder.differences(load(), load(override))
-    assert "env.judge.model_name" in run_folder.differences(load(), load("env.judge.model_name=other"))
+        assert not run_setup.differences(load(), load(override))
+    assert "env.judge.model_name" in run_setup.differences(load(), load("env.judge.model_name=other"))

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from launch import run_folder, submit
+from launch import run_setup, submit
 from launch.executors import base
-from launch.run_folder import locked
+from launch.run_setup import locked
 from launch.sweeps.folder import Folder
 from pipeline import config, secrets
 from pipeline.config import RecipeError
@@ -54,13 +54,13 @@ def test_names_of_secrets():
 def test_a_recipe_with_a_secret_is_refused_without_saying_it(load, monkeypatch, override, key):
     monkeypatch.setenv("SOME_PASSWORD", "correct horse")
     with refused((key, "secret-in-recipe")) as error:
-        run_folder.check(load(override))
+        run_setup.check(load(override))
     told = str(error.value)
     assert HF not in told and "ghp_" not in told and "sk-proj" not in told and "correct horse" not in told
 
 
 def test_recipes_that_only_look_like_it(load):
-    run_folder.check(
+    run_setup.check(
         load(
             "policy.generation.max_new_tokens=12",
             "policy.generation.vllm_kwargs={eos_token: '</s>', hf_token: true}",
@@ -75,8 +75,8 @@ def test_nothing_of_a_submission_holds_a_secret(load, monkeypatch):
     recipe = load()
     run_dir = base.Path(recipe.run_dir)
     with locked(run_dir):
-        run_folder.prepare(recipe, run_dir, "#!/bin/bash\n")
-        run_folder.append_manifest(run_dir, "local", "1", ["submit.py", f"x={HF}"])
+        run_setup.prepare(recipe, run_dir, "#!/bin/bash\n")
+        run_setup.append_manifest(run_dir, "local", "1", ["submit.py", f"x={HF}"])
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert len(files) >= 5 and not any(HF in path.read_text() for path in files)
     assert json.loads((run_dir / "manifest.json").read_text())[0]["command"] == "submit.py x=***"

@@ -14,12 +14,12 @@ from launch.executors.base import ROOT, write_json
 from launch.executors.local import HetLocalExecutor, start_time
 from launch.executors.record import JobRecord, write_record
 from launch.executors.slurm import HetSlurmExecutor
-from launch.past_run import PastRun
+from launch.run_folder import RunFolder
 from pipeline.checkpoint import Checkpoints
 from pipeline.config import CheckpointingConfig, ClusterConfig, ComponentConfig
 from pipeline.metrics import read
-from tests.launch import past_runs, tasks
-from tests.launch.past_runs import Texts
+from tests.launch import made_runs, tasks
+from tests.launch.made_runs import Texts
 from tests.launch.waiting import reports, wait_until, wait_until_ended
 
 TEXTS = Texts("2+5=", "7", "8", "9")
@@ -35,14 +35,14 @@ class Alive:
 @pytest.fixture
 def run(tmp_path) -> Path:
     """Under way since ten minutes ago, at step 6 of 100, in its second attempt."""
-    made = past_runs.folder(tmp_path / "runs/one")
+    made = made_runs.folder(tmp_path / "runs/one")
     write_record(made, JobRecord.of("local", Alive()))
-    past_runs.attempt(made, "7-0", past_runs.ago(1000), "requeue: crashed with status 9, after checkpoint 2; restart 1 of 3")
-    past_runs.attempt(made, "7-1", past_runs.ago(600))
-    past_runs.steps(made, 1, 6, TEXTS)
+    made_runs.attempt(made, "7-0", made_runs.ago(1000), "requeue: crashed with status 9, after checkpoint 2; restart 1 of 3")
+    made_runs.attempt(made, "7-1", made_runs.ago(600))
+    made_runs.steps(made, 1, 6, TEXTS)
     lines = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
-        line["time"] = past_runs.ago(720 - 100 * line["step"])  # every 100 s, the first one before the second attempt
+        line["time"] = made_runs.ago(720 - 100 * line["step"])  # every 100 s, the first one before the second attempt
     (made / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 7, "ti')
     return made
 
@@ -71,7 +71,7 @@ def test_all_that_is_to_be_known_of_a_run(run, capsys):
     assert (kept["step"], kept["partial"], kept["count"]) == (4, ["step_000006"], 1)
     assert 5000 < kept["bytes"] < 6000
     assert [part["name"] for part in told["components"]] == ["train", "generate"]
-    assert told["ends_by"] == pytest.approx(past_runs.ago(600) + 240 * 60, abs=5)
+    assert told["ends_by"] == pytest.approx(made_runs.ago(600) + 240 * 60, abs=5)
     assert (told["starting"], told["failure"]) == (False, [])
 
     _, text = asked(capsys, run)
@@ -95,17 +95,17 @@ def test_of_a_run_that_its_data_end_nobody_knows_how_long_it_takes(run, capsys):
 
 
 def test_a_run_that_starts_says_so(run, capsys):
-    past_runs.attempt(run, "7-2", time.time())
+    made_runs.attempt(run, "7-2", time.time())
     _, text = asked(capsys, run)
     assert "running; the ranks are starting" in text
 
 
 def test_a_failed_run_shows_the_first_failure_and_exits_with_1(tmp_path, capsys):
-    run = past_runs.folder(tmp_path / "one")
+    run = made_runs.folder(tmp_path / "one")
     said = {"rank": 3, "realm": "generate", "host": "n2", "verb": "rollout", "phase": "decode", "message": "ValueError: no"}
-    past_runs.attempt(run, "1-0", past_runs.ago(90), "requeue: crashed with status 9, after checkpoint 2; restart 1 of 3", said)
+    made_runs.attempt(run, "1-0", made_runs.ago(90), "requeue: crashed with status 9, after checkpoint 2; restart 1 of 3", said)
     traceback = 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: no\n'
-    past_runs.attempt(run, "1-1", past_runs.ago(50), "stop: crashed with status 1", said | {"traceback": traceback})
+    made_runs.attempt(run, "1-1", made_runs.ago(50), "stop: crashed with status 1", said | {"traceback": traceback})
     answer, text = asked(capsys, run)
     assert answer == 1
     assert "state       failed; crashed with status 1\n" in text
@@ -116,34 +116,34 @@ def test_a_failed_run_shows_the_first_failure_and_exits_with_1(tmp_path, capsys)
 
 
 def test_a_run_that_failed_without_a_word_shows_the_end_of_a_log(tmp_path, capsys):
-    run = past_runs.folder(tmp_path / "one")
+    run = made_runs.folder(tmp_path / "one")
     log = "line 1\n" * 100 + "Traceback (most recent call last):\nMemoryError\n"
-    past_runs.attempt(run, "1-0", past_runs.ago(50), "stop: crashed with status 137", log=log)
+    made_runs.attempt(run, "1-0", made_runs.ago(50), "stop: crashed with status 137", log=log)
     answer, text = asked(capsys, run)
     assert answer == 1
     assert "the end of" in text and "  MemoryError\n" in text and text.count("line 1\n") == 18
 
 
 def test_a_run_that_somebody_stopped_or_that_is_done(tmp_path, capsys):
-    run = past_runs.folder(tmp_path / "one")
-    past_runs.attempt(run, "7-0", past_runs.ago(50))
+    run = made_runs.folder(tmp_path / "one")
+    made_runs.attempt(run, "7-0", made_runs.ago(50))
     (run / "submitit").mkdir()
     write_json(run / "submitit/1_end.json", {"state": "CANCELLED", "reason": "by SIGTERM"})
     answer, text = asked(capsys, run)
     assert (answer, "stopped; by SIGTERM" in text) == (1, True)
-    past_runs.ended(run, 100)
+    made_runs.ended(run, 100)
     answer, text = asked(capsys, run)
     assert (answer, "state       done\n" in text) == (0, True)
 
 
 def test_hundreds_of_runs_in_a_list_newest_first(run, tmp_path, capsys):
-    done = past_runs.folder(tmp_path / "runs/deep/two", "tiny_sft")
-    past_runs.ended(done, 350)
+    done = made_runs.folder(tmp_path / "runs/deep/two", "tiny_sft")
+    made_runs.ended(done, 350)
     for path in ("recipe.yaml", "job.json", "done.json"):
         os.utime(done / path, (1e9, 1e9))
-    spoiled = past_runs.folder(tmp_path / "runs/three")
+    spoiled = made_runs.folder(tmp_path / "runs/three")
     (spoiled / "metrics.jsonl").mkdir()
-    hidden = past_runs.folder(tmp_path / "runs/hidden")
+    hidden = made_runs.folder(tmp_path / "runs/hidden")
     (hidden / "job.json").unlink()
     (hidden / "job.json").mkdir()  # as unreadable as another user's, for whoever runs this test
     for path in ("recipe.yaml", "job.json"):
@@ -170,7 +170,7 @@ def test_hundreds_of_runs_in_a_list_newest_first(run, tmp_path, capsys):
 
 
 def test_what_is_named_and_failed_gives_1_in_a_list_too(run, tmp_path, capsys):
-    other = past_runs.folder(tmp_path / "runs/other")
+    other = made_runs.folder(tmp_path / "runs/other")
     assert asked(capsys, run, other)[0] == 1
     assert asked(capsys, tmp_path / "runs")[0] == 0
 
@@ -192,7 +192,7 @@ def test_of_a_long_run_only_the_end_is_read(run, capsys):
 
 
 def test_watching_ends_with_the_run(run, monkeypatch, capsys):
-    monkeypatch.setattr(status.time, "sleep", lambda _: past_runs.ended(run, 100))
+    monkeypatch.setattr(status.time, "sleep", lambda _: made_runs.ended(run, 100))
     answer, text = asked(capsys, run, "watch=5")
     assert answer == 0
     assert text.index("state       running\n") < text.index("state       done\n")
@@ -239,7 +239,7 @@ def test_a_job_that_cannot_be_asked_is_told_so(run, tmp_path, monkeypatch, capsy
 
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2\nexit 1\n")
     assert "Unable to contact slurm controller" in asked(capsys, run)[1]
-    past_runs.attempt(run, "17-2", time.time(), "stop: crashed with status 1", {"rank": 0, "message": "no"})
+    made_runs.attempt(run, "17-2", time.time(), "stop: crashed with status 1", {"rank": 0, "message": "no"})
     assert asked(capsys, run)[0] == 1
 
 
@@ -255,7 +255,7 @@ def test_it_needs_no_library_of_the_job(run):
 
 
 def test_a_local_run_is_running_then_stopped(tmp_path, capsys):
-    run = past_runs.folder(tmp_path / "one")
+    run = made_runs.folder(tmp_path / "one")
     components = {"train": ComponentConfig(nodes=1), "generate": ComponentConfig(nodes=1)}
     job = HetLocalExecutor(run, ClusterConfig(time_min=5), components).submit(tasks.report_and_wait, str(run))
     write_record(run, JobRecord.of("local", job))
@@ -271,13 +271,13 @@ def test_a_local_run_is_running_then_stopped(tmp_path, capsys):
 @pytest.mark.slurm
 def test_a_slurm_run_by_component(slurm_cluster, tmp_path, monkeypatch, capsys):
     slurm_cluster.enter(monkeypatch)
-    run = past_runs.folder(tmp_path / "one")
+    run = made_runs.folder(tmp_path / "one")
     components = {"train": ComponentConfig(nodes=2, cpus_per_task=1), "generate": ComponentConfig(nodes=1, cpus_per_task=1)}
     job = HetSlurmExecutor(run, "a", ClusterConfig(time_min=5), components).submit(tasks.report_and_wait, str(run))
     write_record(run, JobRecord.of("slurm", job))
     reports(run, 3)
 
-    of = run_state.state(PastRun.at(run))
+    of = run_state.state(RunFolder.at(run))
     assert (of.word, of.job) == ("running", f"Slurm job {job.job_id}")
     assert [(part.name, part.state) for part in of.parts] == [("train", "RUNNING"), ("generate", "RUNNING")]
     assert all(part.nodes.startswith("127.0.0.") for part in of.parts)
@@ -285,5 +285,5 @@ def test_a_slurm_run_by_component(slurm_cluster, tmp_path, monkeypatch, capsys):
     assert "generate  RUNNING  127.0.0." in asked(capsys, run)[1]
 
     job.cancel()
-    wait_until(lambda: run_state.state(PastRun.at(run)).word == "stopped", "the end of the job")
+    wait_until(lambda: run_state.state(RunFolder.at(run)).word == "stopped", "the end of the job")
     assert asked(capsys, run)[0] == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import prepare, run_folder, slurm_client, submit
+from launch import prepare, run_setup, slurm_client, submit
 from launch.executors.base import ROOT
 from launch.executors.record import read_record
 from pipeline import config
@@ -177,7 +177,7 @@ def test_a_run_from_submit_to_done(here, command):
 def test_a_run_that_its_data_ended_goes_on_with_more_epochs_alone(here, command):
     one_epoch = ("grpo.max_num_steps=1000000", "grpo.max_num_epochs=1")
     (here / "run").mkdir()
-    run_folder.prepare(config.decided(config.load("tiny", list(one_epoch)), "dtensor"), here / "run", "")
+    run_setup.prepare(config.decided(config.load("tiny", list(one_epoch)), "dtensor"), here / "run", "")
     (here / "run/done.json").write_text('{"step": 2}')
     for arguments in (("grpo.max_num_steps=4", "grpo.max_num_epochs=1"), one_epoch):
         status, out, _ = command("recipe=tiny", *arguments)

@@ -10,7 +10,7 @@ from launch import status
 from launch.executors.base import JobStatus
 from launch.follow import Follower, Metrics
 from launch.terminal import on_one_line, plain
-from tests.launch import past_runs
+from tests.launch import made_runs
 from tests.launch.test_follow import RAISED, Job, fail, write_logs
 
 TRICKS = {
@@ -41,13 +41,13 @@ def everything() -> str:
 
 @pytest.mark.parametrize("where", ["message", "traceback", "log", "verdict", "host"])
 def test_status_prints_nothing_that_a_terminal_obeys(tmp_path, capsys, where):
-    run = past_runs.folder(tmp_path / "runs/one")
+    run = made_runs.folder(tmp_path / "runs/one")
     said = {"rank": 0, "message": "no", "traceback": ""}
     if where in ("message", "traceback", "host"):
         said |= {where: everything()}
     verdict = f"stop: {everything() if where == 'verdict' else 'crashed'}".encode(errors="replace").decode()
     log = f"Traceback (most recent call last):\n{everything()}\n".encode(errors="replace").decode() if where == "log" else ""
-    past_runs.attempt(run, "1-0", past_runs.ago(50), verdict, None if where == "log" else said, log)
+    made_runs.attempt(run, "1-0", made_runs.ago(50), verdict, None if where == "log" else said, log)
     for asked in (run, tmp_path / "runs"):
         status.main([str(asked)])
         told = capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_status_prints_nothing_that_a_terminal_obeys(tmp_path, capsys, where):
 
 
 def test_status_prints_a_line_for_a_folder_whose_name_has_two(tmp_path, capsys):
-    past_runs.folder(tmp_path / "runs/one").rename(tmp_path / "runs/one\ndone  forged\x1b[2J")
+    made_runs.folder(tmp_path / "runs/one").rename(tmp_path / "runs/one\ndone  forged\x1b[2J")
     status.main([str(tmp_path / "runs")])
     assert len(capsys.readouterr().out.splitlines()) == 2
 

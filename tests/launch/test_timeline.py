@@ -12,11 +12,11 @@ from xml.etree import ElementTree
 import pytest
 
 from launch import report, timeline
-from launch.past_run import PastRun
+from launch.run_folder import RunFolder
 from launch.timelines import picture, reading, trace
 from launch.timelines.reading import recordings
 from pipeline.spans import CATEGORIES
-from tests.launch import past_runs, timelines
+from tests.launch import made_runs, timelines
 from tests.launch.timelines import BEGAN, record
 from tests.problems import refused
 
@@ -28,8 +28,8 @@ NEEDED |= {"s": {"name", "cat", "id", "pid", "tid", "ts"}, "f": {"name", "cat", 
 @pytest.fixture
 def run(tmp_path) -> Path:
     """Two train ranks and two engines of two ranks, three steps."""
-    made = past_runs.folder(tmp_path / "run")
-    timelines.cluster(past_runs.attempt(made, "1", BEGAN), train=2, generate=4, steps=3, engine_ranks=2, per_node=2)
+    made = made_runs.folder(tmp_path / "run")
+    timelines.cluster(made_runs.attempt(made, "1", BEGAN), train=2, generate=4, steps=3, engine_ranks=2, per_node=2)
     lines = [
         {"step": step, "time": BEGAN + 10 * step + 1, "idle/train": 0.1 * step, "idle/generate": 0.5} for step in (1, 2, 3)
     ]
@@ -109,8 +109,8 @@ def test_arrows_lead_from_rank_0_to_the_first_rank_of_each_engine(run):
 
 
 def test_the_clocks_of_other_nodes_are_corrected(tmp_path, capsys):
-    run = past_runs.folder(tmp_path / "run")
-    attempt = past_runs.attempt(run, "1", BEGAN)
+    run = made_runs.folder(tmp_path / "run")
+    attempt = made_runs.attempt(run, "1", BEGAN)
     record(attempt, 0, "train", [(0.0, 2.0, "step", ""), (2.0, 3.0, "send", "")], node="a")
     events = [(0.0, 2.0, "rollout", "decode"), (2.0, 3.0, "receive", "")]
     record(attempt, 1, "generate", events, engine=0, node="b", began=BEGAN + 7.5)
@@ -127,7 +127,7 @@ def test_the_clocks_of_other_nodes_are_corrected(tmp_path, capsys):
 
 
 def test_all_attempts_come_one_after_another_and_a_killed_one_is_whole(run):
-    second = past_runs.attempt(run, "2", BEGAN + 100)
+    second = made_runs.attempt(run, "2", BEGAN + 100)
     record(second, 0, "train", [(0.0, 1.0, "setup", "load"), (1.0, 2.0, "step", "")], began=BEGAN + 100)
     path = second / "timeline/rank00000.jsonl"
     path.write_text(path.read_text() + '{"ph":"X","na')  # the kill came while the line was written
@@ -156,14 +156,14 @@ def test_a_compressed_trace_is_the_same(run, tmp_path):
 
 def test_a_window_of_a_long_file_is_found_without_reading_all_of_it(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "BLOCK", 256)
-    attempt = past_runs.attempt(past_runs.folder(tmp_path / "run"), "1", BEGAN)
+    attempt = made_runs.attempt(made_runs.folder(tmp_path / "run"), "1", BEGAN)
     events: list = [(0.0, 0.5, "setup", "")]
     for i in range(1, 2000):
         events.append((i - 0.5, i + 0.5, ("idle", "step")[i % 2], "x" * (i % 17)))
         if i % 10 == 0:
             events.append((i + 0.2, i // 10))  # within the span before, whose line comes later
     record(attempt, 0, "train", events)
-    (rank,) = recordings(PastRun.at(tmp_path / "run").attempts)[0].ranks
+    (rank,) = recordings(RunFolder.at(tmp_path / "run").attempts)[0].ranks
     whole = list(rank.spans())
     for begin, end in ((0.0, 3.0), (700.25, 700.75), (1234.5, 1300.1), (1990.0, 5000.0)):
         found = list(rank.spans(BEGAN + begin, BEGAN + end))
@@ -175,13 +175,13 @@ def test_a_window_of_a_long_file_is_found_without_reading_all_of_it(tmp_path, mo
 def test_memory_does_not_grow_with_the_run(tmp_path):
     peaks = []
     for steps in (20, 200):
-        run = past_runs.folder(tmp_path / str(steps))
-        attempt = past_runs.attempt(run, "1", BEGAN)
+        run = made_runs.folder(tmp_path / str(steps))
+        attempt = made_runs.attempt(run, "1", BEGAN)
         row = [(0.1 * i, 0.1 * (i + 1), ("idle", "rollout")[i % 2], "decode") for i in range(10 * steps)]
         record(attempt, 1, "generate", row, engine=0)
-        recorded = recordings(PastRun.at(run).attempts)
+        recorded = recordings(RunFolder.at(run).attempts)
         tracemalloc.start()
-        trace.write(tmp_path / f"{steps}.json", PastRun.at(run), recorded)
+        trace.write(tmp_path / f"{steps}.json", RunFolder.at(run), recorded)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert (tmp_path / "200.json").stat().st_size > 8 * (tmp_path / "20.json").stat().st_size
@@ -204,10 +204,10 @@ def shares(svg: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(("train", "generate", "engine_ranks"), [(4, 4, 1), (256, 256, 4)])
 def test_the_picture_shows_what_the_ranks_did(tmp_path, train, generate, engine_ranks):
-    run = past_runs.folder(tmp_path / "run")
-    attempt = past_runs.attempt(run, "1", BEGAN)
+    run = made_runs.folder(tmp_path / "run")
+    attempt = made_runs.attempt(run, "1", BEGAN)
     timelines.cluster(attempt, train, generate, 2, engine_ranks)
-    step = recordings(PastRun.at(run).attempts)[0].step(2, 1600)
+    step = recordings(RunFolder.at(run).attempts)[0].step(2, 1600)
     svg = picture.alone(step, "a <title>")
     assert ElementTree.fromstring(svg).tag.endswith("svg")
     found = shares(svg)
@@ -240,18 +240,18 @@ def test_bad_command_lines(run, capsys, arguments, said):
 
 
 def test_a_run_without_a_timeline_is_told_why(tmp_path, capsys):
-    off = past_runs.folder(tmp_path / "off", "tiny_grpo", "logger.timeline_enabled=false")
-    past_runs.attempt(off, "1", BEGAN)
+    off = made_runs.folder(tmp_path / "off", "tiny_grpo", "logger.timeline_enabled=false")
+    made_runs.attempt(off, "1", BEGAN)
     assert timeline.main([str(off)]) == 2
     assert "logger.timeline_enabled is false" in capsys.readouterr().err
-    spoiled = past_runs.folder(tmp_path / "spoiled")
-    folder = past_runs.attempt(spoiled, "1", BEGAN) / "timeline"
+    spoiled = made_runs.folder(tmp_path / "spoiled")
+    folder = made_runs.attempt(spoiled, "1", BEGAN) / "timeline"
     folder.mkdir()
     (folder / "rank00000.jsonl").write_text('{"rank": 0}\n')  # of a version that wrote no trace events
-    assert recordings(PastRun.at(spoiled).attempts) == []
+    assert recordings(RunFolder.at(spoiled).attempts) == []
     (folder / "rank00000.jsonl").write_text('[{"ph": "M"},\n')
     with refused(("run", "bad-format")):
-        recordings(PastRun.at(spoiled).attempts)
+        recordings(RunFolder.at(spoiled).attempts)
 
 
 # ---- the report's page ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from launch import run_folder
+from launch import run_setup
 from pipeline import config
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept
@@ -251,9 +251,9 @@ class Submission(Writer):
         self._write("first")
 
     def _write(self, job_id):
-        with run_folder.locked(self.folder):
-            run_folder.prepare(self.recipe, self.folder, self.script)
-            run_folder.append_manifest(self.folder, "local", job_id, ["submit.py"])
+        with run_setup.locked(self.folder):
+            run_setup.prepare(self.recipe, self.folder, self.script)
+            run_setup.append_manifest(self.folder, "local", job_id, ["submit.py"])
 
     def write(self):
         self._write("second")

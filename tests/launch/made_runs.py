@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from launch.executors.record import JobRecord, write_record
-from launch.run_folder import append_manifest
+from launch.run_setup import append_manifest
 from pipeline import config
 from pipeline.config import LoggerConfig
 from pipeline.metrics import Metrics, rollout_metrics

@@ -8,11 +8,11 @@ import shlex
 
 import pytest
 
-from launch import run_folder
+from launch import run_setup
 from launch.components import components
 from launch.executors.base import ROOT
 from launch.executors.record import JobRecord, write_record
-from launch.run_folder import locked
+from launch.run_setup import locked
 from launch.sweeps.folder import Folder
 from pipeline import config
 from pipeline.config import RecipeError
@@ -62,7 +62,7 @@ def load(tmp_path):
 )
 def test_keys_that_may_change_when_a_run_goes_on(load, override):
     assert config.to_yaml(load()) != config.to_yaml(load(override))
-    assert not run_folder.differences(load(), load(override))
+    assert not run_setup.differences(load(), load(override))
 
 
 def test_all_of_it_may_be_moved(tmp_path):
@@ -73,8 +73,8 @@ def test_all_of_it_may_be_moved(tmp_path):
     path = write_recipe(tmp_path / "new", run_dir=str(tmp_path / "new/runs/a"))
     now = config.load(str(path))
     assert before.policy.model_name != now.policy.model_name
-    assert not run_folder.differences(before, now)
-    assert "policy.model_name" in run_folder.differences(before, config.load(str(path), [f"run_dir={tmp_path}/a"]))
+    assert not run_setup.differences(before, now)
+    assert "policy.model_name" in run_setup.differences(before, config.load(str(path), [f"run_dir={tmp_path}/a"]))
 
 
 def test_an_evaluation_completes_no_training(load, tmp_path):
@@ -83,36 +83,36 @@ def test_an_evaluation_completes_no_training(load, tmp_path):
     trained, evaluated = load(), load("grpo.max_num_steps=0", "data.validation={data_path: data.jsonl, env_name: math}")
 
     def ended(recipe, record):
-        run_folder.prepare(recipe, run_dir, "")
-        assert not run_folder.ended_well(run_dir)
+        run_setup.prepare(recipe, run_dir, "")
+        assert not run_setup.ended_well(run_dir)
         done.write_text(json.dumps(record))
-        assert run_folder.ended_well(run_dir)
-        return run_folder.done_step(run_dir)
+        assert run_setup.ended_well(run_dir)
+        return run_setup.done_step(run_dir)
 
     assert ended(evaluated, {"step": 0, "evaluation": True}) is None
     assert ended(trained, {"step": 3}) == 3
     assert ended(evaluated, {"step": 3, "evaluation": True}) == 3
     assert ended(evaluated, {"step": 3, "evaluation": True}) == 3
-    run_folder.prepare(trained, run_dir, "")
-    assert run_folder.done_step(run_dir) is None
+    run_setup.prepare(trained, run_dir, "")
+    assert run_setup.done_step(run_dir) is None
 
 
 def test_what_left_no_checkpoint_is_not_evaluated(load, tmp_path):
     evaluated = load("grpo.max_num_steps=0", "data.validation={data_path: data.jsonl, env_name: math}")
-    run_folder.check(evaluated)
+    run_setup.check(evaluated)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 0, "time": 1, "val/reward": 1}\n')
-    run_folder.check(evaluated)
+    run_setup.check(evaluated)
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "time": 1, "train/loss": 1}\n')
     with refused(("run_dir", "no-checkpoint")):
-        run_folder.check(evaluated)
+        run_setup.check(evaluated)
 
 
 @pytest.mark.parametrize("key", ["enabled=true", "freeze_moe_router=false", "moe_router_dtype=fp32", "optimizer.lr=1"])
 def test_keys_of_megatron_that_change_what_is_computed(load, key):
     name = f"policy.megatron_cfg.{key.partition('=')[0]}"
     assert any(
-        f"{name}.".startswith(f"{other}.") for other in run_folder.differences(load(), load(f"policy.megatron_cfg.{key}"))
+        f"{name}.".startswith(f"{other}.") for other in run_setup.differences(load(), load(f"policy.megatron_cfg.{key}"))
     )
 
 
@@ -135,14 +135,14 @@ def test_all_other_keys_are_named_in_the_schemas_order_with_what_keeps_them(load
     before = load("policy.tokenizer.chat_template=a b")
     ahead = ["grpo.async_grpo.enabled=true", "loss_fn.use_importance_sampling_correction=true"]
     now = load("grpo.seed=1", "policy.optimizer.kwargs.betas=[0.9,0.95]", "grpo.max_num_steps=99", *ahead)
-    found = run_folder.differences(before, now)
+    found = run_setup.differences(before, now)
     texts, betas = "policy.tokenizer.chat_template", "policy.optimizer.kwargs.betas"
     assert sorted(found) == sorted(["grpo.seed", texts, betas, *(key.removesuffix("=true") for key in ahead)])
     assert next(iter(found)) == "grpo.seed" and found["grpo.seed"] == (42, 1) and found[betas] == (None, [0.9, 0.95])
     (tmp_path / "run").mkdir()
     config.write(config.decided(before, "dtensor"), tmp_path / "run/recipe.yaml")
     with refused(("run_dir", "run-exists")) as error:
-        run_folder.check(config.decided(now, "dtensor"))
+        run_setup.check(config.decided(now, "dtensor"))
     (problem,) = error.value.problems
     lines = [line.strip() for line in str(problem).splitlines()]
     assert lines[1:3] == ["grpo.seed is 42 there and 1 here", "grpo.async_grpo.enabled is False there and True here"]
@@ -153,7 +153,7 @@ def test_all_other_keys_are_named_in_the_schemas_order_with_what_keeps_them(load
         ["grpo.seed=42", f"{texts}=a b", *(key.replace("true", "false") for key in ahead)]
     )
     again = load("grpo.seed=1", *ahead, *shlex.split(kept))
-    run_folder.check(config.decided(again, "dtensor"))
+    run_setup.check(config.decided(again, "dtensor"))
 
 
 def test_a_checkpoint_that_cannot_be_resumed_is_told_before_submission(load, tmp_path):
@@ -162,15 +162,15 @@ def test_a_checkpoint_that_cannot_be_resumed_is_told_before_submission(load, tmp
     folder.mkdir(parents=True)
     (folder / "complete.json").write_text(json.dumps({"step": 4, "metric": None, "state": {}, "files": {}}))
     warm_up = "policy.scheduler={name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_iters: 5}}"
-    run_folder.check(load(warm_up))  # 2 prompts, 2 answers each, 4 samples in an update
+    run_setup.check(load(warm_up))  # 2 prompts, 2 answers each, 4 samples in an update
     with refused(("run_dir", "earlier-version")):
-        run_folder.check(load(warm_up, "policy.train_global_batch_size=2"))
+        run_setup.check(load(warm_up, "policy.train_global_batch_size=2"))
 
 
 def test_a_folder_is_held_while_it_is_submitted_to(tmp_path):
-    with run_folder.locked(tmp_path), refused(("run_dir", "in-use")), run_folder.locked(tmp_path):  # a lock is its opener's
+    with run_setup.locked(tmp_path), refused(("run_dir", "in-use")), run_setup.locked(tmp_path):  # a lock is its opener's
         pass
-    with run_folder.locked(tmp_path):
+    with run_setup.locked(tmp_path):
         pass
 
 
@@ -180,7 +180,7 @@ def test_a_folder_is_held_while_it_is_submitted_to(tmp_path):
 def test_a_job_that_cannot_be_asked(tmp_path, monkeypatch, record):
     monkeypatch.setenv("PATH", str(tmp_path))
     write_record(tmp_path, record)
-    with refused(("run_dir", "unreachable")), run_folder.locked(tmp_path):
+    with refused(("run_dir", "unreachable")), run_setup.locked(tmp_path):
         pass
 
 
@@ -218,6 +218,6 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, hold, number
 
 def test_what_an_earlier_attempt_said_about_its_end_is_removed(tmp_path, load):
     (tmp_path / "done.json").write_text("{}")
-    run_folder.prepare(load(), tmp_path, "#!/bin/bash\n")
-    assert run_folder.done_step(tmp_path) is None
-    assert not run_folder.differences(config.read(tmp_path / "recipe.yaml"), load())
+    run_setup.prepare(load(), tmp_path, "#!/bin/bash\n")
+    assert run_setup.done_step(tmp_path) is None
+    assert not run_setup.differences(config.read(tmp_path / "recipe.yaml"), load())

@@ -1,0 +1,352 @@
+"""The folder of a run: its files, who may write into it, and the record of each submission.
+
+    recipe.yaml     resolved                        metrics.jsonl   a line per step
+    batch.sh        what was submitted              tensorboard/    the same as curves
+    manifest.json   who, when, from which versions  rollouts/       what was sampled
+    job.json        the job that writes here        checkpoints/
+    submitit/       pickles, the batch's own log    done.json       by rank 0 at the end of a complete run: step
+    .secret         who knows it may join the run   attempts/       a folder per start: see pipeline/attempt.py
+The right-hand column is written by the pipeline, the left-hand one here and by the executors.
+
+Ranks load code from it, so only its owner may write there. It is made for the owner's eyes alone (0700); one that was made
+before keeps who may read it, and loses who else may write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import getpass
+import json
+import os
+import platform
+import re
+import secrets
+import shlex
+import socket
+import stat
+import subprocess
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from launch import folder_lock, slurm_client
+from launch.executors.allocation import batch_job
+from launch.executors.base import ROOT, RunJob, write_json
+from launch.executors.record import read_record
+from pipeline import config, metrics
+from pipeline import secrets as kept_secrets
+from pipeline.checkpoint import Checkpoints, version_problem
+from pipeline.config import Problem, Recipe, RecipeError, places
+from pipeline.files import REMEDY, user_name, write_durably
+
+TRAINED = "trained.json"
+"""Holds the done.json of a complete run while the run is evaluated alone, which writes a done.json of its own."""
+GIT_S = 20.0
+"""How long git may take on a slow file system: a manifest without a commit is better than no submission."""
+# Keys that may change when a run is continued. They say where it runs, how long, how its work is divided and what is written
+# beside it; none of them changes a step that is computed, but for the rounding of sums that are divided otherwise.
+# run_dir is here because the same folder has many spellings.
+MAY_DIFFER = (
+    "run_dir",
+    "plan.*",
+    "needs",
+    "module_folders",
+    "cluster.*",
+    "logger.*",
+    "checkpointing.*",
+    "*.max_num_steps",
+    "*.max_num_epochs",
+    "*.val_*",
+    "*.max_val_samples",
+    "env.*.served_by",
+    "env.*.cpu_offload",
+    "policy.generation.colocated.*",
+    "policy.generation.environment_process",
+    "policy.dtensor_cfg.tensor_parallel_size",
+    "policy.dtensor_cfg.activation_checkpointing",
+    "policy.dtensor_cfg.recompute_granularity",
+    "policy.dtensor_cfg.cpu_offload",
+    "policy.dtensor_cfg.reference_cpu_offload",
+    "policy.dtensor_cfg.use_liger_kernel",
+    "policy.dtensor_cfg.flash_attention",
+    "policy.dtensor_cfg.compile",
+    "policy.megatron_cfg.*_parallel_size",
+    "policy.megatron_cfg.sequence_parallel",
+    "policy.megatron_cfg.num_layers_in_*_pipeline_stage",
+    "policy.megatron_cfg.activation_checkpointing",
+    "policy.megatron_cfg.recompute_*",
+    "policy.megatron_cfg.checkpoint.*",
+    "policy.megatron_cfg.force_reconvert_from_hf",
+)
+
+
+def earlier(recipe: Recipe) -> Recipe | None:
+    """Return the recipe that this run was last submitted with. Raises RecipeError if its folder cannot be written or read."""
+    run_dir = Path(recipe.run_dir).absolute()
+    _check_writable(run_dir)
+    if not (path := run_dir / "recipe.yaml").exists():
+        return None
+    try:
+        before = config.read(path)
+    except (RecipeError, ValueError) as error:
+        message = f"{run_dir} holds a recipe that this version cannot read ({error}); take another folder"
+        raise _refused("unreadable", message) from None
+    backend = config.asked_backend(before.policy)  # older versions wrote one of the two keys only
+    return config.decided(before, backend) if backend else before
+
+
+def check(recipe: Recipe) -> None:
+    """Raise RecipeError if the recipe holds a secret, or may not be written into its run_dir.
+
+    That is another recipe's, cannot be written, or holds a checkpoint of an earlier version that cannot be resumed.
+    """
+    config.refuse(kept_secrets.problems(dataclasses.asdict(recipe)))
+    run_dir = Path(recipe.run_dir).absolute()
+    if (before := earlier(recipe)) is not None and (different := differences(before, recipe)):
+        raise _refused("run-exists", f"{run_dir} holds another recipe:\n      {_ways_on(before, recipe, different)}")
+    complete = Checkpoints(run_dir, "", recipe.checkpointing).all()
+    if complete and (problem := version_problem(complete[-1], recipe)):
+        raise RecipeError(problem)
+    if not complete and config.evaluates_alone(recipe) and _has_learned(run_dir):
+        raise _refused(
+            "no-checkpoint",
+            f"{run_dir} has steps in metrics.jsonl, and no checkpoint to evaluate; expected a run with checkpoints, or a new"
+            " folder. Try run_dir=runs/evaluation policy.model_name=MODEL",
+        )
+
+
+def _refused(code: str, message: str) -> RecipeError:
+    return RecipeError(Problem("run_dir", code, message))
+
+
+def _ways_on(before: Recipe, now: Recipe, different: dict[str, tuple[Any, Any]]) -> str:
+    """Return the keys that differ, a line each, and what to give to go on with the run as it began."""
+    given, asked = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
+    lines = [
+        f"{key} is {old if key in given else 'absent'} there and {new if key in asked else 'absent'} here"
+        for key, (old, new) in different.items()
+    ]
+    kept = [shlex.quote(config.argument(key, old)) for key, (old, _) in different.items() if key in given]
+    more = [key for key in different if key not in given]
+    lines.append("Take another folder (run_dir=...), or go on as it began:")
+    lines += [" ".join(kept)] if kept else []
+    lines += [f"leave out {', '.join(more)}"] if more else []
+    return "\n      ".join(lines)
+
+
+def _has_learned(run_dir: Path) -> bool:
+    return any(line["step"] > 0 for line in metrics.read(run_dir / "metrics.jsonl"))
+
+
+def _check_writable(run_dir: Path) -> None:
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists() or path.is_symlink())
+    if not existing.is_dir():
+        raise _refused("not-a-folder", f"{run_dir} cannot be a folder: {existing} is not one; give another run_dir=...")
+    if not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
+        why = f"{run_dir} cannot be written: {getpass.getuser()} may not write in {existing}; give another run_dir=..."
+        raise _refused("permission-denied", why)
+
+
+def differences(before: Recipe, now: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Return key -> (value before, value now) of the keys that must not differ and do, in the order of the schema.
+
+    Paths that lead to the same place from the run folder do not differ: all of it may have been moved.
+    """
+    old, new = flat(dataclasses.asdict(before)), flat(dataclasses.asdict(now))
+    moved, here = _from_run_folder(before, old), _from_run_folder(now, new)
+    return {
+        key: (old.get(key), new.get(key))
+        for key in (*new, *(key for key in old if key not in new))
+        if moved.get(key) != here.get(key)
+        and old.get(key) != new.get(key)
+        and not any(fnmatch.fnmatchcase(key, pattern) for pattern in MAY_DIFFER)
+    }
+
+
+def _from_run_folder(recipe: Recipe, flat: dict[str, Any]) -> dict[str, Any]:
+    """Return the same with paths relative to the run folder."""
+    folder = Path(recipe.run_dir).absolute()
+
+    def relative(value: Any) -> Any:
+        if isinstance(value, list):
+            return [relative(item) for item in value]
+        return os.path.relpath(value, folder) if isinstance(value, str) and os.path.isabs(value) else value
+
+    return {key: relative(value) if places.is_path(key) else value for key, value in flat.items()}
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return dotted key -> value of nested mappings. An empty mapping is a value."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        found |= flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+def live_job(run_dir: Path) -> RunJob | None:
+    """Return the job that still writes into this folder. Raises RecipeError if it cannot be asked for."""
+    record = read_record(run_dir)
+    if record is None or (record.executor, record.job_id) == ("slurm", batch_job()):  # then of an earlier start of this job
+        return None
+    if record.executor == "slurm" and (why := slurm_client.unreachable()):
+        raise _refused(
+            "unreachable",
+            f"{run_dir} was last written by Slurm job {record.job_id}, and whether that has ended cannot be asked: {why}. Try"
+            f" again where a controller answers, or, if the job has ended, delete {run_dir}/job.json",
+        )
+    job = record.attach(run_dir)
+    status = job.status(now=True)
+    return None if status.ended else job
+
+
+def refuse_live(run_dir: Path) -> None:
+    """Raise RecipeError if a job still writes into this folder."""
+    if job := live_job(run_dir):
+        follow = f"follow it with `python launch/submit.py follow={run_dir}`, cancel it, or take another folder"
+        raise _refused("in-use", f"{job.name()} is still writing into {run_dir}; {follow}")
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Create the folder if need be and hold it while a job is submitted; what is written meanwhile only we may change.
+
+    Raises RecipeError if a job or a submission has it, if it is another user's, or if its disk takes nothing.
+    """
+    with contextlib.suppress(OSError):  # told below
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+    before = os.umask(0o022)
+    os.umask(before | 0o022)
+    try:
+        try:
+            _make_private(run_dir)
+        except OSError as error:
+            raise RecipeError(folder_lock.unwritable(run_dir, "run_dir", error)) from None
+        with folder_lock.held(run_dir, "run_dir"):
+            refuse_live(run_dir)
+            _make_secret(run_dir / ".secret")
+            yield
+    except OSError as error:
+        if error.errno not in REMEDY:
+            raise
+        raise _refused(
+            "unwritable",
+            f"{error.filename or run_dir} cannot be written: {error.strerror}; {REMEDY[error.errno]}. No job was left behind;"
+            " the same command tries again",
+        ) from error
+    finally:
+        os.umask(before)
+
+
+def _make_private(run_dir: Path) -> None:
+    """Create the folder and submitit/ in it, in which only we may write.
+
+    Raises RecipeError if either or a link to it is another user's, or if something in the folder is: whoever could write there
+    before may have left a link, or a folder in which he still can. What is root's is taken for ours, but not the folder itself.
+    """
+    for folder in (run_dir, run_dir / "submitit"):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status, link = folder.stat(), folder.lstat()
+        if status.st_uid != os.geteuid() or not _trusted(link):
+            owner = user_name(link.st_uid if _trusted(status) else status.st_uid)
+            raise _refused("permission-denied", f"{folder} belongs to {owner}, not to you; give another run_dir=...")
+        mode = stat.S_IMODE(status.st_mode)
+        if mode & 0o022:
+            folder.chmod(mode & ~0o022)
+            print(f"# {folder}: others could write there ({mode:04o}); that is taken back, since ranks load code from it")
+    for path in run_dir.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a job that still writes here renames its files
+            if not _trusted(status := path.lstat()):
+                owner = f"belongs to {user_name(status.st_uid)}, not to you, and the run would use it"
+                raise _refused("permission-denied", f"{path} {owner}; delete it, or give another run_dir=...")
+
+
+def _trusted(status: os.stat_result) -> bool:
+    return status.st_uid in (os.geteuid(), 0)
+
+
+def _make_secret(path: Path) -> None:
+    """Write 32 random bytes in hex, by which the run's ranks know each other.
+
+    A secret that only we could read is kept: an attempt derives its own key from it, and a node that has read it lately may not
+    see a new one at once.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        status = path.lstat()
+        own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        if own and re.fullmatch(r"[0-9a-f]{64}\n", path.read_text()):
+            return
+    write_durably(path, secrets.token_hex(32) + "\n", mode=0o600)
+
+
+def done_step(run_dir: Path) -> int | None:
+    """Return the step at which training was complete, if it is; an evaluation alone completes none."""
+    for path in (run_dir / TRAINED, run_dir / "done.json"):
+        if path.exists() and not (record := json.loads(path.read_text())).get("evaluation"):
+            return record["step"]
+    return None
+
+
+def ended_well(run_dir: Path) -> bool:
+    """Return whether the last submission, of training or of an evaluation alone, has reached its end."""
+    return (run_dir / "done.json").exists()
+
+
+def prepare(recipe: Recipe, run_dir: Path, script: str) -> None:
+    """Write what will run, and remove what says that it has ended. Call it under `locked`, before a submission."""
+    write_durably(run_dir / "recipe.yaml", config.to_yaml(recipe))
+    write_durably(run_dir / "batch.sh", script)
+    if config.evaluates_alone(recipe) and done_step(run_dir) is not None:
+        if not (run_dir / TRAINED).exists():
+            (run_dir / "done.json").replace(run_dir / TRAINED)
+    else:
+        (run_dir / TRAINED).unlink(missing_ok=True)
+    (run_dir / "done.json").unlink(missing_ok=True)
+
+
+def append_manifest(run_dir: Path, executor: str, job_id: str, command: list[str]) -> None:
+    """Add an entry for a submission, so that a result can be traced to what made it."""
+    path = run_dir / "manifest.json"
+    entries = json.loads(path.read_text()) if path.exists() else []
+    entry = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "user": getpass.getuser(),
+        "host": socket.gethostname(),
+        "command": kept_secrets.redacted(shlex.join(command)),
+        "cwd": os.getcwd(),
+        "executor": executor,
+        "job_id": job_id,
+        "git": _git(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("hetstep", "torch", "vllm", "transformers", "submitit")},
+    }
+    write_json(path, [*entries, entry])
+
+
+def _git() -> dict[str, Any] | None:
+    """Return the commit of the code and whether it was changed since; None outside a Git checkout, or if Git takes too long."""
+
+    def git(*args: str) -> str | None:
+        try:
+            answer = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, timeout=GIT_S)
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            return None
+        return answer.stdout.strip() if answer.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    return None if commit is None else {"commit": commit, "dirty": bool(git("status", "--porcelain"))}
+
+
+def _version(package: str) -> str | None:
+    """Return the version installed here; None if the package is only in the containers. vllm may be its CPU build."""
+    for name in (package, f"{package}-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
