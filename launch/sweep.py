@@ -26,13 +26,13 @@ if __name__ == "__main__":
 from launch import command_line
 from launch.command_line import Key
 from launch.pages.document import add_plotly
-from launch.sweeps import baseline, lanes, suite, verdict
-from launch.sweeps.folder import LOCK_S, Folder, Plan
+from launch.sweeps import baseline, submission, suite, verdict
+from launch.sweeps.folder import LOCK_S, SweepFolder, SweepPlan
+from launch.sweeps.html_report import page
 from launch.sweeps.jobs import jobs_of
-from launch.sweeps.page import page
 from launch.sweeps.queue import Queue
-from launch.sweeps.texts import junit, markdown
-from launch.sweeps.verdict import Outcome, Result
+from launch.sweeps.text_reports import junit, markdown
+from launch.sweeps.verdict import Outcome, SweepResult
 from launch.terminal import on_one_line, plain
 from pipeline.config import Problem
 from pipeline.files import write_durably
@@ -105,7 +105,7 @@ def begin(request: Request) -> int:
     """Raises RecipeError."""
     asked = suite.load(request.sweep, request.overrides)
     name = request.id or date.today().isoformat()
-    folder = Folder(Path(asked.suite.folder) / asked.suite.name / name)
+    folder = SweepFolder(Path(asked.suite.folder) / asked.suite.name / name)
     if folder.begun:
         folder.refuse_other(asked.suite, asked.overrides)
     if baseline.read(asked.baseline) is None and not request.update_baseline:
@@ -115,7 +115,7 @@ def begin(request: Request) -> int:
     jobs, executor = ([], folder.plan.executor) if folder.begun else jobs_of(asked, folder.path)
     with folder.locked():
         if not folder.begun:
-            plan = Plan(name, executor, str(Path.cwd()), str(asked.baseline), asked.overrides, jobs)
+            plan = SweepPlan(name, executor, str(Path.cwd()), str(asked.baseline), asked.overrides, jobs)
             folder.begin(asked.suite, plan)
         if request.update_baseline:
             folder.want_baseline(True)
@@ -124,14 +124,14 @@ def begin(request: Request) -> int:
             return 0 if over["passed"] else 1
         print(f"{folder.title}: {len(folder.plan.jobs)} jobs, in {folder.path}", flush=True)
         if executor == "local":
-            lanes.run_here(folder)
+            submission.run_here(folder)
             return report(folder)
         if not _submit(folder):
             return report(folder)
     return follow(folder) if request.wait else 0
 
 
-def show(asked: suite.Asked, folder: Folder) -> int:
+def show(asked: suite.LoadedSuite, folder: SweepFolder) -> int:
     jobs, executor = jobs_of(asked, folder.path)
     print(f"{folder.title}: {len(jobs)} jobs on {executor}, at most {asked.suite.max_concurrent} at once, in {folder.path}")
     for job in jobs:
@@ -140,26 +140,28 @@ def show(asked: suite.Asked, folder: Folder) -> int:
     return 0
 
 
-def _submit(folder: Folder, own: str | None = None) -> bool:
+def _submit(folder: SweepFolder, own: str | None = None) -> bool:
     """Submit under Slurm what is missing, and the check behind it. Return whether there is anything to wait for.
 
     own: the id of the job that this is, if it is the check. While another check waits, what failed is left to that.
     """
     queue = Queue("slurm")
-    standings = folder.standings(queue)
+    job_states = folder.job_states(queue)
     checker = folder.check_job(queue, but=own)
-    live = [each for each in standings if each.state == "live"]
-    todo = lanes.due(standings, folder.suite.retries)
+    live = [each for each in job_states if each.state == "live"]
+    todo = submission.due(job_states, folder.suite.retries)
     if checker:
         todo = [each for each in todo if each.state == "missing"]
     if not live and not todo:
         return checker is not None
-    lanes.submit_all(folder, todo, live)
+    submission.submit_all(folder, todo, live)
     if checker and not todo:
         print(f"{len(live)} jobs are under way, and Slurm job {checker} judges them")
         return True
-    waits_for = [each.record.job_id for each in folder.standings(Queue("slurm")) if each.state == "live"]
-    print(f"the check: Slurm job {lanes.submit_check(folder, waits_for)}, when {len(waits_for)} jobs have ended", flush=True)
+    waits_for = [each.record.job_id for each in folder.job_states(Queue("slurm")) if each.state == "live"]
+    print(
+        f"the check: Slurm job {submission.submit_check(folder, waits_for)}, when {len(waits_for)} jobs have ended", flush=True
+    )
     return True
 
 
@@ -168,7 +170,7 @@ def _submit(folder: Folder, own: str | None = None) -> bool:
 
 def check(path: Path, update_baseline: bool, own: str | None) -> int:
     """Judge, unless something has to be tried again first. own: the Slurm job that this is. Raises RecipeError."""
-    folder = Folder(path)
+    folder = SweepFolder(path)
     executor = folder.plan.executor
     os.chdir(folder.plan.cwd)
     with folder.locked(LOCK_S):
@@ -179,7 +181,7 @@ def check(path: Path, update_baseline: bool, own: str | None) -> int:
         return report(folder)
 
 
-def report(folder: Folder) -> int:
+def report(folder: SweepFolder) -> int:
     """Judge, and write the reports into the folder. Return 0 if the sweep passed, else 1."""
     result = verdict.conclude(folder)
     write_durably(folder.path / "junit.xml", junit(result))
@@ -192,7 +194,7 @@ def report(folder: Folder) -> int:
     return 0 if result.passed else 1
 
 
-def tell(result: Result) -> None:
+def tell(result: SweepResult) -> None:
     for each in result.verdicts:
         if each.outcome is not Outcome.PASSED or "RETRIED" in each.said:
             print(on_one_line(f"{each.outcome.value}: {each.run}, {each.gate}: {each.said}"))
@@ -201,18 +203,18 @@ def tell(result: Result) -> None:
     print(f"{result.summary}\n{result.folder}/report.html", flush=True)
 
 
-def _verdict(folder: Folder) -> dict | None:
+def _verdict(folder: SweepFolder) -> dict | None:
     path = folder.path / "verdict.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def follow(folder: Folder) -> int:
+def follow(folder: SweepFolder) -> int:
     """Wait until the sweep has been judged, by whichever check, and return its exit status."""
     said: dict[str, str] = {}
     while not (over := _verdict(folder)):
         queue = Queue("slurm")
-        standings = folder.standings(queue)
-        lanes.tell(standings, said)
+        job_states = folder.job_states(queue)
+        submission.tell(job_states, said)
         if not folder.check_job(queue) and not _verdict(folder):
             time.sleep(POLL_S)  # it may have submitted the next, or just have written
             if not folder.check_job(Queue("slurm")) and not _verdict(folder):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from launch.sweeps.expressions import Curve
-from launch.sweeps.measured import mean_and_spread
+from launch.sweeps.measurements import mean_and_spread
 from pipeline.config import layers, refuse, typed
 from pipeline.files import write_durably
 from pipeline.values import Bool, Float, Int, Text
@@ -30,7 +30,7 @@ class Provenance:
 
 
 @dataclass
-class Stored:
+class StoredGate:
     """A gate's values. The expression is kept because a value of another expression is nothing to compare with."""
 
     value: Text = typed.MISSING
@@ -51,7 +51,7 @@ class StoredCurve:
 class StoredRun:
     hardware: Text | None = None  # null: the runs did not say
     overrides: list[Text] = field(default_factory=list)  # that the recipe ran with, for who wonders what changed
-    gates: dict[str, Stored] = field(default_factory=dict)
+    gates: dict[str, StoredGate] = field(default_factory=dict)
     curves: dict[str, StoredCurve] = field(default_factory=dict)
 
 

@@ -36,7 +36,7 @@ LOCK_S = 600.0
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """One run of one seed; or a recipe that such runs need, which is run once for all."""
 
     name: str
@@ -49,7 +49,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """sweep.json: what was decided when the sweep was begun."""
 
     id: str
@@ -57,7 +57,7 @@ class Plan:
     cwd: str  # where recipes' relative paths begin
     baseline: str
     overrides: list[str]  # of the command line, for every recipe
-    jobs: list[Job]
+    jobs: list[SweepJob]
     update_baseline: bool = False
 
 
@@ -72,17 +72,17 @@ class Submission:
 
 
 @dataclass(frozen=True)
-class Standing:
+class JobState:
     """The state of a job."""
 
-    job: Job
+    job: SweepJob
     state: str  # missing: never submitted; live; done; failed
     record: JobRecord | None = None  # of the latest submission
     status: JobStatus | None = None  # of that
     tries: int = 0
 
 
-class Folder:
+class SweepFolder:
     def __init__(self, path: Path):
         self.path = path.absolute()
 
@@ -97,19 +97,19 @@ class Folder:
         return (self.path / "sweep.json").exists()
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> SweepPlan:
         """Raises RecipeError where there is none."""
         if not self.begun:
             why = f"{self.path} is not the folder of a sweep: it has no sweep.json"
             raise RecipeError(Problem("check", "not-a-run", why))
         said = json.loads((self.path / "sweep.json").read_text())
-        return Plan(**{**said, "jobs": [Job(**job) for job in said["jobs"]]})
+        return SweepPlan(**{**said, "jobs": [SweepJob(**job) for job in said["jobs"]]})
 
     @property
     def suite(self) -> Suite:
         return suites.read(self.path / "suite.yaml")
 
-    def begin(self, suite: Suite, plan: Plan) -> None:
+    def begin(self, suite: Suite, plan: SweepPlan) -> None:
         """Write the suite and, last, sweep.json: with it the folder is complete."""
         write_durably(self.path / "suite.yaml", suites.to_yaml(suite))
         write_json(self.path / "sweep.json", asdict(plan))
@@ -155,29 +155,29 @@ class Folder:
 
     # ---- states -------------------------------------------------------------------------------------------------------------
 
-    def standings(self, queue: Queue) -> list[Standing]:
+    def job_states(self, queue: Queue) -> list[JobState]:
         """Raises RecipeError where it cannot be told from here."""
         return [self._standing(job, queue) for job in self.plan.jobs]
 
-    def _standing(self, job: Job, queue: Queue) -> Standing:
+    def _standing(self, job: SweepJob, queue: Queue) -> JobState:
         run_dir = Path(job.run_dir)
         ids = [each.job_id for each in self.submissions(job.name)]
         record = read_record(run_dir)
         if record is not None and job.run is not None and record.job_id not in ids:
             ids.append(record.job_id)  # killed before it could note the submission; nobody else writes into this folder
         if run_setup.ended_well(run_dir) if job.run is not None else run_setup.done_step(run_dir) is not None:
-            return Standing(job, "done", record, None, len(ids))
+            return JobState(job, "done", record, None, len(ids))
         status = queue.of(record, run_dir) if record else None
         if status and not status.ended:
-            return Standing(job, "live", record, status, max(1, len(ids)))
+            return JobState(job, "live", record, status, max(1, len(ids)))
         if orphan := queue.writing_into(run_dir):  # its submitter was killed before it could say so
             write_record(run_dir, orphan)
-            return Standing(job, "live", orphan, queue.of(orphan, run_dir), len(ids) + 1)
+            return JobState(job, "live", orphan, queue.of(orphan, run_dir), len(ids) + 1)
         if status and status.succeeded and _seen_late(run_dir / "done.json"):
-            return Standing(job, "done", record, status, len(ids))
+            return JobState(job, "done", record, status, len(ids))
         if record is None or record.job_id not in ids:  # or one that had failed before this sweep began
-            return Standing(job, "missing")
-        return Standing(job, "failed", record, status, len(ids))
+            return JobState(job, "missing")
+        return JobState(job, "failed", record, status, len(ids))
 
     def check_job(self, queue: Queue, but: str | None = None) -> str | None:
         """Return the id of the live Slurm job that will judge, another one than `but`."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from launch.sweeps import expressions
-from launch.sweeps.baseline import Baseline, Stored, StoredRun
+from launch.sweeps.baseline import Baseline, StoredGate, StoredRun
 from launch.sweeps.expressions import Curve, NoValue
-from launch.sweeps.measured import Measured, mean_and_spread, spread
+from launch.sweeps.measurements import RunMeasurements, mean_and_spread, spread
 from launch.sweeps.suite import GateConfig, Suite, gates_of, kind, seeds_of
 
 UPDATE = "update_baseline=true writes it"
@@ -62,11 +62,11 @@ class Verdict:
     limits: Limits = Limits()
 
 
-class Failed(ValueError):
+class GateFailed(ValueError):
     """The gate fails for this reason, without a comparison."""
 
 
-class NotJudged(ValueError):
+class GateSkipped(ValueError):
     """The gate cannot be judged, for this reason."""
 
 
@@ -75,18 +75,18 @@ class Sweep:
     """Everything that gates are judged from."""
 
     suite: Suite
-    runs: Mapping[str, Mapping[int, Measured]]  # run -> seed -> what it measured; only those that came to their end
+    runs: Mapping[str, Mapping[int, RunMeasurements]]  # run -> seed -> what it measured; only those that came to their end
     baseline: Baseline | None
 
-    def seeds(self, run: str) -> dict[int, Measured]:
-        """Return what each seed measured. Raises NotJudged if one did not complete."""
+    def seeds(self, run: str) -> dict[int, RunMeasurements]:
+        """Return what each seed measured. Raises GateSkipped if one did not complete."""
         asked, there = sorted(seeds_of(self.suite, run)), self.runs.get(run, {})
         if lost := [seed for seed in asked if seed not in there]:
-            raise NotJudged(f"{run} did not come to its end with seed {', '.join(map(str, lost))}")
+            raise GateSkipped(f"{run} did not come to its end with seed {', '.join(map(str, lost))}")
         return {seed: there[seed] for seed in asked}
 
-    def cases(self, run: str) -> list[Case]:
-        return [Case(self, run, name, gate) for name, gate in gates_of(self.suite, run).items()]
+    def cases(self, run: str) -> list[GateCase]:
+        return [GateCase(self, run, name, gate) for name, gate in gates_of(self.suite, run).items()]
 
 
 def judge(sweep: Sweep) -> list[Verdict]:
@@ -95,7 +95,7 @@ def judge(sweep: Sweep) -> list[Verdict]:
 
 
 @dataclass(frozen=True)
-class Case:
+class GateCase:
     """One gate of one run."""
 
     sweep: Sweep
@@ -119,9 +119,9 @@ class Case:
                 return self._verdict(Outcome.PASSED, self._same())
             values = self.values()
             limits, wanted = {"bounds": self._bounds, "band": self._band, "speed": self._speed}[kind(self.gate)]()
-        except NotJudged as reason:
+        except GateSkipped as reason:
             return self._verdict(Outcome.NOT_JUDGED, str(reason), values, limits)
-        except (NoValue, Failed) as reason:
+        except (NoValue, GateFailed) as reason:
             return self._verdict(Outcome.FAILED, str(reason), values, limits)
         judged = values if self.over == "each" else {None: REDUCTIONS[self.over](values.values())}
         bad = {seed: value for seed, value in judged.items() if not limits.let_pass(value)}
@@ -141,7 +141,7 @@ class Case:
     # ---- the values -------------------------------------------------------------------------------------------------------
 
     def values(self) -> dict[int, float]:
-        """Return each seed's value, relative to another run's if the gate wants that. Raises NoValue, NotJudged."""
+        """Return each seed's value, relative to another run's if the gate wants that. Raises NoValue, GateSkipped."""
         values = self._of(self.run)
         if self.relative_to is None:
             return values
@@ -173,7 +173,7 @@ class Case:
         return limits, f"wanted: {limits} (baseline {middle:.4g}, band {half:.3g}{self._beyond(middle, half)})"
 
     def band(self) -> tuple[float, float]:
-        """Return (the baseline's middle, half the band's width). Raises Failed."""
+        """Return (the baseline's middle, half the band's width). Raises GateFailed."""
         values = self._stored()[1].seeds.values()
         return self._middle(values), self.gate.band.spreads * max(spread(values), self.gate.band.floor)
 
@@ -188,10 +188,10 @@ class Case:
         if self.relative_to is None:
             now = hardware(self.sweep.seeds(self.run).values())
             if now != of_run.hardware:
-                raise NotJudged(f"other hardware than the baseline's: {now}, and then {of_run.hardware or 'nobody knows'}")
+                raise GateSkipped(f"other hardware than the baseline's: {now}, and then {of_run.hardware or 'nobody knows'}")
         middle = self._middle(stored.seeds.values())
         if middle <= 0:
-            raise Failed(f"the baseline is {middle:g}, of which there is no ratio")
+            raise GateFailed(f"the baseline is {middle:g}, of which there is no ratio")
         ratios = Limits(self.gate.speed.at_least, self.gate.speed.at_most)
         limits = Limits(*(None if ratio is None else ratio * middle for ratio in (ratios.low, ratios.high)))
         times = self._middle(self.values().values()) / middle
@@ -215,47 +215,47 @@ class Case:
 
     # ---- the baseline -----------------------------------------------------------------------------------------------------
 
-    def _stored(self) -> tuple[StoredRun, Stored]:
-        """Return the baseline's run and gate. Raises Failed if this gate cannot be judged by them."""
+    def _stored(self) -> tuple[StoredRun, StoredGate]:
+        """Return the baseline's run and gate. Raises GateFailed if this gate cannot be judged by them."""
         if self.sweep.baseline is None:
-            raise Failed(f"there is no baseline yet; {UPDATE}")
+            raise GateFailed(f"there is no baseline yet; {UPDATE}")
         of_run = self.sweep.baseline.of(self.run)
         stored = of_run.gates.get(self.name)
         if stored is None or not stored.seeds:
-            raise Failed(f"the baseline does not have this gate; {UPDATE}")
+            raise GateFailed(f"the baseline does not have this gate; {UPDATE}")
         if stored.value != self.gate.value:
-            raise Failed(f"the baseline is of {stored.value}, and the gate of {self.gate.value}; {UPDATE}")
+            raise GateFailed(f"the baseline is of {stored.value}, and the gate of {self.gate.value}; {UPDATE}")
         if stored.relative_to != self.relative_to:
             before, now = (f"relative to {run}" if run else "absolute" for run in (stored.relative_to, self.relative_to))
-            raise Failed(f"the baseline is {before}, and the gate {now}; {UPDATE}")
+            raise GateFailed(f"the baseline is {before}, and the gate {now}; {UPDATE}")
         return of_run, stored
 
     def _middle(self, values: Iterable[float]) -> float:
         """Return the seeds' values as one. Where `each` is judged, it is their mean."""
         return REDUCTIONS["mean" if self.over == "each" else self.over](values)
 
-    def to_store(self) -> Stored:
-        """Return what a baseline keeps. Raises NoValue, NotJudged."""
-        return Stored(self.gate.value, self.relative_to, {str(seed): value for seed, value in self.values().items()})
+    def to_store(self) -> StoredGate:
+        """Return what a baseline keeps. Raises NoValue, GateSkipped."""
+        return StoredGate(self.gate.value, self.relative_to, {str(seed): value for seed, value in self.values().items()})
 
     # ---- to the last bit --------------------------------------------------------------------------------------------------
 
     def _same(self) -> str:
-        """Raises Failed at the first metric that differs."""
+        """Raises GateFailed at the first metric that differs."""
         other, compared = self.gate.same_as.run, 0
         others = self.sweep.seeds(other)
         for seed, measured in self.sweep.seeds(self.run).items():
             patterns = self.gate.same_as.metrics
             mine, theirs = measured.reproducible(patterns), others[seed].reproducible(patterns)
             if not mine:
-                raise Failed(f"seed {seed} has no metric like {' or '.join(patterns)}")
+                raise GateFailed(f"seed {seed} has no metric like {' or '.join(patterns)}")
             if alone := sorted(mine.keys() ^ theirs.keys()):
-                raise Failed(f"seed {seed}: {alone[0]} is in one of {self.run} and {other} only")
+                raise GateFailed(f"seed {seed}: {alone[0]} is in one of {self.run} and {other} only")
             texts = {name: (_texts(mine[name]), _texts(theirs[name])) for name in mine}
             if different := [(step, name) for name, (one, two) in texts.items() for step, _ in one.items() ^ two.items()]:
                 step, name = min(different)
                 one, two = (values.get(step, "not there") for values in texts[name])
-                raise Failed(f"seed {seed}: {name} is {one} at step {step}, and {two} in {other}")
+                raise GateFailed(f"seed {seed}: {name} is {one} at step {step}, and {two} in {other}")
             compared += sum(len(curve.steps) for curve in mine.values())
         return f"{compared} values are the same as in {other}, to the last bit"
 
@@ -264,11 +264,11 @@ def _texts(curve: Curve) -> dict[int, str]:
     return dict(zip(curve.steps, map(repr, curve.values), strict=True))
 
 
-def hardware(seeds: Iterable[Measured]) -> str:
-    """Return the kind that all seeds ran on. Raises NotJudged where they do not say, or ran on different kinds."""
+def hardware(seeds: Iterable[RunMeasurements]) -> str:
+    """Return the kind that all seeds ran on. Raises GateSkipped where they do not say, or ran on different kinds."""
     kinds = {each.hardware for each in seeds}
     if None in kinds:
-        raise NotJudged("not every run says which hardware it ran on, and a speed is of one kind")
+        raise GateSkipped("not every run says which hardware it ran on, and a speed is of one kind")
     if len(kinds) > 1:
-        raise NotJudged(f"the seeds ran on different hardware: {' | '.join(sorted(kinds))}")
+        raise GateSkipped(f"the seeds ran on different hardware: {' | '.join(sorted(kinds))}")
     return kinds.pop()

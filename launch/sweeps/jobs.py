@@ -9,13 +9,13 @@ from pathlib import Path
 
 from launch import recipes
 from launch.prepare import Prepared, folder_name, prepare
-from launch.sweeps.folder import Job
-from launch.sweeps.suite import Asked, Suite, as_arguments, seeds_of
+from launch.sweeps.folder import SweepJob
+from launch.sweeps.suite import LoadedSuite, Suite, as_arguments, seeds_of
 from pipeline import config
 from pipeline.config import Problem, RecipeError, refuse
 
 
-def jobs_of(asked: Asked, folder: Path) -> tuple[list[Job], str]:
+def jobs_of(asked: LoadedSuite, folder: Path) -> tuple[list[SweepJob], str]:
     """Return (jobs, those that others need first; slurm or local). Raises RecipeError with all that is wrong with any."""
     suite, problems, found, executors = asked.suite, [], {}, {}
     for run, seed in _in_turn(suite):
@@ -54,7 +54,7 @@ def _prepared(suite: Suite, more: list[str], run: str, seed: int, folder: Path) 
     return given, prepare(recipe, given)
 
 
-def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, seed: int) -> list[Job]:
+def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, seed: int) -> list[SweepJob]:
     """Return the jobs that a run needs, with the run folders that launch/prepare.py gives them, then its own."""
     *needed, main = (each.recipe for each in prepared)
     executor = f"cluster.executor={prepared[-1].executor.name}"  # said, because the check inside a job would choose otherwise
@@ -66,7 +66,7 @@ def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, see
         return [need for need in map(config.name_of, recipe.needs) if need in names]
 
     first = [
-        Job(
+        SweepJob(
             name,
             asked[name],
             [f"run_dir={each.run_dir}", *handed_on[name], executor],
@@ -75,4 +75,4 @@ def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, see
         )
         for name, each in zip(names, needed, strict=True)
     ]
-    return [*first, Job(f"{run}-{seed}", recipe, [*given, executor], main.run_dir, run, seed, needs(main))]
+    return [*first, SweepJob(f"{run}-{seed}", recipe, [*given, executor], main.run_dir, run, seed, needs(main))]

@@ -65,7 +65,7 @@ class GateConfig:
     """One check: bounds (at_least, at_most, equals), a band, a speed, or same_as."""
 
     value: Text | None = None  # an expression, launch/sweeps/expressions.py
-    over: Literal["each", "mean", "median", "min", "max"] | None = None  # of the seeds' values; null: see `Case.over`
+    over: Literal["each", "mean", "median", "min", "max"] | None = None  # of the seeds' values; null: see `GateCase.over`
     at_least: Float | None = None
     at_most: Float | None = None
     equals: Float | None = None  # exactly
@@ -130,7 +130,7 @@ def kind(gate: GateConfig) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadedSuite:
     """A suite as the command line wants it."""
 
     suite: Suite
@@ -143,7 +143,7 @@ def find(name: str) -> Path:
     return layers.named(name, SUITES, "sweep")
 
 
-def load(name: str, arguments: Iterable[str] = ()) -> Asked:
+def load(name: str, arguments: Iterable[str] = ()) -> LoadedSuite:
     """Raises RecipeError with all that is wrong with it; of the recipes' own keys nothing is known here."""
     path = find(name)
     tree = layers.merged(layers.Branch({"name": layers.Leaf(path.stem)}), layers.chain(path))
@@ -158,7 +158,7 @@ def load(name: str, arguments: Iterable[str] = ()) -> Asked:
     wrong += faults
     wrong += independent(problems(suite or _built(tree)[0]), [problem.key for problem in wrong])
     refuse([*found, *wrong])
-    return Asked(suite, (path.parent / (suite.baseline or f"baselines/{suite.name}.yaml")).absolute(), overrides)
+    return LoadedSuite(suite, (path.parent / (suite.baseline or f"baselines/{suite.name}.yaml")).absolute(), overrides)
 
 
 def read(path: Path) -> Suite:

@@ -17,11 +17,11 @@ from launch.executors.base import write_json
 from launch.sweeps import baseline as baselines
 from launch.sweeps import expressions
 from launch.sweeps.baseline import Baseline, Provenance, StoredRun
-from launch.sweeps.folder import Folder, Job, Standing
-from launch.sweeps.gates import Case, NotJudged, Outcome, Sweep, Verdict, hardware, judge
-from launch.sweeps.lanes import why_failed
-from launch.sweeps.measured import Measured, measured
+from launch.sweeps.folder import JobState, SweepFolder, SweepJob
+from launch.sweeps.gates import GateCase, GateSkipped, Outcome, Sweep, Verdict, hardware, judge
+from launch.sweeps.measurements import RunMeasurements, measure
 from launch.sweeps.queue import Queue
+from launch.sweeps.submission import why_failed
 from launch.sweeps.suite import kind
 
 COMPLETES = "completes"
@@ -30,10 +30,10 @@ NOT_TEXT = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
-class Ran:
+class JobResult:
     """One job, as reports show it."""
 
-    job: Job
+    job: SweepJob
     state: str
     tries: int
     why: list[list[str]]  # of each try that failed: why, in lines
@@ -52,13 +52,13 @@ class Ran:
 
 
 @dataclass(frozen=True)
-class Result:
+class SweepResult:
     """The verdicts of a whole sweep, and all that its reports show."""
 
     title: str
     folder: Path
     sweep: Sweep
-    ran: list[Ran]
+    ran: list[JobResult]
     verdicts: list[Verdict]  # the runs' ends first, then every gate in the suite's order
     commits: list[str]  # of the code that ran
     judged: str  # when, ISO 8601
@@ -80,15 +80,15 @@ class Result:
         return f"{self.title}: {'passed' if self.passed else 'FAILED'}: {told}"
 
 
-def conclude(folder: Folder) -> Result:
+def conclude(folder: SweepFolder) -> SweepResult:
     """Judge what the runs left. Raises RecipeError for a baseline that cannot be read."""
     plan, suite = folder.plan, folder.suite
-    standings = folder.standings(Queue(plan.executor))
-    runs: dict[str, dict[int, Measured]] = {run: {} for run in suite.runs}
-    for each in standings:
+    job_states = folder.job_states(Queue(plan.executor))
+    runs: dict[str, dict[int, RunMeasurements]] = {run: {} for run in suite.runs}
+    for each in job_states:
         if each.state == "done" and each.job.run is not None:
-            runs[each.job.run][each.job.seed] = measured(Path(each.job.run_dir))
-    ran = [_ran(folder, each) for each in standings]
+            runs[each.job.run][each.job.seed] = measure(Path(each.job.run_dir))
+    ran = [_ran(folder, each) for each in job_states]
     sweep = Sweep(suite, runs, baselines.read(Path(plan.baseline)))
     commits, notes, refused = _commits(plan.jobs), [], []
     if plan.update_baseline:
@@ -103,40 +103,40 @@ def conclude(folder: Folder) -> Result:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     verdicts = [*map(_completes, ran), *judge(sweep)]
     verdicts += [Verdict("baseline", "update_baseline", Outcome.FAILED, f"not written: {why}") for why in refused]
-    return Result(folder.title, folder.path, sweep, ran, verdicts, commits, now, notes)
+    return SweepResult(folder.title, folder.path, sweep, ran, verdicts, commits, now, notes)
 
 
-def _ran(folder: Folder, standing: Standing) -> Ran:
-    job, run_dir = standing.job, Path(standing.job.run_dir)
+def _ran(folder: SweepFolder, job_state: JobState) -> JobResult:
+    job, run_dir = job_state.job, Path(job_state.job.run_dir)
     why = [each.after for each in folder.submissions(job.name) if each.after]
-    if standing.state in ("failed", "missing"):
-        why.append(why_failed(standing))
+    if job_state.state in ("failed", "missing"):
+        why.append(why_failed(job_state))
     why = [[NOT_TEXT.sub("?", line) for line in lines] for lines in why]
-    seconds = measured(run_dir).seconds if job.run is not None else 0.0
-    return Ran(job, standing.state, standing.tries, why, all_attempts(run_dir), seconds)
+    seconds = measure(run_dir).seconds if job.run is not None else 0.0
+    return JobResult(job, job_state.state, job_state.tries, why, all_attempts(run_dir), seconds)
 
 
-def _completes(ran: Ran) -> Verdict:
+def _completes(ran: JobResult) -> Verdict:
     outcome, said = Outcome.FAILED, ""
     if ran.state == "done":
         outcome = Outcome.PASSED
-        said = f"RETRIED: done at try {ran.tries}; before: {telling(ran.why[0])}" if ran.why else "done"
+        said = f"RETRIED: done at try {ran.tries}; before: {main_line(ran.why[0])}" if ran.why else "done"
     elif ran.state == "live":
         said = "has not ended yet"
     else:
-        said = (f"failed {len(ran.why)} times, first: " if len(ran.why) > 1 else "") + telling(ran.why[0])
+        said = (f"failed {len(ran.why)} times, first: " if len(ran.why) > 1 else "") + main_line(ran.why[0])
     restarts = f"; its ranks were restarted {ran.restarts} times" if ran.restarts else ""
     return Verdict(ran.job.run or ran.job.name, ran.gate, outcome, said + restarts)
 
 
-def telling(why: list[str]) -> str:
+def main_line(why: list[str]) -> str:
     """Return the line of a failure that says most: the rank's own words, else the end of the log, else the first."""
     said = [line for line in why if line.startswith("rank ")]
     log = [line.strip() for line in why if line.startswith("  ") and line.strip()]
     return (said or log[-1:] or why)[0]
 
 
-def _commits(jobs: list[Job]) -> list[str]:
+def _commits(jobs: list[SweepJob]) -> list[str]:
     """Return the commits of the runs' latest submissions, as `1a2b3c4` or `1a2b3c4, changed`."""
     found = set()
     for job in jobs:
@@ -146,7 +146,7 @@ def _commits(jobs: list[Job]) -> list[str]:
     return sorted(found)
 
 
-def _changed(sweep: Sweep, jobs: list[Job]) -> list[str]:
+def _changed(sweep: Sweep, jobs: list[SweepJob]) -> list[str]:
     """Return a note for each run whose overrides are not the baseline's: the first thing to look at where a gate fails."""
     notes = []
     for run in sweep.suite.runs if sweep.baseline else ():
@@ -157,7 +157,7 @@ def _changed(sweep: Sweep, jobs: list[Job]) -> list[str]:
     return notes
 
 
-def _overrides(jobs: list[Job], run: str) -> list[str]:
+def _overrides(jobs: list[SweepJob], run: str) -> list[str]:
     """Return the overrides of one of its jobs, without the seed, the folder and where it runs."""
     job = next(job for job in jobs if job.run == run)
     own = ("run_dir=", "cluster.")
@@ -165,7 +165,7 @@ def _overrides(jobs: list[Job], run: str) -> list[str]:
     return list({each.partition("=")[0]: each for each in kept}.values())
 
 
-def baseline_of(result: Result) -> str:
+def baseline_of(result: SweepResult) -> str:
     """Return which baseline the sweep was judged by."""
     if result.sweep.baseline is None:
         return "there is no baseline"
@@ -176,7 +176,7 @@ def baseline_of(result: Result) -> str:
 # ---- a new baseline -------------------------------------------------------------------------------------------------------
 
 
-def _renewed(folder: Folder, sweep: Sweep, ran: list[Ran], commits: list[str]) -> tuple[Baseline, list[str]]:
+def _renewed(folder: SweepFolder, sweep: Sweep, ran: list[JobResult], commits: list[str]) -> tuple[Baseline, list[str]]:
     """Return (what this sweep measured, why it must not become the baseline: a run failed, or a gate that needs none)."""
     cases = [case for run in sweep.suite.runs for case in sweep.cases(run)]
     independent = [case.verdict() for case in cases if kind(case.gate) in ("bounds", "same_as")]
@@ -190,7 +190,7 @@ def _renewed(folder: Folder, sweep: Sweep, ran: list[Ran], commits: list[str]) -
             for case in own:
                 try:
                     stored.gates[case.name] = case.to_store()
-                except (NotJudged, expressions.NoValue) as error:
+                except (GateSkipped, expressions.NoValue) as error:
                     problems.append(f"{run}, {case.name}: {error}")
             for metric in metrics_of(own):
                 seeds = [each.curves[metric] for each in sweep.runs[run].values() if metric in each.curves]
@@ -201,14 +201,14 @@ def _renewed(folder: Folder, sweep: Sweep, ran: list[Ran], commits: list[str]) -
     return Baseline(provenance, runs), problems
 
 
-def _hardware(seeds: Mapping[int, Measured]) -> str | None:
+def _hardware(seeds: Mapping[int, RunMeasurements]) -> str | None:
     try:
         return hardware(seeds.values())
-    except NotJudged:
+    except GateSkipped:
         return None
 
 
-def metrics_of(cases: list[Case]) -> list[str]:
+def metrics_of(cases: list[GateCase]) -> list[str]:
     """Return the metrics in their expressions, each once."""
     parsed = (expressions.parse(case.gate.value) for case in cases if case.gate.value is not None)
     return list(dict.fromkeys(metric for expression in parsed for metric in expressions.metrics(expression)))
@@ -217,7 +217,7 @@ def metrics_of(cases: list[Case]) -> list[str]:
 # ---- for the next process --------------------------------------------------------------------------------------------------
 
 
-def write(result: Result) -> None:
+def write(result: SweepResult) -> None:
     """Write verdict.json, which tells other processes that the sweep is over."""
     verdicts = [{**asdict(each), "outcome": each.outcome.value} for each in result.verdicts]
     value = {"passed": result.passed, "summary": result.summary, "judged": result.judged, "commits": result.commits}

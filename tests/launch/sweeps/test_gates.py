@@ -2,10 +2,10 @@
 
 import pytest
 
-from launch.sweeps.baseline import Baseline, Provenance, Stored, StoredRun, read, stored_curve, write
+from launch.sweeps.baseline import Baseline, Provenance, StoredGate, StoredRun, read, stored_curve, write
 from launch.sweeps.expressions import Curve, NoValue
-from launch.sweeps.gates import Case, NotJudged, Outcome, Sweep, judge
-from launch.sweeps.measured import Measured, described
+from launch.sweeps.gates import GateCase, GateSkipped, Outcome, Sweep, judge
+from launch.sweeps.measurements import RunMeasurements, described
 from launch.sweeps.suite import BandConfig, GateConfig, RunConfig, SameConfig, SpeedConfig, Suite
 from tests.problems import refused
 
@@ -15,7 +15,7 @@ PASSED, FAILED, NOT_JUDGED = Outcome.PASSED, Outcome.FAILED, Outcome.NOT_JUDGED
 def run(hardware="1 x abacus", **metrics):
     """One value per step and metric; `__` stands for `/`."""
     curves = {name.replace("__", "/"): Curve(range(1, len(values) + 1), values) for name, values in metrics.items()}
-    return Measured(curves, hardware)
+    return RunMeasurements(curves, hardware)
 
 
 def sweep(gate, runs, stored=None, hardware="1 x abacus", **suite):
@@ -37,7 +37,7 @@ def losses(*values):
 
 
 def stored(*values, value="last(loss)", relative_to=None):
-    return Stored(value, relative_to, {str(seed): number for seed, number in enumerate(values, 1)})
+    return StoredGate(value, relative_to, {str(seed): number for seed, number in enumerate(values, 1)})
 
 
 # ---- bounds ---------------------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_a_metric_that_is_not_there_fails_the_gate_by_name(wanted, measured, sai
     ("before", "said"),
     [
         (None, "there is no baseline yet; update_baseline=true writes it"),
-        (Stored("last(loss)"), "the baseline does not have this gate"),
+        (StoredGate("last(loss)"), "the baseline does not have this gate"),
         (stored(1.0, value="mean(loss)"), "the baseline is of mean(loss), and the gate of last(loss)"),
         (stored(1.0, relative_to="b"), "the baseline is relative to b, and the gate absolute"),
     ],
@@ -290,11 +290,11 @@ def test_a_stored_curve_is_thinned_and_keeps_both_ends():
 def test_what_a_gate_stores_is_what_it_judges():
     gate = speed(at_most=1.25, relative_to="b")
     found = sweep(gate, {**losses(3.0, 6.0), "b": losses(1.0, 4.0)["a"]})
-    assert Case(found, "a", "g", gate).to_store() == Stored("last(loss)", "b", {"1": 3.0, "2": 1.5})
+    assert GateCase(found, "a", "g", gate).to_store() == StoredGate("last(loss)", "b", {"1": 3.0, "2": 1.5})
     with pytest.raises(NoValue):
-        Case(found, "a", "g", GateConfig("last(x)", band=BandConfig())).to_store()
-    with pytest.raises(NotJudged):
-        Case(sweep(gate, {**losses(3.0), "b": []}), "a", "g", gate).to_store()
+        GateCase(found, "a", "g", GateConfig("last(x)", band=BandConfig())).to_store()
+    with pytest.raises(GateSkipped):
+        GateCase(sweep(gate, {**losses(3.0), "b": []}), "a", "g", gate).to_store()
 
 
 def test_hardware_is_told_by_kind_and_count():

@@ -11,10 +11,10 @@ import pytest
 
 from launch.executors.record import JobRecord, write_record
 from launch.sweeps import baseline, suite, verdict
-from launch.sweeps.folder import Folder, Plan
+from launch.sweeps.folder import SweepFolder, SweepPlan
+from launch.sweeps.html_report import page
 from launch.sweeps.jobs import jobs_of
-from launch.sweeps.page import page
-from launch.sweeps.texts import junit, markdown
+from launch.sweeps.text_reports import junit, markdown
 from tests.launch.sweeps.suites import write_suite
 
 SLOW = {"b": {"time/step": 0.15}}
@@ -24,10 +24,10 @@ def finished(folder: Path, values: dict, lr: float = 0.5, **changes):
     """A sweep whose runs have all ended, as if they had run. values: run -> what its metrics are in place of the usual."""
     path = write_suite(folder, **changes)
     asked = suite.load(str(path), [f"runs.a.overrides.policy.optimizer.kwargs.lr={lr}"])
-    place = Folder(folder / f"sweeps/some/{len(list(folder.glob('sweeps/some/*')))}")
+    place = SweepFolder(folder / f"sweeps/some/{len(list(folder.glob('sweeps/some/*')))}")
     jobs, executor = jobs_of(asked, place.path)
     with place.locked():
-        place.begin(asked.suite, Plan(place.path.name, executor, str(folder), str(asked.baseline), [], jobs))
+        place.begin(asked.suite, SweepPlan(place.path.name, executor, str(folder), str(asked.baseline), [], jobs))
     for job in jobs:
         run_dir = Path(job.run_dir)
         attempt = run_dir / "attempts/local-4000000-1-0"

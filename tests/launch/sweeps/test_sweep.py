@@ -10,7 +10,7 @@ import pytest
 
 from launch import submit
 from launch import sweep as command
-from launch.sweeps.folder import Folder
+from launch.sweeps.folder import SweepFolder
 from tests.launch.model import write_recipe
 from tests.launch.sweeps import tasks
 from tests.launch.sweeps.suites import environment, known, launch, outcomes, submitted, sweep, write_suite
@@ -25,7 +25,7 @@ def here(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(submit.task, "rank_main", tasks.learn)
-    monkeypatch.setattr("launch.sweeps.lanes.POLL_S", 0.1)
+    monkeypatch.setattr("launch.sweeps.submission.POLL_S", 0.1)
     monkeypatch.chdir(os.getcwd())
 
     def run(*arguments: str, fails: str = "") -> tuple[int, str]:
@@ -108,7 +108,7 @@ def test_a_sweep_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path):
 
 def test_two_at_the_same_time_are_refused(tmp_path, here):
     command = [f"sweep={write_suite(tmp_path, **ONE_SEED)}", "id=x"]
-    with Folder(tmp_path / "sweeps/some/x").locked():
+    with SweepFolder(tmp_path / "sweeps/some/x").locked():
         status, output = here(*command)
     assert status == 2 and "[in-use]" in output
     assert not (tmp_path / "sweeps/some/x/sweep.json").exists()

@@ -17,8 +17,8 @@ from launch.sweeps import suite as suites
 from launch.sweeps.baseline import StoredCurve
 from launch.sweeps.expressions import Curve, Statistic
 from launch.sweeps.gates import Outcome, Verdict
-from launch.sweeps.measured import by_step
-from launch.sweeps.verdict import Ran, Result, baseline_of, metrics_of, telling
+from launch.sweeps.measurements import by_step
+from launch.sweeps.verdict import JobResult, SweepResult, baseline_of, main_line, metrics_of
 
 RUNS = ("this sweep", "baseline")
 NOW, BEFORE = 0, 1  # places in RUNS
@@ -26,7 +26,7 @@ CLASSES = {Outcome.PASSED: "good", Outcome.FAILED: "bad", Outcome.NOT_JUDGED: "w
 SECONDS = re.compile(r"time/")
 
 
-def page(result: Result) -> str:
+def page(result: SweepResult) -> str:
     """Return the whole document."""
     verdict = tag("span", "passed" if result.passed else "failed", class_="good" if result.passed else "bad")
     commits = " and ".join(result.commits) or "unknown"
@@ -35,7 +35,7 @@ def page(result: Result) -> str:
     return document(result.title, sections, RUNS, intro)
 
 
-def _failed(result: Result) -> Iterator[Section]:
+def _failed(result: SweepResult) -> Iterator[Section]:
     if not result.failed:
         return
     rows = [[each.run, each.gate, each.said, _seeds(each)] for each in result.failed]
@@ -48,12 +48,12 @@ def _failed(result: Result) -> Iterator[Section]:
     yield Section("Failed", [*content, *([figures(charts, RUNS)] if charts else [])])
 
 
-def _notes(result: Result) -> Iterator[Section]:
+def _notes(result: SweepResult) -> Iterator[Section]:
     if result.notes:
         yield Section("Notes", [tag("ul", *(tag("li", note) for note in result.notes))])
 
 
-def _gates(result: Result) -> Section:
+def _gates(result: SweepResult) -> Section:
     rows = [
         [each.run, each.gate, tag("span", each.outcome.value, class_=CLASSES[each.outcome]), each.said, _seeds(each)]
         for each in result.verdicts
@@ -68,7 +68,7 @@ def _seeds(verdict: Verdict) -> str:
 # ---- curves ---------------------------------------------------------------------------------------------------------------
 
 
-def _curves(result: Result) -> Iterator[Section]:
+def _curves(result: SweepResult) -> Iterator[Section]:
     note = "Each seed, the band of all seeds, and the baseline's mean with its standard deviation."
     for run in result.sweep.suite.runs:
         charts = [_chart(result, run, metric, metric) for metric in metrics_of(result.sweep.cases(run))]
@@ -76,7 +76,7 @@ def _curves(result: Result) -> Iterator[Section]:
             yield Section(run, [figures(charts, RUNS)], note)
 
 
-def _chart(result: Result, run: str, metric: str, title: str) -> Chart:
+def _chart(result: SweepResult, run: str, metric: str, title: str) -> Chart:
     seeds = {seed: each.curves[metric] for seed, each in sorted(result.sweep.runs[run].items()) if metric in each.curves}
     stored = result.sweep.baseline.of(run).curves.get(metric) if result.sweep.baseline else None
     series = [*_before(stored)] if stored and stored.steps else []
@@ -104,7 +104,7 @@ def _before(stored: StoredCurve) -> Iterator[Series]:
     yield Series("mean", stored.steps, stored.mean, BEFORE, "band", low, high)
 
 
-def _levels(result: Result, run: str, metric: str) -> list[tuple[float, str]]:
+def _levels(result: SweepResult, run: str, metric: str) -> list[tuple[float, str]]:
     """Return the limits of gates whose value is one statistic of this metric, and so on the chart's scale."""
     judged = {verdict.gate: verdict for verdict in result.verdicts if verdict.run == run}
     found = []
@@ -120,29 +120,29 @@ def _levels(result: Result, run: str, metric: str) -> list[tuple[float, str]]:
 # ---- the runs -------------------------------------------------------------------------------------------------------------
 
 
-def _runs(result: Result) -> Section:
+def _runs(result: SweepResult) -> Section:
     rows = [
         [each.job.name, _state(each), each.tries, each.restarts, f"{each.seconds:.0f}", _hardware(result, each)]
         for each in result.ran
     ]
     told = [
-        folded(f"{each.job.name}, try {number}: {telling(lines)}", tag("pre", "\n".join(lines)))
+        folded(f"{each.job.name}, try {number}: {main_line(lines)}", tag("pre", "\n".join(lines)))
         for each in result.ran
         for number, lines in enumerate(each.why, 1)
     ]
     return Section("Runs", [table(["run", "", "tries", "restarts", "seconds", "hardware"], rows), *told])
 
 
-def _state(ran: Ran) -> Html:
+def _state(ran: JobResult) -> Html:
     if ran.state == "done" and ran.tries > 1:
         return tag("span", "retried", class_="warn")
     return tag("span", ran.state, class_="good" if ran.state == "done" else "bad")
 
 
-def _hardware(result: Result, ran: Ran) -> str:
+def _hardware(result: SweepResult, ran: JobResult) -> str:
     found = result.sweep.runs.get(ran.job.run, {}).get(ran.job.seed)
     return (found and found.hardware) or ""
 
 
-def _suite(result: Result) -> Section:
+def _suite(result: SweepResult) -> Section:
     return Section("Suite", [folded("suite.yaml, resolved", tag("pre", suites.to_yaml(result.sweep.suite)))])

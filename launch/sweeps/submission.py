@@ -18,7 +18,7 @@ from launch.executors import slurm
 from launch.executors.base import ROOT, JobStatus
 from launch.follow import failure
 from launch.prepare import prepare
-from launch.sweeps.folder import Folder, Standing
+from launch.sweeps.folder import JobState, SweepFolder
 from launch.sweeps.queue import Queue
 from launch.terminal import on_one_line
 from pipeline import config
@@ -27,21 +27,21 @@ from pipeline.config import Problem, RecipeError
 POLL_S = 0.5
 
 
-def due(standings: list[Standing], retries: int) -> list[Standing]:
+def due(job_states: list[JobState], retries: int) -> list[JobState]:
     """Return what to submit: what never was, and what failed and may be retried, unless it needs what failed for good."""
-    found: dict[str, Standing] = {}
-    well = {each.job.name for each in standings if each.state in ("done", "live")}
-    for each in standings:
+    found: dict[str, JobState] = {}
+    well = {each.job.name for each in job_states if each.state in ("done", "live")}
+    for each in job_states:
         may = each.state == "missing" or (each.state == "failed" and each.tries <= retries)
         if may and all(need in well or need in found for need in each.job.needs):
             found[each.job.name] = each
     return [*found.values()]
 
 
-def start(folder: Folder, standing: Standing, after: tuple[str, ...] = (), behind: tuple[str, ...] = ()) -> str:
+def start(folder: SweepFolder, job_state: JobState, after: tuple[str, ...] = (), behind: tuple[str, ...] = ()) -> str:
     """Submit one job, and return its id. What submit.py prints goes into submit.log. Raises RecipeError."""
-    job = standing.job
-    why = why_failed(standing) if standing.state == "failed" else []
+    job = job_state.job
+    why = why_failed(job_state) if job_state.state == "failed" else []
     prepared = prepare(job.recipe, job.overrides)[-1]
     with open(folder.path / "submit.log", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         handle = submit.start(prepared, after, behind)
@@ -51,20 +51,20 @@ def start(folder: Folder, standing: Standing, after: tuple[str, ...] = (), behin
     return handle.job_id
 
 
-def why_failed(standing: Standing) -> list[str]:
+def why_failed(job_state: JobState) -> list[str]:
     """Return why a job did not complete, in lines."""
-    job, run_dir = standing.job, Path(standing.job.run_dir)
-    if standing.record is None:
+    job, run_dir = job_state.job, Path(job_state.job.run_dir)
+    if job_state.record is None:
         return [f"was never submitted, because {', '.join(job.needs)} failed"] if job.needs else ["was never submitted"]
     if job.needs and latest(run_dir) is None:
-        return [f"never started, because {', '.join(job.needs)}, which it needs, did not succeed ({standing.status})"]
-    return failure(run_dir, standing.record.attach(run_dir), standing.status or JobStatus("UNKNOWN"))
+        return [f"never started, because {', '.join(job.needs)}, which it needs, did not succeed ({job_state.status})"]
+    return failure(run_dir, job_state.record.attach(run_dir), job_state.status or JobStatus("UNKNOWN"))
 
 
 # ---- under Slurm ----------------------------------------------------------------------------------------------------------
 
 
-def submit_all(folder: Folder, todo: list[Standing], live: list[Standing]) -> None:
+def submit_all(folder: SweepFolder, todo: list[JobState], live: list[JobState]) -> None:
     """Submit `todo` behind `live`. Raises RecipeError; then the jobs so far go on, and the same command submits the rest."""
     most = folder.suite.max_concurrent
     ids = {each.job.name: each.record.job_id for each in live}
@@ -76,7 +76,7 @@ def submit_all(folder: Folder, todo: list[Standing], live: list[Standing]) -> No
         queue.append(ids[each.job.name])
 
 
-def submit_check(folder: Folder, waits_for: list[str]) -> str:
+def submit_check(folder: SweepFolder, waits_for: list[str]) -> str:
     """Submit the job that judges when all others have ended, and return its id. Raises RecipeError if sbatch refuses it."""
     suite, plan = folder.suite, folder.plan
     train = config.read(Path(plan.jobs[-1].run_dir) / "recipe.yaml").cluster.train
@@ -110,27 +110,27 @@ def submit_check(folder: Folder, waits_for: list[str]) -> str:
 # ---- on this machine ------------------------------------------------------------------------------------------------------
 
 
-def run_here(folder: Folder) -> None:
+def run_here(folder: SweepFolder) -> None:
     """Run the jobs until all have ended and nothing is left to retry. Raises RecipeError."""
     suite = folder.suite
     said: dict[str, str] = {}
     while True:
-        standings = folder.standings(Queue("local"))
-        tell(standings, said)
-        live = [each for each in standings if each.state == "live"]
-        todo = due(standings, suite.retries)
+        job_states = folder.job_states(Queue("local"))
+        tell(job_states, said)
+        live = [each for each in job_states if each.state == "live"]
+        todo = due(job_states, suite.retries)
         if not live and not todo:
             return
-        going = {each.job.name for each in standings if each.state == "done"}
+        going = {each.job.name for each in job_states if each.state == "done"}
         ready = [each for each in todo if going.issuperset(each.job.needs)]
         for each in ready[: max(0, suite.max_concurrent - len(live))]:
             start(folder, each)
         time.sleep(POLL_S)
 
 
-def tell(standings: list[Standing], said: dict[str, str]) -> None:
+def tell(job_states: list[JobState], said: dict[str, str]) -> None:
     """Print a line for each job whose state is not as it was said."""
-    for each in standings:
+    for each in job_states:
         now = each.state if each.status is None else f"{each.state}, {each.status}"
         if each.state != "missing" and said.get(each.job.name) != now:
             said[each.job.name] = now

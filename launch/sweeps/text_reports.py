@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from xml.etree import ElementTree
 
 from launch.sweeps.gates import Outcome, Verdict
-from launch.sweeps.verdict import Ran, Result, baseline_of, telling
+from launch.sweeps.verdict import JobResult, SweepResult, baseline_of, main_line
 
 SIGNS = {Outcome.PASSED: "✅", Outcome.FAILED: "❌", Outcome.NOT_JUDGED: "⚠️ not judged"}
 
 
-def markdown(result: Result) -> str:
+def markdown(result: SweepResult) -> str:
     """Return the report: what failed first, then every gate, then the runs."""
     parts = [f"# {result.title}: {'passed' if result.passed else 'failed'}", "", f"{result.summary}."]
     if result.failed:
@@ -28,8 +28,8 @@ def _row(verdict: Verdict) -> tuple[str, ...]:
     return verdict.run, verdict.gate, SIGNS[verdict.outcome], verdict.said
 
 
-def _ran(ran: Ran) -> tuple[str, ...]:
-    failures = "; ".join(map(telling, ran.why))
+def _ran(ran: JobResult) -> tuple[str, ...]:
+    failures = "; ".join(map(main_line, ran.why))
     return ran.job.name, ran.state, str(ran.tries), str(ran.restarts), f"{ran.seconds:.0f}", failures
 
 
@@ -46,7 +46,7 @@ def _plain(text: str) -> str:
 # ---- JUnit ----------------------------------------------------------------------------------------------------------------
 
 
-def junit(result: Result) -> str:
+def junit(result: SweepResult) -> str:
     """Return a test suite per run, with a test case per gate: https://github.com/testmoapp/junitxml."""
     name = result.sweep.suite.name
     names = list(dict.fromkeys(verdict.run for verdict in result.verdicts))
@@ -63,7 +63,7 @@ def junit(result: Result) -> str:
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suites, encoding="unicode") + "\n"
 
 
-def _counts(name: str, verdicts: list[Verdict], ran: list[Ran]) -> dict[str, str]:
+def _counts(name: str, verdicts: list[Verdict], ran: list[JobResult]) -> dict[str, str]:
     failed = sum(verdict.outcome is Outcome.FAILED for verdict in verdicts)
     skipped = sum(verdict.outcome is Outcome.NOT_JUDGED for verdict in verdicts)
     counts = {"tests": len(verdicts), "failures": failed, "errors": 0, "skipped": skipped}
@@ -71,7 +71,7 @@ def _counts(name: str, verdicts: list[Verdict], ran: list[Ran]) -> dict[str, str
     return {"name": name, **{key: str(value) for key, value in counts.items()}, "time": f"{seconds:.3f}"}
 
 
-def _properties(suite: ElementTree.Element, result: Result, ran: list[Ran]) -> None:
+def _properties(suite: ElementTree.Element, result: SweepResult, ran: list[JobResult]) -> None:
     said = [("commit", commit) for commit in result.commits]
     said += [("retried", each.job.name) for each in ran if each.tries > 1]
     said += [("restarts", f"{each.job.name}: {each.restarts}") for each in ran if each.restarts]
@@ -81,7 +81,7 @@ def _properties(suite: ElementTree.Element, result: Result, ran: list[Ran]) -> N
             ElementTree.SubElement(properties, "property", {"name": key, "value": value})
 
 
-def _case(suite: ElementTree.Element, name: str, verdict: Verdict, ran: list[Ran]) -> None:
+def _case(suite: ElementTree.Element, name: str, verdict: Verdict, ran: list[JobResult]) -> None:
     job = next((each for each in ran if each.gate == verdict.gate), None)
     seconds = f"{job.seconds if job else 0.0:.3f}"
     attributes = {"classname": f"{name}.{verdict.run}", "name": verdict.gate, "time": seconds}

@@ -17,7 +17,7 @@ from pipeline.metrics import NOT_REPRODUCIBLE, read
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunMeasurements:
     """One run of one seed."""
 
     curves: Mapping[str, Curve]
@@ -30,11 +30,11 @@ class Measured:
         return {name: curve for name, curve in kept.items() if any(fnmatch.fnmatchcase(name, each) for each in patterns)}
 
 
-def measured(run_dir: Path) -> Measured:
+def measure(run_dir: Path) -> RunMeasurements:
     lines = read(run_dir / "metrics.jsonl")
     attempts = all_attempts(run_dir)
     seconds = max(0.0, lines[-1]["time"] - attempts[0].started) if lines and attempts else 0.0
-    return Measured(curves(lines), _hardware(run_dir), seconds)
+    return RunMeasurements(curves(lines), _hardware(run_dir), seconds)
 
 
 def curves(lines: list[dict[str, Any]]) -> dict[str, Curve]:
