@@ -13,7 +13,7 @@ from launch.components import components
 from launch.executors.base import ROOT
 from launch.executors.record import JobRecord, write_record
 from launch.run_setup import locked
-from launch.sweeps.folder import Folder
+from launch.sweeps.folder import SweepFolder
 from pipeline import config
 from pipeline.config import RecipeError
 from tests.launch.model import write_recipe
@@ -205,7 +205,7 @@ def test_a_slurm_job_of_another_cluster_cannot_be_asked(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
-@pytest.mark.parametrize("hold", [locked, lambda path: Folder(path).locked()], ids=["run", "sweep"])
+@pytest.mark.parametrize("hold", [locked, lambda path: SweepFolder(path).locked()], ids=["run", "sweep"])
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, hold, number):
     def flock(file: object, operation: int) -> None:
         raise OSError(number, os.strerror(number))

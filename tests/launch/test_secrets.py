@@ -12,7 +12,7 @@ import pytest
 from launch import run_setup, submit
 from launch.executors import base
 from launch.run_setup import locked
-from launch.sweeps.folder import Folder
+from launch.sweeps.folder import SweepFolder
 from pipeline import config, secrets
 from pipeline.config import RecipeError
 from pipeline.files import write_durably
@@ -193,7 +193,7 @@ def refuse_lock(hold, folder, code="permission-denied"):
     assert {problem.code for problem in error.value.problems} == {code}
 
 
-@pytest.mark.parametrize("hold", [locked, lambda path: Folder(path).locked()], ids=["run", "sweep"])
+@pytest.mark.parametrize("hold", [locked, lambda path: SweepFolder(path).locked()], ids=["run", "sweep"])
 def test_a_lock_that_is_a_link_or_a_pipe_is_refused(tmp_path, hold):
     """What the link leads to is not emptied."""
     folder, precious = tmp_path / "run", tmp_path / "precious"
@@ -212,7 +212,7 @@ def test_a_lock_that_is_a_link_or_a_pipe_is_refused(tmp_path, hold):
 
 
 @as_root
-@pytest.mark.parametrize("hold", [locked, lambda path: Folder(path).locked()], ids=["run", "sweep"])
+@pytest.mark.parametrize("hold", [locked, lambda path: SweepFolder(path).locked()], ids=["run", "sweep"])
 def test_another_users_lock_is_refused(tmp_path, hold):
     (tmp_path / ".lock").touch()
     os.chown(tmp_path / ".lock", NOBODY, -1)
