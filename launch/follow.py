@@ -25,7 +25,7 @@ from rich.text import Text
 from launch import starting
 from launch.attempts import AttemptFolder, all_attempts
 from launch.executors.base import JobStatus, RunJob
-from launch.last_words import container_trouble, failed_step, last_words, shown, tail
+from launch.failure_logs import container_failure, failed_log_lines, failed_step, shown, tail
 from launch.terminal import plain
 from pipeline.metrics import Reader
 
@@ -241,13 +241,13 @@ def failure(run_dir: Path, job: RunJob, status: JobStatus, told: set[tuple[str, 
     said = attempt.failure if attempt else None
     lines += failed_step(run_dir / f"submitit/{job.job_id}_0_log.out", len(attempts), said["realm"] if said else None)
     logs = attempt.logs if attempt else []
-    trouble = container_trouble(run_dir, attempt) if attempt else []
+    trouble = container_failure(run_dir, attempt) if attempt else []
     lines += trouble
     if attempt and attempt.failure:
         if (attempt.name, "failure") not in told:
             lines += first_failure(attempt)
     elif not trouble and (not attempt or not attempt.left):
-        lines += last_words(run_dir, attempt, LOG_LINES)
+        lines += failed_log_lines(run_dir, attempt, LOG_LINES)
     lines += [f"logs: {logs[0].parent if logs else run_dir / 'submitit'}"]
     if step := max((each.progress for each in all_attempts(run_dir)), default=0):
         lines += [f"there is a checkpoint of step {step}: the same command goes on from it"]

@@ -9,8 +9,8 @@ from typing import Any
 
 from launch import starting
 from launch.attempts import AttemptFolder
+from launch.failure_logs import container_failure, failed_log_lines
 from launch.follow import UNJUDGED, first_failure
-from launch.last_words import container_trouble, last_words
 from launch.run_folder import Columns, RunFolder, last_sign, phases
 from launch.run_state import RunState
 from pipeline.checkpoint import NAME, Checkpoints
@@ -160,4 +160,4 @@ def _why(run: RunFolder, state: RunState) -> list[str]:
         return first_failure(attempt)
     if state.word != "failed" or (attempt and attempt.left):
         return []
-    return (container_trouble(run.folder, attempt) if attempt else []) or last_words(run.folder, attempt, LOG_LINES)
+    return (container_failure(run.folder, attempt) if attempt else []) or failed_log_lines(run.folder, attempt, LOG_LINES)

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from launch.executors.base import JobStatus
+from launch.failure_logs import failed_step
 from launch.follow import Follower, Metrics, _shown, failure
-from launch.last_words import failed_step
 
 RUNNING, FAILED = JobStatus("RUNNING"), JobStatus("FAILED", ended=True)
 RAISED = {

@@ -24,14 +24,14 @@ PYXIS_LINES = 12
 TAIL_BYTES = 256 << 10
 
 
-def last_words(run_dir: Path, attempt: AttemptFolder | None, count: int) -> list[str]:
+def failed_log_lines(run_dir: Path, attempt: AttemptFolder | None, count: int) -> list[str]:
     """Return the end of the log of the rank that failed first, or else of the one that tells most.
 
     count: how many lines of it at most.
     """
     log = failed_log(attempt) if attempt else None
     if log is None:
-        log = telling_log(run_dir, attempt.logs if attempt else [])
+        log = log_with_traceback(run_dir, attempt.logs if attempt else [])
     return shown(log, count) if log else []
 
 
@@ -39,7 +39,7 @@ def shown(log: Path, count: int) -> list[str]:
     return [f"the end of {log}:", *(f"  {line}" for line in tail(log).splitlines()[-count:])]
 
 
-def container_trouble(run_dir: Path, attempt: AttemptFolder) -> list[str]:
+def container_failure(run_dir: Path, attempt: AttemptFolder) -> list[str]:
     """Return why the container of the component that failed first did not start: its image and pyxis's words, if any."""
     component, first_rank, said = _failed_step(attempt)
     if component is None or _failed_rank_log(attempt, first_rank, said).exists():
@@ -111,7 +111,7 @@ def failed_step(batch_log: Path, attempts: int, realm: str | None = None) -> lis
     return [line for line in (task, component) if line]
 
 
-def telling_log(run_dir: Path, logs: list[Path]) -> Path | None:
+def log_with_traceback(run_dir: Path, logs: list[Path]) -> Path | None:
     """Return the log with a traceback that ended first, or else the executor's own."""
     by_last_word = sorted(logs, key=lambda path: path.stat().st_mtime)
     for log in by_last_word:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from launch.attempts import AttemptFolder, latest
-from launch.last_words import container_trouble, last_words
+from launch.failure_logs import container_failure, failed_log_lines
 from tests.launch.model import write_recipe
 
 MISSING = "bash: line 1: exec: /no/python3: cannot execute: No such file or directory"
@@ -40,13 +40,13 @@ def run_dir(attempt: AttemptFolder) -> Path:
 @pytest.mark.parametrize("tasks", ["task 1", "tasks 1-3"])
 def test_the_log_of_the_task_that_failed_first(attempt, tasks):
     write(attempt, srun=f"srun: error: n2: {tasks}: Exited with exit code 127\n", rank2="loading\n", rank3=f"{MISSING}\n")
-    assert last_words(run_dir(attempt), attempt, 30) == [f"the end of {attempt.folder}/rank00003.log:", f"  {MISSING}"]
-    assert container_trouble(run_dir(attempt), attempt) == []
+    assert failed_log_lines(run_dir(attempt), attempt, 30) == [f"the end of {attempt.folder}/rank00003.log:", f"  {MISSING}"]
+    assert container_failure(run_dir(attempt), attempt) == []
 
 
 def test_a_rank_that_said_nothing_is_shown_by_what_srun_said(attempt):
     write(attempt, srun="srun: error: n2: task 1: Killed\n", rank2="", rank3="")
-    assert last_words(run_dir(attempt), attempt, 30) == [
+    assert failed_log_lines(run_dir(attempt), attempt, 30) == [
         f"the end of {attempt.folder}/srun-generate.out:",
         "  srun: error: n2: task 1: Killed",
     ]
@@ -62,7 +62,7 @@ def test_a_container_that_did_not_start_is_named_with_the_words_of_its_first_nod
     of_nodes = [f"{begin.format(node=node)}error: pyxis: {each}" for each in words for node in ("n3", "n4")]
     around = ["srun: job 17 queued", *of_nodes, "slurmstepd-n3: error: spank: task_init() failed with rc=-1"]
     write(attempt, srun="\n".join([*around, "srun: error: n3: task 0: Exited with exit code 1", ""]))
-    head, *said = container_trouble(run_dir(attempt), attempt)
+    head, *said = container_failure(run_dir(attempt), attempt)
     assert head == (
         "the container of the generate component did not start (cluster.generate.container_image: /images/generate.sqsh);"
         " pyxis says:"
@@ -73,5 +73,5 @@ def test_a_container_that_did_not_start_is_named_with_the_words_of_its_first_nod
 def test_a_batch_script_that_was_ended_leaves_its_log(attempt):
     (attempt.folder / "failed_step").unlink()
     write(attempt, srun="srun: error: n2: task 1: Killed\n")
-    assert last_words(run_dir(attempt), attempt, 30)[0] == f"the end of {run_dir(attempt)}/submitit/17_0_log.out:"
-    assert container_trouble(run_dir(attempt), attempt) == []
+    assert failed_log_lines(run_dir(attempt), attempt, 30)[0] == f"the end of {run_dir(attempt)}/submitit/17_0_log.out:"
+    assert container_failure(run_dir(attempt), attempt) == []
