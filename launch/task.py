@@ -72,7 +72,7 @@ def main(folder: str) -> None:
     signals.install(rank)  # at once: importing the pipeline takes seconds
     if rank == 0 and (told := os.environ.get("HETSTEP_SIGNALS")):
         signals.watch(Path(told))
-    rank_log.guard()
+    rank_log.set_up()
     status = run(folder)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -34,6 +35,8 @@ from pipeline import files
 from pipeline.algorithms import build
 from pipeline.config import CheckpointingConfig, Problem, Recipe, TimeoutsConfig, uses_megatron
 from pipeline.files import Patience, append, retrying, sync, write_durably
+
+logger = logging.getLogger(__name__)
 
 COMPLETE = "complete.json"
 ROLLOUTS = "buffer.msgpack"
@@ -91,7 +94,7 @@ class Checkpoints:
             try:
                 files.wait_for(folder, max(0.0, files.SEEN_S - (time.time() - when)))
             except files.StorageError as error:
-                print(f"hetstep: going on without {folder.name}, which {path} tells of: {error}", flush=True)
+                logger.warning("continuing without %s, which %s names: %s", folder.name, path, error)
 
     def clean(self) -> None:
         """Remove what killed attempts left half-written, and what could not be removed then."""
@@ -259,7 +262,7 @@ def _remove(folder: Path, gone: Path | None = None) -> None:
     try:
         shutil.rmtree(folder.rename(gone) if gone else folder)
     except OSError as error:
-        print(f"hetstep: {folder} could not be removed ({error}); the next start tries again", flush=True)
+        logger.warning("%s could not be removed (%s); the next start tries again", folder, error)
 
 
 def _name(step: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +32,8 @@ from pipeline.startup import Startup
 from pipeline.timeline import Timeline
 from pipeline.train.background import Background
 from pipeline.types import DataPlace, Prompt, RolloutGroup, Sample
+
+logger = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply")
 
@@ -76,7 +79,7 @@ class Run:
             self.train.restore(str(latest.folder)).result()
         self._kept = latest.rollouts()
         stream.load_state_dict(latest.state["stream"])
-        print(f"resumed from {latest.folder}", flush=True)
+        logger.info("resumed from %s", latest.folder)
         return latest.step, Metrics(self.folder, self.recipe.logger, latest.step, self.checkpoints.patience)
 
     def take_kept(self) -> bytes:
@@ -164,7 +167,7 @@ class Run:
         self.settle(wait=True)
         self.attempt.ask_requeue(why)
         self.left = why
-        print(f"leaving: {why}", flush=True)
+        logger.info("leaving: %s", why)
         return True
 
     def evaluate_alone(self, metrics: Metrics, step: int, validate: Callable[[], dict[str, float]]) -> int:
@@ -276,7 +279,7 @@ def run_online(
     run.finish()
     metrics.close()
     if collector.pending and not run.left:
-        print(f"the run ends; no step has trained on {collector.pending} groups that were sampled ahead", flush=True)
+        logger.info("the run ends; no step has trained on %d groups that were sampled ahead", collector.pending)
     return step
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import pwd
 import re
@@ -19,6 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -79,13 +82,13 @@ def retrying(work: Callable[[], Result], doing: str, path: Path, patience: Patie
             if told is None or time.monotonic() - told >= TELL_EVERY_S:
                 told = time.monotonic()
                 again = f"trying again, for {patience.seconds - waited:.0f} s more"
-                _tell(f"{_said(doing, path, error)}; {REMEDY[error.errno]}; {again}")
+                logger.warning(f"{_said(doing, path, error)}; {REMEDY[error.errno]}; {again}")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
             continue
         took = time.monotonic() - begun
         if told is not None:
-            _tell(f"{doing}: {path}: done after {took:.1f} s")
+            logger.info(f"{doing}: {path}: done after {took:.1f} s")
         elif took > SLOW_S:
             tell_slow(f"{doing}: {path}", took, nbytes)
         return result
@@ -93,7 +96,7 @@ def retrying(work: Callable[[], Result], doing: str, path: Path, patience: Patie
 
 def tell_slow(what: str, took_s: float, nbytes: int = 0) -> None:
     rate = f", {nbytes / 1e6 / took_s:,.2f} MB/s" if nbytes else ""
-    _tell(f"{what}: took {took_s:.1f} s{rate}; the folder is slow")
+    logger.warning(f"{what}: took {took_s:.1f} s{rate}; the folder is slow")
 
 
 def _verdict(said: str, error: OSError, patience: Patience) -> str:
@@ -115,10 +118,6 @@ def _space(path: Path) -> str:
         inodes = f" and {status.f_favail} inodes" if status.f_files else ""
         return f"; {free:,.1f} of {size:,.1f} MB{inodes} are free there"
     return ""
-
-
-def _tell(text: str) -> None:
-    print(f"hetstep: {text}", flush=True)
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------------
@@ -254,6 +253,6 @@ def seen_within(patience_s: float, seen: Callable[[], Result], path: Path) -> Re
                 " the same folder, and it must not be changed by hand while a job runs"
             )
         if not told and waited > SLOW_S:
-            _tell(f"waiting for {path}: not there, or not whole, on {socket.gethostname()}{why}")
+            logger.warning(f"waiting for {path}: not there, or not whole, on {socket.gethostname()}{why}")
             told = True
         time.sleep(min(0.1 + waited / 10, 2.0))

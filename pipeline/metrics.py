@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import os
 import time
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
     from pipeline.board import Board
     from pipeline.types import Prompt, Rollout, RolloutGroup
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -85,7 +88,7 @@ class Metrics:
         if self._board is not None:
             self._unshown.append(line)
             self._show(step)
-        _print(step, values)
+        _log(step, values)
 
     def log_again(self, step: int, values: dict[str, float]) -> None:
         """Add values to the line of a step that may have been logged before, in place of those under the same keys."""
@@ -99,7 +102,7 @@ class Metrics:
             self._board.show_from(step)
             self._unshown.append(new)
             self._show(step)
-        _print(step, values)
+        _log(step, values)
 
     def _show(self, step: int) -> None:
         """Show TensorBoard what it does not show yet. What it cannot take now is tried again at the next step."""
@@ -139,18 +142,18 @@ class Metrics:
                 tell_slow(f"writing {what} of step {step}", took)
         except OSError as error:
             if not missing:
-                print(f"hetstep: {what} of step {step} cannot be written ({error}); the run goes on without", flush=True)
+                logger.warning("%s of step %d cannot be written (%s); the run goes on without", what, step, error)
             missing.append(step)
             return
         if missing:
             lost = "nothing is missing" if what == "TensorBoard" else f"those of steps {_spans(missing)} are lost"
-            print(f"hetstep: {what} can be written again, from step {step} on; {lost}", flush=True)
+            logger.info("%s can be written again, from step %d on; %s", what, step, lost)
             missing.clear()
 
     def close(self) -> None:
         for what, steps in self._missing.items():
             if steps:
-                print(f"hetstep: {what} of steps {_spans(steps)} could not be written to the end", flush=True)
+                logger.warning("%s of steps %s were never written", what, _spans(steps))
 
 
 class Reader:
@@ -221,8 +224,8 @@ def _finite(values: dict[str, float]) -> dict[str, float | None]:
     return {key: value if math.isfinite(value) else None for key, value in values.items()}
 
 
-def _print(step: int, values: dict[str, float]) -> None:
-    print(f"step {step}: " + ", ".join(f"{key} {value:.4g}" for key, value in values.items()), flush=True)
+def _log(step: int, values: dict[str, float]) -> None:
+    logger.info("step %d: %s", step, ", ".join(f"{key} {value:.4g}" for key, value in values.items()))
 
 
 def _spans(steps: list[int]) -> str:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import threading
@@ -45,6 +46,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.spans import RESOLUTION_S, WAITING, Merger, Span, category, us
+
+logger = logging.getLogger(__name__)
 
 FLUSH_S = 1.0
 QUIET_RANKS_PER_S = 64
@@ -200,7 +203,7 @@ class Writer:
             self._give_up(error)
             return
         if self._failing:
-            self._tell(f"can be written again; {self._lost} lines are lost")
+            logger.warning("the timeline (%s) can be written again; %d lines are lost", self._path, self._lost)
             self._failing = False
         self._at += len(settled)
         self._lines = []
@@ -235,7 +238,7 @@ class Writer:
     def _give_up(self, error: OSError) -> None:
         if not self._failing:
             self._failing, self._lost = True, 0
-            self._tell(f"cannot be written ({error}); the run goes on without")
+            logger.warning("the timeline (%s) cannot be written (%s); the run goes on without", self._path, error)
         about, lines = (self._lines[:1], self._lines[1:]) if self._at == 0 else ([], self._lines)
         self._lost += max(0, len(lines) - MOST_UNWRITTEN)
         self._lines = about + lines[-MOST_UNWRITTEN:]
@@ -243,9 +246,6 @@ class Writer:
             with contextlib.suppress(OSError):
                 os.close(self._file)
             self._file = None
-
-    def _tell(self, what: str) -> None:
-        print(f"hetstep: the timeline ({self._path}) {what}", flush=True)
 
 
 def _text(event: dict[str, Any]) -> str:

@@ -19,9 +19,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import re
-import sys
 import threading
 import time
 import traceback
@@ -38,6 +38,8 @@ from pipeline.files import listed
 from pipeline.secrets import redacted
 from pipeline.store.relay import STORE_GONE
 from pipeline.world import Activity, Place, Realms, World, beat_s
+
+logger = logging.getLogger(__name__)
 
 EXIT_STATUS = 124  # as timeout(1)
 EXIT_WITH_ANOTHER = 123  # another rank has failed first
@@ -105,11 +107,11 @@ class Failure:
         except FileExistsError:
             return False  # an earlier failure is nearer to the cause
         except OSError as error:
-            print(f"hetstep: failure.json cannot be written: {error}", file=sys.stderr)
+            logger.error("failure.json cannot be written: %s", error)
         finally:
             with contextlib.suppress(OSError):
                 beside.unlink()
-        print(f"hetstep: {self.message}", file=sys.stderr, flush=True)
+        logger.error(self.message)
         return True
 
 
@@ -309,7 +311,7 @@ class Watchdog:
         os._exit(EXIT_STATUS)
 
     def _end_quietly(self, why: str) -> None:
-        print(f"hetstep: {self._name} ends with {why}", file=sys.stderr, flush=True)
+        logger.warning("%s ends with %s", self._name, why)
         if self._world.rank == 0:
             time.sleep(2 * self._interval_s)  # as in `_tell`
         os._exit(EXIT_WITH_ANOTHER)

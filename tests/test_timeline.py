@@ -321,7 +321,7 @@ def test_a_rank_that_ends_writes_all_of_it(tmp_path):
     assert "step of the policy" in (tmp_path / "timeline/rank00003.jsonl").read_text()
 
 
-def test_a_disk_that_refuses_costs_the_file_alone_and_is_told_once(tmp_path, capsys, monkeypatch):
+def test_a_disk_that_refuses_costs_the_file_alone_and_is_told_once(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(timeline, "MOST_UNWRITTEN", 5)
     (tmp_path / "timeline").write_text("in the way")
     ended = iter([[(float(i), float(i + 1), f"verb {i}", "")] for i in range(20)])
@@ -329,10 +329,10 @@ def test_a_disk_that_refuses_costs_the_file_alone_and_is_told_once(tmp_path, cap
     writer = Writer(tmp_path / "timeline/r", ABOUT | BEGAN, lambda: (next(ended), under_way))
     for _ in range(12):
         writer.flush()
-    assert capsys.readouterr().out.count("cannot be written") == 1
+    assert caplog.text.count("cannot be written") == 1
     (tmp_path / "timeline").unlink()
     writer.flush()
-    assert "can be written again; 6 lines are lost" in capsys.readouterr().out
+    assert "can be written again; 6 lines are lost" in caplog.text
     first, *spans = events(tmp_path / "timeline/r")
     assert first["args"] == FIRST and [each["name"] for each in spans] == [*(f"verb {i}" for i in range(6, 13)), "idle"]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ from pipeline.node_checks.look import RankReport
 from pipeline.node_checks.network import Link, Rounds
 from pipeline.watchdog import Beat, Failure
 from pipeline.world import World
+
+logger = logging.getLogger(__name__)
 
 VERB = "check nodes"
 LOOK_S = 120.0
@@ -119,7 +122,7 @@ def _lead(world: World, cluster: ClusterConfig) -> None:
         findings.blame(judge.clocks(findings.names, findings.links, cluster.node_checks.max_clock_skew_s))
     record = results.record(findings, time.perf_counter() - start)
     write_durably(world.place.folder / "nodes.json", json.dumps(record, indent=1) + "\n")
-    print(results.text(record), flush=True)
+    logger.info(results.text(record))
     if findings.apart:
         _fail_apart(world, findings, cluster)
     if findings.problems:

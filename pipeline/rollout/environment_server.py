@@ -101,7 +101,7 @@ def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
     kernel.prctl(kernel.PR_SET_NAME, NAME)
     with contextlib.suppress(OSError):
         kernel.offer_to_oom_killer(OOM_SCORE)
-    rank_log.guard()
+    rank_log.set_up()
     stream = connection.makefile("rb")
     settings = next(messages(stream, EnvironmentSettings), None)
     if settings is None:  # the rank has ended, or needs no environments

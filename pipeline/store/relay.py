@@ -16,6 +16,7 @@ Ranks prove themselves to it, and it to the store, as everyone does (`proof.py`)
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import subprocess
 import sys
@@ -25,9 +26,12 @@ from typing import Any
 
 import msgspec
 
+from pipeline import rank_log
 from pipeline.store import mail, proof
 from pipeline.store.server import START_S, Address, Connection, Door, launch, serve, take_told
 from pipeline.store.table import Exchange, Reply, Request, Set, Will
+
+logger = logging.getLogger("pipeline.store.relay")  # its own process, where `__name__` is `__main__`
 
 HOLD_S = 0.02
 STORE_GONE = 3  # a relay's exit status when it has lost the store
@@ -74,7 +78,7 @@ class Upstream(asyncio.Protocol):
                 elif isinstance(reply.value, list):
                     self._relay.see(reply.value)
         except (proof.NotProven, msgspec.DecodeError) as error:
-            print(f"hetstep: a relay closes its connection to the store: {error}", file=sys.stderr, flush=True)
+            logger.error("the relay closes its connection to the store: %s", error)
             self._transport.close()
 
 
@@ -209,12 +213,14 @@ async def _run(told: dict[str, Any], key: bytes, connection: socket.socket, chan
 
 
 def main() -> None:
+    rank_log.log_to_stderr()
     told = take_told()
     key = bytes.fromhex(told["key"])
     try:
         connection, channel = proof.connect(tuple(told["upstream"]), key, time.monotonic() + told["timeout_s"])
     except OSError as error:
-        sys.exit(f"hetstep: the relay of rank {told['rank']} gives up: the store of rank 0: {error}")
+        logger.error("the relay of rank %d gives up: the store of rank 0: %s", told["rank"], error)
+        sys.exit(1)
     sys.exit(asyncio.run(_run(told, key, connection, channel)))
 
 

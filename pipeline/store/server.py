@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import os
 import resource
 import select
@@ -31,9 +32,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeline import rank_log
 from pipeline.sandbox import kernel
 from pipeline.store import mail, proof
 from pipeline.store.table import ANY, EMPTY, TIMED_OUT, Missing, Pop, Reply, Request, Set, Table, Will
+
+logger = logging.getLogger("pipeline.store.server")  # its own process, where `__name__` is `__main__`
 
 ROOT = Path(__file__).parents[2]
 UNPROVEN = 2048
@@ -89,8 +93,7 @@ class Door(ABC):
             return
         self._told.add((host, why))
         more = "; more are not told" if len(self._told) == TOLD else ""
-        with contextlib.suppress(OSError):  # a full disk ends no run here
-            print(f"hetstep: refused a connection from {host}: {why}{more}", file=sys.stderr, flush=True)
+        logger.warning("refused a connection from %s: %s%s", host, why, more)  # on a full disk logging drops it
 
     @abstractmethod
     def hear(self, connection: Connection, request: mail.Told) -> None:
@@ -347,7 +350,8 @@ async def serve(store: Door, address: str) -> None:
     listener.listen(QUEUED)  # asyncio has told the kernel ACCEPTED, which it accepts in one turn
     ended = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), ended.set)
-    print(listener.getsockname()[1], flush=True)
+    sys.stdout.write(f"{listener.getsockname()[1]}\n")
+    sys.stdout.flush()
     async with server:
         await ended.wait()
         await store.rest()
@@ -361,6 +365,7 @@ def take_told() -> dict[str, Any]:
 
 
 def main() -> None:
+    rank_log.log_to_stderr()
     told = take_told()
     asyncio.run(serve(Store(bytes.fromhex(told["key"])), told["address"]))
 

@@ -26,7 +26,7 @@ def at_step(step: int, victim: int, number: int) -> Fault:
 
 def resumed_from(attempt) -> str | None:
     lines = attempt.logs[0].read_text().splitlines()
-    return next((line.rpartition("step_")[2] for line in lines if line.startswith("resumed from")), None)
+    return next((line.rpartition("step_")[2] for line in lines if " resumed from " in line), None)
 
 
 @pytest.mark.parametrize(

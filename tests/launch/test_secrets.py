@@ -163,9 +163,10 @@ def test_what_a_rank_prints_goes_to_its_log_without_secrets(tmp_path):
     program = """
 import logging, os, sys, warnings
 from pipeline import rank_log
-rank_log.guard()
+rank_log.set_up()
 print("printed", os.environ["HF_TOKEN"])
 logging.getLogger("x").warning("logged %s", os.environ["HF_TOKEN"])
+logging.getLogger("pipeline.x").info("noted %s", os.environ["HF_TOKEN"])
 warnings.warn("warned " + os.environ["HF_TOKEN"])
 assert sys.stdout.fileno() == 1 and not sys.stderr.isatty()
 print("another one: hf_" + "x" * 20)
@@ -176,7 +177,7 @@ raise ValueError(os.environ["HF_TOKEN"])
     )
     text = answer.stdout + answer.stderr
     assert "correct horse" not in text and "hf_xx" not in text
-    for said in ("printed ***", "logged ***", "warned ***", "ValueError: ***", "another one: ***"):
+    for said in ("printed ***", "logged ***", "noted ***", "warned ***", "ValueError: ***", "another one: ***"):
         assert said in text
 
 

@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pipeline import rank_log
 from pipeline.config import RecipeError
 from pipeline.files import StorageError
 from tests.storage.disks import Disk, Faults
@@ -64,6 +65,7 @@ def cell(kind: type[Writer], fault: str, disk: Disk, faults: Faults) -> Cell:
     folder.mkdir()
     begun, error, out = time.monotonic(), "", io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        rank_log.log_to_stderr()
         writer = kind(folder, PATIENCE_S)
         out.truncate(0)
         out.seek(0)
@@ -72,7 +74,7 @@ def cell(kind: type[Writer], fault: str, disk: Disk, faults: Faults) -> Cell:
                 writer.write()
             except (StorageError, RecipeError) as raised:
                 error = f"{type(raised).__name__}: {raised}"
-            told = "\n".join(line for line in out.getvalue().splitlines() if line.startswith("hetstep"))
+            told = "\n".join(line for line in out.getvalue().splitlines() if " pid[" in line)
         kept = writer.kept()
     return Cell(kind.__doc__, fault, kind.needed, real, error, told, kept, time.monotonic() - begun)
 

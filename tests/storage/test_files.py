@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -49,7 +50,8 @@ def test_a_file_is_the_old_or_the_new_one(disk):
     assert sorted(os.listdir(disk.path)) == ["ballast", "file"]
 
 
-def test_an_append_that_stopped_half_way_is_done_again(disk, capsys):
+def test_an_append_that_stopped_half_way_is_done_again(disk, caplog):
+    caplog.set_level("INFO")
     path = disk.path / "lines"
     size = append(path, 0, b"one\n")
     disk.fill(leave=8192)
@@ -58,7 +60,7 @@ def test_an_append_that_stopped_half_way_is_done_again(disk, capsys):
     assert retrying(lambda: append(path, size, text), "writing lines", path, Patience(20)) == size + len(text)
     timer.join()
     assert path.read_bytes() == b"one\n" + text
-    told, done = capsys.readouterr().out.splitlines()
+    told, done = caplog.messages
     assert f"writing lines: {path}: No space left on device (ENOSPC); 0.0 of 2.1 MB" in told and "free space there" in told
     assert "done after" in done
 
@@ -106,7 +108,8 @@ def test_what_another_node_wrote_is_waited_for(tmp_path, monkeypatch):
 # ---- what a run writes --------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_costs_no_metric_and_curves_and_rollouts_only_while_it_lasts(disk, capsys):
+def test_a_full_disk_costs_no_metric_and_curves_and_rollouts_only_while_it_lasts(disk, caplog):
+    caplog.set_level("INFO")
     metrics = Metrics(disk.path, LoggerConfig(), None, Patience(20))
     metrics.log_rollouts(1, [group(1.0)], Words())
     metrics.log(1, {"loss": 1.0})
@@ -121,7 +124,7 @@ def test_a_full_disk_costs_no_metric_and_curves_and_rollouts_only_while_it_lasts
     assert [(line["step"], line["loss"]) for line in read(disk.path / "metrics.jsonl")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert curve(disk.path) == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert sorted(path.name for path in (disk.path / "rollouts").iterdir()) == ["step_000001.jsonl", "step_000003.jsonl"]
-    told = capsys.readouterr().out
+    told = caplog.text
     assert "rollouts of step 2 cannot be written" in told and "those of steps 2 are lost" in told
 
 
@@ -131,7 +134,7 @@ def curve(run_dir, tag="loss"):
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_curves_that_were_not_written_are_caught_up_at_the_next_start(tmp_path, capsys):
+def test_curves_that_were_not_written_are_caught_up_at_the_next_start(tmp_path, caplog):
     metrics = Metrics(tmp_path, LoggerConfig(), None)
     metrics.log(1, {"loss": 1.0})
     (tmp_path / "tensorboard").rename(tmp_path / "away")
@@ -140,7 +143,7 @@ def test_curves_that_were_not_written_are_caught_up_at_the_next_start(tmp_path, 
     for step in (2, 3):
         metrics.log(step, {"loss": float(step)})
     metrics.close()
-    assert capsys.readouterr().out.count("TensorBoard of step") == 2  # when it began, and at the end
+    assert caplog.text.count("TensorBoard of step") == 2  # when it began, and at the end
     (tmp_path / "tensorboard").unlink()
     (tmp_path / "away").rename(tmp_path / "tensorboard")
     assert curve(tmp_path) == [(1, 1.0)]
@@ -168,7 +171,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_no_part_and_the_complete_one(disk
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [1, 3]
 
 
-def test_a_superfluous_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path, capsys, monkeypatch):
+def test_a_superfluous_checkpoint_that_cannot_be_removed_does_not_end_the_run(tmp_path, caplog, monkeypatch):
     checkpoints = Checkpoints(tmp_path, "attempt", CheckpointingConfig(keep_top_k=1))
 
     def save(step):
@@ -183,7 +186,7 @@ def test_a_superfluous_checkpoint_that_cannot_be_removed_does_not_end_the_run(tm
     if not busy.is_mount():
         pytest.skip("may not mount a file system here")
     save(2)
-    assert "could not be removed" in capsys.readouterr().out
+    assert "could not be removed" in caplog.text
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [2]
     (left,) = [path for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")]
     subprocess.run(["umount", str(left / "busy")], check=True)
@@ -214,7 +217,7 @@ def test_a_checkpoint_that_this_node_does_not_see_yet_is_waited_for(tmp_path):
 PRINTS = """
 import sys
 from pipeline import rank_log
-rank_log.guard()
+rank_log.set_up()
 for i in range(400):
     print("a line of a hundred characters" * 3, flush=True)
 (ballast,) = sys.argv[1:]
@@ -234,7 +237,7 @@ def test_a_full_disk_does_not_end_a_rank_by_its_own_log(disk):
             env={**os.environ, "HF_TOKEN": "not-to-be-seen"},
         )
     text = (disk.path / "log").read_text()
-    assert "characters of this log were lost: [Errno 28] No space left on device\nafter\n" in text
+    assert re.search(r" WARNING \S+ \d+ characters of this log were lost: \[Errno 28\] No space left on device\nafter\n", text)
     assert "RuntimeError: the token is ***" in text
 
 

@@ -21,7 +21,7 @@ from pipeline.checkpoint import Checkpoints, kept
 from pipeline.config import CheckpointingConfig, LoggerConfig
 from pipeline.files import NONE, Patience, retrying, write_durably
 from pipeline.metrics import Metrics, read, read_rollouts
-from pipeline.rank_log import Guarded
+from pipeline.rank_log import GuardedStream
 from pipeline.train.background import Background
 from pipeline.train.export import write_model
 from pipeline.train.megatron.streaming import write_tensors
@@ -216,7 +216,7 @@ class Log(Writer):
 
     def __init__(self, folder, patience_s):
         super().__init__(folder, patience_s)
-        self.log = Guarded(open(folder / "log", "w"))  # noqa: SIM115
+        self.log = GuardedStream(open(folder / "log", "w"))  # noqa: SIM115
         print("before", file=self.log)
 
     def write(self):

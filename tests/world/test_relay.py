@@ -161,7 +161,7 @@ def test_a_relay_that_does_not_reach_the_store_says_why(capfd):
     door = Doorkeeper(key := os.urandom(32), 10**6)
     with pytest.raises(RuntimeError, match=r"pipeline\.store\.relay has ended with status 1 before it listened"):
         relay.start(door.address, key, 3, 1.0, 0.5)
-    told = r"hetstep: the relay of rank 3 gives up: the store of rank 0: 127.0.0.1:\d+ is not reached: .*(closed|reset)"
+    told = r" ERROR \S+ the relay of rank 3 gives up: the store of rank 0: 127.0.0.1:\d+ is not reached: .*(closed|reset)"
     assert re.search(told, capfd.readouterr().err) and door.seen > 1
     door.listener.close()
 

@@ -141,7 +141,8 @@ def test_a_crowd_that_says_nothing_keeps_nobody_out(key, capfd, until_closed):
                 assert refused(connection)
             connection.close()
     told = [line for line in capfd.readouterr().err.splitlines() if "refused a connection" in line]
-    assert told == ["hetstep: refused a connection from 127.0.0.1: it said nothing that proves it"] * until_closed
+    assert len(told) == until_closed
+    assert all(line.endswith(" refused a connection from 127.0.0.1: it said nothing that proves it") for line in told)
 
 
 @pytest.fixture
