@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launch import starting
+from launch import startup_stages
 from launch.attempts import AttemptFolder, all_attempts
 from launch.executors.base import JobStatus, RunJob
 from launch.failure_logs import container_failure, failed_log_lines, failed_step, shown, tail
@@ -147,7 +147,7 @@ class Follower:
 
     def _waiting(self, status: JobStatus) -> str:
         """Return what the job waits for or does, without seconds, so that it is printed once."""
-        doing = starting.now(starting.stages(self.run_dir)) if status.state == "RUNNING" else ""
+        doing = startup_stages.now(startup_stages.stages(self.run_dir)) if status.state == "RUNNING" else ""
         return f"{self.job.name()}: {status}{': ' if doing else ''}{doing}"
 
     def _print_lines(self, status: JobStatus, lines: list[dict[str, Any]]) -> None:
@@ -155,7 +155,7 @@ class Follower:
         if not lines and waiting != self.said and not status.ended and self.said != "steps":
             self._print(waiting)
             self.said = waiting
-        if lines and self.said not in ("", "steps") and (done := starting.text(starting.stages(self.run_dir))):
+        if lines and self.said not in ("", "steps") and (done := startup_stages.text(startup_stages.stages(self.run_dir))):
             self._print(f"start-up: {done}")
         for line in lines:
             self.said = "steps"
@@ -173,7 +173,7 @@ class Follower:
 
     def _view(self, status: JobStatus) -> Group | Text:
         if not self.metrics.step:
-            done = starting.text(starting.stages(self.run_dir)) if status.state == "RUNNING" else ""
+            done = startup_stages.text(startup_stages.stages(self.run_dir)) if status.state == "RUNNING" else ""
             return Text(plain(f"{self.job.name()}: {status}{': ' if done else ''}{done}"))
         head = "  ".join([self._at(self.metrics.step), *self._eta(), f"{self.job.name()}: {status}"])
         table = Table.grid(padding=(0, 2))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from launch import starting
+from launch import startup_stages
 from launch.attempts import AttemptFolder
 from launch.failure_logs import container_failure, failed_log_lines
 from launch.follow import UNJUDGED, first_failure
@@ -60,8 +60,8 @@ def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
         "backend": run.backend,
         "layout": run.layout,
         "components": [{"name": p.name, "state": p.state, "nodes": p.nodes, "reason": p.reason} for p in state.parts],
-        "startup": starting.as_plain(starting.stages(run.folder)),
-        "startup_text": starting.text(starting.stages(run.folder), _ended(run, state)),
+        "startup": startup_stages.as_plain(startup_stages.stages(run.folder)),
+        "startup_text": startup_stages.text(startup_stages.stages(run.folder), _ended(run, state)),
         "starting": state.word == "running" and _steps_of_now(run, metrics) == {},
         "ends_by": state.ends_by,
         "saves_by": _saves_by(run, state),

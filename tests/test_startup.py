@@ -3,7 +3,7 @@
 import json
 import time
 
-from launch import starting
+from launch import startup_stages
 from launch.run_setup import append_manifest
 from pipeline.startup import SETTING_UP, Startup
 from tests.launch import made_runs
@@ -28,7 +28,7 @@ def test_stages_and_what_most_ranks_of_a_realm_do(tmp_path):
     startup.enter("join the world")
     heard[0] = ("join", "")
     wait_until(lambda: told()["here"] == 1)
-    assert starting.now(starting.stages(tmp_path)) == "joining the world (1 of 4 ranks)"
+    assert startup_stages.now(startup_stages.stages(tmp_path)) == "joining the world (1 of 4 ranks)"
 
     heard |= {1: ("idle", ""), 2: ("idle", ""), 3: ("setup", "load engine")}
     startup.enter(SETTING_UP)
@@ -37,8 +37,10 @@ def test_stages_and_what_most_ranks_of_a_realm_do(tmp_path):
     wait_until(lambda: told()["realms"]["train"][-1][0] == "load data")
     heard |= dict.fromkeys((1, 2), ("setup", "load policy"))
     wait_until(lambda: told()["realms"]["train"][-1][0] == "load policy")
-    assert starting.now(starting.stages(tmp_path)) == "setting up (train: load policy; generate: load engine)"
-    assert "setting up" in starting.text(starting.stages(tmp_path)) and "so far" in starting.text(starting.stages(tmp_path))
+    assert startup_stages.now(startup_stages.stages(tmp_path)) == "setting up (train: load policy; generate: load engine)"
+    assert "setting up" in startup_stages.text(startup_stages.stages(tmp_path)) and "so far" in startup_stages.text(
+        startup_stages.stages(tmp_path)
+    )
 
     startup.enter("first step")
     startup.end()
@@ -49,7 +51,7 @@ def test_stages_and_what_most_ranks_of_a_realm_do(tmp_path):
     for rows in (found["stages"], *found["realms"].values()):
         ends = [end for _, begin, end in rows if begin <= end]
         assert [begin for _, begin, _ in rows[1:]] == ends[:-1] and len(ends) == len(rows)  # one right after another
-    assert starting.now(starting.stages(tmp_path)) == ""
+    assert startup_stages.now(startup_stages.stages(tmp_path)) == ""
 
 
 def test_where_it_cannot_be_written_the_run_goes_on(tmp_path):
@@ -69,15 +71,15 @@ def test_a_rank_that_is_not_the_first_writes_nothing(tmp_path, monkeypatch):
 
 def test_the_queue_counts_once_and_an_earlier_jobs_attempt_does_not(tmp_path):
     append_manifest(tmp_path, "slurm", "17", ["submit.py"])
-    assert starting.now(starting.stages(tmp_path)) == "waiting in the queue"
+    assert startup_stages.now(startup_stages.stages(tmp_path)) == "waiting in the queue"
     attempt = made_runs.attempt(tmp_path, "17-0", time.time() + 100)
-    queue, processes = starting.stages(tmp_path)
+    queue, processes = startup_stages.stages(tmp_path)
     assert 98 < queue.ended - queue.began < 102
     assert processes.name == "starting the processes" and processes.ended is None
     made_runs.attempt(tmp_path, "17-1", time.time() + 200)
-    assert [stage.name for stage in starting.stages(tmp_path)] == ["starting the processes"]
+    assert [stage.name for stage in startup_stages.stages(tmp_path)] == ["starting the processes"]
     append_manifest(tmp_path, "slurm", "18", ["submit.py"])
-    assert [stage.name for stage in starting.stages(tmp_path)] == ["waiting in the queue"]
+    assert [stage.name for stage in startup_stages.stages(tmp_path)] == ["waiting in the queue"]
     assert attempt.exists()
 
 
@@ -86,7 +88,7 @@ def test_a_run_that_failed_while_it_started_says_in_what(tmp_path):
     append_manifest(tmp_path, "local", "1", ["submit.py"])
     told = {"began": 102.0, "here": 2, "world": 2, "stages": [["join the world", 102.0, 103.5], ["set up", 103.5, None]]}
     (attempt / "startup.json").write_text(json.dumps(told | {"realms": {"train": [["load policy", 103.5, None]]}}))
-    assert starting.text(starting.stages(tmp_path), until=110.0) == (
+    assert startup_stages.text(startup_stages.stages(tmp_path), until=110.0) == (
         "starting the processes 2 s, joining the world 1.5 s, setting up 6.5 s, and no further"
         " (train: load policy 6.5 s, and no further)"
     )

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch import starting
+from launch import startup_stages
 from launch.run_folder import Columns, RunFolder
 from launch.timelines.reading import REALMS, Rank, Recording
 from pipeline.spans import Span, us
@@ -107,7 +107,7 @@ def _arrow(name: str, sent: list[Window], source: int, received: Window, to: tup
 
 def _start_up(of: Recording, begin: float, end: float) -> Iterator[Event]:
     """Yield what a run did before its first step."""
-    for stage in starting.of_attempt(of.attempt):
+    for stage in startup_stages.of_attempt(of.attempt):
         if stage.ended is not None and begin <= stage.began and stage.ended <= end:
             yield _named("thread_name", RUN, 1, name="start-up")
             yield _slice(stage.name, "start-up", stage.began, stage.ended, 1)
