@@ -45,7 +45,7 @@ CANCEL_WAIT_S = 60
 
 
 @dataclass(frozen=True)
-class Request:
+class SubmitRequest:
     """The command line."""
 
     recipe: Annotated[str | None, Key("NAME", "a file in recipes/, without .yaml, or a path to one")] = None
@@ -83,10 +83,10 @@ class Request:
 
 
 def main(arguments: list[str]) -> int:
-    return command_line.run(__doc__, Request, answer, arguments)
+    return command_line.run(__doc__, SubmitRequest, execute, arguments)
 
 
-def answer(request: Request) -> int:
+def execute(request: SubmitRequest) -> int:
     """Raises RecipeError."""
     if request.help is not None:
         print(reference.explained(request.help))
