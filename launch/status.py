@@ -32,7 +32,7 @@ LABEL = 12
 
 
 @dataclass(frozen=True)
-class Request:
+class StatusRequest:
     """The command line."""
 
     run: Annotated[
@@ -48,14 +48,14 @@ class Request:
 
 
 def main(arguments: list[str]) -> int:
-    return command_line.run(__doc__, Request, answer, arguments)
+    return command_line.run(__doc__, StatusRequest, execute, arguments)
 
 
-def answer(request: Request) -> int:
+def execute(request: StatusRequest) -> int:
     return _watch(request) if request.watch else _show(request)[0]
 
 
-def _watch(request: Request) -> int:
+def _watch(request: StatusRequest) -> int:
     while True:
         if sys.stdout.isatty() and not request.json:
             print("\033[H\033[2J", end="")
@@ -66,7 +66,7 @@ def _watch(request: Request) -> int:
         time.sleep(request.watch)
 
 
-def _show(request: Request) -> tuple[int, bool]:
+def _show(request: StatusRequest) -> tuple[int, bool]:
     """Return (the exit status, whether it was one run and that has ended). Raises RecipeError."""
     only = request.run[0]
     if len(request.run) == 1 and (not only.is_dir() or (only / "recipe.yaml").exists()):
