@@ -36,7 +36,7 @@ PRINTED = ("val/accuracy", "val/loss", "train/reward")
 
 
 @dataclass(frozen=True)
-class Request:
+class ReportRequest:
     """The command line."""
 
     run: Annotated[list[Path], Key("RUN_DIR", "a run folder, once for each run", bare=True)]
@@ -46,10 +46,10 @@ class Request:
 
 
 def main(arguments: list[str]) -> int:
-    return command_line.run(__doc__, Request, answer, arguments)
+    return command_line.run(__doc__, ReportRequest, execute, arguments)
 
 
-def answer(request: Request) -> int:
+def execute(request: ReportRequest) -> int:
     folders = list(dict.fromkeys(request.run))
     runs = [RunFolder.at(folder) for folder in folders]
     labelled = [LabelledRun(run, label, run.metrics()) for run, label in zip(runs, labels(folders), strict=True)]
