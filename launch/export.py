@@ -27,7 +27,7 @@ from pipeline.files import StorageError
 
 
 @dataclass(frozen=True)
-class Request:
+class ExportRequest:
     """The command line."""
 
     run: Annotated[Path, Key("RUN_DIR", "the run's folder; the run may still be going on", bare=True)]
@@ -38,10 +38,10 @@ class Request:
 
 
 def main(arguments: list[str]) -> int:
-    return command_line.run(__doc__, Request, answer, arguments)
+    return command_line.run(__doc__, ExportRequest, execute, arguments)
 
 
-def answer(request: Request) -> int:
+def execute(request: ExportRequest) -> int:
     try:
         folder = export(request)
     except (ValueError, StorageError) as error:
@@ -52,7 +52,7 @@ def answer(request: Request) -> int:
     return 0
 
 
-def export(request: Request) -> Path:
+def export(request: ExportRequest) -> Path:
     """Write the checkpoint and return its folder.
 
     Raises RecipeError if the run or the step is not there, or the folder is; ValueError if the checkpoint does not fit the
