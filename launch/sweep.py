@@ -41,7 +41,7 @@ POLL_S = 2.0
 
 
 @dataclass(frozen=True)
-class Request:
+class SweepRequest:
     """The command line."""
 
     sweep: Annotated[str | None, Key("NAME", "a file in recipes/sweeps/, without .yaml, or a path to one")] = None
@@ -77,10 +77,10 @@ class Request:
 
 
 def main(arguments: list[str]) -> int:
-    return command_line.run(__doc__, Request, answer, arguments)
+    return command_line.run(__doc__, SweepRequest, execute, arguments)
 
 
-def answer(request: Request) -> int:
+def execute(request: SweepRequest) -> int:
     """Raises RecipeError."""
     own = _forget_own_job()
     try:
@@ -101,7 +101,7 @@ def _forget_own_job() -> str | None:
 # ---- beginning, and going on ------------------------------------------------------------------------------------------------
 
 
-def begin(request: Request) -> int:
+def begin(request: SweepRequest) -> int:
     """Raises RecipeError."""
     asked = suite.load(request.sweep, request.overrides)
     name = request.id or date.today().isoformat()
