@@ -36,7 +36,7 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Request:
+class TimelineRequest:
     """The command line."""
 
     run: Annotated[Path, Key("RUN_DIR", "a run folder, which a job may be writing into", bare=True)]
@@ -67,10 +67,10 @@ class Request:
 
 
 def main(arguments: list[str]) -> int:
-    return command_line.run(__doc__, Request, answer, arguments)
+    return command_line.run(__doc__, TimelineRequest, execute, arguments)
 
 
-def answer(request: Request) -> int:
+def execute(request: TimelineRequest) -> int:
     """Raises RecipeError."""
     run = RunFolder.at(request.run)
     recorded = recordings(run.attempts)
