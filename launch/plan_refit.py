@@ -49,7 +49,7 @@ from pipeline.config import (
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRefitRequest:
     """The command line."""
 
     recipe: Annotated[str, Key("NAME", "a file in recipes/, without .yaml, or a path to one")]
@@ -72,10 +72,10 @@ class Request:
 
 
 def main(arguments: list[str]) -> int:
-    return command_line.run(__doc__, Request, answer, arguments)
+    return command_line.run(__doc__, PlanRefitRequest, execute, arguments)
 
 
-def answer(request: Request) -> int:
+def execute(request: PlanRefitRequest) -> int:
     """Raises RecipeError."""
     try:
         with model_folder(request.model_config) as folder:
@@ -110,7 +110,7 @@ def model_folder(model_config: Path | None) -> Iterator[Path | None]:
         yield Path(folder)
 
 
-def load(request: Request, folder: Path | None) -> tuple[Recipe, backend.Choice]:
+def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backend.Choice]:
     """Return the recipe as `launch/submit.py` reads it; of the model only its config is needed. Raises RecipeError."""
     overrides = [*request.overrides, "policy.random_init=true"]
     if folder:
