@@ -54,7 +54,7 @@ CREDENTIALS = re.compile(r"(\w+://)[^/\s@]+@")
 
 
 @dataclass(frozen=True)
-class Request:
+class BundleRequest:
     """The command line."""
 
     run: Annotated[Path, Key("RUN_DIR", "the run's folder; the run may still be going on", bare=True)]
@@ -63,10 +63,10 @@ class Request:
 
 def main(arguments: list[str]) -> int:
     """Run the command, and return its exit status."""
-    return command_line.run(__doc__, Request, answer, arguments)
+    return command_line.run(__doc__, BundleRequest, execute, arguments)
 
 
-def answer(request: Request) -> int:
+def execute(request: BundleRequest) -> int:
     """Write the archive, and print what it holds."""
     run = RunFolder.at(request.run)
     path = request.out or Path(f"{run.folder.resolve().name}-bundle.tar.gz")
