@@ -70,7 +70,7 @@ def shares_nodes(arguments: list[str]) -> bool:
     from pipeline import config
 
     try:
-        request = command_line.parse(submit.Request, arguments)
+        request = command_line.parse(submit.SubmitRequest, arguments)
         return request.recipe is not None and recipes.inspect(request.recipe, request.overrides).recipe.cluster.share_nodes
     except config.RecipeError:
         return False

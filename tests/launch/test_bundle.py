@@ -78,7 +78,7 @@ def test_a_long_log_loses_its_middle(run):
 def test_an_archive_is_not_overwritten_and_a_wrong_folder_is_refused(run, tmp_path):
     (tmp_path / "b.tar.gz").write_text("mine")
     with refused(("out", "already-exists")):
-        bundle.answer(bundle.Request(run, tmp_path / "b.tar.gz"))
+        bundle.execute(bundle.BundleRequest(run, tmp_path / "b.tar.gz"))
     assert (tmp_path / "b.tar.gz").read_text() == "mine"
     with refused(("run", "file-not-found")):
-        bundle.answer(bundle.Request(tmp_path / "none"))
+        bundle.execute(bundle.BundleRequest(tmp_path / "none"))

@@ -16,7 +16,7 @@ CLIMBING = ("..", "../a", "a/../../b", "/tmp/a", ".", ".a", "a\n", "a\n/../b")
 @pytest.mark.parametrize("name", CLIMBING)
 def test_a_sweeps_names_do_not_climb(tmp_path, name):
     with refused(("id", "bad-name")):
-        command_line.parse(sweep.Request, ["sweep=one", f"id={name}"])
+        command_line.parse(sweep.SweepRequest, ["sweep=one", f"id={name}"])
     gates = {"learns": {"value": "last(val/loss)", "at_most": 1}}
     for given in ({"name": name, "runs": {"tiny_sft": {}}}, {"name": "one", "runs": {name: {"recipe": "tiny_sft"}}}):
         path = tmp_path / "suite.yaml"
