@@ -9,9 +9,12 @@ export OMP_NUM_THREADS ?= 1
 # Otherwise each of the tests' processes would compile what it imports.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-full test-long test-slurm-matrix gpu-check lint format bench slurm clean
+.PHONY: help setup demo test test-full test-long test-slurm-matrix gpu-check lint format bench slurm clean
 
-setup: $(READY) slurm
+help:  ## List the targets.
+	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-20s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) slurm  ## Make .venv with all packages, and install Slurm for the tests where this user may.
 
 # On a machine with an NVIDIA GPU the packages come from the `gpu` extra, elsewhere from the CPU lock.
 $(READY): $(LOCK) pyproject.toml
@@ -27,31 +30,31 @@ slurm:
 	@containers/install-slurm.sh
 
 # `make demo OVERRIDES=policy.megatron_cfg.enabled=true` trains on Megatron-Core.
-demo: $(READY)
+demo: $(READY)  ## Teach a 0.8M model additions on this machine, and write a report: 2 minutes on 2 cores.
 	rm -rf runs/demo
 	$(BIN)/python launch/submit.py recipe=tiny_grpo cluster.executor=local run_dir=runs/demo $(OVERRIDES)
 	$(BIN)/python launch/report.py runs/demo
 
 # Three workers, for many tests wait; a file's tests stay together. Some tests start up to eight processes.
-test: setup
+test: setup  ## Run the default tests: about 10 minutes on 2 cores.
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What `make test` leaves out and takes minutes rather than hours.
-test-full: setup
+test-full: setup  ## Run the wider grids and further layouts that `make test` leaves out: about 11 minutes.
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'full and not gpu and not long'
 
-test-long: setup
+test-long: setup  ## Run the tests that take minutes each: hours.
 	$(BIN)/python -m pytest -m long
 
 # The Slurm tests on this machine's Slurm and on two newer ones, each in a Debian of its own that is made once. `ARGS=...`: for pytest.
-test-slurm-matrix: setup
+test-slurm-matrix: setup  ## Run the Slurm tests on Slurm 22.05, 24.11 and 26.05 (as root).
 	containers/install-slurm.sh matrix
 	$(BIN)/python -m tests.slurm.roots $(ARGS)
 
 # On a machine with a GPU: do the GPU's tests pass, and how fast is it? `make gpu-check PYTHON=...` takes that Python; otherwise
 # .venv is taken if `make setup` has made it, unless python3's torch finds a GPU and .venv's does not. Installs nothing.
 # `ARGS="parts=train,decode out=FILE"`. Writes gpu_check.json; ends with 2 where there is no GPU.
-gpu-check:
+gpu-check:  ## On a machine with a GPU: run its tests and measure it, into gpu_check.json.
 	@finds_gpu() { "$$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }; \
 	python=$(PYTHON); \
 	if [ -z "$(filter command environment,$(origin PYTHON))" ] && [ -e $(READY) ]; then \
@@ -59,17 +62,17 @@ gpu-check:
 	fi; \
 	$$python -m tests.gpu_check $(ARGS)
 
-bench: $(READY)
+bench: $(READY)  ## Compare speeds with TRL, padded training, and floors.
 	$(BIN)/python -m tests.benchmarks
 
-lint: $(READY)
+lint: $(READY)  ## Check style, docstrings and types.
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-format: $(READY)
+format: $(READY)  ## Mend style where that can be done automatically.
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-clean:
+clean:  ## Remove .venv, benchmark results and the demo's run.
 	rm -rf $(VENV) .bench runs/demo
