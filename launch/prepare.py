@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch import backend, cuda_variables, handed_on, placement, recipes, run_setup, slurm_client
+from launch import backend, cuda_variables, needed_recipe, placement, recipes, run_setup, slurm_client
 from launch.components import components
 from launch.executors import allocation, local, selection
 from launch.model_files import NotHere, Pending
@@ -34,7 +34,7 @@ class Prepared:
     executor: selection.Choice
     plan: Plan | None  # None: of a family of models of which no plan can be made
     notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed, and what is ignored
-    handed_on: tuple[str, ...] = ()  # of a needed recipe: the overrides that it takes from the one that needs it
+    inherited: tuple[str, ...] = ()  # of a needed recipe: the overrides that it takes from the one that needs it
 
 
 def prepare(name: str, overrides: list[str], plan_from: Path | None = None) -> list[Prepared]:
@@ -68,10 +68,10 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
             if not own:
                 planned = _planned(recipe, choice, plan_from, pending, notes)
                 own += planned.problems() if planned else ()
-                prepared.append(Prepared(recipe, choice, chosen, planned, notes, loaded.handed_on))
+                prepared.append(Prepared(recipe, choice, chosen, planned, notes, loaded.inherited))
         except NotHere as error:
             if not own:
-                prepared.append(Prepared(recipe, choice, chosen, None, notes, loaded.handed_on))
+                prepared.append(Prepared(recipe, choice, chosen, None, notes, loaded.inherited))
             own += config.independent(error.problems, loaded.faulty)
         except RecipeError as error:
             own += config.independent(error.problems, loaded.faulty)
@@ -79,7 +79,7 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
             own += config.independent(file_problems(recipe, chosen, pending, dry, notes), loaded.faulty)
             own += folder_problems(recipe) if not own else []
         needed = "" if loaded is ordered[-1] else f"{folder_name(recipe)}, which is needed first"
-        keys = {override.partition("=")[0] for override in loaded.handed_on}
+        keys = {override.partition("=")[0] for override in loaded.inherited}
         handed |= {problem.within(needed): problem for problem in own if problem.key in keys}
         problems += [problem.within(needed) for problem in own]
         head = "logprobs" if "algorithm" in loaded.faulty else build(recipe).needs.head
@@ -117,7 +117,7 @@ def in_order(name: str, overrides: list[str]) -> list[Loaded]:
                 circle = " -> ".join([*path, named])
                 raise RecipeError(Problem("needs", "circular", f"the recipes need each other: {circle}"))
             if named not in map(folder_name, [other.recipe for other in ordered]):
-                needed = handed_on.inspect(need, [f"run_dir=runs/{named}"], asked_for, overrides)
+                needed = needed_recipe.inspect(need, [f"run_dir=runs/{named}"], asked_for, overrides)
                 if run_setup.done_step(Path(needed.recipe.run_dir)) is None:
                     add(needed, [*path, named])
         ordered.append(placement.placed(loaded))

@@ -59,7 +59,7 @@ def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, see
     *needed, main = (each.recipe for each in prepared)
     executor = f"cluster.executor={prepared[-1].executor.name}"  # said, because the check inside a job would choose otherwise
     names = [folder_name(recipe) for recipe in needed]
-    handed_on = {folder_name(each.recipe): each.handed_on for each in prepared}
+    inherited = {folder_name(each.recipe): each.inherited for each in prepared}
     asked = {config.name_of(need): need for each in prepared for need in each.recipe.needs}
 
     def needs(recipe: config.Recipe) -> list[str]:
@@ -69,7 +69,7 @@ def _jobs(recipe: str, given: list[str], prepared: list[Prepared], run: str, see
         SweepJob(
             name,
             asked[name],
-            [f"run_dir={each.run_dir}", *handed_on[name], executor],
+            [f"run_dir={each.run_dir}", *inherited[name], executor],
             str(Path(each.run_dir).absolute()),
             needs=needs(each),
         )

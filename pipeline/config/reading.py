@@ -49,7 +49,7 @@ class Loaded:
     origins: dict[str, str]  # dotted key -> "recipes/a.yaml:12" or "the command line"; absent: the schema's default
     notes: list[str] = field(default_factory=list)  # what was changed or ignored in a recipe of NeMo-RL's
     faulty: frozenset[str] = frozenset()  # keys whose value could not be used
-    handed_on: tuple[str, ...] = ()  # of a recipe that is needed: the overrides that it takes from the one that needs it
+    inherited: tuple[str, ...] = ()  # of a recipe that is needed: the overrides that it takes from the one that needs it
     references: dict[str, set[str]] = field(default_factory=dict)  # by key the keys that its value is made of
     file: str = ""  # the recipe's own, as origins name it; empty for one of NeMo-RL's
 

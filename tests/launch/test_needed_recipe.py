@@ -55,7 +55,7 @@ def test_sizes_only_where_they_fit(here):
     assert base.problems == [] and base.recipe.cluster.train.partition == "gpu"
     assert (base.recipe.cluster.train.nodes, base.recipe.cluster.train.cpus_per_task) == (2, 2)
     site = ("cluster.executor=local", "cluster.train.partition=gpu", "cluster.train.cpus_per_task=2")
-    assert base.handed_on == site
+    assert base.inherited == site
     (note,) = base.notes
     assert note.startswith("cluster.train.nodes=3: not handed on to base, which it does not fit: policy.dtensor_cfg.tensor")
 

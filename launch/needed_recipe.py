@@ -34,7 +34,7 @@ def inspect(need: str, own: list[str], asking: Loaded, command_line: list[str]) 
     if not where and not given:
         return alone
     before = _problems(alone)
-    tried = [replace(recipes.inspect(need, [*own, *where, *given]), handed_on=(*where, *given))]
+    tried = [replace(recipes.inspect(need, [*own, *where, *given]), inherited=(*where, *given))]
     for left_out in (SIZES[-1:], SIZES):
         if not (new := [problem for problem in _problems(tried[-1]) if problem not in before]):
             return tried[-1]
@@ -42,7 +42,7 @@ def inspect(need: str, own: list[str], asking: Loaded, command_line: list[str]) 
         loaded = recipes.inspect(need, [*own, *where, *kept])
         dropped = ", ".join(argument for argument in given if argument not in kept)
         note = f"{dropped}: not handed on to {loaded.recipe.name}, which it does not fit: {new[0]}"
-        tried.append(replace(loaded, notes=[*loaded.notes, note], handed_on=(*where, *kept)))
+        tried.append(replace(loaded, notes=[*loaded.notes, note], inherited=(*where, *kept)))
     return tried[-1] if len(_problems(tried[-1])) < len(_problems(tried[0])) else tried[0]
 
 
