@@ -59,7 +59,7 @@ DTENSOR_LAYOUT = ("tensor_parallel_size", "cpu_offload", "lora_cfg")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BackendChoice:
     backend: Backend
     reason: str
     warning: str | None = None
@@ -68,7 +68,7 @@ class Choice:
         return f"{NAMES[self.backend]} trains, because {self.reason}"
 
 
-def choose(recipe: Recipe, pending: list[Path] = (), before: Recipe | None = None) -> tuple[Recipe, Choice]:
+def choose(recipe: Recipe, pending: list[Path] = (), before: Recipe | None = None) -> tuple[Recipe, BackendChoice]:
     """Return the recipe with both `enabled` keys set and everything checked that depends on them, and why.
 
     pending: run folders of needed recipes that have not run yet. before: the recipe that the run began with, if it has begun.
@@ -80,26 +80,26 @@ def choose(recipe: Recipe, pending: list[Path] = (), before: Recipe | None = Non
     return recipe, choice
 
 
-def _asked_for(recipe: Recipe) -> Choice | None:
+def _asked_for(recipe: Recipe) -> BackendChoice | None:
     backend = asked_backend(recipe.policy)
     if backend is None:
         return None
     given = {"megatron": recipe.policy.megatron_cfg.enabled, "dtensor": recipe.policy.dtensor_cfg.enabled}
     if all(given.values()):
         both = "policy.megatron_cfg.enabled and policy.dtensor_cfg.enabled are both true; one of them is enough"
-        return Choice(backend, "policy.megatron_cfg.enabled goes before policy.dtensor_cfg.enabled", both)
+        return BackendChoice(backend, "policy.megatron_cfg.enabled goes before policy.dtensor_cfg.enabled", both)
     if given[backend]:
-        return Choice(backend, f"policy.{backend}_cfg.enabled is true")
+        return BackendChoice(backend, f"policy.{backend}_cfg.enabled is true")
     other = next(name for name in given if name != backend)
-    return Choice(backend, f"policy.{other}_cfg.enabled is false")
+    return BackendChoice(backend, f"policy.{other}_cfg.enabled is false")
 
 
-def _as_before(before: Recipe | None) -> Choice | None:
+def _as_before(before: Recipe | None) -> BackendChoice | None:
     backend = asked_backend(before.policy) if before else None
-    return Choice(backend, "the run began with it") if backend else None
+    return BackendChoice(backend, "the run began with it") if backend else None
 
 
-def _by_keys(recipe: Recipe) -> Choice | None:
+def _by_keys(recipe: Recipe) -> BackendChoice | None:
     policy = recipe.policy
     megatron = _changed("megatron", policy.megatron_cfg, MegatronConfig(), MEGATRON_LAYOUT)
     dtensor = _changed("dtensor", policy.dtensor_cfg, DTensorConfig(), DTENSOR_LAYOUT)
@@ -110,7 +110,7 @@ def _by_keys(recipe: Recipe) -> Choice | None:
         )
         raise RecipeError(Problem(megatron, "ambiguous", told))
     if megatron or dtensor:
-        return Choice("megatron" if megatron else "dtensor", f"{megatron or dtensor} is set")
+        return BackendChoice("megatron" if megatron else "dtensor", f"{megatron or dtensor} is set")
     return None
 
 
@@ -141,31 +141,31 @@ def megatron_bytes(held: Sequence[Model], count: int, size: int) -> float:
     return sum(sum(rank.resident.values()) for rank in ranks)
 
 
-def _by_size(recipe: Recipe, pending: list[Path]) -> Choice:
+def _by_size(recipe: Recipe, pending: list[Path]) -> BackendChoice:
     train = recipe.cluster.train
     if not train.gpus_per_node:
-        return Choice("dtensor", "cluster.train has no GPUs")
+        return BackendChoice("dtensor", "cluster.train has no GPUs")
     model = described(recipe.policy, pending)
     if model is None:
-        return Choice("dtensor", f"{recipe.policy.model_name} is not there yet, so its size is not known")
+        return BackendChoice("dtensor", f"{recipe.policy.model_name} is not there yet, so its size is not known")
     shapes = {}
     for section, policy in config.models(recipe).items():
         key = f"{section}.model_name"
         its = described(policy, pending, key) or model  # what a run has yet to leave: as the policy
         if (family := its.get("model_type")) not in MEGATRON_MODEL_TYPES:
-            return Choice("dtensor", f"the Megatron backend has no '{family}' models")
+            return BackendChoice("dtensor", f"the Megatron backend has no '{family}' models")
         shapes[section] = ModelShape.of(its, key)
     held = models(recipe, shapes)
     count, memory_gb = ranks(train), hardware.memory_gb(train)
     room, fsdp, megatron = FILLED * memory_gb * 1e9, fsdp_bytes(held, count), megatron_bytes(held, count, 1)
     what, gpus = _described(held), f"GB on each of {count} GPUs with {memory_gb:g}"
     if held[0].shape.experts >= MANY_EXPERTS and megatron <= room:
-        return Choice("megatron", f"{what} take {megatron / 1e9:.1f} {gpus}, and are not gathered layer by layer")
+        return BackendChoice("megatron", f"{what} take {megatron / 1e9:.1f} {gpus}, and are not gathered layer by layer")
     if fsdp <= room:
-        return Choice("dtensor", f"{what} take {fsdp / 1e9:.1f} {gpus}")
+        return BackendChoice("dtensor", f"{what} take {fsdp / 1e9:.1f} {gpus}")
     reason = f"under FSDP2 {what} would take {fsdp / 1e9:.1f} {gpus}"
     if megatron <= room:
-        return Choice("megatron", reason)
+        return BackendChoice("megatron", reason)
     cuts = [cut for cut in range(2, count + 1) if count % cut == 0 and megatron_bytes(held, count, cut) <= room]
     if not cuts:
         told = (
