@@ -23,7 +23,7 @@ WHAT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ExecutorChoice:
     name: str  # slurm, allocation, local
     reason: str = ""  # empty: the recipe names it
 
@@ -31,16 +31,16 @@ class Choice:
         return f"cluster.executor=auto: {self.name} ({WHAT[self.name]}), because {self.reason}"
 
 
-def choose(recipe: Recipe) -> Choice:
+def choose(recipe: Recipe) -> ExecutorChoice:
     """Choose the executor. Asks Slurm only where the recipe leaves it open."""
     if (named := recipe.cluster.executor) != "auto":
-        return Choice(named)
+        return ExecutorChoice(named)
     if job_id := allocation.current():
         reason = f"this is inside Slurm job {job_id}; cluster.executor=slurm submits a job of its own"
-        return Choice("allocation", reason)
+        return ExecutorChoice("allocation", reason)
     if why := slurm_client.unreachable():
         insist = "" if why == slurm_client.NOT_INSTALLED else "; cluster.executor=slurm insists on Slurm"
-        return Choice("local", f"{why}{insist}")
+        return ExecutorChoice("local", f"{why}{insist}")
     step = os.environ.get("SLURM_JOB_ID")
     inside = f", and this is a step of Slurm job {step}, in which no more steps can start" if step else ""
-    return Choice("slurm", f"Slurm's controller answers{inside}")
+    return ExecutorChoice("slurm", f"Slurm's controller answers{inside}")
