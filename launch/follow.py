@@ -56,7 +56,7 @@ SETTLE_S = 5.0
 """How long done.json may lag behind the job's end on a shared file system."""
 
 
-class Metrics:
+class MetricsTail:
     """Reads metrics.jsonl as it grows, and keeps the latest values and the pace."""
 
     def __init__(self, run_dir: Path):
@@ -96,7 +96,7 @@ def _shown(line: Mapping[str, float]) -> dict[str, float]:
 
 
 class Follower:
-    def __init__(self, run_dir: Path, job: RunJob, max_steps: int | None, metrics: Metrics, console: Console | None = None):
+    def __init__(self, run_dir: Path, job: RunJob, max_steps: int | None, metrics: MetricsTail, console: Console | None = None):
         """max_steps: None if it is not known. metrics: lines that it has read already are not shown again."""
         self.run_dir = run_dir
         self.job = job

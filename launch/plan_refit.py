@@ -110,7 +110,7 @@ def model_folder(model_config: Path | None) -> Iterator[Path | None]:
         yield Path(folder)
 
 
-def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backend.Choice]:
+def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backend.BackendChoice]:
     """Return the recipe as `launch/submit.py` reads it; of the model only its config is needed. Raises RecipeError."""
     overrides = [*request.overrides, "policy.random_init=true"]
     if folder:
@@ -130,12 +130,12 @@ def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backen
 # ---- what is shown ------------------------------------------------------------------------------------------------------
 
 
-def report(predicted: Prediction, choice: backend.Choice) -> str:
+def report(predicted: Prediction, choice: backend.BackendChoice) -> str:
     parts = (_headline(predicted, choice), _table(predicted), _verdict(predicted))
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def _headline(predicted: Prediction, choice: backend.Choice) -> list[str]:
+def _headline(predicted: Prediction, choice: backend.BackendChoice) -> list[str]:
     recipe, parameters = predicted.recipe, predicted.parameters
     cluster, policy, network = recipe.cluster, recipe.policy, recipe.cluster.network
     vllm, megatron, dtensor = policy.generation.vllm_cfg, policy.megatron_cfg, policy.dtensor_cfg

@@ -30,8 +30,8 @@ class Prepared:
     """A recipe that can be used, for the train backend that was chosen."""
 
     recipe: Recipe
-    choice: backend.Choice | None  # None: for want of the model, in a dry run
-    executor: selection.Choice
+    choice: backend.BackendChoice | None  # None: for want of the model, in a dry run
+    executor: selection.ExecutorChoice
     plan: Plan | None  # None: of a family of models of which no plan can be made
     notes: list[str]  # what could not be checked; of a NeMo-RL recipe also what was changed, and what is ignored
     inherited: tuple[str, ...] = ()  # of a needed recipe: the overrides that it takes from the one that needs it
@@ -90,7 +90,7 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
 
 
 def _planned(
-    recipe: Recipe, choice: backend.Choice, plan_from: Path | None, pending: list[Path], notes: list[str]
+    recipe: Recipe, choice: backend.BackendChoice, plan_from: Path | None, pending: list[Path], notes: list[str]
 ) -> Plan | None:
     """Return the plan; None, with a note, for a family that cannot be planned: FSDP2 may train it all the same."""
     try:
@@ -127,7 +127,7 @@ def in_order(name: str, overrides: list[str]) -> list[Loaded]:
 
 
 def file_problems(
-    recipe: Recipe, chosen: selection.Choice, pending: list[Path], dry: bool, notes: list[str]
+    recipe: Recipe, chosen: selection.ExecutorChoice, pending: list[Path], dry: bool, notes: list[str]
 ) -> Iterator[Problem]:
     """Yield the problems of files, folders and Slurm.
 
@@ -160,7 +160,7 @@ def folder_problems(recipe: Recipe) -> list[Problem]:
     return found
 
 
-def _executor_problems(recipe: Recipe, chosen: selection.Choice, notes: list[str]) -> Iterator[Problem]:
+def _executor_problems(recipe: Recipe, chosen: selection.ExecutorChoice, notes: list[str]) -> Iterator[Problem]:
     notes += [str(chosen)] if chosen.reason else []
     if chosen.name == "local":
         with collected(found := []):

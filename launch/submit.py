@@ -38,7 +38,7 @@ from pipeline.algorithms import build
 from pipeline.config import Problem, Recipe, RecipeError, bound, collected, evaluates_alone, reference, refuse, section
 
 if TYPE_CHECKING:
-    from launch.follow import Metrics
+    from launch.follow import MetricsTail
 
 FLAGS = ("show", "plan", "dry_run", "detach")
 CANCEL_WAIT_S = 60
@@ -271,10 +271,10 @@ def attach(run_dir: Path) -> int:
     return attend(run_dir, record.attach(run_dir), max_steps(config.read(run_dir / "recipe.yaml")), _metrics_so_far(run_dir))
 
 
-def _metrics_so_far(run_dir: Path) -> Metrics:
-    from launch.follow import Metrics  # and rich, which only a command that follows a run waits for
+def _metrics_so_far(run_dir: Path) -> MetricsTail:
+    from launch.follow import MetricsTail  # and rich, which only a command that follows a run waits for
 
-    metrics = Metrics(run_dir)
+    metrics = MetricsTail(run_dir)
     metrics.new_lines()
     return metrics
 
@@ -296,7 +296,7 @@ def _interrupt(_number: int, _frame: object) -> None:
         raise Terminated
 
 
-def attend(run_dir: Path, job: RunJob, steps: int | None, metrics: Metrics) -> int:
+def attend(run_dir: Path, job: RunJob, steps: int | None, metrics: MetricsTail) -> int:
     """Follow a job to its end, and return the exit status. Ctrl-C asks, then cancels; without a terminal it cancels at once."""
     from launch.follow import Follower
 

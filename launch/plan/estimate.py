@@ -34,7 +34,7 @@ ROOM = 0.8  # of a GPU, for weights of an engine: what is left must hold a KV ca
 @dataclass(frozen=True)
 class Plan:
     recipe: Recipe
-    choice: backend.Choice
+    choice: backend.BackendChoice
     models: Mapping[str, Mapping[str, Any]]  # config.json, by the sections of config.models
     shapes: Mapping[str, ModelShape]  # by the sections of config.models
     lengths: Lengths
@@ -205,7 +205,7 @@ def _of_gpu(count: float, component: config.ComponentConfig, phase: str = "") ->
     return f"{count / GIGA:.0f} GB{f' in {phase}' if phase else ''}, and its GPU has {hardware.memory_gb(component):g}"
 
 
-def plan(recipe: Recipe, choice: backend.Choice, before: Path | None = None, pending: Sequence[Path] = ()) -> Plan:
+def plan(recipe: Recipe, choice: backend.BackendChoice, before: Path | None = None, pending: Sequence[Path] = ()) -> Plan:
     """Return the plan of a recipe for which the train backend is chosen.
 
     before: a run folder to calibrate by; None: the recipe's own, if it has made steps. pending: run folders of needed recipes

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from launch.executors.base import JobStatus
 from launch.failure_logs import failed_step
-from launch.follow import Follower, Metrics, _shown, failure
+from launch.follow import Follower, MetricsTail, _shown, failure
 
 RUNNING, FAILED = JobStatus("RUNNING"), JobStatus("FAILED", ended=True)
 RAISED = {
@@ -77,7 +77,7 @@ def fail(run_dir: Path, attempt: str, said: dict) -> None:
 
 def test_time_left_is_at_the_recent_pace(tmp_path):
     write_steps(tmp_path, 100.0, 110.0, 120.0)
-    metrics = Metrics(tmp_path)
+    metrics = MetricsTail(tmp_path)
     assert metrics.seconds_left(10) is None
     metrics.new_lines()
     assert metrics.seconds_left(10) == 70.0
@@ -89,7 +89,7 @@ def test_from_waiting_to_done(tmp_path, console, terminal):
     waiting = JobStatus("PENDING", "Resources")
     job = Job(waiting, waiting, RUNNING, JobStatus("COMPLETED", ended=True))
     (tmp_path / "done.json").write_text('{"step": 3}')
-    assert Follower(tmp_path, job, 3, Metrics(tmp_path), console).follow()
+    assert Follower(tmp_path, job, 3, MetricsTail(tmp_path), console).follow()
     text = console.export_text()
     assert f"done: step 3, in {tmp_path}" in text
     if not terminal:
@@ -103,7 +103,7 @@ def test_from_waiting_to_done(tmp_path, console, terminal):
 )
 def test_the_live_view_shows_step_metrics_and_time_left(tmp_path, console, steps, shown):
     write_steps(tmp_path, 1.0, 10.0, **{"train/reward": 0.25, "time/rollout": None})
-    follower = Follower(tmp_path, Job(RUNNING), steps, Metrics(tmp_path), console)
+    follower = Follower(tmp_path, Job(RUNNING), steps, MetricsTail(tmp_path), console)
     follower._print_lines(RUNNING, follower.metrics.new_lines())
     assert console.export_text().splitlines()[-1].startswith(f"step 2{'/30' if steps else ''}  train/reward 0.25")
     console.print(follower._view(RUNNING))
@@ -131,7 +131,7 @@ def test_a_failure_is_shown_once_while_the_job_still_ends_and_so_is_what_follows
         RUNNING,
         done,
     )
-    assert Follower(tmp_path, Job(*looks), 3, Metrics(tmp_path), console).follow()
+    assert Follower(tmp_path, Job(*looks), 3, MetricsTail(tmp_path), console).follow()
     lines = [each for each in console.export_text().splitlines() if not each.startswith("Slurm job 17: RUNNING")]
     assert lines == [
         "rank 1 (realm train, host n1, verb step): rank 1 (train): ValueError: no",
@@ -209,11 +209,11 @@ def test_sruns_words_are_of_the_last_attempt_and_of_the_rank_that_failed_first(t
 def test_a_job_that_slurm_has_forgotten_is_judged_by_its_folder(tmp_path, console):
     gone = JobStatus("GONE", ended=True)
     (tmp_path / "done.json").write_text('{"step": 3}')
-    assert Follower(tmp_path, Job(gone), 3, Metrics(tmp_path), console).follow()
+    assert Follower(tmp_path, Job(gone), 3, MetricsTail(tmp_path), console).follow()
     (tmp_path / "done.json").unlink()
     write_logs(tmp_path, "")
     fail(tmp_path, "17-0", {"rank": 2, "realm": "train", "message": "no"})
-    assert not Follower(tmp_path, Job(gone), 3, Metrics(tmp_path), console).follow()
+    assert not Follower(tmp_path, Job(gone), 3, MetricsTail(tmp_path), console).follow()
     assert "rank 2 (realm train): no" in console.export_text()
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from launch import status
 from launch.executors.base import JobStatus
-from launch.follow import Follower, Metrics
+from launch.follow import Follower, MetricsTail
 from launch.terminal import on_one_line, plain
 from tests.launch import made_runs
 from tests.launch.test_follow import RAISED, Job, fail, write_logs
@@ -66,6 +66,8 @@ def test_follow_prints_nothing_that_a_terminal_obeys(tmp_path, capsys):
     fail(tmp_path, "17-0", {**RAISED, "message": everything(), "traceback": ""})
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0}) + "\n")
     waiting, failed = JobStatus("PENDING", everything()), JobStatus("FAILED", everything(), ended=True)
-    assert not Follower(tmp_path, Job(waiting, failed), 3, Metrics(tmp_path), Console(highlight=False, soft_wrap=True)).follow()
+    assert not Follower(
+        tmp_path, Job(waiting, failed), 3, MetricsTail(tmp_path), Console(highlight=False, soft_wrap=True)
+    ).follow()
     told = capsys.readouterr().out
     assert r"\x1b]0;owned\x07" in told and not OBEYED.search(told)

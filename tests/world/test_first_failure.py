@@ -13,7 +13,7 @@ from rich.console import Console
 from launch.attempts import latest
 from launch.executors.local import HetLocalExecutor
 from launch.executors.slurm import HetSlurmExecutor
-from launch.follow import Follower, Metrics
+from launch.follow import Follower, MetricsTail
 from pipeline.config import ClusterConfig, ComponentConfig
 from tests.world.ranks import in_job
 from tests.world.secret import write_secret
@@ -61,7 +61,7 @@ def submit(request, tmp_path, monkeypatch):
         jobs.append(job := executor.submit(in_job, str(tmp_path), scenario))
         terminal = Terminal()
         console = Console(file=terminal, highlight=False, soft_wrap=True)
-        thread = threading.Thread(target=Follower(tmp_path, job, 1, Metrics(tmp_path), console).follow)
+        thread = threading.Thread(target=Follower(tmp_path, job, 1, MetricsTail(tmp_path), console).follow)
         thread.start()
         return job, terminal, thread
 
