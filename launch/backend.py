@@ -36,9 +36,9 @@ from pipeline.config import (
     Problem,
     Recipe,
     RecipeError,
-    asked_backend,
     hardware,
     ranks,
+    requested_backend,
 )
 
 NAMES: dict[Backend, str] = {"megatron": "Megatron-Core", "dtensor": "FSDP2"}
@@ -75,13 +75,13 @@ def choose(recipe: Recipe, pending: list[Path] = (), before: Recipe | None = Non
     Raises RecipeError.
     """
     choice = _asked_for(recipe) or _as_before(before) or _by_keys(recipe) or _by_size(recipe, pending)
-    recipe = config.decided(recipe, choice.backend)
+    recipe = config.with_backend(recipe, choice.backend)
     config.validate(recipe)
     return recipe, choice
 
 
 def _asked_for(recipe: Recipe) -> BackendChoice | None:
-    backend = asked_backend(recipe.policy)
+    backend = requested_backend(recipe.policy)
     if backend is None:
         return None
     given = {"megatron": recipe.policy.megatron_cfg.enabled, "dtensor": recipe.policy.dtensor_cfg.enabled}
@@ -95,7 +95,7 @@ def _asked_for(recipe: Recipe) -> BackendChoice | None:
 
 
 def _as_before(before: Recipe | None) -> BackendChoice | None:
-    backend = asked_backend(before.policy) if before else None
+    backend = requested_backend(before.policy) if before else None
     return BackendChoice(backend, "the run began with it") if backend else None
 
 

@@ -9,7 +9,7 @@ from launch import cuda_variables
 from launch.executors.base import ROOT
 from launch.nodes import ColocatedComponent
 from pipeline import config
-from pipeline.config import ComponentConfig, Recipe, colocated, guests, uses_megatron
+from pipeline.config import ComponentConfig, Recipe, colocated, components_on_train_nodes, uses_megatron
 
 
 def components(recipe: Recipe) -> dict[str, ComponentConfig]:
@@ -29,7 +29,7 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
         )
         for name, part in config.components(recipe).items()
     }
-    beside = [name for name in guests(recipe) if name in parts]
+    beside = [name for name in components_on_train_nodes(recipe) if name in parts]
     return parts | {name: ColocatedComponent(**vars(parts[name]), takes_turns=colocated(recipe)) for name in beside}
 
 

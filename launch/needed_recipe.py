@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from launch import backend, recipes
 from pipeline import config
-from pipeline.config import Loaded, Problem, collected, guests, layers
+from pipeline.config import Loaded, Problem, collected, components_on_train_nodes, config_tree
 
 SITE = (
     *("partition", "account", "qos", "constraint", "sbatch_options", "python", "srun_args", "env_vars"),
@@ -59,15 +59,15 @@ def _from_files(asking: Loaded, needed: Loaded) -> list[str]:
     found: dict[str, str] = {}
     for key, origin in asking.origins.items():
         section, *rest = key.split(".")
-        if section != "cluster" or not rest or origin == layers.COMMAND_LINE:
+        if section != "cluster" or not rest or origin == config_tree.COMMAND_LINE:
             continue
         if rest[0] in ("executor", "sbatch_options"):
             found[f"cluster.{rest[0]}"] = getattr(asking.recipe.cluster, rest[0])
-        elif rest[1:2] == ["sbatch_options"] and rest[0] in guests(needed.recipe):
+        elif rest[1:2] == ["sbatch_options"] and rest[0] in components_on_train_nodes(needed.recipe):
             continue  # it has no nodes there
         elif len(rest) > 1 and rest[1] in SITE:
             component = getattr(asking.recipe.cluster, rest[0], None)
             value = getattr(component, rest[1], None)
             found[f"cluster.{rest[0]}.{rest[1]}"] = value
     own = [f"{key}." for key in needed.origins]
-    return [config.argument(key, value) for key, value in found.items() if not any(o.startswith(f"{key}.") for o in own)]
+    return [config.format_override(key, value) for key, value in found.items() if not any(o.startswith(f"{key}.") for o in own)]

@@ -21,7 +21,7 @@ from launch.executors import selection
 from launch.nodes import groups, hosts, takes_turns
 from launch.units import plural
 from pipeline import config
-from pipeline.config import Loaded, Problem, Recipe, RecipeError, collected, hardware, layers, ranks, ranks_per_node
+from pipeline.config import Loaded, Problem, Recipe, RecipeError, collected, config_tree, hardware, ranks, ranks_per_node
 from pipeline.config.cluster import SHARED
 
 Changes = dict[str, Any]
@@ -47,7 +47,7 @@ def placed(loaded: Loaded) -> Loaded:
     for changes in candidates(loaded, len(devices)):
         with collected(found := []):
             recipe = config.changed(bare, changes)
-            config.validate(config.decided(recipe, choice.backend))
+            config.validate(config.with_backend(recipe, choice.backend))
         if not found:
             given = " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
             note = f"this machine has {there}: {given}; give cluster.*.gpus_per_node to place the ranks yourself"
@@ -91,13 +91,13 @@ def candidates(loaded: Loaded, there: int) -> Iterator[Changes]:
     """Yield changes that give each rank a GPU, the best first. there: how many GPUs the machine has, at least 1."""
     for changes in _candidates(loaded.recipe, there):
         changing = differing(loaded.recipe, changes)
-        if not any(loaded.origins.get(key) == layers.COMMAND_LINE for key in changing):
+        if not any(loaded.origins.get(key) == config_tree.COMMAND_LINE for key in changing):
             yield changing
 
 
 def differing(recipe: Recipe, changes: Changes) -> Changes:
     """Return the changes that change something."""
-    tree = layers.of(asdict(recipe), None)
+    tree = config_tree.from_plain(asdict(recipe), None)
     return {key: value for key, value in changes.items() if tree.find(key).value != value}
 
 

@@ -8,9 +8,19 @@ from pathlib import Path
 
 from launch import nemo_rl
 from pipeline import config
-from pipeline.config import Loaded, Problem, Recipe, independent, layers, refuse, resolving, typed, unread
-from pipeline.config.layers import Branch, Leaf
-from pipeline.config.reading import Layers, layer
+from pipeline.config import (
+    Loaded,
+    Problem,
+    Recipe,
+    config_tree,
+    independent,
+    interpolation,
+    refuse,
+    schema_validation,
+    unused_keys,
+)
+from pipeline.config.config_tree import ConfigMapping, ConfigNode
+from pipeline.config.loading import Layers, layer
 from pipeline.config.schema import DatasetConfig
 
 
@@ -26,40 +36,40 @@ def inspect(name: str, overrides: Iterable[str] = ()) -> Loaded:
     return config.inspect(name, overrides, _translated)
 
 
-def _translated(path: Path, tree: Branch, given: list[tuple[str, Leaf | Branch]]) -> Layers:
+def _translated(path: Path, tree: ConfigMapping, given: list[tuple[str, ConfigNode]]) -> Layers:
     """Return a NeMo-RL recipe in our keys. What the command line sets is theirs where the files have the key, else ours."""
     theirs = [pair for pair in given if tree.find(pair[0]) is not None]
-    tree = layers.merged(tree, layer(theirs))
-    faults = resolving.resolve(tree)
-    faults |= {key: problem for key, problem in _misfits(tree).items() if key not in faults}
+    tree = config_tree.merge(tree, layer(theirs))
+    faults = interpolation.resolve(tree)
+    faults |= {key: problem for key, problem in _type_errors(tree).items() if key not in faults}
     problems = [replace(problem, origin=tree.find(key).origin or "") for key, problem in faults.items()]
     for key in faults:
         tree.drop(key)
     origins = {key: leaf.origin for key, leaf in tree.leaves()}
     translation = nemo_rl.translate(tree.plain(), origins, path)
     problems += independent(translation.problems, faults)
-    readers = replace(unread.Readers.of_tree(tree), algorithm=None)  # `nemo_rl` knows which of theirs it is
+    readers = replace(unused_keys.Readers.of_tree(tree), algorithm=None)  # `nemo_rl` knows which of theirs it is
     for key, _ in theirs:
         if why := readers.unread(key):
-            problems.append(Problem(key, "has-no-effect", f"{why}; {readers.instead(key)}", layers.COMMAND_LINE))
-    ours = layers.of(resolving.escaped(translation.layer), layers.short(path), translation.origins)
+            problems.append(Problem(key, "has-no-effect", f"{why}; {readers.instead(key)}", config_tree.COMMAND_LINE))
+    ours = config_tree.from_plain(interpolation.escaped(translation.layer), config_tree.short_path(path), translation.origins)
     trees = [ours, layer([pair for pair in given if pair not in theirs])]
     return Layers(trees, [*translation.changed, *translation.ignored], problems, [problem.key for problem in problems])
 
 
-def _misfits(tree: Branch) -> dict[str, Problem]:
+def _type_errors(tree: ConfigMapping) -> dict[str, Problem]:
     """Return problems by key: no value, or another type than in ours where both have the key."""
-    found = typed.converted(Recipe, tree)
+    found = schema_validation.coerce_types(Recipe, tree)
     for key, leaf in tree.leaves():
-        if leaf.value == typed.MISSING:
+        if leaf.value == schema_validation.MISSING:
             found[key] = Problem(key, "missing-value", "got no value; the recipe must set it")
     for key in ("data.train", "data.validation"):  # which may be lists of data sets in theirs
         value = getattr(tree.find(key), "value", None)
         if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             found.pop(key)
     key, default = "data.default", tree.find("data.default")
-    if isinstance(default, Branch):
-        inside = typed.converted(DatasetConfig, default)
+    if isinstance(default, ConfigMapping):
+        inside = schema_validation.coerce_types(DatasetConfig, default)
         return found | {f"{key}.{name}": replace(one, key=f"{key}.{name}") for name, one in inside.items()}
     if default and default.value is not None:
         found[key] = Problem(key, "wrong-type", f"got {default.value!r}; expected a mapping of keys")

@@ -40,7 +40,7 @@ from launch.executors.record import read_record
 from pipeline import config, metrics
 from pipeline import secrets as kept_secrets
 from pipeline.checkpoint import Checkpoints, version_problem
-from pipeline.config import Problem, Recipe, RecipeError, places
+from pipeline.config import Problem, Recipe, RecipeError, paths
 from pipeline.files import REMEDY, user_name, write_durably
 
 TRAINED = "trained.json"
@@ -95,8 +95,8 @@ def earlier(recipe: Recipe) -> Recipe | None:
     except (RecipeError, ValueError) as error:
         message = f"{run_dir} holds a recipe that this version cannot read ({error}); take another folder"
         raise _refused("unreadable", message) from None
-    backend = config.asked_backend(before.policy)  # older versions wrote one of the two keys only
-    return config.decided(before, backend) if backend else before
+    backend = config.requested_backend(before.policy)  # older versions wrote one of the two keys only
+    return config.with_backend(before, backend) if backend else before
 
 
 def check(recipe: Recipe) -> None:
@@ -111,7 +111,7 @@ def check(recipe: Recipe) -> None:
     complete = Checkpoints(run_dir, "", recipe.checkpointing).all()
     if complete and (problem := version_problem(complete[-1], recipe)):
         raise RecipeError(problem)
-    if not complete and config.evaluates_alone(recipe) and _has_learned(run_dir):
+    if not complete and config.only_evaluates(recipe) and _has_learned(run_dir):
         raise _refused(
             "no-checkpoint",
             f"{run_dir} has steps in metrics.jsonl, and no checkpoint to evaluate; expected a run with checkpoints, or a new"
@@ -130,7 +130,7 @@ def _ways_on(before: Recipe, now: Recipe, different: dict[str, tuple[Any, Any]])
         f"{key} is {old if key in given else 'absent'} there and {new if key in asked else 'absent'} here"
         for key, (old, new) in different.items()
     ]
-    kept = [shlex.quote(config.argument(key, old)) for key, (old, _) in different.items() if key in given]
+    kept = [shlex.quote(config.format_override(key, old)) for key, (old, _) in different.items() if key in given]
     more = [key for key in different if key not in given]
     lines.append("Take another folder (run_dir=...), or go on as it began:")
     lines += [" ".join(kept)] if kept else []
@@ -176,7 +176,7 @@ def _from_run_folder(recipe: Recipe, flat: dict[str, Any]) -> dict[str, Any]:
             return [relative(item) for item in value]
         return os.path.relpath(value, folder) if isinstance(value, str) and os.path.isabs(value) else value
 
-    return {key: relative(value) if places.is_path(key) else value for key, value in flat.items()}
+    return {key: relative(value) if paths.is_path(key) else value for key, value in flat.items()}
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -301,7 +301,7 @@ def prepare(recipe: Recipe, run_dir: Path, script: str) -> None:
     """Write what will run, and remove what says that it has ended. Call it under `locked`, before a submission."""
     write_durably(run_dir / "recipe.yaml", config.to_yaml(recipe))
     write_durably(run_dir / "batch.sh", script)
-    if config.evaluates_alone(recipe) and done_step(run_dir) is not None:
+    if config.only_evaluates(recipe) and done_step(run_dir) is not None:
         if not (run_dir / TRAINED).exists():
             (run_dir / "done.json").replace(run_dir / TRAINED)
     else:

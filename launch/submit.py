@@ -35,7 +35,7 @@ from launch.prepare import RESTART_S, Prepared, examine, file_problems, folder_n
 from launch.units import plural
 from pipeline import config, secrets
 from pipeline.algorithms import build
-from pipeline.config import Problem, Recipe, RecipeError, bound, collected, evaluates_alone, reference, refuse, section
+from pipeline.config import Problem, Recipe, RecipeError, bound, collected, only_evaluates, reference, refuse, section
 
 if TYPE_CHECKING:
     from launch.follow import MetricsTail
@@ -112,7 +112,7 @@ def execute(request: SubmitRequest) -> int:
 
 def show(name: str, overrides: list[str]) -> int:
     loaded = recipes.inspect(name, overrides)
-    print(secrets.redacted(config.shown(loaded)), end="")
+    print(secrets.redacted(config.format_with_origins(loaded)), end="")
     refuse(loaded.problems)
     return 0
 
@@ -186,7 +186,7 @@ def submit(prepared: list[Prepared], detach: bool) -> int:
 def nothing_left(recipe: Recipe, run_dir: Path) -> str | None:
     """Return the message that the run is complete, if this recipe, which may have other bounds, asks for no more of it."""
     step, own, key = run_setup.done_step(run_dir), section(recipe), recipe.algorithm
-    if step is None or evaluates_alone(recipe):
+    if step is None or only_evaluates(recipe):
         return None
     if step >= own.max_num_steps:
         return f"{run_dir} is complete at step {step}; raise {key}.max_num_steps to go on"

@@ -19,7 +19,7 @@ from pipeline.algorithms.advantages import normalization
 from pipeline.algorithms.base import Algorithm, OnlineAlgorithm
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, version_problem
-from pipeline.config import Recipe, RecipeError, evaluates_alone
+from pipeline.config import Recipe, RecipeError, only_evaluates
 from pipeline.data.batches import share
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import ExampleStream, PairStream, PromptStream, Stream
@@ -244,7 +244,7 @@ def run_online(
 
     run.startup.enter("first refit")
     refit()
-    if evaluates_alone(run.recipe):  # what a checkpoint keeps of rollouts stays there
+    if only_evaluates(run.recipe):  # what a checkpoint keeps of rollouts stays there
         return run.evaluate_alone(metrics, step, validate)
     resumed = collector.load_state_dict(run.take_kept(), step)
     metrics.take_clocks()  # that refit belongs to no step
@@ -298,7 +298,7 @@ def run_offline(
             shares = run.of_data_ranks(train.evaluate(parts=parts).result())
         return {f"val/{name}": sum(share[name] for share in shares) for name in shares[0]}
 
-    if evaluates_alone(recipe):
+    if only_evaluates(recipe):
         return run.evaluate_alone(metrics, step, validate)
     run.timeline.step_ended(step)
     if section.val_at_start and step == 0 and validation:

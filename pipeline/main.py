@@ -133,7 +133,7 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
     if run.left:
         return
     record: dict[str, Any] = {"step": step}
-    if config.evaluates_alone(recipe):
+    if config.only_evaluates(recipe):
         record["evaluation"] = True
     else:
         checkpoints.link_latest(run_dir / "hf", "hf")

@@ -6,10 +6,10 @@ import pytest
 
 from launch.preflight import signatures
 from pipeline import config
-from pipeline.config import aliases, typed, unread
+from pipeline.config import aliases, schema_validation, unused_keys
 from pipeline.config.schema import Recipe
 
-KEYS = typed.keys(Recipe)
+KEYS = schema_validation.keys(Recipe)
 ALGORITHMS = (*config.ONLINE, *config.OFFLINE)
 BACKENDS = ("megatron", "dtensor", None)
 KWARGS = "optimizer.kwargs."
@@ -29,7 +29,7 @@ def test_what_is_suggested_is_a_key():
 
 
 def test_keys_that_say_the_same_are_keys():
-    for one, other in unread.SAME:
+    for one, other in unused_keys.SAME:
         assert one in KEYS and (other in KEYS or other.rpartition(".")[0] in KEYS), (one, other)
 
 
@@ -39,7 +39,7 @@ def test_no_name_is_a_key_of_ours():
 
 def test_a_key_that_is_read_comes_first_if_there_is_one():
     for name, algorithm, backend in itertools.product(aliases.ALIASES, ALGORITHMS, BACKENDS):
-        readers = unread.Readers(algorithm, backend)
+        readers = unused_keys.Readers(algorithm, backend)
         first, *_ = meant = aliases.meant(name, algorithm, readers.rank(name))
         targets = [one.replace(aliases.OWN, algorithm) for one in aliases.ALIASES[name]]
         assert first in targets and len(meant) <= 2

@@ -3,8 +3,8 @@
 import ast
 from pathlib import Path
 
-from pipeline.config import reference, typed
-from pipeline.config.layers import Branch, Leaf
+from pipeline.config import reference, schema_validation
+from pipeline.config.config_tree import ConfigMapping, ConfigValue
 from pipeline.config.megatron_checks import ONLY_DEFAULT
 from pipeline.config.schema import Recipe
 
@@ -32,7 +32,11 @@ def names_used() -> set[str]:
     return found
 
 
-LEAVES = [key for key in typed.keys(Recipe) if not any(other.startswith(f"{key}.") for other in typed.keys(Recipe))]
+LEAVES = [
+    key
+    for key in schema_validation.keys(Recipe)
+    if not any(other.startswith(f"{key}.") for other in schema_validation.keys(Recipe))
+]
 
 
 def test_every_key_is_read_somewhere():
@@ -54,8 +58,8 @@ def test_true_is_neither_a_number_nor_a_text_of_any_key():
     names = [key.name for key in reference.keys().values() if key.type.startswith(kinds)]
     taken = []
     for name in names:
-        tree = typed.filled(Recipe, Branch())
-        tree.set(name, Leaf(True))
-        if name not in {problem.key for problem in typed.validated(Recipe, tree)[1]}:
+        tree = schema_validation.with_defaults(Recipe, ConfigMapping())
+        tree.set(name, ConfigValue(True))
+        if name not in {problem.key for problem in schema_validation.validate_tree(Recipe, tree)[1]}:
             taken.append(name)
     assert len(names) > 150 and taken == []

@@ -11,8 +11,8 @@ import pytest
 
 from launch import recipes
 from pipeline import config
-from pipeline.config import layers, resolving
-from pipeline.config.reading import RECIPES
+from pipeline.config import config_tree, interpolation
+from pipeline.config.loading import RECIPES
 from tests.problems import named
 
 COUNT = 400
@@ -115,7 +115,7 @@ def judge(path: Path, tree: dict[str, Any]) -> config.Loaded | None:
         if not problems:
             assert list(again) == []
             text = config.to_yaml(loaded.recipe)
-            assert config.shown(loaded)
+            assert config.format_with_origins(loaded)
             path.write_text(text)
             assert config.read(path) == loaded.recipe
     except config.RecipeError as error:
@@ -129,7 +129,7 @@ def judge(path: Path, tree: dict[str, Any]) -> config.Loaded | None:
 
 
 def seeds() -> list[dict[str, Any]]:
-    own = [layers.chain(config.find(name)).plain() for name in OURS]
+    own = [config_tree.load_with_parents(config.find(name)).plain() for name in OURS]
     return [*own, *[NEMO_RL] * (len(own) // 4)]
 
 
@@ -182,7 +182,7 @@ def test_a_text_with_an_interpolation_in_it_is_written_so_that_it_is_read_litera
     for text in ("${x}", "a \\${x} b", "{{ '${' }}", "\\\\${x}", "plain"):
         (tmp_path / "a.yaml").write_text(
             json.dumps(
-                {"algorithm": "sft", "policy": {"model_name": "x", "tokenizer": {"chat_template": resolving.escaped(text)}}}
+                {"algorithm": "sft", "policy": {"model_name": "x", "tokenizer": {"chat_template": interpolation.escaped(text)}}}
             )
         )
         recipe = config.load(str(tmp_path / "a.yaml"))

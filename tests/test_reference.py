@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 
 from launch import submit
-from pipeline.config import RECIPES, layers, reference, typed
+from pipeline.config import RECIPES, config_tree, reference, schema_validation
 from pipeline.config.schema import Recipe
 
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
@@ -20,7 +20,7 @@ def found(text: str) -> set[tuple[str, str]]:
     def deepest(error):
         return [inner for each in error.context for inner in deepest(each)] or [error]
 
-    errors = [inner for error in VALIDATOR.iter_errors(layers.scalar(text)) for inner in deepest(error)]
+    errors = [inner for error in VALIDATOR.iter_errors(config_tree.parse_value(text)) for inner in deepest(error)]
     return {(".".join(map(str, error.absolute_path)), error.validator) for error in errors}
 
 
@@ -32,7 +32,7 @@ def test_generated_files_are_those_of_the_schema(tmp_path, name):
 
 def test_every_key_has_a_type_and_a_meaning():
     keys = reference.keys()
-    assert {key.replace("*", reference.NAME) for key in typed.keys(Recipe)} == set(keys)
+    assert {key.replace("*", reference.NAME) for key in schema_validation.keys(Recipe)} == set(keys)
     assert [name for name, key in keys.items() if not key.meaning] == []
     assert [(kind, key.name) for kind, inside in reference.kwargs().items() for key in inside if not key.meaning] == []
     assert {name for name, key in keys.items() if "anything" in key.type} == {"policy.scheduler", "value.scheduler"}
@@ -107,7 +107,7 @@ def test_help_of_an_environments_kwargs_is_by_kind(capsys):
 def test_help_of_no_key_lists_the_sections(capsys):
     assert submit.main(["help="]) == 0
     heads = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
-    assert heads == [*typed.fields(Recipe)]
+    assert heads == [*schema_validation.fields(Recipe)]
 
 
 def test_help_of_a_misspelt_key_names_the_one_that_may_be_meant(capsys):

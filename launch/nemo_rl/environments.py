@@ -8,7 +8,7 @@ from launch.nemo_rl.rules import Changed, Ignored, Only, Rule, Same, apply, unde
 from launch.nemo_rl.run import PRETRAINED
 from launch.nemo_rl.translator import Translator
 from pipeline.config import kind_class
-from pipeline.config.layers import RECIPES
+from pipeline.config.config_tree import RECIPES
 
 ENVIRONMENT, VERIFIER = "this environment", "this verifier of answers"
 MATH: tuple[Rule, ...] = (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launch.sweeps.expressions import Curve
 from launch.sweeps.measurements import mean_and_spread
-from pipeline.config import layers, refuse, typed
+from pipeline.config import config_tree, refuse, schema_validation
 from pipeline.files import write_durably
 from pipeline.values import Bool, Float, Int, Text
 
@@ -23,8 +23,8 @@ POINTS = 40
 
 @dataclass
 class Provenance:
-    sweep: Text = typed.MISSING  # the suite's name and the sweep's id
-    date: Text = typed.MISSING
+    sweep: Text = schema_validation.MISSING  # the suite's name and the sweep's id
+    date: Text = schema_validation.MISSING
     commit: Text | None = None  # of the code that ran; null: not a Git checkout
     dirty: Bool = False  # it was changed since that commit
 
@@ -33,7 +33,7 @@ class Provenance:
 class StoredGate:
     """A gate's values. The expression is kept because a value of another expression is nothing to compare with."""
 
-    value: Text = typed.MISSING
+    value: Text = schema_validation.MISSING
     relative_to: Text | None = None
     seeds: dict[str, Float] = field(default_factory=dict)
 
@@ -68,15 +68,15 @@ def read(path: Path) -> Baseline | None:
     """Return the baseline, None if there is none yet. Raises RecipeError for a file that is no baseline."""
     if not path.exists():
         return None
-    tree = layers.chain(path)
-    found, wrong = typed.validated(Baseline, typed.filled(Baseline, tree))
-    refuse(problem.within(f"baseline {path}") for problem in [*typed.unknown(Baseline, tree), *wrong])
+    tree = config_tree.load_with_parents(path)
+    found, wrong = schema_validation.validate_tree(Baseline, schema_validation.with_defaults(Baseline, tree))
+    refuse(problem.within(f"baseline {path}") for problem in [*schema_validation.unknown_keys(Baseline, tree), *wrong])
     return found
 
 
 def write(baseline: Baseline, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, HEADER + layers.dumped(_sorted(asdict(baseline))))
+    write_durably(path, HEADER + config_tree.dump_yaml(_sorted(asdict(baseline))))
 
 
 def stored_curve(seeds: Iterable[Curve]) -> StoredCurve:

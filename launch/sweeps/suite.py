@@ -19,8 +19,8 @@ from pydantic import Field
 
 from launch.run_setup import flat
 from launch.sweeps import expressions
-from pipeline.config import RECIPES, Problem, Recipe, independent, layers, reading, refuse, typed
-from pipeline.config.layers import COMMAND_LINE
+from pipeline.config import RECIPES, Problem, Recipe, config_tree, independent, loading, refuse, schema_validation
+from pipeline.config.config_tree import COMMAND_LINE
 from pipeline.values import Float, NotNegative, Positive, Text
 
 SUITES = RECIPES / "sweeps"
@@ -56,7 +56,7 @@ class SpeedConfig:
 class SameConfig:
     """Every reproducible metric is that of another run to the last bit, seed by seed."""
 
-    run: Text = typed.MISSING
+    run: Text = schema_validation.MISSING
     metrics: list[Text] = field(default_factory=lambda: ["*"])  # patterns of names, for runs that differ in some on purpose
 
 
@@ -96,7 +96,7 @@ class CheckConfig:
 
 @dataclass
 class Suite:
-    name: Text = typed.MISSING  # the file's, without .yaml
+    name: Text = schema_validation.MISSING  # the file's, without .yaml
     seeds: list[NotNegative] = field(default_factory=lambda: [1, 2, 3])
     max_concurrent: Positive = 4  # runs at once
     retries: NotNegative = 1  # of a run that failed
@@ -140,16 +140,18 @@ class LoadedSuite:
 
 def find(name: str) -> Path:
     """Return the file of a suite. Raises RecipeError with the suites that exist."""
-    return layers.named(name, SUITES, "sweep")
+    return config_tree.find_file(name, SUITES, "sweep")
 
 
 def load(name: str, arguments: Iterable[str] = ()) -> LoadedSuite:
     """Raises RecipeError with all that is wrong with it; of the recipes' own keys nothing is known here."""
     path = find(name)
-    tree = layers.merged(layers.Branch({"name": layers.Leaf(path.stem)}), layers.chain(path))
+    tree = config_tree.merge(
+        config_tree.ConfigMapping({"name": config_tree.ConfigValue(path.stem)}), config_tree.load_with_parents(path)
+    )
     given, overrides, found = _split(arguments)
-    tree = layers.merged(tree, reading.layer(given))
-    wrong = list(typed.unknown(Suite, tree))
+    tree = config_tree.merge(tree, loading.layer(given))
+    wrong = list(schema_validation.unknown_keys(Suite, tree))
     for problem in wrong:
         tree.drop(problem.key)
     suite, faults = _built(tree)
@@ -163,32 +165,32 @@ def load(name: str, arguments: Iterable[str] = ()) -> LoadedSuite:
 
 def read(path: Path) -> Suite:
     """Read one that `to_yaml` wrote. Raises RecipeError."""
-    suite, faults = _built(layers.chain(path))
+    suite, faults = _built(config_tree.load_with_parents(path))
     refuse(problem.within(str(path)) for problem in faults)
     return suite
 
 
 def to_yaml(suite: Suite) -> str:
-    return layers.dumped(asdict(suite))
+    return config_tree.dump_yaml(asdict(suite))
 
 
-def _built(tree: layers.Branch) -> tuple[Suite | None, list[Problem]]:
+def _built(tree: config_tree.ConfigMapping) -> tuple[Suite | None, list[Problem]]:
     """Return the suite, None if values keep it from being made, and what is wrong with them."""
-    return typed.validated(Suite, typed.filled(Suite, tree))
+    return schema_validation.validate_tree(Suite, schema_validation.with_defaults(Suite, tree))
 
 
 def _split(arguments: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str], list[Problem]]:
     """Return (what changes the suite, what goes to the recipes, what is neither)."""
-    suites, recipes = typed.fields(Suite), typed.fields(Recipe)
+    suites, recipes = schema_validation.fields(Suite), schema_validation.fields(Recipe)
     given, overrides, found = [], [], []
     for argument in arguments:
         top = argument.partition("=")[0].partition(".")[0]
         if top in GIVEN:
             found.append(Problem(top, "contradiction", "the sweep gives each run its own", COMMAND_LINE))
         elif top in suites:
-            given += layers.overrides([argument])
+            given += config_tree.parse_overrides([argument])
         elif top in recipes or "=" not in argument:
-            list(layers.overrides([argument]))  # raises for what is not key=value
+            list(config_tree.parse_overrides([argument]))  # raises for what is not key=value
             overrides.append(argument)
         else:
             hint = _nearest(top, [*suites, *recipes]) or f"a sweep has: {', '.join(suites)}"
@@ -199,7 +201,7 @@ def _split(arguments: Iterable[str]) -> tuple[list[tuple[str, Any]], list[str], 
 def as_arguments(overrides: dict[str, Any]) -> list[str]:
     """Return a mapping of a recipe's keys as `key=value`."""
     values = flat(overrides) if overrides else {}
-    return [f"{key}={layers.dumped([value], on_one_line=True).strip()[1:-1]}" for key, value in values.items()]
+    return [f"{key}={config_tree.dump_yaml([value], on_one_line=True).strip()[1:-1]}" for key, value in values.items()]
 
 
 # ---- checks across keys ---------------------------------------------------------------------------------------------------

@@ -44,9 +44,23 @@ from pipeline.config.data import (
     validates,
     validation_sets,
 )
-from pipeline.config.environments import KINDS, EnvironmentConfig, kind_class, own_kind, read_kwargs
+from pipeline.config.environments import KINDS, EnvironmentConfig, judged_by_own_code, kind_class, read_kwargs
+from pipeline.config.formatting import format_override, format_with_origins
 from pipeline.config.generation import GenerationConfig, RefitConfig, VLLMConfig
-from pipeline.config.layout import Backend, asked_backend, check_expert_layout, colocated, decided, guests, refits_by_ipc
+from pipeline.config.loading import (
+    RECIPES,
+    Loaded,
+    changed,
+    complete,
+    find,
+    independent,
+    inspect,
+    load,
+    name_of,
+    read,
+    to_yaml,
+    write,
+)
 from pipeline.config.megatron import (
     MEGATRON_MODEL_TYPES,
     MegatronConfig,
@@ -63,6 +77,15 @@ from pipeline.config.models import (
     serves_rewards,
     teacher,
 )
+from pipeline.config.parallelism import (
+    Backend,
+    check_expert_layout,
+    colocated,
+    components_on_train_nodes,
+    refits_by_ipc,
+    requested_backend,
+    with_backend,
+)
 from pipeline.config.policy import (
     PRECISIONS,
     DTensorConfig,
@@ -73,20 +96,6 @@ from pipeline.config.policy import (
     TokenizerConfig,
     ValueConfig,
 )
-from pipeline.config.reading import (
-    RECIPES,
-    Loaded,
-    changed,
-    complete,
-    find,
-    independent,
-    inspect,
-    load,
-    name_of,
-    read,
-    to_yaml,
-    write,
-)
 from pipeline.config.schema import (
     CheckpointingConfig,
     DataConfig,
@@ -94,12 +103,11 @@ from pipeline.config.schema import (
     LoggerConfig,
     Recipe,
     engine_ranks,
-    evaluates_alone,
     expert_tensor_parallel_size,
     generates,
+    only_evaluates,
     runs_ahead,
     section,
     uses_megatron,
 )
-from pipeline.config.showing import argument, shown
 from pipeline.problems import Problem, RecipeError, collected, listed, refuse

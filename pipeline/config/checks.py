@@ -10,13 +10,13 @@ from pipeline.config import (
     dtensor_checks,
     hardware,
     megatron_checks,
-    typed,
+    schema_validation,
 )
 from pipeline.config.cluster import COLOCATED, OF_NODES, SHARED, ComponentConfig, TimeoutsConfig, ranks_per_node
 from pipeline.config.data import check_data, validates
 from pipeline.config.environments import check_environments
-from pipeline.config.layout import check_divides, check_layout, colocated, guests, named_backend
 from pipeline.config.models import check_reward_model, reward_environment, reward_model, serves_rewards
+from pipeline.config.parallelism import check_divides, check_layout, colocated, components_on_train_nodes, named_backend
 from pipeline.config.policy import PolicyConfig
 from pipeline.config.schema import Recipe, engine_ranks, generates, section
 from pipeline.problems import Problem, refuse
@@ -32,7 +32,7 @@ def validate(recipe: Recipe) -> None:
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
     """Yield the problems of single values; if there are none, those of values together."""
-    yield from list(typed.refused(recipe)) or contradictions(recipe)
+    yield from list(schema_validation.value_problems(recipe)) or contradictions(recipe)
 
 
 def contradictions(recipe: Recipe) -> Iterator[Problem]:
@@ -87,7 +87,7 @@ def _check_world(recipe: Recipe) -> Iterator[Problem]:
     if recipe.cluster.share_nodes:
         yield from _check_shared_nodes(recipe)
     yield from _check_gpus(recipe)
-    for name in guests(recipe):
+    for name in components_on_train_nodes(recipe):
         if getattr(recipe.cluster, name).sbatch_options:
             message = "got options, but its ranks are on cluster.train's nodes. Try cluster.train.sbatch_options"
             yield Problem(f"cluster.{name}.sbatch_options", "has-no-effect", message)

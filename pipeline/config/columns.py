@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pipeline.algorithms import PAIRED
-from pipeline.config.environments import own_kind
+from pipeline.config.environments import judged_by_own_code
 from pipeline.config.schema import DatasetConfig, Recipe, generates
 
 Message = dict[str, str]
@@ -94,7 +94,9 @@ def _of_record(recipe: Recipe, key: str, dataset: DatasetConfig, record: Any) ->
 def judged_by_answer(recipe: Recipe, dataset: DatasetConfig) -> bool:
     """Return whether an environment needs an expected answer. A reward model, or a user's own code, may need none."""
     environment = recipe.env.get(dataset.env_name) if dataset.env_name is not None else None
-    return environment is not None and environment.kind != "reward_model" and not own_kind(recipe.env, dataset.env_name)
+    return (
+        environment is not None and environment.kind != "reward_model" and not judged_by_own_code(recipe.env, dataset.env_name)
+    )
 
 
 # ---- what a record can be read as ------------------------------------------------------------------------------------------

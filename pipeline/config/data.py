@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from pipeline.algorithms import ALGORITHMS, ONLINE, PAIRED
-from pipeline.config.schema import DataConfig, DatasetConfig, Recipe, evaluates_alone, generates
+from pipeline.config.schema import DataConfig, DatasetConfig, Recipe, generates, only_evaluates
 from pipeline.problems import Problem
 
 GENERATED_DATASETS = {
@@ -128,7 +128,7 @@ def check_data(recipe: Recipe) -> Iterator[Problem]:
         if generates(recipe) and dataset.env_name not in recipe.env:
             yield _no_environment(recipe, f"{key}.env_name", dataset.env_name)
     yield from _check_several(data)
-    if recipe.algorithm in ALGORITHMS and evaluates_alone(recipe) and not validates(recipe):
+    if recipe.algorithm in ALGORITHMS and only_evaluates(recipe) and not validates(recipe):
         yield Problem(
             f"{recipe.algorithm}.max_num_steps",
             "missing-value",

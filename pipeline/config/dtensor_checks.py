@@ -1,12 +1,12 @@
-"""Checks FSDP2's keys, `policy.dtensor_cfg`, against each other. `pipeline/config/layout.py` checks how the ranks divide."""
+"""Check FSDP2's keys, `policy.dtensor_cfg`. `pipeline/config/parallelism.py` checks how the ranks divide."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from pipeline.config import hardware
-from pipeline.config.layout import DTENSOR, named_backend
 from pipeline.config.models import serves_rewards
+from pipeline.config.parallelism import DTENSOR, named_backend
 from pipeline.config.schema import Recipe
 from pipeline.problems import Problem
 

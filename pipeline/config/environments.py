@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipeline import own_code
-from pipeline.config import typed
+from pipeline.config import schema_validation
 from pipeline.config.policy import Precision, TokenizerConfig
 from pipeline.problems import Problem
 from pipeline.values import MISSING, Bool, Check, Float, Line, Positive, Text, not_a_kind
@@ -91,11 +91,11 @@ def kind_class(kind: str) -> Any:
 def read_kwargs(key: str, environment: EnvironmentConfig) -> tuple[Any, list[Problem]]:
     """Return the arguments of an environment of one of KINDS, defaults included, and the problems of its kwargs at `key`."""
     kind = kind_class(environment.kind)
-    arguments, problems = typed.described(kind.Arguments, key, environment.kwargs)
+    arguments, problems = schema_validation.validate_mapping(kind.Arguments, key, environment.kwargs)
     return arguments, problems or list(kind.check(key, arguments))
 
 
-def own_kind(environments: Environments, name: str | None) -> bool:
+def judged_by_own_code(environments: Environments, name: str | None) -> bool:
     """Return whether code of the user's own judges the answers of an environment: its own, or that of the judge it asks."""
     if name not in environments:
         return False

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from pipeline.config import layers
+from pipeline.config import config_tree
 from pipeline.config.cluster import ComponentConfig
 from pipeline.config.schema import Recipe
 from pipeline.problems import Problem, RecipeError, collected, refuse
@@ -63,7 +63,7 @@ class GPU:
 @functools.cache
 def gpu(name: str, key: str = "cluster.train.gpu") -> GPU:
     """Return the description that `name` stands for. key: where the recipe names it. Raises RecipeError."""
-    path = layers.named(name, HARDWARE, key, ", or a path to a YAML like those")
+    path = config_tree.find_file(name, HARDWARE, key, ", or a path to a YAML like those")
     try:
         described = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:

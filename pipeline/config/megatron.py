@@ -1,6 +1,6 @@
 """`policy.megatron_cfg`: the Megatron-Core backend's keys, named as in NeMo-RL.
 
-What keys say together is checked in `pipeline/config/megatron_checks.py`, how the ranks divide in `pipeline/config/layout.py`.
+`pipeline/config/megatron_checks.py` checks combinations of keys, `pipeline/config/parallelism.py` how the ranks divide.
 """
 
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Checks Megatron-Core's keys, `policy.megatron_cfg`. `pipeline/config/layout.py` checks how the ranks divide."""
+"""Checks Megatron-Core's keys, `policy.megatron_cfg`. `pipeline/config/parallelism.py` checks how the ranks divide."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from pipeline.config import typed, unread
+from pipeline.config import schema_validation, unused_keys
+from pipeline.config.config_tree import RECIPES, REPLACES, ConfigMapping, ConfigValue
 from pipeline.config.environments import KINDS, kind_class
-from pipeline.config.layers import RECIPES, REPLACES, Branch, Leaf
+from pipeline.config.formatting import on_one_line
 from pipeline.config.schema import Recipe
-from pipeline.config.showing import on_one_line
 from pipeline.problems import Problem, RecipeError
 from pipeline.values import MISSING
 
@@ -76,7 +76,7 @@ class _Generator(GenerateJsonSchema):
     def dataclass_schema(self, schema: Any) -> dict[str, Any]:
         found = super().dataclass_schema(schema)
         del found["title"]
-        defaults = typed.defaults(schema["cls"]).plain()
+        defaults = schema_validation.defaults(schema["cls"]).plain()
         for name, described in found["properties"].items():
             described.pop("default", None)
             if "$ref" not in described and defaults[name] != MISSING:
@@ -87,7 +87,7 @@ class _Generator(GenerateJsonSchema):
 @cache
 def _described(section: type = Recipe) -> dict[str, Any]:
     """Return the JSON schema of a section in which all values are given."""
-    return typed.adapter(section).json_schema(schema_generator=_Generator)
+    return schema_validation.adapter(section).json_schema(schema_generator=_Generator)
 
 
 def json_schema() -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _or_interpolation(described: dict[str, Any]) -> dict[str, Any]:
 @cache
 def keys() -> dict[str, Key]:
     """Return all keys by name, a section before its keys."""
-    return {key.name: key for key in _keys(_described(), "", typed.filled(Recipe, Branch()))}
+    return {key.name: key for key in _keys(_described(), "", schema_validation.with_defaults(Recipe, ConfigMapping()))}
 
 
 @cache
@@ -149,11 +149,11 @@ def kwargs() -> dict[str, list[Key]]:
     found = {}
     for kind in KINDS:
         arguments = kind_class(kind).Arguments
-        found[kind] = list(_keys(_described(arguments), f"{KWARGS}.", typed.defaults(arguments)))
+        found[kind] = list(_keys(_described(arguments), f"{KWARGS}.", schema_validation.defaults(arguments)))
     return found
 
 
-def _keys(section: dict[str, Any], prefix: str, defaults: Branch) -> Iterator[Key]:
+def _keys(section: dict[str, Any], prefix: str, defaults: ConfigMapping) -> Iterator[Key]:
     for name, described in section["properties"].items():
         kinds = [kind for kind in described.get("anyOf", [described]) if kind != {"type": "null"}]
         values = kinds[0].get("additionalProperties")
@@ -161,7 +161,9 @@ def _keys(section: dict[str, Any], prefix: str, defaults: Branch) -> Iterator[Ke
         own = inner.get("$ref", "").rpartition("/")[2]
         about = _described()["$defs"].get(own, {})
         given = defaults.find(name)
-        default = given.plain() if isinstance(given, Branch) else given.value if given else described.get("default", MISSING)
+        default = (
+            given.plain() if isinstance(given, ConfigMapping) else given.value if given else described.get("default", MISSING)
+        )
         yield Key(
             f"{prefix}{name}",
             _type(described),
@@ -173,7 +175,9 @@ def _keys(section: dict[str, Any], prefix: str, defaults: Branch) -> Iterator[Ke
         )
         if own:
             below = f"{prefix}{name}.{NAME}." if inner is values else f"{prefix}{name}."
-            yield from _keys(about, below, given if isinstance(given, Branch) and inner is not values else Branch())
+            yield from _keys(
+                about, below, given if isinstance(given, ConfigMapping) and inner is not values else ConfigMapping()
+            )
 
 
 def _type(described: dict[str, Any]) -> str:
@@ -202,10 +206,12 @@ def explained(asked: str) -> str:
     """
     name = _generic(asked)
     if name is None:
-        tree = Branch()
-        tree.set(asked, Leaf(None))
-        readers = unread.Readers.of_tree(tree)
-        (problem, *_) = typed.unknown(Recipe, tree, advice=typed.Advice(readers.hint, readers.rank))
+        tree = ConfigMapping()
+        tree.set(asked, ConfigValue(None))
+        readers = unused_keys.Readers.of_tree(tree)
+        (problem, *_) = schema_validation.unknown_keys(
+            Recipe, tree, advice=schema_validation.Advice(readers.hint, readers.rank)
+        )
         raise RecipeError(Problem("help", "unknown-key", f"got '{problem.key}', which {problem.message}"))
     own = [keys()[name]] if name in keys() else []
     lines = [*map(_paragraph, [*own, *_inside(name)])]

@@ -218,7 +218,7 @@ def section(recipe: Recipe) -> OnlineConfig | OfflineConfig:
     return getattr(recipe, recipe.algorithm)
 
 
-def evaluates_alone(recipe: Recipe) -> bool:
+def only_evaluates(recipe: Recipe) -> bool:
     """Return whether the run validates once and learns nothing."""
     return section(recipe).max_num_steps == 0
 

@@ -25,8 +25,8 @@ from pipeline.config import (
     Recipe,
     held_out_sets,
     judged_by_answer,
+    judged_by_own_code,
     keyed_sets,
-    own_kind,
     recognized,
     section,
     training_sets,
@@ -150,7 +150,7 @@ def _stream(
             PromptStream,
             max_length=recipe.policy.max_total_sequence_length,
             answered=judged_by_answer(recipe, dataset),
-            whole=own_kind(recipe.env, dataset.env_name),
+            whole=judged_by_own_code(recipe.env, dataset.env_name),
             dataset=name,
         )
     dataset = columns(dataset, paired)

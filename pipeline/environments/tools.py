@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from pipeline import own_code
-from pipeline.config import typed
+from pipeline.config import schema_validation
 from pipeline.environments.base import Described, Kind, Outcome, Setup, WornOut, has_place
 from pipeline.environments.calculator import Calculator
 from pipeline.environments.python_tool import PythonTool
@@ -204,7 +204,7 @@ def read_tools(key: str, given: Any) -> tuple[dict[str, ToolConfig], list[Proble
     found, problems = {}, []
     for name, described in given.items():
         mapping = described if isinstance(described, dict) else {"kind": described}
-        tool, wrong = typed.described(ToolConfig, f"{key}.{name}", mapping)
+        tool, wrong = schema_validation.validate_mapping(ToolConfig, f"{key}.{name}", mapping)
         problems += wrong
         if tool is not None:
             found[name] = tool = dataclasses.replace(tool, kind=tool.kind or name)
@@ -231,7 +231,7 @@ def build_tool(tool: ToolConfig) -> Tool:
 def read_tool_kwargs(key: str, tool: ToolConfig) -> tuple[Any, list[Problem]]:
     """Return the arguments of one of TOOLS, and the problems of its kwargs at `key`."""
     kind = TOOLS[tool.kind]
-    arguments, problems = typed.described(kind.Arguments, key, tool.kwargs)
+    arguments, problems = schema_validation.validate_mapping(kind.Arguments, key, tool.kwargs)
     return arguments, problems or list(kind.check(key, arguments))
 
 

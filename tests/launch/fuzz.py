@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 from launch import export, plan_refit, report, slurm_client, status, submit, sweep, timeline
-from pipeline.config import RECIPES, Recipe, layers, typed
+from pipeline.config import RECIPES, Recipe, config_tree, schema_validation
 
 MODES = ("show", "plan", "dry_run")
 ALLOWED = (0, 1, 2)
@@ -138,7 +138,7 @@ def values(draw: random.Random) -> str:
 
 
 def keys(draw: random.Random) -> str:
-    known = draw.choice(typed.keys(Recipe)).replace("*", draw.choice(("math", "train", "a", "ü")))
+    known = draw.choice(schema_validation.keys(Recipe)).replace("*", draw.choice(("math", "train", "a", "ü")))
     kind = draw.random()
     if kind < 0.6:
         return known
@@ -172,8 +172,8 @@ def override(draw: random.Random) -> str:
 @cache
 def true_pairs(name: str) -> list[tuple[str, str]]:
     """(key, value as it is typed) of each value that a shipped recipe gives."""
-    leaves = layers.chain(RECIPES / f"{name}.yaml").leaves()
-    return [(key, layers.dumped(leaf.value, on_one_line=True).removesuffix("...\n").strip()) for key, leaf in leaves]
+    leaves = config_tree.load_with_parents(RECIPES / f"{name}.yaml").leaves()
+    return [(key, config_tree.dump_yaml(leaf.value, on_one_line=True).removesuffix("...\n").strip()) for key, leaf in leaves]
 
 
 def nearly_true(draw: random.Random, name: str) -> str:

@@ -22,7 +22,7 @@ from launch import containers, nodes
 from launch.components import components
 from launch.executors import allocation, slurm
 from pipeline import config
-from pipeline.config import Recipe, typed
+from pipeline.config import Recipe, schema_validation
 from tests.launch.model import write_recipe
 
 SYNTAX = (
@@ -131,7 +131,7 @@ def run(seed: int, base: Recipe) -> Outcome:
     author = Author(rng, refusable=rng.random() < 0.3)
     with surroundings() as folders:
         recipe = author.recipe(base, folders[0])
-        if refused := [str(problem) for problem in typed.refused(recipe)]:
+        if refused := [str(problem) for problem in schema_validation.value_problems(recipe)]:
             return Outcome(seed, recipe, refused, [] if author.refusable else ["refused"])
         return Outcome(seed, recipe, [], run_script(recipe, rng.random() < 0.7, *folders))
 

@@ -189,7 +189,7 @@ def test_what_is_written_for_the_ranks_is_the_choice(load, tmp_path):
     again = config.read(tmp_path / "recipe.yaml")
     assert again == recipe and config.uses_megatron(again.policy)
     assert components(again)["train"].env_vars == {"A": "1"} and components(again)["generate"].env_vars == {}
-    fsdp = config.decided(again, "dtensor")
+    fsdp = config.with_backend(again, "dtensor")
     assert components(fsdp)["train"].env_vars == {}
 
 
@@ -211,7 +211,7 @@ def test_megatron_gets_one_connection_where_it_relies_on_the_order_of_kernels(lo
     assert found["train"].env_vars.get("CUDA_DEVICE_MAX_CONNECTIONS") == value
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found["generate"].env_vars
     assert len(list(cuda_variables.notes(recipe))) == (value == "1")
-    of_fsdp = components(config.decided(recipe, "dtensor"))["train"].env_vars
+    of_fsdp = components(config.with_backend(recipe, "dtensor"))["train"].env_vars
     assert of_fsdp.get("CUDA_DEVICE_MAX_CONNECTIONS") == recipe.cluster.train.env_vars.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
 

@@ -207,9 +207,9 @@ def test_recipe_without_equals(tmp_path):
 
 def test_needs_in_a_circle(tmp_path, monkeypatch):
     from launch import prepare
-    from pipeline.config import reading
+    from pipeline.config import loading
 
-    monkeypatch.setattr(reading, "RECIPES", tmp_path)
+    monkeypatch.setattr(loading, "RECIPES", tmp_path)
     monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path, "first", needs=["second"])
     write_recipe(tmp_path, "second", needs=["first"])
@@ -227,9 +227,9 @@ def test_prompt_with_its_prompt_file_and_numbers_as_inputs(tmp_path):
 
 def test_model_of_a_needed_run_is_not_looked_for(tmp_path, monkeypatch):
     from launch import prepare
-    from pipeline.config import reading
+    from pipeline.config import loading
 
-    monkeypatch.setattr(reading, "RECIPES", tmp_path)
+    monkeypatch.setattr(loading, "RECIPES", tmp_path)
     monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path, "base")
     policy = {"model_name": "runs/base/checkpoints/hf", "train_global_batch_size": 4, "max_total_sequence_length": 32}

@@ -20,7 +20,7 @@ def test_a_sweeps_names_do_not_climb(tmp_path, name):
     gates = {"learns": {"value": "last(val/loss)", "at_most": 1}}
     for given in ({"name": name, "runs": {"tiny_sft": {}}}, {"name": "one", "runs": {name: {"recipe": "tiny_sft"}}}):
         path = tmp_path / "suite.yaml"
-        path.write_text(config.layers.dumped({"seeds": [1], "gates": gates, **given}))
+        path.write_text(config.config_tree.dump_yaml({"seeds": [1], "gates": gates, **given}))
         with refused(("name" if given["name"] == name else f"runs.{name}", "bad-name")):
             suite.load(str(path), [])
 

@@ -5,14 +5,14 @@ import yaml
 
 from launch import prepare
 from pipeline import config
-from pipeline.config import reading
+from pipeline.config import loading
 from tests.launch.model import write_recipe
 from tests.problems import named
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "RECIPES", tmp_path)
+    monkeypatch.setattr(loading, "RECIPES", tmp_path)
     monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path, "base")
     return tmp_path

@@ -140,9 +140,9 @@ def test_all_other_keys_are_named_in_the_schemas_order_with_what_keeps_them(load
     assert sorted(found) == sorted(["grpo.seed", texts, betas, *(key.removesuffix("=true") for key in ahead)])
     assert next(iter(found)) == "grpo.seed" and found["grpo.seed"] == (42, 1) and found[betas] == (None, [0.9, 0.95])
     (tmp_path / "run").mkdir()
-    config.write(config.decided(before, "dtensor"), tmp_path / "run/recipe.yaml")
+    config.write(config.with_backend(before, "dtensor"), tmp_path / "run/recipe.yaml")
     with refused(("run_dir", "run-exists")) as error:
-        run_setup.check(config.decided(now, "dtensor"))
+        run_setup.check(config.with_backend(now, "dtensor"))
     (problem,) = error.value.problems
     lines = [line.strip() for line in str(problem).splitlines()]
     assert lines[1:3] == ["grpo.seed is 42 there and 1 here", "grpo.async_grpo.enabled is False there and True here"]
@@ -153,7 +153,7 @@ def test_all_other_keys_are_named_in_the_schemas_order_with_what_keeps_them(load
         ["grpo.seed=42", f"{texts}=a b", *(key.replace("true", "false") for key in ahead)]
     )
     again = load("grpo.seed=1", *ahead, *shlex.split(kept))
-    run_setup.check(config.decided(again, "dtensor"))
+    run_setup.check(config.with_backend(again, "dtensor"))
 
 
 def test_a_checkpoint_that_cannot_be_resumed_is_told_before_submission(load, tmp_path):

@@ -16,7 +16,7 @@ from launch import prepare, run_setup, slurm_client, submit
 from launch.executors.base import ROOT
 from launch.executors.record import read_record
 from pipeline import config
-from pipeline.config import reading
+from pipeline.config import loading
 from tests.launch import tasks
 from tests.launch.model import write_recipe
 from tests.launch.waiting import none_alive, reports, wait_until, wait_until_ended
@@ -38,7 +38,7 @@ def here(tmp_path, monkeypatch) -> Path:
     """A folder with a recipe `tiny`, as the current one."""
     write_recipe(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(reading, "RECIPES", tmp_path)
+    monkeypatch.setattr(loading, "RECIPES", tmp_path)
     return tmp_path
 
 
@@ -177,7 +177,7 @@ def test_a_run_from_submit_to_done(here, command):
 def test_a_run_that_its_data_ended_goes_on_with_more_epochs_alone(here, command):
     one_epoch = ("grpo.max_num_steps=1000000", "grpo.max_num_epochs=1")
     (here / "run").mkdir()
-    run_setup.prepare(config.decided(config.load("tiny", list(one_epoch)), "dtensor"), here / "run", "")
+    run_setup.prepare(config.with_backend(config.load("tiny", list(one_epoch)), "dtensor"), here / "run", "")
     (here / "run/done.json").write_text('{"step": 2}')
     for arguments in (("grpo.max_num_steps=4", "grpo.max_num_epochs=1"), one_epoch):
         status, out, _ = command("recipe=tiny", *arguments)

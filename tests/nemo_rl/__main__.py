@@ -23,7 +23,7 @@ from launch import backend
 from launch import recipes as launched
 from launch.plan.estimate import plan
 from launch.preflight import architecture
-from pipeline.config import Problem, RecipeError, layers, resolving
+from pipeline.config import Problem, RecipeError, config_tree, interpolation
 from pipeline.problems import refuse
 from tests.nemo_rl.census import features
 
@@ -91,8 +91,8 @@ def outcome(path: Path) -> Outcome:
 
 def resolved(path: Path) -> dict[str, Any]:
     """The recipe as NeMo-RL reads it. Raises RecipeError."""
-    tree = layers.chain(path)
-    refuse(resolving.resolve(tree).values())
+    tree = config_tree.load_with_parents(path)
+    refuse(interpolation.resolve(tree).values())
     return tree.plain()
 
 

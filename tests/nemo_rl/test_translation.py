@@ -12,7 +12,7 @@ from launch.nemo_rl import megatron
 from launch.nemo_rl.translator import Translator
 from launch.plan.estimate import plan
 from pipeline import config
-from pipeline.config import Recipe, layers, resolving, uses_megatron
+from pipeline.config import Recipe, config_tree, interpolation, uses_megatron
 from tests.problems import named
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -25,10 +25,10 @@ def inspect(name: str, *overrides: str) -> config.Loaded:
 def with_keys(name: str, *overrides: str) -> tuple[dict[str, Any], nemo_rl.Translation]:
     """A recipe whose file has these keys as well, as it is resolved, and its translation."""
     path = RECIPES / f"{name}.yaml"
-    tree = layers.chain(path)
-    for key, node in layers.overrides(overrides):
+    tree = config_tree.load_with_parents(path)
+    for key, node in config_tree.parse_overrides(overrides):
         tree.set(key, node)
-    assert not resolving.resolve(tree)
+    assert not interpolation.resolve(tree)
     return tree.plain(), nemo_rl.translate(tree.plain(), {}, path)
 
 

@@ -14,7 +14,7 @@ from launch.executors import slurm
 from launch.executors.base import ROOT
 from launch.preflight import containers as preflight
 from pipeline import config
-from pipeline.config import ClusterConfig, ComponentConfig, Problem, reading
+from pipeline.config import ClusterConfig, ComponentConfig, Problem, loading
 from tests.end_to_end import runs
 from tests.launch import tasks
 from tests.launch.model import write_recipe
@@ -90,7 +90,7 @@ def here(tmp_path, monkeypatch) -> Path:
         pyxis.image(tmp_path / f"{name} image.sqsh")
     write_recipe(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(reading, "RECIPES", tmp_path)
+    monkeypatch.setattr(loading, "RECIPES", tmp_path)
     return tmp_path
 
 

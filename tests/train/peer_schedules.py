@@ -22,7 +22,7 @@ import megatron.core
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from pipeline.config import layers, resolving
+from pipeline.config import config_tree, interpolation
 
 GOLDEN = Path(__file__).parent / "golden" / "schedules.json"
 STEPS, PPO_STEPS = 30, 9
@@ -77,10 +77,10 @@ def main(nemo_rl: Path, bridge: Path) -> None:
 
 def _case(nemo_rl: Path, bridge: Path, recipe: str, model: str, changes: list[str]) -> dict[str, Any]:
     path = nemo_rl / "examples/configs" / recipe
-    tree = layers.chain(path)
-    for key, node in layers.overrides(changes):
+    tree = config_tree.load_with_parents(path)
+    for key, node in config_tree.parse_overrides(changes):
         tree.set(key, node)
-    if problems := resolving.resolve(tree):
+    if problems := interpolation.resolve(tree):
         raise SystemExit("\n".join(problems))
     whole = tree.plain()
     config = whole[model]

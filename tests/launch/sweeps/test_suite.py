@@ -4,7 +4,7 @@ import pytest
 
 from launch import sweep
 from launch.sweeps import suite
-from pipeline.config import layers
+from pipeline.config import config_tree
 from tests.launch.sweeps.suites import write_suite
 from tests.problems import refused
 
@@ -112,8 +112,8 @@ def test_overrides_become_what_a_command_line_says():
     given = {"a": {"b": 1.5, "c": [1, "x y"], "d": None}, "e.f": "it's: so", "g": {}, "h": True, "i": "true"}
     told = suite.as_arguments(given)
     assert [each.partition("=")[0] for each in told] == ["a.b", "a.c", "a.d", "e.f", "g", "h", "i"]
-    read = [node for each in told for _, node in layers.overrides([each])]
-    values = [node.plain() if isinstance(node, layers.Branch) else [node.value] for node in read]
+    read = [node for each in told for _, node in config_tree.parse_overrides([each])]
+    values = [node.plain() if isinstance(node, config_tree.ConfigMapping) else [node.value] for node in read]
     assert values == [[1.5], [[1, "x y"]], [None], ["it's: so"], {}, [True], ["true"]]
 
 

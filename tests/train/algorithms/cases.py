@@ -12,7 +12,7 @@ import numpy as np
 from pipeline.algorithms import PAIRED
 from pipeline.algorithms.base import Algorithm
 from pipeline.config import Recipe, generates
-from pipeline.config.reading import complete
+from pipeline.config.loading import complete
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Sample, Span, Turn
 from tests.models.cases import SHAPE
 

@@ -109,7 +109,7 @@ def experts_cut_otherwise(layout: Layout, folder: Path) -> None:
 
 
 def test_experts_cut_otherwise_than_the_rest_are_silently_wrong(models):
-    """Which is why pipeline/config/layout.py refuses it (`check_expert_layout`). If this fails, it need no longer."""
+    """Which is why pipeline/config/parallelism.py refuses it (`check_expert_layout`). If this fails, it need no longer."""
     layouts.run(experts_cut_otherwise, Layout(tp=2, sp=True, etp=1), models)
 
 

@@ -19,7 +19,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from pipeline.config.layers import Branch, Leaf, copied
+from pipeline.config.config_tree import ConfigMapping, ConfigNode, ConfigValue, copy_node
 from pipeline.problems import Problem
 from pipeline.values import MISSING
 
@@ -93,20 +93,20 @@ def escaped(value: Any) -> Any:
     return {key: escaped(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def expand(tree: Branch) -> bool:
+def expand(tree: ConfigMapping) -> bool:
     """Replace references to mappings by copies of them, in place. Return whether there were any."""
     found = False
     for key, leaf in list(tree.leaves()):
         if isinstance(leaf.value, str) and (match := REFERENCE.fullmatch(leaf.value)):
             target = _absolute(key, *match.groups())
             node = tree.find(target)
-            if isinstance(node, Branch) and not f"{key}.".startswith(f"{target}."):
-                tree.set(key, copied(node))
+            if isinstance(node, ConfigMapping) and not f"{key}.".startswith(f"{target}."):
+                tree.set(key, copy_node(node))
                 found = True
     return found
 
 
-def resolve(tree: Branch) -> dict[str, Problem]:
+def resolve(tree: ConfigMapping) -> dict[str, Problem]:
     """Replace interpolations by what they stand for, in place. Return the problems by dotted key; those values stay."""
     given = {key: leaf for key, leaf in tree.leaves() if interpolated(leaf.value)}
     values = {}
@@ -119,7 +119,7 @@ def resolve(tree: Branch) -> dict[str, Problem]:
     others = {key: leaf for key, leaf in given.items() if key not in values}
     problems = {key: problem for key, leaf in others.items() if (problem := _malformed(key, leaf.value))}
     for key in problems:
-        tree.set(key, Leaf(MISSING, others[key].origin))
+        tree.set(key, ConfigValue(MISSING, others[key].origin))
     config = OmegaConf.create(tree.plain()) if others else None
     for key, leaf in others.items():
         if key in problems:
@@ -136,19 +136,19 @@ def resolve(tree: Branch) -> dict[str, Problem]:
     return problems
 
 
-def _followed(tree: Branch, key: str) -> Leaf | None:
+def _followed(tree: ConfigMapping, key: str) -> ConfigValue | None:
     """Return the leaf at the end of a chain of plain references, else None. Most end so, and OmegaConf is slow."""
     node, seen = tree.find(key), {key}
-    while isinstance(node, Leaf) and isinstance(node.value, str) and (match := REFERENCE.fullmatch(node.value)):
+    while isinstance(node, ConfigValue) and isinstance(node.value, str) and (match := REFERENCE.fullmatch(node.value)):
         key = _absolute(key, *match.groups())
         if key in seen:
             return None
         seen.add(key)
         node = tree.find(key)
-    return node if isinstance(node, Leaf) and not interpolated(node.value) and node.value != MISSING else None
+    return node if isinstance(node, ConfigValue) and not interpolated(node.value) and node.value != MISSING else None
 
 
-def _template(tree: Branch, key: str, text: Any) -> tuple[str, tuple[tuple[Any, type], ...]] | None:
+def _template(tree: ConfigMapping, key: str, text: Any) -> tuple[str, tuple[tuple[Any, type], ...]] | None:
     """Return a text with `${_0}`, `${_1}`, ... in place of its references, and the values of these with their types.
 
     Return None where these are not all that it depends on, or not all scalars.
@@ -170,7 +170,7 @@ def _computed(template: str, values: tuple[tuple[Any, type], ...]) -> Any:
     return OmegaConf.create({**given, "value": template})["value"]
 
 
-def _value(config: DictConfig, tree: Branch, dotted: str) -> Any:
+def _value(config: DictConfig, tree: ConfigMapping, dotted: str) -> Any:
     container: Any = config
     *path, last = tree.path(dotted)
     for name in path:
@@ -179,10 +179,10 @@ def _value(config: DictConfig, tree: Branch, dotted: str) -> Any:
     return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
 
 
-def _node(value: Any, origin: str | None) -> Leaf | Branch:
+def _node(value: Any, origin: str | None) -> ConfigNode:
     if isinstance(value, dict):
-        return Branch({str(key): _node(item, origin) for key, item in value.items()}, origin)
-    return Leaf(value, origin)
+        return ConfigMapping({str(key): _node(item, origin) for key, item in value.items()}, origin)
+    return ConfigValue(value, origin)
 
 
 def _malformed(key: str, value: Any) -> Problem | None:

@@ -1,6 +1,6 @@
 """Read recipe files as trees whose leaves know which line set them, and merge such trees.
 
-`pipeline/config/resolving.py` resolves `${...}`, and `typed.py` knows what a tree may hold.
+`pipeline/config/interpolation.py` resolves `${...}`, and `schema_validation.py` knows what a tree may hold.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -32,7 +32,7 @@ REPLACES = "_override_"  # true in a mapping: it replaces what is below it, inst
 
 
 @dataclass(slots=True)
-class Leaf:
+class ConfigValue:
     """A value that layers replace as a whole: a scalar, null or a list."""
 
     value: Any
@@ -41,98 +41,101 @@ class Leaf:
 
 
 @dataclass(slots=True)
-class Branch:
+class ConfigMapping:
     """A mapping of keys."""
 
-    children: dict[str, Leaf | Branch] = field(default_factory=dict)
+    children: dict[str, ConfigNode] = field(default_factory=dict)
     origin: str | None = None
     replaces: bool = False  # nothing that lies below, the schema's default neither, shows through
 
     def plain(self) -> dict[str, Any]:
-        return {key: node.plain() if isinstance(node, Branch) else node.value for key, node in self.children.items()}
+        return {key: node.plain() if isinstance(node, ConfigMapping) else node.value for key, node in self.children.items()}
 
-    def leaves(self, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
+    def leaves(self, prefix: str = "") -> Iterator[tuple[str, ConfigValue]]:
         """Yield (dotted key, leaf), in order."""
         for key, node in self.children.items():
-            if isinstance(node, Branch):
+            if isinstance(node, ConfigMapping):
                 yield from node.leaves(f"{prefix}{key}.")
             else:
                 yield f"{prefix}{key}", node
 
-    def branches(self) -> Iterator[Branch]:
+    def mappings(self) -> Iterator[ConfigMapping]:
         """Yield all mappings, this one first."""
         yield self
         for node in self.children.values():
-            if isinstance(node, Branch):
-                yield from node.branches()
+            if isinstance(node, ConfigMapping):
+                yield from node.mappings()
 
     def path(self, dotted: str) -> list[str]:
         """Return the keys from here to `dotted`. Keys that exist may have dots in them."""
         names, branch = [], self
         while dotted:
-            inside = branch.children if isinstance(branch, Branch) else {}
+            inside = branch.children if isinstance(branch, ConfigMapping) else {}
             fits = [name for name in inside if dotted == name or dotted.startswith(f"{name}.")]
             names.append(max(fits, key=len) if fits else dotted.partition(".")[0])
             branch, dotted = inside.get(names[-1]), dotted[len(names[-1]) + 1 :]
         return names
 
-    def find(self, dotted: str) -> Leaf | Branch | None:
-        node: Leaf | Branch | None = self
+    def find(self, dotted: str) -> ConfigNode | None:
+        node: ConfigNode | None = self
         for key in self.path(dotted):
-            node = node.children.get(key) if isinstance(node, Branch) else None
+            node = node.children.get(key) if isinstance(node, ConfigMapping) else None
         return node
 
     def drop(self, dotted: str) -> None:
         """Remove a key if it exists."""
         *path, last = self.path(dotted)
-        branch: Leaf | Branch | None = self
+        branch: ConfigNode | None = self
         for key in path:
-            branch = branch.children.get(key) if isinstance(branch, Branch) else None
-        if isinstance(branch, Branch):
+            branch = branch.children.get(key) if isinstance(branch, ConfigMapping) else None
+        if isinstance(branch, ConfigMapping):
             branch.children.pop(last, None)
 
-    def set(self, dotted: str, node: Leaf | Branch) -> None:
+    def set(self, dotted: str, node: ConfigNode) -> None:
         """Set the node at a key. Mappings on the way are made where there are none."""
         branch, (*path, last) = self, self.path(dotted)
         for key in path:
-            if not isinstance(child := branch.children.get(key), Branch):
-                child = branch.children[key] = Branch(origin=node.origin)
+            if not isinstance(child := branch.children.get(key), ConfigMapping):
+                child = branch.children[key] = ConfigMapping(origin=node.origin)
             branch = child
         branch.children[last] = node
 
 
-def copied(node: Leaf | Branch) -> Leaf | Branch:
-    if isinstance(node, Leaf):
-        return Leaf(node.value, node.origin, node.folder)
-    return Branch({key: copied(child) for key, child in node.children.items()}, node.origin, node.replaces)
+ConfigNode: TypeAlias = "ConfigValue | ConfigMapping"
 
 
-def of(value: Any, origin: str | None, origins: Mapping[str, str] = {}, prefix: str = "") -> Leaf | Branch:
+def copy_node(node: ConfigNode) -> ConfigNode:
+    if isinstance(node, ConfigValue):
+        return ConfigValue(node.value, node.origin, node.folder)
+    return ConfigMapping({key: copy_node(child) for key, child in node.children.items()}, node.origin, node.replaces)
+
+
+def from_plain(value: Any, origin: str | None, origins: Mapping[str, str] = {}, prefix: str = "") -> ConfigNode:
     """Return a plain value as a tree. origins: by dotted key, where it is not the parent's."""
     origin = origins.get(prefix, origin)
     if not isinstance(value, dict):
-        return Leaf(value, origin)
-    branch = Branch(origin=origin)
+        return ConfigValue(value, origin)
+    branch = ConfigMapping(origin=origin)
     for key, child in value.items():
-        branch.children[str(key)] = of(child, origin, origins, f"{prefix}.{key}" if prefix else str(key))
+        branch.children[str(key)] = from_plain(child, origin, origins, f"{prefix}.{key}" if prefix else str(key))
     return branch
 
 
-def merged(below: Branch, above: Branch) -> Branch:
+def merge(below: ConfigMapping, above: ConfigMapping) -> ConfigMapping:
     """Return `above` over `below`. Mappings are merged; lists, null and scalars replace what is below them."""
     children = dict(below.children)
     for key, node in above.children.items():
         under = children.get(key)
-        if isinstance(node, Leaf):
+        if isinstance(node, ConfigValue):
             if node.value != MISSING or under is None:  # ???: who stands above must say
                 children[key] = node
         elif node.replaces:
             children[key] = node
-        elif isinstance(under, Branch):
-            children[key] = merged(under, node)
+        elif isinstance(under, ConfigMapping):
+            children[key] = merge(under, node)
         else:
-            children[key] = Branch(node.children, node.origin, replaces=under is not None)
-    return Branch(children, above.origin or below.origin, below.replaces)
+            children[key] = ConfigMapping(node.children, node.origin, replaces=under is not None)
+    return ConfigMapping(children, above.origin or below.origin, below.replaces)
 
 
 # ---- files --------------------------------------------------------------------------------------------------------------
@@ -167,13 +170,13 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
-def dumped(value: Any, on_one_line: bool = False) -> str:
+def dump_yaml(value: Any, on_one_line: bool = False) -> str:
     """Return YAML that is read back as the same value, interpolations apart."""
     width = 1 << 30 if on_one_line else None
     return yaml.dump(value, Dumper=_Dumper, default_flow_style=on_one_line, width=width, sort_keys=False, allow_unicode=True)
 
 
-def named(name: str, folder: Path, key: str, more: str = "") -> Path:
+def find_file(name: str, folder: Path, key: str, more: str = "") -> Path:
     """Return NAME.yaml in the folder, or the file of that path, with or without .yaml.
 
     Raise RecipeError, of the given key, with the names that there are, unless a path is given.
@@ -190,7 +193,7 @@ def named(name: str, folder: Path, key: str, more: str = "") -> Path:
     raise RecipeError(Problem(key, "file-not-found", f"got '{name}'; {hint}there are: {', '.join(known)}{more}"))
 
 
-def scalar(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Return the value of `text` after `key=` on the command line. Raise ValueError with a message."""
     if text.count("[") + text.count("{") > MOST_BRACKETS:  # the parser takes seconds for many
         raise ValueError(f"got more than {MOST_BRACKETS} brackets; expected a value. Try a YAML file")
@@ -210,28 +213,28 @@ def _told(error: Exception) -> str:
     return text if len(text) <= 200 else f"{text[:196]} ..."
 
 
-def chain(path: Path) -> Branch:
+def load_with_parents(path: Path) -> ConfigMapping:
     """Return the YAML at `path` over its `defaults:` parents. Raise RecipeError where that cannot be read."""
-    return functools.reduce(merged, stack(path), Branch())
+    return functools.reduce(merge, load_layers(path), ConfigMapping())
 
 
-def stack(path: Path, seen: tuple[Path, ...] = ()) -> list[Branch]:
+def load_layers(path: Path, seen: tuple[Path, ...] = ()) -> list[ConfigMapping]:
     """Return the YAML at `path` and its `defaults:` parents, each after its own, the lowest first. Raise RecipeError."""
     real = path.resolve()
     if real in seen:
         circle = " -> ".join(parent.name for parent in [*seen, real])
-        raise RecipeError(Problem("defaults", "circular", f"got a circle: {circle}", short(path)))
+        raise RecipeError(Problem("defaults", "circular", f"got a circle: {circle}", short_path(path)))
     layer = _file(path)
-    parents = layer.children.pop("defaults", Leaf([]))
-    names = parents.value if isinstance(parents, Leaf) else parents
+    parents = layer.children.pop("defaults", ConfigValue([]))
+    names = parents.value if isinstance(parents, ConfigValue) else parents
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise RecipeError(Problem("defaults", "wrong-type", "expected a file's name, or a list of them", parents.origin))
-    layers: list[Branch] = []
+    layers: list[ConfigMapping] = []
     for name in names:
         if (parent := other_recipe(name, path.parent, path)) is None:
             raise RecipeError(Problem("defaults", "file-not-found", no_recipe(name, path.parent), parents.origin))
-        layers += stack(parent, (*seen, real))
+        layers += load_layers(parent, (*seen, real))
     return [*layers, layer]
 
 
@@ -263,14 +266,14 @@ def _places(name: str, folder: Path) -> list[Path]:
     return list(dict.fromkeys(Path(os.path.abspath(path)) for path in places))
 
 
-def _file(path: Path) -> Branch:
-    shown = short(path)
+def _file(path: Path) -> ConfigMapping:
+    shown = short_path(path)
     try:
         loader = _Loader(path.read_text())
         try:
             node = loader.get_single_node()
-            tree = Branch() if node is None else _tree(loader, node, shown, ())
-            for _, leaf in tree.leaves() if isinstance(tree, Branch) else ():
+            tree = ConfigMapping() if node is None else _tree(loader, node, shown, ())
+            for _, leaf in tree.leaves() if isinstance(tree, ConfigMapping) else ():
                 leaf.folder = path.absolute().parent
         finally:
             loader.dispose()
@@ -280,17 +283,17 @@ def _file(path: Path) -> Branch:
         raise RecipeError(Problem("", "unreadable", f"{error.strerror}", shown)) from None
     except NOT_YAML as error:
         raise RecipeError(Problem("", "bad-format", f"not YAML: {_told(error)}", shown)) from None
-    if not isinstance(tree, Branch):
+    if not isinstance(tree, ConfigMapping):
         raise RecipeError(Problem("", "wrong-type", f"got a {type(tree.value).__name__}; expected a mapping of keys", shown))
     return tree
 
 
-def _tree(loader: Any, node: yaml.Node, file: str, above: tuple[yaml.Node, ...]) -> Leaf | Branch:
+def _tree(loader: Any, node: yaml.Node, file: str, above: tuple[yaml.Node, ...]) -> ConfigNode:
     origin = f"{file}:{node.start_mark.line + 1}"
     if not isinstance(node, yaml.MappingNode) or node.tag != "tag:yaml.org,2002:map":
         value = loader.construct_object(node, deep=True)
         _insist_on_plain(value, origin)
-        return Leaf(value, origin)
+        return ConfigValue(value, origin)
     if any(node is other for other in above):
         raise RecipeError(Problem("", "circular", "got a mapping that contains itself", origin))
     named = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
@@ -298,7 +301,7 @@ def _tree(loader: Any, node: yaml.Node, file: str, above: tuple[yaml.Node, ...])
         double = next(name for number, name in enumerate(named) if name in named[:number])
         raise RecipeError(Problem(str(double), "given-twice", "got the key twice in one mapping", origin))
     loader.flatten_mapping(node)  # <<: *anchor
-    branch = Branch(origin=origin)
+    branch = ConfigMapping(origin=origin)
     for key, value in node.value:
         name = loader.construct_object(key, deep=True)
         line = f"{file}:{key.start_mark.line + 1}"
@@ -327,7 +330,7 @@ def _insist_on_plain(value: Any, origin: str, key: str = "", depth: int = 0) -> 
         raise RecipeError(Problem(key, "wrong-type", message, origin))
 
 
-def short(path: Path) -> str:
+def short_path(path: Path) -> str:
     """Return the path relative to the working directory or the checkout if it is inside one of them."""
     absolute = Path(os.path.abspath(path))
     for folder in (Path.cwd(), ROOT):
@@ -336,7 +339,7 @@ def short(path: Path) -> str:
     return str(absolute)
 
 
-def overrides(arguments: Iterable[str]) -> Iterator[tuple[str, Leaf | Branch]]:
+def parse_overrides(arguments: Iterable[str]) -> Iterator[tuple[str, ConfigNode]]:
     """Yield (dotted key, value) for each `key=value`. Raise RecipeError for what is not that."""
     for argument in arguments:
         key, equals, text = argument.partition("=")
@@ -344,14 +347,14 @@ def overrides(arguments: Iterable[str]) -> Iterator[tuple[str, Leaf | Branch]]:
             told = _shortened(key if equals else argument)
             raise RecipeError(Problem(told, "bad-format", "expected key=value with a dotted key", COMMAND_LINE))
         try:
-            value = scalar(text)
+            value = parse_value(text)
         except ValueError as error:
             raise RecipeError(Problem(key, "bad-format", str(error), COMMAND_LINE)) from None
         _insist_on_plain(value, COMMAND_LINE, key)
-        node = of(value, COMMAND_LINE)
-        for branch in node.branches() if isinstance(node, Branch) else ():
+        node = from_plain(value, COMMAND_LINE)
+        for branch in node.mappings() if isinstance(node, ConfigMapping) else ():
             if (replaces := branch.children.pop(REPLACES, None)) is not None:
-                branch.replaces = isinstance(replaces, Leaf) and replaces.value is True
+                branch.replaces = isinstance(replaces, ConfigValue) and replaces.value is True
         yield key, node
 
 

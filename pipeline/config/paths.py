@@ -15,9 +15,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from pipeline.config.config_tree import RECIPES, ConfigMapping, ConfigValue, no_recipe, other_recipe
 from pipeline.config.data import GENERATED_DATASETS, NAMED_DATASETS, is_dotted_path
-from pipeline.config.layers import RECIPES, Branch, Leaf, no_recipe, other_recipe
-from pipeline.config.resolving import interpolated
+from pipeline.config.interpolation import interpolated
 from pipeline.problems import Problem, RecipeError, collected
 
 FILES = ("data.*.data_path", "data.*.prompt_file", "data.*.system_prompt_file", "module_folders")
@@ -29,7 +29,7 @@ SOURCES = {"dataset_name": "data_path", "data_path": "dataset_name"}
 """Of these a data set has one, so that a layer which gives one takes the other away."""
 
 
-def absolute(tree: Branch, folders: Mapping[str, Path | None] = {}) -> dict[str, Problem]:
+def absolute(tree: ConfigMapping, folders: Mapping[str, Path | None] = {}) -> dict[str, Problem]:
     """Make the relative paths in a tree absolute, in place, but for those that are not resolved yet. Return problems by key.
 
     folders: by key the folders of the files that set values which have been resolved since.
@@ -104,20 +104,20 @@ def _name(key: str, folder: Path, name: str) -> str:
     return name
 
 
-def with_one_source(below: Branch, above: Branch) -> None:
+def with_one_source(below: ConfigMapping, above: ConfigMapping) -> None:
     """Set the other of SOURCES to null, in place, where a layer gives a data set another one than the layers below."""
     for key, node in list(above.leaves("")):
         section, _, name = key.rpartition(".")
         if name in SOURCES and section.startswith("data.") and getattr(node, "value", None) is not None:
             other = f"{section}.{SOURCES[name]}"
             if above.find(other) is None and getattr(below.find(other), "value", None) is not None:
-                above.set(other, Leaf(None, node.origin))
+                above.set(other, ConfigValue(None, node.origin))
 
 
-def find_needs(tree: Branch) -> list[Problem]:
+def find_needs(tree: ConfigMapping) -> list[Problem]:
     """Make absolute paths of `needs` that are not in recipes/, in place. Return a problem for each that is not there."""
     node, problems = tree.find("needs"), []
-    if isinstance(node, Leaf) and isinstance(node.value, list):
+    if isinstance(node, ConfigValue) and isinstance(node.value, list):
         found = []
         for need in node.value:
             path = other_recipe(need, node.folder or Path.cwd()) if isinstance(need, str) else None
@@ -131,17 +131,17 @@ def find_needs(tree: Branch) -> list[Problem]:
     return problems
 
 
-def add_module_folders(tree: Branch, recipe: Path) -> None:
+def add_module_folders(tree: ConfigMapping, recipe: Path) -> None:
     """Adds to `module_folders` those of the files that name code of the user's own, and that of the recipe's file, in place."""
     leaf = tree.find("module_folders")
-    given = leaf.value if isinstance(leaf, Leaf) and isinstance(leaf.value, list) else []
+    given = leaf.value if isinstance(leaf, ConfigValue) and isinstance(leaf.value, list) else []
     if leaf is not None and not given and getattr(leaf, "value", None) != []:
         return  # of another type, which is told
     given = [_file(leaf.folder or Path.cwd(), item) if isinstance(item, str) else item for item in given]
     naming = [node.folder or Path.cwd() for key, node in tree.leaves() if _names_own_code(key, node.value)]
     if naming:
         folders = [*given, *map(str, (recipe.absolute().parent, *naming))]
-        tree.set("module_folders", Leaf(list(dict.fromkeys(folders)), leaf.origin if leaf else None))
+        tree.set("module_folders", ConfigValue(list(dict.fromkeys(folders)), leaf.origin if leaf else None))
 
 
 def _names_own_code(key: str, value: object) -> bool:

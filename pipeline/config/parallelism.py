@@ -23,17 +23,17 @@ MEGATRON = "policy.megatron_cfg"
 LARGEST_NAMED = 1024  # of the sizes that would divide
 
 
-def asked_backend(policy: PolicyConfig) -> Backend | None:
+def requested_backend(policy: PolicyConfig) -> Backend | None:
     """Return the backend that the two `enabled` keys name; None if they leave it open.
 
     Both true is Megatron; both false raises RecipeError.
     """
-    refuse(check_asked_backend(policy))
+    refuse(check_requested_backend(policy))
     return named_backend(policy)
 
 
 def named_backend(policy: PolicyConfig) -> Backend | None:
-    """Return the same as `asked_backend`, and None too where both are false."""
+    """Return the same as `requested_backend`, and None too where both are false."""
     return backend_of(policy.megatron_cfg.enabled, policy.dtensor_cfg.enabled)
 
 
@@ -44,7 +44,7 @@ def backend_of(megatron: bool | None, dtensor: bool | None) -> Backend | None:
     return "dtensor" if dtensor is True or (megatron is False and dtensor is None) else None
 
 
-def check_asked_backend(policy: PolicyConfig) -> Iterator[Problem]:
+def check_requested_backend(policy: PolicyConfig) -> Iterator[Problem]:
     if policy.megatron_cfg.enabled is False and policy.dtensor_cfg.enabled is False:
         told = f"got false, and {DTENSOR}.enabled=false too; expected one true, or both null for a choice by the model's size"
         yield Problem(f"{MEGATRON}.enabled", "contradiction", told)
@@ -55,7 +55,7 @@ def colocated(recipe: Recipe) -> bool:
     return generates(recipe) and recipe.policy.generation.colocated.enabled
 
 
-def guests(recipe: Recipe) -> tuple[str, ...]:
+def components_on_train_nodes(recipe: Recipe) -> tuple[str, ...]:
     """Return the components whose ranks are on cluster.train's nodes."""
     if colocated(recipe):
         return ("generate",)
@@ -68,7 +68,7 @@ def refits_by_ipc(recipe: Recipe) -> bool:
     return colocated(recipe) and generation.colocated.refit == "ipc" and generation.refit_transport != "broadcast"
 
 
-def decided(recipe: Recipe, backend: Backend) -> Recipe:
+def with_backend(recipe: Recipe, backend: Backend) -> Recipe:
     """Return the recipe with both `enabled` keys set."""
     policy, megatron = recipe.policy, backend == "megatron"
     sections = {
@@ -80,7 +80,7 @@ def decided(recipe: Recipe, backend: Backend) -> Recipe:
 
 def check_layout(recipe: Recipe) -> Iterator[Problem]:
     """Yield a problem if the ranks that hold models cannot be divided as the chosen backend's keys have it."""
-    yield from check_asked_backend(recipe.policy)
+    yield from check_requested_backend(recipe.policy)
     if backend := named_backend(recipe.policy):
         undivided = list(_check_ranks(recipe.policy, backend, recipe.cluster.train, "train"))
         yield from undivided or _check_global_batch(recipe, backend)

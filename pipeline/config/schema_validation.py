@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.config.layers import Branch, Leaf, copied, of
+from pipeline.config.config_tree import ConfigMapping, ConfigNode, ConfigValue, copy_node, from_plain
 from pipeline.problems import Problem
 from pipeline.values import MISSING
 
@@ -54,33 +54,33 @@ def keys(section: type, prefix: str = "") -> tuple[str, ...]:
 
 
 @cache
-def defaults(section: type) -> Branch:
+def defaults(section: type) -> ConfigMapping:
     """Return the defaults of a section as a tree."""
-    tree = Branch()
+    tree = ConfigMapping()
     for field in dataclasses.fields(section):
         value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-        tree.children[field.name] = of(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value, None)
+        tree.children[field.name] = from_plain(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value, None)
     return tree
 
 
-def filled(section: type, given: Branch, default: Branch | None = None) -> Branch:
+def with_defaults(section: type, given: ConfigMapping, default: ConfigMapping | None = None) -> ConfigMapping:
     """Return `given` over the section's defaults, or over those that the section around it has. Unknown keys stay."""
-    tree = copied(default or defaults(section))
+    tree = copy_node(default or defaults(section))
     tree.origin = given.origin
     for name, node in given.children.items():
-        tree.children[name] = _filled(*sections(section).get(name, (None, False)), node, tree.children.get(name))
+        tree.children[name] = _node_with_defaults(*sections(section).get(name, (None, False)), node, tree.children.get(name))
     return tree
 
 
-def _filled(section: type | None, several: bool, given: Leaf | Branch, default: Leaf | Branch | None) -> Leaf | Branch:
-    if isinstance(given, Leaf):
+def _node_with_defaults(section: type | None, several: bool, given: ConfigNode, default: ConfigNode | None) -> ConfigNode:
+    if isinstance(given, ConfigValue):
         return default if given.value == MISSING and default is not None else given
-    below = default if isinstance(default, Branch) else None
+    below = default if isinstance(default, ConfigMapping) else None
     if section and not several:
-        return filled(section, given, below)
+        return with_defaults(section, given, below)
     children = dict(below.children) if below and not given.replaces else {}
-    children |= {name: _filled(section, False, node, children.get(name)) for name, node in given.children.items()}
-    return Branch(children, given.origin, given.replaces)
+    children |= {name: _node_with_defaults(section, False, node, children.get(name)) for name, node in given.children.items()}
+    return ConfigMapping(children, given.origin, given.replaces)
 
 
 # ---- keys that it does not have --------------------------------------------------------------------------------------------
@@ -98,8 +98,8 @@ class Advice:
     rank: Callable[[str], Callable[[str], int]] = lambda near: lambda key: 0
 
 
-def unknown(
-    section: type, tree: Branch, whole: type | None = None, advice: Advice = Advice(), prefix: str = ""
+def unknown_keys(
+    section: type, tree: ConfigMapping, whole: type | None = None, advice: Advice = Advice(), prefix: str = ""
 ) -> Iterator[Problem]:
     """Yield a problem for each key that a section does not have. whole: the schema in which it begins at `prefix`."""
     whole = whole or section
@@ -107,15 +107,15 @@ def unknown(
         key = f"{prefix}{name}"
         if name in fields(section):
             inner, several = sections(section).get(name, (None, False))
-            by_name = several and isinstance(node, Branch)
+            by_name = several and isinstance(node, ConfigMapping)
             nodes = {f"{key}.{one}": child for one, child in node.children.items()} if by_name else {key: node}
             for where, child in nodes.items():
-                if inner and isinstance(child, Branch):
-                    yield from unknown(inner, child, whole, advice, f"{where}.")
+                if inner and isinstance(child, ConfigMapping):
+                    yield from unknown_keys(inner, child, whole, advice, f"{where}.")
             continue
-        leaves = [(key, node)] if isinstance(node, Leaf) else list(node.leaves(f"{key}."))
+        leaves = [(key, node)] if isinstance(node, ConfigValue) else list(node.leaves(f"{key}."))
         ours = prefix and any(one.rpartition(".")[2] == name for one in keys(whole))  # of another section, with what is in it
-        misspelt = isinstance(node, Branch) and (ours or _siblings(section, name))
+        misspelt = isinstance(node, ConfigMapping) and (ours or _siblings(section, name))
         hints = {} if misspelt else {inner: hint for inner, _ in leaves if (hint := advice.hint(inner))}
         for inner, leaf in leaves:
             if inner in hints and next(one for one, hint in hints.items() if hint == hints[inner]) == inner:  # each hint once
@@ -179,13 +179,13 @@ def adapter(section: type) -> TypeAdapter:
     return TypeAdapter(section)
 
 
-def validated(section: type, tree: Branch) -> tuple[Any, list[Problem]]:
+def validate_tree(section: type, tree: ConfigMapping) -> tuple[Any, list[Problem]]:
     """Return the dataclass that a tree without interpolations describes, and the problems of its values.
 
     The first is None if there are other problems than keys without a value, which are "" in it. Keys that the section does not
     have are ignored.
     """
-    given: Branch = copied(tree)
+    given: ConfigMapping = copy_node(tree)
     problems: dict[str, Problem] = {}
     for key, leaf in tree.leaves():
         if leaf.value == MISSING:
@@ -214,36 +214,36 @@ def _blank(values: Any, name: str, *rest: str) -> None:
         setattr(values, name, "")
 
 
-def refused(value: Any) -> Iterator[Problem]:
+def value_problems(value: Any) -> Iterator[Problem]:
     """Yield the problems of a section's values by themselves."""
-    yield from validated(type(value), of(dataclasses.asdict(value), None))[1]
+    yield from validate_tree(type(value), from_plain(dataclasses.asdict(value), None))[1]
 
 
-def described(section: type, key: str, given: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
+def validate_mapping(section: type, key: str, given: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
     """Return the dataclass that a mapping at `key` describes, None if it has problems; and these."""
-    tree = of(dict(given), None)
-    problems = list(unknown(section, tree, prefix=f"{key}."))
-    known = Branch({name: node for name, node in tree.children.items() if name in fields(section)})
-    value, wrong = validated(section, filled(section, known))
+    tree = from_plain(dict(given), None)
+    problems = list(unknown_keys(section, tree, prefix=f"{key}."))
+    known = ConfigMapping({name: node for name, node in tree.children.items() if name in fields(section)})
+    value, wrong = validate_tree(section, with_defaults(section, known))
     problems += [dataclasses.replace(problem, key=f"{key}.{problem.key}") for problem in wrong]
     return (None if problems else value), problems
 
 
-def converted(section: type, tree: Branch) -> dict[str, Problem]:
+def coerce_types(section: type, tree: ConfigMapping) -> dict[str, Problem]:
     """Replace, in place, values that stand for one of the right type by that, such as a number in quotes by the number.
 
     Only keys that the section has count, unless they are null. Return by key the problems of those of another type.
     """
-    known = copied(tree)
+    known = copy_node(tree)
     for key, leaf in tree.leaves():
         if leaf.value in (None, MISSING):
             known.drop(key)
-    problems = {problem.key: problem for problem in validated(section, known)[1]}
+    problems = {problem.key: problem for problem in validate_tree(section, known)[1]}
     for key in problems:
         known.drop(key)
-    values = of(dataclasses.asdict(validated(section, known)[0]), None)
+    values = from_plain(dataclasses.asdict(validate_tree(section, known)[0]), None)
     for key, _ in known.leaves():
-        if isinstance(node := values.find(key), Leaf):
+        if isinstance(node := values.find(key), ConfigValue):
             tree.find(key).value = node.value
     return {key: problem for key, problem in problems.items() if problem.code == "wrong-type"}
 

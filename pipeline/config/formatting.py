@@ -7,22 +7,22 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.config.layers import dumped
-from pipeline.config.reading import Loaded
-from pipeline.config.resolving import escaped
+from pipeline.config.config_tree import dump_yaml
+from pipeline.config.interpolation import escaped
+from pipeline.config.loading import Loaded
 
 WIDEST = 80  # columns: longer lines do not move the comments of all others
 DEFAULT = "default"
 
 
-def shown(loaded: Loaded) -> str:
+def format_with_origins(loaded: Loaded) -> str:
     """Return the recipe as YAML, each value with a comment: the file and line that set it, the command line, or `default`."""
     lines = list(_lines("", dataclasses.asdict(loaded.recipe), loaded.origins, 0))
     column = max(len(text) for text, _ in lines if len(text) <= WIDEST)
     return "".join(f"{text:{column}}  # {origin}\n" if origin else f"{text}\n" for text, origin in lines)
 
 
-def argument(key: str, value: Any) -> str:
+def format_override(key: str, value: Any) -> str:
     """Return `key=value` as it is given on the command line, without a shell's quotes."""
     return f"{key}={on_one_line(escaped(value))}"
 
@@ -42,7 +42,7 @@ def on_one_line(value: Any) -> str:
     """Return a value as YAML on one line."""
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value)  # a YAML text in double quotes
-    return dumped(value, on_one_line=True).removesuffix("...\n").rstrip("\n")
+    return dump_yaml(value, on_one_line=True).removesuffix("...\n").rstrip("\n")
 
 
 def _origin(key: str, origins: dict[str, str]) -> str:

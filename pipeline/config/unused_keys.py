@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from pipeline.algorithms import ALGORITHMS, read_by
-from pipeline.config import aliases, typed
-from pipeline.config.layers import COMMAND_LINE, Branch, Leaf, of
-from pipeline.config.layout import DTENSOR, MEGATRON, Backend, backend_of, named_backend
+from pipeline.config import aliases, schema_validation
+from pipeline.config.config_tree import COMMAND_LINE, ConfigMapping, ConfigNode, from_plain
+from pipeline.config.parallelism import DTENSOR, MEGATRON, Backend, backend_of, named_backend
 from pipeline.config.schema import Recipe
 from pipeline.problems import Problem
 
@@ -57,10 +57,10 @@ class Readers:
         return Readers(recipe.algorithm, named_backend(recipe.policy), own)
 
     @staticmethod
-    def of_tree(tree: Branch) -> Readers:
+    def of_tree(tree: ConfigMapping) -> Readers:
         """Return the readers as far as the plain values of a tree tell."""
         backend = backend_of(*(_value(tree, f"{section}.enabled") for section in SECTIONS.values()))
-        own = [name for name in BOTH if isinstance(tree.find(f"{MEGATRON}.{name}"), Branch)]
+        own = [name for name in BOTH if isinstance(tree.find(f"{MEGATRON}.{name}"), ConfigMapping)]
         algorithm = _value(tree, "algorithm")
         return Readers(algorithm if algorithm in ALGORITHMS else None, backend, own)
 
@@ -101,7 +101,7 @@ class Readers:
             if _within(key, pair[:1]) and not self.unread(pair[1]):
                 ways.append(pair[1])
         section, _, rest = key.partition(".")
-        if section in ALGORITHMS and f"{self.algorithm}.{rest}" in typed.keys(Recipe):
+        if section in ALGORITHMS and f"{self.algorithm}.{rest}" in schema_validation.keys(Recipe):
             ways.append(f"{self.algorithm}.{rest}")
         if backend := next((name for name, section in SECTIONS.items() if _within(key, (section,))), None):
             others = [f"{section}.enabled=false" for name, section in SECTIONS.items() if name != backend]
@@ -134,13 +134,13 @@ def _given(recipe: Recipe, origins: Mapping[str, str], references: References, w
     """Yield keys of the wanted origins that differ from the default and that no key which is read refers to."""
     readers = Readers.of(recipe)
     referred = {name for key, names in references.items() if not readers.unread(key) for name in names}
-    default, now = typed.filled(Recipe, Branch()), of(dataclasses.asdict(recipe), None)
+    default, now = schema_validation.with_defaults(Recipe, ConfigMapping()), from_plain(dataclasses.asdict(recipe), None)
     for key, origin in origins.items():
         if wanted(origin) and not _within(key, referred) and _value(default, key) != _value(now, key):
             yield key
 
 
-def _value(tree: Leaf | Branch, key: str) -> object:
+def _value(tree: ConfigNode, key: str) -> object:
     return getattr(tree.find(key), "value", None)
 
 

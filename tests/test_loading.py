@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipeline import config
-from pipeline.config import layers, resolving
+from pipeline.config import config_tree, interpolation
 from tests.problems import named, refused
 
 BASE = """\
@@ -43,7 +43,7 @@ SCALARS = """1e-8 1e10 1.5e3 5.0e-6 1_000 1_000.5 .5 1. 0x1F 017 2020-01-01 1:30
 @pytest.mark.parametrize("text", SCALARS.split())
 def test_scalars_are_what_omegaconf_takes_them_for(text):
     expected = OmegaConf.create({"x": OmegaConf.create(f"x: {text}")}).x.x
-    got = layers.scalar(text)
+    got = config_tree.parse_value(text)
     assert got == expected and type(got) is type(OmegaConf.to_container(expected) if isinstance(got, dict | list) else expected)
 
 
@@ -65,7 +65,7 @@ def test_scalars_are_what_omegaconf_takes_them_for(text):
 )
 def test_what_replaces_what(write, below, above, merged):
     write("below.yaml", below)
-    tree = layers.chain(config.find(write("above.yaml", f"defaults: below.yaml\n{above}")))
+    tree = config_tree.load_with_parents(config.find(write("above.yaml", f"defaults: below.yaml\n{above}")))
     assert tree.plain() == merged
 
 
@@ -74,7 +74,7 @@ def test_of_several_parents_the_last_wins_and_each_may_have_its_own(write, tmp_p
     write("deep/grandparent.yaml", "a: 1\nb: 1\nc: 1")
     write("deep/mother.yaml", "defaults: grandparent.yaml\nb: 2")
     write("father.yaml", "c: 3\nd: 3")
-    tree = layers.chain(config.find(write("child.yaml", "defaults: [deep/mother.yaml, father.yaml]\nd: 4")))
+    tree = config_tree.load_with_parents(config.find(write("child.yaml", "defaults: [deep/mother.yaml, father.yaml]\nd: 4")))
     assert tree.plain() == {"a": 1, "b": 2, "c": 3, "d": 4}
     assert {key: leaf.origin for key, leaf in tree.leaves()} == {
         "a": "deep/grandparent.yaml:1",
@@ -154,8 +154,8 @@ def test_resolvers(write, monkeypatch, value, seed):
 
 
 def test_division_gives_a_number_that_is_not_whole_as_python_does():
-    tree = layers.of({"a": "${div:1,4}", "b": "${div:4,2}"}, None)
-    assert resolving.resolve(tree) == {}
+    tree = config_tree.from_plain({"a": "${div:1,4}", "b": "${div:4,2}"}, None)
+    assert interpolation.resolve(tree) == {}
     assert tree.plain() == {"a": 0.25, "b": 2.0}
 
 
@@ -317,7 +317,7 @@ def test_every_value_that_was_given_has_its_line(write):
 def test_show_prints_yaml_that_is_the_recipe_with_the_line_behind_each_value(write):
     path = write("a.yaml", BASE + 'grpo:\n  seed: 7\n  max_num_steps: "${.seed}"\n')
     loaded = config.inspect(path, ['policy.tokenizer.chat_template="a\\nb # ${name}"', "cluster.train.srun_args=[--x, 'a: b']"])
-    text = config.shown(loaded)
+    text = config.format_with_origins(loaded)
     assert config.read(config.find(write("again.yaml", text))) == loaded.recipe
     behind = {}
     for line in text.splitlines():
@@ -339,7 +339,7 @@ def test_a_reference_to_a_section_of_another_kind_is_refused_key_by_key(write):
 
 
 def test_a_key_may_be_dropped_with_the_mapping_around_it():
-    tree = layers.of({"a": {"b": {"c": 1}, "d": 2}}, None)
+    tree = config_tree.from_plain({"a": {"b": {"c": 1}, "d": 2}}, None)
     for key in ("a.b", "a.b.c", "a.b", "x.y"):
         tree.drop(key)
     assert tree.plain() == {"a": {"d": 2}}
