@@ -20,7 +20,7 @@ from pipeline.deadline import Deadline
 from pipeline.files import Patience, retrying, wait_for, write_durably
 from pipeline.refit.base import Refit
 from pipeline.refit.broadcast import BroadcastRefit
-from pipeline.refit.coordination import Refits
+from pipeline.refit.coordination import RefitCoordinator
 from pipeline.refit.planned import PlannedRefit
 from pipeline.remote import Mailbox, Remote
 from pipeline.roles import GenerateRole, RewardRole, TrainRole
@@ -114,7 +114,7 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
     _, judges = [other.result() for other in others_up]
     refits = None
     if config.generates(recipe):
-        refits = Refits(recipe, realms, train, generate, role.shapes, world.nodes())
+        refits = RefitCoordinator(recipe, realms, train, generate, role.shapes, world.nodes())
     sharing = Sharing(shared, train, generate, refits)
     patience = Patience(storage_s, attempt.check, functools.partial(kept, run_dir))
     checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, patience)

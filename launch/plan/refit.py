@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     import numpy as np
 
     from launch.plan.refit_time import Broadcast, Demand, Timeline
-    from pipeline.refit.schedule import Schedule
+    from pipeline.refit.schedule import RefitSchedule
 
 
 @dataclass(frozen=True)
 class Prediction:
     recipe: Recipe
     parameters: int  # of the model; its buffers are refitted too
-    schedule: Schedule
+    schedule: RefitSchedule
     timeline: Timeline
     demand: Demand
     reference: Broadcast

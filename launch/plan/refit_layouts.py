@@ -42,7 +42,7 @@ from pipeline.models.base import Parameter
 from pipeline.models.reading import check_fsdp
 from pipeline.models.sizes import sizes
 from pipeline.models.tensors import Part, Tensor, experts, tensors
-from pipeline.refit.tables import Table, columns
+from pipeline.refit.tables import LayoutTable, columns
 
 _MODEL = "policy.model_name"
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -64,8 +64,8 @@ Held = Iterable[tuple[str, Box]]
 class Ownership:
     """Boxes of all ranks. Train ranks come first, then the engines' ranks, as in a run."""
 
-    train: dict[int, Table]  # by global rank
-    generate: dict[int, Table]
+    train: dict[int, LayoutTable]  # by global rank
+    generate: dict[int, LayoutTable]
     engines: list[list[int]]  # global ranks
     shapes: dict[str, Shape]  # of every tensor on disk, in a checkpoint's order
 
@@ -120,24 +120,24 @@ class _Maker:
         """Return the columns tensor, offset and size."""
         return columns(list(held), self._number, self._dims)
 
-    def table(self, wanted: Iterable[tuple[str, str, Box]]) -> Table:
+    def table(self, wanted: Iterable[tuple[str, str, Box]]) -> LayoutTable:
         """Return the table of a generate rank from (unit, tensor, box)."""
         wanted = list(wanted)
         units = {unit: i for i, unit in enumerate(dict.fromkeys(unit for unit, _, _ in wanted))}
         unit = np.array([units[unit] for unit, _, _ in wanted], np.int32)
-        return Table(*self.columns((name, box) for _, name, box in wanted), unit, list(units))
+        return LayoutTable(*self.columns((name, box) for _, name, box in wanted), unit, list(units))
 
 
-def _joined(*parts: list[np.ndarray]) -> Table:
+def _joined(*parts: list[np.ndarray]) -> LayoutTable:
     """Return the table of a train rank."""
     tensor, offset, size = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    return Table(tensor, offset, size, np.full(len(tensor), -1, np.int32))
+    return LayoutTable(tensor, offset, size, np.full(len(tensor), -1, np.int32))
 
 
 # ---- FSDP2 and tensor parallelism ---------------------------------------------------------------------------------------
 
 
-def _fsdp(size: int, train: int, maker: _Maker) -> list[Table]:
+def _fsdp(size: int, train: int, maker: _Maker) -> list[LayoutTable]:
     """Return the tables of the train ranks. size: tensor-parallel.
 
     Rank = data rank * tensor-parallel size + tensor-parallel rank, as in `pipeline/train/fsdp.py`. Torch cuts every
@@ -149,7 +149,7 @@ def _fsdp(size: int, train: int, maker: _Maker) -> list[Table]:
     cut = {dim: np.array([tensor.split == split for tensor in maker.tensors]) for dim, split in enumerate(("rows", "columns"))}
     each = -(-(expert.max() + 1) // data)
 
-    def table(data_rank: int, tensor_rank: int) -> Table:
+    def table(data_rank: int, tensor_rank: int) -> LayoutTable:
         offset, length = origin.copy(), extent.copy()
         for dim, mine in cut.items():
             _chunk(offset, length, mine, dim, size, tensor_rank)
@@ -171,7 +171,7 @@ def _chunk(offset: np.ndarray, size: np.ndarray, rows: np.ndarray, dim: int, par
 # ---- Megatron-Core ------------------------------------------------------------------------------------------------------
 
 
-def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, maker: _Maker) -> list[Table]:
+def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, maker: _Maker) -> list[LayoutTable]:
     """Return the tables of the train ranks.
 
     Ranks are numbered as by megatron.core.parallel_state: tensor, context, data, pipeline, the first the fastest; where experts
@@ -195,13 +195,13 @@ def _megatron(of: SimpleNamespace, megatron: MegatronConfig, train: int, maker: 
         return maker.columns(box for name, p in chosen.items() for box in _megatron_boxes(name, p, maker.shapes, rank, size))
 
     @functools.cache
-    def table(stage: int, rank: int, spread: int, expert_rank: int) -> Table:
+    def table(stage: int, rank: int, spread: int, expert_rank: int) -> LayoutTable:
         if not routed[stage][spread]:
             return dense(stage, rank)
         return _joined(part(stage, None, rank), part(stage, spread, expert_rank))
 
     @functools.cache
-    def dense(stage: int, rank: int) -> Table:
+    def dense(stage: int, rank: int) -> LayoutTable:
         return _joined(part(stage, None, rank))
 
     peers = train // pipeline
@@ -317,7 +317,7 @@ class _Cut(NamedTuple):
     owner: int = -1  # the one rank that has it; -1: all
 
 
-def _vllm(of: SimpleNamespace, vllm: VLLMConfig, maker: _Maker) -> list[Table]:
+def _vllm(of: SimpleNamespace, vllm: VLLMConfig, maker: _Maker) -> list[LayoutTable]:
     """Return the tables of an engine's ranks: rank = pipeline rank * tensor-parallel size + tensor-parallel rank."""
     if of.model_type == "gpt_oss":
         message = "which parts of a 'gpt_oss' model vLLM's ranks have is not described"
@@ -336,7 +336,7 @@ def _vllm(of: SimpleNamespace, vllm: VLLMConfig, maker: _Maker) -> list[Table]:
     return [table for found in cuts for table in _vllm_tables(found, tensor, maker)]
 
 
-def _vllm_tables(cuts: list[_Cut], size: int, maker: _Maker) -> list[Table]:
+def _vllm_tables(cuts: list[_Cut], size: int, maker: _Maker) -> list[LayoutTable]:
     """Return the tables of the ranks of one stage."""
     everything = maker.table((cut.unit, cut.name, whole(maker.shapes[cut.name])) for cut in cuts)
     dim, parts, step, owner = (np.array([getattr(cut, name) for cut in cuts]) for name in ("dim", "parts", "step", "owner"))
@@ -350,7 +350,7 @@ def _vllm_tables(cuts: list[_Cut], size: int, maker: _Maker) -> list[Table]:
         start = np.minimum(rank * parts[own] // size * step[own], length)  # a part is on several ranks where there are too few
         offset[rows, along] = start
         extent[rows, along] = np.minimum(step[own], length - start)
-        found.append(Table(everything.tensor[mine], offset, extent, everything.unit[mine], everything.units))
+        found.append(LayoutTable(everything.tensor[mine], offset, extent, everything.unit[mine], everything.units))
     return found
 
 

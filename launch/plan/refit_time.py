@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.config.cluster import NetworkConfig
-from pipeline.refit.cells import changes
-from pipeline.refit.schedule import Schedule
+from pipeline.refit.intersection import changes
+from pipeline.refit.schedule import RefitSchedule
 
 TERMS = ("pack", "wire out", "wire in", "node", "latency", "apply")
 """Durations: copying what is sent, NIC out, NIC in, links within nodes, messages' latency, copying what came."""
@@ -61,7 +61,7 @@ def merge(round: np.ndarray, source: np.ndarray, target: np.ndarray, size: np.nd
     return Messages(round, source, target, total.astype(np.int64), relays > 0)
 
 
-def messages(schedule: Schedule) -> Messages:
+def messages(schedule: RefitSchedule) -> Messages:
     """Return all messages of a plan."""
     sent, passed = schedule.sent(), schedule.passed()
     columns = (np.concatenate([getattr(sent, name), getattr(passed, name)]) for name in ("round", "source", "target", "bytes"))
@@ -257,38 +257,39 @@ class Demand:
     shared: bool = False  # train ranks are on generate nodes
 
 
-def demand(schedule: Schedule, node: np.ndarray) -> Demand:
+def demand(schedule: RefitSchedule, node: np.ndarray) -> Demand:
     """Return the demand of a plan. node: [ranks], the node of each. Boxes that overlap and are not equal count twice."""
-    want, size = schedule.want, schedule.want.boxes.numel * schedule.width[schedule.want.boxes.tensor]
-    owned = np.bincount(want.receiver, size[want.box], schedule.engines.shape[1])
+    needed, size = schedule.needed, schedule.needed.boxes.numel * schedule.width[schedule.needed.boxes.tensor]
+    owned = np.bincount(needed.receiver, size[needed.box], schedule.engines.shape[1])
     inside: dict[int, set[int]] = {}  # the ranks in the engine that a node has, of whichever engine
     for rank, (_, place) in schedule.place.items():
         inside.setdefault(int(node[rank]), set()).add(place)
     distinct = {
-        places: np.unique(want.box[np.isin(want.receiver, places)]) for places in {tuple(sorted(p)) for p in inside.values()}
+        places: np.unique(needed.box[np.isin(needed.receiver, places)])
+        for places in {tuple(sorted(p)) for p in inside.values()}
     }
     by_node = np.array([size[distinct[tuple(sorted(places))]].sum() for places in inside.values()])
-    shared = bool(set(node[list(schedule.have.rows)].tolist()) & inside.keys())
+    shared = bool(set(node[list(schedule.held.rows)].tolist()) & inside.keys())
     if shared:
         box, holders, held = _held(schedule)
         for i, (number, places) in enumerate(inside.items()):
-            here = np.array([(node[members] == number).any() for members in schedule.have.sets])
+            here = np.array([(node[members] == number).any() for members in schedule.held.sets])
             by_node[i] -= held[here[holders] & np.isin(box, distinct[tuple(sorted(places))])].sum()
     return Demand(
         owned=np.tile(owned, len(schedule.engines)),
         by_node=by_node,
         total=int(size.sum()),
-        train_ranks=len(schedule.have.rows),
+        train_ranks=len(schedule.held.rows),
         ranks_per_node=int(np.bincount(node[schedule.engines.ravel()]).max()),
         shared=shared,
     )
 
 
-def _held(schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _held(schedule: RefitSchedule) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (wanted box, holder set, bytes of the box that the set holds), each [pairs]."""
-    pieces, sets = schedule.pieces, len(schedule.have.sets)
-    size = pieces.numel * schedule.width[schedule.want.boxes.tensor[pieces.wanted]]
-    pair = pieces.wanted.astype(np.int64) * sets + schedule.have.holders[pieces.held]
+    pieces, sets = schedule.pieces, len(schedule.held.sets)
+    size = pieces.numel * schedule.width[schedule.needed.boxes.tensor[pieces.needed]]
+    pair = pieces.needed.astype(np.int64) * sets + schedule.held.holders[pieces.held]
     pairs, which = np.unique(pair, return_inverse=True)
     return pairs // sets, pairs % sets, np.bincount(which, size, len(pairs)).astype(np.int64)
 
@@ -325,11 +326,11 @@ class Broadcast:
     gather_nics: int = 1  # that the gather can use
 
 
-def reference(schedule: Schedule, node: np.ndarray, total: int, bucket: int) -> Broadcast:
+def reference(schedule: RefitSchedule, node: np.ndarray, total: int, bucket: int) -> Broadcast:
     """Return the bytes of the bucketed broadcast in the plan's stead. total: bytes of all tensors, in full."""
-    have, size = schedule.have, schedule.have.boxes.numel * schedule.width[schedule.have.boxes.tensor]
-    beside = [rows.box for rank, rows in have.rows.items() if node[rank] == node[0]]
-    own, near = int(size[np.unique(have.rows[0].box)].sum()), int(size[np.unique(np.concatenate(beside))].sum())
+    held, size = schedule.held, schedule.held.boxes.numel * schedule.width[schedule.held.boxes.tensor]
+    beside = [rows.box for rank, rows in held.rows.items() if node[rank] == node[0]]
+    own, near = int(size[np.unique(held.rows[0].box)].sum()), int(size[np.unique(np.concatenate(beside))].sum())
     return Broadcast(
         total=total,
         far=int(size.sum()) - near,

@@ -1,10 +1,11 @@
 """Which train rank sends what: all ranks that hold a box share its sending, such that no rank sends more than it must.
 
-Given the bytes that must come from each holder set (the ranks that hold the same boxes), `shares` finds how many each of its
-ranks sends. The loads have the least sum of squares, which makes the largest as small as it can be. `floor` proves it: the
-ranks of the largest load hold boxes that no other rank holds, and those alone come to this many bytes a rank.
+Given the bytes that must come from each holder set (the ranks that hold the same boxes), `send_shares` finds how many each
+of its ranks sends. The loads have the least sum of squares, which makes the largest as small as it can be. `lower_bound` proves
+it: the ranks of the largest load hold boxes that no other rank holds, and those alone come to this many bytes a rank.
 
-`groups` joins engines into sharing groups: one member gets a box from the train ranks, the others get it from each other.
+`sharing_groups` joins engines into sharing groups: one member gets a box from the train ranks, the others get it from
+each other.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SETTLED = 1e-4  # of the largest load: a sweep that changes none by more ends t
 _WORTH_SHARING = 1.1  # so much longer train ranks must take than generate ranks, for engines to share across nodes
 
 
-def shares(sets: Sequence[np.ndarray], demand: np.ndarray, ranks: int) -> tuple[list[np.ndarray], np.ndarray]:
+def send_shares(sets: Sequence[np.ndarray], demand: np.ndarray, ranks: int) -> tuple[list[np.ndarray], np.ndarray]:
     """(for each set, the bytes that each of its ranks sends [members] float64; all that each rank sends [ranks] float64).
 
     sets: of each, its ranks as numbers below `ranks`. demand: [sets] bytes. Sets are levelled in turns, those with the
@@ -50,7 +51,7 @@ def _level(loads: np.ndarray, amount: float) -> float:
     return (heights[:wet].sum() + amount) / wet
 
 
-def floor(sets: Sequence[np.ndarray], demand: np.ndarray, load: np.ndarray) -> float:
+def lower_bound(sets: Sequence[np.ndarray], demand: np.ndarray, load: np.ndarray) -> float:
     """Bytes that some train rank must send, whatever the plan: the mean over any ranks of what they alone hold. Two sets of
     ranks are looked at: all, and those of the largest load."""
     top = load >= load.max(initial=0.0) * (1 - 10 * _SETTLED)
@@ -58,7 +59,7 @@ def floor(sets: Sequence[np.ndarray], demand: np.ndarray, load: np.ndarray) -> f
     return max(float(demand.sum()) / len(load), float(alone) / max(int(top.sum()), 1))
 
 
-def groups(
+def sharing_groups(
     engines: Sequence[Sequence[int]], nodes: Mapping[int, str], network: NetworkConfig, sent: float, received: float
 ) -> list[list[int]]:
     """Sharing groups, as numbers of engines, in the order of their ring.

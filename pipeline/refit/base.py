@@ -18,7 +18,7 @@ from pipeline.train.base import TrainBackend
 NOTHING = np.zeros(0, np.int32)
 
 
-class Report(msgspec.Struct):
+class RefitReport(msgspec.Struct):
     """What one rank did in one refit. Seconds of its main thread; on a GPU of the stream that it waited for."""
 
     sent: int = 0  # bytes, on the wire
@@ -40,8 +40,8 @@ class Commit(msgspec.Struct):
 
 
 class Refit(Protocol):
-    def send(self, backend: TrainBackend) -> Report:
+    def send(self, backend: TrainBackend) -> RefitReport:
         """Send this rank's share of all weights."""
 
-    def receive(self, update: WeightUpdate) -> Report:
+    def receive(self, update: WeightUpdate) -> RefitReport:
         """Write all of this rank's weights through `update`, short of its commit."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.generate.base import WeightUpdate
-from pipeline.refit.base import Report
+from pipeline.refit.base import RefitReport
 from pipeline.train.base import TrainBackend
 from pipeline.world import World
 
@@ -25,7 +25,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, 
 ALIGNMENT = 16  # bytes, so that a view of any dtype into a bucket is aligned
 
 
-class Entry(msgspec.Struct, array_like=True):
+class BucketEntry(msgspec.Struct, array_like=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -38,16 +38,16 @@ class BroadcastRefit:
         self._bucket_bytes = bucket_bytes
         self._bytes, self._wire = 0, 0.0  # of this refit: what crossed the wire, and the seconds that took
 
-    def send(self, backend: TrainBackend) -> Report:
+    def send(self, backend: TrainBackend) -> RefitReport:
         start = self._begin()
         weights = backend.weights()
         if self._world.rank != 0:
             for _ in weights:  # gathering a full tensor needs every rank of the realm
                 pass
             total = time.perf_counter() - start
-            return Report(pack=total, total=total)
+            return RefitReport(pack=total, total=total)
         bucket = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._world.carrier)
-        table: list[Entry] = []
+        table: list[BucketEntry] = []
         size = 0
         for name, tensor in weights:
             grown = _padded(tensor.nbytes)
@@ -56,23 +56,23 @@ class BroadcastRefit:
                 table, size = [], 0
             if grown > bucket.numel():
                 bucket = torch.empty(grown, dtype=torch.uint8, device=self._world.carrier)
-            table.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size))
+            table.append(BucketEntry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size))
             _view(bucket, table[-1]).copy_(tensor)
             size += grown
         self._flush(table, bucket[:size])
         self._broadcast_table([])
         total = time.perf_counter() - start
-        return Report(sent=self._bytes, pack=total - self._wire, wire=self._wire, total=total)
+        return RefitReport(sent=self._bytes, pack=total - self._wire, wire=self._wire, total=total)
 
-    def _flush(self, table: list[Entry], bucket: torch.Tensor) -> None:
+    def _flush(self, table: list[BucketEntry], bucket: torch.Tensor) -> None:
         self._broadcast_table(table)
         self._broadcast(bucket)
 
-    def receive(self, update: WeightUpdate) -> Report:
+    def receive(self, update: WeightUpdate) -> RefitReport:
         start = self._begin()
         update.load(self._receive_tensors())
         total = time.perf_counter() - start
-        return Report(received=self._bytes, wire=self._wire, apply=total - self._wire, total=total)
+        return RefitReport(received=self._bytes, wire=self._wire, apply=total - self._wire, total=total)
 
     def _begin(self) -> float:
         self._bytes, self._wire = 0, 0.0
@@ -87,20 +87,20 @@ class BroadcastRefit:
             for entry in table:
                 yield entry.name, _view(bucket, entry)
 
-    def _broadcast_table(self, table: list[Entry]) -> None:
+    def _broadcast_table(self, table: list[BucketEntry]) -> None:
         body = msgspec.msgpack.encode(table) if table else b""
         self._broadcast(torch.tensor([len(body)], dtype=torch.int64, device=self._world.carrier))
         if body:
             self._broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8).to(self._world.carrier))
 
-    def _receive_table(self) -> list[Entry]:
+    def _receive_table(self) -> list[BucketEntry]:
         length = torch.empty(1, dtype=torch.int64, device=self._world.carrier)
         self._broadcast(length)
         if not length.item():
             return []
         body = torch.empty(int(length.item()), dtype=torch.uint8, device=self._world.carrier)
         self._broadcast(body)
-        return msgspec.msgpack.decode(body.cpu().numpy().tobytes(), type=list[Entry])
+        return msgspec.msgpack.decode(body.cpu().numpy().tobytes(), type=list[BucketEntry])
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         start = time.perf_counter()
@@ -109,11 +109,11 @@ class BroadcastRefit:
         self._bytes += tensor.nbytes
 
 
-def _view(bucket: torch.Tensor, entry: Entry) -> torch.Tensor:
+def _view(bucket: torch.Tensor, entry: BucketEntry) -> torch.Tensor:
     return bucket[entry.offset : entry.offset + _bytes(entry)].view(DTYPES[entry.dtype]).view(entry.shape)
 
 
-def _bytes(entry: Entry) -> int:
+def _bytes(entry: BucketEntry) -> int:
     return torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize
 
 

@@ -12,15 +12,15 @@ from collections.abc import Mapping
 import msgspec
 
 from pipeline.config import PRECISIONS, Recipe
-from pipeline.refit.base import Commit, Report
+from pipeline.refit.base import Commit, RefitReport
 from pipeline.refit.digest import RefitError, compare
 from pipeline.refit.plan import schedule
-from pipeline.refit.tables import Plan
+from pipeline.refit.tables import RefitPlan
 from pipeline.remote import Remote
 from pipeline.world import Realms
 
 
-class Refits:
+class RefitCoordinator:
     """Call it to give the generate ranks what the train ranks hold."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Refits:
         if recipe.policy.generation.refit_transport != "broadcast":
             self._plan = self._agree(recipe, shapes)
 
-    def _agree(self, recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Plan:
+    def _agree(self, recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> RefitPlan:
         wanted = self._generate.layout()
         held = self._train.layout().result()
         agreed = schedule(
@@ -61,8 +61,8 @@ class Refits:
             self._nodes,
             self._network,
         ).plan()
-        taken = self._generate.follow(parts=[agreed.ranks[rank] for rank in self._realms.generate])
-        self._train.follow(parts=[agreed.ranks[rank] for rank in self._realms.train]).result()
+        taken = self._generate.prepare_refit(parts=[agreed.ranks[rank] for rank in self._realms.generate])
+        self._train.prepare_refit(parts=[agreed.ranks[rank] for rank in self._realms.train]).result()
         taken.result()
         return msgspec.structs.replace(agreed, ranks={})  # each rank has its own part; all of them are large
 
@@ -85,7 +85,7 @@ class Refits:
         self.version = version
         return self._measure(sent, received, time.perf_counter() - start)
 
-    def _measure(self, sent: dict[int, Report], received: dict[int, Report], seconds: float) -> dict[str, float]:
+    def _measure(self, sent: dict[int, RefitReport], received: dict[int, RefitReport], seconds: float) -> dict[str, float]:
         """Bytes; where the time went; and the rate of the busiest rank against what the described network allows it. Ranks that
         share GPUs do not refit over that network: theirs says how far what they use instead is from it."""
         every = [*sent.values(), *received.values()]

@@ -1,4 +1,4 @@
-"""Items as what changed since the last refit, entry by entry and lossless: where, and the new values.
+"""TransferItems as what changed since the last refit, entry by entry and lossless: where, and the new values.
 
 In bf16 an RL step often changes 1 to 5% of the values. Each item takes whichever form has the fewest bytes: in full, a bitmap
 and values, or gaps of 8 or 16 bits and values. A gap too large for its bits is bridged by entries that did not change.
@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.refit.digest import WORD, RefitError
-from pipeline.refit.sides import Message, Receives, Sends, padded
-from pipeline.refit.transfer import Clock, Mail, Posted, Wire
+from pipeline.refit.digest import WORD_BYTES, RefitError
+from pipeline.refit.endpoints import Message, ReceiveEndpoint, SendEndpoint, padded
+from pipeline.refit.transfer import PeerChannel, PeerTensors, PendingMessages, StageTimer
 
 FULL, BITMAP, GAPS8, GAPS16 = range(4)
 _MODES = 4
@@ -83,7 +83,7 @@ def decode(body: torch.Tensor, code: int, count: int, precision: torch.dtype) ->
 
 def changed(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """Places whose bits differ, in order, [k] int64. new, base: [n]."""
-    lanes = WORD // new.itemsize
+    lanes = WORD_BYTES // new.itemsize
     kind = _INTEGERS[new.itemsize]
     new, base = new.view(kind), base.view(kind)
     whole = len(new) - len(new) % lanes
@@ -131,7 +131,7 @@ def scatter(view: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> N
 # ---- all of them ------------------------------------------------------------------------------------------------------
 
 
-class Bases:
+class DeltaBases:
     """What a rank keeps from one refit to the next. Empty until `done`."""
 
     def __init__(self):
@@ -150,63 +150,67 @@ class Bases:
         self.base = self.refit
 
 
-class Delta:
-    def __init__(self, wire: Wire, sends: Sends, receives: Receives, bases: Bases, clock: Clock):
-        self._wire, self._sends, self._receives, self._bases, self._clock = wire, sends, receives, bases, clock
+class DeltaEncoding:
+    def __init__(
+        self, channel: PeerChannel, sends: SendEndpoint, receives: ReceiveEndpoint, bases: DeltaBases, timer: StageTimer
+    ):
+        self._channel, self._sends, self._receives, self._bases, self._timer = channel, sends, receives, bases, timer
         self._base = bases.begin()
-        self._outgoing: Mail = []
+        self._outgoing: PeerTensors = []
         self._codes: dict[int, int] = {}  # of what this rank receives
         self._bodies: dict[int, torch.Tensor] = {}
         self._headers: list[torch.Tensor] = []  # those that come
-        self._announced: Posted  # headers under way
+        self._announced: PendingMessages  # headers under way
         if not sends.relays:
             self._starts = [0]
             for size in sends.sizes:
                 self._starts.append(self._starts[-1] + padded(size))
             if bases.sent is None:
-                bases.sent = torch.empty(self._starts[-1], dtype=torch.uint8, device=self._wire.device)
-            self._scratch = torch.empty(max(sends.sizes, default=0), dtype=torch.uint8, device=self._wire.device)
+                bases.sent = torch.empty(self._starts[-1], dtype=torch.uint8, device=self._channel.device)
+            self._scratch = torch.empty(max(sends.sizes, default=0), dtype=torch.uint8, device=self._channel.device)
 
     def pack(self, round: int) -> None:
-        out: Mail = []
+        out: PeerTensors = []
         self._outgoing = []
         for message in self._sends.messages[round]:
             if self._sends.relays:
                 codes = [self._codes[self._sends.sources[item]] for item in message.items]
             else:
                 codes = self._encode(message, round)
-            header = torch.tensor([self._bases.refit, self._base, *codes], device=self._wire.device)
+            header = torch.tensor([self._bases.refit, self._base, *codes], device=self._channel.device)
             out.append((message.peer, header.view(torch.uint8)))
         into = self._receives.messages[round]
-        self._headers = [torch.zeros(2 + len(message.items), dtype=torch.int64, device=self._wire.device) for message in into]
+        self._headers = [
+            torch.zeros(2 + len(message.items), dtype=torch.int64, device=self._channel.device) for message in into
+        ]
         mail = [(message.peer, header.view(torch.uint8)) for message, header in zip(into, self._headers, strict=True)]
-        self._announced = self._wire.post(out, mail)
-        self._clock.lap("wire")
+        self._announced = self._channel.post(out, mail)
+        self._timer.lap("wire")
 
     def _encode(self, message: Message, round: int) -> list[int]:
         """The codes. What goes is one piece of the staging."""
         room, at, codes = self._sends.room(message, round), 0, []
         for item in message.items:
             view, size, dtype = self._sends.view(item), self._sends.sizes[item], self._sends.dtypes[item]
-            if not self._sends.in_one_piece(item, view) or view.storage_offset() * dtype.itemsize % WORD:
+            if not self._sends.in_one_piece(item, view) or view.storage_offset() * dtype.itemsize % WORD_BYTES:
                 view = self._scratch[:size].view(dtype).view(view.shape).copy_(view)
-            self._clock.lap("pack")
+            self._timer.lap("pack")
             self._sends.hash(item, view)
-            self._clock.lap("digest")
+            self._timer.lap("digest")
             new = view.view(-1)
             kept = self._bases.sent[self._starts[item] : self._starts[item] + size].view(dtype)
             codes.append(encode(new, kept if self._base else None, room[at:]))
             kept.copy_(new)
             at += encoded_bytes(codes[-1], len(new), dtype.itemsize)
         self._add(message.peer, room[:at])
-        self._clock.lap("pack")
+        self._timer.lap("pack")
         return codes
 
     def _add(self, peer: int, body: torch.Tensor) -> None:
         if len(body):
             self._outgoing.append((peer, body))
 
-    def outgoing(self, round: int) -> Mail:
+    def outgoing(self, round: int) -> PeerTensors:
         if self._sends.relays:
             for message in self._sends.messages[round]:
                 room, at = self._sends.room(message, round), 0
@@ -216,9 +220,9 @@ class Delta:
                 self._add(message.peer, room[:at])
         return self._outgoing
 
-    def incoming(self, round: int) -> Mail:
-        self._wire.wait(self._announced)
-        self._clock.lap("wire")
+    def incoming(self, round: int) -> PeerTensors:
+        self._channel.wait(self._announced)
+        self._timer.lap("wire")
         mail = []
         for message, header in zip(self._receives.messages[round], self._headers, strict=True):
             refit, base, *codes = header.tolist()
@@ -244,11 +248,11 @@ class Delta:
         for message in self._receives.messages[round]:
             for item in message.items:
                 view = self._write(item)
-                self._clock.lap("apply")
+                self._timer.lap("apply")
                 self._receives.hash(item, view)
-                self._clock.lap("digest")
+                self._timer.lap("digest")
         self._receives.finish(round)
-        self._clock.lap("apply")
+        self._timer.lap("apply")
 
     def _write(self, item: int) -> torch.Tensor:
         """Where the item now lies, in its shape on disk."""
@@ -259,7 +263,9 @@ class Delta:
         elif item in self._bases.received:
             base = self._bases.received[item]
         else:
-            base = self._bases.received[item] = torch.empty(view.shape, dtype=receives.dtypes[item], device=self._wire.device)
+            base = self._bases.received[item] = torch.empty(
+                view.shape, dtype=receives.dtypes[item], device=self._channel.device
+            )
         if places is None:
             base.copy_(values.view(view.shape))
         else:

@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from pipeline.refit.base import Report
-from pipeline.refit.tables import Items, Plan
+from pipeline.refit.base import RefitReport
+from pipeline.refit.tables import RefitPlan, TransferItems
 
-WORD = 8  # bytes
+WORD_BYTES = 8  # bytes
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 _NAMED = 5  # tensors, in an error
 _RADIX = np.uint64(6364136223846793005)  # any large odd number: Knuth's multiplier for 64 bits
@@ -34,7 +34,7 @@ class RefitError(RuntimeError):
 class Digest:
     """The hashes of one rank's items, gathered during a refit. Only items with a key and a region of this rank are hashed."""
 
-    def __init__(self, items: Items, dims: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device):
+    def __init__(self, items: TransferItems, dims: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device):
         """dims: of each item's tensor on disk. dtypes: in which its values are hashed."""
         self.hashed = ((items.key >= 0) & (items.row >= 0)).tolist()
         self._dtypes = dtypes
@@ -44,7 +44,7 @@ class Digest:
         rows[self.hashed] = [len(of_item) for of_item in weights]
         ends = np.cumsum(rows)
         self._last = torch.from_numpy(ends[self.hashed]).to(device)
-        lanes = [WORD // dtype.itemsize for dtype in dtypes]
+        lanes = [WORD_BYTES // dtype.itemsize for dtype in dtypes]
         self._lanes = [int(items.offset[i, d - 1]) % lanes[i] if d > 1 else 0 for i, d in enumerate(dims)]
         joined = np.concatenate(weights) if weights else np.zeros(0, np.uint64)
         self._weights = torch.from_numpy(joined.view(np.int64)).to(device)
@@ -85,7 +85,7 @@ def row_weights(offset: Sequence[int], size: Sequence[int]) -> np.ndarray:
 
 def sum_rows(values: torch.Tensor, lane: int, out: torch.Tensor) -> None:
     """s of every row. lane: of the first entry of each row. out: [rows] int64, contiguous."""
-    lanes = WORD // values.itemsize
+    lanes = WORD_BYTES // values.itemsize
     if values.ndim < 2:
         values = values.reshape(-1, 1)
     shape = values.shape[:-1]
@@ -107,7 +107,7 @@ def _whole_words(values: torch.Tensor, lanes: int) -> bool:
 
 
 def compare(
-    plan: Plan, names: Sequence[str], train: Mapping[int, Report], generate: Mapping[int, Report], version: int
+    plan: RefitPlan, names: Sequence[str], train: Mapping[int, RefitReport], generate: Mapping[int, RefitReport], version: int
 ) -> None:
     """On rank 0: what the ranks said, by global rank. names: of all tensors on disk. version: which is not to be served then.
 

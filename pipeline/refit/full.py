@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.refit.sides import Message, Receives, Sends
-from pipeline.refit.transfer import Clock, Mail
+from pipeline.refit.endpoints import Message, ReceiveEndpoint, SendEndpoint
+from pipeline.refit.transfer import PeerTensors, StageTimer
 
 
-class Full:
+class FullEncoding:
     """Nothing is copied that lies in one piece at that end: it is sent from, or received into, the tensor itself. What both
     ends map is copied into that memory and out of it."""
 
-    def __init__(self, sends: Sends, receives: Receives, clock: Clock):
+    def __init__(self, sends: SendEndpoint, receives: ReceiveEndpoint, timer: StageTimer):
         self._sends = sends
         self._receives = receives
-        self._clock = clock
-        self._packed: Mail = []
+        self._timer = timer
+        self._packed: PeerTensors = []
         self._landed: dict[int, torch.Tensor] = {}  # by item: in the wire's type
         self._written: set[int] = set()  # of these, those that landed in the engine's own tensor
 
     def pack(self, round: int) -> None:
         self._packed = [] if self._sends.relays else self._gather(round)
 
-    def outgoing(self, round: int) -> Mail:
+    def outgoing(self, round: int) -> PeerTensors:
         return self._gather(round) if self._sends.relays else self._packed
 
-    def _gather(self, round: int) -> Mail:
+    def _gather(self, round: int) -> PeerTensors:
         return [
             (message.peer, self._part(message, first, last, round))
             for message in self._sends.messages[round]
@@ -37,28 +37,28 @@ class Full:
         """[bytes] uint8"""
         sends = self._sends
         values = [self._values(item) for item in message.items[first:last]]
-        alone = last - first == 1 and message.peer not in sends.near
+        alone = last - first == 1 and message.peer not in sends.mapped_peers
         if alone and sends.in_one_piece(message.items[first], values[0]):
             part = values[0].view(-1).view(torch.uint8)
         else:
             for i, value in enumerate(values):
                 values[i] = sends.staged(message, first + i, round).view(value.shape).copy_(value)
             part = sends.part(message, first, last, round)
-        self._clock.lap("pack")
+        self._timer.lap("pack")
         for item, value in zip(message.items[first:last], values, strict=True):
             sends.hash(item, value)
-        self._clock.lap("digest")
+        self._timer.lap("digest")
         return part
 
     def _values(self, item: int) -> torch.Tensor:
         source = self._sends.sources[item]
         return self._sends.view(item) if source < 0 else self._landed[source]
 
-    def incoming(self, round: int) -> Mail:
+    def incoming(self, round: int) -> PeerTensors:
         receives, mail = self._receives, []
         for message in receives.messages[round]:
             for first, last in message.parts:
-                alone = last - first == 1 and message.peer not in receives.near
+                alone = last - first == 1 and message.peer not in receives.mapped_peers
                 target = self._target(message, first) if alone else None
                 if target is not None:
                     self._landed[message.items[first]] = target
@@ -84,14 +84,14 @@ class Full:
             for first, last in message.parts:
                 self._write(message.items[first:last])
         self._receives.finish(round)
-        self._clock.lap("apply")
+        self._timer.lap("apply")
 
     def _write(self, items: list[int]) -> None:
         views = []
         for item in items:
             landed = self._landed.pop(item)
             views.append(landed if item in self._written else self._receives.view(item).copy_(landed))
-        self._clock.lap("apply")
+        self._timer.lap("apply")
         for item, view in zip(items, views, strict=True):
             self._receives.hash(item, view)  # read back from where it was written
-        self._clock.lap("digest")
+        self._timer.lap("digest")

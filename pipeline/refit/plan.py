@@ -4,9 +4,9 @@
     schedule(train, generate, engines, ...).plan()    the same as every rank's own list
 
 How it is made. What one engine wants is cut into pieces that lie in one held and one wanted box; pieces of the same holders,
-unit and receiver are joined into chunks (`cells.py`). Engines form sharing groups, and every chunk is sent once to each group,
-by train ranks chosen such that all send nearly the same (`balance.py`). Each stream of chunks is spread over the time, and
-rounds are filled in that order (`rounds.py`). The members of a group are head in turn, and a round brings each head no more
+unit and receiver are joined into chunks (`intersection.py`). Engines form sharing groups, and every chunk is sent once to each
+group, by train ranks chosen such that all send nearly the same (`balance.py`). Each stream of chunks is spread over the time,
+and rounds are filled in that order (`rounds.py`). The members of a group are head in turn, and a round brings each head no more
 than a bucket divided by the members, so that what they pass on is within the bound as well.
 
 Left out: torch, and everything that moves. A trillion parameters on thousands of ranks take seconds.
@@ -20,9 +20,9 @@ import numpy as np
 
 from pipeline.config.cluster import NetworkConfig
 from pipeline.models.precision import served_bytes
-from pipeline.refit import balance, cells, rounds
-from pipeline.refit.schedule import Chunks, Schedule
-from pipeline.refit.tables import Table
+from pipeline.refit import balance, intersection, rounds
+from pipeline.refit.schedule import Chunks, RefitSchedule
+from pipeline.refit.tables import LayoutTable
 
 _ROUNDS = 16  # at least so many where the model is large enough, so that packing, sending and applying overlap
 _LEAST_BUCKET = 1 << 20  # bytes; below this a message's latency counts more than its bytes: 20 us at 50 GB/s
@@ -34,15 +34,15 @@ KEY = "policy.generation.refit_cfg.bucket_bytes"
 
 
 def schedule(
-    train: Mapping[int, Table],
-    generate: Mapping[int, Table],
+    train: Mapping[int, LayoutTable],
+    generate: Mapping[int, LayoutTable],
     engines: Sequence[Sequence[int]],
     shapes: Mapping[str, tuple[int, ...]],
     itemsize: int,
     bucket_bytes: int,
     nodes: Mapping[int, str],
     network: NetworkConfig,
-) -> Schedule:
+) -> RefitSchedule:
     """train, generate: each rank's table, by global rank. engines: the global ranks of each engine, in the engine's order.
     shapes: of all tensors on disk, in the tables' order. itemsize: bytes of an entry in the policy's precision. nodes: of
     every rank.
@@ -51,34 +51,34 @@ def schedule(
     being equal; if engines want different boxes; and, naming the recipe's key, if bucket_bytes is too small.
     """
     names = list(shapes)
-    have, want = cells.held(train, names), cells.wanted(generate, engines)
-    whole = cells.cells(have, want, names, engines[0])
+    held, needed = intersection.held_boxes(train, names), intersection.needed_boxes(generate, engines)
+    whole = intersection.intersect(held, needed, names, engines[0])
     ranks = np.array(sorted(train))
-    sets = [np.searchsorted(ranks, members) for members in have.sets]
+    sets = [np.searchsorted(ranks, members) for members in held.sets]
     width = np.array([served_bytes(name, itemsize) for name in names])
-    demand = _demand(have, want, whole, width)
-    shares, load = balance.shares(sets, demand, len(ranks))
+    demand = _demand(held, needed, whole, width)
+    shares, load = balance.send_shares(sets, demand, len(ranks))
     sent = load.max(initial=0.0)
-    received = np.bincount(want.receiver, (want.boxes.numel * width[want.boxes.tensor])[want.box]).max(initial=0)
-    groups = balance.groups(engines, nodes, network, sent, received)
+    received = np.bincount(needed.receiver, (needed.boxes.numel * width[needed.boxes.tensor])[needed.box]).max(initial=0)
+    groups = balance.sharing_groups(engines, nodes, network, sent, received)
     members = [len(group) for group in groups]
     bucket, limit = _sizes(bucket_bytes, int(width.max()), sent * len(groups), received, max(members))
-    pieces = cells.cut(whole, limit // width[want.boxes.tensor[whole.wanted]])
-    chunks = _chunks(have, want, pieces, limit, width)
+    pieces = intersection.split(whole, limit // width[needed.boxes.tensor[whole.needed]])
+    chunks = _chunks(held, needed, pieces, limit, width)
     source = _sources(chunks, sets, shares, len(groups))
     # Of each receiver's chunks, every member of a group is head for an equal part, early and late.
     turn = _turns(chunks.receiver)
     head = np.stack([turn * count for count in members], 1).astype(np.int16)
-    made = Schedule(
-        have=have,
-        want=want,
+    made = RefitSchedule(
+        held=held,
+        needed=needed,
         pieces=pieces,
         chunks=chunks,
         engines=np.array(engines, np.int32),
         groups=groups,
         width=width,
         bucket_bytes=bucket,
-        floor=max(received, balance.floor(sets, demand, load) * len(groups)),
+        lower_bound_bytes=max(received, balance.lower_bound(sets, demand, load) * len(groups)),
         source=ranks[source].astype(np.int32),
         head=head,
         round=_rounds(chunks, source, head, members, bucket),
@@ -87,11 +87,13 @@ def schedule(
     return made
 
 
-def _demand(have: cells.Held, want: cells.Wanted, whole: cells.Pieces, width: np.ndarray) -> np.ndarray:
+def _demand(
+    held: intersection.HeldBoxes, needed: intersection.NeededBoxes, whole: intersection.Pieces, width: np.ndarray
+) -> np.ndarray:
     """Bytes that one engine must get from each holder set [sets] float64."""
-    asked = np.bincount(want.box, minlength=len(want.boxes))  # by how many rows of an engine
-    size = whole.numel * width[want.boxes.tensor[whole.wanted]]
-    return np.bincount(have.holders[whole.held], size * asked[whole.wanted], len(have.sets))
+    asked = np.bincount(needed.box, minlength=len(needed.boxes))  # by how many rows of an engine
+    size = whole.numel * width[needed.boxes.tensor[whole.needed]]
+    return np.bincount(held.holders[whole.held], size * asked[whole.needed], len(held.sets))
 
 
 def _sizes(bucket_bytes: int, itemsize: int, sent: float, received: float, members: int) -> tuple[int, int]:
@@ -104,25 +106,27 @@ def _sizes(bucket_bytes: int, itemsize: int, sent: float, received: float, membe
     return bucket, limit
 
 
-def _chunks(have: cells.Held, want: cells.Wanted, pieces: cells.Pieces, limit: int, width: np.ndarray) -> Chunks:
+def _chunks(
+    held: intersection.HeldBoxes, needed: intersection.NeededBoxes, pieces: intersection.Pieces, limit: int, width: np.ndarray
+) -> Chunks:
     """Of at most twice `limit` bytes, in the order of time. No piece is larger than `limit`."""
-    row, piece = cells.expand(pieces.start[want.box], np.diff(pieces.start)[want.box])
-    order = cells.lexicographic([want.unit[row], have.holders[pieces.held[piece]], want.receiver[row]])
+    row, piece = intersection.expand(pieces.start[needed.box], np.diff(pieces.start)[needed.box])
+    order = intersection.lexicographic([needed.unit[row], held.holders[pieces.held[piece]], needed.receiver[row]])
     row, piece = row[order], piece[order]
-    unit, receiver, holders = want.unit[row], want.receiver[row], have.holders[pieces.held[piece]]
-    size = pieces.numel[piece] * width[want.boxes.tensor[want.box[row]]]
+    unit, receiver, holders = needed.unit[row], needed.receiver[row], held.holders[pieces.held[piece]]
+    size = pieces.numel[piece] * width[needed.boxes.tensor[needed.box[row]]]
 
     # Bundles: all of one unit, holder set and receiver. Each is cut into equal parts of at most `limit` bytes, between pieces.
-    begins = cells.changes(unit, holders, receiver)
+    begins = intersection.changes(unit, holders, receiver)
     bundle, first = np.cumsum(begins) - 1, np.flatnonzero(begins)
     total, end = np.add.reduceat(size, first), np.cumsum(size)
     middle = 2 * (end - (end - size)[first][bundle]) - size  # twice that
     parts = -(-total // limit)
     part = middle * parts[bundle] // (2 * total[bundle])
-    streams = holders.astype(np.int64) * (int(want.receiver.max(initial=0)) + 1) + receiver
+    streams = holders.astype(np.int64) * (int(needed.receiver.max(initial=0)) + 1) + receiver
     start, stop = rounds.timeline(unit[first], streams[first], total)
 
-    first = np.flatnonzero(cells.changes(bundle, part))
+    first = np.flatnonzero(intersection.changes(bundle, part))
     count, chunk_bytes = np.diff(first, append=len(bundle)), np.add.reduceat(size, first)
     unit = unit[first]
     # Else what comes in one piece would all come in the middle of its unit's time.
@@ -187,7 +191,7 @@ def _short(ranks: np.ndarray) -> np.ndarray:
     return ranks.astype(np.uint16 if ranks.max(initial=0) < 1 << 16 else np.int32)
 
 
-def _check(made: Schedule) -> None:
+def _check(made: RefitSchedule) -> None:
     for sums in made.traffic():
         if sums.max(initial=0) > made.bucket_bytes:
             raise AssertionError(f"a rank moves {sums.max()} bytes in a round, more than its bucket of {made.bucket_bytes}")

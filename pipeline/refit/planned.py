@@ -16,13 +16,13 @@ import torch
 from pipeline.boxes import Region
 from pipeline.config import RefitConfig
 from pipeline.generate.base import WeightUpdate
-from pipeline.refit.base import NOTHING, Report
-from pipeline.refit.delta import Bases, Delta
-from pipeline.refit.full import Full
+from pipeline.refit.base import NOTHING, RefitReport
+from pipeline.refit.delta import DeltaBases, DeltaEncoding
+from pipeline.refit.endpoints import ReceiveEndpoint, SendEndpoint
+from pipeline.refit.full import FullEncoding
 from pipeline.refit.shared_memory import share_staging
-from pipeline.refit.sides import Receives, Sends
 from pipeline.refit.tables import RankPlan
-from pipeline.refit.transfer import Clock, Wire, run
+from pipeline.refit.transfer import PeerChannel, StageTimer, run
 from pipeline.train.base import TrainBackend
 from pipeline.world import World
 
@@ -37,48 +37,48 @@ class PlannedRefit:
         self._transport = transport
         self._ipc = ipc
         self._plan: RankPlan
-        self._bases: Bases
-        self._sends: Sends
-        self._receives: Receives
+        self._bases: DeltaBases
+        self._sends: SendEndpoint
+        self._receives: ReceiveEndpoint
 
     def prepare(self, regions: Sequence[Region], units: Sequence[str] | None, plan: RankPlan) -> None:
         """regions: of this rank's table, in its order. units: for each of them on a generate rank, None on a train rank."""
         settings = (regions, self._precision, self._world.device, self._config.digest)
         self._plan = plan
-        self._bases = Bases()
-        self._sends = Sends(plan, *settings)
-        self._receives = Receives(plan, units or (), *settings)
+        self._bases = DeltaBases()
+        self._sends = SendEndpoint(plan, *settings)
+        self._receives = ReceiveEndpoint(plan, units or (), *settings)
         if self._ipc:
             share_staging(self._world, self._sends, self._receives)
         else:
             self._sends.allocate(1 if self._sends.relays else 2)
             self._receives.allocate(2)
 
-    def send(self, backend: TrainBackend) -> Report:
+    def send(self, backend: TrainBackend) -> RefitReport:
         self._sends.bind(backend)
         return self._transfer()
 
-    def receive(self, update: WeightUpdate) -> Report:
+    def receive(self, update: WeightUpdate) -> RefitReport:
         self._receives.bind(update)
         return self._transfer()
 
     @torch.no_grad()
-    def _transfer(self) -> Report:
+    def _transfer(self) -> RefitReport:
         sides = (self._sends, self._receives)
         for side in sides:
             if side.digest:
                 side.digest.clear()
-        clock = Clock(self._world.device)
-        wire = Wire(self._world, self._sends.near, self._receives.near)
+        timer = StageTimer(self._world.device)
+        channel = PeerChannel(self._world, self._sends.mapped_peers, self._receives.mapped_peers)
         if self._transport == "delta":
-            run(self._world, wire, self._plan, Delta(wire, *sides, self._bases, clock), clock)
+            run(self._world, channel, self._plan, DeltaEncoding(channel, *sides, self._bases, timer), timer)
         else:
-            run(self._world, wire, self._plan, Full(*sides, clock), clock)
+            run(self._world, channel, self._plan, FullEncoding(*sides, timer), timer)
         keys, hashes = NOTHING, NOTHING
         if self._config.digest:
             side = self._receives if len(self._receives.items) else self._sends
             keys, hashes = side.digest.result()
-            clock.lap("digest")
-        report = Report(sent=wire.sent, received=wire.received, keys=keys, hashes=hashes, **clock.seconds())
+            timer.lap("digest")
+        report = RefitReport(sent=channel.sent, received=channel.received, keys=keys, hashes=hashes, **timer.seconds())
         self._bases.done()
         return report

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipeline.refit.cells import changes, lexicographic
+from pipeline.refit.intersection import changes, lexicographic
 
 _LOOK_AHEAD = 4  # rounds' worth of messages that may overtake one which waits for a full rank
 

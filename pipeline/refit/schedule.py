@@ -7,11 +7,11 @@ group's member at ring position `head` in round r, which passes it on to the nex
     chunks: `unit`, `receiver` (rank in the engine), `bytes`     [c], in the order of time
     flows:  `source` (global rank), `round`, `head`              [c, groups]
 
-    Schedule.rank(rank) -> RankPlan       what one rank does
-    Schedule.plan() -> Plan               what each does
-    Schedule.sent() -> Traffic            what train ranks send: (round, source, target, bytes), a row for each flow
-    Schedule.passed() -> Traffic          what generate ranks pass on, a row for each message
-    Schedule.traffic() -> (out, in)       bytes of each rank in each round
+    RefitSchedule.rank(rank) -> RankPlan       what one rank does
+    RefitSchedule.plan() -> RefitPlan               what each does
+    RefitSchedule.sent() -> Traffic            what train ranks send: (round, source, target, bytes), a row for each flow
+    RefitSchedule.passed() -> Traffic          what generate ranks pass on, a row for each message
+    RefitSchedule.traffic() -> (out, in)       bytes of each rank in each round
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeline.refit import cells
-from pipeline.refit.tables import Items, Plan, RankPlan
+from pipeline.refit import intersection
+from pipeline.refit.tables import RankPlan, RefitPlan, TransferItems
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class Traffic:
 class Chunks:
     """In the order of time. Chunk c has the rows `first[c]` to `first[c] + count[c]` of the last two columns."""
 
-    unit: np.ndarray  # [c] int32, of Wanted.units
+    unit: np.ndarray  # [c] int32, of NeededBoxes.units
     receiver: np.ndarray  # [c] int32: rank in the engine
     holders: np.ndarray  # [c] int32: holder set
     stream: np.ndarray  # [c] int64: the same for equal holders and receiver
     bytes: np.ndarray  # [c] int64
     first: np.ndarray  # [c] int64
     count: np.ndarray  # [c] int64
-    row: np.ndarray  # [p] int32, of Wanted
+    row: np.ndarray  # [p] int32, of NeededBoxes
     piece: np.ndarray  # [p] int32, of Pieces
 
     def __len__(self) -> int:
@@ -54,16 +54,16 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    have: cells.Held
-    want: cells.Wanted
-    pieces: cells.Pieces
+class RefitSchedule:
+    held: intersection.HeldBoxes
+    needed: intersection.NeededBoxes
+    pieces: intersection.Pieces
     chunks: Chunks
     engines: np.ndarray  # [engines, ranks of each] int32 global ranks
     groups: list[list[int]]  # of engines, in the order of their ring
     width: np.ndarray  # [tensors] int64: bytes of an entry of each tensor on disk, on the wire
     bucket_bytes: int  # what a rank at most sends in a round, and at most receives
-    floor: float  # bytes that some rank must send or receive, however it is planned for these groups
+    lower_bound_bytes: float  # bytes that some rank must send or receive, however it is planned for these groups
     source: np.ndarray  # [chunks, groups] int32
     round: np.ndarray  # [chunks, groups] int32
     head: np.ndarray  # [chunks, groups] int16
@@ -95,8 +95,8 @@ class Schedule:
     def finish(self) -> np.ndarray:
         """[units, engines] int32: the round after whose receives all ranks of the engine have all of the unit."""
         order = np.argsort(self.chunks.unit, kind="stable")
-        first = np.flatnonzero(cells.changes(self.chunks.unit[order]))
-        found = np.zeros((len(self.want.units), len(self.engines)), np.int32)
+        first = np.flatnonzero(intersection.changes(self.chunks.unit[order]))
+        found = np.zeros((len(self.needed.units), len(self.engines)), np.int32)
         found[self.chunks.unit[order[first]]] = np.maximum.reduceat(self.arrival[order], first)
         return found
 
@@ -134,7 +134,7 @@ class Schedule:
 
     def rank(self, rank: int) -> RankPlan:
         """Raises KeyError if the rank is in neither realm."""
-        if rank in self.have.rows:
+        if rank in self.held.rows:
             none = np.zeros(0, np.int32)
             return RankPlan(self.rounds, self._sends(rank), self._items(none, none, none)[0], none, none)
         engine, g = self.place[rank]
@@ -144,8 +144,8 @@ class Schedule:
         hop = (p - self.head[chunk, q]) % len(ring)
         arrival = self.arrival[chunk, engine]
         receives, got, _ = self._items(chunk, arrival, np.where(hop == 0, self.source[chunk, q], ring[p - 1]))
-        receives.row[:] = self.want.row[self.chunks.row[got]]
-        receives.key[:] = self.pieces.wanted[self.chunks.piece[got]]
+        receives.row[:] = self.needed.row[self.chunks.row[got]]
+        receives.key[:] = self.pieces.needed[self.chunks.piece[got]]
         on = hop < len(ring) - 1
         after = ring[(p + 1) % len(ring)]
         sends, passed, _ = self._items(chunk[on], arrival[on] + 1, np.full(np.count_nonzero(on), after))
@@ -153,28 +153,28 @@ class Schedule:
         sends.source[:] = order[np.searchsorted(got, passed, sorter=order)]
         return RankPlan(self.rounds, sends, receives, *self._units(engine, g))
 
-    def _sends(self, rank: int) -> Items:
+    def _sends(self, rank: int) -> TransferItems:
         """Of a train rank."""
         order, source = self._by_source
         chunk, q = np.divmod(order[slice(*np.searchsorted(source, (rank, rank + 1)))], len(self.groups))
         items, piece, flow = self._items(chunk, self.round[chunk, q], self._heads[chunk, q])
         box = self.chunks.piece[piece]
-        rows = self.have.rows[rank]
+        rows = self.held.rows[rank]
         order = np.argsort(rows.box, kind="stable")
         items.row[:] = rows.row[order[np.searchsorted(rows.box, self.pieces.held[box], sorter=order)]]
         # The digest is taken where a box goes to the first that wants it, of one group; which one changes from chunk to chunk.
         speaks = (chunk % len(self.groups) == q)[flow] & self._first_want[self.chunks.row[piece]]
-        items.key[:] = np.where(speaks, self.pieces.wanted[box], -1)
+        items.key[:] = np.where(speaks, self.pieces.needed[box], -1)
         return items
 
-    def _items(self, chunk: np.ndarray, number: np.ndarray, peer: np.ndarray) -> tuple[Items, np.ndarray, np.ndarray]:
+    def _items(self, chunk: np.ndarray, number: np.ndarray, peer: np.ndarray) -> tuple[TransferItems, np.ndarray, np.ndarray]:
         """(the pieces of these chunks, to or from these peers in these rounds; which piece each item is; of which flow)."""
-        order = cells.lexicographic([number, peer, chunk])
-        place, piece = cells.expand(self.chunks.first[chunk[order]], self.chunks.count[chunk[order]])
+        order = intersection.lexicographic([number, peer, chunk])
+        place, piece = intersection.expand(self.chunks.first[chunk[order]], self.chunks.count[chunk[order]])
         flow = order[place]
         box = self.chunks.piece[piece]
         absent = np.full((3, len(flow)), -1, np.int32)
-        items = Items(
+        items = TransferItems(
             round=number[flow].astype(np.int32),
             peer=peer[flow].astype(np.int32),
             row=absent[0],
@@ -187,7 +187,7 @@ class Schedule:
 
     def _units(self, engine: int, g: int) -> tuple[np.ndarray, np.ndarray]:
         """(finish_round, order) of a rank's own units."""
-        own = self.want.own[g]
+        own = self.needed.own[g]
         finish = self.finish[own, engine]
         return finish, np.lexsort((own, finish)).astype(np.int32)
 
@@ -206,26 +206,26 @@ class Schedule:
 
     @cached_property
     def _first_want(self) -> np.ndarray:
-        """[rows of want] bool: whether it is the first row that wants its box."""
-        found = np.zeros(len(self.want.box), bool)
-        found[np.unique(self.want.box, return_index=True)[1]] = True
+        """[rows of needed] bool: whether it is the first row that wants its box."""
+        found = np.zeros(len(self.needed.box), bool)
+        found[np.unique(self.needed.box, return_index=True)[1]] = True
         return found
 
     # ---- all ranks ------------------------------------------------------------------------------------------------------
 
-    def plan(self) -> Plan:
-        ranks = [*self.have.rows, *self.place]
-        return Plan(
+    def plan(self) -> RefitPlan:
+        ranks = [*self.held.rows, *self.place]
+        return RefitPlan(
             {rank: self.rank(rank) for rank in ranks},
-            keys=len(self.want.boxes),
-            key_tensor=self.want.boxes.tensor,
-            chunk_bytes=int((self.pieces.numel * self.width[self.want.boxes.tensor[self.pieces.wanted]]).max(initial=0)),
+            keys=len(self.needed.boxes),
+            key_tensor=self.needed.boxes.tensor,
+            chunk_bytes=int((self.pieces.numel * self.width[self.needed.boxes.tensor[self.pieces.needed]]).max(initial=0)),
             bucket_bytes=self.bucket_bytes,
         )
 
     def traffic(self) -> tuple[np.ndarray, np.ndarray]:
         """(bytes out, bytes in) of each global rank in each round [rounds, ranks] int64."""
-        ranks, sent = 1 + max([*self.have.rows, *self.place]), self.sent()
+        ranks, sent = 1 + max([*self.held.rows, *self.place]), self.sent()
         out = np.bincount(sent.round * ranks + sent.source, sent.bytes, self.rounds * ranks).astype(np.int64)
         out = out.reshape(self.rounds, ranks)
         into = np.zeros_like(out)

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 import msgspec
 import torch
 
-from pipeline.refit.sides import Receives, Sends
+from pipeline.refit.endpoints import ReceiveEndpoint, SendEndpoint
 from pipeline.refit.transfer import post
 from pipeline.world import World
 
@@ -31,7 +31,7 @@ _EXPANDABLE = "expandable_segments"
 _ELSEWHERE = "it is on another node"
 
 
-class Handle(msgspec.Struct):
+class MemoryHandle(msgspec.Struct):
     """How another process maps a rank's memory."""
 
     node: str
@@ -41,22 +41,22 @@ class Handle(msgspec.Struct):
     problem: str = ""  # why there is neither
 
 
-class Offer(msgspec.Struct):
+class StagingOffer(msgspec.Struct):
     """What a sender tells a receiver."""
 
-    handle: Handle
-    places: list[int]  # the receiver's, of `Sends.places`
+    handle: MemoryHandle
+    places: list[int]  # the receiver's, of `SendEndpoint.places`
 
 
-def share_staging(world: World, sends: Sends, receives: Receives) -> None:
+def share_staging(world: World, sends: SendEndpoint, receives: ReceiveEndpoint) -> None:
     """Give both sides their memory, shared with all peers that can map it. Every rank of a plan calls this at the same time."""
     memory, handle, descriptor = _shareable(BUFFERS * sends.round_bytes, world.device, world.place.node)
     sends.allocate(BUFFERS, memory)
-    offers = {peer: msgspec.msgpack.encode(Offer(handle, places)) for peer, places in sends.places().items()}
+    offers = {peer: msgspec.msgpack.encode(StagingOffer(handle, places)) for peer, places in sends.places().items()}
     with world.phase(f"share memory with ranks {_listed(sends.peers + receives.peers)}"):
         memories, answers = {}, {}
         for peer, body in _exchange(world, offers, receives.peers).items():
-            offer = msgspec.msgpack.decode(body, type=Offer)
+            offer = msgspec.msgpack.decode(body, type=StagingOffer)
             try:
                 memories[peer] = (_mapped(offer.handle, world.device, world.place.node), offer.places)
                 answers[peer] = b""
@@ -65,7 +65,7 @@ def share_staging(world: World, sends: Sends, receives: Receives) -> None:
         problems = _exchange(world, answers, sends.peers)
     if descriptor is not None:
         os.close(descriptor)
-    sends.near = frozenset(peer for peer, problem in problems.items() if not problem)
+    sends.mapped_peers = frozenset(peer for peer, problem in problems.items() if not problem)
     receives.read_from(memories)
     receives.allocate(BUFFERS)
     _tell(world, {peer: problem.decode() for peer, problem in problems.items()})
@@ -85,27 +85,27 @@ def _tell(world: World, problems: Mapping[int, str]) -> None:
 # ---- memory -------------------------------------------------------------------------------------------------------------
 
 
-def _shareable(size: int, device: torch.device, node: str) -> tuple[torch.Tensor, Handle, int | None]:
+def _shareable(size: int, device: torch.device, node: str) -> tuple[torch.Tensor, MemoryHandle, int | None]:
     """Allocate memory that others can map. Return it, [size] uint8, its handle, and the descriptor to close once they have. If
     it cannot be shared, it is plain memory and the handle says why."""
     if not size:
-        return torch.empty(0, dtype=torch.uint8, device=device), Handle(node, 0, problem="nothing is sent"), None
+        return torch.empty(0, dtype=torch.uint8, device=device), MemoryHandle(node, 0, problem="nothing is sent"), None
     try:
         if device.type == "cuda":
             with _inexpandable():
                 memory = torch.empty(size, dtype=torch.uint8, device=device)
             _, *shared, _ = memory.untyped_storage()._share_cuda_()
-            return memory, Handle(node, size, cuda=tuple(shared)), None
+            return memory, MemoryHandle(node, size, cuda=tuple(shared)), None
         descriptor = os.memfd_create("refit")
         os.ftruncate(descriptor, size)
         memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
         about = os.fstat(descriptor)
-        return memory, Handle(node, size, file=(os.getpid(), descriptor, about.st_dev, about.st_ino)), descriptor
+        return memory, MemoryHandle(node, size, file=(os.getpid(), descriptor, about.st_dev, about.st_ino)), descriptor
     except (OSError, RuntimeError) as error:
-        return torch.empty(size, dtype=torch.uint8, device=device), Handle(node, size, problem=str(error)), None
+        return torch.empty(size, dtype=torch.uint8, device=device), MemoryHandle(node, size, problem=str(error)), None
 
 
-def _mapped(handle: Handle, device: torch.device, node: str) -> torch.Tensor:
+def _mapped(handle: MemoryHandle, device: torch.device, node: str) -> torch.Tensor:
     """Map another rank's memory, [size] uint8. Raises OSError or RuntimeError if that cannot be done here."""
     if handle.node != node:
         raise OSError(_ELSEWHERE)

@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.boxes import Box, Region
 
 
-class Table(msgspec.Struct):
+class LayoutTable(msgspec.Struct):
     """The regions that one rank holds (train) or wants (generate), a row each. D: the most dimensions of any tensor."""
 
     tensor: np.ndarray  # [n] int32: which tensor, in the order of the model's names on disk
@@ -29,27 +29,29 @@ class Table(msgspec.Struct):
         return len(self.tensor)
 
 
-def table(regions: Sequence[Region], shapes: Mapping[str, tuple[int, ...]], units: Sequence[str] | None = None) -> Table:
+def layout_table(
+    regions: Sequence[Region], shapes: Mapping[str, tuple[int, ...]], units: Sequence[str] | None = None
+) -> LayoutTable:
     """A row for each region. shapes: of all tensors on disk, in their order. units: the name of each region's unit."""
     number = {name: i for i, name in enumerate(shapes)}
     dims = max((len(shape) for shape in shapes.values()), default=1) or 1
     tensor, offset, size = columns([(held.name, held.box) for held in regions], number, dims)
     if units is None:
-        return Table(tensor, offset, size, np.full(len(regions), -1, np.int32))
+        return LayoutTable(tensor, offset, size, np.full(len(regions), -1, np.int32))
     names = list(dict.fromkeys(units))
     place = {name: i for i, name in enumerate(names)}
-    return Table(tensor, offset, size, np.array([place[name] for name in units], np.int32), names)
+    return LayoutTable(tensor, offset, size, np.array([place[name] for name in units], np.int32), names)
 
 
 def columns(held: Sequence[tuple[str, Box]], number: Mapping[str, int], dims: int) -> list[np.ndarray]:
-    """Tensor, offset and size of a `Table`, from (tensor on disk, box of it). number: of each tensor; dims: D."""
+    """Tensor, offset and size of a `LayoutTable`, from (tensor on disk, box of it). number: of each tensor; dims: D."""
     offset, size = np.zeros((len(held), dims), np.int64), np.ones((len(held), dims), np.int64)
     for i, (_, box) in enumerate(held):
         offset[i, : len(box.offset)], size[i, : len(box.size)] = box.offset, box.size
     return [np.array([number[name] for name, _ in held], np.int32), offset, size]
 
 
-class Items(msgspec.Struct):
+class TransferItems(msgspec.Struct):
     """Boxes on their way, a row each, in the order of rounds. Of one round and peer, in the order they have in the message."""
 
     round: np.ndarray  # [n] int32
@@ -68,13 +70,13 @@ class RankPlan(msgspec.Struct):
     """What one rank does in a refit."""
 
     rounds: int  # of the whole plan: the same on every rank
-    sends: Items
-    receives: Items
+    sends: TransferItems
+    receives: TransferItems
     finish_round: np.ndarray  # [u] int32: of each unit of this rank's table, the round after whose receives all ranks finish it
     order: np.ndarray  # [u] int32: units in the order in which they are finished, the same on all ranks of an engine
 
 
-class Plan(msgspec.Struct):
+class RefitPlan(msgspec.Struct):
     """The whole transfer."""
 
     ranks: dict[int, RankPlan]  # by global rank; train and generate

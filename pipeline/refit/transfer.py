@@ -33,11 +33,11 @@ from pipeline.world import World
 TAG = 1  # the first; other mail over the spanning group has 0
 RECEIPT = 1 << 30  # the first of receipts, which go the other way than what they are for
 
-Mail = list[tuple[int, torch.Tensor]]
+PeerTensors = list[tuple[int, torch.Tensor]]
 """(the other end's global rank, contiguous uint8), in the order in which both ends post them."""
 
 
-class Clock:
+class StageTimer:
     """Adds up seconds by what they were spent on; on a GPU those of the current stream."""
 
     def __init__(self, device: torch.device):
@@ -75,11 +75,11 @@ class Clock:
         return self._seconds | {"total": self._start.elapsed_time(end) / 1e3}
 
 
-Tagged = list[tuple[int, torch.Tensor, int]]
-"""Mail with a tag each; NCCL knows none and goes by the order alone."""
+TaggedTensors = list[tuple[int, torch.Tensor, int]]
+"""PeerTensors with a tag each; NCCL knows none and goes by the order alone."""
 
 
-def post(world: World, out: Tagged, into: Tagged) -> list[dist.Work]:
+def post(world: World, out: TaggedTensors, into: TaggedTensors) -> list[dist.Work]:
     """In one batch."""
     operations = [dist.P2POp(dist.isend, tensor, peer, world.spanning, tag) for peer, tensor, tag in out]
     operations += [dist.P2POp(dist.irecv, tensor, peer, world.spanning, tag) for peer, tensor, tag in into]
@@ -87,17 +87,17 @@ def post(world: World, out: Tagged, into: Tagged) -> list[dist.Work]:
 
 
 @dataclass(frozen=True)
-class Posted:
+class PendingMessages:
     """Messages on their way, and what they are received into, where that is not where they belong."""
 
     works: list[dist.Work]
-    held: Mail  # in the carrier's memory, which must live until they are sent or received
+    held: PeerTensors  # in the carrier's memory, which must live until they are sent or received
     landed: list[tuple[torch.Tensor, torch.Tensor]]  # (where it belongs, where it is received)
     sources: list[int] = field(default_factory=list)  # ranks in whose memory the rest lies
     receipts: list[dist.Work] = field(default_factory=list)  # of ranks that read in this rank's memory
 
 
-class Wire:
+class PeerChannel:
     """Posts, waits, and counts bytes, of one refit. What the group cannot carry from where it lies goes through the carrier's
     memory: with ranks that share a GPU through page-locked host memory, which torch keeps for the next message."""
 
@@ -111,14 +111,14 @@ class Wire:
         self._from: Counter[int] = Counter()
         self._receipts_to: Counter[int] = Counter()
         self._receipts_from: Counter[int] = Counter()
-        self._acknowledged = Posted([], [], [])
+        self._acknowledged = PendingMessages([], [], [])
 
-    def post(self, out: Mail, into: Mail) -> Posted:
+    def post(self, out: PeerTensors, into: PeerTensors) -> PendingMessages:
         """Send and receive over the group."""
         self._count(out, into)
         return self._post(out, into)
 
-    def post_round(self, out: Mail, into: Mail) -> Posted:
+    def post_round(self, out: PeerTensors, into: PeerTensors) -> PendingMessages:
         """Send and receive what a round packs: over the group, or by a notice where both ends map it."""
         self._count(out, into)
         readers = list(dict.fromkeys(peer for peer, _ in out if peer in self._readers))
@@ -135,7 +135,7 @@ class Wire:
         posted.receipts.extend(post(self._world, [], _tagged(receipts, self._receipts_from, RECEIPT)))
         return posted
 
-    def acknowledge(self, posted: Posted) -> None:
+    def acknowledge(self, posted: PendingMessages) -> None:
         """Tell the ranks in whose memory a round lay that it is read."""
         if posted.sources:
             self._settle()
@@ -147,14 +147,14 @@ class Wire:
         """Wait until the last receipts are sent."""
         self.wait(self._acknowledged)
 
-    def _notices(self, peers: list[int]) -> Mail:
+    def _notices(self, peers: list[int]) -> PeerTensors:
         return [(peer, torch.zeros(1, dtype=torch.uint8, device=self._world.carrier)) for peer in peers]
 
-    def _count(self, out: Mail, into: Mail) -> None:
+    def _count(self, out: PeerTensors, into: PeerTensors) -> None:
         self.sent += sum(tensor.numel() for _, tensor in out)
         self.received += sum(tensor.numel() for _, tensor in into)
 
-    def _post(self, out: Mail, into: Mail) -> Posted:
+    def _post(self, out: PeerTensors, into: PeerTensors) -> PendingMessages:
         carried = [(peer, self._carried(tensor)) for peer, tensor in out]
         landing = [(peer, self._carried(tensor)) for peer, tensor in into]
         for (_, at), (_, tensor) in zip(carried, out, strict=True):
@@ -164,7 +164,7 @@ class Wire:
             self._settle()  # the copies are made before gloo reads them
         works = post(self._world, _tagged(carried, self._to), _tagged(landing, self._from))
         pairs = ((tensor, at) for (_, tensor), (_, at) in zip(into, landing, strict=True))
-        return Posted(works, carried + landing, [(tensor, at) for tensor, at in pairs if at is not tensor])
+        return PendingMessages(works, carried + landing, [(tensor, at) for tensor, at in pairs if at is not tensor])
 
     def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory of the tensor's size from which the group carries: its own where that will do."""
@@ -172,7 +172,7 @@ class Wire:
             return tensor
         return torch.empty_like(tensor, device=self._world.carrier, pin_memory=self.device.type == "cuda")
 
-    def wait(self, posted: Posted) -> None:
+    def wait(self, posted: PendingMessages) -> None:
         """Until they are done; on a GPU too, where `Work.wait` alone lets this thread run ahead of what it has posted."""
         for work in posted.works:
             work.wait()
@@ -186,7 +186,7 @@ class Wire:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def _tagged(mail: Mail, so_far: Counter[int], first: int = TAG) -> Tagged:
+def _tagged(mail: PeerTensors, so_far: Counter[int], first: int = TAG) -> TaggedTensors:
     """Both ends count the messages between them in the same order."""
     tagged = []
     for peer, tensor in mail:
@@ -201,31 +201,31 @@ class Encoding(Protocol):
     def pack(self, round: int) -> None:
         """Gather what this rank sends of its own in a round, and tell the receivers what they must know before it comes."""
 
-    def incoming(self, round: int) -> Mail:
+    def incoming(self, round: int) -> PeerTensors:
         """Where what comes in a round shall be received."""
 
-    def outgoing(self, round: int) -> Mail:
+    def outgoing(self, round: int) -> PeerTensors:
         """What is sent in a round. Where the rank relays, the round before has arrived."""
 
     def apply(self, round: int) -> None:
         """Write what came in a round."""
 
 
-def run(world: World, wire: Wire, plan: RankPlan, encoding: Encoding, clock: Clock) -> None:
+def run(world: World, channel: PeerChannel, plan: RankPlan, encoding: Encoding, timer: StageTimer) -> None:
     """All rounds of one rank."""
     relays = bool((plan.sends.source >= 0).any())
     phases = _phases(plan)
-    under_way: dict[int, Posted] = {}
+    under_way: dict[int, PendingMessages] = {}
 
     def wait(round: int) -> None:
         with world.phase(phases[round]):
-            wire.wait(under_way[round])
-        clock.lap("wire")
+            channel.wait(under_way[round])
+        timer.lap("wire")
 
     def apply(round: int) -> None:
         encoding.apply(round)
-        wire.acknowledge(under_way[round])
-        clock.lap("wire")
+        channel.acknowledge(under_way[round])
+        timer.lap("wire")
 
     def reclaim(round: int) -> None:
         """Wait until the staging of a round may be written to again."""
@@ -234,7 +234,7 @@ def run(world: World, wire: Wire, plan: RankPlan, encoding: Encoding, clock: Clo
             with world.phase(phases[round]):
                 for work in posted.receipts:
                     work.wait()
-            clock.lap("wire")
+            timer.lap("wire")
 
     encoding.pack(0)
     for round in range(plan.rounds):
@@ -244,9 +244,9 @@ def run(world: World, wire: Wire, plan: RankPlan, encoding: Encoding, clock: Clo
             wait(round - 1)
             reclaim(round - 2)
         out = encoding.outgoing(round)
-        clock.lap("pack")
-        under_way[round] = wire.post_round(out, into)
-        clock.lap("wire")  # gloo sends in this thread what it can
+        timer.lap("pack")
+        under_way[round] = channel.post_round(out, into)
+        timer.lap("wire")  # gloo sends in this thread what it can
         if round and not relays:
             wait(round - 1)
         if round:
@@ -260,7 +260,7 @@ def run(world: World, wire: Wire, plan: RankPlan, encoding: Encoding, clock: Clo
     for round in sorted(under_way):
         reclaim(round)
     with world.phase(phases[-1]):
-        wire.close()
+        channel.close()
 
 
 def _phases(plan: RankPlan) -> list[str]:

@@ -9,8 +9,8 @@ from pipeline import generate
 from pipeline.boxes import Region
 from pipeline.config import Recipe
 from pipeline.generate.base import GenerateBackend, Part
-from pipeline.refit.base import Commit, Refit, Report
-from pipeline.refit.tables import RankPlan, Table, table
+from pipeline.refit.base import Commit, Refit, RefitReport
+from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.remote import Later, verb
 from pipeline.rollout import environment_threads
 from pipeline.rollout.driver import Driver
@@ -71,14 +71,14 @@ class GenerateRole:
     # ---- weights ------------------------------------------------------------------------------------------------------------
 
     @verb("setup")
-    def layout(self) -> Table:
+    def layout(self) -> LayoutTable:
         """What this rank must be given."""
         with self._world.phase("layout"):
             regions, units = self._regions()
-            return table(regions, self._backend.shapes, units)
+            return layout_table(regions, self._backend.shapes, units)
 
     @verb("setup")
-    def follow(self, plan: RankPlan) -> None:
+    def prepare_refit(self, plan: RankPlan) -> None:
         """Receive by this plan from now on."""
         with self._world.phase("plan"):
             self._refit.prepare(*self._regions(), plan)
@@ -88,7 +88,7 @@ class GenerateRole:
         return [region for region, _ in pairs], [unit for _, unit in pairs]
 
     @verb("refit")
-    def receive(self) -> Report:
+    def receive(self) -> RefitReport:
         """Take all new weights; they are served only from `commit` on. Episodes under way stand still until then."""
         with self._world.phase("receive"):
             if self._driver:

@@ -21,8 +21,8 @@ from pipeline.checkpoint import kept, storage_timeout_s, wait_until_seen
 from pipeline.config import PolicyConfig, Recipe
 from pipeline.data.packing import pack
 from pipeline.files import Patience
-from pipeline.refit.base import Refit, Report
-from pipeline.refit.tables import RankPlan, Table, table
+from pipeline.refit.base import Refit, RefitReport
+from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.remote import verb
 from pipeline.roles.regroup import regroup
 from pipeline.roles.reward import Scorer, ScoreWork
@@ -198,19 +198,19 @@ class TrainRole:
         return self._policy.shapes
 
     @verb("setup")
-    def layout(self) -> Table:
+    def layout(self) -> LayoutTable:
         """Return the layout of what this rank holds."""
         with self._world.phase("layout"):
-            return table(self._policy.layout(), self._policy.shapes)
+            return layout_table(self._policy.layout(), self._policy.shapes)
 
     @verb("setup")
-    def follow(self, plan: RankPlan) -> None:
+    def prepare_refit(self, plan: RankPlan) -> None:
         """Send by this plan from now on."""
         with self._world.phase("plan"):
             self._refit.prepare(self._policy.layout(), None, plan)
 
     @verb("refit")
-    def send(self) -> Report:
+    def send(self) -> RefitReport:
         with self._world.phase("send"):
             return self._refit.send(self._policy)
 

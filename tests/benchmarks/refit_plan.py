@@ -146,7 +146,7 @@ def measure(case: Case) -> dict[str, Any]:
         "groups": len(made.groups),
         "rounds": made.rounds,
         "busiest": busiest / 1e9,
-        "floor": busiest / made.floor,
+        "floor": busiest / made.lower_bound_bytes,
         "waits": sum(max(one.max(), other.max()) for one, other in zip(*sums, strict=True)) / busiest,
     }
 

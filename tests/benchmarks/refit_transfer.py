@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 from pipeline.boxes import whole
 from pipeline.encoding import decode, encode
-from pipeline.refit.base import Report
+from pipeline.refit.base import RefitReport
 from pipeline.refit.broadcast import BroadcastRefit
-from pipeline.refit.tables import Plan
+from pipeline.refit.tables import RefitPlan
 from pipeline.refit.transfer import TAG
 from tests.refit import ranks
 from tests.refit.ranks import GENERATE, TRAIN, Generate, Model, Train, World
@@ -77,7 +77,7 @@ class Broadcast:
         self._world, self._model, self._own = world, model, own
         self._refit = BroadcastRefit(world, BUCKET_BYTES)
 
-    def __call__(self) -> Report:
+    def __call__(self) -> RefitReport:
         return self._refit.send(self) if isinstance(self._own, Train) else self._refit.receive(self)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -99,7 +99,7 @@ class Broadcast:
 class Bare:
     """The plan's messages, two rounds at a time under way as in the refit."""
 
-    def __init__(self, world: World, plan: Plan):
+    def __init__(self, world: World, plan: RefitPlan):
         self._world = world
         mine = plan.ranks[world.rank]
         self._rounds: list[list[tuple[Callable, torch.Tensor, int]]] = [[] for _ in range(mine.rounds)]
@@ -109,17 +109,17 @@ class Bare:
                 size = int(sizes[(items.round == round) & (items.peer == peer)].sum())
                 self._rounds[round].append((operation, torch.ones(size, dtype=torch.uint8), peer))
 
-    def __call__(self) -> Report:
+    def __call__(self) -> RefitReport:
         before: list[dist.Work] = []
         for messages in [*self._rounds, []]:
             works = [operation(tensor, peer, self._world.spanning, TAG) for operation, tensor, peer in messages]
             for work in before:
                 work.wait()
             before = works
-        return Report()
+        return RefitReport()
 
 
-def refit_once(world: World, refit, own: Train | Generate) -> Report:
+def refit_once(world: World, refit, own: Train | Generate) -> RefitReport:
     report = ranks.transfer(world, refit, own)
     if isinstance(own, Generate):
         own.commit(1)
@@ -134,7 +134,7 @@ class Turn(msgspec.Struct):
 
     wall: float  # seconds between the barriers
     cpu: float  # seconds of all processes
-    report: Report
+    report: RefitReport
 
 
 class Seen(msgspec.Struct):
@@ -144,7 +144,7 @@ class Seen(msgspec.Struct):
     bytes: int  # that it sends, or receives, in full
 
 
-def timed(world: World, work: Callable[[], Report]) -> Turn:
+def timed(world: World, work: Callable[[], RefitReport]) -> Turn:
     dist.barrier(group=world.spanning)
     wall, cpu = time.perf_counter(), time.process_time()
     report = work()
@@ -169,7 +169,7 @@ def take_turns(world: World, folder: Path, argument: None) -> None:
         for held in own.regions:
             own.local(held.name).normal_(generator=rng)
 
-    def refit(transport: str, digest: bool, ipc: bool = False) -> Callable[[], Report]:
+    def refit(transport: str, digest: bool, ipc: bool = False) -> Callable[[], RefitReport]:
         return functools.partial(refit_once, world, ranks.prepared(world, own, PRECISION, transport, plan, digest, ipc), own)
 
     contenders = {BARE: Bare(world, plan), BROADCAST: Broadcast(world, model, own)}

@@ -47,7 +47,7 @@ import torch
 from pipeline.config import TimeoutsConfig
 from pipeline.data.packing import plan_microbatches
 from pipeline.encoding import encode
-from pipeline.refit.base import Commit, Report
+from pipeline.refit.base import Commit, RefitReport
 from pipeline.remote import Later, Mailbox, Remote, calls, serve, stop, verb
 from pipeline.rollout.work import Finished, RolloutWork
 from pipeline.store import relay
@@ -109,10 +109,10 @@ class Role:
     def step(self, models: list[str]) -> dict[str, list[dict[str, float]]]: ...
 
     @verb("any")
-    def send(self) -> Report: ...
+    def send(self) -> RefitReport: ...
 
     @verb("any")
-    def receive(self) -> Report: ...
+    def receive(self) -> RefitReport: ...
 
     @verb("any")
     def commit(self, commit: Commit) -> None: ...

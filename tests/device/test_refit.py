@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pipeline.refit import sides, transfer
-from pipeline.refit.base import Report
+from pipeline.refit import endpoints, transfer
+from pipeline.refit.base import RefitReport
 from pipeline.refit.digest import compare
 from tests.device.pretended import OnGPU, Pretending, pretended
 from tests.refit import ranks
@@ -62,7 +62,7 @@ class Mail:
     def __init__(self):
         self._ways = {(a, b): Way() for a in range(4) for b in range(4)}
 
-    def post(self, world: World, out: transfer.Tagged, into: transfer.Tagged) -> list[Arrival]:
+    def post(self, world: World, out: transfer.TaggedTensors, into: transfer.TaggedTensors) -> list[Arrival]:
         assert all(isinstance(tensor, OnGPU) for _, tensor, _ in (*out, *into))
         for peer, tensor, _ in out:
             self._ways[world.rank, peer].put(tensor)
@@ -73,14 +73,14 @@ class Mail:
 @pytest.mark.parametrize("transport", ["planned", "delta"])
 def test_all_stays_on_the_gpu(monkeypatch, transport, case):
     train, wire, generate, engines, share, direct = case
-    monkeypatch.setattr(sides, "DIRECT", direct)
+    monkeypatch.setattr(endpoints, "DIRECT", direct)
     monkeypatch.setattr(transfer, "post", Mail().post)
     full = [ranks.weights(AWKWARD, version, train) for version in VERSIONS]
     with pretended() as device:
         made = ranks.backends(AWKWARD, engines, train, generate, device)
         plan = ranks.planned(AWKWARD, made, engines, wire, 8000, share)
 
-        def work(rank: int) -> list[Report]:
+        def work(rank: int) -> list[RefitReport]:
             with Pretending():
                 world, reports = World(rank, device, None, None, None), []
                 refit = ranks.prepared(world, made[rank], wire, transport, plan)

@@ -49,7 +49,7 @@ from pipeline.refit.broadcast import BroadcastRefit
 from pipeline.refit.digest import compare
 from pipeline.refit.plan import schedule
 from pipeline.refit.planned import PlannedRefit
-from pipeline.refit.tables import table
+from pipeline.refit.tables import layout_table
 from pipeline.types import Request, Sampling
 from tests import fork_server
 from tests.generate.tiny import drain
@@ -255,11 +255,11 @@ def _refit(case: Case, world, engine, folder: Path, transport: str) -> dict:
     regions, units, own = [], None, None
     if trained is not None:
         regions = trained.layout()
-        own = table(regions, trained.shapes)
+        own = layout_table(regions, trained.shapes)
     elif engine is not None:
         pairs = [(region, unit.name) for unit in engine.layout() for region in unit.regions]
         regions, units = [region for region, _ in pairs], [unit for _, unit in pairs]
-        own = table(regions, engine.shapes, units)
+        own = layout_table(regions, engine.shapes, units)
     agreed = _agree(case, world, own, trained)
     files = load_file(folder / case.model / "model.safetensors")
     reference = None

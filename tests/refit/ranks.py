@@ -1,4 +1,4 @@
-"""Refits between processes: train ranks 0 and 1, generate ranks 2 and 3, and a model that has every awkward tensor.
+"""RefitCoordinator between processes: train ranks 0 and 1, generate ranks 2 and 3, and a model that has every awkward tensor.
 
 `run` starts them; what each does is a function of a test module, called SPMD with (world, folder, argument). The backends are
 stand-ins that hold tensors and say where these lie; generate ranks are one engine of two ranks, or two engines of one.
@@ -23,11 +23,11 @@ from pipeline.boxes import Box, Piece, Region, region, whole
 from pipeline.config import RefitConfig
 from pipeline.config.cluster import NetworkConfig
 from pipeline.encoding import decode, encode
-from pipeline.refit.base import Report
+from pipeline.refit.base import RefitReport
 from pipeline.refit.digest import compare
 from pipeline.refit.plan import schedule
 from pipeline.refit.planned import PlannedRefit
-from pipeline.refit.tables import Plan, table
+from pipeline.refit.tables import RefitPlan, layout_table
 from tests import fork_server
 
 TRAIN, GENERATE = (0, 1), (2, 3)
@@ -175,7 +175,7 @@ class Train:
                 tensor = tensor.mT.contiguous().mT
             self._tensors[name] = tensor
             self.regions.append(region(Piece(name, box, whole(box.size)), name, tensor.stride()))
-        self.table = table(self.regions, model.shapes)
+        self.table = layout_table(self.regions, model.shapes)
 
     def local(self, tensor: str) -> torch.Tensor:
         return self._tensors[tensor]
@@ -210,7 +210,7 @@ class Generate:
                     row += cut.size[0] if cut.size else 0
                     self.regions.append(region(Piece(name, cut, target), tensor, self.live[tensor].stride()))
                     self.units.append(unit)
-        self.table = table(self.regions, model.shapes, self.units)
+        self.table = layout_table(self.regions, model.shapes, self.units)
 
     def in_place(self, unit: str) -> bool:
         return unit not in self._behind
@@ -263,7 +263,7 @@ def backends(model: Model, engines: Engines, train: torch.dtype, generate: torch
 
 def planned(
     model: Model, made: Backends, engines: Engines, precision: torch.dtype, bucket_bytes: int, share: bool = False
-) -> Plan:
+) -> RefitPlan:
     """share: engines are on one node, so that one passes on to the other what it received."""
     train, generate = ({rank: made[rank].table for rank in ranks} for ranks in (TRAIN, GENERATE))
     nodes = {rank: "train" if rank in TRAIN else "generate" if share else str(rank) for rank in made}
@@ -275,7 +275,7 @@ def prepared(
     backend: Train | Generate,
     precision: torch.dtype,
     transport: str,
-    plan: Plan,
+    plan: RefitPlan,
     digest: bool = True,
     ipc: bool = False,
 ) -> PlannedRefit:
@@ -285,7 +285,7 @@ def prepared(
     return refit
 
 
-def transfer(world: World, refit: PlannedRefit, backend: Train | Generate) -> Report:
+def transfer(world: World, refit: PlannedRefit, backend: Train | Generate) -> RefitReport:
     return refit.send(backend) if world.rank in TRAIN else refit.receive(backend)
 
 
@@ -318,11 +318,11 @@ def two_refits(world: World, folder: Path, transport: str, bucket: int, spoil: C
     os._exit(0)
 
 
-def agree(world: World, model: Model, plan: Plan, report: Report, folder: Path, version: int) -> None:
+def agree(world: World, model: Model, plan: RefitPlan, report: RefitReport, folder: Path, version: int) -> None:
     """What rank 0 does before it orders the commit; here every rank. Raises RefitError."""
     reports = [folder / f"report-{version}-{rank}" for rank in range(4)]
     reports[world.rank].write_bytes(encode(report))
     dist.barrier(group=world.spanning)
-    found = [decode(path.read_bytes(), Report) for path in reports]
+    found = [decode(path.read_bytes(), RefitReport) for path in reports]
     dist.barrier(group=world.spanning)
     compare(plan, list(model.shapes), {r: found[r] for r in TRAIN}, {r: found[r] for r in GENERATE}, version)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.refit.delta import BITMAP, FULL, GAPS8, GAPS16, Bases, decode, encode, encoded_bytes, scatter
+from pipeline.refit.delta import BITMAP, FULL, GAPS8, GAPS16, DeltaBases, decode, encode, encoded_bytes, scatter
 from pipeline.refit.digest import RefitError
-from pipeline.refit.sides import padded
-from pipeline.refit.transfer import Clock
+from pipeline.refit.endpoints import padded
+from pipeline.refit.transfer import StageTimer
 from tests.refit import ranks
 from tests.refit.ranks import AWKWARD, GENERATE, TRAIN, World
 
@@ -136,7 +136,7 @@ def test_a_gpu_does_the_same(share):
 
 
 def test_a_base_lasts_until_a_refit_fails():
-    bases = Bases()
+    bases = DeltaBases()
     assert bases.begin() == 0
     bases.done()
     assert bases.begin() == 1
@@ -181,7 +181,7 @@ def patched(fails: bool) -> Iterator[None]:
             def fail(clock):
                 raise OSError
 
-            patch.setattr(Clock, "seconds", fail)
+            patch.setattr(StageTimer, "seconds", fail)
         yield
 
 

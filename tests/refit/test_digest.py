@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.refit.base import Report
+from pipeline.refit.base import RefitReport
 from pipeline.refit.digest import Digest, RefitError, compare, row_weights
-from pipeline.refit.tables import Items, Plan
+from pipeline.refit.tables import RefitPlan, TransferItems
 
 KINDS = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((), (1,), (37,), (8, 16), (9, 13), (3, 5, 8), (4, 3, 2, 7))
@@ -23,7 +23,7 @@ def digest_of(tensor: torch.Tensor, offset: tuple[int, ...] = (), precision: tor
     offsets, sizes = np.zeros((1, dims), np.int64), np.ones((1, dims), np.int64)
     offsets[0, : len(offset)], sizes[0, : tensor.ndim] = offset, tensor.shape
     one = np.zeros(1, np.int32)
-    items = Items(round=one, peer=one, row=one, offset=offsets, size=sizes, key=one, source=one - 1)
+    items = TransferItems(round=one, peer=one, row=one, offset=offsets, size=sizes, key=one, source=one - 1)
     digest = Digest(items, [tensor.ndim], [precision or tensor.dtype], tensor.device)
     digest.add(0, tensor)
     keys, hashes = digest.result()
@@ -123,12 +123,14 @@ def test_splitmix64_is_the_published_one():
     assert row_weights((golden,), (1,)).tolist() == [second | 1]
 
 
-PLAN = Plan({}, keys=4, key_tensor=np.array([0, 1, 1, 2], np.int32), chunk_bytes=1, bucket_bytes=1)
+PLAN = RefitPlan({}, keys=4, key_tensor=np.array([0, 1, 1, 2], np.int32), chunk_bytes=1, bucket_bytes=1)
 NAMES = ("embed", "q", "norm")
 
 
-def report(**hashes: int) -> Report:
-    return Report(keys=np.array([int(key[1:]) for key in hashes], np.int32), hashes=np.array(list(hashes.values()), np.uint64))
+def report(**hashes: int) -> RefitReport:
+    return RefitReport(
+        keys=np.array([int(key[1:]) for key in hashes], np.int32), hashes=np.array(list(hashes.values()), np.uint64)
+    )
 
 
 def test_train_ranks_add_up_and_generate_ranks_agree():

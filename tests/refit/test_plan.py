@@ -13,8 +13,8 @@ from pipeline.boxes import Box, Region
 from pipeline.config.cluster import NetworkConfig
 from pipeline.refit import balance
 from pipeline.refit.plan import schedule
-from pipeline.refit.schedule import Schedule
-from pipeline.refit.tables import Items, Plan, Table, table
+from pipeline.refit.schedule import RefitSchedule
+from pipeline.refit.tables import LayoutTable, RefitPlan, TransferItems, layout_table
 
 ITEMSIZE = 2
 FAST_NODES, FAST_NICS = NetworkConfig(), NetworkConfig(nic_gb_per_s=50, node_gb_per_s=50)
@@ -67,18 +67,18 @@ class Case:
         self.bucket = rng.choice([64, 200, 1000, 100_000])
         self.network = rng.choice([FAST_NODES, FAST_NICS])
 
-    def tables(self) -> tuple[dict[int, Table], dict[int, Table]]:
-        train = {rank: table(regions, self.shapes) for rank, regions in self.held.items()}
+    def tables(self) -> tuple[dict[int, LayoutTable], dict[int, LayoutTable]]:
+        train = {rank: layout_table(regions, self.shapes) for rank, regions in self.held.items()}
         generate = {}
         for engine in self.engines:
             for rank, wanted in zip(engine, self.wanted, strict=True):
-                generate[rank] = table([region for region, _ in wanted], self.shapes, [unit for _, unit in wanted])
+                generate[rank] = layout_table([region for region, _ in wanted], self.shapes, [unit for _, unit in wanted])
         return train, generate
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> RefitSchedule:
         return schedule(*self.tables(), self.engines, self.shapes, ITEMSIZE, self.bucket, self.nodes, self.network)
 
-    def plan(self) -> Plan:
+    def plan(self) -> RefitPlan:
         return schedule(*self.tables(), self.engines, self.shapes, ITEMSIZE, self.bucket, self.nodes, self.network).plan()
 
     def regions(self, rank: int) -> list[Region]:
@@ -86,18 +86,18 @@ class Case:
             return self.held[rank]
         return [region for region, _ in self.wanted[(rank - 10) % self.size]]
 
-    def box(self, items: Items, i: int, name: str) -> Box:
+    def box(self, items: TransferItems, i: int, name: str) -> Box:
         dims = len(self.shapes[name])
         assert (items.offset[i, dims:] == 0).all() and (items.size[i, dims:] == 1).all()
         return Box(tuple(items.offset[i, :dims].tolist()), tuple(items.size[i, :dims].tolist()))
 
 
-def size_of(items: Items) -> np.ndarray:
+def size_of(items: TransferItems) -> np.ndarray:
     return items.size.prod(1) * ITEMSIZE
 
 
 @pytest.fixture(scope="module", params=range(60))
-def planned(request) -> tuple[Case, Plan]:
+def planned(request) -> tuple[Case, RefitPlan]:
     case = Case(request.param)
     return case, case.plan()
 
@@ -110,9 +110,9 @@ def test_the_cases_are_of_all_kinds():
         found["relays"] += max(map(len, made.groups)) > 2
         found["rounds"] += made.rounds > 4
         found["early"] += (made.finish < made.rounds - 3).any()
-        found["shared"] += len(made.want.box) > len(made.want.boxes)
+        found["shared"] += len(made.needed.box) > len(made.needed.boxes)
         for i, name in enumerate(("rows", "columns")):
-            whole = np.minimum(made.have.boxes.size[made.pieces.held], made.want.boxes.size[made.pieces.wanted])
+            whole = np.minimum(made.held.boxes.size[made.pieces.held], made.needed.boxes.size[made.pieces.needed])
             found[name] += (made.pieces.size < whole)[:, i : i + 1].any()
     assert min(found.values()) >= 10, found
 
@@ -141,7 +141,7 @@ def test_the_messages_that_are_priced_are_those_of_the_rank_plans():
         assert len(found) == len(expected)
 
 
-def name_of(case: Case, made: Plan, rank: int, i: int) -> str:
+def name_of(case: Case, made: RefitPlan, rank: int, i: int) -> str:
     """Return the tensor that a receive is of."""
     return case.regions(rank)[made.ranks[rank].receives.row[i]].name
 
@@ -159,7 +159,7 @@ def test_every_wanted_entry_comes_once(planned):
         assert all((count == 1).all() for count in counts)
 
 
-def messages(items: Items, rank: int, sends: bool) -> dict[tuple[int, int, int], list[int]]:
+def messages(items: TransferItems, rank: int, sends: bool) -> dict[tuple[int, int, int], list[int]]:
     """(round, source, target) -> its items, in the order they have in the message."""
     found: dict[tuple[int, int, int], list[int]] = {}
     for i in range(len(items)):
@@ -270,13 +270,13 @@ def test_each_box_is_vouched_for_once(planned):
 
 def one_tensor(
     held: dict[int, list[tuple[int, int]]], wanted: dict[int, list[tuple[int, int]]], engines: list[list[int]], bucket: int
-) -> Schedule:
+) -> RefitSchedule:
     """A tensor "w" of 8 rows and 4 columns; rows that ranks hold and want, as (first, last + 1)."""
     shapes = {"v": (3,), "w": (8, 4)}
 
-    def rows(parts: list[tuple[int, int]], unit: list[str] | None = None) -> Table:
+    def rows(parts: list[tuple[int, int]], unit: list[str] | None = None) -> LayoutTable:
         regions = [Region("w", Box((a, 0), (b - a, 4)), "", 0, ()) for a, b in parts]
-        return table(regions, shapes, unit and unit * len(regions))
+        return layout_table(regions, shapes, unit and unit * len(regions))
 
     train = {rank: rows(parts) for rank, parts in held.items()}
     generate = {rank: rows(parts, ["unit"]) for rank, parts in wanted.items()}
@@ -318,20 +318,20 @@ def test_loads_are_the_least_possible():
         ranks = int(rng.integers(2, 12))
         sets = [np.sort(rng.choice(ranks, rng.integers(1, ranks + 1), replace=False)) for _ in range(rng.integers(1, 12))]
         demand = rng.integers(0, 1000, len(sets)).astype(float)
-        shares, load = balance.shares(sets, demand, ranks)
+        shares, load = balance.send_shares(sets, demand, ranks)
         found = np.zeros(ranks)
         for members, share, asked in zip(sets, shares, demand, strict=True):
             assert share.min() >= 0 and share.sum() == pytest.approx(asked)
             found[members] += share
         assert found == pytest.approx(load)
-        assert load.max() <= 1.01 * balance.floor(sets, demand, load)
+        assert load.max() <= 1.01 * balance.lower_bound(sets, demand, load)
 
 
 def test_a_floor_looks_at_what_few_ranks_hold():
     sets = [np.array([0]), np.array([0, 1, 2, 3])]
-    shares, load = balance.shares(sets, np.array([60.0, 40.0]), 4)
+    shares, load = balance.send_shares(sets, np.array([60.0, 40.0]), 4)
     assert load == pytest.approx([60, 40 / 3, 40 / 3, 40 / 3])
-    assert balance.floor(sets, np.array([60.0, 40.0]), load) == 60
+    assert balance.lower_bound(sets, np.array([60.0, 40.0]), load) == 60
     assert shares[1] == pytest.approx([0, 40 / 3, 40 / 3, 40 / 3])
 
 
@@ -350,21 +350,21 @@ def test_a_floor_looks_at_what_few_ranks_hold():
 def test_sharing_groups(per_node, network, sent, expected):
     """Eight engines of one rank, each of which receives 8 bytes; `sent` by the busiest train rank for one engine."""
     nodes = {rank: f"node{rank // per_node}" for rank in range(8)}
-    assert balance.groups([[rank] for rank in range(8)], nodes, network, sent, 8.0) == expected
+    assert balance.sharing_groups([[rank] for rank in range(8)], nodes, network, sent, 8.0) == expected
 
 
 def test_engines_share_only_if_all_their_ranks_do():
     engines, nodes = [[0, 1], [2, 3], [4, 5], [6, 7]], {0: "a", 1: "b", 2: "a", 3: "b", 4: "a", 5: "c", 6: "c", 7: "b"}
-    assert balance.groups(engines, nodes, FAST_NODES, 1.0, 8.0) == [[0, 1], [2], [3]]
+    assert balance.sharing_groups(engines, nodes, FAST_NODES, 1.0, 8.0) == [[0, 1], [2], [3]]
 
 
-def even(train: int, engines: int, size: int, nodes: int, network: NetworkConfig) -> Schedule:
+def even(train: int, engines: int, size: int, nodes: int, network: NetworkConfig) -> RefitSchedule:
     """64 units of 32 kB that all train ranks hold; an engine's ranks each want equal parts of all."""
     shapes = {f"t{i}": (16, 1024) for i in range(64)}
-    whole = table([Region(name, Box((0, 0), shape), "", 0, ()) for name, shape in shapes.items()], shapes)
+    whole = layout_table([Region(name, Box((0, 0), shape), "", 0, ()) for name, shape in shapes.items()], shapes)
     rows = 16 // size
     parts = [
-        table([Region(name, Box((g * rows, 0), (rows, 1024)), "", 0, ()) for name in shapes], shapes, list(shapes))
+        layout_table([Region(name, Box((g * rows, 0), (rows, 1024)), "", 0, ()) for name in shapes], shapes, list(shapes))
         for g in range(size)
     ]
     members = [list(range(train + e * size, train + (e + 1) * size)) for e in range(engines)]
@@ -382,8 +382,8 @@ def test_all_sources_are_busy_all_the_time(train, engines, size, groups):
     assert len(made.groups) == groups  # where fewer train ranks would need longer than a generate rank, engines share
     out, into = made.traffic()
     busiest = max(out.sum(0).max(), into.sum(0).max())
-    assert busiest <= 1.05 * made.floor
-    assert made.floor == max(64 * 32768 / size, 64 * 32768 * groups / train)
+    assert busiest <= 1.05 * made.lower_bound_bytes
+    assert made.lower_bound_bytes == max(64 * 32768 / size, 64 * 32768 * groups / train)
     assert (out[: made.round.max() + 1, :train] > 0).mean() > 0.9
     assert sum(max(a.max(), b.max()) for a, b in zip(out, into, strict=True)) < 1.35 * busiest  # nobody waits long
     sources = {rank: set() for rank in made.place}
@@ -405,7 +405,7 @@ def test_a_shared_byte_leaves_the_train_ranks_once():
 
 def test_units_come_in_the_models_order():
     made = even(4, 1, 2, 1, FAST_NODES)
-    assert made.want.units == [f"t{i}" for i in range(64)]
+    assert made.needed.units == [f"t{i}" for i in range(64)]
     finish = made.finish[:, 0]
     assert (np.diff(finish) >= -1).all() and finish[0] <= 2 and finish[-1] == made.rounds - 1
 
@@ -414,9 +414,9 @@ def test_pipeline_stages_are_busy_at_once_on_either_side():
     """Four units; train ranks 0 and 1 hold two each, generate ranks 2 and 3 want two each, otherwise paired."""
     shapes = dict.fromkeys("abcd", (64, 1024))
 
-    def of(names: str, units: bool) -> Table:
+    def of(names: str, units: bool) -> LayoutTable:
         regions = [Region(name, Box((0, 0), (64, 1024)), "", 0, ()) for name in names]
-        return table(regions, shapes, list(names) if units else None)
+        return layout_table(regions, shapes, list(names) if units else None)
 
     nodes = dict.fromkeys(range(4), "node")
     for held in (("ab", "cd"), ("ac", "bd")):
@@ -431,9 +431,9 @@ def test_pipeline_stages_are_busy_at_once_on_either_side():
 def test_what_stays_in_float32_counts_as_that():
     name, box = "gate.e_score_correction_bias", Box((0,), (1000,))
     shapes, regions = {name: box.size}, [Region(name, box, name, 0, (1,))]
-    train, generate = {0: table(regions, shapes)}, {1: table(regions, shapes, ["gate"])}
+    train, generate = {0: layout_table(regions, shapes)}, {1: layout_table(regions, shapes, ["gate"])}
     made = schedule(train, generate, [[1]], shapes, 2, 256, {0: "a", 1: "b"}, FAST_NICS)
     out, into = made.traffic()
-    assert made.floor == out.sum() == into.sum() == 4000
+    assert made.lower_bound_bytes == out.sum() == into.sum() == 4000
     sends = made.plan().ranks[0].sends
     assert np.bincount(sends.round, 4 * sends.size.prod(1)).max() <= 256

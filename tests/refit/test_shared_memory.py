@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pipeline.refit import delta, full, shared_memory, transfer
-from pipeline.refit.base import Report
+from pipeline.refit.base import RefitReport
 from tests.refit import ranks
 from tests.refit.ranks import AWKWARD, GENERATE, TRAIN, World
 
@@ -66,12 +66,12 @@ def _check_who_shares(world: World, refit, elsewhere: tuple[int, ...]) -> None:
         return {peer for peer in side.peers if (peer in elsewhere) == (world.rank in elsewhere) and maps(peer)}
 
     for side in (refit._sends, refit._receives):
-        assert set(side.near) == near(side)
-    if set(refit._receives.near) == set(refit._receives.peers):
+        assert set(side.mapped_peers) == near(side)
+    if set(refit._receives.mapped_peers) == set(refit._receives.peers):
         assert refit._receives.round_bytes == 0  # what is read in place needs no staging
 
 
-def _check_equal(wire: Report, shared: Report) -> None:
+def _check_equal(wire: RefitReport, shared: RefitReport) -> None:
     assert (wire.sent, wire.received) == (shared.sent, shared.received)
     assert (wire.keys == shared.keys).all() and (wire.hashes == shared.hashes).all()
 
@@ -101,7 +101,7 @@ def _delay(world: World) -> None:
 def slow(world: World, folder: Path, transport: str) -> None:
     """Train ranks pack late and generate ranks read late, each at other times. A sender that did not wait would write over what
     is read; a reader that did not wait would read what is not there yet."""
-    kind, pack = (delta.Delta, "_encode") if transport == "delta" else (full.Full, "_gather")
+    kind, pack = (delta.DeltaEncoding, "_encode") if transport == "delta" else (full.FullEncoding, "_gather")
     name = pack if world.rank in TRAIN else "apply"
     work, times = getattr(kind, name), []
 
@@ -200,7 +200,7 @@ def unable(world: World, folder: Path, whose: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         refit = ranks.prepared(world, own, BF16, "planned", plan, ipc=True)
     refused_by = {"sender": {1: GENERATE}, "receiver": {0: (3,), 1: (3,)}}[whose].get(world.rank, ())
-    assert set(refit._sends.near) == set(refit._sends.peers) - set(refused_by)
+    assert set(refit._sends.mapped_peers) == set(refit._sends.peers) - set(refused_by)
     words = f"rank {world.rank} sends to ranks {', '.join(map(str, refused_by))} of its node through host memory"
     assert said.getvalue() == "" if not refused_by else words in said.getvalue() and "not allowed here" in said.getvalue()
     weights = ranks.weights(AWKWARD, 1, BF16)
@@ -246,25 +246,27 @@ def two_refits(world: World, folder: Path, argument: tuple[str, str]) -> None:
 def _break(world: World, fault: str) -> None:
     """From now on train rank 1 spoils what it has packed or dies once it is packed, or generate rank 3 dies as it reads."""
     if fault == "spoiled memory" and world.rank == 1:
-        post_round = transfer.Wire.post_round
+        post_round = transfer.PeerChannel.post_round
 
-        def spoiled(wire: transfer.Wire, out: transfer.Mail, into: transfer.Mail) -> transfer.Posted:
+        def spoiled(
+            wire: transfer.PeerChannel, out: transfer.PeerTensors, into: transfer.PeerTensors
+        ) -> transfer.PendingMessages:
             max((tensor for _, tensor in out), key=len)[-3] ^= 4  # it lies in the shared memory
             return post_round(wire, out, into)
 
-        transfer.Wire.post_round = spoiled
+        transfer.PeerChannel.post_round = spoiled
     if fault == "killed sender" and world.rank == 1:
-        transfer.Wire._notices = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        transfer.PeerChannel._notices = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     if fault == "killed reader" and world.rank == 3:
-        acknowledge, rounds = transfer.Wire.acknowledge, []
+        acknowledge, rounds = transfer.PeerChannel.acknowledge, []
 
-        def broken(wire: transfer.Wire, posted: transfer.Posted) -> None:
+        def broken(wire: transfer.PeerChannel, posted: transfer.PendingMessages) -> None:
             rounds.append(posted)
             if len(rounds) > 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             acknowledge(wire, posted)
 
-        transfer.Wire.acknowledge = broken
+        transfer.PeerChannel.acknowledge = broken
 
 
 EVIDENCE = {

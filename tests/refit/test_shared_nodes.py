@@ -8,7 +8,7 @@ from launch.plan import refit_time
 from pipeline.boxes import Box, Region
 from pipeline.config.cluster import NetworkConfig
 from pipeline.refit.plan import schedule
-from pipeline.refit.tables import Table, table
+from pipeline.refit.tables import LayoutTable, layout_table
 
 
 @pytest.mark.parametrize(
@@ -19,10 +19,10 @@ def test_where_a_node_has_all_of_the_model_no_byte_leaves_it(nodes, per_node, te
     """Train and generate ranks are on the same nodes. tensor: train ranks that hold a replica in parts; size: of an engine."""
     shapes = {f"t{i}": (16, 1024) for i in range(32)}
 
-    def part(k: int, of: int, units: bool) -> Table:
+    def part(k: int, of: int, units: bool) -> LayoutTable:
         rows = 16 // of
         regions = [Region(name, Box((k * rows, 0), (rows, 1024)), "", 0, ()) for name in shapes]
-        return table(regions, shapes, list(shapes) if units else None)
+        return layout_table(regions, shapes, list(shapes) if units else None)
 
     count = nodes * per_node
     train = {rank: part(rank % tensor, tensor, False) for rank in range(count)}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.refit import sides, transfer
-from pipeline.refit.transfer import Tagged
+from pipeline.refit import endpoints, transfer
+from pipeline.refit.transfer import TaggedTensors
 from tests.refit import ranks
 from tests.refit.ranks import AWKWARD, GENERATE, TRAIN, World
 
@@ -28,7 +28,7 @@ CASES = (  # precision of train rank, wire and generate rank; engines, sharing o
 
 
 def transfers(world: World, folder: Path, transport: str, cases: tuple = CASES) -> None:
-    for train, wire, generate, engines, share, bucket_bytes, sides.DIRECT in cases:
+    for train, wire, generate, engines, share, bucket_bytes, endpoints.DIRECT in cases:
         made = ranks.backends(AWKWARD, engines, train, generate, world.device)
         plan = ranks.planned(AWKWARD, made, engines, wire, bucket_bytes, share)
         assert share == any((part.sends.source >= 0).any() for part in plan.ranks.values())
@@ -59,10 +59,10 @@ def test_what_arrives_is_what_was_sent(transport, tmp_path):
 def carried(world: World, folder: Path, transport: str) -> None:
     world.carrier = torch.device("cpu", 0)  # no tensor says that it is there, so each message has a copy at either end
     copies = []
-    copied = transfer.Wire._carried
-    transfer.Wire._carried = lambda wire, tensor: copies.append(tensor) or copied(wire, tensor)
+    copied = transfer.PeerChannel._carried
+    transfer.PeerChannel._carried = lambda wire, tensor: copies.append(tensor) or copied(wire, tensor)
     transfers(world, folder, transport, CASES[3:4])  # with relays
-    assert copies and all(copied(transfer.Wire(world), tensor).data_ptr() != tensor.data_ptr() for tensor in copies)
+    assert copies and all(copied(transfer.PeerChannel(world), tensor).data_ptr() != tensor.data_ptr() for tensor in copies)
 
 
 @pytest.mark.parametrize("transport", ["planned", pytest.param("delta", marks=pytest.mark.long)])
@@ -93,7 +93,7 @@ def spoil(fault: str) -> None:
     post = transfer.post
     posted = 0
 
-    def spoiled(world: World, out: Tagged, into: Tagged):
+    def spoiled(world: World, out: TaggedTensors, into: TaggedTensors):
         nonlocal posted
         if any(tensor.numel() > 64 for _, tensor, _ in out):  # not a mere header of a delta
             posted += 1

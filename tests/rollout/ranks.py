@@ -17,7 +17,7 @@ from pipeline.config import TimeoutsConfig, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.generate.transformers import TransformersBackend
-from pipeline.refit.base import Commit, Report
+from pipeline.refit.base import Commit, RefitReport
 from pipeline.remote import Mailbox, Remote, serve, stop, verb
 from pipeline.roles.generate import GenerateRole
 from pipeline.rollout.driver import Driver
@@ -38,9 +38,9 @@ class FromDisk:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    def receive(self, update) -> Report:
+    def receive(self, update) -> RefitReport:
         update.load(load_file(self.folder / "model.safetensors").items())
-        return Report()
+        return RefitReport()
 
 
 class Gated(Told):

@@ -26,7 +26,7 @@ from pipeline.boxes import Region
 from pipeline.config import DTensorConfig, GenerationConfig, MegatronConfig, PolicyConfig, VLLMConfig
 from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.models.layout import restrict
-from pipeline.refit.tables import Table
+from pipeline.refit.tables import LayoutTable
 from pipeline.train.base import Use
 from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported
 from pipeline.train.shards import local_box
@@ -66,7 +66,7 @@ def read(model: Path) -> dict[str, Any]:
     return json.loads((model / "config.json").read_text())
 
 
-def held(table: Table, shapes: dict[str, tuple[int, ...]]) -> Held:
+def held(table: LayoutTable, shapes: dict[str, tuple[int, ...]]) -> Held:
     """The boxes that a table has, those of no entries left out. Raises AssertionError if one comes twice."""
     names, found = list(shapes), set()
     for tensor, offset, size in zip(table.tensor, table.offset.tolist(), table.size.tolist(), strict=True):
@@ -216,11 +216,11 @@ def vllm_boxes(model: Path, rank: int, vllm: VLLMConfig) -> dict[str, Held]:
     return {name: boxes(unit.unit.regions) for name, unit in units.items()}
 
 
-def units(table: Table, shapes: dict[str, tuple[int, ...]]) -> dict[str, Held]:
+def units(table: LayoutTable, shapes: dict[str, tuple[int, ...]]) -> dict[str, Held]:
     found = {}
     for i, name in enumerate(table.units):
         mine = table.unit == i
-        found[name] = held(Table(table.tensor[mine], table.offset[mine], table.size[mine], table.unit[mine]), shapes)
+        found[name] = held(LayoutTable(table.tensor[mine], table.offset[mine], table.size[mine], table.unit[mine]), shapes)
     return found
 
 

@@ -20,7 +20,7 @@ from launch.plan.refit_time import (
 from pipeline.boxes import Box, Region
 from pipeline.config.cluster import NetworkConfig
 from pipeline.refit.plan import schedule
-from pipeline.refit.tables import table
+from pipeline.refit.tables import layout_table
 
 GB = 10**9
 FREE_COPIES = 1e9  # GB/s
@@ -203,7 +203,7 @@ def rows(rank, of, units=None):
     """`up` cut by rows over `of` ranks, `norm` on all."""
     share = 4096 // of
     held = [Region("up", Box((rank * share, 0), (share, 1024)), "", 0, ()), Region("norm", Box((0,), (1024,)), "", 0, ())]
-    return table(held, SHAPES, units)
+    return layout_table(held, SHAPES, units)
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,11 @@ import torch
 from pipeline.boxes import Region
 from pipeline.generate.base import WeightUpdate
 from pipeline.models.precision import served_dtype
-from pipeline.refit.digest import WORD, Digest, RefitError
-from pipeline.refit.tables import Items, RankPlan
+from pipeline.refit.digest import WORD_BYTES, Digest, RefitError
+from pipeline.refit.tables import RankPlan, TransferItems
 from pipeline.train.base import TrainBackend
 
-ALIGNMENT = WORD  # bytes: the digest reads items in place
+ALIGNMENT = WORD_BYTES  # bytes: the digest reads items in place
 DIRECT = 1 << 18  # bytes; from here on a copy costs more than a message, with gloo: python -m tests.benchmarks.refit_transfer
 
 
@@ -32,18 +32,18 @@ class Message(NamedTuple):
     """The items that one rank sends to another in a round."""
 
     peer: int
-    items: list[int]  # rows of the rank's `Items`
+    items: list[int]  # rows of the rank's `TransferItems`
     starts: list[int]  # bytes into the message: where each item begins, and where the message ends
     parts: list[tuple[int, int]]  # places in `items`: the first of a part, and the one behind its last
     at: int  # bytes into the round's staging, or into the peer's memory where this rank reads it there
 
 
-class Side:
+class Endpoint:
     """What both sides have in common."""
 
     def __init__(
         self,
-        items: Items,
+        items: TransferItems,
         rows: Sequence[int],
         rounds: int,
         regions: Sequence[Region],
@@ -62,7 +62,7 @@ class Side:
         self.sizes = [numel * dtype.itemsize for numel, dtype in zip(self.numels, self.dtypes, strict=True)]
         self.messages = _messages(items, self.sizes, rounds)
         self.digest = Digest(items, dims, self.dtypes, device) if digest else None
-        self.near: Collection[int] = ()  # ranks whose messages, from here or to here, lie in memory that both ends map
+        self.mapped_peers: Collection[int] = ()  # ranks whose messages, from here or to here, lie in memory that both ends map
         self._device = device
         self._staging: list[torch.Tensor] = []
 
@@ -115,8 +115,8 @@ class Side:
         return view.dtype == self.dtypes[item] and view.is_contiguous()
 
 
-class Sends(Side):
-    """Train: parts of its own tensors. Generate: what it received in the round before (`Items.source`)."""
+class SendEndpoint(Endpoint):
+    """Train: parts of its own tensors. Generate: what it received in the round before (`TransferItems.source`)."""
 
     def __init__(self, plan: RankPlan, *arguments, **settings):
         relayed = np.flatnonzero(plan.sends.source >= 0)
@@ -149,7 +149,7 @@ class Sends(Side):
         return self._view(self._local(self.regions[item].tensor), item)
 
 
-class Receives(Side):
+class ReceiveEndpoint(Endpoint):
     """What an engine's rank takes, unit by unit."""
 
     def __init__(self, plan: RankPlan, units: Sequence[str], *arguments, **settings):
@@ -165,8 +165,8 @@ class Receives(Side):
 
     def read_from(self, memories: Mapping[int, tuple[torch.Tensor, Sequence[int]]]) -> None:
         """Read what these ranks send where they stage it. Called before `allocate`. memories: of each rank its staging, [bytes]
-        uint8, and this rank's part of its `Sends.places`."""
-        self.near = frozenset(memories)
+        uint8, and this rank's part of its `SendEndpoint.places`."""
+        self.mapped_peers = frozenset(memories)
         self._memories = {peer: memory for peer, (memory, _) in memories.items()}
         for round, messages in enumerate(self.messages):
             end = 0
@@ -208,7 +208,7 @@ class Receives(Side):
             self._update.finish(unit)
 
 
-def _places(items: Items, regions: Sequence[Region], dims: Sequence[int]) -> tuple[list[tuple[int, ...]], list[int]]:
+def _places(items: TransferItems, regions: Sequence[Region], dims: Sequence[int]) -> tuple[list[tuple[int, ...]], list[int]]:
     """Of each item the strides and the offset, in entries, in its region's tensor. Meaningless for what is passed on."""
     corner = np.zeros((len(regions) + 1, items.offset.shape[1]), np.int64)
     strides, start = np.zeros_like(corner), np.zeros(len(regions) + 1, np.int64)
@@ -220,7 +220,7 @@ def _places(items: Items, regions: Sequence[Region], dims: Sequence[int]) -> tup
     return [tuple(steps[:d]) for steps, d in zip(along.tolist(), dims, strict=True)], offsets.tolist()
 
 
-def _messages(items: Items, sizes: Sequence[int], rounds: int) -> list[list[Message]]:
+def _messages(items: TransferItems, sizes: Sequence[int], rounds: int) -> list[list[Message]]:
     """By round. sizes: of the items, in bytes."""
     found: list[list[Message]] = [[] for _ in range(rounds)]
     order = np.lexsort((items.peer, items.round))  # stable: the order within a message stays

@@ -1,7 +1,7 @@
 """What train ranks hold against what one engine wants: which boxes both share, who holds them, in which pieces they travel.
 
 Everything is columns. Rows that are equal on several ranks are looked at once: the train ranks' tables become distinct boxes
-with the set of ranks that hold each (a holder set), an engine's tables distinct boxes that one or more of its ranks want.
+with the set of ranks that hold each (a holder set), an engine's tables distinct boxes that one or more of its ranks needed.
 Their intersections are cells; a cell is cut into pieces of bounded size. A piece lies in one held and one wanted box.
 
 Left out: who sends what, and when (`balance.py`, `rounds.py`).
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.refit.tables import Table
+from pipeline.refit.tables import LayoutTable
 
 _PAIRS = 1 << 21  # candidates for an intersection that are looked at together, which bounds memory
 
@@ -44,7 +44,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBoxes:
     """What the train ranks hold."""
 
     boxes: Boxes
@@ -54,7 +54,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class NeededBoxes:
     """What one engine wants, a row for each box that one of its ranks wants. All engines want the same."""
 
     boxes: Boxes
@@ -71,7 +71,7 @@ class Pieces:
     """Boxes of bounded size, in the order of the wanted boxes: those of wanted box w are `start[w]` to `start[w + 1]`."""
 
     start: np.ndarray  # [wanted boxes + 1] int64
-    wanted: np.ndarray  # [n] int32: wanted box
+    needed: np.ndarray  # [n] int32: wanted box
     held: np.ndarray  # [n] int32: held box
     offset: np.ndarray  # [n, D] int64, in the tensor on disk
     size: np.ndarray  # [n, D] int64
@@ -81,7 +81,7 @@ class Pieces:
         return self.size.prod(1)
 
 
-def held(train: Mapping[int, Table], names: Sequence[str]) -> Held:
+def held_boxes(train: Mapping[int, LayoutTable], names: Sequence[str]) -> HeldBoxes:
     """Raises ValueError, naming tensor and ranks, if boxes overlap without being equal."""
     boxes, rows = _distinct_boxes(train)
     _, other = _pairs(boxes, boxes)
@@ -93,10 +93,10 @@ def held(train: Mapping[int, Table], names: Sequence[str]) -> Held:
             f"refit: train ranks hold boxes of '{names[boxes.tensor[odd]]}' that overlap without being equal:"
             f" {_show(boxes, first)} on ranks {_ranks(rows, first)}, {_show(boxes, second)} on ranks {_ranks(rows, second)}"
         )
-    return Held(boxes, rows, *_holder_sets(rows, len(boxes)))
+    return HeldBoxes(boxes, rows, *_holder_sets(rows, len(boxes)))
 
 
-def wanted(generate: Mapping[int, Table], engines: Sequence[Sequence[int]]) -> Wanted:
+def needed_boxes(generate: Mapping[int, LayoutTable], engines: Sequence[Sequence[int]]) -> NeededBoxes:
     """Raises ValueError if two engines want different things, or none anything."""
     first = list(engines[0])
     for number, engine in enumerate(engines):
@@ -116,7 +116,7 @@ def wanted(generate: Mapping[int, Table], engines: Sequence[Sequence[int]]) -> W
     number = {name: i for i, name in enumerate(units)}
     own = [np.array([number[name] for name in table.units], np.int32) for table in tables.values()]
     unit = [names[tables[place].unit[rows[place].row]] for place, names in enumerate(own)]
-    return Wanted(
+    return NeededBoxes(
         boxes,
         receiver=np.repeat(np.arange(len(first), dtype=np.int32), [len(rows[place].row) for place in tables]),
         row=np.concatenate([rows[place].row for place in tables]),
@@ -127,35 +127,38 @@ def wanted(generate: Mapping[int, Table], engines: Sequence[Sequence[int]]) -> W
     )
 
 
-def cells(have: Held, want: Wanted, names: Sequence[str], engine: Sequence[int]) -> Pieces:
+def intersect(held: HeldBoxes, needed: NeededBoxes, names: Sequence[str], engine: Sequence[int]) -> Pieces:
     """What each held and each wanted box share, whole. engine: the global ranks of the first engine, for messages.
 
     Raises ValueError, naming tensor and ranks, if the train ranks do not hold all that is wanted.
     """
-    one, other = _pairs(have.boxes, want.boxes)
-    offset = np.maximum(have.boxes.offset[one], want.boxes.offset[other])
-    size = np.minimum(have.boxes.offset[one] + have.boxes.size[one], want.boxes.offset[other] + want.boxes.size[other]) - offset
-    found = np.bincount(other, size.prod(1), len(want.boxes)).astype(np.int64)
-    if (found != want.boxes.numel).any():
-        odd = int((found != want.boxes.numel).argmax())
-        ranks = [engine[place] for place in np.unique(want.receiver[want.box == odd])]
+    one, other = _pairs(held.boxes, needed.boxes)
+    offset = np.maximum(held.boxes.offset[one], needed.boxes.offset[other])
+    size = (
+        np.minimum(held.boxes.offset[one] + held.boxes.size[one], needed.boxes.offset[other] + needed.boxes.size[other])
+        - offset
+    )
+    found = np.bincount(other, size.prod(1), len(needed.boxes)).astype(np.int64)
+    if (found != needed.boxes.numel).any():
+        odd = int((found != needed.boxes.numel).argmax())
+        ranks = [engine[place] for place in np.unique(needed.receiver[needed.box == odd])]
         raise ValueError(
-            f"refit: the train ranks hold {found[odd]} of the {want.boxes.numel[odd]} entries of '"
-            f"{names[want.boxes.tensor[odd]]}' {_show(want.boxes, odd)}, which generate ranks {ranks} want"
+            f"refit: the train ranks hold {found[odd]} of the {needed.boxes.numel[odd]} entries of '"
+            f"{names[needed.boxes.tensor[odd]]}' {_show(needed.boxes, odd)}, which generate ranks {ranks} want"
         )
-    return _pieces(other, one, offset, size, len(want.boxes))
+    return _pieces(other, one, offset, size, len(needed.boxes))
 
 
-def cut(whole: Pieces, limit: np.ndarray) -> Pieces:
+def split(whole: Pieces, limit: np.ndarray) -> Pieces:
     """The same in smaller pieces. limit: [n], entries in a piece of each. Cut along the first dimension, so that rows stay
     whole; along the next only where one row is too much."""
     cell, offset, size = _split(whole.offset, whole.size, limit)
-    return _pieces(whole.wanted[cell], whole.held[cell], offset, size, len(whole.start) - 1)
+    return _pieces(whole.needed[cell], whole.held[cell], offset, size, len(whole.start) - 1)
 
 
-def _pieces(want: np.ndarray, have: np.ndarray, offset: np.ndarray, size: np.ndarray, boxes: int) -> Pieces:
-    start = np.concatenate([[0], np.cumsum(np.bincount(want, minlength=boxes))])
-    return Pieces(start, want.astype(np.int32), have.astype(np.int32), offset, size)
+def _pieces(needed: np.ndarray, held: np.ndarray, offset: np.ndarray, size: np.ndarray, boxes: int) -> Pieces:
+    start = np.concatenate([[0], np.cumsum(np.bincount(needed, minlength=boxes))])
+    return Pieces(start, needed.astype(np.int32), held.astype(np.int32), offset, size)
 
 
 # ---- distinct rows ------------------------------------------------------------------------------------------------------
@@ -206,7 +209,7 @@ def _keys(columns: Sequence[np.ndarray]) -> list[np.ndarray]:
     return keys
 
 
-def _distinct_boxes(tables: Mapping[int, Table]) -> tuple[Boxes, dict[int, Rows]]:
+def _distinct_boxes(tables: Mapping[int, LayoutTable]) -> tuple[Boxes, dict[int, Rows]]:
     """Ranks may share a table object; it is read once."""
     shared = {id(table): table for table in tables.values()}
     full = {key: np.flatnonzero((table.size > 0).all(1)).astype(np.int32) for key, table in shared.items()}
@@ -226,19 +229,19 @@ def _holder_sets(rows: Mapping[int, Rows], count: int) -> tuple[np.ndarray, list
         ranks.setdefault(id(rows[rank]), []).append(rank)
     boxes = {key: np.unique(rows[members[0]].box) for key, members in ranks.items()}
     label, fresh = np.zeros(count, np.int64), 1
-    for held_boxes in boxes.values():
-        old, inverse = np.unique(label[held_boxes], return_inverse=True)
-        label[held_boxes] = fresh + inverse
+    for members_boxes in boxes.values():
+        old, inverse = np.unique(label[members_boxes], return_inverse=True)
+        label[members_boxes] = fresh + inverse
         fresh += len(old)
     names, label = np.unique(label, return_inverse=True)
     members: list[list[int]] = [[] for _ in names]
-    for key, held_boxes in boxes.items():
-        for number in np.unique(label[held_boxes]):
+    for key, members_boxes in boxes.items():
+        for number in np.unique(label[members_boxes]):
             members[number] += ranks[key]
     return label.astype(np.int32), [np.array(sorted(found), np.int64) for found in members]
 
 
-def _equal(one: Table, other: Table) -> bool:
+def _equal(one: LayoutTable, other: LayoutTable) -> bool:
     if one is other:
         return True
     same = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("tensor", "offset", "size", "unit"))
