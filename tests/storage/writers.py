@@ -26,7 +26,7 @@ from pipeline.train.background import Background
 from pipeline.train.export import write_model
 from pipeline.train.megatron.streaming import write_tensors
 from pipeline.train.shards import Shards
-from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span
+from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
 from pipeline.watchdog import Failure
 from tests.test_metrics import Words
 
@@ -96,7 +96,7 @@ class Rollouts(Writer):
     def _log(self, step):
         completion = Completion("0/0", np.arange(9, dtype=np.int32), np.zeros(9, np.float32), (Span(5, 9),), "length")
         prompt = Prompt(7, np.array([1, 2], np.int32), "math", {"answer": "3"})
-        group = RolloutGroup(prompt, tuple(Rollout(completion, 1.0, {"accuracy": 1.0}) for _ in range(100)))
+        group = RolloutGroup(prompt, tuple(Rollout((Turn(completion),), 1.0, {"accuracy": 1.0}) for _ in range(100)))
         self.metrics.log_rollouts(step, [group], Words())
 
     def write(self):
