@@ -29,7 +29,7 @@ from pipeline.scoring import Scoring
 from pipeline.sharing import Sharing
 from pipeline.startup import SETTING_UP, Startup
 from pipeline.watchdog import Failure, Watchdog
-from pipeline.world import REALMS, Activity, Place, Realms, World, connect, join, leave, open_store, wait_for_all
+from pipeline.world import REALMS, Activity, RankInfo, Realms, World, connect, join, leave, open_store, wait_for_all
 
 
 def main(run_dir: Path) -> None:
@@ -38,7 +38,7 @@ def main(run_dir: Path) -> None:
     recipe = config.read(run_dir / "recipe.yaml")
     own_code.search_in(recipe.module_folders)
     timeouts = recipe.cluster.timeouts
-    place, realms = Place.from_environment(run_dir), Realms.of(recipe)
+    place, realms = RankInfo.from_environment(run_dir), Realms.of(recipe)
     try:
         world = World(place, realms, open_store(place, timeouts.join, timeouts.silence))
     except Exception as error:
@@ -97,7 +97,7 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
     startup.enter(SETTING_UP)
     timeouts, realms, algorithm = recipe.cluster.timeouts, world.realms, algorithms.build(recipe)
     storage_s = storage_timeout_s(timeouts)
-    attempt = Attempt(world.place.folder, storage_s)
+    attempt = Attempt(world.info.folder, storage_s)
     attempt.claim()
     train = Remote(mailbox, world, realms.train, TrainRole, timeouts, role)
     generate = Remote(mailbox, world, realms.generate, GenerateRole, timeouts)

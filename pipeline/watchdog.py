@@ -37,7 +37,7 @@ from pipeline.config import TimeoutsConfig
 from pipeline.files import listed
 from pipeline.secrets import redacted
 from pipeline.store.relay import STORE_GONE
-from pipeline.world import Activity, Place, Realms, World, beat_s
+from pipeline.world import Activity, RankInfo, Realms, World, beat_s
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +89,10 @@ class Failure:
     def here(cls, world: World, message: str) -> Failure:
         """This rank is to blame."""
         activity = world.activity
-        return cls(world.rank, world.realm, world.place.node, activity.verb, activity.phase, message)
+        return cls(world.rank, world.realm, world.info.node, activity.verb, activity.phase, message)
 
     @classmethod
-    def of(cls, error: BaseException, place: Place, realms: Realms, activity: Activity) -> Failure:
+    def of(cls, error: BaseException, place: RankInfo, realms: Realms, activity: Activity) -> Failure:
         realm = realms.name(place.rank)
         message = f"rank {place.rank} ({realm}): {type(error).__name__}: {error}"
         where = (place.rank, realm, place.node, activity.verb, activity.phase)
@@ -152,7 +152,7 @@ class Watchdog:
         self._stopped = threading.Event()
         self._news = threading.Event()  # for `_judge`
         self._watched = range(world.size) if world.rank == 0 else range(1)
-        self._store = world.store.near(world.place.node)  # the main thread may sit in a blocking call on its own connection
+        self._store = world.store.near(world.info.node)  # the main thread may sit in a blocking call on its own connection
         self._store.set_at_loss(f"lost/{world.rank}")
         self._answered = time.monotonic()
         self._joining_since: float | None = None  # some rank is in verb 'join'
@@ -181,7 +181,7 @@ class Watchdog:
             time.sleep(0.1)
         self._stopped.set()
         world = self._world
-        if not Failure.of(error, world.place, world.realms, world.activity).record(world.place.folder):
+        if not Failure.of(error, world.info, world.realms, world.activity).record(world.info.folder):
             self._end_quietly(f"an earlier failure; its own was {type(error).__name__}: {error}")
         self._tell(world.rank)
 
@@ -192,7 +192,7 @@ class Watchdog:
         keys = [FAILED, *(f"beat/{rank}" for rank in watched), *(f"lost/{rank}" for rank in watched)]
         for count in itertools.count():
             activity = world.activity
-            beat = Beat(count, world.place.node, activity.verb, activity.phase)
+            beat = Beat(count, world.info.node, activity.verb, activity.phase)
             try:
                 failed, *seen = self._store.exchange(f"beat/{world.rank}", msgspec.msgpack.encode(beat), keys)
             except dist.DistError as error:

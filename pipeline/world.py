@@ -56,7 +56,7 @@ BEATS_PER_S = 4096
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Where the launcher put this process."""
 
     rank: int
@@ -72,7 +72,7 @@ class Place:
         return self.folder.parents[1]
 
     @classmethod
-    def from_environment(cls, run_dir: Path) -> Place:
+    def from_environment(cls, run_dir: Path) -> RankInfo:
         env = os.environ
         return cls(
             rank=int(env["HETSTEP_RANK"]),
@@ -126,7 +126,7 @@ class Activity:
 class World:
     """One rank's view of the job."""
 
-    def __init__(self, place: Place, realms: Realms, store: RunStore):
+    def __init__(self, place: RankInfo, realms: Realms, store: RunStore):
         self.place = place
         self.rank = place.rank
         self.size = place.size
@@ -165,14 +165,14 @@ class World:
         return f"rank {rank} ({self.realms.name(rank)})"
 
 
-def _about(place: Place, realms: Realms) -> dict[str, Any]:
+def _about(place: RankInfo, realms: Realms) -> dict[str, Any]:
     """Who writes a timeline."""
     realm = realms.name(place.rank)
     engine = realms.engines.index(realms.engine(place.rank)) if realm == "generate" else None
     return {"rank": place.rank, "realm": realm, "engine": engine, "node": place.node}
 
 
-def _device(place: Place) -> torch.device:
+def _device(place: RankInfo) -> torch.device:
     """This rank's GPU. Where each rank is shown only its own, that is number 0 for all."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -187,7 +187,7 @@ def beat_s(size: int, silence_s: float) -> float:
     return min(max(1.0, size / BEATS_PER_S), silence_s / 10)
 
 
-def open_store(place: Place, timeout_s: float, silence_s: float = 60.0, relayed_from: int = RELAYED_FROM) -> RunStore:
+def open_store(place: RankInfo, timeout_s: float, silence_s: float = 60.0, relayed_from: int = RELAYED_FROM) -> RunStore:
     """The store that rank 0 serves. Its port is fresh for each attempt and is told through the attempt's folder.
 
     silence_s: `cluster.timeouts.silence`, for this node's relay. Raises TimeoutError if rank 0 or that does not appear, and
@@ -217,7 +217,7 @@ def open_store(place: Place, timeout_s: float, silence_s: float = 60.0, relayed_
     return store
 
 
-def _find_relay(store: RunStore, place: Place, address: Address, key: bytes, silence_s: float) -> None:
+def _find_relay(store: RunStore, place: RankInfo, address: Address, key: bytes, silence_s: float) -> None:
     """The first rank of a node that comes starts the node's relay; but on rank 0's node there is none."""
     name = f"relay/{place.node}"
     if not store.check([name]):
@@ -239,16 +239,16 @@ def _find_relay(store: RunStore, place: Place, address: Address, key: bytes, sil
 def wait_for_all(world: World, timeout_s: float) -> None:
     """Every rank says that it is here; rank 0 waits for all. Raises TimeoutError naming who has not come."""
     mine, rank_0 = world.store.addresses()
-    if world.place.local_rank == 0 and not interface.is_loopback(mine):
+    if world.info.local_rank == 0 and not interface.is_loopback(mine):
         world.store.set(REACHED, rank_0)
-    world.store.set(f"here/{world.rank}", world.place.node)
+    world.store.set(f"here/{world.rank}", world.info.node)
     if world.rank:
         return
     others = [f"here/{rank}" for rank in range(1, world.size)]
     try:
         world.store.wait(others, timedelta(seconds=timeout_s))
     except dist.DistStoreError:
-        nodes = world.store.exchange("here/0", world.place.node.encode(), others)
+        nodes = world.store.exchange("here/0", world.info.node.encode(), others)
         names = ", ".join(world.describe(rank) for rank, node in enumerate(nodes, 1) if node is None)
         raise TimeoutError(f"verb 'join': after {timeout_s:g} s (cluster.timeouts.join) there is no sign of {names}") from None
 
@@ -327,7 +327,7 @@ def _choose_interface(world: World) -> None:
     mine, _ = world.store.addresses()
     alone = interface.is_loopback(mine)
     if world.rank == 0:
-        (reached,) = world.store.exchange("here/0", world.place.node.encode(), [REACHED])
+        (reached,) = world.store.exchange("here/0", world.info.node.encode(), [REACHED])
         one_node = len(set(world.nodes().values())) == 1
         world.store.set(ADDRESS, interface.LOOPBACK if one_node else (reached or mine) if alone else mine)
     if not given:

@@ -15,7 +15,7 @@ import pytest
 from pipeline import timeline
 from pipeline.spans import WAITING, Merger, Span, category, span
 from pipeline.timeline import Timeline, Writer
-from pipeline.world import Place, Realms, World
+from pipeline.world import RankInfo, Realms, World
 
 ABOUT = {"rank": 0, "realm": "train", "engine": None, "node": "a"}
 BEGAN = {"began": 1_700_000_000.0}
@@ -66,7 +66,7 @@ def short(event: dict) -> list:
 
 
 def test_nested_phases_are_a_row_of_spans_without_gaps(clock, tmp_path):
-    place = Place(1, 3, 0, "node7", "here", tmp_path)
+    place = RankInfo(1, 3, 0, "node7", "here", tmp_path)
     world = World(place, Realms((0,), (1, 2), ((1, 2),)), None)
     clock.now += 1
     with world.phase("", verb="rollout"):

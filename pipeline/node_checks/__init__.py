@@ -62,7 +62,7 @@ def check(world: World, cluster: ClusterConfig) -> None:
 
 def _look(world: World, cluster: ClusterConfig, token: str) -> RankReport:
     with world.phase("look around"):
-        return look.probe(world.place, world.device, getattr(cluster, world.realm), token)
+        return look.probe(world.info, world.device, getattr(cluster, world.realm), token)
 
 
 # ---- every other rank -------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def _follow(world: World, cluster: ClusterConfig) -> None:
         return
     for turn in range(network.TURNS):
         rounds = _wait(world, f"rounds/{turn}", LOOK_S + look.SHARED_S + network.bound_s(network.MOST_ROUNDS), Rounds)
-        look.remove_own(world.place, token)  # rank 0 has read it
+        look.remove_own(world.info, token)  # rank 0 has read it
         if links := network.exchange(world, turn, rounds):
             _tell(world, f"links/{turn}/{world.rank}", links)
 
@@ -103,7 +103,7 @@ def _lead(world: World, cluster: ClusterConfig) -> None:
     findings = Findings(_nodes(world))
     token = secrets.token_hex(16) if len(findings.ranks) > 1 else ""
     if token:
-        look.leave_own(world.place, token)
+        look.leave_own(world.info, token)
     _tell(world, "token", token)
     findings.reports[0] = _look(world, cluster, token)
     with world.phase("wait for what other ranks see"):
@@ -114,14 +114,14 @@ def _lead(world: World, cluster: ClusterConfig) -> None:
     findings.apart, findings.notes = judge.images(findings.reports, world.realms, cluster)
     if token:
         with world.phase("read what other nodes wrote"):
-            unread = look.unread(world.place, findings.reports, token)
+            unread = look.unread(world.info, findings.reports, token)
         findings.blame(judge.shared(findings.ranks, findings.reports, unread))
         _measure(world, findings, cluster.node_checks.min_gb_per_s)
-        look.remove_own(world.place, token)
+        look.remove_own(world.info, token)
         findings.blame(judge.links(findings.names, findings.links, cluster.node_checks.min_gb_per_s))
         findings.blame(judge.clocks(findings.names, findings.links, cluster.node_checks.max_clock_skew_s))
     record = results.record(findings, time.perf_counter() - start)
-    write_durably(world.place.folder / "nodes.json", json.dumps(record, indent=1) + "\n")
+    write_durably(world.info.folder / "nodes.json", json.dumps(record, indent=1) + "\n")
     logger.info(results.text(record))
     if findings.apart:
         _fail_apart(world, findings, cluster)
@@ -184,7 +184,7 @@ def _fail_apart(world: World, findings: Findings, cluster: ClusterConfig) -> Non
     headline, how = judge.remedy(findings.apart, world.realms, cluster)
     others = "".join(f"; {node}: {'; '.join(why)}" for node, why in findings.problems.items())
     message = f"{headline}: {'; '.join(findings.apart.values())}. {how}{others}"
-    Failure(world.rank, world.realm, world.place.node, VERB, "", message).record(world.place.folder)
+    Failure(world.rank, world.realm, world.info.node, VERB, "", message).record(world.info.folder)
     raise BadNodes(headline)
 
 
@@ -204,9 +204,9 @@ def _fail(world: World, findings: Findings) -> None:
     elif len(bad) == total > 2:
         headline += ", so it is the recipe, or what they share"
     else:
-        Attempt(world.place.folder).tell_bad_nodes(surely)
+        Attempt(world.info.folder).tell_bad_nodes(surely)
     message = f"{headline}: {'; '.join(f'{node}: {why}' for node, why in bad.items())}{how}"
     first = next(iter(bad))
     rank = findings.ranks[first][0]
-    Failure(rank, world.realms.name(rank), first, VERB, "", message).record(world.place.folder)
+    Failure(rank, world.realms.name(rank), first, VERB, "", message).record(world.info.folder)
     raise BadNodes(headline)

@@ -21,7 +21,7 @@ import torch
 from pipeline.builds import CUDA, NCCL, TORCH
 from pipeline.config import ComponentConfig
 from pipeline.node_checks import nccl
-from pipeline.world import Place
+from pipeline.world import RankInfo
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pipeline", "launch")
@@ -69,7 +69,7 @@ class RankReport(msgspec.Struct, array_like=True):
     node: Node | None = None  # of the first rank of a component on a node
 
 
-def probe(place: Place, device: torch.device, component: ComponentConfig, token: str) -> RankReport:
+def probe(place: RankInfo, device: torch.device, component: ComponentConfig, token: str) -> RankReport:
     """Return what this rank sees. token: what rank 0 wrote into the shared folder; empty: there is but one node."""
     start = time.perf_counter()
     uses_gpus = component.gpus_per_node > 0
@@ -142,7 +142,7 @@ def memory_errors() -> tuple[dict[str, int], str]:
 # ---- the node ---------------------------------------------------------------------------------------------------------------
 
 
-def look_at_node(place: Place, token: str, uses_gpus: bool) -> Node:
+def look_at_node(place: RankInfo, token: str, uses_gpus: bool) -> Node:
     try:
         code = code_digest(ROOT)
     except OSError as error:
@@ -224,7 +224,7 @@ def processors() -> str:
 # ---- the shared folder ------------------------------------------------------------------------------------------------------
 
 
-def look_at_shared(place: Place, token: str) -> str:
+def look_at_shared(place: RankInfo, token: str) -> str:
     """Read what rank 0 wrote and leave something for it to read. Return what is wrong, or ''."""
     if place.rank:
         try:
@@ -234,7 +234,7 @@ def look_at_shared(place: Place, token: str) -> str:
     return _misread(place, 0, token, time.monotonic() + SHARED_S)
 
 
-def unread(place: Place, reports: dict[int, RankReport], token: str) -> dict[int, str]:
+def unread(place: RankInfo, reports: dict[int, RankReport], token: str) -> dict[int, str]:
     """Return, on rank 0, what is wrong with the files of those ranks that wrote one."""
     writers = [rank for rank, report in reports.items() if rank and report.node is not None and not report.node.shared]
     deadline = time.monotonic() + SHARED_S
@@ -243,19 +243,19 @@ def unread(place: Place, reports: dict[int, RankReport], token: str) -> dict[int
         return {rank: why for rank, why in zip(writers, answers, strict=True) if why}
 
 
-def leave_own(place: Place, token: str) -> None:
+def leave_own(place: RankInfo, token: str) -> None:
     with open(_file(place, place.rank, token), "w") as file:
         file.write(_content(place.rank, token))
         file.flush()
         os.fsync(file.fileno())
 
 
-def remove_own(place: Place, token: str) -> None:
+def remove_own(place: RankInfo, token: str) -> None:
     with contextlib.suppress(OSError):  # a folder that is not as it should be has been told of
         _file(place, place.rank, token).unlink()
 
 
-def _file(place: Place, rank: int, token: str) -> Path:
+def _file(place: RankInfo, rank: int, token: str) -> Path:
     return place.folder / f".check-{rank}-{token[:8]}"
 
 
@@ -264,7 +264,7 @@ def _content(rank: int, token: str) -> str:
     return f"{rank} {token}"
 
 
-def _misread(place: Place, rank: int, token: str, deadline: float) -> str:
+def _misread(place: RankInfo, rank: int, token: str, deadline: float) -> str:
     """Return why it cannot be seen what `rank` wrote; '' as soon as it can."""
     path, expected = _file(place, rank, token), _content(rank, token)
     while True:

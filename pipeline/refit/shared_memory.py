@@ -50,7 +50,7 @@ class StagingOffer(msgspec.Struct):
 
 def share_staging(world: World, sends: SendEndpoint, receives: ReceiveEndpoint) -> None:
     """Give both sides their memory, shared with all peers that can map it. Every rank of a plan calls this at the same time."""
-    memory, handle, descriptor = _shareable(BUFFERS * sends.round_bytes, world.device, world.place.node)
+    memory, handle, descriptor = _shareable(BUFFERS * sends.round_bytes, world.device, world.info.node)
     sends.allocate(BUFFERS, memory)
     offers = {peer: msgspec.msgpack.encode(StagingOffer(handle, places)) for peer, places in sends.places().items()}
     with world.phase(f"share memory with ranks {_listed(sends.peers + receives.peers)}"):
@@ -58,7 +58,7 @@ def share_staging(world: World, sends: SendEndpoint, receives: ReceiveEndpoint) 
         for peer, body in _exchange(world, offers, receives.peers).items():
             offer = msgspec.msgpack.decode(body, type=StagingOffer)
             try:
-                memories[peer] = (_mapped(offer.handle, world.device, world.place.node), offer.places)
+                memories[peer] = (_mapped(offer.handle, world.device, world.info.node), offer.places)
                 answers[peer] = b""
             except (OSError, RuntimeError) as error:  # they send each other messages instead
                 answers[peer] = str(error).encode()

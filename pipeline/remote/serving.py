@@ -45,7 +45,7 @@ class _Inbox:
     """A rank's verbs. A thread fetches them, so that to look for one costs the store nothing."""
 
     def __init__(self, world: World, news: threading.Event):
-        self._store = world.store.near(world.place.node)
+        self._store = world.store.near(world.info.node)
         self._rank = world.rank
         self._news = news
         self._come: queue.SimpleQueue[Envelope | Exception] = queue.SimpleQueue()
@@ -81,7 +81,7 @@ class _Outbox:
 
     def __init__(self, world: World):
         self._world = world
-        self._store = world.store.near(world.place.node)
+        self._store = world.store.near(world.info.node)
         self._sends: list[tuple[int, Sending]] = []  # by call: bodies under way, alive until rank 0 has all answers
 
     def settle(self, settled: int) -> None:

@@ -57,7 +57,7 @@ class TrainRole:
         self._batches: list[list[PackedBatch]] = []  # the microbatches of each update
         self._models: dict[str, TrainBackend] = {}
         self._background = Background()
-        self._patience = Patience(storage_timeout_s(recipe.cluster.timeouts), kept=lambda: kept(world.place.run_dir))
+        self._patience = Patience(storage_timeout_s(recipe.cluster.timeouts), kept=lambda: kept(world.info.run_dir))
 
     @property
     def _policy(self) -> TrainBackend:

@@ -68,7 +68,7 @@ from pipeline.types import (
     Update,
 )
 from pipeline.watchdog import Watchdog
-from pipeline.world import RELAYED_FROM, Place, Realms, World, beat_s, wait_for_all
+from pipeline.world import RELAYED_FROM, RankInfo, Realms, World, beat_s, wait_for_all
 from tests.benchmarks.stand_in import TOGETHER, Counted
 
 SIZES = (64, 512, 2048, 8192)
@@ -162,7 +162,7 @@ class Simulation:
         half = size // 2
         engines = tuple(tuple(range(i, i + TOGETHER)) for i in range(half, size, TOGETHER))
         self.realms = Realms(tuple(range(half)), tuple(range(half, size)), engines)
-        place = Place(0, size, 0, "node0", "127.0.0.1", folder / "attempts/1")
+        place = RankInfo(0, size, 0, "node0", "127.0.0.1", folder / "attempts/1")
         self.world = World(place, self.realms, RunStore(self.address, key, 60))
         begun = time.perf_counter()
         self.others = [self._stand_in(number, key) for number in range(PROCESSES)]
@@ -325,7 +325,7 @@ def node() -> str:
     realms = Realms((0, *ranks), (), ())
     with tempfile.TemporaryDirectory() as folder:
         worlds = [
-            World(Place(rank, len(ranks) + 1, rank, "node", "127.0.0.1", Path(folder)), realms, RunStore(address, key, 60))
+            World(RankInfo(rank, len(ranks) + 1, rank, "node", "127.0.0.1", Path(folder)), realms, RunStore(address, key, 60))
             for rank in realms.train
         ]
         relaying, near = relay.start(address, key, ranks[0], 1.0, 60.0)

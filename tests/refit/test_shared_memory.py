@@ -30,7 +30,7 @@ REFITS = 3
 
 def both_ways(world: World, folder: Path, transport: str, cases: tuple = CASES, elsewhere: tuple[int, ...] = ()) -> None:
     """The same refits by wire and through shared memory. elsewhere: ranks on another node."""
-    world.place.node = "other" if world.rank in elsewhere else "one"
+    world.info.node = "other" if world.rank in elsewhere else "one"
     for train, wire, generate, engines, share, bucket_bytes in cases:
         made = ranks.backends(AWKWARD, engines, train, generate, world.device)
         plan = ranks.planned(AWKWARD, made, engines, wire, bucket_bytes, share)

@@ -17,7 +17,7 @@ from pipeline.roles.reward import RewardRole
 from pipeline.scoring import Scoring
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
 from pipeline.watchdog import Watchdog
-from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
+from pipeline.world import RankInfo, Realms, World, join, leave, open_store, wait_for_all
 from tests.roles.judges import END
 
 
@@ -51,7 +51,7 @@ def score(recipe: config.Recipe, run_dir: Path, reward: Remote) -> None:
 def main(run_dir: Path) -> None:
     recipe = config.read(run_dir / "recipe.yaml")
     timeouts = recipe.cluster.timeouts
-    place = Place.from_environment(run_dir)
+    place = RankInfo.from_environment(run_dir)
     world = World(place, Realms.of(recipe), open_store(place, timeouts.join))
     mailbox = Mailbox(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline import algorithms, config, generate, main
 from pipeline.roles import GenerateRole, TrainRole
-from pipeline.world import Place, Realms, World
+from pipeline.world import RankInfo, Realms, World
 
 REALMS = Realms((0,), (1, 2), ((1, 2),), colocated=True)
 
@@ -30,7 +30,7 @@ class Engine:
 
 
 def world(rank: int, path) -> World:
-    return World(Place(rank, 3, rank, "here", "here", path), REALMS, None)
+    return World(RankInfo(rank, 3, rank, "here", "here", path), REALMS, None)
 
 
 @pytest.mark.parametrize("transport", ["planned", "delta", "broadcast"])

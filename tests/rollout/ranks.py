@@ -24,7 +24,7 @@ from pipeline.rollout.driver import Driver
 from pipeline.rollout.environment_pool import EnvironmentPool
 from pipeline.rollout.environment_threads import EnvironmentThreads, EnvStepper
 from pipeline.watchdog import Watchdog
-from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
+from pipeline.world import RankInfo, Realms, World, join, leave, open_store, wait_for_all
 from tests.generate.tiny import MAX_MODEL_LEN, policy
 from tests.rollout.engine import Noted, Told, by_place, prompts, work
 
@@ -137,7 +137,7 @@ def check(generate: Remote, gate: Path) -> None:
 
 
 def main(run_dir: Path, scenario: str, model: Path) -> None:
-    place = Place.from_environment(run_dir)
+    place = RankInfo.from_environment(run_dir)
     store = open_store(place, TIMEOUTS.join)
     world = World(place, REALMS, store)
     mailbox = Mailbox(world) if world.rank == 0 else None

@@ -20,13 +20,13 @@ from pipeline.config import ClusterConfig, ComponentConfig, TimeoutsConfig
 from pipeline.config.cluster import NodeChecksConfig
 from pipeline.node_checks import look, network
 from pipeline.watchdog import Watchdog
-from pipeline.world import Place, Realms, World, join, leave, open_store, wait_for_all
+from pipeline.world import RankInfo, Realms, World, join, leave, open_store, wait_for_all
 
 TIMEOUTS = TimeoutsConfig(join=60, silence=60)
 CHECKS = NodeChecksConfig(min_gb_per_s=0.003, max_clock_skew_s=2.0)  # a busy machine's ranks have been seen at 0.028
 
 
-def break_node(fault: str | None, place: Place) -> Place:
+def break_node(fault: str | None, place: RankInfo) -> RankInfo:
     """What is wrong with this rank's node from now on. Only where the machine cannot be broken is Python."""
     match fault:
         case "clock":
@@ -81,7 +81,7 @@ def rank_main(run_dir: Path, nodes: list[str], rank: int, faults: dict[str, str]
     if {"dead", "stuck"} & set(faults.values()):
         network.LINK_S, node_checks.LOOK_S = 3.0, 8.0
     size, local_rank = len(nodes), nodes[:rank].count(nodes[rank])
-    place = Place(rank, size, local_rank, nodes[rank], "127.0.0.1", run_dir / "attempts/1")
+    place = RankInfo(rank, size, local_rank, nodes[rank], "127.0.0.1", run_dir / "attempts/1")
     realms = Realms(tuple(range(size)), (), ())
     if "other network" in faults.values():  # the last rank generates
         realms = Realms(tuple(range(size - 1)), (size - 1,), ((size - 1,),))
@@ -91,7 +91,7 @@ def rank_main(run_dir: Path, nodes: list[str], rank: int, faults: dict[str, str]
         watchdog.start()
         wait_for_all(world, TIMEOUTS.join)
         join(world)
-        world.place = break_node(faults.get(place.node), place)
+        world.info = break_node(faults.get(place.node), place)
         node_checks.check(world, ClusterConfig(node_checks=CHECKS, generate=ComponentConfig()))
         dist.barrier(world.spanning)
     except Exception as error:

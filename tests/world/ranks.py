@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from pipeline.config import TimeoutsConfig
 from pipeline.remote import Mailbox, Remote, serve, stop, verb
 from pipeline.watchdog import Watchdog
-from pipeline.world import Place, Realms, World, connect, join, leave, open_store, wait_for_all
+from pipeline.world import RankInfo, Realms, World, connect, join, leave, open_store, wait_for_all
 from tests.world import visited
 
 REALMS = Realms(train=(0, 1), generate=(2, 3, 4), engines=((2, 3), (4,)), reward=(5, 6))
@@ -86,14 +86,14 @@ class Role(visited.Verbs):
     def reduce(self) -> None:
         """For ever: rank 3 and the train realm take no part."""
         if self.world.rank == 3:
-            (self.world.place.folder / "pid3").write_text(str(os.getpid()))
+            (self.world.info.folder / "pid3").write_text(str(os.getpid()))
             time.sleep(600)
         dist.all_reduce(torch.zeros(1), group=self.world.spanning)
 
     @verb("setup")
     def fail(self) -> None:
         if self.world.rank == 3:
-            (self.world.place.folder / "raised").write_text(str(time.time()))
+            (self.world.info.folder / "raised").write_text(str(time.time()))
             raise ValueError("the engine is on fire")
 
     def secret(self) -> None:
@@ -132,7 +132,7 @@ def check(train: Remote, generate: Remote, reward: Remote) -> None:
 
 def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> None:
     timeouts = replace(timeouts, join=float(os.environ.get("JOIN_S", timeouts.join)))
-    place = Place.from_environment(run_dir)
+    place = RankInfo.from_environment(run_dir)
     realms = replace(REALMS, reward=tuple(range(5, place.size)))
     if scenario == "absent" and place.rank == 3:
         return

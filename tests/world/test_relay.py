@@ -18,7 +18,7 @@ from pipeline.config import TimeoutsConfig
 from pipeline.store import mail, proof, relay, server, table
 from pipeline.store.client import RunStore
 from pipeline.watchdog import Watchdog
-from pipeline.world import Place, World, _find_relay
+from pipeline.world import RankInfo, World, _find_relay
 from tests.world.ranks import REALMS
 from tests.world.worlds import SIZE
 
@@ -176,7 +176,7 @@ def test_errors_behind_a_relay_name_it(tmp_path, monkeypatch):
     process, address = server.start("127.0.0.1", key)
     store = RunStore(address, key, 10)
     relaying, store.relay = relay.start(address, key, 3, 1.0, 30.0)
-    world = World(Place(4, 7, 4, "node1", "127.0.0.1", tmp_path), REALMS, store)
+    world = World(RankInfo(4, 7, 4, "node1", "127.0.0.1", tmp_path), REALMS, store)
     watchdog, failures = Watchdog(world, TimeoutsConfig(silence=1)), []
     monkeypatch.setattr(watchdog, "_end", failures.append)
     watchdog._judge_silence({}, time.monotonic() + 60)
@@ -208,7 +208,7 @@ def test_a_relay_that_does_not_start_is_named_with_its_rank(tmp_path):
     process, address = server.start("127.0.0.1", key)
     store = RunStore(address, key, 0.5)
     store.set("relay/node1/by", "3")  # which then hangs
-    place = Place(4, 7, 4, "node1", "127.0.0.1", tmp_path)
+    place = RankInfo(4, 7, 4, "node1", "127.0.0.1", tmp_path)
     with pytest.raises(TimeoutError, match=r"verb 'join': rank 3 has not started node1's relay within 0\.5 s"):
         _find_relay(store, place, address, key, 60.0)
     store.set("relay/node1", "")

@@ -16,7 +16,7 @@ from pipeline.remote.messages import INLINE, Envelope, as_tensor, route
 from pipeline.store import mail
 from pipeline.store.client import RunStore
 from pipeline.store.server import start
-from pipeline.world import Place, Realms, World
+from pipeline.world import RankInfo, Realms, World
 
 REALMS = Realms(train=(0,), generate=(1,), engines=((1,),))
 
@@ -104,7 +104,9 @@ def job(tmp_path):
     """(Remote, the other rank's role, Mailbox, what it raised)"""
     key, raised = os.urandom(32), []
     process, address = start("127.0.0.1", key)
-    worlds = [World(Place(rank, 2, rank, "here", "127.0.0.1", tmp_path), REALMS, RunStore(address, key, 60)) for rank in (0, 1)]
+    worlds = [
+        World(RankInfo(rank, 2, rank, "here", "127.0.0.1", tmp_path), REALMS, RunStore(address, key, 60)) for rank in (0, 1)
+    ]
     role, mailbox = Counter(), Mailbox(worlds[0])
 
     def other():
@@ -249,7 +251,7 @@ def test_what_several_ranks_get_is_encoded_and_sent_once(tmp_path, monkeypatch):
     key, sent, encoded = os.urandom(32), [], []
     process, address = start("127.0.0.1", key)
     realms = Realms(train=tuple(range(7)), generate=(), engines=())
-    world = World(Place(0, 7, 0, "here", "127.0.0.1", tmp_path), realms, RunStore(address, key, 60))
+    world = World(RankInfo(0, 7, 0, "here", "127.0.0.1", tmp_path), realms, RunStore(address, key, 60))
     monkeypatch.setattr(calls, "send_body", lambda world, body, call, to: sent.append((len(body), to)))
     encode = calls.encode
     monkeypatch.setattr(calls, "encode", lambda message: encoded.append(message) or encode(message))
@@ -286,7 +288,7 @@ def test_a_rank_without_a_store_ends(tmp_path):
     """The thread that fetches verbs passes on what it met."""
     key = os.urandom(32)
     process, address = start("127.0.0.1", key)
-    world = World(Place(1, 2, 1, "here", "127.0.0.1", tmp_path), REALMS, RunStore(address, key, 60))
+    world = World(RankInfo(1, 2, 1, "here", "127.0.0.1", tmp_path), REALMS, RunStore(address, key, 60))
     timer = threading.Timer(0.3, process.kill)
     timer.start()
     with pytest.raises(dist.DistError, match="is gone"):
