@@ -55,7 +55,7 @@ def placed(loaded: Loaded) -> Loaded:
         refused = refused or f": {found[0]}"
     key = "cluster.train.gpus_per_node"
     told = f"the recipe fits in no way onto this machine's {there}{refused}. Try a smaller layout, or {key}=0 for CPUs"
-    return replace(loaded, problems=[Problem(key, "too-many-ranks", told)])
+    return replace(loaded, problems=[Problem(key, "too-large", told)])
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of launch/: whether or not the package is installed
 
-from launch import backend, command_line, recipes, run_setup, slurm_client, task
+from launch import backend, command_line, recipes, run_setup, slurm_client, task, troubleshooting
 from launch.command_line import Key
 from launch.components import components
 from launch.executors import allocation, local, selection, slurm
@@ -36,6 +36,7 @@ from launch.units import plural
 from pipeline import config, secrets
 from pipeline.algorithms import build
 from pipeline.config import Problem, Recipe, RecipeError, bound, collected, only_evaluates, reference, refuse, section
+from pipeline.problem_codes import CODES
 
 if TYPE_CHECKING:
     from launch.follow import MetricsTail
@@ -65,7 +66,12 @@ class SubmitRequest:
     detach: Annotated[bool, Key("true", "submit and return; the run goes on")] = False
     follow: Annotated[Path | None, Key("RUN_DIR", "show the progress of a run that was submitted before")] = None
     help: Annotated[
-        str | None, Key("[KEY]", "print type, range, default and meaning of a recipe's key, or of a section's keys", read=str)
+        str | None,
+        Key(
+            "[KEY]",
+            "print type, range, default and meaning of a recipe's key or section, or cause and cure of an error's code",
+            read=str,
+        ),
     ] = None
 
     def problems(self) -> Iterator[Problem]:
@@ -89,7 +95,7 @@ def main(arguments: list[str]) -> int:
 def execute(request: SubmitRequest) -> int:
     """Raises RecipeError."""
     if request.help is not None:
-        print(reference.explained(request.help))
+        print(troubleshooting.explained(request.help) if request.help in CODES else reference.explained(request.help))
         return 0
     signal.signal(signal.SIGTERM, _interrupt)
     if request.follow:

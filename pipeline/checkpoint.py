@@ -203,7 +203,7 @@ def version_problem(checkpoint: Checkpoint, recipe: Recipe) -> Problem | None:
         return None
     return Problem(
         "run_dir",
-        "earlier-version",
+        "wrong-version",
         f"{checkpoint.folder} counts its learning-rate schedule in optimizer updates, as earlier versions did; this"
         f" version counts steps, and a step has {updates} updates, so the rate would change on resuming. Go on with the version"
         " that wrote it (the run's manifest.json names the commit), or begin another run from its weights (python"

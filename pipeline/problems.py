@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from pipeline.problem_codes import CODES
+
 
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong, and where.
 
     key: dotted key of the recipe, or the command line's word, that has to change
-    code: stable name of the kind of problem, in words with hyphens, such as `too-small`; tests and scripts compare this
+    code: stable name of the kind of problem, one of `pipeline.problem_codes.CODES`; tests and scripts compare this
     message: what was found, what is expected, what to try: `got 0; expected at least 1`. Its words may change
     origin: where the recipe gives the key, such as `recipes/tiny_grpo.yaml:12`; empty where it does not
     """
@@ -21,6 +23,9 @@ class Problem:
     code: str
     message: str
     origin: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.code in CODES, f"{self.code}: add it to pipeline/problem_codes.py"
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.origin, self.key, self.message) if part)
@@ -45,9 +50,11 @@ def refuse(problems: Iterable[Problem]) -> None:
 
 
 def listed(problems: Sequence[Problem]) -> str:
-    """Return the problems as a command prints them: one on its own line, several as a list, each with `[code]` at its end."""
+    """Return the problems as a command prints them, each with `[code]` at its end: one on its own line, several as a list."""
     lines = [f"{problem} [{problem.code}]" for problem in problems]
-    return lines[0] if len(lines) == 1 else "\n  - ".join([f"{len(lines)} problems", *lines])
+    if len(lines) == 1:
+        return lines[0]
+    return "\n  - ".join([f"{len(lines)} problems", *lines]) + "\nfor cause and cure: python launch/submit.py help=CODE"
 
 
 @contextmanager

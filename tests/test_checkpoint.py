@@ -174,5 +174,5 @@ def test_a_schedule_that_counted_updates_is_refused_where_a_step_has_several(che
     if updates is None:
         assert problem is None
     else:
-        assert (problem.key, problem.code) == ("run_dir", "earlier-version")
+        assert (problem.key, problem.code) == ("run_dir", "wrong-version")
         assert f"a step has {updates} updates" in problem.message

@@ -27,6 +27,7 @@ DOWNHILL = [
     ("builds", "encoding", "files", "interface", "signals", "startup", "timeline", "sandbox", "own_code", "rank_log"),
     ("secrets", "spans"),
     ("problems", "values"),
+    ("problem_codes",),
 ]
 HEAVY = ("torch", "transformers", "vllm", "megatron", "datasets", "tensorboard")
 LEVEL = {part: level for level, parts in enumerate(DOWNHILL) for part in parts}

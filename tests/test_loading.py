@@ -172,11 +172,11 @@ def test_a_whole_section_may_be_referred_to(write):
     ("text", "code", "names"),
     [
         ("${nowhere.at_all}", "unknown-reference", "nowhere.at_all"),
-        ("${oc.env:HETSTEP_NO_SUCH_VARIABLE}", "missing-variable", "HETSTEP_NO_SUCH_VARIABLE"),
+        ("${oc.env:HETSTEP_NO_SUCH_VARIABLE}", "missing-value", "HETSTEP_NO_SUCH_VARIABLE"),
         ("${.seed}", "circular", ".seed"),
         ("${div:1,0}", "bad-interpolation", "div:1,0"),
         ("${add:1,x}", "bad-interpolation", "add:1,x"),
-        ("${sub:1,2}", "unknown-resolver", "add, div, if, max, mul"),
+        ("${sub:1,2}", "bad-interpolation", "add, div, if, max, mul"),
         ("${add:1", "bad-interpolation", "add:1"),
         ("${name}", "wrong-type", "got 'a'"),
         ("${mul:-1,3}", "too-small", "It comes from ${mul:-1,3}"),

@@ -23,7 +23,7 @@ from pipeline.config import Problem
 MISFIT = re.compile(r"configuration is not available|nodes? (are|is|not) (busy|not available|available)", re.I)
 """Refusals that Slurm also gives when suitable nodes are down."""
 CODES = {
-    "invalid partition": "no-such-partition",
+    "invalid partition": "not-a-choice",
     "no partition specified": "missing-value",
     "feature": "not-a-choice",
     "limit|node count|configuration|more processors": "over-limit",

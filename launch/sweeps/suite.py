@@ -242,7 +242,7 @@ def problems(suite: Suite) -> Iterator[Problem]:
 
 
 def bad_name(key: str, name: str) -> Problem:
-    return Problem(key, "bad-name", f"got '{name}'; expected letters, digits, '.', '_' and '-': it is the name of a folder")
+    return Problem(key, "bad-format", f"got '{name}'; expected letters, digits, '.', '_' and '-': it is the name of a folder")
 
 
 def _seeds(key: str, seeds: list[int]) -> Iterator[Problem]:

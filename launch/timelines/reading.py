@@ -129,7 +129,7 @@ class Recording:
             if number not in self.steps:
                 known = f"steps {min(self.steps)} to {max(self.steps)}" if self.steps else "no step"
                 message = f"step {number} is not in the timeline of attempt {self.attempt.name}, which has {known}"
-                raise RecipeError(Problem("step", "no-such-step", message))
+                raise RecipeError(Problem("step", "no-records", message))
         return self.steps[first][0], self.steps[last][1]
 
     def step(self, number: int | None, pixels: int) -> Step:

@@ -114,7 +114,7 @@ def _check_gpus(recipe: Recipe) -> Iterator[Problem]:
                 f"got {component.ranks_per_node}; expected at most gpus_per_node={component.gpus_per_node}, since NCCL refuses"
                 f" two ranks on one GPU. Try {key}=null, which is one per GPU"
             )
-            yield Problem(key, "too-many-ranks", told)
+            yield Problem(key, "too-large", told)
 
 
 def _check_shared_nodes(recipe: Recipe) -> Iterator[Problem]:
@@ -177,7 +177,7 @@ def _check_quantisation(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(ignored, "has-no-effect", f"got layers, but nothing is quantised. Try {key}=fp8, or null here")
         return
     if generation.backend != "vllm":
-        yield Problem(key, "needs-backend", "got fp8; expected auto. Try policy.generation.backend=vllm")
+        yield Problem(key, "contradiction", "got fp8; expected auto. Try policy.generation.backend=vllm")
     if recipe.policy.precision != "bfloat16":
         told = "got fp8; expected auto, since vLLM quantises bfloat16 models alone. Try policy.precision=bfloat16"
         yield Problem(key, "contradiction", told)

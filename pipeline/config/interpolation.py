@@ -212,11 +212,11 @@ def _explained(value: Any, error: OmegaConfBaseException) -> tuple[str, str]:
         return "missing-value", f"got '{value}', which refers to a key without a value"
     if isinstance(error, UnsupportedInterpolationType):
         known = ", ".join(sorted(RESOLVERS))
-        return "unknown-resolver", f"got '{value}'; expected one of the resolvers {known}, or OmegaConf's own oc.*"
+        return "bad-interpolation", f"got '{value}'; expected one of the resolvers {known}, or OmegaConf's own oc.*"
     if "Environment variable" in str(error):
         name = re.search(r"Environment variable '([^']*)'", str(error)).group(1)
         return (
-            "missing-variable",
+            "missing-value",
             f"got '{value}', but the environment variable {name} is not set. Export it, or give the value",
         )
     return "bad-interpolation", f"got '{value}', which cannot be computed: {_first_line(error)}"

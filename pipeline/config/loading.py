@@ -136,7 +136,7 @@ def find(name: str) -> Path:
     path = config_tree.find_file(name, RECIPES, "recipe")
     if path.stem in (".", ".."):
         message = f"got a file called {path.name}; expected a name for the run's folder. Rename the file"
-        raise RecipeError(Problem("recipe", "bad-name", message))
+        raise RecipeError(Problem("recipe", "bad-format", message))
     return path
 
 

@@ -18,6 +18,7 @@ from tests.launch.model import write_data, write_model, write_recipe
 from tests.problems import refused
 
 SUBMIT = ROOT / "launch/submit.py"
+HELP = "for cause and cure: python launch/submit.py help=CODE"
 TENSOR_PARALLEL = "policy.generation.vllm_cfg.tensor_parallel_size"
 
 
@@ -62,6 +63,8 @@ def refusal(folder: Path, before: list[Path], status: int, out: str, err: str, c
 def told(message: str) -> list[str]:
     """The problems of an error: one behind `error: `, more as a list below it. A problem may have further lines."""
     first, *rest = message.removeprefix("error: ").strip().replace("\n      ", " ").splitlines()
+    if rest:
+        assert rest.pop() == HELP
     return [line.removeprefix("  - ") for line in rest] if rest else [first]
 
 

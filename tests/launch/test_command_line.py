@@ -140,7 +140,7 @@ def test_every_command_explains_its_keys(name, capsys):
         ("sweep", ["check=b", "sweep=a"], ("check", "contradiction")),
         ("sweep", ["check=b", "wait=true"], ("check", "contradiction")),
         ("sweep", ["check=b", "seeds=[1]"], ("check", "contradiction")),
-        ("sweep", ["sweep=a", "id=../x"], ("id", "bad-name")),
+        ("sweep", ["sweep=a", "id=../x"], ("id", "bad-format")),
         ("timeline", ["a", "steps=3-2"], ("steps", "wrong-type")),
         ("timeline", ["a", "steps=1-2", "attempts=all"], ("steps", "contradiction")),
         ("plan_refit", ["recipe=a", "model_config=nowhere/config.json"], ("model_config", "file-not-found")),

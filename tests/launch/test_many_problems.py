@@ -155,7 +155,7 @@ BROKEN = {
         {},
         [
             ("grpo.seed", "unknown-reference"),
-            ("policy.model_name", "missing-variable"),
+            ("policy.model_name", "missing-value"),
             ("grpo.max_num_steps", "circular"),
             ("grpo.val_period", "circular"),
             ("cluster.train.nodes", "bad-interpolation"),

@@ -15,13 +15,13 @@ CLIMBING = ("..", "../a", "a/../../b", "/tmp/a", ".", ".a", "a\n", "a\n/../b")
 
 @pytest.mark.parametrize("name", CLIMBING)
 def test_a_sweeps_names_do_not_climb(tmp_path, name):
-    with refused(("id", "bad-name")):
+    with refused(("id", "bad-format")):
         command_line.parse(sweep.SweepRequest, ["sweep=one", f"id={name}"])
     gates = {"learns": {"value": "last(val/loss)", "at_most": 1}}
     for given in ({"name": name, "runs": {"tiny_sft": {}}}, {"name": "one", "runs": {name: {"recipe": "tiny_sft"}}}):
         path = tmp_path / "suite.yaml"
         path.write_text(config.config_tree.dump_yaml({"seeds": [1], "gates": gates, **given}))
-        with refused(("name" if given["name"] == name else f"runs.{name}", "bad-name")):
+        with refused(("name" if given["name"] == name else f"runs.{name}", "bad-format")):
             suite.load(str(path), [])
 
 
@@ -39,7 +39,7 @@ def test_a_recipes_file_does_not_make_another_folder_its_run_folder(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     path = write_recipe(tmp_path / "recipes")
     path.rename(path.with_name(name))
-    with refused(("recipe", "bad-name")):
+    with refused(("recipe", "bad-format")):
         config.load(str(Path("recipes") / name))
 
 

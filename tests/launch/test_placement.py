@@ -14,7 +14,7 @@ from tests.problems import named, refused
 
 TINY = sorted(path.stem for path in config.RECIPES.glob("tiny_*.yaml"))
 COUNTS = (0, 1, 2, 4, 8)
-NO_WAY = ("cluster.train.gpus_per_node", "too-many-ranks")
+NO_WAY = ("cluster.train.gpus_per_node", "too-large")
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_job_of_which_a_part_has_gpus_is_refused():
 
 
 def test_more_ranks_than_gpus_on_a_node_are_refused():
-    with refused(("cluster.train.ranks_per_node", "too-many-ranks")):
+    with refused(("cluster.train.ranks_per_node", "too-large")):
         config.load("tiny_grpo", ["cluster.train.gpus_per_node=1", "cluster.generate.gpus_per_node=2"])
 
 

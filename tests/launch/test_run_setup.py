@@ -163,7 +163,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_told_before_submission(load, tmp
     (folder / "complete.json").write_text(json.dumps({"step": 4, "metric": None, "state": {}, "files": {}}))
     warm_up = "policy.scheduler={name: torch.optim.lr_scheduler.LinearLR, kwargs: {total_iters: 5}}"
     run_setup.check(load(warm_up))  # 2 prompts, 2 answers each, 4 samples in an update
-    with refused(("run_dir", "earlier-version")):
+    with refused(("run_dir", "wrong-version")):
         run_setup.check(load(warm_up, "policy.train_global_batch_size=2"))
 
 

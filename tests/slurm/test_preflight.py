@@ -87,7 +87,7 @@ ELSEWHERE = ("cluster.train.partition", "refused-by-slurm")
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
-        ({"partition": "bigg"}, {"partition": "no-such-partition"}),
+        ({"partition": "bigg"}, {"partition": "not-a-choice"}),
         ({"nodes": 3}, {"nodes": "over-limit"}),
         ({"nodes": 2, "partition": "small"}, {"nodes": "over-limit"}),
         ({"partition": "pair"}, {"nodes": "too-small"}),
