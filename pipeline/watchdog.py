@@ -263,7 +263,7 @@ class Watchdog:
     def _judge_silence(self, heard: dict[int, tuple[Beat, float]], now: float) -> None:
         silence_s, key = self._patience(self._world.activity.verb)
         if now - self._answered > silence_s:
-            asked = f"the relay of {self._world.place.node}" if self._world.store.relay else "the store beside rank 0 (train)"
+            asked = f"the relay of {self._world.info.node}" if self._world.store.relay else "the store beside rank 0 (train)"
             self._end(Failure.here(self._world, self._no_answer(silence_s, key, asked)))
         silent: dict[tuple[float, str], list[int]] = {}  # by how long they may be
         for rank, (beat, last) in heard.items():
@@ -305,7 +305,7 @@ class Watchdog:
     # ---- ending -------------------------------------------------------------------------------------------------------------
 
     def _end(self, failure: Failure) -> None:
-        if not failure.record(self._world.place.folder):
+        if not failure.record(self._world.info.folder):
             self._end_quietly("an earlier failure")
         self._tell(failure.rank)
         os._exit(EXIT_STATUS)
@@ -333,11 +333,11 @@ class Watchdog:
                 self._end(Failure.here(self._world, f"the relay's process beside {self._name} has ended (status {status})"))
         deadline = time.monotonic() + LAST_WORD_S
         while time.monotonic() < deadline:
-            if listed(self._world.place.folder / "failure.json"):
+            if listed(self._world.info.folder / "failure.json"):
                 self._end_quietly("an earlier failure")
             time.sleep(0.1)
         if self._world.store.relay and self._store_answers():
-            self._end(Failure.here(self._world, f"the relay of {self._world.place.node} is gone: {self._cut}"))
+            self._end(Failure.here(self._world, f"the relay of {self._world.info.node} is gone: {self._cut}"))
         rank_0 = self._heard[0][0] if 0 in self._heard else Beat(0, "an unknown node", "join", "")
         why = f"rank 0 (train), the coordinator, on {rank_0.node} is gone, and the store with it: {self._cut}"
         self._end(Failure(0, "train", rank_0.node, rank_0.verb, rank_0.phase, why))

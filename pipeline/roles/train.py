@@ -241,7 +241,7 @@ class TrainRole:
     @verb("save")
     def restore(self, folder: str) -> None:
         with self._world.phase("read"):
-            if self._world.place.local_rank == 0:  # what one rank of a node sees, all do; there may be thousands of files
+            if self._world.info.local_rank == 0:  # what one rank of a node sees, all do; there may be thousands of files
                 wait_until_seen(Path(folder))
             dist.barrier(self._world.own)
             for model in self._algorithm.losses:

@@ -70,7 +70,7 @@ class Role(GenerateRole):
         if self._leads:
             config = TokenizerConfig(name=str(self._folder))
             tokenizer = load_tokenizer(config)
-            told = {"told": Gated(self._world.place.folder / "gate")}
+            told = {"told": Gated(self._world.info.folder / "gate")}
             stepper = EnvStepper(told, tokenizer, Observations(tokenizer, config, chat=False))
             self._environments = EnvironmentThreads(stepper, EnvironmentPool(told, {"told": 60.0}, self.news))
             parts = self._backend, self._environments, self._lockstep, self._world, self.news
