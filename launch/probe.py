@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import own_code
-from pipeline.environments import own
+from pipeline.environments import custom
 
 
 def look(asked: dict[str, Any]) -> dict[str, Any]:
@@ -32,10 +32,10 @@ def look(asked: dict[str, Any]) -> dict[str, Any]:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({file}:{line})"
         return {"raised": what, "foreign": isinstance(error, ImportError | OSError | RuntimeError | AssertionError)}
     if asked["role"] == "environment":
-        if wrong := own.problem(thing, asked["kwargs"]):
+        if wrong := custom.problem(thing, asked["kwargs"]):
             return {"wrong": wrong}
         if not inspect.isclass(thing):
-            return {"ok": True, "fields": own.fields(thing), "required": own.required(thing)}
+            return {"ok": True, "fields": custom.fields(thing), "required": custom.required(thing)}
     elif not callable(thing):
         return {"wrong": f"it is a {type(thing).__name__}, which cannot be called"}
     return {"ok": True, "fields": None, "required": []}

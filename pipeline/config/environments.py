@@ -2,7 +2,7 @@
 
 A new kind is one file in `pipeline/environments/` and one line in KINDS. Its class describes and checks its `kwargs`
 (`pipeline/environments/base.py`). Only modules of kinds that a recipe names are imported. The kwargs of a user's own code are
-checked where that is imported: `pipeline/environments/own.py`.
+checked where that is imported: `pipeline/environments/custom.py`.
 """
 
 import functools
@@ -19,14 +19,14 @@ from pipeline.problems import Problem
 from pipeline.values import MISSING, Bool, Check, Float, Line, Positive, Text, not_a_kind
 
 KINDS = {
-    "calculator": "pipeline.environments.tools.OneCalculator",
+    "calculator": "pipeline.environments.tools.CalculatorEnvironment",
     "code": "pipeline.environments.code.Code",
     "code_interpreter": "pipeline.environments.code.CodeInterpreter",
     "exact_match": "pipeline.environments.exact_match.ExactMatch",
     "llm_judge": "pipeline.environments.llm_judge.LLMJudge",
     "math": "pipeline.environments.math.Math",
     "multiple_choice": "pipeline.environments.multiple_choice.MultipleChoice",
-    "reward_model": "pipeline.environments.reward_model.RewardModel",
+    "reward_model": "pipeline.environments.reward_model.RewardModelEnvironment",
     "sliding_puzzle": "pipeline.environments.sliding_puzzle.SlidingPuzzle",
     "tools": "pipeline.environments.tools.Tools",
     "verifiers": "pipeline.environments.verifiers.Verifiers",
@@ -84,7 +84,7 @@ Environments = Mapping[str, EnvironmentConfig]
 
 @functools.cache
 def kind_class(kind: str) -> Any:
-    """Return the class of one of KINDS, which derives from `pipeline.environments.base.Kind`."""
+    """Return the class of one of KINDS, which derives from `pipeline.environments.base.BuiltinEnvironment`."""
     return own_code.load(KINDS[kind])
 
 

@@ -27,12 +27,12 @@ class Unjudged(RuntimeError):
     """The answer was not judged, and not through its own doing: a service is gone, the task has no expected answer."""
 
 
-class WornOut(RuntimeError):
-    """Nothing can end what goes on in the process, which another is to replace. judged: an answer being judged does it."""
+class ProcessStuck(RuntimeError):
+    """Nothing can end the calls that hang in this process; another must replace it. caused_by_answer: an answer hangs it."""
 
-    def __init__(self, why: str, judged: bool = False) -> None:
+    def __init__(self, why: str, caused_by_answer: bool = False) -> None:
         super().__init__(why)
-        self.judged = judged
+        self.caused_by_answer = caused_by_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class NoArguments:
     """No kwargs."""
 
 
-class Described:
+class Configurable:
     """Something with a name of its own in a recipe. It describes its kwargs, so that they are checked before submission."""
 
     Arguments: ClassVar[type] = NoArguments
@@ -91,7 +91,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Setup:
+class EnvironmentContext:
     """All that an environment is told besides its arguments."""
 
     timeout_s: float  # for one turn
@@ -99,17 +99,17 @@ class Setup:
     build: Callable[[str], Environment]  # another environment by its key under `env`, for this one alone; ValueError: none
 
 
-class Kind(Described, Environment):
+class BuiltinEnvironment(Configurable, Environment):
     """An environment that a recipe names by one word: see KINDS in pipeline/config/environments.py."""
 
     is_final: ClassVar[bool] = True
     """True if this kind can judge the final answer of another environment, such as one with tools."""
 
-    def __init__(self, arguments: Any, setup: Setup) -> None:
+    def __init__(self, arguments: Any, setup: EnvironmentContext) -> None:
         """Raises ValueError for what cannot be used here."""
 
     @classmethod
-    def build(cls, arguments: Any, setup: Setup) -> Environment:
+    def build(cls, arguments: Any, setup: EnvironmentContext) -> Environment:
         return cls(arguments, setup)
 
     @classmethod
@@ -129,6 +129,6 @@ Pattern = Annotated[Text, Check(_not_a_pattern)]
 """A regular expression of which all counts, or its only group."""
 
 
-def has_place(place: str) -> Check:
+def requires_placeholder(place: str) -> Check:
     """Return the check that a text has a place, such as `{}`, for what goes into it."""
     return Check(lambda text: None if place in text else f"expected a text with {place} in it")

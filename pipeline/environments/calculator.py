@@ -15,7 +15,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from pipeline.environments.base import Described
+from pipeline.environments.base import Configurable
 from pipeline.environments.tool import Tool, ToolError, ToolSession
 
 MAX_CHARACTERS = 256
@@ -36,7 +36,7 @@ UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: oper
 FUNCTIONS: dict[str, Callable[[Fraction], Fraction]] = {"sqrt": lambda a: _power(a, Fraction(1, 2)), "abs": abs}
 
 
-class Calculator(Described, Tool, ToolSession):
+class Calculator(Configurable, Tool, ToolSession):
     """`{"expression": "47*85"}` -> `3995`. Always ends within milliseconds."""
 
     parameters: ClassVar = {"expression": str}

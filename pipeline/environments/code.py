@@ -19,9 +19,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.environments.base import Kind, Outcome, Setup, Unjudged
-from pipeline.environments.code_tests import Case, Equation, Tests, read, same_literal, same_output, same_result, same_value
-from pipeline.environments.python_tool import Executed, PythonArguments, PythonSession, PythonTool, SandboxArguments
+from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
+from pipeline.environments.code_tests import (
+    EqualityTest,
+    IOTest,
+    Tests,
+    parse_tests,
+    same_literal,
+    same_output,
+    same_result,
+    same_value,
+)
+from pipeline.environments.python_tool import ExecutionResult, PythonArguments, PythonSession, PythonTool, SandboxArguments
 from pipeline.environments.tool import ToolError
 from pipeline.sandbox.limits import Ran
 from pipeline.values import Bool, Text
@@ -124,7 +133,7 @@ class CodeArguments(SandboxArguments):
     ] = "all"
 
 
-class Code(Kind):
+class Code(BuiltinEnvironment):
     """Limits are for each test, `timeout_s` for one answer: tests for which no time is left count as not passed.
 
     Metrics: `accuracy`, 1 if all passed; `passed`, the share; and of the tests that ran the shares that ended by `timeouts`,
@@ -134,18 +143,18 @@ class Code(Kind):
     Arguments = CodeArguments
     workers = 4
 
-    def __init__(self, arguments: CodeArguments, setup: Setup) -> None:
+    def __init__(self, arguments: CodeArguments, setup: EnvironmentContext) -> None:
         self._all, self._timeout_s = arguments.reward == "all", OWN_SHARE * setup.timeout_s
-        self._sandbox = arguments.contained()
+        self._sandbox = arguments.make_sandbox()
 
     @classmethod
     def check_answer(cls, answer: str) -> None:
-        read(answer)
+        parse_tests(answer)
 
     def step(self, prompt: Prompt, text: str) -> Outcome:
         """Raises Unjudged if the task has no tests, or one that tests nothing."""
         try:
-            tests = read(prompt.task["answer"])
+            tests = parse_tests(prompt.task["answer"])
         except ValueError as error:
             raise Unjudged(f"prompt {prompt.index}: {error}") from None
         deadline = time.monotonic() + self._timeout_s
@@ -174,7 +183,7 @@ class Code(Kind):
 
     def _pieces(self, code: str, tests: Tests, deadline: float) -> tuple[int, Counter[str]]:
         mark = secrets.token_hex(16)
-        pieces = [(piece.expression, True) if isinstance(piece, Equation) else (piece, False) for piece in tests.pieces]
+        pieces = [(piece.expression, True) if isinstance(piece, EqualityTest) else (piece, False) for piece in tests.pieces]
         asked = json.dumps({"pieces": pieces, "mark": mark})
         ran = self._run(["pieces.py"], code, asked, deadline - time.monotonic())
         told = {}
@@ -183,7 +192,7 @@ class Code(Kind):
             if marked == mark:
                 number, _, told[number] = rest.partition(" ")
         passed = [
-            str(number) in told and (not isinstance(piece, Equation) or same_value(told[str(number)], piece.value))
+            str(number) in told and (not isinstance(piece, EqualityTest) or same_value(told[str(number)], piece.value))
             for number, piece in enumerate(tests.pieces)
         ]
         return sum(passed), Counter([_end(ran)])
@@ -200,7 +209,7 @@ def code_in(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def _passes(ran: Ran, case: Case) -> bool:
+def _passes(ran: Ran, case: IOTest) -> bool:
     same = same_result if case.function else same_output
     return ran.status == 0 and same(ran.stdout.decode(errors="replace"), case.output)
 
@@ -222,7 +231,7 @@ class CodeInterpreterArguments(PythonArguments):
     role: Annotated[Text, Field(description="Role of the message with the result.")] = "user"
 
 
-class CodeInterpreter(Kind):
+class CodeInterpreter(BuiltinEnvironment):
     """The last `<code>...</code>` of a turn is run; what it comes to is told as `<result>...</result>`, and names stay.
 
     The episode also ends with a turn without code. Reward 1 if the value of the episode's last expression reads as
@@ -234,7 +243,7 @@ class CodeInterpreter(Kind):
     is_final = False
     workers = 16
 
-    def __init__(self, arguments: CodeInterpreterArguments, setup: Setup) -> None:
+    def __init__(self, arguments: CodeInterpreterArguments, setup: EnvironmentContext) -> None:
         self._terminates, self._role = arguments.terminate_on_evaluation, arguments.role
         self._timeout_s, self._tool = OWN_SHARE * setup.timeout_s, PythonTool(arguments)
 
@@ -273,9 +282,9 @@ class CodeEpisode:
         return {"accuracy": float(same_literal(self.value, self.answer)), "errors": float(self.failed)}
 
 
-def _execute(session: PythonSession, code: str, timeout_s: float) -> Executed:
+def _execute(session: PythonSession, code: str, timeout_s: float) -> ExecutionResult:
     """Run code, and return what comes of it; an error of the interpreter is told, too."""
     try:
         return session.execute(code, timeout_s)
     except (ToolError, TimeoutError) as error:
-        return Executed("", None, f"error: {error}")
+        return ExecutionResult("", None, f"error: {error}")

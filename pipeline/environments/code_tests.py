@@ -38,7 +38,7 @@ LITERAL = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class IOTest:
     """The input of a program, and the output that it must have."""
 
     input: str  # of stdin; or JSON of the arguments
@@ -47,7 +47,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Equation:
+class EqualityTest:
     """An expression of Python, and what it is to be equal to."""
 
     expression: str
@@ -58,14 +58,14 @@ class Equation:
 class Tests:
     """Either cases or pieces."""
 
-    cases: tuple[Case, ...] = ()
-    pieces: tuple[str | Equation, ...] = ()
+    cases: tuple[IOTest, ...] = ()
+    pieces: tuple[str | EqualityTest, ...] = ()
 
     def __len__(self) -> int:
         return len(self.cases) + len(self.pieces)
 
 
-def read(given: Any) -> Tests:
+def parse_tests(given: Any) -> Tests:
     """`given`: a text, with JSON in it or Python, or what is in the JSON. Raises ValueError if there is no test in it, or a
     piece that only defines some."""
     if isinstance(given, str) and given.lstrip()[:1] in ("{", "["):
@@ -84,7 +84,7 @@ def read(given: Any) -> Tests:
         if len(given["inputs"]) != len(given["outputs"]):
             raise ValueError(f"{len(given['inputs'])} inputs and {len(given['outputs'])} outputs")
         pairs = zip(given["inputs"], given["outputs"], strict=True)
-        found = Tests(tuple(Case(_text(put, function), _text(out, function), function) for put, out in pairs))
+        found = Tests(tuple(IOTest(_text(put, function), _text(out, function), function) for put, out in pairs))
     elif isinstance(given, list) and all(isinstance(test, str) for test in given):
         found = Tests(pieces=tuple(_piece(piece) for piece in given))
     elif isinstance(given, list) and all(isinstance(test, dict) and {"input", "output"} <= set(test) for test in given):
@@ -99,7 +99,7 @@ def read(given: Any) -> Tests:
     return found
 
 
-def _piece(code: str) -> str | Equation:
+def _piece(code: str) -> str | EqualityTest:
     """Return an equation if it is an assertion of one. What is no Python is a piece that nobody passes. Raises ValueError if it
     tests nothing."""
     try:
@@ -134,7 +134,7 @@ def _only_defines(statement: ast.stmt) -> bool:
     return isinstance(statement, DEFINITIONS)
 
 
-def _equation(test: ast.expr) -> Equation | None:
+def _equation(test: ast.expr) -> EqualityTest | None:
     """None if it is none. A comparison within it is not left to the answer's own objects."""
     match test:
         case ast.BoolOp(op=ast.And(), values=tests):
@@ -150,19 +150,19 @@ def _equation(test: ast.expr) -> Equation | None:
         case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
             for expression, literal in ((left, right), (right, left)):
                 try:
-                    return Equation(ast.unparse(expression), _value(literal))
+                    return EqualityTest(ast.unparse(expression), _value(literal))
                 except (ValueError, TypeError, RecursionError, MemoryError):
                     continue  # it is no literal
     return None
 
 
-def _all_of(equations: list[Equation | None]) -> Equation | None:
+def _all_of(equations: list[EqualityTest | None]) -> EqualityTest | None:
     """Return one equation of tuples in place of several, the only one as it is, or None if one is None."""
     if len(equations) == 1:
         return equations[0]
     if None in equations:
         return None
-    return Equation(f"({', '.join(one.expression for one in equations)})", tuple(one.value for one in equations))
+    return EqualityTest(f"({', '.join(one.expression for one in equations)})", tuple(one.value for one in equations))
 
 
 def _value(node: ast.expr) -> Any:
@@ -180,13 +180,13 @@ def _text(value: Any, function: str) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _live(test: dict[str, Any]) -> Case:
+def _live(test: dict[str, Any]) -> IOTest:
     if test.get("testtype", "stdin") == "stdin":
-        return Case(test["input"], test["output"])
+        return IOTest(test["input"], test["output"])
     if not (function := test.get("fn_name") or test.get("func_name")):
         raise ValueError("a functional test without fn_name")
     arguments = [json.loads(line) for line in test["input"].splitlines() if line.strip()]
-    return Case(json.dumps(arguments), json.dumps(json.loads(test["output"])), function)
+    return IOTest(json.dumps(arguments), json.dumps(json.loads(test["output"])), function)
 
 
 def same_output(printed: str, expected: str) -> bool:

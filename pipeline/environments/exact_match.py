@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from pipeline.environments.base import Kind, Outcome, Pattern, Setup
+from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Pattern
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt
@@ -25,12 +25,12 @@ class ExactMatchArguments:
     ] = None
 
 
-class ExactMatch(Kind):
+class ExactMatch(BuiltinEnvironment):
     """Compares the stripped text, or what `pattern` finds in it, with `prompt.task["answer"]`. No match is wrong."""
 
     Arguments = ExactMatchArguments
 
-    def __init__(self, arguments: ExactMatchArguments, setup: Setup) -> None:
+    def __init__(self, arguments: ExactMatchArguments, setup: EnvironmentContext) -> None:
         self._pattern = re.compile(arguments.pattern) if arguments.pattern is not None else None
 
     def step(self, prompt: Prompt, text: str) -> Outcome:

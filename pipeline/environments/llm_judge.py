@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from pipeline.environments.base import Kind, Outcome, Pattern, Setup, Unjudged, has_place
+from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Pattern, Unjudged, requires_placeholder
 from pipeline.values import MISSING, VARIABLE, Bool, Check, Float, Positive, Text
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _not_set(variable: str) -> str | None:
 
 Address = Annotated[Text, Check(_has_a_password, "secret-in-recipe"), Check(_not_an_address)]
 KeyVariable = Annotated[Text, Check(_not_a_variable), Check(_not_set, "missing-value")]
-Question = Annotated[Text, has_place("{response}")]
+Question = Annotated[Text, requires_placeholder("{response}")]
 
 
 @dataclass
@@ -132,7 +132,7 @@ class LLMJudgeArguments:
     ] = field(default_factory=dict)
 
 
-class LLMJudge(Kind):
+class LLMJudge(BuiltinEnvironment):
     """Reward: the score, moved from `scale` to 0 .. 1. Metrics: `score`, as the judge gave it; `tries`; with `second_prompt`
     `disagreement`, by how much the two rewards differ.
 
@@ -141,7 +141,7 @@ class LLMJudge(Kind):
 
     Arguments = LLMJudgeArguments
 
-    def __init__(self, arguments: LLMJudgeArguments, setup: Setup) -> None:
+    def __init__(self, arguments: LLMJudgeArguments, setup: EnvironmentContext) -> None:
         """Raises ValueError for a key that cannot be used, and never says what it is."""
         import httpx
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.environments.base import Environment, Kind, Outcome, Setup, Unjudged
+from pipeline.environments.base import BuiltinEnvironment, Environment, EnvironmentContext, Outcome, Unjudged
 from pipeline.environments.dapo_math import DAPOMath
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class MathArguments:
     ] = "hf_math_verify"
 
 
-class Math(Kind):
+class Math(BuiltinEnvironment):
     """Reward 1 if math-verify finds the text's answer equal to `prompt.task["answer"]`, else 0.
 
     `timeout_s` is for one step, OWN_SHARE of it for the answer. Metrics: `accuracy`; `timeout`, 1 if it took longer; `crash`, 1
@@ -60,10 +60,10 @@ class Math(Kind):
     Arguments = MathArguments
 
     @classmethod
-    def build(cls, arguments: MathArguments, setup: Setup) -> Environment:
+    def build(cls, arguments: MathArguments, setup: EnvironmentContext) -> Environment:
         return DAPOMath() if arguments.math_verify_impl == "dapo_math_verify" else cls(arguments, setup)
 
-    def __init__(self, arguments: MathArguments, setup: Setup) -> None:
+    def __init__(self, arguments: MathArguments, setup: EnvironmentContext) -> None:
         workers = setup.workers or 1
         self.workers, self._timeout_s = workers, setup.timeout_s
         # The kernel ends a worker with the thread that started it; so these threads start all, and live until `close`.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from pipeline.environments.base import Kind, Outcome, Setup, Unjudged
+from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Unjudged
 from pipeline.environments.tool_calls import THOUGHT_ENDS
 from pipeline.values import Int
 
@@ -59,13 +59,13 @@ class MultipleChoiceArguments:
     choices: Annotated[Int, Field(ge=2, le=26, description="Number of letters, from A on.")] = 26
 
 
-class MultipleChoice(Kind):
+class MultipleChoice(BuiltinEnvironment):
     """Reward 1 if the text's letter is that of `prompt.task["answer"]`, else 0. Metrics: `accuracy`; `no_answer`, 1 if it has
     none."""
 
     Arguments = MultipleChoiceArguments
 
-    def __init__(self, arguments: MultipleChoiceArguments, setup: Setup) -> None:
+    def __init__(self, arguments: MultipleChoiceArguments, setup: EnvironmentContext) -> None:
         multilingual, choices = arguments.verifier_type == "multilingual_multichoice", arguments.choices
         words = (*ENGLISH, *OTHERS) if multilingual else ENGLISH
         self._letters = string.ascii_uppercase[:choices]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 import pipeline.sandbox
-from pipeline.environments.base import Described
+from pipeline.environments.base import Configurable
 from pipeline.environments.tool import Tool, ToolError, ToolSession
 from pipeline.sandbox.guarded import Program
 from pipeline.sandbox.interpreter import ANSWER
@@ -26,7 +26,7 @@ START_S = 30.0  # for the interpreter to be there, besides the time of its first
 
 
 @dataclass(frozen=True, slots=True)
-class Executed:
+class ExecutionResult:
     """The result of a piece of code that ended by itself. Its texts take at most `output_bytes` together, in UTF-8."""
 
     printed: str
@@ -58,7 +58,7 @@ class SandboxArguments:
     scratch_files: Annotated[Positive, Field(description="Number of files.")] = LIMITS["scratch_files"]
     open_files: Annotated[Positive, Field(description="Open files of each process.")] = LIMITS["open_files"]
 
-    def contained(self) -> Sandbox:
+    def make_sandbox(self) -> Sandbox:
         """Return the sandbox. Raises SandboxError, saying what to do, where code cannot be contained."""
         return Sandbox(Limits(**{name: getattr(self, name) for name in LIMITS}), self.sandbox, tuple(self.readable))
 
@@ -71,15 +71,15 @@ class PythonArguments(SandboxArguments):
     ] = 3600.0
 
 
-class PythonTool(Described, Tool):
+class PythonTool(Configurable, Tool):
     """The limits `wall_s` and `output_bytes` are for each call, `cpu_s` for an interpreter."""
 
     Arguments = PythonArguments
     parameters = {"code": str}  # noqa: RUF012
 
     def __init__(self, arguments: PythonArguments) -> None:
-        """Raises SandboxError as `contained` does."""
-        self._sandbox, self._session_s = arguments.contained(), arguments.session_s
+        """Raises SandboxError as `make_sandbox` does."""
+        self._sandbox, self._session_s = arguments.make_sandbox(), arguments.session_s
 
     def open(self) -> PythonSession:
         """Return a session. It is cheap: the interpreter starts with the first call."""
@@ -102,7 +102,7 @@ class PythonSession(ToolSession):
             raise ToolError(told + "\n" * bool(told and not told.endswith("\n")) + executed.error)
         return told + (executed.value if executed.value not in (None, "None") else "")
 
-    def execute(self, code: str, timeout_s: float) -> Executed:
+    def execute(self, code: str, timeout_s: float) -> ExecutionResult:
         """Raises ToolError if the interpreter does not live through it, TimeoutError, and SandboxError; all lose its names."""
         limits = self._sandbox.limits
         seconds, begun = min(limits.wall_s, timeout_s), time.monotonic()
@@ -127,7 +127,7 @@ class PythonSession(ToolSession):
         if program is not None:
             program.close()
 
-    def _ask(self, program: Program, code: str, deadline: float) -> Executed:
+    def _ask(self, program: Program, code: str, deadline: float) -> ExecutionResult:
         question = code.encode(errors="replace")
         program.send(struct.pack("<I", len(question)) + question, deadline)
         lengths = ANSWER.unpack(program.receive(ANSWER.size, deadline))
@@ -135,4 +135,4 @@ class PythonSession(ToolSession):
         if min(lengths) < -1 or lengths[0] < 0 or sum(max(0, length) for length in lengths) > most:
             raise ValueError("no answer, or too long")
         texts = [None if length < 0 else program.receive(length, deadline).decode(errors="ignore") for length in lengths]
-        return Executed(*texts)
+        return ExecutionResult(*texts)

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from pipeline import own_code
 from pipeline.config import KINDS, EnvironmentConfig, kind_class, read_kwargs
-from pipeline.environments import own
-from pipeline.environments.base import Environment, Setup
+from pipeline.environments import custom
+from pipeline.environments.base import Environment, EnvironmentContext
 from pipeline.sandbox.limits import SandboxError
 
 Configs = dict[str, EnvironmentConfig]
@@ -40,12 +40,12 @@ def _build(config: EnvironmentConfig, configs: Configs) -> Environment:
         arguments, problems = read_kwargs("kwargs", config)
         if problems:
             raise ValueError("; ".join(map(str, problems)))
-        setup = Setup(config.timeout_s, config.workers, lambda name: _for_another(config, configs, name))
+        setup = EnvironmentContext(config.timeout_s, config.workers, lambda name: _for_another(config, configs, name))
         environment = kind_class(config.kind).build(arguments, setup)
     elif "." not in config.kind:
         raise ValueError(f"no such kind; there are: {', '.join(KINDS)}, or the dotted path of a class or a function")
     else:
-        environment = own.build(own_code.load(config.kind), config.kwargs)
+        environment = custom.build(own_code.load(config.kind), config.kwargs)
     environment.workers = config.workers or getattr(environment, "workers", 1)  # a class of the user's may say nothing
     return environment
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.environments.base import Kind, Outcome
+from pipeline.environments.base import BuiltinEnvironment, Outcome
 
 if TYPE_CHECKING:
     from pipeline.types import Prompt
 
 
-class RewardModel(Kind):
+class RewardModelEnvironment(BuiltinEnvironment):
     """Reward 0 for every answer. `pipeline/scoring.py` puts the model's score in its place."""
 
     is_final = False

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from pipeline.data import puzzle
-from pipeline.environments.base import Kind, Outcome, Pattern, Setup, has_place
+from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome, Pattern, requires_placeholder
 from pipeline.values import Positive, Text
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ class SlidingPuzzleArguments:
     tells: Annotated[
         Literal["words", "board"], Field(description='What the policy is told after a move, as NeMo-RL: "Slid tile 5 up."')
     ] = "words"
-    observation: Annotated[Text, has_place("{}"), Field(description="What is around that; its place is {}.")] = (
+    observation: Annotated[Text, requires_placeholder("{}"), Field(description="What is around that; its place is {}.")] = (
         "<environment>\n{}\n</environment>\n"
     )
     role: Annotated[Text, Field(description="Role of that message.")] = "user"
 
 
-class SlidingPuzzle(Kind):
+class SlidingPuzzle(BuiltinEnvironment):
     """Reward 1 for the move that solves it. `prompt.task["answer"]` is the board at the start. Metrics: `accuracy`, 1 if it is
     solved; `moves` tried, impossible ones among them; `invalid`, 1 if the last turn had no action in it.
     """
@@ -54,7 +54,7 @@ class SlidingPuzzle(Kind):
     is_final = False
     workers = 4
 
-    def __init__(self, arguments: SlidingPuzzleArguments, setup: Setup) -> None:
+    def __init__(self, arguments: SlidingPuzzleArguments, setup: EnvironmentContext) -> None:
         self._action = re.compile(arguments.action_pattern, re.IGNORECASE | re.DOTALL)
         self._arguments = arguments
 

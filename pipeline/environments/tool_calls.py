@@ -13,7 +13,7 @@ THOUGHT_ENDS = "</think>"  # what a model thinks before it calls nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """One call. error: why it cannot be carried out; then it has no name, and no arguments."""
 
     name: str = ""
@@ -22,7 +22,7 @@ class Call:
 
 
 class CallFormat(Protocol):
-    def calls(self, text: str) -> list[Call]:
+    def calls(self, text: str) -> list[ToolCall]:
         """Return the calls in the order of the text; none: the text is the policy's final answer."""
 
     def message(self, results: list[str]) -> dict[str, str]:
@@ -38,28 +38,28 @@ class HermesCalls:
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
-    def calls(self, text: str) -> list[Call]:
+    def calls(self, text: str) -> list[ToolCall]:
         pieces = text.rpartition(THOUGHT_ENDS)[2].split(self.OPEN)[1:]
         return [self._call(piece) for piece in pieces]
 
     def message(self, results: list[str]) -> dict[str, str]:
         return {"role": "tool", "content": "\n".join(results)}
 
-    def _call(self, piece: str) -> Call:
+    def _call(self, piece: str) -> ToolCall:
         written, close, _ = piece.partition(self.CLOSE)
         if not close:
-            return Call(error=f"a {self.OPEN} without {self.CLOSE}")
+            return ToolCall(error=f"a {self.OPEN} without {self.CLOSE}")
         try:
             call = json.loads(written)
             json.dumps(call, ensure_ascii=False).encode()  # half a surrogate pair ("\ud800") is no text
         except (ValueError, RecursionError) as error:
-            return Call(error=f"not JSON: {error}")
+            return ToolCall(error=f"not JSON: {error}")
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return Call(error='a call is {"name": ..., "arguments": {...}}')
+            return ToolCall(error='a call is {"name": ..., "arguments": {...}}')
         arguments = call.get("arguments", {})
         if not isinstance(arguments, dict):
-            return Call(error="arguments are a JSON object")
-        return Call(call["name"], arguments)
+            return ToolCall(error="arguments are a JSON object")
+        return ToolCall(call["name"], arguments)
 
 
 class MarkedCalls:
@@ -73,9 +73,9 @@ class MarkedCalls:
         self._tool, self._parameter, self._reply = tool, parameter, reply
         self._open, self._close = open, close
 
-    def calls(self, text: str) -> list[Call]:
+    def calls(self, text: str) -> list[ToolCall]:
         written, close, _ = text.partition(self._open)[2].partition(self._close)
-        return [Call(self._tool, {self._parameter: written})] if close else []
+        return [ToolCall(self._tool, {self._parameter: written})] if close else []
 
     def message(self, results: list[str]) -> dict[str, str]:
         return {"role": "tool", "content": self._reply.replace("{}", results[0])}

@@ -21,11 +21,18 @@ from pydantic import Field
 
 from pipeline import own_code
 from pipeline.config import schema_validation
-from pipeline.environments.base import Described, Kind, Outcome, Setup, WornOut, has_place
+from pipeline.environments.base import (
+    BuiltinEnvironment,
+    Configurable,
+    EnvironmentContext,
+    Outcome,
+    ProcessStuck,
+    requires_placeholder,
+)
 from pipeline.environments.calculator import Calculator
 from pipeline.environments.python_tool import PythonTool
 from pipeline.environments.tool import Tool, ToolError, ToolSession
-from pipeline.environments.tool_calls import Call, CallFormat, HermesCalls, MarkedCalls
+from pipeline.environments.tool_calls import CallFormat, HermesCalls, MarkedCalls, ToolCall
 from pipeline.problems import Problem
 from pipeline.values import MISSING, Check, Positive, Text, not_a_kind
 
@@ -66,7 +73,7 @@ class ToolsArguments:
     ] = 8
 
 
-class Tools(Kind):
+class Tools(BuiltinEnvironment):
     """Metrics: those of the judge, `calls`, and `call_errors`, calls that were answered with an error. An episode that ends
     before the final answer has reward 0 and `accuracy` 0.
 
@@ -84,7 +91,7 @@ class Tools(Kind):
         for name, tool in tools.items():
             yield from read_tool_kwargs(f"{key}.tools.{name}.kwargs", tool)[1] if tool.kind in TOOLS else ()
 
-    def __init__(self, arguments: ToolsArguments, setup: Setup) -> None:
+    def __init__(self, arguments: ToolsArguments, setup: EnvironmentContext) -> None:
         """Raises ValueError for more workers than the judge has."""
         tools = {name: build_tool(tool) for name, tool in read_tools("tools", arguments.tools)[0].items()}
         self._prepare(tools, HermesCalls(), arguments.max_calls, arguments, setup)
@@ -95,7 +102,7 @@ class Tools(Kind):
         calls: CallFormat,
         max_calls: int,
         arguments: ToolsArguments | CalculatorArguments,
-        setup: Setup,
+        setup: EnvironmentContext,
     ) -> None:
         judge = setup.build(arguments.judge)
         if setup.workers is not None and setup.workers > judge.workers:
@@ -132,7 +139,7 @@ class Tools(Kind):
     def close(self) -> None:
         self._judge.close()
 
-    def _answer(self, episode: ToolEpisode, call: Call, deadline: float) -> str:
+    def _answer(self, episode: ToolEpisode, call: ToolCall, deadline: float) -> str:
         if call.error:
             raise ToolError(call.error)
         if call.name not in self._tools:
@@ -159,12 +166,12 @@ class Tools(Kind):
             raise TimeoutError(str(error) or self._too_slow()) from None
 
     def _check_left_behind(self) -> None:
-        """Nothing can end a thread. Raises WornOut if there are too many, rather than fill the node with them."""
+        """Nothing can end a thread. Raises ProcessStuck if there are too many, rather than fill the node with them."""
         with self._counting:
             self._left_behind = [one for one in self._left_behind if one.is_alive()]
             if len(self._left_behind) >= MAX_LEFT_BEHIND:
                 last = self._left_behind[-1].name
-                raise WornOut(f"{len(self._left_behind)} calls of tools have not ended, the last of {last}")
+                raise ProcessStuck(f"{len(self._left_behind)} calls of tools have not ended, the last of {last}")
 
     def _too_slow(self) -> str:
         return f"the tool did not answer within {self._timeout_s:g} s"
@@ -179,17 +186,17 @@ class CalculatorArguments:
     judge: Annotated[Text, Field(description="Environment that judges the final answer.")] = MISSING
     open: Annotated[Text, Check(_empty, "too-small"), Field(description="What begins a calculation.")] = "<calculator>"
     close: Annotated[Text, Check(_empty, "too-small"), Field(description="What ends a calculation.")] = "</calculator>"
-    reply: Annotated[Text, has_place("{}"), Field(description="What the policy is told; {} is the result.")] = "{}"
+    reply: Annotated[Text, requires_placeholder("{}"), Field(description="What the policy is told; {} is the result.")] = "{}"
     limit: Annotated[Positive, Field(le=1 << 20, description="Most characters of a result.")] = 4096
 
 
-class OneCalculator(Tools):
+class CalculatorEnvironment(Tools):
     """A calculator as the only tool, called once in a turn by an expression between two marks."""
 
     Arguments = CalculatorArguments
-    check = Described.check
+    check = Configurable.check
 
-    def __init__(self, arguments: CalculatorArguments, setup: Setup) -> None:
+    def __init__(self, arguments: CalculatorArguments, setup: EnvironmentContext) -> None:
         calls = MarkedCalls("calculator", "expression", arguments.open, arguments.close, arguments.reply)
         self._prepare({"calculator": Calculator()}, calls, 1, arguments, setup)
 
@@ -235,7 +242,7 @@ def read_tool_kwargs(key: str, tool: ToolConfig) -> tuple[Any, list[Problem]]:
     return arguments, problems or list(kind.check(key, arguments))
 
 
-def _carry_out(session: ToolSession, call: Call, timeout_s: float, answer: Future[str]) -> None:
+def _carry_out(session: ToolSession, call: ToolCall, timeout_s: float, answer: Future[str]) -> None:
     try:
         answer.set_result(session.call(call.arguments, timeout_s))
     except BaseException as error:

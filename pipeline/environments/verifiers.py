@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from pipeline.environments.base import Kind, Outcome, Setup
+from pipeline.environments.base import BuiltinEnvironment, EnvironmentContext, Outcome
 from pipeline.environments.tool_calls import HermesCalls
 from pipeline.values import MISSING, Text
 
 if TYPE_CHECKING:
-    from pipeline.environments.verifiers_bridge import Episode
+    from pipeline.environments.verifiers_bridge import TaskEpisode
     from pipeline.types import Prompt
 
 
@@ -41,10 +41,10 @@ def tasks(
     other numbers or another config. Raises ValueError if the package is not installed.
     """
     _check_installed()
-    from pipeline.environments.verifiers_bridge import Tasks, opening
+    from pipeline.environments.verifiers_bridge import Tasks, initial_messages
 
     found = itertools.islice(Tasks(taskset, config or {}).taskset, first, first + size)
-    return [{"messages": opening(task.data), "answer": str(task.data.idx)} for task in found]
+    return [{"messages": initial_messages(task.data), "answer": str(task.data.idx)} for task in found]
 
 
 @dataclass
@@ -53,7 +53,7 @@ class VerifiersArguments:
     config: Annotated[dict[str, Any], Field(description="Its configuration.")] = field(default_factory=dict)
 
 
-class Verifiers(Kind):
+class Verifiers(BuiltinEnvironment):
     """Reward: the task's. Metrics: its rewards and metrics, by their names. An episode that ends before the task has reward 0.
     `timeout_s` is for what happens between two turns."""
 
@@ -61,7 +61,7 @@ class Verifiers(Kind):
     is_final = False
     workers = 16
 
-    def __init__(self, arguments: VerifiersArguments, setup: Setup) -> None:
+    def __init__(self, arguments: VerifiersArguments, setup: EnvironmentContext) -> None:
         _check_installed()
         from pipeline.environments.verifiers_bridge import Bridge, Tasks
 
@@ -71,7 +71,7 @@ class Verifiers(Kind):
             raise ValueError(f"taskset: {error}") from error
         self._bridge, self._timeout_s, self._calls = Bridge(found), setup.timeout_s, HermesCalls()
 
-    def reset(self, prompt: Prompt) -> Episode:
+    def reset(self, prompt: Prompt) -> TaskEpisode:
         """Raises ValueError if the task begins otherwise than the prompt, RuntimeError if it ends before anything is asked."""
         episode = self._bridge.begin(int(prompt.task["answer"]), self._timeout_s)
         if episode.asked is None:
@@ -82,7 +82,7 @@ class Verifiers(Kind):
             )
         return episode
 
-    def step(self, episode: Episode, text: str) -> Outcome:
+    def step(self, episode: TaskEpisode, text: str) -> Outcome:
         """Raises RuntimeError if the task ended with errors."""
         before = len(episode.asked.messages)
         news = self._bridge.answer(episode, self._message(text), self._timeout_s)

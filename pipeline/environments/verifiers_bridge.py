@@ -30,7 +30,7 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 
-from pipeline.environments.base import WornOut
+from pipeline.environments.base import ProcessStuck
 
 Message = dict[str, Any]
 START_S = 60.0
@@ -39,7 +39,7 @@ LOOP_S = 1.0
 
 
 @dataclass
-class Asked:
+class CompletionRequest:
     """The program wants a completion of this conversation."""
 
     messages: list[Message]
@@ -47,12 +47,12 @@ class Asked:
 
 
 @dataclass
-class Episode:
+class TaskEpisode:
     """The part of a run that the environment holds; when nobody holds it any more, the run is cancelled."""
 
     name: str
-    asked: Asked | None = None  # what the policy is to answer next
-    news: queue.SimpleQueue[Asked | vf.Trace | BaseException] = field(default_factory=queue.SimpleQueue)
+    asked: CompletionRequest | None = None  # what the policy is to answer next
+    news: queue.SimpleQueue[CompletionRequest | vf.Trace | BaseException] = field(default_factory=queue.SimpleQueue)
 
 
 class PolicyHarness(NullHarness):
@@ -77,7 +77,7 @@ class PolicyHarness(NullHarness):
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(httpx.AsyncClient(timeout=None))
             tools, dispatch, connections = await connect_mcp(servers, stack)
-            messages = opening(data)
+            messages = initial_messages(data)
             while True:
                 asked = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
                 reply = await client.post(
@@ -100,7 +100,7 @@ class PolicyHarness(NullHarness):
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-def opening(data: vf.TaskData) -> list[Message]:
+def initial_messages(data: vf.TaskData) -> list[Message]:
     """Return the conversation with which a task begins. Raises ValueError if the policy is not spoken to first."""
     if data.prompt is None:
         raise ValueError("the task has no prompt; the user who would open the conversation is left out here")
@@ -129,7 +129,7 @@ class Bridge:
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
-        self._runs: dict[str, tuple[weakref.ref[Episode], asyncio.Task[None]]] = {}
+        self._runs: dict[str, tuple[weakref.ref[TaskEpisode], asyncio.Task[None]]] = {}
         self._held: dict[str, asyncio.Future[Message]] = {}  # what a run waits for
         self._numbers = itertools.count()
         self._loop = asyncio.new_event_loop()
@@ -138,16 +138,16 @@ class Bridge:
         self._stack = AsyncExitStack()
         self._wait(self._serve(), START_S)
 
-    def begin(self, number: int, timeout_s: float) -> Episode:
+    def begin(self, number: int, timeout_s: float) -> TaskEpisode:
         """Begin a task's run, up to where the policy is asked for the first time."""
-        episode = Episode(f"policy-{next(self._numbers)}")
+        episode = TaskEpisode(f"policy-{next(self._numbers)}")
         self._wait(self._start(episode.name, weakref.ref(episode), self._tasks[number]), timeout_s)
         weakref.finalize(episode, self._cancel, episode.name)
         self._await_news(episode, time.monotonic() + timeout_s)
         return episode
 
-    def answer(self, episode: Episode, message: Message, timeout_s: float) -> vf.Trace | Asked:
-        """Return what comes of the policy's turn: the run's end, or what it is asked next. Raises TimeoutError, WornOut if a
+    def answer(self, episode: TaskEpisode, message: Message, timeout_s: float) -> vf.Trace | CompletionRequest:
+        """Return the next completion request of the run, or its trace if it has ended. Raises TimeoutError, ProcessStuck if a
         task holds the loop that all share, and whatever ended the run otherwise."""
         deadline = time.monotonic() + timeout_s
         self._loop.call_soon_threadsafe(episode.asked.answer.set_result, message)
@@ -176,9 +176,11 @@ class Bridge:
         goes_on = threading.Event()
         self._loop.call_soon_threadsafe(goes_on.set)
         if not goes_on.wait(LOOP_S):
-            raise WornOut("a task does not let the others go on, such as a reward that computes without end", judged=True)
+            raise ProcessStuck(
+                "a task does not let the others go on, such as a reward that computes without end", caused_by_answer=True
+            )
 
-    def _await_news(self, episode: Episode, deadline: float) -> vf.Trace | Asked:
+    def _await_news(self, episode: TaskEpisode, deadline: float) -> vf.Trace | CompletionRequest:
         try:
             news = episode.news.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
@@ -186,7 +188,7 @@ class Bridge:
             raise TimeoutError("the task did not go on in time") from None
         if isinstance(news, BaseException):
             raise news
-        episode.asked = news if isinstance(news, Asked) else None
+        episode.asked = news if isinstance(news, CompletionRequest) else None
         return news
 
     async def _serve(self) -> None:
@@ -201,10 +203,10 @@ class Bridge:
         self._client = vf.EvalClientConfig(base_url=f"http://127.0.0.1:{port}/v1", api_key_var="HETSTEP_NO_KEY")
         self._interception = await self._stack.enter_async_context(InterceptionServer(requires_tunnel=False))
 
-    async def _start(self, name: str, episode: weakref.ref[Episode], task: vf.Task) -> None:
+    async def _start(self, name: str, episode: weakref.ref[TaskEpisode], task: vf.Task) -> None:
         self._runs[name] = episode, asyncio.create_task(self._run(name, episode, task))
 
-    async def _run(self, name: str, episode: weakref.ref[Episode], task: vf.Task) -> None:
+    async def _run(self, name: str, episode: weakref.ref[TaskEpisode], task: vf.Task) -> None:
         harness = NullHarnessConfig(id="null")
         config = vf.AgentConfig(model=name, client=self._client, runtime=vf.SubprocessConfig(), harness=harness)
         agent = vf.Agent(config, interception=self._interception)
@@ -225,7 +227,7 @@ class Bridge:
         episode = self._runs[body["model"]][0]()
         if episode is None:
             raise web.HTTPGone
-        asked = Asked(body["messages"], self._loop.create_future())
+        asked = CompletionRequest(body["messages"], self._loop.create_future())
         self._held[body["model"]] = asked.answer
         episode.news.put(asked)
         del episode  # it may be forgotten while this waits

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.environments.base import Environment, Unjudged, WornOut
+from pipeline.environments.base import Environment, ProcessStuck, Unjudged
 from pipeline.sandbox.limits import SandboxError
 
 GRACE_S = 2.0  # an environment that keeps its own time has so long to end what it started
@@ -66,7 +66,7 @@ class EnvironmentPool:
     def take(self) -> list[tuple[Hashable, Any]]:
         """Return (key, result or Failure) of the calls that have ended or were given up since. Does not wait.
 
-        Raises WornOut if calls that hang are too many, once the others' answers have been taken.
+        Raises ProcessStuck if calls that hang are too many, once the others' answers have been taken.
         """
         return [answer for pool in self._pools.values() for answer in pool.take()]
 
@@ -100,7 +100,7 @@ class _Threads:
         self._workers: list[_Worker] = []
         self._hanging: list[_Worker] = []  # given up
         self._open = 0  # calls without an answer
-        self._worn_out: WornOut | None = None
+        self._worn_out: ProcessStuck | None = None
         self._log = _FailureLog(name)
 
     def submit(self, key: Hashable, call: Call) -> None:
@@ -132,7 +132,7 @@ class _Threads:
         answers = []
         while not self._answers.empty():  # nobody else takes
             key, result = self._answers.get()
-            if isinstance(result, WornOut):  # the call has no answer
+            if isinstance(result, ProcessStuck):  # the call has no answer
                 self._worn_out = result
                 continue
             answers.append((key, result))
@@ -146,10 +146,10 @@ class _Threads:
 
     def _check_worn_out(self) -> None:
         if self._worn_out:
-            raise WornOut(f"env.{self._name}: {self._worn_out}", self._worn_out.judged)
+            raise ProcessStuck(f"env.{self._name}: {self._worn_out}", self._worn_out.caused_by_answer)
         self._hanging = [worker for worker in self._hanging if worker.is_alive()]
         if len(self._hanging) > MOST_HANGING:
-            raise WornOut(
+            raise ProcessStuck(
                 f"env.{self._name}: {len(self._hanging)} calls of it hang at once, each for more than {self._limit_s:g} s"
                 f" (env.{self._name}.timeout_s); a call that takes longer must end itself"
             )
@@ -178,7 +178,7 @@ class _Worker(threading.Thread):
             key, call = self._calls.get()
             try:
                 result = call(lambda part, key=key: self._begin(key, part))
-            except WornOut as error:
+            except ProcessStuck as error:
                 result = error
             except BaseException as error:  # SystemExit too: an environment's, it would end this thread without a word
                 part = self.running.part if self.running else ""

@@ -30,7 +30,7 @@ import msgspec
 
 from pipeline import own_code, rank_log
 from pipeline.encoding import decode, encode
-from pipeline.environments.base import WornOut
+from pipeline.environments.base import ProcessStuck
 from pipeline.rollout.environment_pool import Failure, encodable
 from pipeline.rollout.environment_threads import EnvironmentSettings, EnvironmentThreads, StepOutcome, StepRequest, load
 from pipeline.sandbox import kernel
@@ -127,9 +127,9 @@ def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
         connection.sendall(frame(EnvReport()))
         _serve(environments, connection, judging, commands, news)
         environments.close()
-    except WornOut as error:  # no environment can be closed beside calls that hang
+    except ProcessStuck as error:  # no environment can be closed beside calls that hang
         print(f"hetstep: {encodable(str(error))}", flush=True)
-        os._exit(1 if error.judged else WORN_OUT)
+        os._exit(1 if error.caused_by_answer else WORN_OUT)
     except MemoryError:  # an answer took it: as if the kernel had ended the process
         os._exit(1)
     except Exception as error:

@@ -22,7 +22,7 @@ from pipeline.config import EnvironmentConfig, Recipe, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.environments import registry
-from pipeline.environments.base import Environment, Outcome, WornOut
+from pipeline.environments.base import Environment, Outcome, ProcessStuck
 from pipeline.rollout.environment_pool import GRACE_S, Begin, Call, EnvironmentPool, Failure, encodable
 from pipeline.sandbox import kernel
 from pipeline.types import Prompt
@@ -181,7 +181,7 @@ class EnvironmentThreads:
             worn_out = False
             try:
                 return call(begin)
-            except WornOut:
+            except ProcessStuck:
                 worn_out = True  # and it is judged to the process's end
                 raise
             finally:

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config import KINDS, EnvironmentConfig, Problem, kind_class, load
 from pipeline.config import inspect as inspect_recipe
-from pipeline.environments.base import Environment, Kind, Outcome
+from pipeline.environments.base import BuiltinEnvironment, Environment, Outcome
 from pipeline.environments.exact_match import ExactMatch
 from pipeline.environments.math import Math
 from pipeline.environments.registry import build
@@ -112,7 +112,7 @@ def test_a_key_that_is_no_text_is_not_repeated():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_describes_its_kwargs(kind: str):
     of = kind_class(kind)
-    assert issubclass(of, Kind) and all(field.type for field in of.Arguments.__dataclass_fields__.values())
+    assert issubclass(of, BuiltinEnvironment) and all(field.type for field in of.Arguments.__dataclass_fields__.values())
 
 
 # ---- a new one ---------------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ from pydantic import Field
 
 from pipeline.problems import Problem
 from pipeline.values import MISSING, Positive, Text
-from pipeline.environments.base import Kind, Outcome, Setup
+from pipeline.environments.base import BuiltinEnvironment, Outcome, EnvironmentContext
 from pipeline.types import Prompt
 
 
@@ -136,7 +136,7 @@ class ToyArguments:
     most: Annotated[Positive, Field(le=9, description="Times that count.")] = 3
 
 
-class Toy(Kind):
+class Toy(BuiltinEnvironment):
     """Reward: how often the policy says a word."""
 
     Arguments = ToyArguments
@@ -146,7 +146,7 @@ class Toy(Kind):
         if " " in arguments.word:
             yield Problem(f"{key}.word", "bad-format", "expected one word")
 
-    def __init__(self, arguments: ToyArguments, setup: Setup) -> None:
+    def __init__(self, arguments: ToyArguments, setup: EnvironmentContext) -> None:
         self._arguments = arguments
 
     def step(self, prompt: Prompt, text: str) -> Outcome:

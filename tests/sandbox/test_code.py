@@ -7,7 +7,16 @@ import pytest
 from pipeline.config import EnvironmentConfig
 from pipeline.environments.base import Unjudged
 from pipeline.environments.code import PIECES, code_in
-from pipeline.environments.code_tests import LITERAL, Case, Equation, read, same_literal, same_output, same_result, same_value
+from pipeline.environments.code_tests import (
+    LITERAL,
+    EqualityTest,
+    IOTest,
+    parse_tests,
+    same_literal,
+    same_output,
+    same_result,
+    same_value,
+)
 from pipeline.environments.registry import build
 from pipeline.sandbox.limits import SandboxError
 from pipeline.types import Prompt
@@ -132,19 +141,19 @@ def test_tests_that_a_piece_defines_are_called(tests):
 def test_a_piece_that_only_defines_is_an_error(piece: str):
     for tests in (piece, ["assert f(1) == 2", piece]):
         with pytest.raises(ValueError, match="defines tests and calls none"):
-            read(tests)
+            parse_tests(tests)
 
 
 @pytest.mark.parametrize(
     "last", ["check(f)", "for x in (1,): check(f)", "with open('x'): y = 1", "if f(1) != 2: raise ValueError"]
 )
 def test_a_piece_that_does_something_is_a_test(last: str):
-    assert read(CHECK + last).pieces == (CHECK + last,)
+    assert parse_tests(CHECK + last).pieces == (CHECK + last,)
 
 
 def test_a_check_that_is_not_there():
     with pytest.raises(ValueError, match=r"does not define check\(candidate\)"):
-        read({"test": "assert f(1) == 2", "entry_point": "f"})
+        parse_tests({"test": "assert f(1) == 2", "entry_point": "f"})
 
 
 STARTED = "class Solution:\n  def gcd(self, nums: List[int]) -> int: return min(inf, math.fsum(deque(nums)), pow(9, 9, 99))"
@@ -264,24 +273,24 @@ def test_the_code_of_a_text():
 
 def test_the_forms_of_tests():
     live = {"input": "1\n[2]", "output": "3", "testtype": "functional", "fn_name": "f"}
-    assert read(json.dumps([live])).cases == (Case("[1, [2]]", "3", "f"),)
-    assert read([{"input": "1", "output": "2"}]).cases == (Case("1", "2"),)
-    assert read({"inputs": [["1", "2"]], "outputs": [["3"]]}).cases == (Case("1\n2", "3"),)
-    equations = read(
+    assert parse_tests(json.dumps([live])).cases == (IOTest("[1, [2]]", "3", "f"),)
+    assert parse_tests([{"input": "1", "output": "2"}]).cases == (IOTest("1", "2"),)
+    assert parse_tests({"inputs": [["1", "2"]], "outputs": [["3"]]}).cases == (IOTest("1\n2", "3"),)
+    equations = parse_tests(
         ["assert f(1) == 2", "assert -1 == f(2), 'why'", "assert f(3) == sorted([2, 1])", "assert f(4) == (1, {2})"]
     ).pieces
     assert equations == (
-        Equation("f(1)", 2), Equation("f(2)", -1), Equation("f(3)", [1, 2]), Equation("f(4)", (1, {2}))
+        EqualityTest("f(1)", 2), EqualityTest("f(2)", -1), EqualityTest("f(3)", [1, 2]), EqualityTest("f(4)", (1, {2}))
     )  # fmt: skip
-    one, both = Equation("f(1)", 2), Equation("(f(1), f(2))", (2, 3))
+    one, both = EqualityTest("f(1)", 2), EqualityTest("(f(1), f(2))", (2, 3))
     for inner in ("(f(1) == 2) == True", "(f(1) == 2) is True", "True == (2 == f(1))", "((f(1) == 2) == True) is True"):
-        assert read([f"assert {inner}"]).pieces == (one,)
+        assert parse_tests([f"assert {inner}"]).pieces == (one,)
     for several in (
         "assert f(1) == 2 and f(2) == 3",
         "assert f(1) == 2\nassert f(2) == 3",
         "assert (f(1) == 2 and f(2) == 3) == True",
     ):
-        assert read([several]).pieces == (both,)
+        assert parse_tests([several]).pieces == (both,)
     others = (
         "assert f(1) == g(2)",
         "assert f(1) == 2 and g()",
@@ -293,11 +302,11 @@ def test_the_forms_of_tests():
         "assert 1 == 1; x",
         "assert (",
     )
-    assert read(list(others)).pieces == others
-    assert read("[f(x) for x in y]").pieces == ("[f(x) for x in y]",)
+    assert parse_tests(list(others)).pieces == others
+    assert parse_tests("[f(x) for x in y]").pieces == ("[f(x) for x in y]",)
     for wrong in ({"inputs": [1], "outputs": []}, [], {}, "", [{"input": "1", "output": "2", "testtype": "functional"}]):
         with pytest.raises(ValueError):
-            read(wrong)
+            parse_tests(wrong)
     assert same_output("a \nb\n\n", "a\nb") and not same_output("a b", "a\nb")
     assert same_result("3", "[3]") and same_result("[1]", "[1]") and not same_result("3 ", "4") and not same_result("x", "4")
 

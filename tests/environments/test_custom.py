@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.data.stream import _plain, encode_prompt
-from pipeline.environments import own
+from pipeline.environments import custom
 from pipeline.environments.base import Environment, Outcome
 from pipeline.types import Prompt
 from tests.environments.pooled import made
@@ -113,7 +113,7 @@ def test_what_is_no_finite_number_is_no_reward(reward, monkeypatch):
     ],
 )
 def test_what_is_wrong_is_told_before_anything_is_called(thing, kwargs, says):
-    assert says in own.problem(thing, kwargs)
+    assert says in custom.problem(thing, kwargs)
 
 
 def test_columns_that_cannot_travel_are_left_out():
