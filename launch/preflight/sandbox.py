@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pipeline.config import KINDS, EnvironmentConfig, Problem, Recipe, generates, read_kwargs
-from pipeline.sandbox import ways
-from pipeline.sandbox.limits import CONTAINED, SandboxError
+from pipeline.sandbox import backends
+from pipeline.sandbox.limits import ISOLATING_BACKENDS, SandboxError
 
 if TYPE_CHECKING:
     from pipeline.environments.python_tool import SandboxArguments
@@ -22,7 +22,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Proble
     if not generates(recipe):
         return
     asked = dict(one for name, config in recipe.env.items() for one in _asked(f"env.{name}.kwargs", config))
-    contained = {key: arguments for key, arguments in asked.items() if arguments.sandbox in ("auto", *CONTAINED)}
+    contained = {key: arguments for key, arguments in asked.items() if arguments.sandbox in ("auto", *ISOLATING_BACKENDS)}
     for key in sorted(set(asked) - set(contained)):
         if asked[key].sandbox == "none":
             notes.append(f"{key}.sandbox: none, so what the policy writes runs with this user's rights: its files, its network")
@@ -34,7 +34,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Proble
         return
     for key, arguments in contained.items():
         try:
-            ways.choose(arguments.sandbox, tuple(arguments.readable))
+            backends.choose(arguments.sandbox, tuple(arguments.readable))
         except SandboxError as error:
             yield Problem(f"{key}.sandbox", "unsupported", str(error))
 

@@ -32,7 +32,7 @@ from pipeline.environments.code_tests import (
 )
 from pipeline.environments.python_tool import ExecutionResult, PythonArguments, PythonSession, PythonTool, SandboxArguments
 from pipeline.environments.tool import ToolError
-from pipeline.sandbox.limits import Ran
+from pipeline.sandbox.limits import ProgramResult
 from pipeline.values import Bool, Text
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class Code(BuiltinEnvironment):
         ]
         return sum(passed), Counter([_end(ran)])
 
-    def _run(self, argv: list[str], code: str, stdin: str, left: float) -> Ran:
+    def _run(self, argv: list[str], code: str, stdin: str, left: float) -> ProgramResult:
         files = {"answer.py": code.encode(errors="replace"), **PROGRAMS}
         wall_s = min(self._sandbox.limits.wall_s, left)
         return self._sandbox.run([self._sandbox.python, *argv], files, stdin.encode(errors="replace"), wall_s)
@@ -209,12 +209,12 @@ def code_in(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def _passes(ran: Ran, case: IOTest) -> bool:
+def _passes(ran: ProgramResult, case: IOTest) -> bool:
     same = same_result if case.function else same_output
     return ran.status == 0 and same(ran.stdout.decode(errors="replace"), case.output)
 
 
-def _end(ran: Ran) -> str:
+def _end(ran: ProgramResult) -> str:
     """Return the metric that counts how a program ended."""
     if ran.ended_by in ("wall time", "cpu time"):
         return "timeouts"

@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 
-from pipeline.sandbox import kernel
+from pipeline.sandbox import linux
 
 MEMORY_BYTES = 4 << 30  # of address space: an answer that needs more is wrong, not the end of the node
 SUSPECT_S = 0.1  # a right answer takes milliseconds, and so does a fork
@@ -29,7 +29,7 @@ RIGHT, WRONG, UNREAD = b"1", b"0", b"?"
 
 
 def main(parent: int) -> None:
-    kernel.die_with_parent()
+    linux.die_with_parent()
     if os.getppid() != parent:  # it died before it could be said
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -102,9 +102,9 @@ def _judge(questions: int, said: int, worker: int) -> None:
     try:
         from math_verify import verify
 
-        kernel.die_with_parent()
+        linux.die_with_parent()
         with contextlib.suppress(OSError):
-            kernel.offer_to_oom_killer(1000)  # before the worker
+            linux.offer_to_oom_killer(1000)  # before the worker
         if os.getppid() != worker:
             return
         for line in os.fdopen(questions):

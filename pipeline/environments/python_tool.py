@@ -14,14 +14,14 @@ from pydantic import Field
 import pipeline.sandbox
 from pipeline.environments.base import Configurable
 from pipeline.environments.tool import Tool, ToolError, ToolSession
-from pipeline.sandbox.guarded import Program
+from pipeline.sandbox.guard_client import InteractiveProgram
 from pipeline.sandbox.interpreter import ANSWER
-from pipeline.sandbox.limits import ASKED, Limits
+from pipeline.sandbox.limits import BACKEND_CHOICES, ResourceLimits
 from pipeline.sandbox.sandbox import Sandbox
 from pipeline.values import Check, Float, Positive, Text
 
 INTERPRETER = (Path(pipeline.sandbox.__file__).parent / "interpreter.py").read_bytes()
-LIMITS = {limit.name: limit.default for limit in dataclasses.fields(Limits)}
+LIMITS = {limit.name: limit.default for limit in dataclasses.fields(ResourceLimits)}
 START_S = 30.0  # for the interpreter to be there, besides the time of its first call
 
 
@@ -45,7 +45,7 @@ Folder = Annotated[Text, Check(_not_absolute)]
 class SandboxArguments:
     """Limits are for all processes of one program together, unless they say otherwise."""
 
-    sandbox: Annotated[Literal[ASKED], Field(description="How programs are contained.")] = ASKED[0]
+    sandbox: Annotated[Literal[BACKEND_CHOICES], Field(description="How programs are contained.")] = BACKEND_CHOICES[0]
     readable: Annotated[list[Folder], Field(description="More folders that a program may read; absolute paths.")] = field(
         default_factory=list
     )
@@ -60,7 +60,7 @@ class SandboxArguments:
 
     def make_sandbox(self) -> Sandbox:
         """Return the sandbox. Raises SandboxError, saying what to do, where code cannot be contained."""
-        return Sandbox(Limits(**{name: getattr(self, name) for name in LIMITS}), self.sandbox, tuple(self.readable))
+        return Sandbox(ResourceLimits(**{name: getattr(self, name) for name in LIMITS}), self.sandbox, tuple(self.readable))
 
 
 @dataclass
@@ -91,7 +91,7 @@ class PythonSession(ToolSession):
 
     def __init__(self, sandbox: Sandbox, session_s: float) -> None:
         self._sandbox, self._session_s = sandbox, session_s
-        self._program: Program | None = None
+        self._program: InteractiveProgram | None = None
 
     def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
         """Return what was printed, and the value of a last expression. Raises ToolError for what the code raised, or broke, and
@@ -127,7 +127,7 @@ class PythonSession(ToolSession):
         if program is not None:
             program.close()
 
-    def _ask(self, program: Program, code: str, deadline: float) -> ExecutionResult:
+    def _ask(self, program: InteractiveProgram, code: str, deadline: float) -> ExecutionResult:
         question = code.encode(errors="replace")
         program.send(struct.pack("<I", len(question)) + question, deadline)
         lengths = ANSWER.unpack(program.receive(ANSWER.size, deadline))

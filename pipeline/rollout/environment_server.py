@@ -33,12 +33,12 @@ from pipeline.encoding import decode, encode
 from pipeline.environments.base import ProcessStuck
 from pipeline.rollout.environment_pool import Failure, encodable
 from pipeline.rollout.environment_threads import EnvironmentSettings, EnvironmentThreads, StepOutcome, StepRequest, load
-from pipeline.sandbox import kernel
+from pipeline.sandbox import linux
 
 NAME = b"hetstep-env"
 """As ps and top show it: 15 bytes at most."""
 OOM_SCORE = 500
-"""See kernel.offer_to_oom_killer. Of a rank it is 0, of what guards a program in the sandbox 999."""
+"""See linux.offer_to_oom_killer. Of a rank it is 0, of what guards a program in the sandbox 999."""
 CALLS = 1 << 20
 """Bytes of the shared memory, one for each call that may be open: 1 while it is carried out."""
 WORN_OUT = 75
@@ -95,12 +95,12 @@ def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
     """Serve the rank until it closes the environments. Call it in the main thread."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that an environment starts would inherit
-    kernel.die_with_parent()
+    linux.die_with_parent()
     if os.getppid() != rank:  # it died before it could be said
         return
-    kernel.prctl(kernel.PR_SET_NAME, NAME)
+    linux.prctl(linux.PR_SET_NAME, NAME)
     with contextlib.suppress(OSError):
-        kernel.offer_to_oom_killer(OOM_SCORE)
+        linux.offer_to_oom_killer(OOM_SCORE)
     rank_log.set_up()
     stream = connection.makefile("rb")
     settings = next(messages(stream, EnvironmentSettings), None)

@@ -24,7 +24,7 @@ from pipeline.data.observations import Observations
 from pipeline.environments import registry
 from pipeline.environments.base import Environment, Outcome, ProcessStuck
 from pipeline.rollout.environment_pool import GRACE_S, Begin, Call, EnvironmentPool, Failure, encodable
-from pipeline.sandbox import kernel
+from pipeline.sandbox import linux
 from pipeline.types import Prompt
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def load(settings: EnvironmentSettings, news: threading.Event) -> EnvironmentThr
     """Build the environments. Raises ValueError, naming the key, as `registry.build`, and as `Observations`."""
     tokenizer = load_tokenizer(settings.tokenizer)
     observations = Observations(tokenizer, settings.tokenizer, settings.chat) if settings.turns > 1 else None
-    kernel.raise_open_files()  # an open session of an interpreter has four
+    linux.raise_open_files()  # an open session of an interpreter has four
     built = registry.build(settings.env)
     limits = {name: environment.timeout_s for name, environment in settings.env.items()}
     return EnvironmentThreads(

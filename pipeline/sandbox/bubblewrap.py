@@ -14,16 +14,16 @@ import platform
 import resource
 import shutil
 
-from pipeline.sandbox import kernel
+from pipeline.sandbox import linux
+from pipeline.sandbox.file_system import DEVICES, ENVIRONMENT, SCRATCH, USER, environment
 from pipeline.sandbox.limits import SandboxError
-from pipeline.sandbox.namespaces import PROGRAM_SCORE, Inside, Job, default_signals
+from pipeline.sandbox.namespaces import PROGRAM_SCORE, PreparedSandbox, ProgramSpec, default_signals
 from pipeline.sandbox.seccomp import filter_for
-from pipeline.sandbox.view import DEVICES, ENVIRONMENT, SCRATCH, USER, environment
 
 NAME = "bwrap"
 
 
-def start(job: Job) -> Inside:
+def start(job: ProgramSpec) -> PreparedSandbox:
     """Raises SandboxError with what bubblewrap said."""
     program = shutil.which(NAME)
     if program is None:
@@ -48,12 +48,12 @@ def start(job: Job) -> Inside:
             raise SandboxError("bubblewrap did not start")
         told += piece
     init = json.loads(told)["child-pid"]
-    for number, pair in kernel.bounds(job.limits, kernel.counts_processes_by_namespace()).items():
+    for number, pair in linux.bounds(job.limits, linux.counts_processes_by_namespace()).items():
         resource.prlimit(init, number, pair)
-    return Inside(init, go, reports, _status)
+    return PreparedSandbox(init, go, reports, _status)
 
 
-def _command(job: Job) -> list[str]:
+def _command(job: ProgramSpec) -> list[str]:
     arguments = ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
     arguments += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     arguments += ["--hostname", "sandbox", "--new-session", "--die-with-parent", "--cap-drop", "ALL"]
@@ -80,8 +80,8 @@ def _spawn(command: list[str], stdio: tuple[int, int, int], inherited: tuple[int
     if os.fork():
         return
     try:
-        kernel.die_with_parent()
-        kernel.offer_to_oom_killer(PROGRAM_SCORE)
+        linux.die_with_parent()
+        linux.offer_to_oom_killer(PROGRAM_SCORE)
         default_signals()
         for descriptor in inherited:
             os.set_inheritable(descriptor, True)

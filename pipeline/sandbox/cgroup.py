@@ -24,7 +24,7 @@ import os
 import time
 from pathlib import Path
 
-from pipeline.sandbox.limits import Limits, SandboxError
+from pipeline.sandbox.limits import ResourceLimits, SandboxError
 from pipeline.sandbox.processes import TICKS_PER_S
 
 RANKS, OF_A_PROGRAM = "ranks", "sandbox-"
@@ -72,7 +72,7 @@ def place() -> Path | None:
     return None
 
 
-def join(pid: int, limits: Limits) -> None:
+def join(pid: int, limits: ResourceLimits) -> None:
     """Process `pid`, and all that it starts from now on, get a cgroup, where there is a place. For guards; `remove` ends it.
 
     Raises SandboxError.

@@ -2,7 +2,7 @@
 
     python -I -S -c "... guard.main()" RANK
 
-It reads one line of JSON (see `guarded.py`) and the contents of files from stdin, and answers with one line of JSON and the
+It reads one line of JSON (see `guard_client.py`) and the contents of files from stdin; answers with one line of JSON and the
 program's output on stdout. It is the reaper of all that its descendants leave behind, so that nothing is left when it ends.
 When the rank dies it ends everything; when it dies itself, the kernel does.
 
@@ -23,10 +23,10 @@ import tempfile
 import time
 from dataclasses import replace
 
-from pipeline.sandbox import bubblewrap, cgroup, kernel, namespaces, processes
-from pipeline.sandbox.limits import Limits, SandboxError
-from pipeline.sandbox.namespaces import Inside, Job
-from pipeline.sandbox.view import SCRATCH, View
+from pipeline.sandbox import bubblewrap, cgroup, linux, namespaces, processes
+from pipeline.sandbox.file_system import SCRATCH, FileSystemView
+from pipeline.sandbox.limits import ResourceLimits, SandboxError
+from pipeline.sandbox.namespaces import PreparedSandbox, ProgramSpec
 
 TICK_S = 0.02  # between two looks at what it uses
 IDLE_TICK_S = 0.5  # at most, for a program that is talked to, while it uses nothing
@@ -37,9 +37,9 @@ PAGE = os.sysconf("SC_PAGE_SIZE")  # of which a file takes whole ones
 
 def main() -> None:
     rank = int(sys.argv[1])
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    kernel.offer_to_oom_killer(namespaces.PROGRAM_SCORE - 1)
-    kernel.prctl(kernel.PR_SET_THP_DISABLE, 1)  # also for all below: of a huge page that is unmapped but for 4 KB all 2 MB stay
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+    linux.offer_to_oom_killer(namespaces.PROGRAM_SCORE - 1)
+    linux.prctl(linux.PR_SET_THP_DISABLE, 1)  # also for all below: of a huge page that is unmapped but for 4 KB all 2 MB stay
     asked = json.loads(sys.stdin.buffer.readline())
     files = {name: sys.stdin.buffer.read(size) for name, size in asked["files"].items()}
     stdin = sys.stdin.buffer.read(asked["stdin"])
@@ -59,7 +59,7 @@ def main() -> None:
 
 def _run(asked: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank: int) -> tuple[dict, list[bytes]]:
     """The answer, and what the program wrote to stdout and stderr."""
-    limits, way = Limits(**asked["limits"]), asked["way"]
+    limits, way = ResourceLimits(**asked["limits"]), asked["way"]
     talked_to = asked["talk"]
     if sum(-(-len(content) // PAGE) * PAGE for content in files.values()) > limits.scratch_bytes:
         return {"status": -signal.SIGKILL, "ended_by": "memory", "seconds": 0.0}, [b"", b""]
@@ -73,7 +73,7 @@ def _run(asked: dict, files: dict[str, bytes], stdin: bytes, folder: str, rank: 
         writers, outputs = (out[1], err[1]), {out[0]: bytearray(), err[0]: bytearray()}
         for reader in outputs:
             os.set_blocking(reader, False)
-    job = Job(asked["argv"], files, stdio, View(**asked["view"]), limits, asked["proc"], folder)
+    job = ProgramSpec(asked["argv"], files, stdio, FileSystemView(**asked["view"]), limits, asked["proc"], folder)
     inside = bubblewrap.start(job) if way == "bubblewrap" else namespaces.start(job, contained=way == "namespaces")
     for descriptor in writers or talked_to:
         os.close(descriptor)
@@ -117,14 +117,16 @@ def _remove(folder: str) -> None:
 class _Watch:
     """outputs: what is read from each descriptor, filled here."""
 
-    def __init__(self, inside: Inside, limits: Limits, outputs: dict[int, bytearray], rank: int, talked_to: bool) -> None:
+    def __init__(
+        self, inside: PreparedSandbox, limits: ResourceLimits, outputs: dict[int, bytearray], rank: int, talked_to: bool
+    ) -> None:
         self._inside, self._limits, self._outputs, self._rank = inside, limits, outputs, rank
         self._control = sys.stdin.fileno() if talked_to else None
         self._told = b""
         self._poll = select.poll()
         for descriptor in (*outputs, inside.reports, *([self._control] if talked_to else [])):
             self._poll.register(descriptor, select.POLLIN)
-        self._meter, self._used = processes.Meter(inside.pid), processes.Usage(0, 0, 0.0)
+        self._meter, self._used = processes.UsageMeter(inside.pid), processes.ResourceUsage(0, 0, 0.0)
         self._tick_s = TICK_S
 
     def until_it_ends(self) -> tuple[int, str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-CONTAINED = ("bubblewrap", "namespaces")
-ASKED = ("auto", *CONTAINED, "none")
-"""What a recipe may ask for: how a program is contained, see ways.py."""
+ISOLATING_BACKENDS = ("bubblewrap", "namespaces")
+BACKEND_CHOICES = ("auto", *ISOLATING_BACKENDS, "none")
+"""What a recipe may ask for: how a program is contained, see backends.py."""
 
 
 class SandboxError(RuntimeError):
@@ -15,11 +15,11 @@ class SandboxError(RuntimeError):
 
 
 class GuardError(SandboxError):
-    """The guard did not run, or ended before its time; see guarded.py."""
+    """The guard did not run, or ended before its time; see guard_client.py."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ResourceLimits:
     """Of all processes of one program together, unless it says otherwise. Raises ValueError for what is not above 0.
 
     The kernel holds to the hard bounds; the guard looks every 20 ms and ends a program beyond the others. At one that is talked
@@ -46,7 +46,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class ProgramResult:
     """What came of a program."""
 
     status: int  # its exit status; -N if signal N ended it

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from pipeline.sandbox import kernel, processes
-from pipeline.sandbox.limits import Limits, SandboxError
+from pipeline.sandbox import linux, processes
+from pipeline.sandbox.file_system import DEVICES, SCRATCH, USER, FileSystemView, environment
+from pipeline.sandbox.limits import ResourceLimits, SandboxError
 from pipeline.sandbox.seccomp import filter_for
-from pipeline.sandbox.view import DEVICES, SCRATCH, USER, View, environment
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000  # CLONE_* of linux/sched.h
 NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -39,24 +39,24 @@ KEPT = {"nosuid": NOSUID, "nodev": NODEV, "noexec": NOEXEC, "noatime": 1024, "no
 DETACH = 2  # MNT_DETACH of umount(2)
 BASE = "/tmp"  # a folder that every machine has; only a mount point, hidden in the new namespace alone
 READY, STATUS, ERROR = b"R", b"S", b"E"
-PROGRAM_SCORE = 1000  # see kernel.offer_to_oom_killer; above the guard's
+PROGRAM_SCORE = 1000  # see linux.offer_to_oom_killer; above the guard's
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ProgramSpec:
     """What the guard is to start."""
 
     argv: list[str]
     files: dict[str, bytes]  # by name below the scratch folder
     stdio: tuple[int, int, int]  # all above 2
-    view: View
-    limits: Limits
+    view: FileSystemView
+    limits: ResourceLimits
     proc: bool  # whether /proc is to be there
     folder: str = ""  # the scratch folder, if uncontained
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class PreparedSandbox:
     """A sandbox that is built, and waits."""
 
     pid: int  # of its process 1, here
@@ -69,7 +69,7 @@ class Inside:
     """
 
 
-def start(job: Job, contained: bool = True) -> Inside:
+def start(job: ProgramSpec, contained: bool = True) -> PreparedSandbox:
     """Raises SandboxError with what the kernel did not allow."""
     go_reader, go = os.pipe()
     reports, report = os.pipe()
@@ -91,7 +91,7 @@ def start(job: Job, contained: bool = True) -> Inside:
     else:
         init = first
     _expect(reports, READY)
-    return Inside(init, go, reports, partial(_status, init))
+    return PreparedSandbox(init, go, reports, partial(_status, init))
 
 
 def _expect(reports: int, what: bytes) -> None:
@@ -148,29 +148,29 @@ def default_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _first(job: Job, go: int, report: int, contained: bool) -> None:
-    kernel.offer_to_oom_killer(PROGRAM_SCORE)
+def _first(job: ProgramSpec, go: int, report: int, contained: bool) -> None:
+    linux.offer_to_oom_killer(PROGRAM_SCORE)
     if not contained:
         _init(job, go, report, contained)
         return
-    kernel.die_with_parent()
-    kernel.call("unshare", NEWUSER)
+    linux.die_with_parent()
+    linux.call("unshare", NEWUSER)
     os.write(report, READY)
     if not os.read(go, 1):
         return
-    kernel.call("unshare", NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | NEWCGROUP)
+    linux.call("unshare", NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS | NEWCGROUP)
     if os.fork() == 0:
         _child(lambda: _init(job, go, report, contained), report, keep=(go, report, *job.stdio))
 
 
-def _init(job: Job, go: int, report: int, contained: bool) -> None:
+def _init(job: ProgramSpec, go: int, report: int, contained: bool) -> None:
     if contained and not os.read(go, 1):  # the guard speaks when it is our parent
         return
-    kernel.die_with_parent()
+    linux.die_with_parent()
     if contained:
         root = os.getuid() == 0
         _build_root(job)
-        kernel.call("sethostname", "sandbox", len("sandbox"))
+        linux.call("sethostname", "sandbox", len("sandbox"))
         _become_nobody(root)
     folder = SCRATCH if contained else job.folder
     os.chdir(folder)
@@ -178,10 +178,10 @@ def _init(job: Job, go: int, report: int, contained: bool) -> None:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_bytes(content)
     if contained:
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # the program, the same user, cannot reach into this process
-        kernel.load_filter(filter_for(platform.machine()))
+        linux.prctl(linux.PR_SET_DUMPABLE, 0)  # the program, the same user, cannot reach into this process
+        linux.load_filter(filter_for(platform.machine()))
     else:
-        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # as process 1 is
+        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)  # as process 1 is
     os.write(report, READY)
     if not os.read(go, 1):
         return
@@ -198,14 +198,14 @@ def _init(job: Job, go: int, report: int, contained: bool) -> None:
         os._exit(1)  # whatever fails from here on is the program's doing
 
 
-def _program(job: Job, contained: bool, folder: str) -> None:
+def _program(job: ProgramSpec, contained: bool, folder: str) -> None:
     try:
-        kernel.die_with_parent()
+        linux.die_with_parent()
         os.setsid()  # no terminal
         for number, descriptor in enumerate(job.stdio):
             os.dup2(descriptor, number)
         os.closerange(3, 1 << 16)
-        for number, pair in kernel.bounds(job.limits, contained and kernel.counts_processes_by_namespace()).items():
+        for number, pair in linux.bounds(job.limits, contained and linux.counts_processes_by_namespace()).items():
             resource.setrlimit(number, pair)
         own = environment(job.view) | ({} if contained else {"HOME": folder, "TMPDIR": folder})
         os.execve(job.argv[0], job.argv, own)
@@ -218,14 +218,14 @@ def _program(job: Job, contained: bool, folder: str) -> None:
 # ---- the program's root -------------------------------------------------------------------------------------------------
 
 
-def _build_root(job: Job) -> None:
+def _build_root(job: ProgramSpec) -> None:
     """bubblewrap's way: what was the root hangs below a new one while the program's is put together from it, and then goes."""
     sources = {path: os.path.realpath(path) for path in job.view.mounted}
     _mount("none", "/", flags=REC | PRIVATE)  # nothing that follows reaches the machine
     _mount("tmpfs", BASE, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
     os.mkdir(f"{BASE}/new")
     os.mkdir(f"{BASE}/old")
-    kernel.pivot_root(BASE, f"{BASE}/old")
+    linux.pivot_root(BASE, f"{BASE}/old")
     os.chdir("/")
     _mount("tmpfs", "/new", "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
     os.mkdir(f"/new{SCRATCH}")
@@ -242,14 +242,14 @@ def _build_root(job: Job) -> None:
         os.mkdir("/new/proc")
         _mount("proc", "/new/proc", "proc", NOSUID | NODEV | NOEXEC | RDONLY)
     os.chdir("/new")
-    kernel.pivot_root(".", ".")  # the old root now lies over the new one
-    kernel.call("umount2", ".", DETACH)
+    linux.pivot_root(".", ".")  # the old root now lies over the new one
+    linux.call("umount2", ".", DETACH)
     os.chdir("/")
     _mount("none", "/", flags=REMOUNT | BIND | RDONLY | NOSUID | NODEV)
 
 
 def _mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    kernel.call("mount", source, target, kind or None, flags, options or None)
+    linux.call("mount", source, target, kind or None, flags, options or None)
 
 
 def _show(source: str, target: str, flags: int) -> None:
@@ -270,10 +270,10 @@ def _show(source: str, target: str, flags: int) -> None:
 
 def _become_nobody(root: bool) -> None:
     """`root`: as whom the namespace was entered; else this is nobody already, with all rights over the namespace."""
-    kernel.bar_capabilities()
+    linux.bar_capabilities()
     if root:
         os.setgroups([])
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)
-    kernel.drop_capabilities()
-    kernel.die_with_parent()  # again, for a change of user undoes it
+    linux.drop_capabilities()
+    linux.die_with_parent()  # again, for a change of user undoes it

@@ -13,7 +13,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ResourceUsage:
     """Of the processes below one, that one itself left out."""
 
     processes: int  # with their threads
@@ -21,7 +21,7 @@ class Usage:
     cpu_s: float  # also of those that have ended, if they were seen or somebody waited for them
 
 
-class Meter:
+class UsageMeter:
     """What the processes below one use, look by look. `root`: its id.
 
     The kernel adds the CPU time of a process that ends to its parent's, once that waits for it. If the parent ignores ends, the
@@ -35,7 +35,7 @@ class Meter:
         self._gone = 0  # ticks of processes that have ended, and that no other was given by the look after that
         self._late = 0  # likewise, but of the last look: a parent may have been read before it was given them
 
-    def look(self) -> Usage:
+    def look(self) -> ResourceUsage:
         """What has ended uses nothing but the CPU time that it has used.
 
         Parents are read before their children: the time of a child that ends meanwhile is missing, and not counted twice.
@@ -59,7 +59,7 @@ class Meter:
         self._gone += max(0, self._late - given)
         self._late = max(0, ended - max(0, given - self._late))
         self._ticks = ticks
-        return Usage(count, memory, (sum(map(sum, ticks.values())) + self._gone + self._late) / TICKS_PER_S)
+        return ResourceUsage(count, memory, (sum(map(sum, ticks.values())) + self._gone + self._late) / TICKS_PER_S)
 
 
 def children(pid: int) -> list[int]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.sandbox import guarded, ways
-from pipeline.sandbox.guarded import Program
-from pipeline.sandbox.limits import Limits, Ran
-from pipeline.sandbox.view import python
+from pipeline.sandbox import backends, guard_client
+from pipeline.sandbox.file_system import python
+from pipeline.sandbox.guard_client import InteractiveProgram
+from pipeline.sandbox.limits import ProgramResult, ResourceLimits
 
 
 class Sandbox:
@@ -21,23 +21,23 @@ class Sandbox:
     python: str = python()
     """The interpreter, as programs find it."""
 
-    def __init__(self, limits: Limits, way: str = "auto", readable: tuple[str, ...] = ()) -> None:
+    def __init__(self, limits: ResourceLimits, way: str = "auto", readable: tuple[str, ...] = ()) -> None:
         self.limits = limits
-        self._way, self._view = ways.choose(way, tuple(readable))
+        self._way, self._view = backends.choose(way, tuple(readable))
 
     def run(
         self, argv: list[str], files: dict[str, bytes] | None = None, stdin: bytes = b"", wall_s: float | None = None
-    ) -> Ran:
+    ) -> ProgramResult:
         """argv: the program's path and arguments. files: what its working folder holds at first, by relative path. wall_s: of
         this one, in place of the limit.
 
         Raises SandboxError if the sandbox fails, never for what the program does.
         """
-        return guarded.run(self._way, self._view, self._limits(wall_s), argv, files or {}, stdin)
+        return guard_client.run(self._way, self._view, self._limits(wall_s), argv, files or {}, stdin)
 
-    def start(self, argv: list[str], files: dict[str, bytes] | None = None, wall_s: float | None = None) -> Program:
+    def start(self, argv: list[str], files: dict[str, bytes] | None = None, wall_s: float | None = None) -> InteractiveProgram:
         """Start a program that is talked to. Arguments as of `run`; its stderr goes nowhere."""
-        return Program(self._way, self._view, self._limits(wall_s), argv, files or {})
+        return InteractiveProgram(self._way, self._view, self._limits(wall_s), argv, files or {})
 
-    def _limits(self, wall_s: float | None) -> Limits:
+    def _limits(self, wall_s: float | None) -> ResourceLimits:
         return self.limits if wall_s is None else replace(self.limits, wall_s=wall_s)

@@ -5,7 +5,7 @@ instructions is a C struct sock_filter {u16 code; u8 jt, jf; u32 k}: what to do,
 holds and if it does not, and a constant. It reads a struct seccomp_data {i32 nr; u32 arch; u64 ip; u64 args[6]} and returns
 what becomes of the call.
 
-The namespaces are the wall; this stands before it. It lets through what is listed (`calls.py`, and the arguments below) and
+The namespaces are the wall; this stands before it. It lets through what is listed (`system_calls.py`, the arguments below) and
 refuses everything else: where kernels have had their holes, what escapes the other limits, and what comes with later kernels.
 A call that is younger than the list does not exist, for which libraries have another way.
 
@@ -20,7 +20,7 @@ import errno
 import struct
 from collections.abc import Iterable
 
-from pipeline.sandbox.calls import ALLOWED, LOOKED_AT
+from pipeline.sandbox.system_calls import ALLOWED, CONDITIONAL
 
 YOUNGEST = 462  # mseal, of Linux 6.10; x86's second set of calls (x32) begins at 1 << 30
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # place in a pair of numbers; AUDIT_ARCH_* of linux/audit.h
@@ -65,7 +65,7 @@ def filter_for(machine: str) -> bytes:
         _load(NUMBER),
     ]
     rules = _rules()
-    for name, pair in LOOKED_AT.items():
+    for name, pair in CONDITIONAL.items():
         program += _if(EQUAL, pair[place], rules[name])
     for pair in ALLOWED.values():
         if pair[place] is not None:
@@ -76,7 +76,7 @@ def filter_for(machine: str) -> bytes:
 
 
 def _rules() -> dict[str, list[bytes]]:
-    """What becomes of each call of LOOKED_AT."""
+    """What becomes of each call of CONDITIONAL."""
     shared = [*_if(ANY_BIT, MAP_ANONYMOUS, _if(ANY_BIT, MAP_SHARED, [_return(DENY)]))]
     streams = [SOCK_STREAM | flags for flags in (0, NONBLOCK, CLOEXEC, NONBLOCK | CLOEXEC)]
     return {

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipeline import rank_log
-from pipeline.sandbox import kernel
+from pipeline.sandbox import linux
 from pipeline.store import mail, proof
 from pipeline.store.table import ANY, EMPTY, TIMED_OUT, Missing, Pop, Reply, Request, Set, Table, Will
 
@@ -336,10 +336,10 @@ def _live_with(parent: int) -> None:
     want to save."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    kernel.die_with_parent()
+    linux.die_with_parent()
     if os.getppid() != parent:
         sys.exit(1)
-    kernel.raise_open_files()  # a rank has three connections
+    linux.raise_open_files()  # a rank has three connections
 
 
 async def serve(store: Door, address: str) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.environments.tools import ToolConfig, build_tool
-from pipeline.sandbox.limits import CONTAINED, Limits, SandboxError
+from pipeline.sandbox.limits import ISOLATING_BACKENDS, ResourceLimits, SandboxError
 from pipeline.sandbox.sandbox import Sandbox
 from tests.benchmarks.contender import Contender, Turns
 
@@ -39,9 +39,9 @@ FIGURES = {
 
 def main(against: Path | None) -> None:
     roots = {"this": ROOT} | ({"other": against.resolve()} if against else {})
-    for way in CONTAINED:
+    for way in ISOLATING_BACKENDS:
         try:
-            Sandbox(Limits(), way)
+            Sandbox(ResourceLimits(), way)
         except SandboxError as error:
             print(f"{way}: {error}")
             continue
@@ -64,7 +64,7 @@ def _command(root: Path, way: str) -> list[str]:
 
 def _work(way: str) -> None:
     """The child's end."""
-    turns, sandbox = Turns(), Sandbox(Limits(), way)
+    turns, sandbox = Turns(), Sandbox(ResourceLimits(), way)
     tool = build_tool(ToolConfig("python", {"sandbox": way}))
     turns.reply({})
     while turns.wait():
@@ -104,7 +104,7 @@ def _cpu_s() -> float:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1] in CONTAINED:
+    if len(sys.argv) == 2 and sys.argv[1] in ISOLATING_BACKENDS:
         _work(sys.argv[1])
     else:
         parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.sandbox")

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipeline.sandbox import ways
-from pipeline.sandbox.limits import CONTAINED, SandboxError
+from pipeline.sandbox import backends
+from pipeline.sandbox.limits import ISOLATING_BACKENDS, SandboxError
 from tests.sandbox.hosts import Host, can_be_another
 
 
@@ -14,7 +14,7 @@ from tests.sandbox.hosts import Host, can_be_another
 def works(way: str) -> str:
     """Why it does not, else nothing."""
     try:
-        ways.choose(way)
+        backends.choose(way)
     except SandboxError as error:
         return str(error)
     return ""
@@ -22,7 +22,10 @@ def works(way: str) -> str:
 
 HOSTS = [
     "auto",
-    *(pytest.param(host, marks=pytest.mark.long) for host in (*CONTAINED, *(f"{way} as another" for way in CONTAINED))),
+    *(
+        pytest.param(host, marks=pytest.mark.long)
+        for host in (*ISOLATING_BACKENDS, *(f"{way} as another" for way in ISOLATING_BACKENDS))
+    ),
 ]
 
 

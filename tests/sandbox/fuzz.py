@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.sandbox.limits import CONTAINED, SandboxError
+from pipeline.sandbox.limits import ISOLATING_BACKENDS, SandboxError
 from tests.sandbox.hosts import Host
 
 ENDS = ("exit", "wall time", "cpu time", "memory", "output", "processes")
@@ -127,7 +127,7 @@ class Outcome:
 
 def fuzz(host: Host, programs: int, seed: int) -> Iterator[Outcome]:
     """Raises ValueError for a host that contains nothing."""
-    if host.way not in ("auto", *CONTAINED):
+    if host.way not in ("auto", *ISOLATING_BACKENDS):
         raise ValueError(f"way: got '{host.way}'; expected one that contains programs")
     before = machine()
     for number in range(seed, seed + programs):

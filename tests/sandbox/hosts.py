@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.sandbox.limits import Limits, Ran
+from pipeline.sandbox.limits import ProgramResult, ResourceLimits
 from pipeline.sandbox.sandbox import Sandbox
 
-LIMITS = Limits(
+LIMITS = ResourceLimits(
     wall_s=2.0,
     cpu_s=1.0,
     memory_bytes=128 << 20,
@@ -48,10 +48,10 @@ DRIVER = """
 import base64, json, sys
 sys.path.insert(0, {root!r})
 from dataclasses import asdict
-from pipeline.sandbox.limits import Limits
+from pipeline.sandbox.limits import ResourceLimits
 from pipeline.sandbox.sandbox import Sandbox
 asked = json.load(sys.stdin)
-sandbox = Sandbox(Limits(**asked["limits"]), {way!r}, tuple(asked["readable"]))
+sandbox = Sandbox(ResourceLimits(**asked["limits"]), {way!r}, tuple(asked["readable"]))
 ran = sandbox.run([sandbox.python, *asked["argv"]], {{"program.py": asked["program"].encode()}}, asked["stdin"].encode())
 print(json.dumps(asdict(ran), default=lambda raw: base64.b64encode(raw).decode()))
 """
@@ -89,10 +89,10 @@ class Host:
             "abstract": self.abstract,
         }
 
-    def run(self, program: str, readable: tuple[str, ...] = (), **limits: float) -> Ran:
+    def run(self, program: str, readable: tuple[str, ...] = (), **limits: float) -> ProgramResult:
         """Asserts that nothing of it is left, nothing was written, and the answer came within the wall time."""
         mark = uuid.uuid4().hex
-        asked = Limits(**{**asdict(LIMITS), **limits})
+        asked = ResourceLimits(**{**asdict(LIMITS), **limits})
         before = _contents(self.folder)
         ran = self.tried(program, mark, asked, readable)
         assert ran.seconds < asked.wall_s + LATE_S
@@ -102,11 +102,11 @@ class Host:
         assert len(ran.stdout) + len(ran.stderr) <= asked.output_bytes
         return ran
 
-    def tried(self, program: str, mark: str, limits: Limits, readable: tuple[str, ...] = ()) -> Ran:
+    def tried(self, program: str, mark: str, limits: ResourceLimits, readable: tuple[str, ...] = ()) -> ProgramResult:
         """Runs it, and asserts nothing."""
         return (self._as_another if self.another_user else self._here)(PRELUDE + program, mark, limits, readable)
 
-    def held(self, program: str, readable: tuple[str, ...] = (), **limits: float) -> Ran:
+    def held(self, program: str, readable: tuple[str, ...] = (), **limits: float) -> ProgramResult:
         """Runs it, and asserts that it got nowhere and said so."""
         ran = self.run(program + "\nprint('held')", readable, **limits)
         assert b"ESCAPED" not in ran.stdout, ran
@@ -141,12 +141,12 @@ class Host:
             listener.close()
         shutil.rmtree(self.folder)
 
-    def _here(self, program: str, mark: str, limits: Limits, readable: tuple[str, ...]) -> Ran:
+    def _here(self, program: str, mark: str, limits: ResourceLimits, readable: tuple[str, ...]) -> ProgramResult:
         sandbox = Sandbox(limits, self.way, readable)
         argv = [sandbox.python, "program.py", mark]
         return sandbox.run(argv, {"program.py": program.encode()}, json.dumps(self.told()).encode())
 
-    def _as_another(self, program: str, mark: str, limits: Limits, readable: tuple[str, ...]) -> Ran:
+    def _as_another(self, program: str, mark: str, limits: ResourceLimits, readable: tuple[str, ...]) -> ProgramResult:
         asked = {
             "limits": asdict(limits),
             "argv": ["program.py", mark],
@@ -167,7 +167,7 @@ class Host:
         )
         assert done.returncode == 0, done.stderr.decode()
         told = json.loads(done.stdout)
-        return Ran(**{**told, **{name: base64.b64decode(told[name]) for name in ("stdout", "stderr")}})
+        return ProgramResult(**{**told, **{name: base64.b64decode(told[name]) for name in ("stdout", "stderr")}})
 
 
 def can_be_another() -> bool:

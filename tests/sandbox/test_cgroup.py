@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.sandbox import cgroup, guarded
+from pipeline.sandbox import cgroup, guard_client
 from tests.sandbox.hosts import Host
 
 V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -121,9 +121,9 @@ def version_2(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     except OSError as error:
         pytest.skip(f"no cgroup of version 2 can be made: {error}")
     monkeypatch.setattr(
-        guarded,
+        guard_client,
         "MAIN",
-        guarded.MAIN.replace("guard.main()", f"exec({WITHOUT_MEMORY.format(folder=str(made))!r}); guard.main()"),
+        guard_client.MAIN.replace("guard.main()", f"exec({WITHOUT_MEMORY.format(folder=str(made))!r}); guard.main()"),
     )
     yield
     made.rmdir()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.sandbox.limits import Ran, SandboxError
+from pipeline.sandbox.limits import ProgramResult, SandboxError
 from tests.sandbox import fuzz
 from tests.sandbox.hosts import Host
 
@@ -24,9 +24,9 @@ def test_a_thousand(host: Host):
 
 def test_the_fuzzer_sees_what_is_wrong(host: Host, monkeypatch: pytest.MonkeyPatch):
     """A sandbox that fails, what is left, an end that nobody knows, and a machine that changes."""
-    fails = [SandboxError("it failed"), AssertionError("it is still there"), Ran(0, b"", b"", "boredom", 0.0)]
+    fails = [SandboxError("it failed"), AssertionError("it is still there"), ProgramResult(0, b"", b"", "boredom", 0.0)]
 
-    def run(*_: object, **__: object) -> Ran:
+    def run(*_: object, **__: object) -> ProgramResult:
         if isinstance(what := fails.pop(0), Exception):
             raise what
         return what
@@ -34,7 +34,7 @@ def test_the_fuzzer_sees_what_is_wrong(host: Host, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(host, "run", run)
     assert all(outcome.bad for outcome in fuzz.fuzz(host, 3, seed=0))
     seen = iter([{"nice": 0}, {"nice": 1}])
-    monkeypatch.setattr(host, "run", lambda *_, **__: Ran(0, b"", b"", "exit", 0.0))
+    monkeypatch.setattr(host, "run", lambda *_, **__: ProgramResult(0, b"", b"", "exit", 0.0))
     monkeypatch.setattr(fuzz, "machine", lambda: next(seen))
     assert [bool(outcome.bad) for outcome in fuzz.fuzz(host, 1, seed=0)] == [True]
 

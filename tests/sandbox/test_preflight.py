@@ -4,7 +4,7 @@ import pytest
 
 from launch.preflight.sandbox import problems
 from pipeline import config
-from pipeline.sandbox import ways
+from pipeline.sandbox import backends
 from tests.sandbox.conftest import works
 
 
@@ -18,10 +18,10 @@ def test_what_this_machine_can_is_tried(monkeypatch: pytest.MonkeyPatch):
     if reason := works("auto"):
         pytest.skip(reason)
     assert told() == ([], [])
-    monkeypatch.setattr(ways, "PROBE", b"raise SystemExit('nothing is allowed')")
-    ways._first_that_works.cache_clear()
+    monkeypatch.setattr(backends, "PROBE", b"raise SystemExit('nothing is allowed')")
+    backends._first_working.cache_clear()
     (problem,) = told()[0]
-    ways._first_that_works.cache_clear()
+    backends._first_working.cache_clear()
     assert (problem.key, problem.code) == ("env.c.kwargs.sandbox", "unsupported") and "install bubblewrap" in problem.message
 
 

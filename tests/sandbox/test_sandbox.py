@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.sandbox import guard, guarded, processes, view, ways
-from pipeline.sandbox.guarded import Way
-from pipeline.sandbox.limits import Limits, SandboxError
-from pipeline.sandbox.namespaces import Inside
-from pipeline.sandbox.processes import Meter, Usage
+from pipeline.sandbox import backends, file_system, guard, guard_client, processes
+from pipeline.sandbox.guard_client import SandboxBackend
+from pipeline.sandbox.limits import ResourceLimits, SandboxError
+from pipeline.sandbox.namespaces import PreparedSandbox
+from pipeline.sandbox.processes import ResourceUsage, UsageMeter
 from pipeline.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import works
 from tests.sandbox.hosts import until
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 def sandbox() -> Sandbox:
     if reason := works("auto"):
         pytest.skip(reason)
-    return Sandbox(Limits(wall_s=20.0, memory_bytes=128 << 20, processes=4))
+    return Sandbox(ResourceLimits(wall_s=20.0, memory_bytes=128 << 20, processes=4))
 
 
 def test_files_arguments_stdin_and_both_outputs(sandbox: Sandbox):
@@ -81,10 +81,8 @@ def test_short_of_memory_the_kernel_ends_a_program_before_its_guard(sandbox: San
 
 def test_a_process_that_is_offered_to_the_oom_killer_already_stays_so():
     """A higher score is kept: in a container that begins with 1000 the kernel refuses a lower one."""
-    program = "own.write_text('1000'); kernel.offer_to_oom_killer(999); print(own.read_text().strip())"
-    program = (
-        f"from pathlib import Path; from pipeline.sandbox import kernel; own = Path('/proc/self/oom_score_adj'); {program}"
-    )
+    program = "own.write_text('1000'); linux.offer_to_oom_killer(999); print(own.read_text().strip())"
+    program = f"from pathlib import Path; from pipeline.sandbox import linux; own = Path('/proc/self/oom_score_adj'); {program}"
     assert subprocess.check_output([sys.executable, "-c", program]) == b"1000\n"
 
 
@@ -97,9 +95,9 @@ def test_a_program_that_is_talked_to_and_takes_too_much(sandbox: Sandbox):
 
 KILLED = """
 import sys, time
-from pipeline.sandbox.limits import Limits
+from pipeline.sandbox.limits import ResourceLimits
 from pipeline.sandbox.sandbox import Sandbox
-sandbox = Sandbox(Limits(wall_s=300.0))
+sandbox = Sandbox(ResourceLimits(wall_s=300.0))
 argv = [sandbox.python, "-c", "import os, time; os.fork(); time.sleep(300)"]
 if sys.argv[1] == "talk":
     program = sandbox.start(argv)
@@ -140,32 +138,32 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def _watch(monkeypatch: pytest.MonkeyPatch, look: Callable[[Meter], Usage]) -> tuple[guard._Watch, int]:
+def _watch(monkeypatch: pytest.MonkeyPatch, look: Callable[[UsageMeter], ResourceUsage]) -> tuple[guard._Watch, int]:
     """Of a program that is talked to, which uses what `look` says; and where its guard is told that it is asked something."""
     stdin, told = os.pipe()
     monkeypatch.setattr(sys, "stdin", os.fdopen(stdin))
-    monkeypatch.setattr(Meter, "look", look)
+    monkeypatch.setattr(UsageMeter, "look", look)
     reports, _ = os.pipe()
-    inside = Inside(os.getpid(), -1, reports, lambda told, ended: None)
-    return guard._Watch(inside, Limits(processes=4), {}, os.getppid(), talked_to=True), told
+    inside = PreparedSandbox(os.getpid(), -1, reports, lambda told, ended: None)
+    return guard._Watch(inside, ResourceLimits(processes=4), {}, os.getppid(), talked_to=True), told
 
 
 def test_an_idle_program_is_looked_at_less_often_until_it_works(monkeypatch: pytest.MonkeyPatch):
-    used = [Usage(1, 1 << 20, 0.1)]
+    used = [ResourceUsage(1, 1 << 20, 0.1)]
     watch, _ = _watch(monkeypatch, lambda meter: used[-1])
     ticks = [watch._exceeded(1.0) or watch._tick_s for _ in range(10)]
     assert ticks[:3] == [guard.TICK_S, 2 * guard.TICK_S, 4 * guard.TICK_S] and ticks[-1] == guard.IDLE_TICK_S
-    used.append(Usage(1, 1 << 20, 0.11))
+    used.append(ResourceUsage(1, 1 << 20, 0.11))
     assert watch._exceeded(1.0) is None and watch._tick_s == guard.TICK_S
 
 
 def test_a_program_that_is_asked_is_looked_at_at_once(monkeypatch: pytest.MonkeyPatch):
-    def look(meter: Meter) -> Usage:
+    def look(meter: UsageMeter) -> ResourceUsage:
         looks.append(meter)
         os.write(told, b"\n")
-        return Usage(len(looks) + 2, 0, 0.0)
+        return ResourceUsage(len(looks) + 2, 0, 0.0)
 
-    looks: list[Meter] = []
+    looks: list[UsageMeter] = []
     monkeypatch.setattr(guard, "TICK_S", 300.0)
     watch, told = _watch(monkeypatch, look)
     assert watch.until_it_ends() == (-signal.SIGKILL, "processes") and len(looks) == 3
@@ -173,7 +171,7 @@ def test_a_program_that_is_asked_is_looked_at_at_once(monkeypatch: pytest.Monkey
 
 def test_output_that_the_program_reads_itself(monkeypatch: pytest.MonkeyPatch, sandbox: Sandbox):
     """It can open its own pipe for reading. Whoever was told that there is something to read does not wait for it."""
-    watch, _ = _watch(monkeypatch, lambda meter: Usage(5, 0, 0.0))
+    watch, _ = _watch(monkeypatch, lambda meter: ResourceUsage(5, 0, 0.0))
     reader, _ = os.pipe()
     os.set_blocking(reader, False)
     watch._outputs[reader] = bytearray()
@@ -181,7 +179,7 @@ def test_output_that_the_program_reads_itself(monkeypatch: pytest.MonkeyPatch, s
     assert watch.until_it_ends() == (-signal.SIGKILL, "processes") and not watch._outputs[reader]
 
     program = sandbox.start([sandbox.python, "-c", "import time; print(time.sleep(60))"])
-    monkeypatch.setattr(guarded.select, "poll", lambda: _Late(program._from))
+    monkeypatch.setattr(guard_client.select, "poll", lambda: _Late(program._from))
     with pytest.raises(TimeoutError):
         program.receive(1, time.monotonic() + 0.2)
     monkeypatch.undo()
@@ -223,7 +221,7 @@ def test_what_processes_use_counts_once(ends: str):
         "        while time.process_time() < 0.1: pass\n        os._exit(0)\n"
         "    try: os.wait()\n    except ChildProcessError: pass"
     )
-    meter, before = processes.Meter(os.getpid()), resource.getrusage(resource.RUSAGE_CHILDREN)
+    meter, before = processes.UsageMeter(os.getpid()), resource.getrusage(resource.RUSAGE_CHILDREN)
     at_first, looks = meter.look().cpu_s, []
     program = subprocess.Popen([sys.executable, "-S", "-c", work])
     until(lambda: looks.append(meter.look().cpu_s - at_first) or program.poll(), every_s=0.01)
@@ -234,12 +232,12 @@ def test_what_processes_use_counts_once(ends: str):
 
 
 def test_a_guard_that_fails_is_an_error(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(guarded, "MAIN", "raise SystemExit('no guard today')")
+    monkeypatch.setattr(guard_client, "MAIN", "raise SystemExit('no guard today')")
     with pytest.raises(SandboxError, match="status 1; no guard today"):
         sandbox.run([sandbox.python])
 
 
-@pytest.mark.parametrize("broken", [(guarded, "_start"), (os, "pipe")], ids=["guard", "pipe"])
+@pytest.mark.parametrize("broken", [(guard_client, "_start"), (os, "pipe")], ids=["guard", "pipe"])
 def test_a_guard_that_cannot_be_started_leaves_nothing_open(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, broken: tuple):
     pipes = iter([os.pipe])  # of two, the second fails
 
@@ -256,32 +254,34 @@ def test_a_guard_that_cannot_be_started_leaves_nothing_open(sandbox: Sandbox, mo
 
 
 def test_where_nothing_works_the_reasons_and_what_to_do_are_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ways, "PROBE", b"raise SystemExit('this kernel allows nothing')")
-    ways._first_that_works.cache_clear()
+    monkeypatch.setattr(backends, "PROBE", b"raise SystemExit('this kernel allows nothing')")
+    backends._first_working.cache_clear()
     with pytest.raises(
         SandboxError, match=r"no way .* namespaces: this kernel allows nothing.*install bubblewrap.*sandbox: none"
     ):
-        Sandbox(Limits())
-    ways._first_that_works.cache_clear()
+        Sandbox(ResourceLimits())
+    backends._first_working.cache_clear()
 
 
 def test_where_there_is_no_bubblewrap(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    ways._first_that_works.cache_clear()
+    backends._first_working.cache_clear()
     with pytest.raises(SandboxError, match="no bwrap in PATH"):
-        Sandbox(Limits(), "bubblewrap")
-    ways._first_that_works.cache_clear()
+        Sandbox(ResourceLimits(), "bubblewrap")
+    backends._first_working.cache_clear()
 
 
 def test_without_proc(sandbox: Sandbox):
     """As in containers that forbid a new /proc."""
-    way, shown = Way(sandbox._way.name, False), view.view()
-    ran = guarded.run(way, shown, Limits(), [sandbox.python, "-c", "import os; print(os.path.exists('/proc/self'))"], {}, b"")
+    way, shown = SandboxBackend(sandbox._way.name, False), file_system.file_system_view()
+    ran = guard_client.run(
+        way, shown, ResourceLimits(), [sandbox.python, "-c", "import os; print(os.path.exists('/proc/self'))"], {}, b""
+    )
     assert (ran.status, ran.stdout) == (0, b"False\n")
 
 
 def test_none_is_told_and_still_limits(capfd: pytest.CaptureFixture):
-    free = Sandbox(Limits(wall_s=0.3), "none")
+    free = Sandbox(ResourceLimits(wall_s=0.3), "none")
     assert "WARNING: sandbox: none" in capfd.readouterr().err
     ran = free.run([free.python, "-c", "import os, time; print(os.getcwd(), flush=True); os.fork(); time.sleep(60)"])
     assert ran.ended_by == "wall time"
@@ -290,40 +290,40 @@ def test_none_is_told_and_still_limits(capfd: pytest.CaptureFixture):
 
 def test_another_way():
     with pytest.raises(ValueError, match="'chroot' is not one of: auto, bubblewrap, namespaces, none"):
-        Sandbox(Limits(), "chroot")
+        Sandbox(ResourceLimits(), "chroot")
 
 
 @pytest.mark.parametrize("wrong", [{"wall_s": 0}, {"memory_bytes": 1.5}, {"processes": True}, {"cpu_s": float("inf")}])
 def test_limits_that_are_none(wrong: dict):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Limits(**wrong)
+        ResourceLimits(**wrong)
 
 
 def test_what_is_readable(tmp_path: Path):
     (tmp_path / "held").write_text("yes")
     open_to_all = Path("/usr/share")
-    assert str(open_to_all) not in view.view((str(open_to_all),)).mounted  # it is there already
+    assert str(open_to_all) not in file_system.file_system_view((str(open_to_all),)).mounted  # it is there already
     with pytest.raises(SandboxError, match="no path of this machine"):
-        view.view(("nowhere",))
+        file_system.file_system_view(("nowhere",))
     with pytest.raises(SandboxError, match="the home folder"):
-        view.view((os.path.dirname(os.path.expanduser("~")) or "/",))
+        file_system.file_system_view((os.path.dirname(os.path.expanduser("~")) or "/",))
     tmp_path.chmod(0o755)
-    sandbox = Sandbox(Limits(), readable=(str(tmp_path),))
+    sandbox = Sandbox(ResourceLimits(), readable=(str(tmp_path),))
     program = f"print(open({str(tmp_path / 'held')!r}).read()); open({str(tmp_path / 'new')!r}, 'w')"
     ran = sandbox.run([sandbox.python, "-c", program])
     assert ran.stdout == b"yes\n" and b"Read-only file system" in ran.stderr
 
 
-@pytest.mark.parametrize("name", view.SECRET)
+@pytest.mark.parametrize("name", file_system.SECRET)
 def test_a_token_and_the_run_are_not_shown(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "shown/it").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "shown/it")
     monkeypatch.setenv(name, str(tmp_path / "beside"))
-    assert str(tmp_path / "shown") in view.view((str(tmp_path / "shown"),)).mounted
+    assert str(tmp_path / "shown") in file_system.file_system_view((str(tmp_path / "shown"),)).mounted
     for place in (tmp_path / "shown/it", tmp_path / "link", Path("/usr/lib/it")):
         monkeypatch.setenv(name, str(place))
         with pytest.raises(SandboxError, match=rf"would be readable, and {name}, .*it, is in it"):
-            view.view((str(tmp_path / "shown"),))
+            file_system.file_system_view((str(tmp_path / "shown"),))
 
 
 def test_of_pythons_folder_only_what_it_needs_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -332,7 +332,7 @@ def test_of_pythons_folder_only_what_it_needs_is_shown(tmp_path: Path, monkeypat
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / ".condarc").write_text("https://user:password@host")
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
-    shown = view.view()
+    shown = file_system.file_system_view()
     assert [path for path in shown.mounted if path.startswith(str(tmp_path))] == [str(tmp_path / "bin"), str(tmp_path / "lib")]
     assert not {str(tmp_path), os.path.dirname(tmp_path)} & set(shown.mounted)
 

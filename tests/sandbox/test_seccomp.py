@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.sandbox import seccomp
-from pipeline.sandbox.calls import ALLOWED, LOOKED_AT
 from pipeline.sandbox.seccomp import ABSENT, ALLOW, DENY, GRANTED, INVALID, KILL, MACHINES, NOT_FOR_THIS, YOUNGEST
+from pipeline.sandbox.system_calls import ALLOWED, CONDITIONAL
 from tests.sandbox.hosts import Host
 
-CALLS = {**ALLOWED, **LOOKED_AT}
+CALLS = {**ALLOWED, **CONDITIONAL}
 HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
 
 
@@ -96,7 +96,7 @@ LOOKS = {  # call: (arguments, verdict)
 def test_what_is_let_through(machine: str):
     place, _ = MACHINES[machine]
     listed = {pair[place] for pair in ALLOWED.values()} - {None}
-    looked_at = {pair[place]: name for name, pair in LOOKED_AT.items()}
+    looked_at = {pair[place]: name for name, pair in CONDITIONAL.items()}
     for number in range(YOUNGEST + 1):
         if number not in looked_at:
             assert verdict(machine, number) == (ALLOW if number in listed else DENY), number
@@ -107,10 +107,10 @@ def test_what_is_let_through(machine: str):
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_what_is_looked_at(machine: str):
-    assert set(LOOKS) == set(LOOKED_AT)
+    assert set(LOOKS) == set(CONDITIONAL)
     for name, cases in LOOKS.items():
         for arguments, expected in cases:
-            assert verdict(machine, LOOKED_AT[name][MACHINES[machine][0]], *arguments) == expected, (name, arguments)
+            assert verdict(machine, CONDITIONAL[name][MACHINES[machine][0]], *arguments) == expected, (name, arguments)
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -1,6 +1,6 @@
 """What was tried against each way of containment, as a table of pipeline/sandbox/README.md.
 
-    python -m tests.sandbox.tried          writes the table anew (as root, with bubblewrap installed)
+    python -m tests.sandbox.attacks          writes the table anew (as root, with bubblewrap installed)
 
 Each attempt is harmless where nothing holds it. `test_tried.py` compares the page with what it finds.
 """
@@ -12,11 +12,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.sandbox.limits import Ran
+from pipeline.sandbox.limits import ProgramResult
 from tests.sandbox.hosts import LIMITS, Host
 
 PAGE = Path(__file__).parents[2] / "pipeline/sandbox/README.md"
-BEGIN, END = "<!-- python -m tests.sandbox.tried writes from here -->\n", "<!-- to here -->\n"
+BEGIN, END = "<!-- python -m tests.sandbox.attacks writes from here -->\n", "<!-- to here -->\n"
 COLUMNS = ("bubblewrap", "namespaces", "namespaces, from root", "none")
 HELD, THROUGH = "held", "**gets through**"
 
@@ -146,7 +146,7 @@ def found(host: Host) -> dict[str, str]:
     return cells
 
 
-def _held(ran: Ran, ended_by: str | int | None) -> bool:
+def _held(ran: ProgramResult, ended_by: str | int | None) -> bool:
     if ended_by is None:
         return not any(_cmdline(pid) == b"tried" for pid in os.listdir("/proc") if pid.isdigit() and int(pid) != os.getpid())
     return ended_by in ((ran.status,) if isinstance(ended_by, int) else (ran.ended_by,))

@@ -215,7 +215,7 @@ ALLOWED = {
     "sysinfo": (99, 179),
     "getrandom": (318, 278),
 }
-LOOKED_AT = {
+CONDITIONAL = {
     "mmap": (9, 222),
     "fcntl": (72, 25),
     "ioctl": (16, 29),

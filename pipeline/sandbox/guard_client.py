@@ -1,6 +1,6 @@
 """A rank's end of a guard: starts one for a program, and reads what came of it.
 
-Left out: which way to take (`ways.py`).
+Left out: which way to take (`backends.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
-from pipeline.sandbox.limits import GuardError, Limits, Ran, SandboxError
-from pipeline.sandbox.view import View
+from pipeline.sandbox.file_system import FileSystemView
+from pipeline.sandbox.limits import GuardError, ProgramResult, ResourceLimits, SandboxError
 
 ROOT = str(Path(__file__).parents[2])
 MAIN = f"import sys; sys.path.insert(0, {ROOT!r}); from pipeline.sandbox import guard; guard.main()"
@@ -33,14 +33,16 @@ PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SandboxBackend:
     """How a program is contained on this node."""
 
     name: str  # bubblewrap, namespaces or none
     proc: bool  # whether /proc is there: some containers do not allow it
 
 
-def run(way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, bytes], stdin: bytes) -> Ran:
+def run(
+    way: SandboxBackend, view: FileSystemView, limits: ResourceLimits, argv: list[str], files: dict[str, bytes], stdin: bytes
+) -> ProgramResult:
     """Raises SandboxError if the guard fails, not for what the program does."""
     with _room():
         process, begun = _start(()), time.monotonic()
@@ -52,7 +54,7 @@ def run(way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, 
         raise SandboxError(f"sandbox: its guard said nothing for {limits.wall_s + PATIENCE_S:g} s, and was killed") from None
     line, _, rest = out.partition(b"\n")
     if way.name == "none" and process.returncode < 0:  # nothing keeps the program from that
-        return Ran(process.returncode, b"", b"", f"signal {-process.returncode}", time.monotonic() - begun)
+        return ProgramResult(process.returncode, b"", b"", f"signal {-process.returncode}", time.monotonic() - begun)
     if process.returncode != 0 or not line:
         said = err.decode(errors="replace").strip().splitlines()[-1:]
         raise GuardError(f"sandbox: its guard, {sys.executable}, ended with status {process.returncode}; {''.join(said)}")
@@ -60,17 +62,19 @@ def run(way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, 
     if "error" in answer:
         raise SandboxError(f"sandbox ({way.name}): {answer['error']}")
     cut = answer["outputs"][0]
-    return Ran(answer["status"], rest[:cut], rest[cut:], answer["ended_by"], answer["seconds"])
+    return ProgramResult(answer["status"], rest[:cut], rest[cut:], answer["ended_by"], answer["seconds"])
 
 
-class Program:
+class InteractiveProgram:
     """A program in the sandbox that is talked to through its stdin and stdout.
 
     It ends with `close`; or when nobody has it, which may be in any thread, so that this does not wait for its end. The end of
     this process ends it too: its guard sees that.
     """
 
-    def __init__(self, way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, bytes]) -> None:
+    def __init__(
+        self, way: SandboxBackend, view: FileSystemView, limits: ResourceLimits, argv: list[str], files: dict[str, bytes]
+    ) -> None:
         with _room(), contextlib.ExitStack() as its, contextlib.ExitStack() as ours:
             its_stdin, self._to = os.pipe()
             its.callback(os.close, its_stdin)
@@ -123,7 +127,7 @@ class Program:
         return bytes(received)
 
     def close(self) -> str:
-        """Ends it, and waits until nothing of it is left. What ended it: as `Ran.ended_by`, or "closed".
+        """Ends it, and waits until nothing of it is left. What ended it: as `ProgramResult.ended_by`, or "closed".
 
         Raises SandboxError if the sandbox failed.
         """
@@ -205,7 +209,13 @@ def _start(inherited: tuple[int, ...]) -> subprocess.Popen:
 
 
 def _asked(
-    way: Way, view: View, limits: Limits, argv: list[str], files: dict[str, bytes], stdin: bytes, talk: list[int]
+    way: SandboxBackend,
+    view: FileSystemView,
+    limits: ResourceLimits,
+    argv: list[str],
+    files: dict[str, bytes],
+    stdin: bytes,
+    talk: list[int],
 ) -> bytes:
     """The guard's one line, and what follows it."""
     for name in files:

@@ -36,15 +36,15 @@ SECRET = ("HF_HOME", "HF_TOKEN_PATH", "HETSTEP_RUN_DIR")
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class FileSystemView:
     """What is shown of this machine."""
 
     mounted: list[str]  # files and folders, each where it is here
     links: list[tuple[str, str]]  # (where, to what)
-    libraries: list[str]  # the program's LD_LIBRARY_PATH, for the interpreter; see linked.py
+    libraries: list[str]  # the program's LD_LIBRARY_PATH, for the interpreter; see library_path.py
 
 
-def environment(shown: View) -> dict[str, str]:
+def environment(shown: FileSystemView) -> dict[str, str]:
     """All that a program has."""
     return {**ENVIRONMENT, **({"LD_LIBRARY_PATH": ":".join(shown.libraries)} if shown.libraries else {})}
 
@@ -54,7 +54,7 @@ def python() -> str:
     return os.path.realpath(sys.executable)
 
 
-def view(readable: tuple[str, ...] = (), libraries: Sequence[str] = ()) -> View:
+def file_system_view(readable: tuple[str, ...] = (), libraries: Sequence[str] = ()) -> FileSystemView:
     """readable: files and folders to be shown besides. libraries: folders that the interpreter needs, shown too.
 
     Raises SandboxError if one of them is not there; or if the home folder, or what SECRET names, is in anything that is shown.
@@ -78,7 +78,7 @@ def view(readable: tuple[str, ...] = (), libraries: Sequence[str] = ()) -> View:
         for path in mounted:
             if _is_in(place, os.path.realpath(path)):
                 raise SandboxError(f"sandbox: {path} would be readable, and {name}, {place}, is in it; move either elsewhere")
-    return View(mounted, links, list(libraries))
+    return FileSystemView(mounted, links, list(libraries))
 
 
 def _is_in(path: str, folder: str) -> bool:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.sandbox import tried
+from tests.sandbox import attacks
 from tests.sandbox.conftest import works
 
 NEAR = "namespaces, from root" if os.geteuid() == 0 else "namespaces"
@@ -12,17 +12,17 @@ NEAR = "namespaces, from root" if os.geteuid() == 0 else "namespaces"
 
 @pytest.mark.parametrize(
     "column",
-    [column if column == NEAR else pytest.param(column, marks=pytest.mark.full) for column in tried.COLUMNS],
+    [column if column == NEAR else pytest.param(column, marks=pytest.mark.full) for column in attacks.COLUMNS],
 )
 def test_the_table_is_what_was_tried(column: str):
-    if (host := tried.host_of(column)) is None:
+    if (host := attacks.host_of(column)) is None:
         pytest.skip("as root alone")
     try:
         way = column.partition(",")[0]
         if way != "none" and (works(way) if not host.another_user else not host.works()):
             pytest.skip(f"{way} does not work here")
-        found, told = tried.found(host), tried.on_the_page()[column]
-        may_differ = {attempt for attempt in tried.REFUSED_IN_CONTAINERS if told[attempt] == tried.THROUGH}
+        found, told = attacks.found(host), attacks.on_the_page()[column]
+        may_differ = {attempt for attempt in attacks.REFUSED_IN_CONTAINERS if told[attempt] == attacks.THROUGH}
         assert {a: cell for a, cell in found.items() if a not in may_differ} == {
             a: cell for a, cell in told.items() if a not in may_differ
         }
@@ -31,13 +31,13 @@ def test_the_table_is_what_was_tried(column: str):
 
 
 def test_the_table_is_as_it_is_written():
-    page = tried.on_the_page()
-    assert tuple(page) == tried.COLUMNS
-    assert tried.table(page) in tried.PAGE.read_text()
+    page = attacks.on_the_page()
+    assert tuple(page) == attacks.COLUMNS
+    assert attacks.table(page) in attacks.PAGE.read_text()
 
 
 def test_each_reach_can_fail():
     """`none` lets through all but what is bounded everywhere, so that none of the attempts is empty."""
-    free = tried.on_the_page()["none"]
-    held = {attempt for attempt in tried.REACHES if free[attempt] == tried.HELD}
+    free = attacks.on_the_page()["none"]
+    held = {attempt for attempt in attacks.REACHES if free[attempt] == attacks.HELD}
     assert held == {"read a token from its own environment", "have the machine's core handler started"}

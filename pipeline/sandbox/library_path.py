@@ -17,7 +17,7 @@ LISTED = re.compile(r"=> (/.*) \(0x")  # ld.so(8): LD_TRACE_LOADED_OBJECTS
 PATIENCE_S = 30.0
 
 
-def libraries(interpreter: str) -> list[str]:
+def library_folders(interpreter: str) -> list[str]:
     """In the order of the variable; none where it is not set, or where the interpreter's libraries are found without it.
 
     The dynamic linker is asked, which starts no program. Raises SandboxError if it says nothing.

@@ -9,7 +9,7 @@ import resource
 import signal
 from pathlib import Path
 
-from pipeline.sandbox.limits import Limits
+from pipeline.sandbox.limits import ResourceLimits
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15  # linux/prctl.h
 PR_SET_SECCOMP, PR_CAPBSET_DROP = 22, 24
@@ -77,11 +77,11 @@ def drop_capabilities() -> None:
 def load_filter(instructions: bytes) -> None:
     """`instructions`: of seccomp.filter_for. Holds for this process and all that it starts."""
 
-    class Program(ctypes.Structure):  # struct sock_fprog
+    class FilterProgram(ctypes.Structure):  # struct sock_fprog
         _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(Program(len(instructions) // 8, instructions)))
+    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(FilterProgram(len(instructions) // 8, instructions)))
 
 
 def raise_open_files() -> None:
@@ -96,7 +96,7 @@ def counts_processes_by_namespace() -> bool:
     return (int(major), int("".join(c for c in minor if c.isdigit()))) >= (5, 14)
 
 
-def bounds(limits: Limits, count_processes: bool) -> dict[int, tuple[int, int]]:
+def bounds(limits: ResourceLimits, count_processes: bool) -> dict[int, tuple[int, int]]:
     """Resource -> (soft, hard), see setrlimit(2)."""
     seconds = int(-(-limits.cpu_s // 1))
     found = {

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.sandbox import linked, view, ways
-from pipeline.sandbox.limits import GuardError, Limits, SandboxError
+from pipeline.sandbox import backends, file_system, library_path
+from pipeline.sandbox.limits import GuardError, ResourceLimits, SandboxError
 from pipeline.sandbox.sandbox import Sandbox
 from tests.sandbox.conftest import works
 
-PYTHON = view.python()
+PYTHON = file_system.python()
 LIBRARY = "int needed(void) { return 0; }"
 PROGRAM = '#include <unistd.h>\nint needed(void);\nint main(int c, char **v) {{ return needed() || execv(v[0] = "{}", v); }}'
 ENVIRONMENT = b"import json, os; print(json.dumps(dict(os.environ)))"
@@ -46,9 +46,9 @@ def interpreter(folder, monkeypatch) -> Iterator[str]:
     """Takes the place of this process's own."""
     monkeypatch.setattr(sys, "executable", str(folder / "bin/python"))
     monkeypatch.setenv("SECRET_OF_THE_RANK", "hidden")
-    ways._first_that_works.cache_clear()
+    backends._first_working.cache_clear()
     yield str(folder / "bin/python")
-    ways._first_that_works.cache_clear()
+    backends._first_working.cache_clear()
 
 
 @pytest.fixture(params=["auto", pytest.param("namespaces", marks=pytest.mark.long)])
@@ -60,32 +60,32 @@ def way(request) -> str:
 
 def test_it_runs_in_the_sandbox_and_takes_nothing_else_along(way, interpreter, folder, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{folder / 'other'}:relative::{folder / 'lib'}/")
-    ran = Sandbox(Limits(), way, (str(folder / "bin"),)).run([interpreter, "main.py"], {"main.py": ENVIRONMENT})
+    ran = Sandbox(ResourceLimits(), way, (str(folder / "bin"),)).run([interpreter, "main.py"], {"main.py": ENVIRONMENT})
     assert ran.status == 0, ran.stderr
-    assert json.loads(ran.stdout) == view.ENVIRONMENT | {"LD_LIBRARY_PATH": str(folder / "lib")}
+    assert json.loads(ran.stdout) == file_system.ENVIRONMENT | {"LD_LIBRARY_PATH": str(folder / "lib")}
 
 
 def test_without_the_variable_the_guard_is_to_blame_and_no_way_of_containing(interpreter, monkeypatch):
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     with pytest.raises(GuardError) as caught:
-        ways.choose("auto")
+        backends.choose("auto")
     assert f"its guard, {interpreter}, ended with status 127" in str(caught.value)
     assert "libneeded.so: cannot open shared object file" in str(caught.value) and "bubblewrap" not in str(caught.value)
 
 
 def test_a_library_that_is_not_shown_is_named(way, interpreter, folder, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", str(folder / "lib"))
-    monkeypatch.setattr(ways, "libraries", lambda _: [])
+    monkeypatch.setattr(backends, "library_folders", lambda _: [])
     with pytest.raises(SandboxError, match="The interpreter does not find its libraries there: name their folder"):
-        ways.choose(way, (str(folder / "bin"),))
+        backends.choose(way, (str(folder / "bin"),))
 
 
 def test_only_folders_of_the_interpreter_s_libraries_count(folder, monkeypatch):
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{folder / 'other'}:{folder / 'lib'}")
-    assert linked.libraries(str(folder / "bin/python")) == [str(folder / "lib")]
-    assert linked.libraries("/usr/bin/env") == []
+    assert library_path.library_folders(str(folder / "bin/python")) == [str(folder / "lib")]
+    assert library_path.library_folders("/usr/bin/env") == []
     monkeypatch.setenv("LD_LIBRARY_PATH", "")
-    assert linked.libraries(str(folder / "bin/python")) == []
+    assert library_path.library_folders(str(folder / "bin/python")) == []
     monkeypatch.setenv("LD_LIBRARY_PATH", str(folder / "lib"))
     with pytest.raises(SandboxError, match="cannot be listed"):
-        linked.libraries(str(folder / "nothing"))
+        library_path.library_folders(str(folder / "nothing"))

@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 import sys
 
-from pipeline.sandbox import cgroup, guarded
-from pipeline.sandbox.guarded import Way
-from pipeline.sandbox.limits import ASKED, CONTAINED, GuardError, Limits, SandboxError
-from pipeline.sandbox.linked import libraries
-from pipeline.sandbox.view import View, python, view
+from pipeline.sandbox import cgroup, guard_client
+from pipeline.sandbox.file_system import FileSystemView, file_system_view, python
+from pipeline.sandbox.guard_client import SandboxBackend
+from pipeline.sandbox.library_path import library_folders
+from pipeline.sandbox.limits import BACKEND_CHOICES, ISOLATING_BACKENDS, GuardError, ResourceLimits, SandboxError
 
 NEEDS = (
     "install bubblewrap (0.8 or later) on the nodes or in the generate image; or let users make namespaces (sysctl"
@@ -39,29 +39,29 @@ if os.fork() == 0:
 os.wait()
 print(os.getpid())
 """
-LIMITS = Limits(wall_s=30.0, cpu_s=10.0, memory_bytes=1 << 28)
+LIMITS = ResourceLimits(wall_s=30.0, cpu_s=10.0, memory_bytes=1 << 28)
 
 
-def choose(asked: str, readable: tuple[str, ...] = ()) -> tuple[Way, View]:
-    """Raises ValueError for what is not of ASKED, and SandboxError, with what to do, if it does not work here."""
-    if asked not in ASKED:
-        raise ValueError(f"sandbox: '{asked}' is not one of: {', '.join(ASKED)}")
+def choose(asked: str, readable: tuple[str, ...] = ()) -> tuple[SandboxBackend, FileSystemView]:
+    """Raises ValueError for what is not of BACKEND_CHOICES, and SandboxError, with what to do, if it does not work here."""
+    if asked not in BACKEND_CHOICES:
+        raise ValueError(f"sandbox: '{asked}' is not one of: {', '.join(BACKEND_CHOICES)}")
     if asked == "none":
         line = "sandbox: none: programs that a model wrote run as this user, with nothing but limits around them"
         print(f"WARNING: {line}", file=sys.stderr, flush=True)
-        return Way("none", True), View([], [], libraries(python()))
-    return _first_that_works(asked, readable)
+        return SandboxBackend("none", True), FileSystemView([], [], library_folders(python()))
+    return _first_working(asked, readable)
 
 
 @functools.cache
-def _first_that_works(asked: str, readable: tuple[str, ...]) -> tuple[Way, View]:
-    shown = view(readable, libraries(python()))
+def _first_working(asked: str, readable: tuple[str, ...]) -> tuple[SandboxBackend, FileSystemView]:
+    shown = file_system_view(readable, library_folders(python()))
     if not cgroup.settle():
         print(f"sandbox: {cgroup.NONE}", file=sys.stderr, flush=True)
     reasons: list[str] = []
-    for way in [Way(name, proc) for proc in (True, False) for name in CONTAINED if asked in ("auto", name)]:
+    for way in [SandboxBackend(name, proc) for proc in (True, False) for name in ISOLATING_BACKENDS if asked in ("auto", name)]:
         try:
-            ran = guarded.run(way, shown, LIMITS, [python(), "probe.py"], {"probe.py": PROBE}, b"")
+            ran = guard_client.run(way, shown, LIMITS, [python(), "probe.py"], {"probe.py": PROBE}, b"")
         except GuardError:  # no way of containing a program mends that
             raise
         except SandboxError as error:
