@@ -30,7 +30,7 @@ from pipeline.rollout.collectors import Collector
 from pipeline.sharing import Sharing
 from pipeline.startup import Startup
 from pipeline.timeline import Timeline
-from pipeline.train.background import Background
+from pipeline.train.background_worker import BackgroundWorker
 from pipeline.types import DataPlace, Prompt, RolloutGroup, Sample
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Run:
     startup: Startup = field(default_factory=Startup)
     phase: Callable[[str], AbstractContextManager[None]] = nullcontext  # says what rank 0 does, as `World.phase`
     record: Callable[[], bytes] = bytes  # what a checkpoint keeps of rollouts
-    logging: Background = field(default_factory=Background)  # writes rollouts for people while the run goes on
+    logging: BackgroundWorker = field(default_factory=BackgroundWorker)  # writes rollouts for people while the run goes on
     left: str | None = None  # why the run was left before its end, with everything saved
     _unsaved: Callable[[], None] | None = None  # saves the last step, if it is not yet
     _unsettled: Callable[[], None] | None = None  # commits a save that may still be under way

@@ -39,7 +39,7 @@ from pipeline.config import (
 )
 from pipeline.models import decoder
 from pipeline.models.base import Parameter
-from pipeline.models.reading import check_fsdp
+from pipeline.models.config_json import check_fsdp
 from pipeline.models.sizes import sizes
 from pipeline.models.tensors import Part, Tensor, experts, tensors
 from pipeline.refit.tables import LayoutTable, columns

@@ -27,7 +27,7 @@ from pipeline.config import (
     generates,
     uses_megatron,
 )
-from pipeline.models.reading import refusals
+from pipeline.models.config_json import unsupported
 from pipeline.models.sizes import MODEL_TYPES
 
 MEGATRON = "policy.megatron_cfg"
@@ -67,7 +67,7 @@ def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending:
         if not found:  # what the backends say in the job, where it is not one of these
             if model.get("model_type") in MODEL_TYPES:
                 ModelShape.of(model, key)  # which says what config.json lacks
-            refused = refusals(model, policy)
+            refused = unsupported(model, policy)
             found += [replace(each, key=key) if each.key == "policy.model_name" else each for each in refused]
     yield from found
 

@@ -246,7 +246,7 @@ def _conversions(recipe: Recipe, pending: list[Path]) -> Iterator[Use]:
 
 
 def _slug(name: str) -> str:
-    """Return a name as `pipeline/train/megatron/shelf.py` makes it for a model's folder."""
+    """Return a name as `pipeline/train/megatron/conversion_cache.py` makes it for a model's folder."""
     name = Path(name).resolve().name if Path(name).is_dir() else name
     return re.sub(r"[^A-Za-z0-9._-]+", "--", name)[:80]
 

@@ -28,7 +28,7 @@ from pipeline.generate.sampling import sample
 from pipeline.generate.state import EngineState, Part
 from pipeline.generate.weights import checked
 from pipeline.models.hugging_face import checkpoint_shapes, model_config
-from pipeline.models.layout import Shape
+from pipeline.models.recorded_layout import Shape
 from pipeline.types import Completion, Request, Span
 
 _PREFILL_TOKENS = 16384  # of one forward, with padding; bounds its activations

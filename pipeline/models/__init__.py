@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pipeline.models import deepseek, llama, mixture
+from pipeline.models import deepseek, llama, moe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -14,8 +14,8 @@ FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
     "qwen2": llama,
     "qwen3": llama,
-    "qwen3_moe": mixture,
-    "mixtral": mixture,
+    "qwen3_moe": moe,
+    "mixtral": moe,
     "deepseek_v3": deepseek,
 }
 

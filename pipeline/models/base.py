@@ -5,8 +5,9 @@ A family is a module of this package with two functions of a transformers config
     transformer(config) -> keyword arguments of megatron-core's TransformerConfig (or MLATransformerConfig), as plain values
     parameters(config, head) -> {Megatron name: Parameter}, in the model's order, with the vocabulary or a value on top
 
-Run on real tensors, a parameter's function converts; run on meta tensors under `pipeline.models.layout.record`, it gives the
-layout, which serves export, checkpoints and refit. So no mapping is written twice, and none is written backwards.
+Called with real tensors, a parameter's function converts them. Called with meta tensors under
+`pipeline.models.recorded_layout.record`, it gives the layout that export, checkpoints and refit use. Each mapping is therefore
+written once, in one direction.
 
 Only the functions need torch, when they run: what a family says can be read without.
 """

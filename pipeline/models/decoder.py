@@ -66,7 +66,7 @@ def grouped_query_attention(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 # ---- functions of Hugging Face tensors
-def same(tensor: torch.Tensor) -> torch.Tensor:
+def identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -86,27 +86,27 @@ def query_groups(groups: int, query: torch.Tensor, key: torch.Tensor, value: tor
 
 
 # ---- parameters
-def one(target: str, source: str, split: Split = "none", expert: int | None = None) -> dict[str, Parameter]:
+def unchanged(target: str, source: str, split: Split = "none", expert: int | None = None) -> dict[str, Parameter]:
     """A parameter that is a Hugging Face tensor as it is."""
-    return {target: Parameter((source,), same, split, expert)}
+    return {target: Parameter((source,), identity, split, expert)}
 
 
 def model(config: PreTrainedConfig, layers: dict[str, Parameter], head: Head) -> dict[str, Parameter]:
     """All parameters, given those of the layers."""
-    output = {} if config.tie_word_embeddings else one("output_layer.weight", "lm_head.weight", "rows")
+    output = {} if config.tie_word_embeddings else unchanged("output_layer.weight", "lm_head.weight", "rows")
     return {
-        **one("embedding.word_embeddings.weight", "model.embed_tokens.weight", "rows"),
+        **unchanged("embedding.word_embeddings.weight", "model.embed_tokens.weight", "rows"),
         **layers,
-        **one("decoder.final_layernorm.weight", "model.norm.weight"),
-        **(one(VALUE_HEAD, SCORE) if head == "values" else output),
+        **unchanged("decoder.final_layernorm.weight", "model.norm.weight"),
+        **(unchanged(VALUE_HEAD, SCORE) if head == "values" else output),
     }
 
 
 def norms(target: str, source: str) -> dict[str, Parameter]:
     """Those before a layer's attention and before its MLP."""
     return {
-        **one(f"{target}.input_layernorm.weight", f"{source}.input_layernorm.weight"),
-        **one(f"{target}.pre_mlp_layernorm.weight", f"{source}.post_attention_layernorm.weight"),
+        **unchanged(f"{target}.input_layernorm.weight", f"{source}.input_layernorm.weight"),
+        **unchanged(f"{target}.pre_mlp_layernorm.weight", f"{source}.post_attention_layernorm.weight"),
     }
 
 
@@ -119,8 +119,8 @@ def attention(config: PreTrainedConfig, target: str, source: str, bias: bool, he
     }
     if head_norms:
         for part in "qk":
-            found |= one(f"{target}.{part}_layernorm.weight", f"{source}.{part}_norm.weight")
-    return found | one(f"{target}.linear_proj.weight", f"{source}.o_proj.weight", "columns")
+            found |= unchanged(f"{target}.{part}_layernorm.weight", f"{source}.{part}_norm.weight")
+    return found | unchanged(f"{target}.linear_proj.weight", f"{source}.o_proj.weight", "columns")
 
 
 def mlp(
@@ -130,7 +130,7 @@ def mlp(
     gate, up, down = (f"{source}.{name}.weight" for name in names)
     return {
         f"{target}.linear_fc1.weight": Parameter((gate, up), gate_and_up, "halves", expert),
-        **one(f"{target}.linear_fc2.weight", down, "columns", expert),
+        **unchanged(f"{target}.linear_fc2.weight", down, "columns", expert),
     }
 
 
@@ -138,7 +138,7 @@ def experts(
     count: int, target: str, source: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, Parameter]:
     """A router and its experts."""
-    found = one(f"{target}.router.weight", f"{source}.gate.weight")
+    found = unchanged(f"{target}.router.weight", f"{source}.gate.weight")
     for expert in range(count):
         found |= mlp(f"{target}.experts.local_experts.{expert}", f"{source}.experts.{expert}", expert, names)
     return found

@@ -103,24 +103,24 @@ def parameters(config: PreTrainedConfig, head: Head = "logprobs") -> dict[str, P
             layers |= decoder.mlp(target, source)
             continue
         layers |= decoder.experts(config.n_routed_experts, target, source)
-        layers |= decoder.one(f"{target}.router.expert_bias", f"{source}.gate.e_score_correction_bias")
+        layers |= decoder.unchanged(f"{target}.router.expert_bias", f"{source}.gate.e_score_correction_bias")
         layers |= decoder.mlp(f"{target}.shared_experts", f"{source}.shared_experts")
     return decoder.model(config, layers, head)
 
 
 def _attention(config: PreTrainedConfig, target: str, source: str) -> dict[str, Parameter]:
     if config.q_lora_rank is None:
-        query = decoder.one(f"{target}.linear_q_proj.weight", f"{source}.q_proj.weight", "rows")
+        query = decoder.unchanged(f"{target}.linear_q_proj.weight", f"{source}.q_proj.weight", "rows")
     else:
         query = {
-            **decoder.one(f"{target}.linear_q_down_proj.weight", f"{source}.q_a_proj.weight", "rows"),
-            **decoder.one(f"{target}.q_layernorm.weight", f"{source}.q_a_layernorm.weight"),
-            **decoder.one(f"{target}.linear_q_up_proj.weight", f"{source}.q_b_proj.weight", "rows"),
+            **decoder.unchanged(f"{target}.linear_q_down_proj.weight", f"{source}.q_a_proj.weight", "rows"),
+            **decoder.unchanged(f"{target}.q_layernorm.weight", f"{source}.q_a_layernorm.weight"),
+            **decoder.unchanged(f"{target}.linear_q_up_proj.weight", f"{source}.q_b_proj.weight", "rows"),
         }
     return {
         **query,
-        **decoder.one(f"{target}.linear_kv_down_proj.weight", f"{source}.kv_a_proj_with_mqa.weight", "rows"),
-        **decoder.one(f"{target}.kv_layernorm.weight", f"{source}.kv_a_layernorm.weight"),
-        **decoder.one(f"{target}.linear_kv_up_proj.weight", f"{source}.kv_b_proj.weight", "rows"),
-        **decoder.one(f"{target}.linear_proj.weight", f"{source}.o_proj.weight", "columns"),
+        **decoder.unchanged(f"{target}.linear_kv_down_proj.weight", f"{source}.kv_a_proj_with_mqa.weight", "rows"),
+        **decoder.unchanged(f"{target}.kv_layernorm.weight", f"{source}.kv_a_layernorm.weight"),
+        **decoder.unchanged(f"{target}.linear_kv_up_proj.weight", f"{source}.kv_b_proj.weight", "rows"),
+        **decoder.unchanged(f"{target}.linear_proj.weight", f"{source}.o_proj.weight", "columns"),
     }

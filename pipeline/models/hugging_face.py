@@ -17,7 +17,7 @@ import torch
 from pipeline.boxes import Piece
 from pipeline.config import PolicyConfig
 from pipeline.models.base import SCORE
-from pipeline.models.layout import Shape, invert, record_all
+from pipeline.models.recorded_layout import Shape, invert, record_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

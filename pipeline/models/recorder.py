@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.boxes import Box, Region, whole
-from pipeline.models.strides import Run, Shape, contiguous_strides, peel, run_box
+from pipeline.models.strides import Run, Shape, contiguous_strides, run_box, split_runs
 
 aten = torch.ops.aten
 
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
         runs, found, entries = _runs(view, like), [], 0
         if runs is None:
             return [], None
-        for part, starts in peel(runs, (view.storage_offset(), like.storage_offset()), (home.shape, None)):
+        for part, starts in split_runs(runs, (view.storage_offset(), like.storage_offset()), (home.shape, None)):
             box, dims = run_box(part, 0, starts, home.shape)
             strides = [0] * len(home.shape)
             for run, dim in zip(part, dims, strict=True):
@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
         shape = self.shapes[region.name]
         steps = zip(region.box.size, contiguous_strides(shape), region.strides, strict=True)
         start = sum(map(operator.mul, region.box.offset, contiguous_strides(shape)))
-        for part, starts in peel([run for run in steps if run[0] > 1], (start, region.offset), (shape, home)):
+        for part, starts in split_runs([run for run in steps if run[0] > 1], (start, region.offset), (shape, home)):
             (box, dims), (there, axes) = run_box(part, 0, starts, shape), run_box(part, 1, starts, home)
             along = dict(zip(dims, axes, strict=True))
             yield box, there, tuple(along.get(d, 0) for d in range(len(shape)))

@@ -13,7 +13,7 @@ Run = tuple[int, int, int]
 """(count, stride at one end, stride at the other end) of entries that a copy goes over."""
 
 
-def peel(
+def split_runs(
     runs: list[Run], starts: tuple[int, int], shapes: tuple[Shape, Shape | None]
 ) -> Iterator[tuple[list[Run], tuple[int, int]]]:
     """Yield parts of what `runs` go over, each as its runs and where it begins at either end.
@@ -24,7 +24,7 @@ def peel(
 
     def go_on(skip: Run, rest: list[Run]) -> Iterator[tuple[list[Run], tuple[int, int]]]:
         count, stride, far = skip
-        return peel(rest, (starts[0] + count * stride, starts[1] + count * far), shapes)
+        return split_runs(rest, (starts[0] + count * stride, starts[1] + count * far), shapes)
 
     ends = [(end + 1, starts[end], dims) for end, dims in enumerate(shapes) if dims is not None]  # + 1: which stride of a run
     for i, run in enumerate(runs):
@@ -49,7 +49,7 @@ def peel(
 
 
 def run_box(runs: Sequence[Run], end: int, starts: tuple[int, int], shape: Shape) -> tuple[Box, list[int]]:
-    """Return the box of a part from `peel` at one end (0 or 1), and the dimension along which each run goes."""
+    """Return the box of a part from `split_runs` at one end (0 or 1), and the dimension along which each run goes."""
     dims = [_dimension(run[end + 1], shape)[0] for run in runs]
     size = [1] * len(shape)
     for run, dim in zip(runs, dims, strict=True):

@@ -15,7 +15,7 @@ from pipeline import config, train
 from pipeline.config import PolicyConfig, Recipe
 from pipeline.data.packing import pack
 from pipeline.remote import verb
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.types import DataPlace, Sample
 from pipeline.world import World
 
@@ -36,7 +36,7 @@ class Scorer:
         Collective. Raises ValueError, which says what is wrong, if the model or the layout is not supported.
         """
         try:
-            self._backend = train.build(model, group, seed, Use(head="values", trained=False, offload=offload))
+            self._backend = train.build(model, group, seed, ModelRole(head="values", trained=False, offload=offload))
         except ValueError as error:  # it speaks of policy.*, as which every model is described
             raise ValueError(f"of the reward model: {error}") from error
         self.place = DataPlace(self._backend.data_rank, self._backend.data_size)

@@ -26,10 +26,10 @@ from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.remote import verb
 from pipeline.roles.regroup import regroup
 from pipeline.roles.reward import Scorer, ScoreWork
-from pipeline.train.background import Background
-from pipeline.train.base import TrainBackend, Use
+from pipeline.train.background_worker import BackgroundWorker
+from pipeline.train.base import ModelRole, TrainBackend
+from pipeline.train.checkpoint_state import seed_generators
 from pipeline.train.export import export
-from pipeline.train.state import seed_generators
 from pipeline.types import (
     AdvantageNormalization,
     DataPlace,
@@ -56,7 +56,7 @@ class TrainRole:
         self._updates: list[Update] = []
         self._batches: list[list[PackedBatch]] = []  # the microbatches of each update
         self._models: dict[str, TrainBackend] = {}
-        self._background = Background()
+        self._background = BackgroundWorker()
         self._patience = Patience(storage_timeout_s(recipe.cluster.timeouts), kept=lambda: kept(world.info.run_dir))
 
     @property
@@ -66,12 +66,12 @@ class TrainRole:
     @verb("setup")
     def setup(self) -> DataPlace:
         recipe, needs = self._recipe, self._algorithm.needs
-        use = Use(needs.head, reference=needs.reference, entropy=needs.entropy, truncated=needs.truncated)
-        self._build("policy", recipe.policy, use)
+        role = ModelRole(needs.head, reference=needs.reference, entropy=needs.entropy, truncated=needs.truncated)
+        self._build("policy", recipe.policy, role)
         if needs.critic:
-            self._build("critic", config.critic(recipe), Use("values"))
+            self._build("critic", config.critic(recipe), ModelRole("values"))
         if needs.teacher_top_k:
-            self._build("teacher", config.teacher(recipe), Use(trained=False, offload=recipe.teacher.cpu_offload))
+            self._build("teacher", config.teacher(recipe), ModelRole(trained=False, offload=recipe.teacher.cpu_offload))
         environment = config.reward_model(recipe)
         if environment and environment.served_by == "train":
             with self._world.phase("load reward model"):
@@ -79,11 +79,11 @@ class TrainRole:
         seed_generators(self._seed, self._policy.data_rank)
         return DataPlace(self._policy.data_rank, self._policy.data_size)
 
-    def _build(self, name: str, policy: PolicyConfig, use: Use) -> None:
-        use = dataclasses.replace(use, phase=self._world.phase)
+    def _build(self, name: str, policy: PolicyConfig, role: ModelRole) -> None:
+        role = dataclasses.replace(role, phase=self._world.phase)
         with self._world.phase(f"load {name}"):
             try:
-                self._models[name] = train.build(policy, self._world.own, self._seed, use)
+                self._models[name] = train.build(policy, self._world.own, self._seed, role)
             except ValueError as error:  # it speaks of policy.*, as which every model is described
                 raise error if name == "policy" else ValueError(f"of the {name}: {error}") from error
 

@@ -9,10 +9,10 @@ from pipeline.config import PolicyConfig, uses_megatron
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from pipeline.train.base import TrainBackend, Use
+    from pipeline.train.base import ModelRole, TrainBackend
 
 
-def build(policy: PolicyConfig, group: dist.ProcessGroup, seed: int, use: Use) -> TrainBackend:
+def build(policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: ModelRole) -> TrainBackend:
     """This rank's part of a model. Collective over `group`, the train realm, which must be the default group by now. A process
     may hold several models, all at one layout.
 
@@ -22,7 +22,7 @@ def build(policy: PolicyConfig, group: dist.ProcessGroup, seed: int, use: Use) -
     if uses_megatron(policy):
         from pipeline.train.megatron.backend import MegatronBackend
 
-        return MegatronBackend(policy, group, seed, use)
+        return MegatronBackend(policy, group, seed, role)
     from pipeline.train.fsdp import FSDPBackend
 
-    return FSDPBackend(policy, group, seed, use)
+    return FSDPBackend(policy, group, seed, role)

@@ -28,7 +28,7 @@ Phase = Callable[[str], contextlib.AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class ModelRole:
     """What a model is for."""
 
     head: Head = "logprobs"

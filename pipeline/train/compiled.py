@@ -32,7 +32,7 @@ from transformers import AttentionInterface
 
 from pipeline import builds
 from pipeline.config import PolicyConfig
-from pipeline.train.attention import NAME, Packing, packed_attention
+from pipeline.train.packed_attention import NAME, Packing, packed_attention
 
 KEY = "policy.dtensor_cfg.compile"
 OPTIONS = {"deterministic": True}  # Inductor's
@@ -44,7 +44,7 @@ PATH = "PyTorch in a folder whose path has no spaces"
 NEEDS = (GCC, GXX, TRITON, PATH)  # of Inductor, whatever the device
 
 
-def wanted(policy: PolicyConfig, device: torch.device, mixture: bool) -> bool:
+def should_compile(policy: PolicyConfig, device: torch.device, mixture: bool) -> bool:
     """Return whether to compile layers: as the key says, or, where it is null, on GPUs what is known to compile.
 
     Where null would compile, the call is collective over the default group: all ranks compile or none does, since compiled
@@ -58,18 +58,18 @@ def wanted(policy: PolicyConfig, device: torch.device, mixture: bool) -> bool:
         return False
     if asked and tensor_size > 1:
         raise ValueError(f"{KEY}: got true with policy.dtensor_cfg.tensor_parallel_size={tensor_size}; expected 1. Try false")
-    lacking = missing(device)
+    lacking = missing_dependency(device)
     if asked:
         if lacking:
             raise ValueError(f"{KEY}: got true, but there is no {lacking}; expected one. Install it, or try false")
         return True
-    first = _first_lack(lacking, device)
+    first = _first_rank_without(lacking, device)
     if first and dist.get_rank() == 0:
         print(f"hetstep: {KEY}: layers run eagerly, because rank {first[0]} of this component has no {first[1]}", flush=True)
     return first is None
 
 
-def _first_lack(lacking: str | None, device: torch.device) -> tuple[int, str] | None:
+def _first_rank_without(lacking: str | None, device: torch.device) -> tuple[int, str] | None:
     """Return the first rank of the default group that lacks something, and what; None if no rank does. Collective."""
     none = dist.get_world_size() * len(NEEDS)
     mine = none if lacking is None else dist.get_rank() * len(NEEDS) + NEEDS.index(lacking)
@@ -79,7 +79,7 @@ def _first_lack(lacking: str | None, device: torch.device) -> tuple[int, str] | 
     return None if least == none else (rank, NEEDS[what])
 
 
-def missing(device: torch.device) -> str | None:
+def missing_dependency(device: torch.device) -> str | None:
     """Return which of NEEDS Inductor lacks on this machine for such a device."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -124,7 +124,7 @@ def _in_one_mode(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 @contextlib.contextmanager
-def out_of_memory_explained(policy: PolicyConfig) -> Iterator[None]:
+def explain_out_of_memory(policy: PolicyConfig) -> Iterator[None]:
     """Add to torch.OutOfMemoryError of the trial passes what they are and which keys to try."""
     try:
         yield
@@ -138,7 +138,7 @@ def out_of_memory_explained(policy: PolicyConfig) -> Iterator[None]:
         raise
 
 
-def trials(policy: PolicyConfig, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor, Packing]]:
+def trial_batches(policy: PolicyConfig, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor, Packing]]:
     """Yield (tokens [T], positions [T], packing) of a full microbatch of the longest sequences, then of two tokens.
 
     For few tokens Inductor may want another graph: its C++ adds up more than 4,096 numbers otherwise than fewer.

@@ -27,22 +27,22 @@ from torch.distributed.tensor import DTensor
 from pipeline.boxes import Piece, Region, region, whole
 from pipeline.config import PolicyConfig
 from pipeline.models.hugging_face import checkpoint_shapes
-from pipeline.models.layout import Shape, restrict
-from pipeline.train import compiled, lora, state
-from pipeline.train.attention import Packing, check_batch
-from pipeline.train.base import Loss, Use
-from pipeline.train.model import PackedModel, build
+from pipeline.models.recorded_layout import Shape, restrict
+from pipeline.train import checkpoint_state, compiled, lora
+from pipeline.train.base import Loss, ModelRole
+from pipeline.train.fsdp_model import PackedModel, build
 from pipeline.train.offload import Offload
-from pipeline.train.optimizer import Schedule, build_optimizer
+from pipeline.train.optimizer import LRSchedule, build_optimizer
 from pipeline.train.outputs import reduce_outputs
-from pipeline.train.shards import Entry, Shards, collect, gathered, local, local_box, read_shards
+from pipeline.train.packed_attention import Packing, check_batch
+from pipeline.train.shards import Entry, Shards, collect_shards, gather_full, local, local_box, read_shards
 from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult, TopK
 
 
 class FSDPBackend:
     """See `pipeline.train.base.TrainBackend`."""
 
-    def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, use: Use):
+    def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: ModelRole):
         """group: the train realm, which must be the default group by now, with a CUDA device chosen where there are any.
 
         seed: of random weights, if the recipe wants those, and of a value head that the checkpoint lacks.
@@ -60,52 +60,52 @@ class FSDPBackend:
         self.data_rank, self._tensor_rank = divmod(group.rank(), tensor_size)
         self._group = group
         self._policy = policy
-        self._use = use
-        offload = (policy.dtensor_cfg.cpu_offload or use.offload) and self.device.type == "cuda"
-        two_precisions = use.trained and policy.precision != "float32"
+        self._role = role
+        offload = (policy.dtensor_cfg.cpu_offload or role.offload) and self.device.type == "cuda"
+        two_precisions = role.trained and policy.precision != "float32"
         mesh = None
         if group.size() > 1 or two_precisions or offload:
             mesh = init_device_mesh(self.device.type, (self.data_size, tensor_size), mesh_dim_names=("data", "tensor"))
-        self._model = build(policy, self.device, mesh, seed, use)
+        self._model = build(policy, self.device, mesh, seed, role)
         self._parameters = dict(self._model.hf.named_parameters())
         self._trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        self._shapes, _ = checkpoint_shapes(self._model.hf.config, use.head)  # of the tensors on disk, in a checkpoint's order
+        self._shapes, _ = checkpoint_shapes(self._model.hf.config, role.head)  # of the tensors on disk, in a checkpoint's order
         self._tensor_group = mesh.get_group("tensor") if mesh is not None else None
         self._vocabulary = self._model.hf.get_input_embeddings().weight.shape[0]
         self._reference: PackedModel | None = None
-        self._away: Offload | None = None  # of the reference, while it does not compute
-        if use.reference and not self._model.adapters:
-            frozen = dataclasses.replace(use, trained=False, reference=False)
+        self._offloaded: Offload | None = None  # of the reference, while it does not compute
+        if role.reference and not self._model.adapters:
+            frozen = dataclasses.replace(role, trained=False, reference=False)
             self._reference = build(policy, self.device, mesh, seed, frozen, like=self._model)
             if policy.dtensor_cfg.reference_cpu_offload and self.device.type == "cuda":
-                self._send_away(Offload(self.device))
-        self._merged: lora.Merged | None = None  # weights with adapters, from when they are first asked for
+                self._offload_reference(Offload(self.device))
+        self._merged: lora.MergedWeights | None = None  # weights with adapters, from when they are first asked for
         self._offload = Offload(self.device, shared=True)
-        if use.trained:
+        if role.trained:
             self._optimizer, self._schedule = self._new_optimizer()
             lora_cfg, random_seed = policy.dtensor_cfg.lora_cfg, seed if policy.random_init else None
             self._lora_record = lora.record(lora_cfg, random_seed) if self._model.adapters else None
         if self._model.compiled:
-            with use.phase("compile"), compiled.out_of_memory_explained(policy):
+            with role.phase("compile"), compiled.explain_out_of_memory(policy):
                 self._try_out()
 
-    def _new_optimizer(self) -> tuple[torch.optim.Optimizer, Schedule]:
+    def _new_optimizer(self) -> tuple[torch.optim.Optimizer, LRSchedule]:
         optimizer = build_optimizer(self._policy.optimizer, self._trained.values())
-        return optimizer, Schedule(optimizer, self._policy.scheduler)
+        return optimizer, LRSchedule(optimizer, self._policy.scheduler)
 
     def _try_out(self) -> None:
         """Compile what is compiled at the first call, on batches that are the same in every start. Collective.
 
         A reference model of its own runs the policy's graphs; the policy without its adapters has other ones.
         """
-        for tokens, positions, packing in compiled.trials(self._policy, self.device):
-            if self._use.reference and self._model.adapters:
+        for tokens, positions, packing in compiled.trial_batches(self._policy, self.device):
+            if self._role.reference and self._model.adapters:
                 with torch.no_grad(), self._reference_model() as reference:
                     reference(tokens, positions, packing, truncated=False)
-            with torch.set_grad_enabled(self._use.trained):
+            with torch.set_grad_enabled(self._role.trained):
                 outputs = self._model(tokens, positions, packing, truncated=False)
-            if self._use.trained:
-                (outputs.values if self._use.head == "values" else outputs.logprobs).sum().backward()
+            if self._role.trained:
+                (outputs.values if self._role.head == "values" else outputs.logprobs).sum().backward()
                 self._optimizer.zero_grad(set_to_none=True)
             self._reshard()
 
@@ -115,7 +115,7 @@ class FSDPBackend:
         """Raises ValueError for another `model`, for "reference" when none was kept, and for `top_k` of a value head."""
         if model not in ("policy", "reference"):
             raise ValueError(f"model '{model}' is not one of: policy, reference")
-        if top_k and self._use.head == "values":
+        if top_k and self._role.head == "values":
             raise ValueError("a model with a value head has no most likely tokens")
         self._check(batches)
         if model == "policy":
@@ -157,7 +157,7 @@ class FSDPBackend:
         self._schedule.step()
 
     def _check_trained(self) -> None:
-        if not self._use.trained:
+        if not self._role.trained:
             raise ValueError(f"the model {self._policy.model_name} was built to be used, not trained")
 
     def _check(self, batches: Sequence[PackedBatch]) -> None:
@@ -181,36 +181,36 @@ class FSDPBackend:
     @contextlib.contextmanager
     def _reference_model(self) -> Iterator[PackedModel]:
         """The reference, on the device within the block."""
-        if not self._use.reference:
-            raise ValueError("no reference weights were kept; construct the backend with Use(reference=True)")
+        if not self._role.reference:
+            raise ValueError("no reference weights were kept; construct the backend with ModelRole(reference=True)")
         if self._model.adapters:
-            with lora.without(self._model.adapters):
+            with lora.disabled(self._model.adapters):
                 yield self._model
             self._reshard()
             return
-        if self._away is not None:
-            self._away.back()
+        if self._offloaded is not None:
+            self._offloaded.reload()
         try:
             yield self._reference
         finally:
             if isinstance(self._reference, FSDPModule):
                 self._reference.reshard()
-            if self._away is not None:
-                self._away.out(self._reference_weights(), frozen=True)
+            if self._offloaded is not None:
+                self._offloaded.offload(self._reference_weights(), frozen=True)
 
-    def _send_away(self, away: Offload) -> None:
+    def _offload_reference(self, away: Offload) -> None:
         """Keep the reference in host memory while it does not compute. Raise RuntimeError if that cannot be page-locked."""
         weights = self._reference_weights()
         size = sum(tensor.untyped_storage().nbytes() for tensor in weights)
         try:
-            away.out(weights, frozen=True)
+            away.offload(weights, frozen=True)
         except (torch.cuda.CudaError, OSError) as error:
             raise RuntimeError(
                 f"policy.dtensor_cfg.reference_cpu_offload: got true, but {size / 1e9:.1f} GB of host memory cannot be"
                 f" page-locked ({error}); expected room for as much from every rank of the node. Try false, which keeps the"
                 " reference on the GPU, or a larger cluster.train.mem"
             ) from error
-        self._away = away
+        self._offloaded = away
 
     def _reference_weights(self) -> list[torch.Tensor]:
         return [local(parameter) for parameter in self._reference.hf.parameters()]
@@ -225,18 +225,18 @@ class FSDPBackend:
             read = [self.local(name) for name in self._model.layout]
         changing = [local(parameter) for parameter in self._trained.values()]
         changing += self._merged.tensors.values() if self._merged else ()
-        if self._use.trained:
+        if self._role.trained:
             self._optimizer.zero_grad(set_to_none=True)
             states = [value for state in self._optimizer.state.values() for value in state.values()]
             changing += [local(value) for value in states if torch.is_tensor(value)]
-        self._offload.out(changing, keep=read)
+        self._offload.offload(changing, keep=read)
         frozen = [local(parameter) for parameter in self._parameters.values() if not parameter.requires_grad]
         if self._reference is not None:
             frozen += self._reference_weights()
-        self._offload.out(frozen, keep=read, frozen=True)
+        self._offload.offload(frozen, keep=read, frozen=True)
 
     def reload(self) -> None:
-        self._offload.back()
+        self._offload.reload()
 
     # ---- gradients ------------------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class FSDPBackend:
         self._merge()
         for name, pieces in self._model.layout.items():
             # Cast before gathering: half the traffic in half precision.
-            tensor = gathered(self._parameters[name], self.local(name).to(self.device, dtype))
+            tensor = gather_full(self._parameters[name], self.local(name).to(self.device, dtype))
             outer = whole(tuple(tensor.shape))
             for piece in pieces:
                 part = tensor[piece.target.within(outer)].reshape(piece.source.size).contiguous()
@@ -311,7 +311,7 @@ class FSDPBackend:
     def _merge(self) -> None:
         """Merge adapters, and again after every step from now on: someone reads the weights."""
         if self._model.adapters and self._merged is None:
-            self._merged = lora.Merged(self._model.adapters, self._parameters, self.device)
+            self._merged = lora.MergedWeights(self._model.adapters, self._parameters, self.device)
 
     def _refresh_merged(self) -> None:
         if self._merged is not None:
@@ -323,19 +323,19 @@ class FSDPBackend:
         record = {
             "ranks": self._group.size(),
             "schedule": self._schedule.steps,
-            "param_group": state.options(self._optimizer),
+            "param_group": checkpoint_state.options(self._optimizer),
             "lora": self._lora_record,
-            "random": state.random_record(),
+            "random": checkpoint_state.random_record(),
         }
-        return collect(self._entries(), record, copy)
+        return collect_shards(self._entries(), record, copy)
 
     def _entries(self) -> Iterator[Entry]:
         """All that a checkpoint holds of this rank."""
         shapes = self._saved_shapes()
         for prefix, parameter, pieces in self._saved():
-            yield from state.entries(prefix, parameter, pieces, shapes)
-        yield from state.optimizer_entries(self._optimizer, self._pieces(), shapes)
-        for name, tensor in state.random_tensors(self.device, self._group.rank()).items():
+            yield from checkpoint_state.entries(prefix, parameter, pieces, shapes)
+        yield from checkpoint_state.optimizer_entries(self._optimizer, self._pieces(), shapes)
+        for name, tensor in checkpoint_state.random_tensors(self.device, self._group.rank()).items():
             yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
 
     def load(self, folder: Path) -> None:
@@ -359,18 +359,18 @@ class FSDPBackend:
                 " its weights (python launch/export.py)"
             )
         optimizer, schedule = self._new_optimizer()
-        schedule.advance(state.schedule_steps(record))
-        ours, theirs = state.options(optimizer), record["param_group"]
+        schedule.advance(checkpoint_state.schedule_steps(record))
+        ours, theirs = checkpoint_state.options(optimizer), record["param_group"]
         if ours != theirs:
             odd = [f"{k} {theirs.get(k)} -> {ours.get(k)}" for k in ours | theirs if ours.get(k) != theirs.get(k)]
             raise ValueError(f"{folder}: policy.optimizer or policy.scheduler has changed since: {', '.join(odd)}")
         self._optimizer, self._schedule = optimizer, schedule
         for prefix, parameter, pieces in self._saved():
-            state.load_entries(prefix, parameter, pieces, reader)
-        state.load_optimizer(self._optimizer, self._pieces(), shapes, reader)
+            checkpoint_state.load_entries(prefix, parameter, pieces, reader)
+        checkpoint_state.load_optimizer(self._optimizer, self._pieces(), shapes, reader)
         self._refresh_merged()
         if record["ranks"] == self._group.size():
-            state.load_random(self.device, rank, reader, records[rank]["random"])
+            checkpoint_state.load_random(self.device, rank, reader, records[rank]["random"])
 
     def _saved(self) -> Iterator[tuple[str, torch.nn.Parameter, list[Piece]]]:
         """(prefix of the names, parameter, its pieces by name) of all that is trained: adapters, or all weights."""

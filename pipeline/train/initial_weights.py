@@ -22,13 +22,13 @@ from pipeline.models.hugging_face import SCORE, auto_model, checkpoint_shapes, m
 from pipeline.train.shards import BoxReader
 from pipeline.types import Head
 
-Read = Callable[[str, Box], torch.Tensor]
+ReadBox = Callable[[str, Box], torch.Tensor]
 """(name on disk, box) -> that box of the tensor, on the CPU."""
 
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")  # in old checkpoints; computed from the config today
 
 
-def initial_weights(policy: PolicyConfig, config: PreTrainedConfig, seed: int, head: Head = "logprobs") -> Read:
+def initial_weights(policy: PolicyConfig, config: PreTrainedConfig, seed: int, head: Head = "logprobs") -> ReadBox:
     """Of the checkpoint `policy.model_name`, or, with `policy.random_init`, as transformers draws them from `seed`.
 
     config: the checkpoint's, with the recipe's overrides. A checkpoint of a language model gives a model with values its body;
@@ -38,7 +38,7 @@ def initial_weights(policy: PolicyConfig, config: PreTrainedConfig, seed: int, h
     return _random(config, seed, head) if policy.random_init else _checkpoint(policy.model_name, config, seed, head)
 
 
-def _random(config: PreTrainedConfig, seed: int, head: Head) -> Read:
+def _random(config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
     """The same whatever the layout: each rank draws the whole model and keeps its boxes."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.random.default_generator.manual_seed(seed)
@@ -47,7 +47,7 @@ def _random(config: PreTrainedConfig, seed: int, head: Head) -> Read:
     return lambda name, box: weights[name][box.within(whole(weights[name].shape))]
 
 
-def _checkpoint(model_name: str, config: PreTrainedConfig, seed: int, head: Head) -> Read:
+def _checkpoint(model_name: str, config: PreTrainedConfig, seed: int, head: Head) -> ReadBox:
     """The safetensors of a folder or of a cached Hugging Face name, checked against the model's own names and shapes."""
     reader = BoxReader()
     for path in checkpoint_files(model_name):

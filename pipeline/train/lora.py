@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from pipeline.boxes import Piece, whole
 from pipeline.config import LoRAConfig
 from pipeline.models.hugging_face import SCORE
-from pipeline.train.shards import BoxReader, gathered, local, local_box
+from pipeline.train.shards import BoxReader, gather_full, local, local_box
 
 KEY = "policy.dtensor_cfg.lora_cfg"
 _NAME = "default"  # peft's name of the adapters
@@ -132,7 +132,7 @@ def initialize(adapters: Iterable[Adapter], parameters: Mapping[str, nn.Paramete
 
 
 @contextlib.contextmanager
-def without(adapters: Iterable[Adapter]) -> Iterator[None]:
+def disabled(adapters: Iterable[Adapter]) -> Iterator[None]:
     """The model as if it had no adapters."""
     # peft's own switch also turns off requires_grad, which fully_shard may look at only once.
     for adapter in adapters:
@@ -144,7 +144,7 @@ def without(adapters: Iterable[Adapter]) -> Iterator[None]:
             del adapter.layer.forward
 
 
-class Merged:
+class MergedWeights:
     """This rank's part of each adapted weight with its adapter, in memory of its own."""
 
     def __init__(self, adapters: Iterable[Adapter], parameters: Mapping[str, nn.Parameter], device: torch.device):
@@ -159,7 +159,7 @@ class Merged:
         for adapter in self._adapters:
             weight, a, b = (self._parameters[name] for name in (adapter.weight, adapter.a, adapter.b))
             # `fully_shard` cuts B as it cuts W, into the same rows; A is needed whole.
-            whole_a, rows = gathered(a, local(a).to(self._device)), local(b).to(self._device)
+            whole_a, rows = gather_full(a, local(a).to(self._device)), local(b).to(self._device)
             self.tensors[adapter.weight].copy_(merge(local(weight).to(self._device), whole_a, rows, adapter.scale))
 
 

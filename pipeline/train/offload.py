@@ -25,10 +25,12 @@ class Offload:
         self._device = device
         self._shared = shared
         # By storage. The references are weak, but while there is one no other storage gets the same identity.
-        self._away: dict[StorageWeakRef, tuple[torch.UntypedStorage, int, bool]] = {}  # its bytes, and whether they are kept
+        self._offloaded: dict[
+            StorageWeakRef, tuple[torch.UntypedStorage, int, bool]
+        ] = {}  # its bytes, and whether they are kept
         self._copies: dict[StorageWeakRef, torch.Tensor] = {}  # [bytes] uint8
 
-    def out(self, tensors: Iterable[torch.Tensor], keep: Iterable[torch.Tensor] = (), frozen: bool = False) -> None:
+    def offload(self, tensors: Iterable[torch.Tensor], keep: Iterable[torch.Tensor] = (), frozen: bool = False) -> None:
         """Copy them to the host and free their memory, but for storages of `keep`. Who is not on the device, or away already,
         stays as it is. frozen: they never change, so a copy made before is as good as a new one."""
         self._copies = {key: copy for key, copy in self._copies.items() if not key.expired()}
@@ -50,22 +52,22 @@ class Offload:
         """Free their memory. It comes back with any content."""
         self._free(list(self._here(tensors)), kept=False)
 
-    def back(self) -> None:
+    def reload(self) -> None:
         """All that is away."""
-        for key, (storage, size, kept) in self._away.items():
+        for key, (storage, size, kept) in self._offloaded.items():
             storage.resize_(size)
             if kept:
                 _flat(storage).copy_(self._copies[key], non_blocking=True)
         self._settle()
-        self._away = {}
+        self._offloaded = {}
 
     def _here(self, tensors: Iterable[torch.Tensor]) -> Iterable[tuple[StorageWeakRef, torch.UntypedStorage]]:
         found = {_key(t): t.untyped_storage() for t in tensors if t.device.type == self._device.type}
-        return [(key, storage) for key, storage in found.items() if key not in self._away and storage.nbytes()]
+        return [(key, storage) for key, storage in found.items() if key not in self._offloaded and storage.nbytes()]
 
     def _free(self, leaving: list[tuple[StorageWeakRef, torch.UntypedStorage]], kept: bool) -> None:
         for key, storage in leaving:
-            self._away[key] = (storage, storage.nbytes(), kept)
+            self._offloaded[key] = (storage, storage.nbytes(), kept)
             storage.resize_(0)
         if self._shared and self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """Optimizer and learning-rate schedule from the recipe, by their dotted torch names.
 
-A schedule is a function of how often it was advanced, so a checkpoint stores that number and `Schedule` counts up to it
+A schedule is a function of how often it was advanced, so a checkpoint stores that number and `LRSchedule` counts up to it
 again. It advances once per step of the algorithm, not per optimizer update (see `TrainBackend.advance_schedule`). Schedules
 that look at a metric (ReduceLROnPlateau) are left out.
 """
@@ -39,7 +39,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Param
         raise ValueError(f"policy.optimizer.kwargs: {config.name} does not take {config.kwargs}: {error}") from error
 
 
-class Schedule:
+class LRSchedule:
     """The learning rate as a function of the steps of the algorithm."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: Any):

@@ -47,7 +47,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gathered(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def gather_full(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor of which this rank holds `part`, as it holds a part of `tensor`. Collective."""
     if not isinstance(tensor, DTensor):
         return part
@@ -61,7 +61,7 @@ Entry = tuple[str, tuple[int, ...], Box, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _StoredBox:
     path: Path
     key: str  # the box's name in the file
     box: Box
@@ -72,7 +72,7 @@ class BoxReader:
 
     def __init__(self) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._pieces: dict[str, list[_Stored]] = {}
+        self._pieces: dict[str, list[_StoredBox]] = {}
         self._files: dict[Path, Any] = {}
 
     def add(self, name: str, shape: tuple[int, ...], path: Path, box: Box, key: str | None = None) -> None:
@@ -81,7 +81,7 @@ class BoxReader:
             raise ValueError(f"{path}: '{name}' has shape {tuple(shape)} here and {self.shapes[name]} in another file")
         pieces = self._pieces.setdefault(name, [])
         if all(box != piece.box for piece in pieces):  # else a replica
-            pieces.append(_Stored(path, name if key is None else key, box))
+            pieces.append(_StoredBox(path, name if key is None else key, box))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """That box of the tensor, on the CPU. Raises ValueError if the files do not hold all of it."""
@@ -102,7 +102,7 @@ class BoxReader:
             raise ValueError(f"'{name}': the files hold {found} of the {box.numel} elements of {box}")
         return out
 
-    def _slice(self, piece: _Stored, part: Box) -> torch.Tensor:
+    def _slice(self, piece: _StoredBox, part: Box) -> torch.Tensor:
         if piece.path not in self._files:
             self._files[piece.path] = safe_open(piece.path, framework="pt")
         file = self._files[piece.path]
@@ -150,7 +150,7 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     sync(path)
 
 
-def collect(entries: Iterable[Entry], record: dict[str, Any], copy: bool = False) -> Shards:
+def collect_shards(entries: Iterable[Entry], record: dict[str, Any], copy: bool = False) -> Shards:
     """This rank's boxes, and `record` (JSON), whose "ranks" says how many ranks write.
 
     copy: into memory of their own, so that training can go on before they are written.

@@ -14,8 +14,8 @@ from pipeline.config import DTensorConfig, MegatronConfig, MegatronDDPConfig, Po
 from pipeline.data.batches import share
 from pipeline.data.packing import pack
 from pipeline.data.stream import ExampleStream
-from pipeline.train.base import Use
-from pipeline.train.megatron.shelf import VARIABLE
+from pipeline.train.base import ModelRole
+from pipeline.train.megatron.conversion_cache import VARIABLE
 from pipeline.types import DataPlace
 from tests.data.test_chat import CHATML, MARKED, encoder
 
@@ -93,7 +93,7 @@ def test_packed_conversations(backend, template, realm, tmp_path):
     ((update,),) = share(examples, policy, [DataPlace(0, 1)], len(examples))
     assert max(map(len, update.train)) > 1 < len(update.train), "several microbatches, and several conversations in one"
     assert update.counts.tokens == labels
-    made = train.build(policy, dist.group.WORLD, 0, Use())
+    made = train.build(policy, dist.group.WORLD, 0, ModelRole())
     batches = [pack([update.samples[i] for i in members], made.device) for members in update.train]
     metrics = made.step(batches, lambda outputs, batch: sft_loss(outputs, batch, update.counts)).metrics
     assert metrics["loss"] == pytest.approx(loss, rel=2e-6)

@@ -18,7 +18,7 @@ from pipeline.data.batches import share
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
 from pipeline.data.packing import pack
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.export import export
 from pipeline.types import DataPlace
 from tests.benchmarks import lessons
@@ -32,7 +32,9 @@ class OurLesson:
         self.recipe = _recipe(lesson, folder, seed, backend)
         self._examples, _ = build_streams(self.recipe, load_tokenizer(self.recipe.policy.tokenizer))
         self._algorithm = algorithms.build(self.recipe)
-        self.backend = train.build(self.recipe.policy, dist.group.WORLD, seed, Use(reference=self._algorithm.needs.reference))
+        self.backend = train.build(
+            self.recipe.policy, dist.group.WORLD, seed, ModelRole(reference=self._algorithm.needs.reference)
+        )
 
     def step(self) -> float:
         """The loss."""

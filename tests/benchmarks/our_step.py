@@ -34,7 +34,7 @@ from pipeline.rollout.environment_pool import EnvironmentPool
 from pipeline.rollout.environment_threads import EnvironmentThreads, EnvStepper
 from pipeline.rollout.lockstep import Lockstep
 from pipeline.rollout.work import RolloutWork
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.types import Completion, DataPlace, Prompt, Request, RolloutGroup, Sampling
 from tests.algorithms.made import made
@@ -75,7 +75,7 @@ class OurStep:
         self.case, self.clock, self._steps = case, Clock(), 0
         policy = self._policy = _policy(case, folder, backend, packed_tokens)
         self._grpo = made(GRPOConfig(use_leave_one_out_baseline=False), LossConfig(), updates=1)
-        self._train = FSDPBackend(policy, dist.group.WORLD, 0, Use())
+        self._train = FSDPBackend(policy, dist.group.WORLD, 0, ModelRole())
         self._engine = generate.build(policy, engine_ranks=1, rank_in_engine=0, seed=0)
         self._dealt = Dealt(self._engine)
         self._driver = _driver(self._dealt, policy, self.clock)

@@ -29,7 +29,7 @@ from pipeline.config import (
     SequencePackingConfig,
 )
 from pipeline.data.packing import pack, plan_microbatches
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.types import GlobalCounts, LossOutput, Outputs, PackedBatch, Sample
 from tests.benchmarks.cases import CASES, LEARNING_RATE, PAD, Case, padded_microbatches
 from tests.benchmarks.contender import Clock, Turns
@@ -44,7 +44,7 @@ class TrainStep:
         self.clock, self._steps = Clock(), 0
         self._case, self._padded = case, layout == "padded"
         policy = _policy(case, folder, backend == "megatron", compiled)
-        self.backend = train.build(policy, dist.group.WORLD, 0, Use())
+        self.backend = train.build(policy, dist.group.WORLD, 0, ModelRole())
 
     def step(self) -> dict[str, float]:
         """The step's loss and gradient norm. The times are in `clock`."""

@@ -21,10 +21,10 @@ from pipeline.config import (
     ValueLossConfig,
 )
 from pipeline.data.packing import pack
-from pipeline.train.attention import check_batch
 from pipeline.train.logprobs import _Head, packed_outputs
 from pipeline.train.megatron.batch import localize
 from pipeline.train.megatron.heads import ValueHead, VocabularyHead
+from pipeline.train.packed_attention import check_batch
 from pipeline.train.truncation import Truncation
 from pipeline.types import GlobalCounts, Outputs, Sample, TopK
 from tests.algorithms.made import made

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from pipeline.config import GenerationConfig
 from pipeline.data.packing import pack
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.types import Completion, Request, Sample
 from tests.generate.tiny import drain, requests
@@ -36,7 +36,7 @@ def test_an_engine_s_log_probs_are_the_train_backend_s(drawn, kind, setting, che
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     generation = GenerationConfig(temperature=0.8, **SETTINGS[setting])
     policy = cases.policy(checkpoint("llama", 0).folder, generation=generation)
-    trained = FSDPBackend(policy, dist.group.WORLD, seed=0, use=Use(truncated=True))
+    trained = FSDPBackend(policy, dist.group.WORLD, seed=0, role=ModelRole(truncated=True))
     batch = pack([_sample(request, completion) for request, completion in drawn[kind, setting]], trained.device)
     (found,) = trained.forward([batch])
     counted = batch.loss_mask

@@ -17,7 +17,7 @@ from launch.executors.base import ROOT
 from pipeline import config
 from pipeline.checkpoint import Checkpoints
 from tests.launch.model import write_recipe
-from tests.train import cases, ranks, uses
+from tests.train import cases, model_roles, ranks
 
 FAMILY = "qwen3_moe"
 
@@ -79,7 +79,7 @@ def test_another_step_and_another_folder(run, tmp_path, capsys):
 
 
 def test_a_reward_model_leaves_as_a_classifier(finished, run, capsys):
-    ranks.run(uses.save_values, ranks.Layout(1, 1), finished)
+    ranks.run(model_roles.save_values, ranks.Layout(1, 1), finished)
     saved = finished / "values" / "1-1"
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     (run / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"algorithm": "rm"}))

@@ -12,7 +12,7 @@ from pipeline.boxes import whole
 from pipeline.models import family
 from pipeline.models.base import VALUE_HEAD
 from pipeline.models.hugging_face import SCORE
-from pipeline.models.layout import cut_of, invert, place, record, record_all
+from pipeline.models.recorded_layout import copy_pieces, cut_after, invert, record, record_all
 from tests.models.cases import FAMILIES, configs
 
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -40,11 +40,11 @@ def layouts_and_tensors(config, disk, rank, size):
         function = parameter.function
         if name in PADDED:
             function = partial(padded, function, -(-config.vocab_size // size) * size)
-        function = cut_of(function, parameter.split, rank, size)
+        function = cut_after(function, parameter.split, rank, size)
         sources = [disk[source] for source in parameter.sources]
         shape, layouts[name] = record(function, [(n, tuple(t.shape)) for n, t in zip(parameter.sources, sources, strict=True)])
         tensors[name] = torch.zeros(shape, dtype=sources[0].dtype)
-        place(tensors[name], layouts[name], reader(disk))
+        copy_pieces(tensors[name], layouts[name], reader(disk))
         assert torch.equal(tensors[name], function(*sources)), name
     return layouts, tensors
 
@@ -62,7 +62,7 @@ def test_there_and_back_is_bitwise(case, size):
     assert inverse.keys() == disk.keys()
     for name, original in disk.items():
         back, covered = torch.full_like(original, torch.nan), torch.zeros(original.shape)
-        place(back, inverse[name], reader(tensors))
+        copy_pieces(back, inverse[name], reader(tensors))
         for piece in inverse[name]:
             covered[piece.target.within(whole(tuple(original.shape)))] += 1
         assert torch.equal(back, original), name
@@ -87,7 +87,7 @@ def test_transformers_conversion_to_disk_is_recorded(name, families_folder):
     assert {key: shape for key, (shape, _) in layouts.items()} == {key: tuple(t.shape) for key, t in disk.items()}
     for key, (shape, pieces) in layouts.items():
         built = torch.full(shape, torch.nan)
-        place(built, pieces, reader(memory))
+        copy_pieces(built, pieces, reader(memory))
         assert torch.equal(built, disk[key]), key
 
 

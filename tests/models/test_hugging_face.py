@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.boxes import whole
 from pipeline.models import hugging_face
-from pipeline.models.layout import place
+from pipeline.models.recorded_layout import copy_pieces
 from tests.train import cases
 
 
@@ -34,7 +34,7 @@ def test_what_lies_in_memory_is_what_transformers_loads(models, family):
     assert layout.keys() == dict(loaded.named_parameters()).keys()
     for name, parameter in loaded.named_parameters():
         ours = torch.full_like(parameter, torch.nan, requires_grad=False)
-        place(ours, layout[name], lambda name, box: files[name][box.within(whole(tuple(files[name].shape)))])
+        copy_pieces(ours, layout[name], lambda name, box: files[name][box.within(whole(tuple(files[name].shape)))])
         assert torch.equal(ours, parameter), name
     fused = [name for name, pieces in layout.items() if [piece.name for piece in pieces] != [name]]
     assert any("experts" in name for name in fused) == (family in cases.MIXTURES)

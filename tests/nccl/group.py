@@ -42,7 +42,7 @@ HOST = (
     "pipeline.remote.messages",
     "pipeline.remote.serving",
     "pipeline.rollout.lockstep",
-    "pipeline.train.megatron.sharing",
+    "pipeline.train.megatron.collectives",
 )
 """Modules that send tensors of the host on a machine with GPUs too."""
 

@@ -18,7 +18,7 @@ from launch.nemo_rl.translator import leaves
 from pipeline.algorithms import ONLINE
 from pipeline.config import OptimizerConfig, PolicyConfig, Recipe, ValueConfig, runs_ahead, section, uses_megatron
 from pipeline.config.megatron import MegatronOptimizerConfig, MegatronSchedulerConfig
-from pipeline.train.optimizer import Schedule
+from pipeline.train.optimizer import LRSchedule
 
 MODEL = (
     "model_name",
@@ -112,7 +112,7 @@ def _optimizer(key: str, model: PolicyConfig | ValueConfig) -> dict[str, Any]:
 
 def _torchs(optimizer: OptimizerConfig, scheduler: Any) -> list[float]:
     """The rates of the steps in STEPS."""
-    schedule = Schedule(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=optimizer.kwargs["lr"]), scheduler)
+    schedule = LRSchedule(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=optimizer.kwargs["lr"]), scheduler)
     rates = []
     for step in range(STEPS[-1] + 1):
         if step in STEPS:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipeline import algorithms, config
 from pipeline.roles import TrainRole
-from pipeline.train.state import seed_generators
+from pipeline.train.checkpoint_state import seed_generators
 from tests.train.conftest import realm  # noqa: F401
 
 

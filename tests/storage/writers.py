@@ -22,9 +22,9 @@ from pipeline.config import CheckpointingConfig, LoggerConfig
 from pipeline.files import NONE, Patience, retrying, write_durably
 from pipeline.metrics import Metrics, read, read_rollouts
 from pipeline.rank_log import GuardedStream
-from pipeline.train.background import Background
+from pipeline.train.background_worker import BackgroundWorker
 from pipeline.train.export import write_model
-from pipeline.train.megatron.streaming import write_tensors
+from pipeline.train.megatron.safetensors_files import stream_tensors
 from pipeline.train.shards import Shards
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
 from pipeline.watchdog import Failure
@@ -143,7 +143,7 @@ class AsyncShard(Shard):
     """a checkpoint, async_save"""
 
     def _write(self, partial):
-        background = Background()
+        background = BackgroundWorker()
         background.start(lambda: super(AsyncShard, self)._write(partial))
         background.wait()
 
@@ -164,7 +164,7 @@ class Conversion(Writer):
 
         def write():
             try:
-                write_tensors(path, {"a": BIG}, lambda _: BIG)
+                stream_tensors(path, {"a": BIG}, lambda _: BIG)
             except OSError:
                 path.unlink(missing_ok=True)
                 raise

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config import LoRAConfig
 from pipeline.models.hugging_face import on_disk
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
-from tests.train import cases, ranks, uses
+from tests.train import cases, model_roles, ranks
 from tests.train.ranks import Layout
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -31,9 +31,9 @@ CASES = {  # model: its adapters, and which layers those are for
 SAVED = ("qwen3_tied", "qwen3_moe", "random", "values")
 
 
-def backend(model: Path, layout: Layout, use: Use | None = None, precision: str = "float32", **changes) -> FSDPBackend:
+def backend(model: Path, layout: Layout, role: ModelRole | None = None, precision: str = "float32", **changes) -> FSDPBackend:
     adapters, _ = CASES[model.name]
-    return ranks.backend(cases.policy(model, precision=precision, **changes), layout, use, lora_cfg=adapters)
+    return ranks.backend(cases.policy(model, precision=precision, **changes), layout, role, lora_cfg=adapters)
 
 
 def all_adapters(layout: Layout, folder: Path) -> None:
@@ -51,7 +51,7 @@ def some_adapters(families: Sequence[str], layout: Layout, folder: Path) -> None
 def check_against_peft(layout: Layout, folder: Path, family: str) -> None:
     """Step 0 is the base; then, with a B that is not 0: log-probs, loss and every gradient, as peft's eager model has them."""
     trained = backend(folder / family, layout)
-    mine, packed = uses.batches(trained, layout)
+    mine, packed = model_roles.batches(trained, layout)
     base, _, _ = cases.eager(folder / family)
     for chosen, found in zip(mine, trained.forward(packed), strict=True):
         assert (found.logprobs - torch.cat([base[i] for i in chosen])).abs().max() < 1e-5
@@ -117,8 +117,8 @@ def eager_loss(model: torch.nn.Module) -> tuple[list[torch.Tensor], torch.Tensor
 
 def check_reference_and_merged(layout: Layout, folder: Path, family: str) -> None:
     """After steps: the reference is still the base; what leaves is peft's merge, in `layout` and `local` too."""
-    trained = backend(folder / family, layout, Use(reference=True))
-    _, packed = uses.batches(trained, layout)
+    trained = backend(folder / family, layout, ModelRole(reference=True))
+    _, packed = model_roles.batches(trained, layout)
     before = trained.forward(packed)
     base = merged(folder / family, trained)
     cases.check_all_held(cases.check_layout(trained, base))
@@ -151,7 +151,7 @@ def check_bfloat16(layout: Layout, folder: Path) -> None:
     trained = backend(folder / "qwen3", layout, precision="bfloat16")
     shake(trained)
     logprobs, _ = eager_loss(peft_model(folder / "qwen3", trained))
-    mine, packed = uses.batches(trained, layout)
+    mine, packed = model_roles.batches(trained, layout)
     for chosen, found in zip(mine, trained.forward(packed), strict=True):
         assert 0 < (found.logprobs - torch.cat([logprobs[i] for i in chosen])).abs().max() < 0.5
     trained.step(packed, cases.loss)
@@ -166,9 +166,9 @@ def save(layout: Layout, folder: Path) -> None:
     """`adapted/<layout>/<case>`: the checkpoint and the weights of one that has learned a step."""
     for case in SAVED:
         family = case if case in CASES else "qwen3"
-        use = Use("values") if case == "values" else Use()
-        trained = backend(folder / family, layout, use, random_init=case == "random")
-        _, packed = uses.batches(trained, layout)
+        role = ModelRole("values") if case == "values" else ModelRole()
+        trained = backend(folder / family, layout, role, random_init=case == "random")
+        _, packed = model_roles.batches(trained, layout)
         trained.step(packed, cases.value_loss if case == "values" else cases.loss)
         place = folder / "adapted" / f"{layout.data}-{layout.tensor}" / case
         trained.shards().write(place, dist.get_rank())

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from pipeline.config import LoRAConfig, SequencePackingConfig
 from pipeline.train import compiled as subject
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.train.shards import local
 from pipeline.types import LossOutput, Outputs, PackedBatch
@@ -27,10 +27,10 @@ BATCHES = ([0, 3], [1, 2, 4], list(range(len(cases.LENGTHS))), [6], [5, 6, 7])
 
 
 def backend(
-    model: Path, layout: Layout, compiled: bool | None, use: Use | None = None, precision="float32", **dtensor
+    model: Path, layout: Layout, compiled: bool | None, role: ModelRole | None = None, precision="float32", **dtensor
 ) -> FSDPBackend:
     policy = cases.policy(model, precision=precision, sequence_packing=SequencePackingConfig(train_mb_tokens=128))
-    return ranks.backend(policy, layout, use, compile=compiled, **dtensor)
+    return ranks.backend(policy, layout, role, compile=compiled, **dtensor)
 
 
 def graphs() -> int:
@@ -90,7 +90,7 @@ def check_ranks_agree(layout: Layout, folder: Path) -> None:
         torch._inductor.config.cpp.cxx = ("there-is-no-such-compiler",)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        trained = backend(folder / "qwen3", layout, None, Use(reference=True))
+        trained = backend(folder / "qwen3", layout, None, ModelRole(reference=True))
     why = f"{subject.KEY}: layers run eagerly, because rank 1 of this component has no C++ compiler"
     assert said.getvalue().count(why) == (1 if dist.get_rank() == 0 else 0)
     trained.step([pack([0, 3])], cases.loss)
@@ -123,7 +123,7 @@ def _in_a_cache_of_its_own(layout: Layout, folder: Path, cache: str, precision: 
 def check_reference(layout: Layout, folder: Path) -> None:
     """The reference runs the policy's graphs: it needs no trial pass, and at first it says the same to the last bit."""
     with unittest.mock.patch.object(FSDPBackend, "_reference_model", side_effect=AssertionError("it is not to be tried out")):
-        trained = backend(folder / "qwen3", layout, True, Use(reference=True), precision="bfloat16")
+        trained = backend(folder / "qwen3", layout, True, ModelRole(reference=True), precision="bfloat16")
     built = graphs()
     batches = [pack(chosen) for chosen in BATCHES]
     for policy, reference in zip(trained.forward(batches), trained.forward(batches, "reference"), strict=True):
@@ -132,7 +132,7 @@ def check_reference(layout: Layout, folder: Path) -> None:
 
 
 def check_adapters(layout: Layout, folder: Path) -> None:
-    settings = {"use": Use(reference=True), "lora_cfg": LoRAConfig(True)}
+    settings = {"role": ModelRole(reference=True), "lora_cfg": LoRAConfig(True)}
     compiled, eager = (backend(folder / "qwen3", layout, on, **settings) for on in (True, False))
     batches = [pack(list(range(len(cases.LENGTHS))))]
     for trained in (compiled, eager):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import DTensorConfig, PolicyConfig
-from pipeline.train.base import Loss, Use
+from pipeline.train.base import Loss, ModelRole
 from pipeline.train.fsdp import FSDPBackend
 from tests import fork_server
 from tests.train import cases
@@ -58,9 +58,9 @@ def _process(rank: int, size: int, work, layout: Layout, folder: Path, store: Pa
     dist.destroy_process_group()
 
 
-def backend(policy: PolicyConfig, layout: Layout = Layout(1, 1), use: Use | None = None, **dtensor) -> FSDPBackend:
+def backend(policy: PolicyConfig, layout: Layout = Layout(1, 1), role: ModelRole | None = None, **dtensor) -> FSDPBackend:
     policy.dtensor_cfg = DTensorConfig(tensor_parallel_size=layout.tensor, **dtensor)
-    return FSDPBackend(policy, dist.group.WORLD, seed=7, use=use or Use())
+    return FSDPBackend(policy, dist.group.WORLD, seed=7, role=role or ModelRole())
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,12 +207,12 @@ def check_clipping_and_refusal(layout: Layout, folder: Path) -> None:
 
 
 def check_save_and_load(
-    layout: Layout, folder: Path, family: str, use: Use | None = None, loss: Loss = cases.loss, **dtensor
+    layout: Layout, folder: Path, family: str, role: ModelRole | None = None, loss: Loss = cases.loss, **dtensor
 ) -> None:
     """Interrupted after two steps and resumed: the next two are the same to the last bit."""
 
     def new() -> FSDPBackend:
-        return backend(cases.policy(folder / family, scheduler=SCHEDULER), layout, use, **dtensor)
+        return backend(cases.policy(folder / family, scheduler=SCHEDULER), layout, role, **dtensor)
 
     trained = new()
     batches = [cases.pack(chosen) for chosen in shares(layout)[trained.data_rank]]

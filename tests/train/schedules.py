@@ -21,7 +21,7 @@ import yaml
 from launch import recipes
 from pipeline import config
 from pipeline.config import PolicyConfig, Recipe, uses_megatron
-from pipeline.train.base import TrainBackend, Use
+from pipeline.train.base import ModelRole, TrainBackend
 from pipeline.train.fsdp import FSDPBackend
 from tests.train import cases
 from tests.train.megatron import layouts
@@ -99,13 +99,13 @@ def _in_their_shape(case: Case) -> dict[str, Any]:
 def built(recipe: Recipe, model: str) -> TrainBackend:
     """A tiny model with the recipe's optimizer and schedule, in the train realm of this process."""
     policy: PolicyConfig = recipe.policy if model == "policy" else config.critic(recipe)
-    use = Use("values" if model == "value" else "logprobs")
+    role = ModelRole("values" if model == "value" else "logprobs")
     settings = {"optimizer": policy.optimizer, "scheduler": policy.scheduler}
     tiny = cases.policy(config.RECIPES / "tiny", random_init=True, **settings)
     if not uses_megatron(recipe.policy):
-        return FSDPBackend(tiny, dist.group.WORLD, 7, use)
+        return FSDPBackend(tiny, dist.group.WORLD, 7, role)
     own = policy.megatron_cfg
-    return layouts.backend(tiny, use=use, optimizer=own.optimizer, scheduler=own.scheduler)
+    return layouts.backend(tiny, role=role, optimizer=own.optimizer, scheduler=own.scheduler)
 
 
 def rates(backend: TrainBackend, calls: int, advances: int = 1) -> list[float]:

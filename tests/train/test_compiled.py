@@ -75,12 +75,12 @@ def test_too_little_memory_for_the_trial_passes(models, realm, monkeypatch):
 def wanted(value: bool | None, device: str, mixture: bool = False, tensor: int = 1) -> bool:
     policy = cases.policy("unused")
     policy.dtensor_cfg.compile, policy.dtensor_cfg.tensor_parallel_size = value, tensor
-    return subject.wanted(policy, torch.device(device), mixture)
+    return subject.should_compile(policy, torch.device(device), mixture)
 
 
 def test_null_compiles_dense_layers_on_gpus(monkeypatch):
-    monkeypatch.setattr(subject, "missing", lambda device: None)
-    monkeypatch.setattr(subject, "_first_lack", lambda lacking, device: None)
+    monkeypatch.setattr(subject, "missing_dependency", lambda device: None)
+    monkeypatch.setattr(subject, "_first_rank_without", lambda lacking, device: None)
     assert wanted(None, "cuda") and not wanted(None, "cpu") and not wanted(False, "cuda")
     assert not wanted(None, "cuda", mixture=True) and not wanted(None, "cuda", tensor=2)
     assert wanted(True, "cpu") and wanted(True, "cuda", mixture=True)
@@ -92,7 +92,7 @@ def test_without_a_compiler():
     none = torch._inductor.config.patch({"cpp.cxx": ("there-is-no-such-compiler",)})
     with none, pytest.raises(ValueError, match=r"compile: got true, but there is no C\+\+ compiler"):
         wanted(True, "cpu")
-    assert subject.missing(torch.device("cpu")) is None
+    assert subject.missing_dependency(torch.device("cpu")) is None
 
 
 def test_in_a_folder_with_spaces(monkeypatch):
@@ -103,7 +103,7 @@ def test_in_a_folder_with_spaces(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be a triton")
 def test_without_triton():
-    assert subject.missing(torch.device("cuda")) == subject.TRITON
+    assert subject.missing_dependency(torch.device("cuda")) == subject.TRITON
 
 
 @pytest.mark.timeout(120)

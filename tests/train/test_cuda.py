@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import LoRAConfig, TokenizerConfig
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.export import export
 from tests.end_to_end.runs import ROOT
 from tests.train import cases, ranks
@@ -72,7 +72,7 @@ def test_a_frozen_model_computes_on_the_gpu_wherever_its_weights_are(models, hea
     found = []
     for offload in (False, True):
         frozen = ranks.backend(
-            cases.policy(models / "qwen3", precision="bfloat16"), use=Use(head, trained=False, offload=offload)
+            cases.policy(models / "qwen3", precision="bfloat16"), role=ModelRole(head, trained=False, offload=offload)
         )
         found += frozen.forward([batch])
         assert {p.device.type for p in frozen._model.parameters()} == {"cpu" if offload else "cuda"}
@@ -84,7 +84,7 @@ def test_a_frozen_model_computes_on_the_gpu_wherever_its_weights_are(models, hea
 def test_a_reference_is_in_host_memory_or_stays_on_the_gpu(models, monkeypatch, offload):
     """Between two of its passes, which leave CUDA's cache as it is; either way it leaves with the rest."""
     policy = cases.policy(models / "qwen3", precision="bfloat16")
-    trained = ranks.backend(policy, use=Use(reference=True), reference_cpu_offload=offload)
+    trained = ranks.backend(policy, role=ModelRole(reference=True), reference_cpu_offload=offload)
     assert (trained._away is not None) == offload
     batches, weights, emptied = [cases.pack(ALL, "cuda")], trained._reference_weights(), []
     expected = trained.forward(batches)[0].logprobs
@@ -114,7 +114,7 @@ def test_adapters(models, tmp_path, offload):
     trained.load(tmp_path / "saved")
     expected = trained.forward([batch])[0].logprobs
     export(trained, policy, tmp_path / "hf", writes=True)
-    merged = ranks.backend(cases.policy(tmp_path / "hf", precision="bfloat16"), use=Use(trained=False))
+    merged = ranks.backend(cases.policy(tmp_path / "hf", precision="bfloat16"), role=ModelRole(trained=False))
     assert (merged.forward([batch])[0].logprobs - expected).abs().max() < 0.3
     assert trained.step([batch], cases.loss).metrics == metrics
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from pipeline.config import OptimizerConfig
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.train.offload import Offload
 from tests.train import cases, ranks
@@ -91,7 +91,7 @@ def test_sharded_checkpoint_and_half_precision_files(models, tmp_path):
 
 
 def test_reference_is_the_initial_policy(models):
-    trained = ranks.backend(cases.policy(models / "qwen3"), use=Use(reference=True))
+    trained = ranks.backend(cases.policy(models / "qwen3"), role=ModelRole(reference=True))
     batches = [cases.pack(ALL)]
     before = trained.forward(batches)[0].logprobs
     assert torch.equal(trained.forward(batches, "reference")[0].logprobs, before)
@@ -107,7 +107,7 @@ def test_reference_is_the_initial_policy(models):
 @pytest.mark.parametrize("family", ["qwen3_tied", "qwen3_moe"])
 def test_the_reference_in_half_precision_is_what_the_float32_weights_were(models, family):
     """Those are rounded before they compute, so the log-probs are the same to the last bit."""
-    trained = ranks.backend(cases.policy(models / family, precision="bfloat16"), use=Use(reference=True))
+    trained = ranks.backend(cases.policy(models / family, precision="bfloat16"), role=ModelRole(reference=True))
     batches = [cases.pack(ALL[:4]), cases.pack(ALL[4:])]
     before = [out.logprobs for out in trained.forward(batches)]
     trained.step(batches, cases.loss)
@@ -133,7 +133,7 @@ def test_the_key_is_named_where_the_reference_cannot_be_page_locked(models, monk
     def host_memory(size: int, page_locked: bool) -> torch.Tensor:
         raise NotLocked
 
-    trained = ranks.backend(cases.policy(models / "qwen3"), use=Use(reference=True))
+    trained = ranks.backend(cases.policy(models / "qwen3"), role=ModelRole(reference=True))
     monkeypatch.setattr("pipeline.train.offload.host_memory", host_memory)
     with pytest.raises(
         RuntimeError, match=r"^policy\.dtensor_cfg\.reference_cpu_offload: got true, but 0\.0 GB .*out of memory"
@@ -142,7 +142,7 @@ def test_the_key_is_named_where_the_reference_cannot_be_page_locked(models, monk
 
 
 def test_a_reference_on_the_device_leaves_with_the_rest(models):
-    trained = ranks.backend(cases.policy(models / "qwen3"), use=Use(reference=True))
+    trained = ranks.backend(cases.policy(models / "qwen3"), role=ModelRole(reference=True))
     batches = [cases.pack(ALL)]
     before = trained.forward(batches, "reference")[0].logprobs
     trained.offload(keep_weights=True)
@@ -153,7 +153,7 @@ def test_a_reference_on_the_device_leaves_with_the_rest(models):
 
 def test_reference_must_have_been_kept(models):
     trained = ranks.backend(cases.policy(models / "qwen3"))
-    with pytest.raises(ValueError, match=r"Use\(reference=True\)"):
+    with pytest.raises(ValueError, match=r"ModelRole\(reference=True\)"):
         trained.forward([cases.pack(ALL)], "reference")
     with pytest.raises(ValueError, match="policy, reference"):
         trained.forward([cases.pack(ALL)], "old")
@@ -305,4 +305,4 @@ def test_the_realm_must_be_the_default_group(models):
             return dist.get_world_size() + 1
 
     with pytest.raises(ValueError, match="2 ranks but the default group 1"):
-        FSDPBackend(cases.policy(models / "llama"), Larger(), seed=0, use=Use())
+        FSDPBackend(cases.policy(models / "llama"), Larger(), seed=0, role=ModelRole())

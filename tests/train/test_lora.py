@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import LoRAConfig, TokenizerConfig
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.export import export_checkpoint
 from tests.end_to_end.runs import ROOT
 from tests.train import adapters, cases, ranks
@@ -67,9 +67,9 @@ def test_a_checkpoint_is_exported_merged(models, saved, case, tmp_path):
         base = load_file(models / family / "model.safetensors")
         changed = {name for name in found.keys() & base.keys() if not torch.equal(found[name], base[name])}
         assert {name.split(".")[-2] for name in changed} == adapters.CASES[family][1]
-    trained = adapters.backend(models / family, ONE, Use(head), random_init=case == "random")
+    trained = adapters.backend(models / family, ONE, ModelRole(head), random_init=case == "random")
     trained.load(saved / case)
-    exported = ranks.backend(cases.policy(tmp_path / "hf"), use=Use(head, trained=False))
+    exported = ranks.backend(cases.policy(tmp_path / "hf"), role=ModelRole(head, trained=False))
     ours, theirs = trained.forward([cases.pack(ALL)])[0], exported.forward([cases.pack(ALL)])[0]
     if head == "values":
         assert (ours.values - theirs.values).abs().max() < 1e-5

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.config import LoRAConfig
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.train.offload import Offload, host_memory
 from pipeline.train.shards import local
@@ -61,7 +61,7 @@ def test_two_ranks(models):
 @pytest.mark.usefixtures("realm")
 def test_a_frozen_model(models):
     """A teacher or a reward model; its weights are kept, and that is all it has."""
-    frozen = ranks.backend(cases.policy(models / "qwen3"), use=Use(trained=False))
+    frozen = ranks.backend(cases.policy(models / "qwen3"), role=ModelRole(trained=False))
     batches = [cases.pack([0, 1, 2])]
     before = frozen.forward(batches)[0].logprobs
     frozen.offload(keep_weights=True)
@@ -86,7 +86,7 @@ def test_of_a_model_with_adapters_a_refit_keeps_only_what_is_merged(models):
 
 @pytest.mark.usefixtures("realm")
 def test_a_frozen_model_is_copied_once(models):
-    frozen = ranks.backend(cases.policy(models / "qwen3"), use=Use(trained=False))
+    frozen = ranks.backend(cases.policy(models / "qwen3"), role=ModelRole(trained=False))
     weights = {name: frozen.local(name).clone() for name in {region.tensor for region in frozen.layout()}}
     for _ in range(2):
         frozen.offload()
@@ -99,17 +99,17 @@ def test_a_frozen_model_is_copied_once(models):
 def test_copies_follow_their_tensors():
     """Their size, and their end; nobody is given what another one left at the same address."""
     offload, tensor = Offload(torch.device("cpu")), torch.arange(10)
-    offload.out([tensor], frozen=True)
-    offload.back()
+    offload.offload([tensor], frozen=True)
+    offload.reload()
     tensor.resize_(20).copy_(torch.arange(20))
-    offload.out([tensor], frozen=True)
+    offload.offload([tensor], frozen=True)
     assert [len(copy) for copy in offload._copies.values()] == [160]
-    offload.back()
+    offload.reload()
     assert tensor.tolist() == list(range(20))
     for i in range(50):
         tensor = torch.full((20,), i)
-        offload.out([tensor], frozen=True)
-        offload.back()
+        offload.offload([tensor], frozen=True)
+        offload.reload()
         assert tensor.tolist() == [i] * 20 and len(offload._copies) == 1
 
 
@@ -158,7 +158,7 @@ def test_cudas_cache_is_emptied_for_another_process_only(monkeypatch, shared):
 def test_page_locked_memory_on_a_gpu():
     offload, tensor = Offload(torch.device("cuda", 0)), torch.arange(100_001, device="cuda")
     for _ in range(2):
-        offload.out([tensor])
+        offload.offload([tensor])
         assert tensor.untyped_storage().nbytes() == 0 and all(copy.is_pinned() for copy in offload._copies.values())
-        offload.back()
+        offload.reload()
         assert torch.equal(tensor.cpu(), torch.arange(100_001))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipeline.config import OptimizerConfig
-from pipeline.train.optimizer import Schedule, build_optimizer
+from pipeline.train.optimizer import LRSchedule, build_optimizer
 
 WARMUP = {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"start_factor": 0.1, "end_factor": 1.0, "total_iters": 4}}
 COSINE = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 6, "eta_min": 0.1}}
@@ -16,7 +16,7 @@ def parameters():
 
 def rates(config, steps=10, skip=0):
     optimizer = build_optimizer(OptimizerConfig(kwargs={"lr": 1.0}), parameters())
-    schedule = Schedule(optimizer, config)
+    schedule = LRSchedule(optimizer, config)
     schedule.advance(skip)
     found = []
     for _ in range(steps - skip):
@@ -107,4 +107,4 @@ def test_wrong_optimizers_are_named(name, kwargs, message):
 def test_wrong_schedules_are_named(config, message):
     optimizer = build_optimizer(OptimizerConfig(kwargs={"lr": 1.0}), parameters())
     with pytest.raises(ValueError, match=message):
-        Schedule(optimizer, config)
+        LRSchedule(optimizer, config)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.boxes import Box, whole
-from pipeline.train.shards import BoxReader, collect, read_shards
+from pipeline.train.shards import BoxReader, collect_shards, read_shards
 
 
 def cut(tensor, edges, folder):
@@ -68,7 +68,7 @@ def test_every_dtype_and_scalars_come_back(tmp_path):
         "scalar": torch.tensor(7.0),
         "empty": torch.empty(0, 3),
     }
-    collect([entry(*item) for item in tensors.items()], {"ranks": 1, "note": [0.1, 1e-300]}).write(tmp_path / "new", 0)
+    collect_shards([entry(*item) for item in tensors.items()], {"ranks": 1, "note": [0.1, 1e-300]}).write(tmp_path / "new", 0)
     reader, records = read_shards(tmp_path / "new")
     assert records[0]["note"] == [0.1, 1e-300]
     for name, tensor in tensors.items():
@@ -83,7 +83,7 @@ def test_several_boxes_of_one_tensor_by_one_rank(tmp_path):
     rest = [Box((0, 0), (1, 5)), Box((1, 0), (1, 3)), Box((4, 1), (1, 4)), Box((5, 0), (2, 5))]
     for rank, mine in enumerate((boxes, rest)):
         entries = [("x", (7, 5), box, tensor[box.within(whole((7, 5)))]) for box in mine]
-        collect(entries, {"ranks": 2}).write(tmp_path, rank)
+        collect_shards(entries, {"ranks": 2}).write(tmp_path, rank)
     reader, _ = read_shards(tmp_path)
     assert torch.equal(reader.read("x", whole((7, 5))), tensor)
     assert torch.equal(reader.read("x", Box((1, 2), (4, 2))), tensor[1:5, 2:4])
@@ -91,13 +91,13 @@ def test_several_boxes_of_one_tensor_by_one_rank(tmp_path):
 
 def test_entries_that_contradict_themselves_are_errors(tmp_path):
     with pytest.raises(AssertionError, match=r"'x': a tensor of shape \(3,\)"):
-        collect([("x", (4,), Box((0,), (2,)), torch.zeros(3))], {"ranks": 1}).write(tmp_path, 0)
+        collect_shards([("x", (4,), Box((0,), (2,)), torch.zeros(3))], {"ranks": 1}).write(tmp_path, 0)
     with pytest.raises(AssertionError, match="comes twice"):
-        collect([entry("x", torch.zeros(2)) for _ in range(2)], {"ranks": 1}).write(tmp_path, 0)
+        collect_shards([entry("x", torch.zeros(2)) for _ in range(2)], {"ranks": 1}).write(tmp_path, 0)
 
 
 def test_a_missing_rank_is_an_error(tmp_path):
-    collect([entry("x", torch.ones(1))], {"ranks": 2}).write(tmp_path, 0)
+    collect_shards([entry("x", torch.ones(1))], {"ranks": 2}).write(tmp_path, 0)
     with pytest.raises(ValueError, match="1 of 2 train-rank"):
         read_shards(tmp_path)
     assert json.loads((tmp_path / "train-rank00000.json").read_text())["tensors"]["x"]["size"] == [1]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pipeline.config import GenerationConfig
 from pipeline.generate.sampling import keep_top
-from pipeline.train.base import TrainBackend, Use
+from pipeline.train.base import ModelRole, TrainBackend
 from pipeline.train.logprobs import VocabularyShard, packed_outputs
 from pipeline.train.truncation import Truncation
 from pipeline.types import LossOutput, Outputs, PackedBatch
@@ -201,7 +201,7 @@ def test_the_vocabulary_over_ranks(tmp_path):
 
 FAMILIES = ("llama", "qwen3_tied")
 GENERATION = GenerationConfig(temperature=cases.TEMPERATURE, top_k=30, top_p=0.9)
-USE = Use(reference=True, entropy=True, truncated=True)
+ROLE = ModelRole(reference=True, entropy=True, truncated=True)
 
 
 def loss(outputs: Outputs, batch: PackedBatch) -> LossOutput:
@@ -246,7 +246,7 @@ def check_backend(families: Sequence[str], counts: Sequence[int], layout: ranks.
     for family in families:
         expected, gradients = eager(folder / family)
         for batches in counts:
-            trained = ranks.backend(cases.policy(folder / family, generation=GENERATION), layout, USE)
+            trained = ranks.backend(cases.policy(folder / family, generation=GENERATION), layout, ROLE)
             check_step(trained, ranks.shares(layout, batches)[trained.data_rank], expected)
             ranks.assert_near(ranks.gradients(trained), gradients, 2e-6)
     assert any(outputs.logprobs.isneginf().any() for outputs in expected)

@@ -24,64 +24,64 @@ from pipeline import models
 from pipeline.boxes import Box, Piece, Region, region, whole
 from pipeline.config import PolicyConfig
 from pipeline.models.base import VALUE_HEAD
+from pipeline.models.config_json import check_attention
 from pipeline.models.hugging_face import SCORE, checkpoint_shapes, model_config
-from pipeline.models.layout import Shape, flat_boxes, place, restrict
-from pipeline.models.reading import check_attention
-from pipeline.train import state
-from pipeline.train.attention import check_batch
-from pipeline.train.base import Loss, Use
-from pipeline.train.initial_weights import Read, initial_weights
+from pipeline.models.recorded_layout import Shape, copy_pieces, flat_boxes, restrict
+from pipeline.train import checkpoint_state
+from pipeline.train.base import Loss, ModelRole
+from pipeline.train.initial_weights import ReadBox, initial_weights
 from pipeline.train.megatron.batch import LocalBatch, localize
 from pipeline.train.megatron.conversion import converted
-from pipeline.train.megatron.gather import Gatherer
+from pipeline.train.megatron.gather import WeightGatherer
 from pipeline.train.megatron.groups import initialize
-from pipeline.train.megatron.heads import ValueHead, VocabularyHead, share
-from pipeline.train.megatron.layout import Local, describe
-from pipeline.train.megatron.model import PolicyStage, build
-from pipeline.train.megatron.offload import HostWeights
-from pipeline.train.megatron.optimizer import Optimizer, Range
+from pipeline.train.megatron.heads import ValueHead, VocabularyHead, broadcast_outputs
+from pipeline.train.megatron.host_weights import HostWeights
+from pipeline.train.megatron.local_tensors import LocalTensor, local_tensors
+from pipeline.train.megatron.model import PipelineStage, build
+from pipeline.train.megatron.optimizer import MegatronOptimizer, ParameterRange
 from pipeline.train.offload import Offload
 from pipeline.train.outputs import broadcast_record, reduce_outputs
-from pipeline.train.shards import BoxReader, Entry, Shards, collect, read_shards
+from pipeline.train.packed_attention import check_batch
+from pipeline.train.shards import BoxReader, Entry, Shards, collect_shards, read_shards
 from pipeline.types import LossOutput, Outputs, PackedBatch, StepResult
 
 
 class MegatronBackend:
     """See `pipeline.train.base.TrainBackend`."""
 
-    def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, use: Use):
+    def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: ModelRole):
         """As `pipeline.train.build`: group is the train realm and the default group. All models of a process have one layout.
 
         Raises ValueError, naming the key of the recipe, if the model or the layout is not supported.
         """
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         self._policy, self._group = policy, group
-        self._use = use
+        self._role = role
         initialize(policy, seed)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
-        hf = model_config(policy, use.head)
+        hf = model_config(policy, role.head)
         check_attention(hf, policy.max_total_sequence_length)
-        self._shapes, _ = checkpoint_shapes(hf, use.head)
-        self._stage = build(policy, hf, use.head).to(self.device)
-        if not use.trained:
+        self._shapes, _ = checkpoint_shapes(hf, role.head)
+        self._stage = build(policy, hf, role.head).to(self.device)
+        if not role.trained:
             self._stage.requires_grad_(False)
-        self._local = describe(self._stage, models.family(hf).parameters(hf, use.head), self._shapes)
+        self._local = local_tensors(self._stage, models.family(hf).parameters(hf, role.head), self._shapes)
         self._of = {id(local.tensor): local for local in self._local.values()}
         self._vocabulary = hf.vocab_size
-        self._head = ValueHead() if use.head == "values" else VocabularyHead.of(policy, hf, use)
-        self._model = _data_parallel(policy, self._stage) if use.trained else None
-        self._optimizer = Optimizer(policy, self._model) if use.trained else None
+        self._head = ValueHead() if role.head == "values" else VocabularyHead.of(policy, hf, role)
+        self._model = _data_parallel(policy, self._stage) if role.trained else None
+        self._optimizer = MegatronOptimizer(policy, self._model) if role.trained else None
         self._load_initial(hf, seed)
-        self._reference = self._copies() if use.reference else None
-        self._gatherer = Gatherer(
-            [(local.tensor, local.hugging_face) for name, local in self._local.items() if _speaks(name)],
+        self._reference = self._copy_weights() if role.reference else None
+        self._gatherer = WeightGatherer(
+            [(local.tensor, local.hugging_face) for name, local in self._local.items() if _is_data_parallel_leader(name)],
             self._shapes,
             group,
             self.device,
         )
         # After all that needs the weights on the device: they go to the host.
-        offload = use.offload and not use.trained
+        offload = role.offload and not role.trained
         self._host = HostWeights([local.tensor for local in self._local.values()], self.device) if offload else None
         self._offload = Offload(self.device, shared=True)
 
@@ -132,8 +132,8 @@ class MegatronBackend:
         self._optimizer.advance_schedule()
 
     def _check_trained(self) -> None:
-        if not self._use.trained:
-            raise ValueError(f"{self._policy.model_name} was built with Use(trained=False)")
+        if not self._role.trained:
+            raise ValueError(f"{self._policy.model_name} was built with ModelRole(trained=False)")
 
     def _check(self, batches: Sequence[PackedBatch]) -> None:
         for batch in batches:
@@ -187,7 +187,7 @@ class MegatronBackend:
             return found
         if stages.rank() != stages.size() - 1:
             found = [head.empty(batch, top_k) for batch in batches]
-        share(found, stages)
+        broadcast_outputs(found, stages)
         return found
 
     def _metrics(self, outputs: list[LossOutput]) -> dict[str, float]:
@@ -209,15 +209,15 @@ class MegatronBackend:
 
     def offload(self, keep_weights: bool = False) -> None:
         weights = [local.tensor for local in self._local.values()]
-        if self._use.trained:
+        if self._role.trained:
             self._optimizer.zero_grad()
             self._offload.drop(buffer.grad_data for buffer in [*self._model.buffers, *self._model.expert_parallel_buffers])
-            self._offload.out(self._optimizer.tensors(), keep=weights)
+            self._offload.offload(self._optimizer.tensors(), keep=weights)
         if not keep_weights:
-            self._offload.out(weights, frozen=not self._use.trained)
+            self._offload.offload(weights, frozen=not self._role.trained)
 
     def reload(self) -> None:
-        self._offload.back()
+        self._offload.reload()
 
     # ---- weights --------------------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class MegatronBackend:
     def local(self, tensor: str) -> torch.Tensor:
         return self._local[tensor].tensor.detach()
 
-    def _copies(self) -> list[torch.Tensor]:
+    def _copy_weights(self) -> list[torch.Tensor]:
         """All weights of this rank, on the CPU."""
         return [local.tensor.detach().to("cpu", copy=True) for local in self._local.values()]
 
@@ -249,9 +249,9 @@ class MegatronBackend:
                 yield
             return
         if self._reference is None:
-            raise ValueError("no reference weights were kept; build the backend with Use(reference=True)")
+            raise ValueError("no reference weights were kept; build the backend with ModelRole(reference=True)")
         ours = [local.tensor.detach() for local in self._local.values()]
-        kept = self._copies()
+        kept = self._copy_weights()
         try:
             for tensor, reference in zip(ours, self._reference, strict=True):
                 tensor.copy_(reference)
@@ -261,11 +261,11 @@ class MegatronBackend:
                 tensor.copy_(policy)
 
     def _load_initial(self, hf: PreTrainedConfig, seed: int) -> None:
-        head = self._use.head
+        head = self._role.head
         if self._policy.random_init:
             self._fill(initial_weights(self._policy, hf, seed, head), lambda local: local.hugging_face)
             return
-        conversion = converted(self._policy, hf, self._group, head, phase=self._use.phase)
+        conversion = converted(self._policy, hf, self._group, head, phase=self._role.phase)
         read = conversion.read
         if head == "values":  # the head is no part of a conversion: it may have to be drawn
             files = initial_weights(self._policy, hf, seed, head)
@@ -275,16 +275,16 @@ class MegatronBackend:
 
         self._fill(read, lambda local: local.whole)
 
-    def _fill(self, read: Read, pieces_of: Callable[[Local], list[Piece]]) -> None:
+    def _fill(self, read: ReadBox, pieces_of: Callable[[LocalTensor], list[Piece]]) -> None:
         """Give the model's tensors, and the optimizer's float32 copies of its ranges, what `read` has of their pieces."""
         for local in self._local.values():
             tensor = local.tensor.detach()
             tensor.zero_()  # padding of the vocabulary has no piece
-            place(tensor, pieces_of(local), read)
-        for part in self._optimizer.ranges() if self._use.trained else ():
+            copy_pieces(tensor, pieces_of(local), read)
+        for part in self._optimizer.ranges() if self._role.trained else ():
             part.main.zero_()
             for box, view in _boxes(part, part.main):
-                place(view, restrict(pieces_of(self._of[id(part.parameter)]), box), read)
+                copy_pieces(view, restrict(pieces_of(self._of[id(part.parameter)]), box), read)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -296,9 +296,9 @@ class MegatronBackend:
             "updates": self._optimizer.updates,
             "schedule": self._optimizer.schedule_steps,
             "optimizer": self._optimizer.options,
-            "random": state.random_record(),
+            "random": checkpoint_state.random_record(),
         }
-        return collect(self._entries(), record, copy)
+        return collect_shards(self._entries(), record, copy)
 
     def _entries(self) -> Iterator[Entry]:
         """All that a checkpoint holds of this rank."""
@@ -308,9 +308,9 @@ class MegatronBackend:
                 for box, view in _boxes(part, values):
                     yield from self._as_hugging_face(prefix, restrict(local.hugging_face, box), view)
         for name, local in self._local.items():
-            if not local.tensor.requires_grad and _speaks(name):  # a frozen router, or a router's bias
+            if not local.tensor.requires_grad and _is_data_parallel_leader(name):  # a frozen router, or a router's bias
                 yield from self._as_hugging_face("model", local.hugging_face, local.tensor.detach())
-        for name, tensor in state.random_tensors(self.device, self._group.rank()).items():
+        for name, tensor in checkpoint_state.random_tensors(self.device, self._group.rank()).items():
             yield name, tuple(tensor.shape), whole(tuple(tensor.shape)), tensor
 
     def _as_hugging_face(self, prefix: str, pieces: Iterable[Piece], tensor: torch.Tensor) -> Iterator[Entry]:
@@ -341,15 +341,15 @@ class MegatronBackend:
         for part in self._optimizer.ranges():
             states[part.parameter] = {kind: self._read_state(reader, kind, part) for kind in kinds}
         updates = record["updates"] if "updates" in record else record["steps"]
-        self._optimizer.restore(updates, state.schedule_steps(record), states)
+        self._optimizer.restore(updates, checkpoint_state.schedule_steps(record), states)
         if record.get("layout") == self._layout() and record["ranks"] == self._group.size():
-            state.load_random(self.device, self._group.rank(), reader, records[self._group.rank()]["random"])
+            checkpoint_state.load_random(self.device, self._group.rank(), reader, records[self._group.rank()]["random"])
 
-    def _read_state(self, reader: BoxReader, kind: str, part: Range) -> torch.Tensor:
+    def _read_state(self, reader: BoxReader, kind: str, part: ParameterRange) -> torch.Tensor:
         values = torch.zeros_like(part.main)
         for box, view in _boxes(part, values):
             pieces = restrict(self._of[id(part.parameter)].hugging_face, box)
-            place(view, pieces, lambda name, source: reader.read(f"optimizer.{kind}.{name}", source))
+            copy_pieces(view, pieces, lambda name, source: reader.read(f"optimizer.{kind}.{name}", source))
         return values
 
     def _layout(self) -> list[int]:
@@ -362,7 +362,7 @@ class MegatronBackend:
         ]
 
 
-def _boxes(part: Range, values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+def _boxes(part: ParameterRange, values: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
     """A flat range of a parameter as boxes of it, each with the view of `values` ([stop - start]) that belongs to it."""
     done = 0
     for box in flat_boxes(tuple(part.parameter.shape), part.start, part.stop):
@@ -370,14 +370,14 @@ def _boxes(part: Range, values: torch.Tensor) -> Iterator[tuple[Box, torch.Tenso
         done += box.numel
 
 
-def _speaks(name: str) -> bool:
+def _is_data_parallel_leader(name: str) -> bool:
     """Whether this rank speaks for its data-parallel peers, which hold the same of this parameter."""
     if ".local_experts." in name:
         return parallel_state.get_expert_data_parallel_rank() == 0
     return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
 
-def _data_parallel(policy: PolicyConfig, stage: PolicyStage) -> DistributedDataParallel:
+def _data_parallel(policy: PolicyConfig, stage: PipelineStage) -> DistributedDataParallel:
     settings = policy.megatron_cfg.distributed_data_parallel_config
     model = DistributedDataParallel(
         stage.config,

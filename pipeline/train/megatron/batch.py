@@ -4,8 +4,9 @@ Under context parallelism each rank holds two of 2 cp equal chunks of every sequ
 the last one further, until sequence parallelism can cut a rank's tokens. Padding comes after a sequence's tokens, where causal
 attention keeps it out of them. Without either there is no padding.
 
-Row t of a rank predicts the token that follows it in its sequence, which may be another rank's; so targets are cut together
-with tokens, and `Gather` and `order` put log-probs back in the batch's own order (`places` what is of the token itself).
+Row t of a rank predicts the next token of its sequence, which may be on another rank, so targets are cut together with tokens.
+`GatherContextParallel` and `predicting_rows` put log-probs back in the batch's order; `token_rows` does so for values, which
+belong to the token itself.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pipeline.train.attention import Packing
-from pipeline.train.megatron.attention import PackedSequences
+from pipeline.train.megatron.local_modules import PackedSequences
+from pipeline.train.packed_attention import Packing
 from pipeline.types import PackedBatch
 
 
@@ -30,8 +31,8 @@ class LocalBatch:
     targets: torch.Tensor  # [t] int64: the token after each; of no meaning at the end of a sequence and on padding
     candidates: torch.Tensor | None  # [t, K] int64: as targets, of the teacher's tokens
     sequences: PackedSequences
-    places: torch.Tensor  # [T] int64: which row of all ranks' rows together has token t of the batch
-    order: torch.Tensor  # [T] int64: which row of all ranks' rows together predicts token t of the batch
+    token_rows: torch.Tensor  # [T] int64: which row of all ranks' rows together has token t of the batch
+    predicting_rows: torch.Tensor  # [T] int64: which row of all ranks' rows together predicts token t of the batch
     begins: torch.Tensor  # [T] bool: whether token t begins a sequence, so that nothing predicts it
 
 
@@ -73,8 +74,8 @@ def localize(batch: PackedBatch, ranks: int, rank: int, multiple: int) -> LocalB
             packing=Packing.of_lengths(lengths, cu_seqlens),
             lengths=lengths,
         ),
-        places=place[real],
-        order=place[(real - 1).clamp(min=0)],
+        token_rows=place[real],
+        predicting_rows=place[(real - 1).clamp(min=0)],
         begins=begins,
     )
 
@@ -99,7 +100,7 @@ def _rows(lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
     return torch.cat(rows)
 
 
-class Gather(torch.autograd.Function):
+class GatherContextParallel(torch.autograd.Function):
     """[t, ...] of each context-parallel rank -> [ranks * t, ...] on all of them.
 
     Every rank computes the same loss of the whole, so each takes back its own part of the gradient: summed over ranks, as data

@@ -2,7 +2,7 @@
 
 Only the train realm takes part. Its ranks divide the parameters between them and convert one at a time, so that a rank's memory
 is bounded by the largest parameter (its sources and what is made of them), not by the model. Where conversions lie and how jobs
-keep out of each other's way: `shelf.py`. What makes two checkpoints the same one: `fingerprint.py`.
+keep out of each other's way: `conversion_cache.py`. What makes two checkpoints the same one: `fingerprint.py`.
 
 A value model's conversion is of its body: the checkpoint may have no head of that kind yet.
 
@@ -30,10 +30,10 @@ from pipeline.models.base import VALUE_HEAD, Parameter
 from pipeline.models.hugging_face import checkpoint_shapes
 from pipeline.train.base import Phase
 from pipeline.train.initial_weights import checkpoint_files, initial_weights
+from pipeline.train.megatron.collectives import on_all_ranks, on_first_rank
+from pipeline.train.megatron.conversion_cache import VARIABLE, Conversion, ConversionCache, unusable_folder
 from pipeline.train.megatron.fingerprint import content_digests, fingerprint
-from pipeline.train.megatron.sharing import first, share
-from pipeline.train.megatron.shelf import VARIABLE, Conversion, Shelf, unusable
-from pipeline.train.megatron.streaming import StoredTensor, stored_tensors, write_tensors
+from pipeline.train.megatron.safetensors_files import StoredTensor, stored_tensors, stream_tensors
 from pipeline.types import Head
 
 
@@ -68,28 +68,28 @@ def converted(
     files = checkpoint_files(policy.model_name)
     parameters = family(config).parameters(config, head)
     parameters.pop(VALUE_HEAD, None)
-    first(group, lambda: _prepare(root))
+    on_first_rank(group, lambda: _prepare(root))
     digests = content_digests(files, root / "digests", group)
-    identity = first(group, lambda: fingerprint(digests, parameters, checkpoint_shapes(config, head)[0]))
-    shelf = Shelf(root, policy.model_name, identity)
+    identity = on_first_rank(group, lambda: fingerprint(digests, parameters, checkpoint_shapes(config, head)[0]))
+    cache = ConversionCache(root, policy.model_name, identity)
 
     def find() -> str | None:
-        return None if policy.megatron_cfg.force_reconvert_from_hf else shelf.find()
+        return None if policy.megatron_cfg.force_reconvert_from_hf else cache.find()
 
     with contextlib.ExitStack() as stack:
-        found = first(group, find)
+        found = on_first_rank(group, find)
         if not found:
             with phase("wait for another job's conversion"):
-                first(group, lambda: stack.enter_context(shelf.alone(timeout_s)))
-            found = first(group, find)  # another job may have made it meanwhile
+                on_first_rank(group, lambda: stack.enter_context(cache.lock(timeout_s)))
+            found = on_first_rank(group, find)  # another job may have made it meanwhile
         if not found:
             with phase("convert the checkpoint"):
-                first(group, lambda: _check(policy, config, head))
-                partial = Path(first(group, shelf.begin))
-                share(group, lambda: _write_part(partial, files, parameters, group.rank(), group.size()))
-                found = first(group, lambda: shelf.commit(partial, parameters.keys()))
+                on_first_rank(group, lambda: _check(policy, config, head))
+                partial = Path(on_first_rank(group, cache.begin))
+                on_all_ranks(group, lambda: _write_part(partial, files, parameters, group.rank(), group.size()))
+                found = on_first_rank(group, lambda: cache.commit(partial, parameters.keys()))
         opened: list[Conversion] = []
-        share(group, lambda: opened.append(_open(Path(found))))
+        on_all_ranks(group, lambda: opened.append(_open(Path(found))))
     return opened[0]
 
 
@@ -101,7 +101,7 @@ def _prepare(root: Path) -> None:
             with tempfile.TemporaryFile(dir=folder):
                 pass
     except OSError as error:
-        raise unusable(root, error) from error
+        raise unusable_folder(root, error) from error
 
 
 def _check(policy: PolicyConfig, config: PreTrainedConfig, head: Head) -> None:
@@ -111,9 +111,9 @@ def _check(policy: PolicyConfig, config: PreTrainedConfig, head: Head) -> None:
 
 def _write_part(partial: Path, files: list[Path], parameters: Mapping[str, Parameter], rank: int, size: int) -> None:
     """Convert this rank's part of the parameters into a file of its own."""
-    _see(partial)
+    _check_visible(partial)
     stored = {name: tensor for file in files for name, tensor in stored_tensors(file).items()}
-    mine = _part(parameters, stored, rank, size)
+    mine = _partition(parameters, stored, rank, size)
     if not mine:
         return
 
@@ -128,7 +128,7 @@ def _write_part(partial: Path, files: list[Path], parameters: Mapping[str, Param
 
     def write() -> None:
         try:
-            write_tensors(path, results, make)
+            stream_tensors(path, results, make)
         except OSError:
             path.unlink(missing_ok=True)  # it may be what fills the disk
             raise
@@ -136,7 +136,7 @@ def _write_part(partial: Path, files: list[Path], parameters: Mapping[str, Param
     retrying(write, f"converting the checkpoint for Megatron-Core ({VARIABLE})", path, NONE)
 
 
-def _part(parameters: Mapping[str, Parameter], stored: Mapping[str, StoredTensor], rank: int, size: int) -> list[str]:
+def _partition(parameters: Mapping[str, Parameter], stored: Mapping[str, StoredTensor], rank: int, size: int) -> list[str]:
     """The names of one of `size` parts of about equal bytes, in the model's order, as its files have them."""
     sizes = {name: sum(stored[source].nbytes for source in parameter.sources) for name, parameter in parameters.items()}
     total, before, part = sum(sizes.values()), 0, []
@@ -148,11 +148,11 @@ def _part(parameters: Mapping[str, Parameter], stored: Mapping[str, StoredTensor
 
 
 def _open(folder: Path) -> Conversion:
-    _see(folder)
+    _check_visible(folder)
     return Conversion(folder)
 
 
-def _see(folder: Path) -> None:
+def _check_visible(folder: Path) -> None:
     """Raises ValueError if this node's shared folder is not the first rank's."""
     # The parent is listed because an NFS client caches that a single name does not exist.
     if not folder.parent.is_dir() or folder.name not in os.listdir(folder.parent):

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from pipeline.files import write_durably
 from pipeline.models.base import Parameter
-from pipeline.models.layout import record
-from pipeline.train.megatron.sharing import share
+from pipeline.models.recorded_layout import record
+from pipeline.train.megatron.collectives import on_all_ranks
 
 CONVERTER = 1  # to be raised when the same layout is to be converted anew
 SETTLED_S = 2.0  # seconds; file systems stamp changes in steps of up to about one
@@ -29,7 +29,7 @@ SETTLED_S = 2.0  # seconds; file systems stamp changes in steps of up to about o
 def content_digests(files: Sequence[Path], memory: Path, group: dist.ProcessGroup) -> list[str]:
     """The SHA-256 of each file in hex; `memory` is the folder that remembers them. Collective: ranks share the reading."""
     rank, size = group.rank(), group.size()
-    parts = share(group, lambda: json.dumps([_digest(file, memory) for file in files[rank::size]]))
+    parts = on_all_ranks(group, lambda: json.dumps([_digest(file, memory) for file in files[rank::size]]))
     digests = [""] * len(files)
     for i, part in enumerate(parts):
         digests[i::size] = json.loads(part)

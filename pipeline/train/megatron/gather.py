@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from pipeline.boxes import Box, Piece, whole
 from pipeline.models.precision import served_dtype
-from pipeline.train.megatron.sharing import all_gather
+from pipeline.train.megatron.collectives import all_gather_bytes
 
 
-class Offer(msgspec.Struct, array_like=True):
+class HeldBox(msgspec.Struct, array_like=True):
     """A box of a Hugging Face tensor that a rank holds."""
 
     offset: tuple[int, ...]
@@ -28,10 +28,10 @@ class Offer(msgspec.Struct, array_like=True):
         return Box(self.offset, self.size)
 
 
-Table = dict[str, list[Offer]]
+BoxesByTensor = dict[str, list[HeldBox]]
 
 
-class Gatherer:
+class WeightGatherer:
     def __init__(
         self,
         local: list[tuple[torch.Tensor, list[Piece]]],
@@ -48,10 +48,12 @@ class Gatherer:
         self._group = group
         self._held = {(piece.name, piece.source): (tensor, piece.target) for tensor, pieces in local for piece in pieces}
         self._device = device
-        mine: Table = {}
+        mine: BoxesByTensor = {}
         for name, box in self._held:
-            mine.setdefault(name, []).append(Offer(box.offset, box.size))
-        tables = [msgspec.msgpack.decode(body, type=Table) for body in all_gather(group, msgspec.msgpack.encode(mine))]
+            mine.setdefault(name, []).append(HeldBox(box.offset, box.size))
+        tables = [
+            msgspec.msgpack.decode(body, type=BoxesByTensor) for body in all_gather_bytes(group, msgspec.msgpack.encode(mine))
+        ]
         # Every rank sees all tables and comes to the same choice.
         self._chosen: dict[str, list[tuple[int, Box]]] = {name: [] for name in shapes}
         seen: set[tuple[str, Box]] = set()

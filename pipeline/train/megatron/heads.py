@@ -1,7 +1,7 @@
-"""What the last pipeline stage makes of hidden states: what a model says of each token of the whole batch, in its own order.
+"""Heads of the last pipeline stage: from hidden states to outputs of every token, in the batch's order.
 
-Under context parallelism each rank has a part of the rows, and `Gather` brings what was made of them together; so every rank of
-the last stage that shares a batch computes the same loss of the same outputs.
+Under context parallelism each rank has a part of the rows. `GatherContextParallel` gathers the outputs, so all ranks of the
+last stage that share a batch compute the same loss.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megatron.core import parallel_state
 from transformers import PreTrainedConfig
 
 from pipeline.config import PolicyConfig
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.logprobs import VocabularyShard, most_likely, target_outputs
-from pipeline.train.megatron.batch import Gather, LocalBatch
-from pipeline.train.megatron.model import PolicyStage
+from pipeline.train.megatron.batch import GatherContextParallel, LocalBatch
+from pipeline.train.megatron.model import PipelineStage
 from pipeline.train.truncation import Truncation
 from pipeline.types import Outputs, PackedBatch, TopK
 
@@ -34,15 +34,15 @@ class VocabularyHead:
     truncation: Truncation | None
 
     @classmethod
-    def of(cls, policy: PolicyConfig, hf: PreTrainedConfig, use: Use) -> VocabularyHead:
-        truncation = Truncation.of(policy.generation) if use.truncated else None
-        return cls(hf.vocab_size, policy.generation.temperature, policy.logprob_chunk_size, use.entropy, truncation)
+    def of(cls, policy: PolicyConfig, hf: PreTrainedConfig, role: ModelRole) -> VocabularyHead:
+        truncation = Truncation.of(policy.generation) if role.truncated else None
+        return cls(hf.vocab_size, policy.generation.temperature, policy.logprob_chunk_size, role.entropy, truncation)
 
     def untruncated(self) -> VocabularyHead:
         """Of the whole distributions."""
         return dataclasses.replace(self, truncation=None)
 
-    def outputs(self, stage: PolicyStage, hidden: torch.Tensor, batch: LocalBatch, top_k: int) -> Outputs:
+    def outputs(self, stage: PipelineStage, hidden: torch.Tensor, batch: LocalBatch, top_k: int) -> Outputs:
         """hidden [t, 1, H] of this context-parallel rank -> outputs of the whole batch. Their top_k has the K most likely
         tokens, without a graph; with top_k 0 it has the batch's candidates, if there are any."""
         weight, shard = self._weight(stage)
@@ -70,7 +70,7 @@ class VocabularyHead:
             top_k=TopK(new(tokens, columns, dtype=torch.int64), new(tokens, columns)) if columns else None,
         )
 
-    def _weight(self, stage: PolicyStage) -> tuple[torch.Tensor, VocabularyShard | None]:
+    def _weight(self, stage: PipelineStage) -> tuple[torch.Tensor, VocabularyShard | None]:
         """(this rank's rows, which of all those are)"""
         group = parallel_state.get_tensor_model_parallel_group()
         tied = stage.share_embeddings_and_output_weights
@@ -88,19 +88,19 @@ class ValueHead:
     def untruncated(self) -> ValueHead:
         return self
 
-    def outputs(self, stage: PolicyStage, hidden: torch.Tensor, batch: LocalBatch, top_k: int) -> Outputs:
+    def outputs(self, stage: PipelineStage, hidden: torch.Tensor, batch: LocalBatch, top_k: int) -> Outputs:
         """As of a `VocabularyHead`: the value after each token. Every tensor-parallel rank has the whole head and whole hidden
         states, so each computes all of its gradient."""
         if top_k:
             raise ValueError("a value head knows no tokens; top_k is of a model with log-probs")
         values = hidden[:, 0].float() @ stage.value_head.weight[0].float()
-        return Outputs(values=_of_all_ranks(values)[batch.places])
+        return Outputs(values=_of_all_ranks(values)[batch.token_rows])
 
     def empty(self, batch: PackedBatch, top_k: int) -> Outputs:
         return Outputs(values=batch.generate_logprobs.new_zeros(len(batch.tokens)))
 
 
-def share(outputs: list[Outputs], stages: dist.ProcessGroup) -> None:
+def broadcast_outputs(outputs: list[Outputs], stages: dist.ProcessGroup) -> None:
     """Fill those of the other pipeline stages with the last one's, a field of all batches at a time."""
     for tensors in zip(*(output.tensors() for output in outputs), strict=True):
         flat = torch.cat(tensors)
@@ -112,9 +112,9 @@ def share(outputs: list[Outputs], stages: dist.ProcessGroup) -> None:
 def _predicted(of_rows: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
     """[t, ...] of each row's prediction -> [T, ...] of the tokens that they predict; 0 where a sequence begins."""
     begins = batch.begins.view(-1, *[1] * (of_rows.dim() - 1))
-    return _of_all_ranks(of_rows)[batch.order].masked_fill(begins, 0)
+    return _of_all_ranks(of_rows)[batch.predicting_rows].masked_fill(begins, 0)
 
 
 def _of_all_ranks(of_rows: torch.Tensor) -> torch.Tensor:
     group = parallel_state.get_context_parallel_group()
-    return Gather.apply(of_rows, group) if group.size() > 1 else of_rows
+    return GatherContextParallel.apply(of_rows, group) if group.size() > 1 else of_rows

@@ -1,7 +1,7 @@
 """A Megatron-Core GPTModel from a Hugging Face config: one pipeline stage, whose last one ends in hidden states.
 
 TransformerEngine's modules are taken where it imports on a GPU, else Megatron-Core's local ones with our norm and attention
-(`attention.py`) and a warning. Fused kernels are used where what they need is there, unless the recipe says otherwise.
+(`local_modules.py`) and a warning. Fused kernels are used where what they need is there, unless the recipe says otherwise.
 
 Rotary frequencies are those that transformers derives from the config, so every scaling that does not depend on the sequence is
 supported; YaRN's factor on queries and keys becomes part of the softmax's scale, which is the same. Multi-latent attention has
@@ -34,7 +34,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pipeline import models
 from pipeline.config import MegatronConfig, PolicyConfig
 from pipeline.models import deepseek
-from pipeline.train.megatron.attention import PackedAttention, RMSNorm
+from pipeline.train.megatron.local_modules import PackedAttention, RMSNorm
 from pipeline.types import Head
 
 if not HAVE_TE:  # two places of Megatron-Core 0.16.1 do not see that TransformerEngine did not import
@@ -42,7 +42,7 @@ if not HAVE_TE:  # two places of Megatron-Core 0.16.1 do not see that Transforme
     multi_latent_attention.HAVE_TE = False
 
 
-class PolicyStage(GPTModel):
+class PipelineStage(GPTModel):
     """One pipeline stage. Its output is hidden states: for the next stage, or of the last one for a head (`heads.py`)."""
 
     value_head: torch.nn.Linear  # of the last stage, in place of `output_layer`
@@ -55,7 +55,7 @@ class PolicyStage(GPTModel):
         return hidden_states
 
 
-def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -> PolicyStage:
+def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -> PipelineStage:
     """This rank's stage, on its device, in the recipe's precision, with weights yet to be given.
 
     Raises ValueError, naming the key of the recipe, for what Megatron-Core cannot do with this model or layout.
@@ -71,7 +71,7 @@ def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -
         )
     with _refusals_named():
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=engine, normalization="RMSNorm")
-        stage = PolicyStage(
+        stage = PipelineStage(
             config,
             spec if engine else _with_our_modules(spec),
             vocab_size=rows * size,
@@ -97,7 +97,7 @@ def build(policy: PolicyConfig, hf: PreTrainedConfig, head: Head = "logprobs") -
     return stage.train()  # Megatron-Core recomputes activations in this mode only; there is no dropout
 
 
-def _set_latent_norms(stage: PolicyStage) -> None:
+def _set_latent_norms(stage: PipelineStage) -> None:
     """Megatron-Core has one epsilon for all norms. TransformerEngine's are part of the projection that follows them."""
     for name, module in stage.named_modules():
         norm = name.endswith(("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"))

@@ -23,13 +23,13 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from pipeline.config import MegatronOptimizerConfig, MegatronSchedulerConfig, PolicyConfig
-from pipeline.train.optimizer import Schedule
+from pipeline.train.optimizer import LRSchedule
 
 ADAM = {"torch.optim.AdamW": True, "torch.optim.Adam": False}  # name -> whether weight decay is decoupled
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class ParameterRange:
     """The entries [start, stop) of a parameter, counted flat, that this data-parallel rank updates."""
 
     parameter: torch.nn.Parameter  # of the model
@@ -39,7 +39,7 @@ class Range:
     state: dict[str, torch.Tensor]  # each [stop - start]: exp_avg, exp_avg_sq, or nothing before the first step
 
 
-class Optimizer:
+class MegatronOptimizer:
     def __init__(self, policy: PolicyConfig, model: DistributedDataParallel):
         """Raises ValueError, naming the key, for what Megatron-Core's optimizer does not do."""
         own = policy.megatron_cfg.optimizer
@@ -59,11 +59,11 @@ class Optimizer:
         self.updates = 0  # Adam counts them to correct its moments
         self._schedule = self._new_schedule()
 
-    def _new_schedule(self) -> TorchSchedule | CoreSchedule:
+    def _new_schedule(self) -> TorchLRSchedule | MegatronLRSchedule:
         scheduler = self._policy.megatron_cfg.scheduler
         if scheduler is not None:
-            return CoreSchedule(self._core, self._config, scheduler)
-        return TorchSchedule(self._core, self._config, self._policy.scheduler)
+            return MegatronLRSchedule(self._core, self._config, scheduler)
+        return TorchLRSchedule(self._core, self._config, self._policy.scheduler)
 
     @property
     def schedule_steps(self) -> int:
@@ -98,14 +98,14 @@ class Optimizer:
         self.updates += 1
         return norm
 
-    def ranges(self) -> Iterator[Range]:
+    def ranges(self) -> Iterator[ParameterRange]:
         """What this rank updates."""
         for part in self._parts():
             for parameter, (group, place) in part.model_param_group_index_map.items():
                 where = part._get_model_param_range_map(parameter)["param"]
                 main = part.optimizer.param_groups[group]["params"][place]
                 state = {k: v for k, v in part.optimizer.state.get(main, {}).items() if torch.is_tensor(v) and v.dim()}
-                yield Range(parameter, where.start, where.end, main.detach(), state)
+                yield ParameterRange(parameter, where.start, where.end, main.detach(), state)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that it holds. Without a second precision its weights are views of the model's."""
@@ -135,13 +135,13 @@ class Optimizer:
         return [part for part in self._core.chained_optimizers if part.optimizer is not None and part.get_parameters()]
 
 
-class TorchSchedule:
+class TorchLRSchedule:
     """A schedule of torch's, run on a stand-in, since Megatron-Core's optimizer is none of torch's."""
 
     def __init__(self, core: Any, config: CoreConfig, schedule: Any):
         self._core, self._config = core, config
         self._stand_in = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.lr)
-        self._schedule = Schedule(self._stand_in, schedule)
+        self._schedule = LRSchedule(self._stand_in, schedule)
         self._apply()
 
     @property
@@ -165,7 +165,7 @@ class TorchSchedule:
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
 
 
-class CoreSchedule:
+class MegatronLRSchedule:
     """Megatron-Core's warm-up and decay, counted in steps of the algorithm."""
 
     def __init__(self, core: Any, config: CoreConfig, schedule: MegatronSchedulerConfig):

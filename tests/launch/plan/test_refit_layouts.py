@@ -25,9 +25,9 @@ from pipeline import models
 from pipeline.boxes import Region
 from pipeline.config import DTensorConfig, GenerationConfig, MegatronConfig, PolicyConfig, VLLMConfig
 from pipeline.models.hugging_face import checkpoint_shapes
-from pipeline.models.layout import restrict
+from pipeline.models.recorded_layout import restrict
 from pipeline.refit.tables import LayoutTable
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.megatron import cpu  # noqa: F401 before Megatron-Core is imported
 from pipeline.train.shards import local_box
 from tests.generate import families
@@ -87,10 +87,10 @@ def boxes(regions: list[Region]) -> Held:
 
 
 def fsdp_boxes(policy: PolicyConfig, layout: Cut) -> Held:
-    from pipeline.train.model import build
+    from pipeline.train.fsdp_model import build
 
     mesh = init_device_mesh("cpu", (layout.data, layout.tensor), mesh_dim_names=("data", "tensor"))
-    model = build(policy, torch.device("cpu"), mesh, seed=0, use=Use())
+    model = build(policy, torch.device("cpu"), mesh, seed=0, role=ModelRole())
     found = set()
     for name, parameter in model.hf.named_parameters():
         for piece in restrict(model.layout[name], local_box(parameter)):
@@ -133,14 +133,14 @@ def megatron_boxes(policy: PolicyConfig) -> Held:
     from megatron.core import parallel_state
 
     from pipeline.train.megatron.groups import initialize
-    from pipeline.train.megatron.layout import describe
+    from pipeline.train.megatron.local_tensors import local_tensors
     from pipeline.train.megatron.model import build
 
     config = AutoConfig.from_pretrained(policy.model_name)
     initialize(policy, seed=0)
     try:
         shapes, _ = checkpoint_shapes(config)
-        local = describe(build(policy, config), models.family(config).parameters(config), shapes)
+        local = local_tensors(build(policy, config), models.family(config).parameters(config), shapes)
     finally:
         parallel_state.destroy_model_parallel()
     return {(piece.name, piece.source.offset, piece.source.size) for tensor in local.values() for piece in tensor.hugging_face}

@@ -24,7 +24,7 @@ from pipeline import algorithms
 from pipeline.config import generates
 from pipeline.coordinator import Run
 from pipeline.roles.train import TrainRole
-from pipeline.train.megatron.sharing import all_gather
+from pipeline.train.megatron.collectives import all_gather_bytes
 from pipeline.types import AdvantageNormalization, DataPlace, Moments, Update
 from tests.train.algorithms import cases
 from tests.train.megatron import layouts
@@ -145,7 +145,7 @@ class Done:
 
 def gathered(value: Any, kind: Any) -> list:
     """Every rank's."""
-    messages = all_gather(dist.group.WORLD, msgspec.msgpack.encode(value))
+    messages = all_gather_bytes(dist.group.WORLD, msgspec.msgpack.encode(value))
     return [msgspec.msgpack.decode(message, type=kind) for message in messages]
 
 

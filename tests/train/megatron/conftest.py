@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.train.megatron.shelf import VARIABLE
+from pipeline.train.megatron.conversion_cache import VARIABLE
 from tests.train.megatron.layouts import release, write_families
 
 

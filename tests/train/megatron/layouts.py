@@ -24,10 +24,10 @@ from transformers import AutoConfig
 from pipeline.boxes import whole
 from pipeline.config import MegatronConfig, MegatronDDPConfig, PolicyConfig
 from pipeline.models.hugging_face import meta_model, on_disk
-from pipeline.models.layout import restrict
-from pipeline.train.base import TrainBackend, Use
+from pipeline.models.recorded_layout import restrict
+from pipeline.train.base import ModelRole, TrainBackend
 from pipeline.train.megatron.backend import MegatronBackend, _boxes
-from pipeline.train.megatron.shelf import VARIABLE
+from pipeline.train.megatron.conversion_cache import VARIABLE
 from pipeline.types import Outputs
 from tests import fork_server
 from tests.models.cases import FAMILIES, write_models
@@ -90,7 +90,7 @@ OF_TWO_RANKS = (TP2, TP2_SP, PP2, CP2, DP2, EP2, TP2_EP2_SP, CP2_EP2)
 # Not here: experts that are both spread and cut (ep 2, etp 2), for which gloo has no uneven all_gather.
 TP2_PP2_SP, TP2_CP2_SP = Layout(tp=2, pp=2, sp=True), Layout(tp=2, cp=2, sp=True)
 OF_FOUR_RANKS = (TP2_PP2_SP, TP2_CP2_SP, Layout(pp=2, ep=2, dp=2))
-TRAINED = Use()
+TRAINED = ModelRole()
 LAYOUTS = (ONE, *OF_TWO_RANKS, *OF_FOUR_RANKS)
 
 
@@ -110,11 +110,11 @@ def _work(work: Callable[[Layout, Path], None], layout: Layout, folder: Path) ->
     work(layout, folder)
 
 
-def backend(policy: PolicyConfig, layout: Layout = ONE, use: Use = TRAINED, **changes) -> MegatronBackend:
+def backend(policy: PolicyConfig, layout: Layout = ONE, role: ModelRole = TRAINED, **changes) -> MegatronBackend:
     """changes: of `policy.megatron_cfg`. Megatron-Core's groups are made anew, so that one process can have several layouts."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    return another(policy, layout, use, **changes)
+    return another(policy, layout, role, **changes)
 
 
 def release() -> None:
@@ -134,12 +134,12 @@ def release() -> None:
         vars(wrapper).clear()  # hooks that autograd holds refer to it, so that it would never be freed
 
 
-def another(policy: PolicyConfig, layout: Layout = ONE, use: Use = TRAINED, **changes) -> MegatronBackend:
+def another(policy: PolicyConfig, layout: Layout = ONE, role: ModelRole = TRAINED, **changes) -> MegatronBackend:
     """A model beside those that the process has."""
     if layout.pp > 1 and Path(policy.model_name).name in THREE_LAYERS:
         changes.setdefault("num_layers_in_first_pipeline_stage", 2)
     policy.megatron_cfg = layout.megatron(**changes)
-    return MegatronBackend(policy, dist.group.WORLD, seed=7, use=use)
+    return MegatronBackend(policy, dist.group.WORLD, seed=7, role=role)
 
 
 def shares(layout: Layout, batches: int = 2) -> list[list[list[int]]]:

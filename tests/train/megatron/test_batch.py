@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from pipeline.train.megatron.batch import Gather, localize, padded_lengths
+from pipeline.train.megatron.batch import GatherContextParallel, localize, padded_lengths
 from tests.train import cases
 from tests.train.megatron import heads, layouts
 from tests.train.megatron.layouts import CP2, Layout
@@ -63,19 +63,19 @@ def test_every_token_is_on_one_rank(ranks, multiple, chosen):
 
     # Row places[t] of all ranks' rows has token t itself.
     tokens = torch.cat([part.tokens[0] for part in parts])
-    assert all(torch.equal(tokens[part.places], batch.tokens) for part in parts)
+    assert all(torch.equal(tokens[part.token_rows], batch.tokens) for part in parts)
 
     # Row order[t] of all ranks' rows has the token before t, and token t as its target, wherever t does not begin a sequence.
     every = {name: torch.cat([getattr(part, name).flatten() for part in parts]) for name in ("tokens", "positions", "targets")}
     inside = ~parts[0].begins
-    rows = parts[0].order[inside]
+    rows = parts[0].predicting_rows[inside]
     assert torch.equal(every["targets"][rows], batch.tokens[inside])
     candidates = torch.cat([part.candidates for part in parts])
     assert torch.equal(candidates[rows], batch.teacher.tokens[inside])
     assert torch.equal(every["tokens"][rows], batch.tokens.roll(1)[inside])
     assert torch.equal(every["positions"][rows], batch.positions[inside] - 1)
     assert len(rows.unique()) == len(rows)
-    assert all(torch.equal(part.order, parts[0].order) for part in parts)
+    assert all(torch.equal(part.predicting_rows, parts[0].predicting_rows) for part in parts)
 
 
 def gather(layout: Layout, folder: Path) -> None:
@@ -83,7 +83,7 @@ def gather(layout: Layout, folder: Path) -> None:
     group = parallel_state.get_context_parallel_group()
     rank = dist.get_rank()
     local = torch.arange(3.0).add(10 * rank).requires_grad_()
-    whole = Gather.apply(local, group)
+    whole = GatherContextParallel.apply(local, group)
     assert whole.tolist() == [0, 1, 2, 10, 11, 12]
     # Every rank has the same loss of the whole; the sum over ranks of what each takes back counts every entry once.
     (whole * torch.arange(6.0)).sum().backward()

@@ -22,10 +22,10 @@ from pipeline.boxes import Box, whole
 from pipeline.checkpoint import COMPLETE
 from pipeline.config import MegatronConfig, PolicyConfig
 from pipeline.models import family
-from pipeline.models.layout import record
-from pipeline.train.megatron import conversion, shelf, streaming
+from pipeline.models.recorded_layout import record
+from pipeline.train.megatron import conversion, conversion_cache, safetensors_files
+from pipeline.train.megatron.collectives import on_all_ranks
 from pipeline.train.megatron.conversion import converted
-from pipeline.train.megatron.sharing import share
 from tests.fork_server import context
 from tests.models.cases import FAMILIES, write_models
 
@@ -123,8 +123,8 @@ def test_tensors_keep_their_own_precision(checkpoint, shared, realm):
 
 def test_tensors_of_any_size_are_aligned(tmp_path):
     tensors = {"three": torch.arange(3).bfloat16(), "one": torch.tensor(0.1).double(), "none": torch.ones(0, 2)}
-    streaming.write_tensors(tmp_path / "file", {n: t.to("meta") for n, t in tensors.items()}, tensors.get)
-    stored = streaming.stored_tensors(tmp_path / "file")
+    safetensors_files.stream_tensors(tmp_path / "file", {n: t.to("meta") for n, t in tensors.items()}, tensors.get)
+    stored = safetensors_files.stored_tensors(tmp_path / "file")
     assert all(stored[name].start % tensor.dtype.itemsize == 0 for name, tensor in tensors.items())
     for name, tensor in load_file(tmp_path / "file").items():
         assert torch.equal(tensor, tensors.pop(name))
@@ -238,8 +238,8 @@ def run_job(rank: int, size: int, store: Path, checkpoint: Path, shared: Path, s
     """One train rank of a job; exits with 0 if the conversion is good."""
     torch.set_num_threads(1)
     if slow:
-        load = streaming.StoredTensor.load
-        streaming.StoredTensor.load = lambda stored: (time.sleep(SLOW_S), load(stored))[1]
+        load = safetensors_files.StoredTensor.load
+        safetensors_files.StoredTensor.load = lambda stored: (time.sleep(SLOW_S), load(stored))[1]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     assert_holds(convert(checkpoint, shared), checkpoint)
     dist.barrier()
@@ -319,7 +319,7 @@ def test_a_killed_job_lets_the_waiting_one_convert(families, shared):
 
 
 def hold(shared: Path, fingerprint: str) -> None:
-    with shelf.Shelf(shared, "other", fingerprint).alone(timeout_s=0):
+    with conversion_cache.ConversionCache(shared, "other", fingerprint).lock(timeout_s=0):
         (shared / "held").touch()
         time.sleep(600)
 
@@ -350,10 +350,10 @@ def fail_on_one(rank: int, store: Path, told: Path) -> None:
         return "fine"
 
     try:
-        share(dist.group.WORLD, work)
+        on_all_ranks(dist.group.WORLD, work)
     except Exception as error:
         (told / str(rank)).write_text(f"{type(error).__name__}: {error}")
-    assert share(dist.group.WORLD, lambda: "é" * rank) == ["", "é"]
+    assert on_all_ranks(dist.group.WORLD, lambda: "é" * rank) == ["", "é"]
     os._exit(0)
 
 
@@ -371,7 +371,7 @@ def test_if_one_rank_fails_all_do(tmp_path):
 
 def test_the_shared_folder(monkeypatch, tmp_path):
     with monkeypatch.context() as environment:
-        for variable in (shelf.VARIABLE, "NRL_MEGATRON_CHECKPOINT_DIR", "HF_HOME", "XDG_CACHE_HOME"):
+        for variable in (conversion_cache.VARIABLE, "NRL_MEGATRON_CHECKPOINT_DIR", "HF_HOME", "XDG_CACHE_HOME"):
             environment.delenv(variable, raising=False)
         environment.setenv("HOME", str(tmp_path))
         importlib.reload(huggingface_hub.constants)
@@ -384,7 +384,7 @@ def test_the_shared_folder(monkeypatch, tmp_path):
         assert conversion.shared_folder() == Path("/hf/hetstep")
         environment.setenv("NRL_MEGATRON_CHECKPOINT_DIR", "/nrl")
         assert conversion.shared_folder() == Path("/nrl")
-        environment.setenv(shelf.VARIABLE, "~/own")
+        environment.setenv(conversion_cache.VARIABLE, "~/own")
         assert conversion.shared_folder() == tmp_path / "own"
     importlib.reload(huggingface_hub.constants)
 

@@ -7,9 +7,9 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
+from pipeline.train.megatron.conversion_cache import VARIABLE
 from pipeline.train.megatron.model import transformer_engine
-from pipeline.train.megatron.shelf import VARIABLE
 from tests.train import cases
 from tests.train.megatron import heads, layouts
 from tests.train.ranks import assert_near
@@ -54,7 +54,7 @@ def head_models(models):
 def test_bfloat16_values_and_gradients(head_models, family):
     """The value head is a plain layer on whatever the last norm is made of."""
     model = heads.value_models(head_models) / family
-    trained = layouts.backend(cases.policy(model, precision="bfloat16"), use=Use("values"), pipeline_dtype="bfloat16")
+    trained = layouts.backend(cases.policy(model, precision="bfloat16"), role=ModelRole("values"), pipeline_dtype="bfloat16")
     batch, expected = cases.pack(ALL, "cuda"), heads.expected(model)
     values = trained.forward([batch])[0].values
     assert values.dtype == torch.float32 and (values.cpu() - expected.of("values", ALL)).abs().max() < 0.5
@@ -64,7 +64,7 @@ def test_bfloat16_values_and_gradients(head_models, family):
 
 def test_bfloat16_entropy_and_likely_tokens(head_models):
     policy = cases.policy(head_models / "qwen3_moe", precision="bfloat16")
-    trained = layouts.backend(policy, use=Use(entropy=True), pipeline_dtype="bfloat16")
+    trained = layouts.backend(policy, role=ModelRole(entropy=True), pipeline_dtype="bfloat16")
     expected = heads.expected(head_models / "qwen3_moe")
     found = trained.forward([cases.pack(ALL, "cuda")], top_k=heads.K)[0]
     assert (found.entropy.cpu() - expected.of("entropy", ALL)).abs().max() < 0.5
@@ -74,9 +74,9 @@ def test_bfloat16_entropy_and_likely_tokens(head_models):
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_an_offloaded_models_weights_are_on_the_gpu_only_while_it_computes(models, family):
     policy = cases.policy(models / family, precision="bfloat16")
-    kept = layouts.backend(policy, use=Use(trained=False), pipeline_dtype="bfloat16")
+    kept = layouts.backend(policy, role=ModelRole(trained=False), pipeline_dtype="bfloat16")
     before = torch.cuda.memory_allocated()
-    offloaded = layouts.another(policy, use=Use(trained=False, offload=True), pipeline_dtype="bfloat16")
+    offloaded = layouts.another(policy, role=ModelRole(trained=False, offload=True), pipeline_dtype="bfloat16")
     weights = sum(local.tensor.nbytes for local in offloaded._local.values())
     assert torch.cuda.memory_allocated() - before < weights / 4
     assert all(local.tensor.device.type == "cpu" and local.tensor.is_pinned() for local in offloaded._local.values())

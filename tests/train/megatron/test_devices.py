@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.train.megatron import model
-from pipeline.train.megatron.attention import PackedAttention
+from pipeline.train.megatron.local_modules import PackedAttention
 
 META = torch.device("meta")
 

@@ -5,13 +5,13 @@ import torch
 import torch.distributed as dist
 
 from pipeline.boxes import Box, Piece
-from pipeline.train.megatron.gather import Gatherer
+from pipeline.train.megatron.gather import WeightGatherer
 
 SHAPES = {"b": (3, 2), "a": (4,)}
 
 
 def gatherer(local):
-    return Gatherer(local, SHAPES, dist.group.WORLD, torch.device("cpu"))
+    return WeightGatherer(local, SHAPES, dist.group.WORLD, torch.device("cpu"))
 
 
 def fused(rows: int = 3) -> tuple[torch.Tensor, list[Piece]]:

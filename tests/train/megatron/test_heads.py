@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from pipeline.models.hugging_face import SCORE
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.train.megatron.backend import MegatronBackend
 from pipeline.types import Outputs, PackedBatch
@@ -19,7 +19,7 @@ from tests.train import cases, ranks
 from tests.train.megatron import heads, layouts
 from tests.train.megatron.layouts import CP2, DP2, EP2, ONE, PP2, TP2, TP2_SP, Layout
 
-VALUES, EVERYTHING = Use(head="values"), Use(entropy=True)
+VALUES, EVERYTHING = ModelRole(head="values"), ModelRole(entropy=True)
 ALL = list(range(len(cases.LENGTHS)))
 
 
@@ -83,7 +83,7 @@ def check_outputs(layout: Layout, folder: Path, family: str) -> None:
 def check_drawn_head(layout: Layout, folder: Path) -> None:
     """A language model's checkpoint begins a critic: the head is what the other backend draws, whatever the layout."""
     family = "qwen3_moe" if layout.ep > 1 else "qwen3_tied"
-    theirs = FSDPBackend(cases.policy(folder / family), dist.group.WORLD, seed=7, use=VALUES)
+    theirs = FSDPBackend(cases.policy(folder / family), dist.group.WORLD, seed=7, role=VALUES)
     expected = {name: tensor.clone() for name, tensor in theirs.weights()}
     ours = layouts.weights(layouts.backend(cases.policy(folder / family), layout, VALUES))
     assert SCORE in ours and "lm_head.weight" not in ours
@@ -103,7 +103,7 @@ def check_side_by_side(layout: Layout, folder: Path) -> None:
 
     policy_beside = layouts.backend(policy, layout, EVERYTHING)
     critic_beside = layouts.another(critic, layout, VALUES)
-    teacher = layouts.another(cases.policy(folder / family), layout, Use(trained=False, offload=True))
+    teacher = layouts.another(cases.policy(folder / family), layout, ModelRole(trained=False, offload=True))
     found, found_of_critic, taught = [], [], []
     for _ in range(2):
         taught.append(teacher.forward(mine, top_k=heads.K))
@@ -115,7 +115,7 @@ def check_side_by_side(layout: Layout, folder: Path) -> None:
     for once, again, members in zip(*taught, chosen, strict=True):
         assert torch.equal(once.top_k.tokens, theirs.of("likely", members))
         assert torch.equal(once.top_k.logprobs, again.top_k.logprobs)
-    with pytest.raises(ValueError, match=r"Use\(trained=False\)"):
+    with pytest.raises(ValueError, match=r"ModelRole\(trained=False\)"):
         teacher.step(mine, heads.mixed_loss)
     assert not any(parameter.requires_grad or hasattr(parameter, "main_grad") for parameter in teacher._stage.parameters())
 
@@ -203,30 +203,30 @@ def test_a_conversion_of_one_kind_is_not_taken_for_the_other(head_models, realm)
     files = load_file(causal / "model.safetensors")
     for _ in range(2):  # the first makes the conversions, the second finds them
         policy = layouts.weights(layouts.backend(cases.policy(causal)))
-        critic = layouts.weights(layouts.backend(cases.policy(causal), use=VALUES))
+        critic = layouts.weights(layouts.backend(cases.policy(causal), role=VALUES))
         assert policy.keys() - critic.keys() == {"lm_head.weight"} and critic.keys() - policy.keys() == {SCORE}
         assert all(torch.equal(tensor, files[name]) for name, tensor in policy.items())
         assert all(torch.equal(tensor, files[name]) for name, tensor in critic.items() if name != SCORE)
-        layouts.check_weights_are_the_files(layouts.backend(cases.policy(values), use=VALUES), values)
+        layouts.check_weights_are_the_files(layouts.backend(cases.policy(values), role=VALUES), values)
 
 
 def test_an_offloaded_model_is_the_same(head_models, realm):
     """A real GPU's memory is looked at in test_cuda.py."""
     trained = layouts.backend(cases.policy(head_models / "qwen3_moe"))
-    frozen = layouts.another(cases.policy(head_models / "qwen3_moe"), use=Use(trained=False, offload=True))
+    frozen = layouts.another(cases.policy(head_models / "qwen3_moe"), role=ModelRole(trained=False, offload=True))
     batch = heads.pack(ALL)
     for _ in range(2):
         ours, theirs = frozen.forward([batch])[0], trained.forward([batch])[0]
         assert torch.equal(ours.logprobs, theirs.logprobs)
     layouts.check_weights_are_the_files(frozen, head_models / "qwen3_moe")
     for refused in (frozen.shards, lambda: frozen.load(head_models)):
-        with pytest.raises(ValueError, match=r"Use\(trained=False\)"):
+        with pytest.raises(ValueError, match=r"ModelRole\(trained=False\)"):
             refused()
 
 
 def test_models_of_one_process_share_a_layout(head_models, realm):
     layouts.backend(cases.policy(head_models / "llama"))
-    layouts.another(cases.policy(head_models / "qwen3_moe"), use=VALUES)
+    layouts.another(cases.policy(head_models / "qwen3_moe"), role=VALUES)
     with pytest.raises(ValueError, match=r"^policy.megatron_cfg.tensor_model_parallel_size: 2 .* a model with 1"):
         layouts.another(cases.policy(head_models / "llama"), TP2)
     with pytest.raises(ValueError, match=r"^policy.megatron_cfg.context_parallel_size: 2 .* a model with 1"):
@@ -234,6 +234,6 @@ def test_models_of_one_process_share_a_layout(head_models, realm):
 
 
 def test_a_value_head_knows_no_tokens(head_models, realm):
-    trained = layouts.backend(cases.policy(head_models / "llama"), use=VALUES)
+    trained = layouts.backend(cases.policy(head_models / "llama"), role=VALUES)
     with pytest.raises(ValueError, match="value head knows no tokens"):
         trained.forward([heads.pack(ALL)], top_k=2)

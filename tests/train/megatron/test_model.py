@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from pipeline.config import MegatronDDPConfig, MegatronOptimizerConfig, MegatronSchedulerConfig, OptimizerConfig
 from pipeline.data.packing import pack
-from pipeline.train.base import TrainBackend, Use
+from pipeline.train.base import ModelRole, TrainBackend
 from pipeline.train.fsdp import FSDPBackend
-from pipeline.train.megatron.attention import PackedAttention
 from pipeline.train.megatron.backend import MegatronBackend
+from pipeline.train.megatron.local_modules import PackedAttention
 from pipeline.types import TopK
 from tests.train import cases
 from tests.train.megatron import layouts
@@ -98,7 +98,7 @@ def check_bfloat16(layout: Layout, folder: Path, family: str, summed: tuple[str,
 
 def check_random_weights(layout: Layout, folder: Path, family: str) -> None:
     """Those that the other backend draws from this seed."""
-    theirs = FSDPBackend(cases.policy(folder / family, random_init=True), dist.group.WORLD, seed=7, use=Use())
+    theirs = FSDPBackend(cases.policy(folder / family, random_init=True), dist.group.WORLD, seed=7, role=ModelRole())
     expected = {name: tensor.clone() for name, tensor in theirs.weights()}
     ours = layouts.weights(layouts.backend(cases.policy(folder / family, random_init=True), layout))
     assert ours.keys() == expected.keys()
@@ -108,7 +108,7 @@ def check_random_weights(layout: Layout, folder: Path, family: str) -> None:
 def check_five_steps(layout: Layout, folder: Path, family: str) -> None:
     """On the same weights and sequences, they are FSDP2's on as many ranks."""
     settings = {"scheduler": SCHEDULER, "max_grad_norm": 0.5}
-    theirs = FSDPBackend(cases.policy(folder / family, **settings), dist.group.WORLD, seed=7, use=Use())
+    theirs = FSDPBackend(cases.policy(folder / family, **settings), dist.group.WORLD, seed=7, role=ModelRole())
     expected = five_steps(theirs, Layout(dp=layout.ranks))
     found = five_steps(layouts.backend(cases.policy(folder / family, **settings), layout), layout)
     for step, (a, b) in enumerate(zip(found, expected, strict=True)):
@@ -123,7 +123,7 @@ def five_steps(trained: TrainBackend, layout: Layout) -> list[dict[str, float]]:
 
 def check_reference(layout: Layout, folder: Path, family: str) -> None:
     """The reference keeps the log-probs of the beginning, and asking it changes nothing."""
-    trained = layouts.backend(cases.policy(folder / family), layout, Use(reference=True))
+    trained = layouts.backend(cases.policy(folder / family), layout, ModelRole(reference=True))
     mine = layouts.batches(trained, layout)
     first = trained.forward(mine)
     trained.step(mine, cases.loss)
@@ -333,7 +333,7 @@ def test_what_cannot_be_done_is_refused(models, realm):
     good = cases.pack(ALL)
     with pytest.raises(ValueError, match="'other' is not one of"):
         trained.forward([good], "other")
-    with pytest.raises(ValueError, match=r"Use\(reference=True\)"):
+    with pytest.raises(ValueError, match=r"ModelRole\(reference=True\)"):
         trained.forward([good], "reference")
     with pytest.raises(ValueError, match="at least one batch"):
         trained.step([], cases.loss)

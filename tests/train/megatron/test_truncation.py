@@ -9,7 +9,7 @@ import pytest
 from tests.train import cases, ranks
 from tests.train.megatron import layouts
 from tests.train.megatron.layouts import CP2, ONE, PP2, TP2_SP, Layout
-from tests.train.test_truncation import FAMILIES, GENERATION, USE, check_step, eager
+from tests.train.test_truncation import FAMILIES, GENERATION, ROLE, check_step, eager
 
 
 def check(layout: Layout, folder: Path) -> None:
@@ -21,7 +21,7 @@ def check_some(families: Sequence[str], counts: Sequence[int], layout: Layout, f
     for family in families:
         expected, gradients = eager(folder / family)
         for count in counts:
-            trained = layouts.backend(cases.policy(folder / family, generation=GENERATION), layout, USE)
+            trained = layouts.backend(cases.policy(folder / family, generation=GENERATION), layout, ROLE)
             check_step(trained, layouts.shares(layout, count)[trained.data_rank], expected)
             ours, _ = layouts.gradients(trained)
             ranks.assert_near(ours, gradients, 5e-6)

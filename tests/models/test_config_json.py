@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from launch.model_files import KNOWN, known
 from pipeline import models
 from pipeline.config import MEGATRON_MODEL_TYPES, DTensorConfig, MegatronConfig, PolicyConfig
-from pipeline.models.reading import check_attention, read, refusals
+from pipeline.models.config_json import check_attention, parse_config, unsupported
 from pipeline.models.sizes import MODEL_TYPES
 from tests.models.cases import configs
 from tests.models.test_families import REFUSED, changed
@@ -43,7 +43,7 @@ assert CHANGES.keys() == set(MODEL_TYPES)
 
 
 def check_read(config: dict, of_transformers: PreTrainedConfig) -> None:
-    for name, ours in vars(read(config)).items():
+    for name, ours in vars(parse_config(config)).items():
         theirs = getattr(of_transformers, name, None)
         if name == "head_dim" and theirs is None:  # modules then divide
             theirs = of_transformers.hidden_size // of_transformers.num_attention_heads
@@ -84,7 +84,7 @@ def written(config: PreTrainedConfig, folder) -> dict:
 @pytest.mark.parametrize("name", configs())
 def test_megatron_core_gets_the_same_from_either(name, tmp_path):
     config = configs()[name]
-    ours = read(written(config, tmp_path))
+    ours = parse_config(written(config, tmp_path))
     assert models.family(ours).transformer(ours) == models.family(config).transformer(config)
     assert parameters(ours) == parameters(config)
 
@@ -97,7 +97,7 @@ def parameters(config: Any) -> dict[str, tuple]:
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=[f"{name} {message}" for name, _, message in REFUSED])
 def test_megatron_core_refuses_the_same(name, changes, message, tmp_path):
-    ours = read(written(changed(name, changes), tmp_path))
+    ours = parse_config(written(changed(name, changes), tmp_path))
     with pytest.raises(ValueError, match=r"^policy.model_name: .* with") as error:
         models.family(ours).transformer(ours)
     assert message in str(error.value)
@@ -119,7 +119,7 @@ def test_megatron_core_refuses_the_same(name, changes, message, tmp_path):
 )
 def test_attention_that_cannot_be_packed(family, changes, longest, message):
     config = {"model_type": family, **TINY, **changes}
-    for one in (read(config), AutoConfig.for_model(**config)):
+    for one in (parse_config(config), AutoConfig.for_model(**config)):
         if message is None:
             check_attention(one, longest)
             continue
@@ -129,7 +129,7 @@ def test_attention_that_cannot_be_packed(family, changes, longest, message):
 
 def told(family: str, policy: PolicyConfig) -> list[str]:
     name, changes = CASES[family]
-    return list(map(str, refusals({"model_type": name, **TINY, **changes}, policy)))
+    return list(map(str, unsupported({"model_type": name, **TINY, **changes}, policy)))
 
 
 def test_all_that_a_train_backend_refuses_is_told():
@@ -146,7 +146,7 @@ def test_all_that_a_train_backend_refuses_is_told():
     assert "keeps buffers in its checkpoint" in buffers
     (experts,) = told("mixtral", cut)
     assert experts.startswith("policy.dtensor_cfg.tensor_parallel_size: 2, but a 'mixtral' model has experts")
-    assert list(refusals({"model_type": "bloom"}, cut)) == []
+    assert list(unsupported({"model_type": "bloom"}, cut)) == []
 
 
 def test_every_megatron_family_is_read():

@@ -19,7 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from pipeline.train.attention import Packing, attend
+from pipeline.train.packed_attention import Packing, attend
 
 
 @dataclass

@@ -32,7 +32,7 @@ import torch
 from pipeline.boxes import Box, whole
 from pipeline.checkpoint import COMPLETE
 from pipeline.files import sync, write_durably
-from pipeline.train.megatron.streaming import stored_tensors
+from pipeline.train.megatron.safetensors_files import stored_tensors
 from pipeline.train.shards import BoxReader
 
 VARIABLE = "HETSTEP_MEGATRON_CHECKPOINT_DIR"
@@ -62,7 +62,7 @@ class Conversion:
         return self._reader.read(name, box)
 
 
-class Shelf:
+class ConversionCache:
     """All conversions of one checkpoint. One rank of a job manages them: it finds one, or writes one alone."""
 
     def __init__(self, root: Path, model_name: str, fingerprint: str):
@@ -89,7 +89,7 @@ class Shelf:
         return None
 
     @contextlib.contextmanager
-    def alone(self, timeout_s: float) -> Iterator[None]:
+    def lock(self, timeout_s: float) -> Iterator[None]:
         """Wait until no other job converts this checkpoint, and keep others waiting.
 
         Raises TimeoutError, naming the other job, after `timeout_s` seconds; ValueError if the file system has no locks.
@@ -148,7 +148,7 @@ class Shelf:
         return sorted(folder for folder in self._folder.glob("*") if re.fullmatch(r"\d{6}", folder.name))
 
 
-def unusable(folder: Path, error: OSError) -> ValueError:
+def unusable_folder(folder: Path, error: OSError) -> ValueError:
     return ValueError(
         f"{folder}: Megatron checkpoints cannot be kept here ({error.strerror});"
         f" set {VARIABLE} to a folder that all train nodes share, can write and can lock files in"
@@ -166,7 +166,7 @@ def _taken(file: TextIOWrapper) -> bool:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             return False
-        raise unusable(Path(file.name), error) from error
+        raise unusable_folder(Path(file.name), error) from error
     return True
 
 
@@ -176,7 +176,7 @@ def _flock(file: TextIOWrapper, operation: int) -> None:
     except BlockingIOError:
         raise
     except OSError as error:
-        raise unusable(Path(file.name), error) from error
+        raise unusable_folder(Path(file.name), error) from error
 
 
 def _holder(file: TextIOWrapper) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.megatron.backend import MegatronBackend
 from tests.train import cases, offloads, ranks
 from tests.train.megatron import layouts
@@ -44,7 +44,7 @@ def test_two_ranks(models):
 @pytest.mark.parametrize("on_the_host", [False, True])
 def test_a_frozen_model(on_the_host, models):
     """Also one whose weights are on the host but while it computes."""
-    frozen = layouts.backend(cases.policy(models / "qwen3"), ONE, Use(trained=False, offload=on_the_host))
+    frozen = layouts.backend(cases.policy(models / "qwen3"), ONE, ModelRole(trained=False, offload=on_the_host))
     batches = [cases.pack([0, 1, 2])]
     before = frozen.forward(batches)[0].logprobs
     frozen.offload()

@@ -64,7 +64,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], make: Callable[[str], torch.Tensor]) -> None:
+def stream_tensors(path: Path, tensors: Mapping[str, torch.Tensor], make: Callable[[str], torch.Tensor]) -> None:
     """Write `make(name)` for every name of `tensors`, which tell its shape and dtype (and may be meta tensors).
 
     The file is on the disk when this returns.

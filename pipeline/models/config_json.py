@@ -1,7 +1,7 @@
 """Read what a decoder does, besides its sizes, out of config.json, as transformers does, but without it.
 
-For checks before a run: what is read here has the attributes of transformers' configuration that a family's `transformer` asks
-for, and `check_attention`. So what the train backends would refuse in the job is told where neither is installed (`refusals`).
+The result has the attributes of transformers' configuration that a family's `transformer` and `check_attention` read. Preflight
+uses them to report what the train backends do not support (`unsupported`) where neither backend is installed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 """The defaults of transformers' configuration classes."""
 
 
-def read(config: Mapping[str, Any]) -> SimpleNamespace:
+def parse_config(config: Mapping[str, Any]) -> SimpleNamespace:
     """`sizes`, and how the model attends, turns and routes. Raises as `sizes` does."""
     of = sizes(config)
     found = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "rope_scaling": None, **_DEFAULTS[of.model_type]}
@@ -95,14 +95,14 @@ def _rope(theta: float, scaling: Mapping[str, Any] | None, local: float | None) 
     return {"full_attention": parameters, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
 
 
-def refusals(config: Mapping[str, Any], policy: PolicyConfig) -> Iterator[Problem]:
+def unsupported(config: Mapping[str, Any], policy: PolicyConfig) -> Iterator[Problem]:
     """Yield why the train backend cannot train a model of `MODEL_TYPES`; of other families nothing is known here.
 
     Raises as `sizes` does.
     """
     if config.get("model_type") not in MODEL_TYPES:
         return
-    of = read(config)
+    of = parse_config(config)
     yield from _refused(lambda: check_attention(of, policy.max_total_sequence_length))
     if uses_megatron(policy):
         yield from _refused(lambda: models.family(of).transformer(of))
@@ -135,8 +135,8 @@ def check_fsdp(config: Mapping[str, Any], tensor_parallel_size: int) -> None:
 def check_attention(config: Any, max_length: int) -> None:
     """Raises ValueError if the model of this config attends in a way that the train backends' packed attention does not.
 
-    config: `read`, or transformers' own. max_length: tokens of the longest sequence; a sliding window at least that wide
-    changes nothing.
+    config: the result of `parse_config`, or transformers' own configuration. max_length: tokens of the longest sequence; a
+    sliding window at least that wide changes nothing.
     """
     if config.model_type == "gpt_oss":
         raise ValueError("policy.model_name: gpt_oss has attention sinks, which packed attention lacks")

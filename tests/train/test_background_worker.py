@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from pipeline.train.background import Background
+from pipeline.train.background_worker import BackgroundWorker
 
 
 def test_work_goes_on_beside_and_one_at_a_time():
-    background, gates, order = Background(), [threading.Event(), threading.Event()], []
+    background, gates, order = BackgroundWorker(), [threading.Event(), threading.Event()], []
     assert background.done() and background.wait(0)
 
     def work(number: int) -> None:
@@ -33,8 +33,8 @@ def test_an_error_is_raised_until_it_is_heard():
     def fail() -> None:
         raise OSError("no space left")
 
-    for ask in (Background.wait, Background.done, lambda background: background.start(lambda: None)):
-        background = Background()
+    for ask in (BackgroundWorker.wait, BackgroundWorker.done, lambda background: background.start(lambda: None)):
+        background = BackgroundWorker()
         background.start(fail)
         with pytest.raises(OSError, match="no space left"):
             background.wait()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent import futures
 
 
-class Background:
+class BackgroundWorker:
     """An error of the work is raised by the next call of any method once it has ended, and by every call after it."""
 
     def __init__(self) -> None:

@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, CTRLConfig, GraniteConfig
 
 from pipeline.config import TokenizerConfig
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.export import export, export_checkpoint
 from pipeline.types import TopK
 from tests.end_to_end.runs import ROOT
-from tests.train import cases, ranks, uses
+from tests.train import cases, model_roles, ranks
 from tests.train.ranks import Layout
 
 pytestmark = pytest.mark.usefixtures("realm")
@@ -24,7 +24,7 @@ LAST = torch.tensor(cases.LENGTHS).cumsum(0) - 1
 
 
 def test_one_rank(models):
-    uses.all_uses(ONE, models)
+    model_roles.all_roles(ONE, models)
 
 
 @pytest.mark.parametrize(
@@ -34,14 +34,14 @@ def test_one_rank(models):
 )
 def test_several_ranks(layout, models, tmp_path):
     """Their checkpoint of a value model leaves as what transformers scores with as they did."""
-    uses.check_random_values(ONE, models)
-    ranks.run(uses.all_uses, layout, models)
+    model_roles.check_random_values(ONE, models)
+    ranks.run(model_roles.all_roles, layout, models)
     saved = models / "values" / f"{layout.data}-{layout.tensor}"
     model = models / ("qwen3_moe" if layout.tensor == 1 else "qwen3")
     export_checkpoint(saved, cases.policy(model, tokenizer=TOKENIZER), tmp_path / "hf", "values")
     check_export(tmp_path / "hf", load_file(saved / "values.safetensors")["values"])
     # It goes on as a model with values, be it a critic or a judge.
-    judge = ranks.backend(cases.policy(tmp_path / "hf"), use=Use("values", trained=False))
+    judge = ranks.backend(cases.policy(tmp_path / "hf"), role=ModelRole("values", trained=False))
     found = judge.forward([cases.pack(list(range(len(cases.LENGTHS))))])[0].values
     assert (found - load_file(saved / "values.safetensors")["values"]).abs().max() < 1e-5
 
@@ -58,7 +58,7 @@ def check_export(folder, values):
 
 def test_a_running_value_model_is_exported(models, tmp_path):
     policy = cases.policy(models / "qwen3", tokenizer=TOKENIZER)
-    trained = ranks.backend(policy, use=uses.VALUES)
+    trained = ranks.backend(policy, role=model_roles.VALUES)
     batch = cases.pack(list(range(len(cases.LENGTHS))))
     trained.step([batch], cases.value_loss)
     export(trained, policy, tmp_path / "hf", writes=True, head="values")
@@ -66,7 +66,7 @@ def test_a_running_value_model_is_exported(models, tmp_path):
 
 
 def test_what_is_not_trained_cannot_step_nor_be_saved(models, tmp_path):
-    frozen = ranks.backend(cases.policy(models / "qwen3"), use=Use(trained=False))
+    frozen = ranks.backend(cases.policy(models / "qwen3"), role=ModelRole(trained=False))
     for act in (
         lambda: frozen.step([cases.pack([0])], cases.loss),
         frozen.shards,
@@ -85,13 +85,13 @@ def test_a_teacher_of_another_vocabulary_is_refused(models):
 
 
 def test_values_have_no_most_likely_tokens(models):
-    valued = ranks.backend(cases.policy(models / "qwen3"), use=uses.VALUES)
+    valued = ranks.backend(cases.policy(models / "qwen3"), role=model_roles.VALUES)
     with pytest.raises(ValueError, match="no most likely tokens"):
         valued.forward([cases.pack([0])], top_k=2)
 
 
 def test_a_tied_language_model_gives_its_body(models):
-    ours = ranks.weights(ranks.backend(cases.policy(models / "qwen3_tied"), use=uses.VALUES))
+    ours = ranks.weights(ranks.backend(cases.policy(models / "qwen3_tied"), role=model_roles.VALUES))
     files = load_file(models / "qwen3_tied" / "model.safetensors")
     assert ours.keys() == files.keys() | {"score.weight"}
     assert torch.equal(ours["model.embed_tokens.weight"], files["model.embed_tokens.weight"])
@@ -102,7 +102,7 @@ def test_a_tied_language_model_gives_its_body(models):
 
 def refused(policy, match):
     with pytest.raises(ValueError, match=match):
-        ranks.backend(policy, use=uses.VALUES)
+        ranks.backend(policy, role=model_roles.VALUES)
 
 
 def test_another_number_of_labels_is_refused(models, tmp_path):
@@ -145,7 +145,7 @@ def test_checkpoints_that_do_not_fit_are_refused(models, tmp_path):
 
 def test_a_language_model_is_no_classifier(models, tmp_path):
     """A checkpoint of a value model does not load into a policy."""
-    valued = ranks.backend(cases.policy(models / "qwen3"), use=uses.VALUES)
+    valued = ranks.backend(cases.policy(models / "qwen3"), role=model_roles.VALUES)
     valued.shards().write(tmp_path, dist.get_rank())
     with pytest.raises(ValueError, match=r"of another model.*lm_head.*score"):
         ranks.backend(cases.policy(models / "qwen3")).load(tmp_path)

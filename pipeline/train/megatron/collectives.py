@@ -13,7 +13,7 @@ import torch.distributed as dist
 _DONE, _FAILED = b"+", b"-"
 
 
-def share(group: dist.ProcessGroup, work: Callable[[], str | None]) -> list[str]:
+def on_all_ranks(group: dist.ProcessGroup, work: Callable[[], str | None]) -> list[str]:
     """What `work()` gave on each rank, "" for None, in the order of ranks. Collective; returns when all ranks have done theirs.
 
     Raises what this rank's work raised, or RuntimeError with what other ranks' did, so that no rank waits for one that failed.
@@ -22,7 +22,7 @@ def share(group: dist.ProcessGroup, work: Callable[[], str | None]) -> list[str]
         told, error = _DONE + (work() or "").encode(), None
     except Exception as caught:
         told, error = _FAILED + f"{type(caught).__name__}: {caught}".encode(), caught
-    everyone = all_gather(group, told)
+    everyone = all_gather_bytes(group, told)
     if error is not None:
         raise error
     if failures := [f"train rank {i}: {t[1:].decode()}" for i, t in enumerate(everyone) if t.startswith(_FAILED)]:
@@ -30,12 +30,12 @@ def share(group: dist.ProcessGroup, work: Callable[[], str | None]) -> list[str]
     return [text[1:].decode() for text in everyone]
 
 
-def first(group: dist.ProcessGroup, work: Callable[[], str | None]) -> str:
-    """What `work()` gave on the group's first rank, which alone does it; otherwise as `share`."""
-    return share(group, work if group.rank() == 0 else lambda: None)[0]
+def on_first_rank(group: dist.ProcessGroup, work: Callable[[], str | None]) -> str:
+    """What `work()` gave on the group's first rank, which alone does it; otherwise as `on_all_ranks`."""
+    return on_all_ranks(group, work if group.rank() == 0 else lambda: None)[0]
 
 
-def all_gather(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
+def all_gather_bytes(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
     """Every rank's message, in the order of ranks."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(lengths, torch.tensor([len(message)]), group=group)

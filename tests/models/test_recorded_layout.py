@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.boxes import Box, whole
-from pipeline.models.layout import cut, cut_of, flat_boxes, invert, place, record, record_all, restrict
+from pipeline.models.recorded_layout import copy_pieces, cut, cut_after, flat_boxes, invert, record, record_all, restrict
 
 
 def numbered(shapes):
@@ -44,7 +44,7 @@ def check(function, *shapes):
     for piece in pieces:
         assert [n for n in piece.source.size if n > 1] == [n for n in piece.target.size if n > 1]
     built = torch.zeros(shape, dtype=real.dtype)
-    place(built, pieces, reader(dict(zip(names, sources, strict=True))))
+    copy_pieces(built, pieces, reader(dict(zip(names, sources, strict=True))))
     assert torch.equal(built, real)
     assert torch.equal(counts(shape, [piece.target for piece in pieces]), (real != 0).long())
     return pieces
@@ -90,9 +90,9 @@ CASES = {
     "grouped": (grouped, [(8, 3), (2, 3), (2, 3)], 6),
     "grouped bias": (grouped, [(8,), (2,), (2,)], 6),
     "part of a group": (lambda *x: grouped(*x)[3:10], [(8, 3), (2, 3), (2, 3)], 4),
-    "row of groups": (cut_of(grouped, "rows", 1, 2), [(8, 3), (2, 3), (2, 3)], 3),
-    "halves": (cut_of(lambda x, y: torch.cat([x, y]), "halves", 1, 2), [(6, 4), (6, 4)], 2),
-    "halves of one": (cut_of(lambda x: x, "halves", 0, 3), [(12, 2)], 2),
+    "row of groups": (cut_after(grouped, "rows", 1, 2), [(8, 3), (2, 3), (2, 3)], 3),
+    "halves": (cut_after(lambda x, y: torch.cat([x, y]), "halves", 1, 2), [(6, 4), (6, 4)], 2),
+    "halves of one": (cut_after(lambda x: x, "halves", 0, 3), [(12, 2)], 2),
     "experts": (lambda *x: torch.stack([torch.cat([x[0], x[1]]), torch.cat([x[2], x[3]])]), [(2, 3)] * 4, 4),
     "experts apart": (lambda x: torch.cat([e.chunk(2)[1] for e in x]), [(3, 4, 2)], 3),
 }
@@ -195,7 +195,7 @@ def test_one_recording_serves_equal_partials():
         return x[:count]
 
     for name in ("a", "b"):
-        _, pieces = record(cut_of(functools.partial(first_rows, 4), "rows", 1, 2), {name: (6, 2)})
+        _, pieces = record(cut_after(functools.partial(first_rows, 4), "rows", 1, 2), {name: (6, 2)})
         assert pieces[0].name == name
         assert pieces[0].source == Box((2, 0), (2, 2))
     record(functools.partial(first_rows, 3), {"a": (6, 2)})
@@ -245,7 +245,7 @@ def test_restrict(case):
     for chosen in itertools.product(*ranges):
         box = Box(tuple(a for a, _ in chosen), tuple(b - a for a, b in chosen))
         built = torch.zeros(box.size, dtype=real.dtype)
-        place(built, restrict(pieces, box), reader(sources))
+        copy_pieces(built, restrict(pieces, box), reader(sources))
         assert torch.equal(built, real[box.within(whole(shape))])
 
 
@@ -266,7 +266,7 @@ def test_flat_boxes(shape):
 def test_place_converts_and_leaves_the_rest():
     target = torch.full((3, 2), 5.0, dtype=torch.bfloat16)
     _, pieces = record(lambda x: F.pad(x, (0, 0, 1, 0)), {"x": (2, 2)})
-    place(target, pieces, lambda name, box: torch.arange(4.0).view(2, 2)[box.within(whole((2, 2)))])
+    copy_pieces(target, pieces, lambda name, box: torch.arange(4.0).view(2, 2)[box.within(whole((2, 2)))])
     assert torch.equal(target, torch.tensor([[5, 5], [0, 1], [2, 3]], dtype=torch.bfloat16))
 
 
@@ -276,5 +276,5 @@ def test_invert():
     made = {"all": grouped(query, key, value)}
     for name, source in {"q": query, "k": key, "v": value}.items():
         back = torch.zeros_like(source)
-        place(back, invert(layout)[name], reader(made))
+        copy_pieces(back, invert(layout)[name], reader(made))
         assert torch.equal(back, source)

@@ -21,16 +21,16 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pipeline.boxes import Piece
 from pipeline.config import GenerationConfig, PolicyConfig
+from pipeline.models.config_json import check_attention
 from pipeline.models.hugging_face import layout, meta_model, model_config
-from pipeline.models.layout import place, restrict
-from pipeline.models.reading import check_attention
+from pipeline.models.recorded_layout import copy_pieces, restrict
 from pipeline.train import compiled, lora, tensor_parallel
-from pipeline.train.attention import NAME, Packing
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.initial_weights import initial_weights
 from pipeline.train.kernels import use_kernels
 from pipeline.train.logprobs import VocabularyShard, packed_outputs
 from pipeline.train.lora import Adapter
+from pipeline.train.packed_attention import NAME, Packing
 from pipeline.train.recompute import recompute
 from pipeline.train.shards import local, local_box
 from pipeline.train.truncation import Truncation
@@ -38,9 +38,9 @@ from pipeline.types import Outputs
 
 
 class PackedModel(nn.Module):
-    """tokens [T], positions [T] -> Outputs of each token, as the use of the model has them."""
+    """tokens [T], positions [T] -> Outputs of each token, as the model's role has them."""
 
-    def __init__(self, hf: PreTrainedModel, use: Use, generation: GenerationConfig, chunk: int | None):
+    def __init__(self, hf: PreTrainedModel, role: ModelRole, generation: GenerationConfig, chunk: int | None):
         super().__init__()
         self.hf = hf
         self.partial: list[str] = []  # parameters whose gradients are to be summed over tensor-parallel ranks
@@ -48,9 +48,9 @@ class PackedModel(nn.Module):
         self.layout: dict[str, list[Piece]] = {}  # of which boxes of tensors on disk each parameter of `hf` consists
         self.compiled = False  # whether layers are compiled, at the first call
         self.adapters: list[Adapter] = []  # their own parameters are on no disk but a checkpoint's
-        self._use = use
+        self._role = role
         self._temperature = generation.temperature
-        self._truncation = Truncation.of(generation) if use.truncated else None
+        self._truncation = Truncation.of(generation) if role.truncated else None
         self._chunk = chunk
 
     def forward(
@@ -62,22 +62,27 @@ class PackedModel(nn.Module):
         top_k: int = 0,
         truncated: bool = True,
     ) -> Outputs:
-        """candidates [T, K], top_k: see `packed_outputs`. truncated: as the use of the model has it; or not."""
+        """candidates [T, K], top_k: see `packed_outputs`. truncated: as the model's role has it; or not."""
         # use_cache must be off: with it, transformers ignores that positions restart.
         hidden = self.hf.base_model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
         ).last_hidden_state[0]
-        if self._use.head == "values":
+        if self._role.head == "values":
             return Outputs(values=hidden.float() @ self.hf.score.weight[0].float())
         weight = self.hf.get_output_embeddings().weight
         if self.shard is not None:
             weight = weight.to_local()
-        options = (self._temperature, self._chunk, self.shard, self._use.entropy, candidates, top_k)
+        options = (self._temperature, self._chunk, self.shard, self._role.entropy, candidates, top_k)
         return packed_outputs(hidden, weight, tokens, positions, *options, self._truncation if truncated else None)
 
 
 def build(
-    policy: PolicyConfig, device: torch.device, mesh: DeviceMesh | None, seed: int, use: Use, like: PackedModel | None = None
+    policy: PolicyConfig,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    seed: int,
+    role: ModelRole,
+    like: PackedModel | None = None,
 ) -> PackedModel:
     """The model with its initial weights, cut over `mesh` (dimensions "data" and "tensor"; None: one rank, whole).
 
@@ -85,34 +90,34 @@ def build(
     trained, else (adapters' base too) in policy.precision. Raises ValueError, naming the key of the recipe, if this model
     cannot be used so here.
     """
-    config = model_config(policy, use.head)
+    config = model_config(policy, role.head)
     check_attention(config, policy.max_total_sequence_length)
-    adapted = use.trained and policy.dtensor_cfg.lora_cfg.enabled
-    precision = torch.float32 if use.trained and not adapted else getattr(torch, policy.precision)
-    hf = meta_model(config, use.head, dtype=precision, attn_implementation=NAME).eval()
-    _check_model(hf, use)
+    adapted = role.trained and policy.dtensor_cfg.lora_cfg.enabled
+    precision = torch.float32 if role.trained and not adapted else getattr(torch, policy.precision)
+    hf = meta_model(config, role.head, dtype=precision, attn_implementation=NAME).eval()
+    _check_model(hf, role)
     # transformers gives the padding token's embedding no gradient. Here nothing is padded: where that token is, it was sampled.
     hf.get_input_embeddings().padding_idx = None
-    hf.requires_grad_(use.trained or like is not None)  # compiled layers are then the same graphs as those of `like`
-    read = initial_weights(policy, config, seed, use.head) if like is None else None
+    hf.requires_grad_(role.trained or like is not None)  # compiled layers are then the same graphs as those of `like`
+    read = initial_weights(policy, config, seed, role.head) if like is None else None
     names = {id(parameter): name for name, parameter in hf.named_parameters()}
     tied = {n: names[id(p)] for n, p in hf.named_parameters(remove_duplicate=False) if names[id(p)] != n}
 
-    model = PackedModel(hf, use, policy.generation, policy.logprob_chunk_size)
+    model = PackedModel(hf, role, policy.generation, policy.logprob_chunk_size)
     model.layout = layout(hf)
     if adapted:
         model.adapters = lora.inject(hf, policy.dtensor_cfg.lora_cfg, model.layout)
-    offload = (policy.dtensor_cfg.cpu_offload or use.offload) and device.type != "cpu"
+    offload = (policy.dtensor_cfg.cpu_offload or role.offload) and device.type != "cpu"
     if mesh is not None and mesh["tensor"].size() > 1:
         if adapted:
             raise ValueError(f"{lora.KEY}.enabled: adapters are not cut; policy.dtensor_cfg.tensor_parallel_size must be 1")
         model.partial = tensor_parallel.parallelize(hf, mesh["tensor"])
-        if use.head == "logprobs":
+        if role.head == "logprobs":
             model.shard = tensor_parallel.vocabulary_shard(hf, mesh["tensor"])
     layers = [module for module in hf.modules() if type(module).__name__ in hf._no_split_modules]
     use_kernels(policy, hf, device)
     mixture = any(parameter.dim() > 2 for parameter in hf.parameters())
-    model.compiled = like.compiled if like is not None else compiled.wanted(policy, device, mixture)
+    model.compiled = like.compiled if like is not None else compiled.should_compile(policy, device, mixture)
     if model.compiled:
         compiled.compile_layers(layers)
     if policy.dtensor_cfg.activation_checkpointing:
@@ -130,7 +135,7 @@ def build(
         if like is not None:
             local(parameters[name]).copy_(local(like.hf.get_parameter(name)))
         else:
-            place(local(parameters[name]), restrict(pieces, local_box(parameters[name])), read)
+            copy_pieces(local(parameters[name]), restrict(pieces, local_box(parameters[name])), read)
     lora.initialize(model.adapters, parameters, policy.dtensor_cfg.lora_cfg.lora_A_init, seed)
     return model
 
@@ -157,7 +162,7 @@ def _shard(model: PackedModel, layers: list[nn.Module], mesh: DeviceMesh, precis
 # ---- refusing what would be wrong ---------------------------------------------------------------------------------------
 
 
-def _check_model(hf: PreTrainedModel, use: Use) -> None:
+def _check_model(hf: PreTrainedModel, role: ModelRole) -> None:
     name = f"policy.model_name: {type(hf).__name__}"
     if not hf._supports_attention_backend:
         raise ValueError(f"{name} has an attention of its own, which cannot be replaced by the packed one")
@@ -168,7 +173,7 @@ def _check_model(hf: PreTrainedModel, use: Use) -> None:
     if persistent := sorted(set(hf.state_dict()) - {n for n, _ in hf.named_parameters(remove_duplicate=False)}):
         raise ValueError(f"{name} keeps buffers in its checkpoint, which the train backend does not carry: {persistent[:4]}")
     try:
-        linear = _head_is_linear(hf, "lm_head" if use.head == "logprobs" else "score")
+        linear = _head_is_linear(hf, "lm_head" if role.head == "logprobs" else "score")
     except Exception as error:
         raise ValueError(f"{name} has a head that cannot be tried out: {error}") from error
     if not linear:

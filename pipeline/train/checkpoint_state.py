@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pipeline.boxes import Piece, whole
-from pipeline.models.layout import Shape, place, restrict
+from pipeline.models.recorded_layout import Shape, copy_pieces, restrict
 from pipeline.train.shards import BoxReader, Entry, local, local_box
 
 
@@ -92,7 +92,7 @@ def load_optimizer(
 
 def load_entries(prefix: str, tensor: torch.Tensor, pieces: list[Piece], reader: BoxReader) -> None:
     """Fill this rank's part of a tensor from what `entries` gave of it, at whatever layout."""
-    place(local(tensor), restrict(pieces, local_box(tensor)), lambda name, box: reader.read(f"{prefix}.{name}", box))
+    copy_pieces(local(tensor), restrict(pieces, local_box(tensor)), lambda name, box: reader.read(f"{prefix}.{name}", box))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:

@@ -116,7 +116,7 @@ def _parts(tensor: torch.Tensor, dim: int, count: int, split: Split) -> tuple[to
     return tensor.split(tensor.shape[dim] // count, dim)
 
 
-def cut_of(function: Callable[..., torch.Tensor], split: Split, rank: int, size: int) -> Callable[..., torch.Tensor]:
+def cut_after(function: Callable[..., torch.Tensor], split: Split, rank: int, size: int) -> Callable[..., torch.Tensor]:
     """Return `cut` after `function`, as a function that `record` recognises when it is made again."""
     return functools.partial(_cut_result, function, split, rank, size)
 
@@ -162,7 +162,7 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:
 
 
 @torch.no_grad()
-def place(target: torch.Tensor, pieces: Iterable[Piece], read: Callable[[str, Box], torch.Tensor]) -> None:
+def copy_pieces(target: torch.Tensor, pieces: Iterable[Piece], read: Callable[[str, Box], torch.Tensor]) -> None:
     """Copy `read(name, box of the source)` into `target`, whatever the dtypes; entries without a piece stay as they are."""
     outer = whole(tuple(target.shape))
     for piece in pieces:

@@ -16,8 +16,8 @@ from megatron.core import parallel_state
 
 from pipeline.boxes import Piece
 from pipeline.models.base import Parameter
-from pipeline.models.layout import Shape, cut_of, record
-from pipeline.train.megatron.model import PolicyStage
+from pipeline.models.recorded_layout import Shape, cut_after, record
+from pipeline.train.megatron.model import PipelineStage
 
 _ENGINE_NAMES = {  # TransformerEngine's -> those of the local modules
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -28,7 +28,7 @@ _ENGINE_NAMES = {  # TransformerEngine's -> those of the local modules
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalTensor:
     """A tensor of this rank's stage."""
 
     tensor: torch.Tensor  # a parameter, or a buffer that checkpoints hold
@@ -36,7 +36,9 @@ class Local:
     hugging_face: list[Piece]  # of Hugging Face tensors
 
 
-def describe(stage: PolicyStage, parameters: Mapping[str, Parameter], shapes: Mapping[str, Shape]) -> dict[str, Local]:
+def local_tensors(
+    stage: PipelineStage, parameters: Mapping[str, Parameter], shapes: Mapping[str, Shape]
+) -> dict[str, LocalTensor]:
     """By global Megatron name. parameters: the family's; shapes: of the Hugging Face tensors, by their on-disk names.
 
     Raises ValueError if the stage has a tensor that the family does not know, or of another shape.
@@ -50,20 +52,20 @@ def describe(stage: PolicyStage, parameters: Mapping[str, Parameter], shapes: Ma
     return found
 
 
-def _local(name: str, tensor: torch.Tensor, parameter: Parameter, sources: list[tuple[str, Shape]]) -> Local:
+def _local(name: str, tensor: torch.Tensor, parameter: Parameter, sources: list[tuple[str, Shape]]) -> LocalTensor:
     rank, size = _tensor_place(parameter)
     shape, _ = record(parameter.function, sources)
     vocabulary = name in ("embedding.word_embeddings.weight", "output_layer.weight")
     rows = -(-shape[0] // size) * size if vocabulary else shape[0]
     # Some of Megatron-Core's modules are whole on every rank in one spec and cut in another (MLA's down-projections).
     split = "none" if tuple(tensor.shape) == shape else parameter.split
-    locals_, pieces = record(cut_of(partial(_padded, parameter.function, rows), split, rank, size), sources)
-    _, whole = record(cut_of(partial(_padded, _same, rows), split, rank, size), [(name, shape)])
+    locals_, pieces = record(cut_after(partial(_padded, parameter.function, rows), split, rank, size), sources)
+    _, whole = record(cut_after(partial(_padded, _same, rows), split, rank, size), [(name, shape)])
     if locals_ != tuple(tensor.shape):
         raise ValueError(
             f"policy.model_name: {name} has shape {tuple(tensor.shape)} in Megatron-Core's model, {locals_} by its family"
         )
-    return Local(tensor, whole, pieces)
+    return LocalTensor(tensor, whole, pieces)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +84,7 @@ def _tensor_place(parameter: Parameter) -> tuple[int, int]:
     return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
-def _tensors(stage: PolicyStage) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(stage: PipelineStage) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, and buffers with a place in a checkpoint (a router's bias), by global name."""
     persistent = stage.state_dict(keep_vars=True).keys()
     for name, tensor in stage.named_parameters():
@@ -92,7 +94,7 @@ def _tensors(stage: PolicyStage) -> Iterator[tuple[str, torch.Tensor]]:
             yield global_name(stage, name), tensor
 
 
-def global_name(stage: PolicyStage, name: str) -> str:
+def global_name(stage: PipelineStage, name: str) -> str:
     """Megatron-Core's name of a stage's tensor, as it would be without pipeline, expert parallelism and TransformerEngine."""
     if name == "output_layer.weight" and stage.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
@@ -111,7 +113,7 @@ def global_name(stage: PolicyStage, name: str) -> str:
     return f"decoder.layers.{layer}.{rest}"
 
 
-def _first_expert(stage: PolicyStage) -> int:
+def _first_expert(stage: PipelineStage) -> int:
     experts = stage.config.num_moe_experts
     if not experts:
         return 0

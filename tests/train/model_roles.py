@@ -13,17 +13,17 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.train.base import Use
+from pipeline.train.base import ModelRole
 from pipeline.train.fsdp import FSDPBackend
 from pipeline.types import LossOutput, Outputs, PackedBatch, TopK
 from tests.train import cases, ranks
 from tests.train.ranks import Layout
 
 CANDIDATES = 3
-VALUES = Use("values")
+VALUES = ModelRole("values")
 
 
-def all_uses(layout: Layout, folder: Path) -> None:
+def all_roles(layout: Layout, folder: Path) -> None:
     for family in set(cases.VALUED) & set(ranks.families(layout)):
         check_values(layout, folder, family)
         check_value_head_on_a_language_model(layout, folder, family)
@@ -89,9 +89,9 @@ def check_frozen(layout: Layout, folder: Path) -> None:
     """A model that is not trained says what one in training says, to the last bit, at half the memory or less."""
     for precision in ("float32", "bfloat16"):
         for head, model in (("logprobs", "qwen3_tied"), ("values", "qwen3_values")):
-            trained = ranks.backend(cases.policy(folder / model, precision=precision), layout, Use(head))
+            trained = ranks.backend(cases.policy(folder / model, precision=precision), layout, ModelRole(head))
             frozen = ranks.backend(
-                cases.policy(folder / model, precision=precision), layout, Use(head, trained=False, offload=True)
+                cases.policy(folder / model, precision=precision), layout, ModelRole(head, trained=False, offload=True)
             )
             parameters = list(frozen._model.parameters())
             assert {p.dtype for p in parameters} == {getattr(torch, precision)}
@@ -105,7 +105,7 @@ def check_frozen(layout: Layout, folder: Path) -> None:
 def check_entropy_and_tokens(layout: Layout, folder: Path) -> None:
     """Entropy and the most likely tokens in a forward pass; entropy and a teacher's tokens, with gradients, in a step."""
     model = folder / "qwen3"
-    trained = ranks.backend(cases.policy(model), layout, Use(entropy=True))
+    trained = ranks.backend(cases.policy(model), layout, ModelRole(entropy=True))
     tables, gradients = tables_and_gradients(model)
     mine, packed = batches(trained, layout)
     for chosen, found in zip(mine, trained.forward(packed, top_k=4), strict=True):
@@ -152,9 +152,9 @@ def tables_and_gradients(model: Path) -> tuple[list[torch.Tensor], dict[str, tor
 
 def check_several_at_once(layout: Layout, folder: Path) -> None:
     """A policy, its critic and a teacher in one process: each does what it does alone."""
-    policy = ranks.backend(cases.policy(folder / "qwen3"), layout, Use(reference=True, entropy=True))
+    policy = ranks.backend(cases.policy(folder / "qwen3"), layout, ModelRole(reference=True, entropy=True))
     critic = ranks.backend(cases.policy(folder / "qwen3"), layout, VALUES)
-    frozen = ranks.backend(cases.policy(folder / "llama", precision="bfloat16"), layout, Use(trained=False, offload=True))
+    frozen = ranks.backend(cases.policy(folder / "llama", precision="bfloat16"), layout, ModelRole(trained=False, offload=True))
     alone = ranks.backend(cases.policy(folder / "qwen3"), layout)
     _, packed = batches(policy, layout)
     for _ in range(2):
