@@ -20,7 +20,7 @@ from pipeline.algorithms.base import Algorithm, OnlineAlgorithm
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, version_problem
 from pipeline.config import Recipe, RecipeError, only_evaluates
-from pipeline.data.batches import share
+from pipeline.data.batches import split_batch
 from pipeline.data.preferences import Pair
 from pipeline.data.stream import ExampleStream, PairStream, PromptStream, Stream
 from pipeline.deadline import Deadline
@@ -91,7 +91,7 @@ class Run:
         """Train `models` on the samples of a step; return the metrics. The policy's are called `train/...`."""
         train, needs = self.train, algorithm.needs
         size = self.recipe.policy.train_global_batch_size
-        train.load(parts=share(samples, self.recipe.policy, self.places, size, algorithm.sequences_per_item)).result()
+        train.load(parts=split_batch(samples, self.recipe.policy, self.places, size, algorithm.sequences_per_item)).result()
         if needs.old or needs.reference or needs.critic or needs.teacher_top_k:
             train.forward().result()
         if needs.estimates:
@@ -293,7 +293,7 @@ def run_offline(
 
     def validate() -> dict[str, float]:
         with metrics.clock("validation"):
-            updates = share(_flat(validation), recipe.policy, run.places, len(validation), together)
+            updates = split_batch(_flat(validation), recipe.policy, run.places, len(validation), together)
             parts = [update for (update,) in updates]
             shares = run.of_data_ranks(train.evaluate(parts=parts).result())
         return {f"val/{name}": sum(share[name] for share in shares) for name in shares[0]}

@@ -26,8 +26,8 @@ import numpy as np
 from pipeline import config
 from pipeline.config import PolicyConfig, Recipe, TokenizerConfig
 from pipeline.data.chat import load_tokenizer
-from pipeline.data.marks import Marks
 from pipeline.data.packing import plan_microbatches
+from pipeline.data.special_tokens import SpecialTokenEscaper
 from pipeline.remote import Remote
 from pipeline.roles.reward import ScoreWork
 from pipeline.types import DataPlace, Prompt, Rollout, RolloutGroup
@@ -115,7 +115,7 @@ def _encoder(recipe: Recipe, model: PolicyConfig, environment: str, ours: PreTra
             f"env.{environment}.tokenizer: {model.tokenizer.name} has no chat template, and is not the policy's tokenizer; give"
             f" one in env.{environment}.tokenizer.chat_template"
         )
-    return _Anew(environment, ours, theirs, chat, model.tokenizer.chat_template_kwargs or {}, Marks(theirs))
+    return _Anew(environment, ours, theirs, chat, model.tokenizer.chat_template_kwargs or {}, SpecialTokenEscaper(theirs))
 
 
 def _reads_the_same(
@@ -136,7 +136,7 @@ class _Anew:
     theirs: PreTrainedTokenizerBase
     chat: bool
     options: dict[str, Any]  # of the chat template
-    marks: Marks  # theirs: what the policy spells out does not end its turn there
+    escaper: SpecialTokenEscaper  # theirs: what the policy spells out does not end its turn there
 
     def __call__(self, prompt: Prompt, rollout: Rollout) -> np.ndarray:
         if len(rollout.turns) > 1:
@@ -144,16 +144,16 @@ class _Anew:
                 f"env.{self.environment}: the reward model has another tokenizer than the policy, and so cannot read an episode"
                 " of several turns"
             )
-        answer = self.marks.apart(self.ours.decode(rollout.tokens, skip_special_tokens=True))
+        answer = self.escaper.escape(self.ours.decode(rollout.tokens, skip_special_tokens=True))
         if self.chat:
             messages = [*self._task(prompt, "messages"), {"role": "assistant", "content": answer}]
             text = self.theirs.apply_chat_template(messages, **self.options, tokenize=False)
             if (stripped := text.rstrip()).endswith(self._special):
                 text = stripped
-            tokens = self.marks.tokens(text)
+            tokens = self.escaper.tokenize(text)
         else:
             tokens = self.theirs(self._task(prompt, "text")).input_ids
-            tokens += self.marks.tokens(answer)
+            tokens += self.escaper.tokenize(answer)
             tokens += [self.theirs.eos_token_id] if rollout.finish == "stop" else []
         return np.asarray(tokens, np.int32)
 

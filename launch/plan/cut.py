@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from launch.model_shape import ModelShape
 from pipeline.config import ComponentConfig, PolicyConfig, engine_ranks, expert_tensor_parallel_size, ranks, uses_megatron
-from pipeline.config.hardware import GPU
+from pipeline.config.hardware import GPUSpec
 
 GIGA = 1e9
 
@@ -63,7 +63,7 @@ def engines(policy: PolicyConfig, component: ComponentConfig) -> int:
 class Links:
     """Links between the ranks of a component, which are numbered node by node."""
 
-    gpu: GPU
+    gpu: GPUSpec
     nic_gb_per_s: float
     island: int  # how many ranks share NVLink (`hardware.nvlink_gpus`)
 

@@ -23,7 +23,7 @@ from launch.plan.cut import GIGA, Links, engines
 from launch.plan.lengths import Lengths
 from launch.plan.phase import Phase
 from pipeline.config import PRECISIONS, Recipe, engine_ranks, hardware, section
-from pipeline.config.hardware import GPU
+from pipeline.config.hardware import GPUSpec
 
 SAMPLING = ("prefill", "decode")
 """The phases of a rollout that engines take part in."""
@@ -41,7 +41,7 @@ class Engine:
     fp8: bool = False  # whether the linear layers are
 
     @property
-    def gpu(self) -> GPU:
+    def gpu(self) -> GPUSpec:
         return self.links.gpu
 
     @property
@@ -104,7 +104,7 @@ def slots(recipe: Recipe, cache_tokens: float, lengths: Lengths) -> int:
     return max(1, min(recipe.policy.generation.max_num_seqs, int(cache_tokens / context)))
 
 
-def engine(recipe: Recipe, shape: ModelShape, gpu: GPU) -> Engine:
+def engine(recipe: Recipe, shape: ModelShape, gpu: GPUSpec) -> Engine:
     generation, network = recipe.policy.generation, recipe.cluster.network
     vllm = generation.backend == "vllm"
     return Engine(
@@ -129,14 +129,14 @@ class Load:
     answers: float  # of all engines together
 
 
-def load(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPU, cache_tokens: float) -> Load:
+def load(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, cache_tokens: float) -> Load:
     """Return what the fullest engine has to sample in a step."""
     prompts, answers = sampled(recipe)
     own = math.ceil(prompts / engines(recipe.policy, recipe.cluster.generate)) * answers / prompts
     return Load(engine(recipe, shape, gpu), own, slots(recipe, cache_tokens, lengths), lengths, answers)
 
 
-def phases(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPU, cache_tokens: float) -> list[Phase]:
+def phases(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, cache_tokens: float) -> list[Phase]:
     """Return the phases of a step on the generate ranks."""
     made, own = engines(recipe.policy, recipe.cluster.generate), load(recipe, shape, lengths, gpu, cache_tokens)
     prompts, answers = sampled(recipe)
@@ -172,7 +172,7 @@ def decoding(engine: Engine, count: float, slots: int, lengths: Lengths, answers
     return total
 
 
-def validation(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPU, cache_tokens: float, count: int) -> float:
+def validation(recipe: Recipe, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, cache_tokens: float, count: int) -> float:
     """Return the seconds of one answer to each of `count` prompts."""
     made, one = engines(recipe.policy, recipe.cluster.generate), engine(recipe, shape, gpu)
     parts = decoding(one, math.ceil(count / made), slots(recipe, cache_tokens, lengths), lengths, count)

@@ -28,7 +28,7 @@ from launch.plan.phase import Phase
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import PRECISIONS, ComponentConfig, PolicyConfig, Recipe, hardware, uses_megatron
-from pipeline.config.hardware import GPU
+from pipeline.config.hardware import GPUSpec
 
 OPTIMIZER_BYTES = 30
 """Bytes that an update moves for each parameter: float32 weight, gradient and two moments are read, all but the gradient are
@@ -48,7 +48,7 @@ class Job:
     frozen: bool = False  # whether its weights are in the policy's precision, not in float32 to be trained
 
     @property
-    def gpu(self) -> GPU:
+    def gpu(self) -> GPUSpec:
         return self.links.gpu
 
     @property
@@ -77,7 +77,9 @@ class Job:
         return max(1, math.ceil(own / size))
 
 
-def job(recipe: Recipe, policy: PolicyConfig, shape: ModelShape, lengths: Lengths, gpu: GPU, component: ComponentConfig) -> Job:
+def job(
+    recipe: Recipe, policy: PolicyConfig, shape: ModelShape, lengths: Lengths, gpu: GPUSpec, component: ComponentConfig
+) -> Job:
     links = Links(gpu, recipe.cluster.network.nic_gb_per_s, hardware.nvlink_gpus(component))
     return Job(shape, policy, train_cut(policy, component), links, lengths)
 
@@ -210,7 +212,7 @@ def _gradients(job: Job, hidden_by: float) -> dict[str, float]:
 # ---- a step ---------------------------------------------------------------------------------------------------------------
 
 
-def phases(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu: GPU) -> list[Phase]:
+def phases(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu: GPUSpec) -> list[Phase]:
     """Return the phases of a step on the train ranks, in their order."""
     component, models = recipe.cluster.train, config.models(recipe)
     jobs = {name: job(recipe, policy, shapes[name], lengths, gpu, component) for name, policy in models.items()}
@@ -246,7 +248,7 @@ def phases(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu:
     return found
 
 
-def reward_phase(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu: GPU, count: float) -> Phase | None:
+def reward_phase(recipe: Recipe, shapes: dict[str, ModelShape], lengths: Lengths, gpu: GPUSpec, count: float) -> Phase | None:
     """Return the scoring of `count` answers by a reward model; None without one."""
     name = config.reward_environment(recipe)
     if name is None:

@@ -209,12 +209,12 @@ def _check_records(
     inputs: list[tuple[int, str]] = []
     unusable: dict[str, list[int]] = {}
     try:
-        columns = config.recognized(recipe, key, dataset, (record for _, record in found))
+        columns = config.recognize_columns(recipe, key, dataset, (record for _, record in found))
     except ValueError as error:
         unusable[str(error)] = [found[0][0]]
     else:
-        if columns.told:
-            notes.append(f"{key}: {columns.told}")
+        if columns.description:
+            notes.append(f"{key}: {columns.description}")
         if columns.dataset.messages_key != dataset.messages_key and not recipe.data.apply_chat_template:
             what = f"{dataset.data_path}:{found[0][0]}: '{columns.dataset.messages_key}' is a conversation, which needs a chat"
             hint = "template, but data.apply_chat_template is false. Try data.apply_chat_template=true"

@@ -22,7 +22,7 @@ from typing import Any
 
 from launch import containers
 from launch.executors.base import ROOT
-from pipeline.config import KINDS, Problem, Recipe, generates, is_dotted_path, keyed_sets, recognized
+from pipeline.config import KINDS, Problem, Recipe, generates, is_dotted_path, keyed_sets, recognize_columns
 
 PROBE_S = 30.0
 ABSENT = "there is no module"
@@ -156,7 +156,7 @@ def _columns(recipe: Recipe, one: Named, answer: dict[str, Any]) -> Iterator[Pro
             yield Problem(f"{key}.output_key", "missing-column", what)
             continue
         with contextlib.suppress(ValueError):  # told where records are looked into
-            dataset = recognized(recipe, key, dataset, [record]).dataset
+            dataset = recognize_columns(recipe, key, dataset, [record]).dataset
         there = {*record, *one.kwargs} | ({"expected"} if dataset.output_key in record or dataset.messages_key else set())
         if lacking := [need for need in answer["required"] if need not in there]:
             hint = f"{key}.output_key" if lacking[0] == "expected" else "a default for it, or a value in env's kwargs"

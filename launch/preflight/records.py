@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.config import KINDS, PAIRED, DatasetConfig, Recipe, conversation, generates, judged_by_answer, kind_class
+from pipeline.config import KINDS, PAIRED, DatasetConfig, Recipe, generates, judged_by_answer, kind_class, parse_conversation
 from pipeline.data.records import RecordReader
 
 
@@ -15,7 +15,7 @@ def prompt(recipe: Recipe, record: dict[str, Any], dataset: DatasetConfig) -> st
         reader.pair(record)
         reader.margin(record)
         chosen = record[dataset.chosen_key]
-        if isinstance(chosen, list) and conversation(chosen, dataset.chosen_key)[0]["role"] != "assistant":
+        if isinstance(chosen, list) and parse_conversation(chosen, dataset.chosen_key)[0]["role"] != "assistant":
             return None  # the prompt is in it
     elif generates(recipe):
         reader.question(record)

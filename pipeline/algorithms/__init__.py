@@ -14,7 +14,7 @@ CLASSES = {  # by the file's name, which is the recipe's section and what `algor
     "distillation": "Distillation",
     "sft": "SFT",
     "dpo": "DPO",
-    "rm": "RewardModel",
+    "rm": "RM",
 }
 ALGORITHMS: dict[str, type[Algorithm]] = {
     name: getattr(import_module(f"pipeline.algorithms.{name}"), kind) for name, kind in CLASSES.items()

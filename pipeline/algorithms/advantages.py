@@ -2,7 +2,7 @@
 
     rewards        scaled and shaped, as `reward_scaling` and `reward_shaping` say                              NeMo-RL, DAPO
     by prompt      on the coordinator, in numpy: `group_advantages`, `sequence_advantages`    GRPO, RLOO, Dr. GRPO, REINFORCE++
-    by token       on the train ranks, in torch: `estimate_gae`, `minus_kl_to_come`                     PPO, VAPO, REINFORCE++
+    by token       on the train ranks, in torch: `estimate_gae`, `subtract_future_kl`                     PPO, VAPO, REINFORCE++
     standardized   to mean 0 and variance 1 over a step: `moments`, `normalization`, `standardize`           REINFORCE++, PPO
 
 Left out: rewards of several components, rewards for parts of an answer (process supervision), discounting in REINFORCE++, a
@@ -55,7 +55,9 @@ def shaped_rewards(group: RolloutGroup, config: RewardedConfig) -> np.ndarray:
     if not shaping.enabled:
         return rewards
     if shaping.stop_properly_penalty_coef is not None:
-        return np.where([is_cut(rollout) for rollout in group.rollouts], rewards * shaping.stop_properly_penalty_coef, rewards)
+        return np.where(
+            [is_truncated(rollout) for rollout in group.rollouts], rewards * shaping.stop_properly_penalty_coef, rewards
+        )
     return rewards + soft_overlong_penalty(np.array([rollout.drawn_tokens for rollout in group.rollouts]), shaping)
 
 
@@ -69,12 +71,12 @@ def soft_overlong_penalty(lengths: np.ndarray, config: RewardShapingConfig) -> n
     return -config.overlong_buffer_penalty * ((lengths - start) / config.overlong_buffer_length).clip(0)
 
 
-def is_cut(rollout: Rollout) -> bool:
+def is_truncated(rollout: Rollout) -> bool:
     """Return whether the answer, or the last turn's, ended because there was no more room."""
     return rollout.finish == "length"
 
 
-def judged(group: RolloutGroup) -> np.ndarray:
+def scored_mask(group: RolloutGroup) -> np.ndarray:
     """Return False for episodes that their environment failed, which have no reward: `[G]` bool."""
     return np.array([not rollout.failure for rollout in group.rollouts], np.bool_)
 
@@ -84,7 +86,7 @@ def varies(rewards: np.ndarray) -> bool:
     return len(rewards) > 1 and bool(np.ptp(rewards) > ROUNDING * max(1.0, np.abs(rewards).max()))
 
 
-def selected(groups: list[RolloutGroup], config: RewardedConfig) -> list[RolloutGroup]:
+def select_groups(groups: list[RolloutGroup], config: RewardedConfig) -> list[RolloutGroup]:
     """Return the groups to train on: with dynamic sampling those whose rewards vary (DAPO eq. 11), else all.
 
     Rewards are compared before they are shaped, as in NeMo-RL: lengths that vary are no reason to train on a group that is all
@@ -92,10 +94,10 @@ def selected(groups: list[RolloutGroup], config: RewardedConfig) -> list[Rollout
     """
     if not config.use_dynamic_sampling:
         return groups
-    return [group for group in groups if varies(scaled_rewards(group, config.reward_scaling)[judged(group)])]
+    return [group for group in groups if varies(scaled_rewards(group, config.reward_scaling)[scored_mask(group)])]
 
 
-def sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: float, counts: bool = True) -> Sample:
+def make_sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: float, counts: bool = True) -> Sample:
     """Return prompt and turns as one sequence; the policy's own tokens count, each with the advantage.
 
     counts: False if the loss leaves the sequence out, as it always does with failed episodes
@@ -119,9 +121,9 @@ def sample(prompt: Prompt, rollout: Rollout, advantage: float, reward: float, co
 # ---- of the answers to one prompt ------------------------------------------------------------------------------------------
 
 
-def among_judged(group: RolloutGroup, rewards: np.ndarray, estimator: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def apply_to_scored(group: RolloutGroup, rewards: np.ndarray, estimator: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Return what `estimator` makes of the `[G]` rewards; failed episodes get 0, and others are not compared with them."""
-    advantages, among = np.zeros(len(rewards)), judged(group)
+    advantages, among = np.zeros(len(rewards)), scored_mask(group)
     if among.any():
         advantages[among] = estimator(rewards[among])
     return advantages
@@ -173,13 +175,13 @@ def sequence_advantages(rewards: np.ndarray, minus_baseline: bool) -> np.ndarray
 # ---- of tokens -------------------------------------------------------------------------------------------------------------
 
 
-def minus_kl_to_come(batch: PackedBatch, config: LossConfig) -> torch.Tensor:
+def subtract_future_kl(batch: PackedBatch, config: LossConfig) -> torch.Tensor:
     """Return A_t = A - beta sum_{s >= t} KL_s over the counted tokens of an answer, `[T]` (REINFORCE++).
 
     NeMo-RL subtracts a token's own KL only; in the paper, and here, a token also answers for what comes after it.
     """
-    kl = discounted_sums(rows(kl_in_reward(batch, config), batch), 1.0)
-    return batch.advantages - config.reference_policy_kl_penalty * scattered(kl, batch)
+    kl = discounted_sums(gather_counted(kl_in_reward(batch, config), batch), 1.0)
+    return batch.advantages - config.reference_policy_kl_penalty * scatter_counted(kl, batch)
 
 
 def estimate_gae(batch: PackedBatch, gae: GAEConfig, loss: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,13 +199,13 @@ def estimate_gae(batch: PackedBatch, gae: GAEConfig, loss: LossConfig) -> tuple[
     have no bias from the critic; with length_adaptive_alpha = a the policy's is 1 - 1 / (a l) for an answer of l tokens, eq. 9.
     """
     rewards = _token_rewards(batch, loss)
-    values = rows(values_before(batch.old_values), batch)
+    values = gather_counted(values_before(batch.old_values), batch)
     after = torch.cat([values[:, 1:], values.new_zeros(len(values), 1)], 1)
     errors = rewards + gae.gae_gamma * after - values
     advantages = discounted_sums(errors, gae.gae_gamma * _policy_lambda(batch, gae))
     value_lambda = gae.gae_lambda if gae.gae_lambda_value is None else gae.gae_lambda_value
     returns = discounted_sums(errors, gae.gae_gamma * value_lambda) + values
-    return scattered(advantages, batch), scattered(returns, batch)
+    return scatter_counted(advantages, batch), scatter_counted(returns, batch)
 
 
 def _token_rewards(batch: PackedBatch, loss: LossConfig) -> torch.Tensor:
@@ -211,7 +213,7 @@ def _token_rewards(batch: PackedBatch, loss: LossConfig) -> torch.Tensor:
     rewards = torch.zeros_like(batch.old_values)
     if loss.use_kl_in_reward:
         rewards = -loss.reference_policy_kl_penalty * kl_in_reward(batch, loss)
-    found, sizes = rows(rewards, batch), _sizes(batch)
+    found, sizes = gather_counted(rewards, batch), _sizes(batch)
     found[torch.arange(len(sizes), device=sizes.device), (sizes - 1).clamp(min=0)] += torch.where(sizes > 0, batch.rewards, 0.0)
     return found
 
@@ -236,7 +238,7 @@ def discounted_sums(terms: torch.Tensor, decay: float | torch.Tensor) -> torch.T
     return sums
 
 
-def rows(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+def gather_counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """Gather each sequence's counted tokens from the left, then 0: `[T]` -> `[S, C]`, C the most of them and at least 1."""
     grid = _grid(batch)
     found = values.new_zeros(grid.shape)
@@ -244,15 +246,15 @@ def rows(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     return found
 
 
-def scattered(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """Put what `rows` gathered back in its place, with 0 elsewhere: `[S, C]` -> `[T]`."""
+def scatter_counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """Put what `gather_counted` gathered back in its place, with 0 elsewhere: `[S, C]` -> `[T]`."""
     found = values.new_zeros(len(batch.loss_mask))
     found[batch.loss_mask] = values[_grid(batch)]
     return found
 
 
 def _grid(batch: PackedBatch) -> torch.Tensor:
-    """Return where `rows` has a token, `[S, C]` bool."""
+    """Return where `gather_counted` has a token, `[S, C]` bool."""
     sizes = _sizes(batch)
     return torch.arange(max(1, int(sizes.max())), device=sizes.device) < sizes[:, None]
 

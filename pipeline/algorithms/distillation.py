@@ -44,9 +44,9 @@ class Distillation(OnlineAlgorithm):
 
     def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
         """Return samples with advantages of 0, which are not used."""
-        from pipeline.algorithms.advantages import sample
+        from pipeline.algorithms.advantages import make_sample
 
-        return [sample(group.prompt, rollout, 0.0, rollout.reward) for group in groups for rollout in group.rollouts]
+        return [make_sample(group.prompt, rollout, 0.0, rollout.reward) for group in groups for rollout in group.rollouts]
 
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
         from pipeline.algorithms.divergence import distillation_loss

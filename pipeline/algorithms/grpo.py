@@ -119,7 +119,7 @@ class GRPO(RewardedAlgorithm):
         return ahead.enabled and ahead.max_trajectory_age_steps > 0
 
     def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> np.ndarray:
-        from pipeline.algorithms.advantages import among_judged, group_advantages, sequence_advantages
+        from pipeline.algorithms.advantages import apply_to_scored, group_advantages, sequence_advantages
 
         config = self.section.adv_estimator
         if self._plus_plus:
@@ -127,14 +127,14 @@ class GRPO(RewardedAlgorithm):
         else:
             how = {"use_leave_one_out": config.use_leave_one_out_baseline, "normalize": config.normalize_rewards}
             estimator = partial(group_advantages, **how)
-        return among_judged(group, rewards, estimator)
+        return apply_to_scored(group, rewards, estimator)
 
     def estimate(self, batch: PackedBatch) -> PackedBatch:
-        from pipeline.algorithms.advantages import minus_kl_to_come
+        from pipeline.algorithms.advantages import subtract_future_kl
 
         batch = super().estimate(batch)
         if self._plus_plus and self.recipe.loss_fn.use_kl_in_reward:
-            batch = dataclasses.replace(batch, advantages=minus_kl_to_come(batch, self.recipe.loss_fn))
+            batch = dataclasses.replace(batch, advantages=subtract_future_kl(batch, self.recipe.loss_fn))
         return batch
 
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:

@@ -31,12 +31,12 @@ import torch
 from torch.nn.functional import softplus
 
 from pipeline.algorithms.reductions import (
-    counted,
     histogram_share,
+    mask_impossible_tokens,
+    masked,
     masked_extreme,
     masked_share,
     per_token,
-    possible,
     sequence_means,
     sequence_sums,
     values_before,
@@ -52,13 +52,13 @@ def policy_loss(config: LossConfig, outputs: Outputs, batch: PackedBatch, counts
     old = current if on_policy else batch.old_logprobs
     whole, truncates = batch, outputs.full_logprobs is not None
     if truncates:
-        batch = possible(whole, current, old)
+        batch = mask_impossible_tokens(whole, current, old)
         seen = torch.where(old == -torch.inf, whole.generate_logprobs, old)
-    log_ratio = counted(logprobs - old, batch)
+    log_ratio = masked(logprobs - old, batch)
     if config.sequence_level_importance_ratios:
         log_ratio = sequence_log_ratios(log_ratio, batch)
     ratio = torch.exp(log_ratio)
-    surrogate, bounded = _surrogate(config, counted(logprobs, batch), ratio, batch.advantages)
+    surrogate, bounded = _surrogate(config, masked(logprobs, batch), ratio, batch.advantages)
     log_weights = importance_log_weights(old, batch, config)
     weights, outside = truncated(log_weights, batch, config)
     if config.use_importance_sampling_correction:
@@ -189,7 +189,7 @@ def kl_in_loss(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfig) -
     use_on_policy_kl_approximation it is pi / pi_generate, which also corrects for tokens that another policy drew.
     """
     drawn_from = batch.generate_logprobs if config.use_on_policy_kl_approximation else logprobs.detach()
-    return _kl_of_counted(logprobs, batch, config, torch.exp(counted(logprobs - drawn_from, batch)))
+    return _kl_of_counted(logprobs, batch, config, torch.exp(masked(logprobs - drawn_from, batch)))
 
 
 def kl_in_reward(batch: PackedBatch, config: LossConfig) -> torch.Tensor:
@@ -200,14 +200,14 @@ def kl_in_reward(batch: PackedBatch, config: LossConfig) -> torch.Tensor:
 
 def _kl_of_counted(logprobs: torch.Tensor, batch: PackedBatch, config: LossConfig, weight: torch.Tensor | None) -> torch.Tensor:
     kl = estimate_kl(
-        counted(logprobs, batch),
-        counted(batch.reference_logprobs, batch),
+        masked(logprobs, batch),
+        masked(batch.reference_logprobs, batch),
         config.reference_policy_kl_type,
         config.kl_input_clamp_value,
         config.kl_output_clamp_value,
         weight,
     )
-    return counted(kl, batch)
+    return masked(kl, batch)
 
 
 # ---- importance sampling between generate and train ranks, which find different log-probs for the same weights -------------
@@ -218,7 +218,7 @@ def importance_log_weights(old: torch.Tensor, batch: PackedBatch, config: LossCo
 
     It is 0 where the mask is False. With sequence_level_importance_ratios w is the sequence's product, at all of its tokens.
     """
-    log_weights = counted(old - batch.generate_logprobs, batch)
+    log_weights = masked(old - batch.generate_logprobs, batch)
     if config.sequence_level_importance_ratios:
         return per_token(sequence_sums(log_weights, batch), batch)
     return log_weights
@@ -246,12 +246,12 @@ def truncated(log_weights: torch.Tensor, batch: PackedBatch, config: LossConfig)
     return torch.where(outside, 0.0, weights), outside
 
 
-def trusted(batch: PackedBatch, threshold: float) -> torch.Tensor:
+def mask_mismatched_sequences(batch: PackedBatch, threshold: float) -> torch.Tensor:
     """Return the mask without sequences whose mean of exp|log pi_old - log pi_generate| is above the threshold, `[T]` bool.
 
     Such sequences are left out before anything is divided by a count. Tokens that truncated sampling excludes are not compared.
     """
-    compared = batch if batch.old_full_logprobs is None else possible(batch, batch.old_logprobs)
+    compared = batch if batch.old_full_logprobs is None else mask_impossible_tokens(batch, batch.old_logprobs)
     return batch.loss_mask & (per_token(_sequence_errors(batch.old_logprobs, compared), batch) <= threshold)
 
 
@@ -263,7 +263,7 @@ def mismatch_metrics(old: torch.Tensor, batch: PackedBatch, counts: GlobalCounts
     js_divergence_error: of the Jensen-Shannon divergence, the mean of (w log w - (1 + w) log((1 + w) / 2)) / 2, w = q / p,
     which is unbiased for tokens drawn from p. NeMo-RL's estimate is the same to second order in log w.
     """
-    generate, old = counted(batch.generate_logprobs, batch), counted(old, batch)
+    generate, old = masked(batch.generate_logprobs, batch), masked(old, batch)
     log_weights = old - generate
     weights = torch.exp(log_weights)
     jensen_shannon = (weights * log_weights - (1 + weights) * (softplus(log_weights) - math.log(2))) / 2
@@ -296,7 +296,7 @@ def _weight_metrics(
 
 def _sequence_errors(old: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """Return each sequence's mean of exp|log pi_old - log pi_generate| over counted tokens, `[S]`."""
-    return sequence_means(torch.exp(counted(old - batch.generate_logprobs, batch).abs()), batch)
+    return sequence_means(torch.exp(masked(old - batch.generate_logprobs, batch).abs()), batch)
 
 
 # ---- other losses -----------------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def value_loss(config: ValueLossConfig, outputs: Outputs, batch: PackedBatch, co
         errors = torch.maximum(errors, clipped)
     loss = config.scale / 2 * masked_share(errors, batch, counts)
     with torch.no_grad():
-        found = counted(values, batch)
+        found = masked(values, batch)
         residuals = returns - found
         terms = torch.stack([returns, returns.square(), residuals, residuals.square()])
         metrics = {

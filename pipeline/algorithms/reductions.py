@@ -15,7 +15,7 @@ def masked_share(values: torch.Tensor, batch: PackedBatch, counts: GlobalCounts,
     Token level: every token weighs the same. Sequence level: the mean within each sequence, then the mean over sequences.
     """
     if token_level:
-        return counted(values, batch).sum() / max(1, counts.tokens)
+        return masked(values, batch).sum() / max(1, counts.tokens)
     return sequence_means(values, batch).sum() / max(1, counts.sequences)
 
 
@@ -32,12 +32,12 @@ def histogram_share(logs: torch.Tensor, batch: PackedBatch, counts: GlobalCounts
     return logs.new_zeros(BINS).index_add(0, bins, batch.loss_mask.to(logs.dtype)) / max(1, counts.tokens)
 
 
-def counted(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+def masked(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """Return `[T]` with 0, and no gradient, where the mask is False, also in place of inf and nan."""
     return torch.where(batch.loss_mask, values, 0)
 
 
-def possible(batch: PackedBatch, *logprobs: torch.Tensor) -> PackedBatch:
+def mask_impossible_tokens(batch: PackedBatch, *logprobs: torch.Tensor) -> PackedBatch:
     """Return the batch with a mask that excludes tokens without probability in one of the `[T]` log-probs."""
     mask = batch.loss_mask
     for each in logprobs:
@@ -47,7 +47,7 @@ def possible(batch: PackedBatch, *logprobs: torch.Tensor) -> PackedBatch:
 
 def sequence_sums(values: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
     """Return the sum over each sequence's counted tokens: `[T]` -> `[S]`."""
-    values = counted(values, batch)
+    values = masked(values, batch)
     return values.new_zeros(len(batch.lengths)).index_add(0, _sequence_of_token(batch), values)
 
 

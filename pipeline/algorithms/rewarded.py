@@ -39,19 +39,19 @@ class RewardedAlgorithm(OnlineAlgorithm):
         return 1
 
     def select(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        from pipeline.algorithms.advantages import selected
+        from pipeline.algorithms.advantages import select_groups
 
-        return selected(groups, self.section)
+        return select_groups(groups, self.section)
 
     def compute_advantages(self, groups: list[RolloutGroup]) -> list[Sample]:
-        from pipeline.algorithms.advantages import is_cut, sample, shaped_rewards
+        from pipeline.algorithms.advantages import is_truncated, make_sample, shaped_rewards
 
         samples = []
         for group in groups:
             rewards = shaped_rewards(group, self.section)
             for rollout, advantage, reward in zip(group.rollouts, self.advantages(group, rewards), rewards, strict=True):
-                counts = not (self.section.overlong_filtering and is_cut(rollout))
-                samples.append(sample(group.prompt, rollout, advantage, reward, counts))
+                counts = not (self.section.overlong_filtering and is_truncated(rollout))
+                samples.append(make_sample(group.prompt, rollout, advantage, reward, counts))
         return samples
 
     def advantages(self, group: RolloutGroup, rewards: np.ndarray) -> Sequence[float]:
@@ -59,11 +59,11 @@ class RewardedAlgorithm(OnlineAlgorithm):
         raise NotImplementedError
 
     def estimate(self, batch: PackedBatch) -> PackedBatch:
-        from pipeline.algorithms.loss import trusted
+        from pipeline.algorithms.loss import mask_mismatched_sequences
 
         if (threshold := self.section.seq_logprob_error_threshold) is None:
             return batch
-        return dataclasses.replace(batch, loss_mask=trusted(batch, threshold))
+        return dataclasses.replace(batch, loss_mask=mask_mismatched_sequences(batch, threshold))
 
     def loss(self, outputs: Outputs, batch: PackedBatch, counts: GlobalCounts) -> LossOutput:
         from pipeline.algorithms.loss import policy_loss

@@ -21,7 +21,7 @@ class RMConfig(OfflineConfig):
     """Bradley-Terry reward model, which is `policy`. policy.train_global_batch_size counts pairs."""
 
 
-class RewardModel(PairedAlgorithm):
+class RM(PairedAlgorithm):
     Section = RMConfig
     needs = Needs(head="values")
 

@@ -30,7 +30,7 @@ from pipeline.config.cluster import (
     ranks,
     ranks_per_node,
 )
-from pipeline.config.columns import Message, conversation, judged_by_answer, recognized
+from pipeline.config.columns import Message, judged_by_answer, parse_conversation, recognize_columns
 from pipeline.config.data import (
     DATASET_CARDS,
     GENERATED_DATASETS,

@@ -50,10 +50,11 @@ class Columns:
     """The columns that a data set's records are read by."""
 
     dataset: DatasetConfig  # with the keys of its columns
-    told: str = ""  # how they are read, for people; empty where the recipe's keys are there
+
+    description: str = ""  # how they are read, for people; empty where the recipe's keys are there
 
 
-def recognized(recipe: Recipe, key: str, dataset: DatasetConfig, records: Iterable[Any]) -> Columns:
+def recognize_columns(recipe: Recipe, key: str, dataset: DatasetConfig, records: Iterable[Any]) -> Columns:
     """Return how the records are read, by the first of them; where bad ones are dropped, by the first that can be read.
 
     key: the data set's, e.g. data.train. A key that the recipe has set is never replaced. Raises ValueError, with keys to set,
@@ -140,7 +141,7 @@ def _prompts(own: Reading, record: Mapping[str, Any], judged: bool) -> Iterator[
     for name in CONVERSATIONS:
         if not _is_conversation(record.get(name)):
             continue
-        if conversation(record[name], name)[-1]["role"] == "assistant" or not judged:
+        if parse_conversation(record[name], name)[-1]["role"] == "assistant" or not judged:
             yield {"messages_key": name}
         elif answer:
             yield {"messages_key": name, "output_key": answer}
@@ -151,7 +152,7 @@ def _pairs(recipe: Recipe, own: Reading, record: Mapping[str, Any]) -> Iterator[
     if not all(_has(record, name) for name in answers):
         return
     chosen = record[answers[0]]
-    if "input_key" in own or (_is_conversation(chosen) and conversation(chosen, "")[0]["role"] != "assistant"):
+    if "input_key" in own or (_is_conversation(chosen) and parse_conversation(chosen, "")[0]["role"] != "assistant"):
         yield {}  # the recipe says where the prompt is, or it is in both
         return
     names = [name for name in PROMPTS if _has(record, name)]
@@ -171,13 +172,13 @@ def _has(record: Mapping[str, Any], name: str) -> bool:
 
 def _is_conversation(value: Any) -> bool:
     try:
-        conversation(value, "")
+        parse_conversation(value, "")
     except ValueError:
         return False
     return True
 
 
-def conversation(value: Any, key: str) -> list[Message]:
+def parse_conversation(value: Any, key: str) -> list[Message]:
     """Return a list of messages, from {role, content} or from ShareGPT's {from, value}; what else they have is kept.
 
     Raises ValueError for anything else.

@@ -42,7 +42,7 @@ class Assumed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GPU:
+class GPUSpec:
     """A GPU's data sheet. GB are 10^9 bytes; rates are one way."""
 
     name: str
@@ -61,7 +61,7 @@ class GPU:
 
 
 @functools.cache
-def gpu(name: str, key: str = "cluster.train.gpu") -> GPU:
+def gpu(name: str, key: str = "cluster.train.gpu") -> GPUSpec:
     """Return the description that `name` stands for. key: where the recipe names it. Raises RecipeError."""
     path = config_tree.find_file(name, HARDWARE, key, ", or a path to a YAML like those")
     try:
@@ -72,10 +72,10 @@ def gpu(name: str, key: str = "cluster.train.gpu") -> GPU:
     if not isinstance(assumed, dict):
         told = f"got {path}; expected a mapping of keys with a mapping `assumed`, as in {HARDWARE / DEFAULT}.yaml"
         raise RecipeError(Problem(key, "bad-format", told))
-    faults = [*_wrong(described, GPU, ""), *_wrong(assumed, Assumed, "assumed.")]
+    faults = [*_wrong(described, GPUSpec, ""), *_wrong(assumed, Assumed, "assumed.")]
     refuse(Problem(key, code, f"{path}: {told}") for code, told in faults)
     numbers = {name: value if name in ("nvlink_gpus", CROSSES) else float(value) for name, value in described.items()}
-    return GPU(name=path.stem, **numbers, assumed=Assumed(**{name: float(value) for name, value in assumed.items()}))
+    return GPUSpec(name=path.stem, **numbers, assumed=Assumed(**{name: float(value) for name, value in assumed.items()}))
 
 
 def _wrong(given: dict[Any, Any], kind: type, prefix: str) -> Iterator[tuple[str, str]]:

@@ -7,25 +7,26 @@ from pipeline.data.packing import plan_microbatches
 from pipeline.types import DataPlace, GlobalCounts, Sample, Update
 
 
-def share(
-    samples: list[Sample], policy: PolicyConfig, places: list[DataPlace], update_size: int, together: int = 1
+def split_batch(
+    samples: list[Sample], policy: PolicyConfig, places: list[DataPlace], update_size: int, sequences_per_item: int = 1
 ) -> list[list[Update]]:
     """Return the updates of each train rank, of `update_size` units over all ranks; those who share a place share one list. A
-    unit is `together` successive samples (2: the answers of a pair), which stay side by side in one microbatch;
+    unit is `sequences_per_item` successive samples (2: the answers of a pair), which stay side by side in one microbatch;
     policy.train_micro_batch_size and logprob_batch_size count units too. Raises ValueError if the samples cannot be cut so.
     """
-    if len(samples) % (update_size * together):
-        what = f" of {together} samples each" if together > 1 else ""
+    if len(samples) % (update_size * sequences_per_item):
+        what = f" of {sequences_per_item} samples each" if sequences_per_item > 1 else ""
         raise ValueError(f"{len(samples)} samples cannot be cut into updates of {update_size}{what}")
-    units = [samples[i : i + together] for i in range(0, len(samples), together)]
+    units = [samples[i : i + sequences_per_item] for i in range(0, len(samples), sequences_per_item)]
     updates = [
-        _share_one(units[i : i + update_size], together, policy, places[0].size) for i in range(0, len(units), update_size)
+        _share_one(units[i : i + update_size], sequences_per_item, policy, places[0].size)
+        for i in range(0, len(units), update_size)
     ]
     shares = [[update[data_rank] for update in updates] for data_rank in range(places[0].size)]
     return [shares[place.rank] for place in places]
 
 
-def _share_one(units: list[list[Sample]], together: int, policy: PolicyConfig, data_ranks: int) -> list[Update]:
+def _share_one(units: list[list[Sample]], sequences_per_item: int, policy: PolicyConfig, data_ranks: int) -> list[Update]:
     """Return one optimizer step's samples, by data rank."""
     lengths = [sum(len(sample.tokens) for sample in unit) for unit in units]
     counts = GlobalCounts(
@@ -45,17 +46,17 @@ def _share_one(units: list[list[Sample]], together: int, policy: PolicyConfig, d
         updates.append(
             Update(
                 [sample for i in members for sample in units[i]],
-                [_positions([place[i] for i in microbatch], together) for microbatch in plan],
-                [_positions(microbatch, together) for microbatch in forward_plan + [[]] * (most - len(forward_plan))],
+                [_positions([place[i] for i in microbatch], sequences_per_item) for microbatch in plan],
+                [_positions(microbatch, sequences_per_item) for microbatch in forward_plan + [[]] * (most - len(forward_plan))],
                 counts,
             )
         )
     return updates
 
 
-def _positions(units: list[int], together: int) -> list[int]:
+def _positions(units: list[int], sequences_per_item: int) -> list[int]:
     """Return the positions of the samples of these units."""
-    return [unit * together + i for unit in units for i in range(together)]
+    return [unit * sequences_per_item + i for unit in units for i in range(sequences_per_item)]
 
 
 def _bounds(packed: bool, tokens: int, sequences: int) -> tuple[int | None, int | None]:

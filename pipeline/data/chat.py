@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.config import DataConfig, DatasetConfig, Message, TokenizerConfig
-from pipeline.data.records import Learned, RecordReader, Turns, check_prompt_text
+from pipeline.data.records import Example, RecordReader, Turns, check_prompt_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,7 +79,7 @@ class Encoder(RecordReader):
         """Return what supervised training learns from. Raises ValueError as `example` and `encode` do."""
         return self.encode(self.example(record))
 
-    def encode(self, learned: Learned) -> Encoded:
+    def encode(self, learned: Example) -> Encoded:
         """Return what is learned from a record as tokens. Raises ValueError as `encode_turns` does."""
         if isinstance(learned, Turns):
             return self.encode_turns(learned.messages, learned.first)

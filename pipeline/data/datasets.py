@@ -82,7 +82,7 @@ def _repeated(records: Sequence[Record], dataset: DatasetConfig) -> Sequence[Rec
     return records if dataset.repeat == 1 else _Chosen(records, np.tile(np.arange(len(records)), dataset.repeat))
 
 
-def place_of(records: Sequence[Record], index: int) -> str:
+def record_location(records: Sequence[Record], index: int) -> str:
     """Return where a record is, for people: FILE:LINE, or its number."""
     while isinstance(records, _Chosen):
         records, index = records.source(index)

@@ -27,7 +27,7 @@ from pipeline.config import (
     judged_by_answer,
     judged_by_own_code,
     keyed_sets,
-    recognized,
+    recognize_columns,
     section,
     training_sets,
     validation_sets,
@@ -155,10 +155,10 @@ def _stream(
         )
     dataset = columns(dataset, paired)
     if dataset.dataset_name not in NAMED_DATASETS:
-        found = recognized(recipe, key, dataset, records)
+        found = recognize_columns(recipe, key, dataset, records)
         dataset = found.dataset
-        if found.told:
-            print(f"{key}: {found.told}", flush=True)
+        if found.description:
+            print(f"{key}: {found.description}", flush=True)
     encoder = Encoder(tokenizer, recipe.policy.tokenizer, recipe.data, dataset)
     made = kind(records, encoder, seed=section(recipe).seed, shuffle=shuffle, max_num_epochs=epochs)
     if made.dropped_at_start:

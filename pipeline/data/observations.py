@@ -9,9 +9,9 @@ and before them what ends a turn (<|im_end|>, </s>), if the policy did not draw 
 conversation in which a stand-in says what the policy said: its own tokens are never tokenised anew, and a template that leaves
 out earlier reasoning changes nothing about them. Without a chat template they are the text's tokens.
 
-Where the template has no role `tool`, it is told as `user`, and the log says so once. The tokenizer's marks that are in the
-content, which a tool may have from anywhere, are spelled out (`pipeline/data/marks.py`): it cannot end its turn and take
-another's.
+Where the template has no role `tool`, such messages get the role `user`, and the log notes it once. Special tokens in the
+content, which a tool may have from any source, are spelled out (`pipeline/data/special_tokens.py`), so that the content cannot
+end its turn and begin another.
 
 Leaves out: tool calls as structures (to the template, what the policy says is text), pictures.
 """
@@ -25,7 +25,7 @@ import jinja2
 import numpy as np
 
 from pipeline.config import Message, TokenizerConfig
-from pipeline.data.marks import Marks
+from pipeline.data.special_tokens import SpecialTokenEscaper
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +40,7 @@ class Observations:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: TokenizerConfig, chat: bool) -> None:
         """chat: whether prompts are rendered with the chat template (data.apply_chat_template)."""
         self._tokenizer, self._chat = tokenizer, chat
-        self._marks = Marks(tokenizer, str(tokenizer.chat_template) if chat else "")
+        self._escaper = SpecialTokenEscaper(tokenizer, str(tokenizer.chat_template) if chat else "")
         self._template_kwargs = config.chat_template_kwargs or {}
         self._roles: dict[str, str] = {}  # what is said as what
         if chat:
@@ -57,15 +57,15 @@ class Observations:
         message: {"role", "content"}; without a chat template the role does not matter. ended: whether the policy's last token
         `ends_turn`. Raises ValueError for a role that the template cannot render there.
         """
-        content = self._marks.apart(message["content"])
+        content = self._escaper.escape(message["content"])
         if not self._chat:
-            return np.asarray(self._marks.tokens(content), np.int32)
+            return np.asarray(self._escaper.tokenize(content), np.int32)
         text, begin = self._conversation({**message, "role": self._role(message["role"]), "content": content})
         if ended:
             begin += len(self._end_of_turn)
-        before, whole = self._marks.tokens(text[:begin]), self._marks.tokens(text)
+        before, whole = self._escaper.tokenize(text[:begin]), self._escaper.tokenize(text)
         if whole[: len(before)] != before:  # a token of the template's reaches over the end of the turn, which has no mark
-            before, whole = [], self._marks.tokens(text[begin:])
+            before, whole = [], self._escaper.tokenize(text[begin:])
         return np.asarray(whole[len(before) :], np.int32)
 
     def within(self, message: Message, ended: bool, room: int) -> np.ndarray | None:
@@ -74,7 +74,7 @@ class Observations:
         whole = self.tokens(message, ended)
         if len(whole) <= room:
             return whole
-        content = self._marks.tokens(self._marks.apart(message["content"]))
+        content = self._escaper.tokenize(self._escaper.escape(message["content"]))
         keep = len(content) - (len(whole) - room)
         while keep > 0:
             told = self.tokens({**message, "content": self._tokenizer.decode(content[:keep]) + CUT}, ended)

@@ -11,7 +11,7 @@ import string
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config import DataConfig, DatasetConfig, Message, conversation
+from pipeline.config import DataConfig, DatasetConfig, Message, parse_conversation
 
 Record = dict[str, Any]
 
@@ -32,7 +32,7 @@ class Turns:
     first: int = 0
 
 
-Learned = Continuation | Turns
+Example = Continuation | Turns
 
 
 class RecordReader:
@@ -73,7 +73,7 @@ class RecordReader:
             return [{"role": "assistant", "content": text_of(record, key)}]
         return _answered(record, key)
 
-    def example(self, record: Record) -> Learned:
+    def example(self, record: Record) -> Example:
         """Return what supervised training learns from.
 
         Of messages the loss counts what the assistant says; of a prompt and its completion, what it says in the completion.
@@ -98,7 +98,7 @@ class RecordReader:
             raise ValueError(f"'{key}' has no assistant's turn after another's: {roles}")
         return Turns(self.completed(messages))
 
-    def pair(self, record: Record) -> tuple[Learned, Learned]:
+    def pair(self, record: Record) -> tuple[Example, Example]:
         """Return the chosen answer and the rejected one, each with the prompt."""
         keys = (self.dataset.chosen_key, self.dataset.rejected_key)
         of_messages = [isinstance(value_of(record, key), list) for key in keys]
@@ -134,7 +134,7 @@ class RecordReader:
 
     # ---- pairs ---------------------------------------------------------------------------------------------------------------
 
-    def _of_texts(self, record: Record, keys: tuple[str, str]) -> tuple[Learned, Learned]:
+    def _of_texts(self, record: Record, keys: tuple[str, str]) -> tuple[Example, Example]:
         answers = [text_of(record, key) for key in keys]
         begun_alike = not self.dataset.input_key and not self.dataset.messages_key
         asked = {self.dataset.input_key: _begun_alike(*answers)} if begun_alike else record
@@ -150,7 +150,7 @@ class RecordReader:
         turns = self._prompt(asked)
         return tuple(Turns([*turns, {"role": "assistant", "content": answer}], len(turns)) for answer in answers)
 
-    def _of_messages(self, record: Record, keys: tuple[str, str]) -> tuple[Learned, Learned]:
+    def _of_messages(self, record: Record, keys: tuple[str, str]) -> tuple[Example, Example]:
         self._refuse_bare(keys[0])
         chosen, rejected = (_answered(record, key) for key in keys)
         for key, messages in zip(keys, (chosen, rejected), strict=True):
@@ -237,4 +237,4 @@ def text_of(record: Record, key: str) -> str:
 
 def messages_of(record: Record, key: str) -> list[Message]:
     """Return a list of messages with a role and a text. Raises ValueError if there is none."""
-    return conversation(record.get(key), key)
+    return parse_conversation(record.get(key), key)

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pipeline.data.chat import Encoder
-from pipeline.data.datasets import place_of
+from pipeline.data.datasets import record_location
 from pipeline.data.preferences import Pair, encode_pair
 from pipeline.types import Prompt, Sample
 
@@ -96,10 +96,6 @@ class Stream(Generic[Item]):
         self._iterator = iter(self._loader)
         checked = min(len(records), CHECKED_AT_START)
         self.dropped_at_start = items.check(checked)
-
-    @property
-    def epochs_done(self) -> int:
-        return self._order.position // self._identity["records"]
 
     def take(self, n: int) -> list[Item]:
         """Return the next n items. Fewer, and at last none, only when `max_num_epochs` have gone by."""
@@ -218,7 +214,7 @@ class _Items(Dataset):
     def _item(self, position: int, number: int) -> tuple[Prompt | Sample | Pair | None, BadRecord | None]:
         """Return the item, or what is wrong with the record."""
         data = self._encoder.data
-        where = f"data: {place_of(self._records, number)}"
+        where = f"data: {record_location(self._records, number)}"
         try:
             item = self._encode(self._encoder, position, self._records[number])
         except ValueError as error:

@@ -60,7 +60,7 @@ def copy(tmp_path_factory) -> Path:
     for part in ("pipeline", "launch", "recipes"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "pipeline/algorithms/focal.py").write_text(FILE)
-    registry, last = folder / "pipeline/algorithms/__init__.py", '    "rm": "RewardModel",\n'
+    registry, last = folder / "pipeline/algorithms/__init__.py", '    "rm": "RM",\n'
     assert registry.read_text().count(last) == 1
     registry.write_text(registry.read_text().replace(last, last + LINE))
     return folder

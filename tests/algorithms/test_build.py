@@ -15,7 +15,7 @@ from pipeline.algorithms.dpo import DPO
 from pipeline.algorithms.grpo import GRPO
 from pipeline.algorithms.loss import policy_loss, value_loss
 from pipeline.algorithms.ppo import PPO
-from pipeline.algorithms.rm import RewardModel
+from pipeline.algorithms.rm import RM
 from pipeline.algorithms.sft import SFT
 from pipeline.config import LossConfig, ValueLossConfig
 from pipeline.train.outputs import reduce_outputs
@@ -32,7 +32,7 @@ from tests.algorithms.sampled import CUTS, outputs_of, random_sampled
         ("distillation", Distillation, Needs(teacher_top_k=64)),
         ("sft", SFT, Needs()),
         ("dpo", DPO, Needs(reference=True)),
-        ("rm", RewardModel, Needs(head="values")),
+        ("rm", RM, Needs(head="values")),
     ],
 )
 def test_a_recipe_makes_its_algorithm(name, kind, needs):

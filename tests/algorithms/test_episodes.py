@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.algorithms.advantages import estimate_gae, minus_kl_to_come, sample
+from pipeline.algorithms.advantages import estimate_gae, make_sample, subtract_future_kl
 from pipeline.algorithms.loss import sequence_log_ratios
 from pipeline.algorithms.reductions import masked_share, sequence_means
 from pipeline.config import (
@@ -22,7 +22,7 @@ from pipeline.config import (
     PPOConfig,
     RewardShapingConfig,
 )
-from pipeline.data.batches import share
+from pipeline.data.batches import split_batch
 from pipeline.data.packing import pack
 from pipeline.types import Completion, DataPlace, GlobalCounts, PackedBatch, Prompt, Rollout, RolloutGroup, Span, Turn
 from tests.algorithms.groups import group_of
@@ -43,7 +43,7 @@ HOLES = [False, False, True, True, False, False, False, True]
 def packed(**fields: list[float]) -> PackedBatch:
     """The episode, and before it one of a single turn: so that a sum that ran on would be seen."""
     before = Rollout((turn([7], [], [-0.7]),), reward=5.0)
-    batch = pack([sample(PROMPT, before, 3.0, 5.0), sample(PROMPT, EPISODE, 2.0, 1.0)], "cpu")
+    batch = pack([make_sample(PROMPT, before, 3.0, 5.0), make_sample(PROMPT, EPISODE, 2.0, 1.0)], "cpu")
     return replace(batch, **{name: torch.tensor([0.0] * 3 + values) for name, values in fields.items()})
 
 
@@ -52,13 +52,13 @@ def episodes(values: torch.Tensor) -> list[float]:
 
 
 def test_a_sample_counts_what_was_drawn():
-    found = sample(PROMPT, EPISODE, 2.0, 1.0)
+    found = make_sample(PROMPT, EPISODE, 2.0, 1.0)
     assert found.tokens.tolist() == [5, 6, 7, 2, 9, 8, 9, 4] and found.loss_mask.tolist() == HOLES
     assert found.logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2, 0, 0, 0, -0.4])
     assert found.advantages.tolist() == [0, 0, 2, 2, 0, 0, 0, 2]
     batch = packed()
     assert episodes(batch.loss_mask) == HOLES and batch.positions.tolist() == [0, 1, 2, *range(8)]
-    (update,), *_ = share([found, found], PolicyConfig(max_total_sequence_length=16), [DataPlace(0, 1)], 2)
+    (update,), *_ = split_batch([found, found], PolicyConfig(max_total_sequence_length=16), [DataPlace(0, 1)], 2)
     assert update.counts == GlobalCounts(tokens=6, sequences=2)
 
 
@@ -84,7 +84,7 @@ def test_an_adaptive_lambda_counts_the_policys_tokens():
 def test_kl_to_come_is_of_the_policys_tokens():
     config = LossConfig(use_kl_in_reward=True, reference_policy_kl_penalty=0.5, reference_policy_kl_type="k1")
     batch = packed(old_logprobs=[9, 9, 1, 2, 9, 9, 9, 4], reference_logprobs=[-9, -9, 0, 0, -9, -9, -9, 0])
-    assert episodes(minus_kl_to_come(batch, config)) == pytest.approx([0, 0, 2 - 3.5, 2 - 3.0, 0, 0, 0, 2 - 2.0])
+    assert episodes(subtract_future_kl(batch, config)) == pytest.approx([0, 0, 2 - 3.5, 2 - 3.0, 0, 0, 0, 2 - 2.0])
 
 
 def test_means_and_ratios_are_of_the_policys_tokens():
@@ -170,7 +170,7 @@ def test_a_group_that_failed_whole_contributes_nothing(name):
     good, bad = group_of([1.0, 0.0]), failed(group_of([1.0, 0.0]), 0, 1)
     samples = algorithm.compute_advantages([good, bad])
     assert [int(one.loss_mask.sum()) for one in samples] == [2, 2, 0, 0]
-    (update,), *_ = share(samples, PolicyConfig(max_total_sequence_length=16), [DataPlace(0, 1)], 4)
+    (update,), *_ = split_batch(samples, PolicyConfig(max_total_sequence_length=16), [DataPlace(0, 1)], 4)
     assert update.counts == GlobalCounts(tokens=4, sequences=2)
     if name == "PPO":
         batch = replace(pack(samples, "cpu"), old_values=torch.ones(sum(len(one.tokens) for one in samples)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.algorithms.loss import importance_log_weights, mismatch_metrics, policy_loss, truncated, trusted
+from pipeline.algorithms.loss import importance_log_weights, mask_mismatched_sequences, mismatch_metrics, policy_loss, truncated
 from pipeline.config import LossConfig
 from pipeline.train.outputs import quantiles
 from pipeline.types import BIN_EDGES
@@ -150,7 +150,7 @@ def test_divergences_are_the_exact_ones_over_tokens_drawn_from_the_generate_rank
 def test_sequences_above_the_threshold_are_left_out(threshold, kept):
     """Errors are (2 + 4) / 2 and 1.1, of tokens 1, 2 and of token 4."""
     packed = by_hand()
-    found = trusted(packed.batch, threshold)
+    found = mask_mismatched_sequences(packed.batch, threshold)
     assert found.tolist() == [False, kept[0], kept[0], False, kept[1]]
     estimated = grpo(seq_logprob_error_threshold=threshold).estimate(packed.batch)
     assert torch.equal(estimated.loss_mask, found) and torch.equal(estimated.advantages, packed.batch.advantages)
@@ -158,7 +158,7 @@ def test_sequences_above_the_threshold_are_left_out(threshold, kept):
 
 def test_a_sequence_left_out_is_as_if_it_were_not_there():
     packed = by_hand()
-    kept = replace(packed, batch=replace(packed.batch, loss_mask=trusted(packed.batch, 1.5)))
+    kept = replace(packed, batch=replace(packed.batch, loss_mask=mask_mismatched_sequences(packed.batch, 1.5)))
     counts = replace(packed.counts, tokens=1, sequences=1)
     for token_level in (True, False):
         config = LossConfig(token_level_loss=token_level)

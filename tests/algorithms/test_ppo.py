@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from pipeline.algorithms.advantages import discounted_sums, estimate_gae, rows, scattered
+from pipeline.algorithms.advantages import discounted_sums, estimate_gae, gather_counted, scatter_counted
 from pipeline.algorithms.base import Needs
 from pipeline.algorithms.loss import value_loss
 from pipeline.algorithms.ppo import PPO
@@ -164,9 +164,9 @@ def test_discounted_sums_of_every_length():
 def test_rows_gather_what_counts_and_scatter_it_back():
     packed = random_sampled(2)
     values = torch.arange(len(packed.leaf), dtype=torch.float64) + 1
-    gathered = rows(values, packed.batch)
+    gathered = gather_counted(values, packed.batch)
     assert gathered.shape == (len(packed.batch.lengths), max(map(len, reference.counted_positions(packed))))
-    assert torch.equal(scattered(gathered, packed.batch), torch.where(packed.batch.loss_mask, values, 0.0))
+    assert torch.equal(scatter_counted(gathered, packed.batch), torch.where(packed.batch.loss_mask, values, 0.0))
 
 
 def test_estimate_puts_them_in_the_batch():

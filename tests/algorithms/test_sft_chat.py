@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from pipeline import train
 from pipeline.algorithms.loss import sft_loss
 from pipeline.config import DTensorConfig, MegatronConfig, MegatronDDPConfig, PolicyConfig
-from pipeline.data.batches import share
+from pipeline.data.batches import split_batch
 from pipeline.data.packing import pack
 from pipeline.data.stream import ExampleStream
 from pipeline.train.base import ModelRole
@@ -90,7 +90,7 @@ def test_packed_conversations(backend, template, realm, tmp_path):
         ),
     )
     policy.sequence_packing.train_mb_tokens = 128
-    ((update,),) = share(examples, policy, [DataPlace(0, 1)], len(examples))
+    ((update,),) = split_batch(examples, policy, [DataPlace(0, 1)], len(examples))
     assert max(map(len, update.train)) > 1 < len(update.train), "several microbatches, and several conversations in one"
     assert update.counts.tokens == labels
     made = train.build(policy, dist.group.WORLD, 0, ModelRole())

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.algorithms.loss import kl_in_reward, mismatch_metrics, policy_loss, trusted
+from pipeline.algorithms.loss import kl_in_reward, mask_mismatched_sequences, mismatch_metrics, policy_loss
 from pipeline.config import GRPOConfig, LossConfig
 from pipeline.types import Outputs
 from tests.algorithms.made import made
@@ -97,8 +97,8 @@ def test_kl_in_the_reward_is_of_whole_distributions():
 def test_a_sequence_is_not_distrusted_for_a_token_that_is_cut_away():
     packed = random_sampled(6, noise=0.01)
     _, given = truncated(packed)
-    assert torch.equal(trusted(given.batch, 1.1), packed.batch.loss_mask)
+    assert torch.equal(mask_mismatched_sequences(given.batch, 1.1), packed.batch.loss_mask)
     far = replace(given.batch, generate_logprobs=packed.batch.generate_logprobs - 1.0)
-    assert not trusted(far, 1.1).any()
+    assert not mask_mismatched_sequences(far, 1.1).any()
     estimate = made(GRPOConfig(seq_logprob_error_threshold=1.1), LossConfig(), updates=1).estimate
     assert torch.equal(estimate(given.batch).loss_mask, packed.batch.loss_mask)

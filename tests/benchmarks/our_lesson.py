@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeline import algorithms, config, train
-from pipeline.data.batches import share
+from pipeline.data.batches import split_batch
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
 from pipeline.data.packing import pack
@@ -41,7 +41,7 @@ class OurLesson:
         size, needs = self.recipe.policy.train_global_batch_size, self._algorithm.needs
         items = self._examples.take(size)
         samples = [sample for item in items for sample in (item if isinstance(item, tuple) else (item,))]
-        ((update,),) = share(samples, self.recipe.policy, [DataPlace(0, 1)], size, self._algorithm.sequences_per_item)
+        ((update,),) = split_batch(samples, self.recipe.policy, [DataPlace(0, 1)], size, self._algorithm.sequences_per_item)
         batches = [pack([update.samples[i] for i in members], self.backend.device) for members in update.train]
         if needs.reference:
             outputs = self.backend.forward(batches, "reference")

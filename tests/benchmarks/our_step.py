@@ -24,7 +24,7 @@ from pipeline.config import (
     TokenizerConfig,
     VLLMConfig,
 )
-from pipeline.data.batches import share
+from pipeline.data.batches import split_batch
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.packing import pack
 from pipeline.environments.base import Environment, Outcome
@@ -106,7 +106,7 @@ class OurStep:
     def learn(self, groups: list[RolloutGroup]) -> None:
         with self.clock.phase("advantages and pack"):
             samples = self._grpo.compute_advantages(groups)
-            ((update,),) = share(samples, self._policy, [DataPlace(0, 1)], len(samples))
+            ((update,),) = split_batch(samples, self._policy, [DataPlace(0, 1)], len(samples))
             batches = [pack([update.samples[i] for i in members], self._train.device) for members in update.train]
         with self.clock.phase("loss, backward and optimizer"):
             self._train.step(batches, lambda outputs, batch: self._grpo.loss(outputs, batch, update.counts))

@@ -238,7 +238,7 @@ def _cpu(pid: int) -> float:
 
 
 def parts(ranks: int) -> list[list[Update]]:
-    """One rank's share for each, the same for TOGETHER successive ones, as `pipeline.data.batches.share` gives them."""
+    """One rank's share for each, the same for TOGETHER successive ones, as `pipeline.data.batches.split_batch` gives them."""
     places = max(1, ranks // TOGETHER)
     tokens = np.arange(LENGTH, dtype=np.int32)
     mask, numbers = np.ones(LENGTH, np.bool_), np.ones(LENGTH, np.float32)

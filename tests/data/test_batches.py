@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipeline.config import PolicyConfig, SequencePackingConfig
-from pipeline.data.batches import share
+from pipeline.data.batches import split_batch
 from pipeline.types import DataPlace, Sample, Update
 
 
@@ -30,15 +30,15 @@ def numbers(update: Update, microbatch: list[int]) -> list[int]:
     return [int(update.samples[i].tokens[0]) for i in microbatch]
 
 
-@pytest.mark.parametrize("together", [1, 2, 3])
+@pytest.mark.parametrize("sequences_per_item", [1, 2, 3])
 @pytest.mark.parametrize("packed", [True, False])
-def test_each_unit_once_and_whole(together: int, packed: bool):
-    draw = random.Random(together)
+def test_each_unit_once_and_whole(sequences_per_item: int, packed: bool):
+    draw = random.Random(sequences_per_item)
     for _ in range(100):
         units, ranks = draw.choice([8, 12, 24]), draw.choice([1, 2, 4])
-        samples = [sample(i, draw.randint(2, 64 // together)) for i in range(units * together)]
+        samples = [sample(i, draw.randint(2, 64 // sequences_per_item)) for i in range(units * sequences_per_item)]
         places = [DataPlace(rank, ranks) for rank in range(ranks) for _ in range(2)]  # two tensor-parallel peers each
-        updates = share(samples, policy(packed), places, units // 2, together)
+        updates = split_batch(samples, policy(packed), places, units // 2, sequences_per_item)
         assert [len(of_rank) for of_rank in updates] == [2] * len(places)
         assert all(updates[2 * rank] is updates[2 * rank + 1] for rank in range(ranks))  # so it is sent once
         for k in range(2):
@@ -48,14 +48,14 @@ def test_each_unit_once_and_whole(together: int, packed: bool):
                     for microbatch in getattr(update, field):
                         found = numbers(update, microbatch)
                         seen += found
-                        members = [found[i : i + together] for i in range(0, len(found), together)]
-                        assert all(unit == list(range(unit[0], unit[0] + together)) for unit in members)
-                        assert all(unit[0] % together == 0 for unit in members)
+                        members = [found[i : i + sequences_per_item] for i in range(0, len(found), sequences_per_item)]
+                        assert all(unit == list(range(unit[0], unit[0] + sequences_per_item)) for unit in members)
+                        assert all(unit[0] % sequences_per_item == 0 for unit in members)
                         tokens = sum(len(update.samples[i].tokens) for i in microbatch)
                         bounds = (64, 3) if field == "train" else (128, 4)
                         assert tokens <= bounds[0] if packed else len(members) <= bounds[1]
-                first = k * units // 2 * together
-                assert sorted(seen) == list(range(first, first + units // 2 * together))
+                first = k * units // 2 * sequences_per_item
+                assert sorted(seen) == list(range(first, first + units // 2 * sequences_per_item))
             assert (
                 len({len(of_rank[k].train) for of_rank in updates})
                 == len({len(of_rank[k].forward) for of_rank in updates})
@@ -68,7 +68,7 @@ def test_each_unit_once_and_whole(together: int, packed: bool):
 
 def test_counts_are_of_the_whole_update():
     samples = [sample(0, 5), sample(1, 4), sample(2, 3), sample(3, 9, counted=False)]
-    for of_rank in share(samples, policy(True), [DataPlace(0, 2), DataPlace(1, 2)], 2, together=2):
+    for of_rank in split_batch(samples, policy(True), [DataPlace(0, 2), DataPlace(1, 2)], 2, sequences_per_item=2):
         (update,) = of_rank
         assert (update.counts.tokens, update.counts.sequences) == (4 + 3 + 2, 3)
 
@@ -76,8 +76,8 @@ def test_counts_are_of_the_whole_update():
 def test_what_cannot_be_cut_is_said():
     samples = [sample(i, 40) for i in range(6)]
     with pytest.raises(ValueError, match="6 samples cannot be cut into updates of 2 of 2 samples each"):
-        share(samples, policy(True), [DataPlace(0, 1)], 2, together=2)
+        split_batch(samples, policy(True), [DataPlace(0, 1)], 2, sequences_per_item=2)
     with pytest.raises(ValueError, match="6 samples cannot be cut into updates of 4"):
-        share(samples, policy(True), [DataPlace(0, 1)], 4)
+        split_batch(samples, policy(True), [DataPlace(0, 1)], 4)
     with pytest.raises(ValueError, match="has 80 tokens, more than a microbatch may have"):
-        share(samples, policy(True), [DataPlace(0, 1)], 3, together=2)
+        split_batch(samples, policy(True), [DataPlace(0, 1)], 3, sequences_per_item=2)

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeline import algorithms, config
-from pipeline.data.batches import share
+from pipeline.data.batches import split_batch
 from pipeline.roles import TrainRole
 from pipeline.types import DataPlace, Sample
 from tests.train.conftest import realm  # noqa: F401
@@ -49,7 +49,7 @@ def test_ranks_without_an_item_have_no_share(name, backend, megatron_ended, tmp_
     def shares(ranks: int) -> list[dict[str, float]]:
         """Return the shares of two items, by data rank."""
         places = [DataPlace(rank, ranks) for rank in range(ranks)]
-        return [made.evaluate(update) for (update,) in share(samples, made._recipe.policy, places, 2, together)]
+        return [made.evaluate(update) for (update,) in split_batch(samples, made._recipe.policy, places, 2, together)]
 
     (whole,), parts = shares(1), shares(RANKS)
     assert whole["loss"] > 0

@@ -19,7 +19,7 @@ from pipeline.algorithms.advantages import (
 )
 from pipeline.algorithms.base import Variance
 from pipeline.algorithms.divergence import distillation_loss
-from pipeline.algorithms.loss import estimate_kl, mismatch_metrics, policy_loss, sft_loss, trusted, value_loss
+from pipeline.algorithms.loss import estimate_kl, mask_mismatched_sequences, mismatch_metrics, policy_loss, sft_loss, value_loss
 from pipeline.algorithms.pairs import reward_model_loss
 from pipeline.config import (
     AdvantageConfig,
@@ -206,7 +206,7 @@ def mismatch(golden: Golden) -> Found:
     """Return which sequences are still there, and the metrics that are told of them."""
     rows = Rows(golden.inputs)
     batch = rows.batch(old_logprobs=rows.tensor("old_logprobs"), generate_logprobs=rows.tensor("generate_logprobs"))
-    left = rows.padded(trusted(batch, golden.arguments["seq_logprob_error_threshold"]).to(torch.float64))
+    left = rows.padded(mask_mismatched_sequences(batch, golden.arguments["seq_logprob_error_threshold"]).to(torch.float64))
     metrics = mismatch_metrics(batch.old_logprobs, batch, rows.counts)
     return {"sample_mask": left.amax(1)} | {f"metrics of {name}": value for name, value in metrics.items()}
 

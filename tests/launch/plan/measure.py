@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from launch.plan.memory_generate import generate as generate_memory
 from pipeline import algorithms
 from pipeline.config import RECIPES, Recipe
-from pipeline.data.batches import share
+from pipeline.data.batches import split_batch
 from pipeline.roles.train import TrainRole
 from pipeline.types import DataPlace, Sample
 from tests.launch.plan.memory_cases import Case
@@ -116,7 +116,7 @@ def _updates(recipe: Recipe, place: DataPlace, vocabulary: int) -> list:
     random, length = np.random.default_rng(0), policy.max_total_sequence_length
     samples = [_sample(random.integers(3, vocabulary, length)) for _ in range(policy.train_global_batch_size * together)]
     places = [DataPlace(rank, place.size) for rank in range(place.size)]
-    return share(samples, policy, places, policy.train_global_batch_size, together)[place.rank]
+    return split_batch(samples, policy, places, policy.train_global_batch_size, together)[place.rank]
 
 
 def _sample(tokens: np.ndarray) -> Sample:

@@ -20,7 +20,7 @@ CUT_HERE = "\ue000"  # for private use: no text's own
 UNKNOWN = "\ufffd"
 
 
-class Marks:
+class SpecialTokenEscaper:
     """The tokenizer's special tokens; and of its other added tokens (`</tool_response>`) those that are in `template`: they may
     be ordinary words, or a run of spaces, too."""
 
@@ -31,13 +31,13 @@ class Marks:
         begins = [f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in sorted(texts) if len(text) > 1]
         self._begins = re.compile("|".join(begins) or r"(?!)")
 
-    def apart(self, text: str) -> str:
+    def escape(self, text: str) -> str:
         """Return the text with CUT_HERE in each mark, for `tokens`; a chat template may stand around it by then. What UTF-8 has
         not (half a surrogate pair, which tokenizers refuse) is a question mark."""
         text = text.encode("utf-8", "replace").decode().replace(CUT_HERE, UNKNOWN)
         return self._begins.sub(rf"\g<0>{CUT_HERE}", text)
 
-    def tokens(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         """Return the tokens of a text. Marks that stand in one piece become their tokens."""
         pieces = text.split(CUT_HERE)
         return [token for piece in pieces for token in self._tokenizer(piece, add_special_tokens=False).input_ids]
