@@ -56,7 +56,7 @@ def container_failure(run_dir: Path, attempt: AttemptFolder) -> list[str]:
 
 def _image(run_dir: Path, component: str) -> str | None:
     try:
-        return RunFolder.at(run_dir).of(f"cluster.{component}.container_image")
+        return RunFolder.at(run_dir).value(f"cluster.{component}.container_image")
     except RecipeError:
         return None
 

@@ -1,7 +1,7 @@
-"""A run as its folder describes it: recipe, submissions, metrics, how long it was busy. Read from files alone.
+"""Read a run's folder: recipe, submissions, metrics, busy time.
 
-Neither the run's environment nor this version's schema is needed: recipe.yaml is read as plain values, so that the runs of
-other versions can be shown too. How the run ended is in launch/attempts.py, what its job does in launch/run_state.py.
+Only files are read. recipe.yaml is read as plain values, without this version's schema, so runs of other versions can be shown
+too. launch/attempts.py has each attempt's end, launch/run_state.py the state of the job, launch/run_setup.py writes the folder.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from launch.units import plural
 from pipeline.config import ONLINE, Problem, RecipeError, bound
 from pipeline.metrics import Reader
 
-PARTS = ("rollout", "train", "refit")
+STEP_PHASES = ("rollout", "train", "refit")
 """Phases within time/step."""
-BESIDE = ("validation", "save")
+OTHER_PHASES = ("validation", "save")
 """Phases between two steps."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run folder, which a job may be writing into."""
+    """Everything that a run's folder holds. A job may still write into it."""
 
     folder: Path
 
     @classmethod
     def at(cls, folder: Path) -> RunFolder:
-        """Raises RecipeError for a folder that is no run folder, or cannot be read."""
+        """Return the folder's run. Raises RecipeError if the folder is not a run folder, or cannot be read."""
         try:
             if not folder.is_dir():
                 raise RecipeError(Problem("run", "file-not-found", f"{folder} is not a run folder: there is no such folder"))
@@ -45,7 +45,7 @@ class RunFolder:
                 raise RecipeError(Problem("run", "not-a-run", f"{folder} is not a run folder: it has no recipe.yaml"))
             run = cls(folder)
             if not isinstance(run.recipe, dict) or "algorithm" not in run.recipe:
-                message = f"{folder} is not a run folder: its recipe.yaml says no algorithm"
+                message = f"{folder} is not a run folder: its recipe.yaml has no `algorithm`"
                 raise RecipeError(Problem("run", "not-a-run", message))
         except OSError as error:
             raise RecipeError(Problem("run", "unreadable", f"{folder} cannot be read: {error.strerror}")) from None
@@ -56,38 +56,42 @@ class RunFolder:
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
+        """recipe.yaml as plain values, unchecked."""
         return yaml.load((self.folder / "recipe.yaml").read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
     @cached_property
     def submissions(self) -> list[dict[str, Any]]:
-        """manifest.json, oldest first: time, user, host, command, git and so on."""
+        """Entries of manifest.json, oldest first: time, user, host, command, Git commit, versions."""
         path = self.folder / "manifest.json"
         return json.loads(path.read_text()) if path.exists() else []
 
     @cached_property
     def attempts(self) -> list[AttemptFolder]:
-        """Oldest first."""
+        """All starts of the ranks, oldest first."""
         return all_attempts(self.folder)
 
     @property
     def name(self) -> str:
+        """The recipe's `name`, or else the folder's."""
         return str(self.recipe.get("name", self.folder.name))
 
     @property
     def algorithm(self) -> str:
+        """The recipe's `algorithm`, such as `grpo`."""
         return self.recipe["algorithm"]
 
     @property
     def model(self) -> str:
-        return str(self.of("policy.model_name", "unknown"))
+        """The policy's model_name; `unknown` if the recipe has none."""
+        return str(self.value("policy.model_name", "unknown"))
 
     @property
     def max_steps(self) -> int | None:
-        """Return the steps that the run makes at most; None: as many as its epochs of data have, or no bound."""
-        return bound(int(self.of(f"{self.algorithm}.max_num_steps", 0))) or None
+        """The maximum number of steps; None if only the epochs of data bound it, or nothing does."""
+        return bound(int(self.value(f"{self.algorithm}.max_num_steps", 0))) or None
 
-    def of(self, key: str, otherwise: Any = None) -> Any:
-        """Return the recipe's value at a dotted key."""
+    def value(self, key: str, otherwise: Any = None) -> Any:
+        """Return the recipe's value at a dotted key; `otherwise` if the key is absent or null."""
         value: Any = self.recipe
         for part in key.split("."):
             if not isinstance(value, dict) or value.get(part) is None:
@@ -95,23 +99,24 @@ class RunFolder:
             value = value[part]
         return value
 
-    # ---- who does what ------------------------------------------------------------------------------------------------------
+    # ---- backend, components, layout ------------------------------------------------------------------------------------------------------
 
     @property
     def backend(self) -> str:
-        train = "Megatron-Core" if self.of("policy.megatron_cfg.enabled") else "FSDP2"
-        return f"{train}, {self.of('policy.generation.backend')}" if self.algorithm in ONLINE else train
+        """The train backend and, of an online algorithm, the generate backend, for people."""
+        train = "Megatron-Core" if self.value("policy.megatron_cfg.enabled") else "FSDP2"
+        return f"{train}, {self.value('policy.generation.backend')}" if self.algorithm in ONLINE else train
 
     @property
     def components(self) -> dict[str, dict[str, Any]]:
-        """The job's, in rank order."""
-        served = any(isinstance(each, dict) and each.get("served_by") == "reward" for each in self.of("env", {}).values())
+        """The section of each component of the job, by name, in rank order."""
+        served = any(isinstance(each, dict) and each.get("served_by") == "reward" for each in self.value("env", {}).values())
         names = ["train", *(["generate"] if self.algorithm in ONLINE else []), *(["reward"] if served else [])]
-        return {name: self.of(f"cluster.{name}", {}) for name in names}
+        return {name: self.value(f"cluster.{name}", {}) for name in names}
 
     @property
     def layout(self) -> str:
-        """Return ranks, nodes and the parallel sizes that are not 1, for people."""
+        """Ranks, nodes, GPUs and the parallel sizes above 1 of each component, for people."""
         return "; ".join(f"{name}: {', '.join(self._shape(name, each))}" for name, each in self.components.items())
 
     def _shape(self, name: str, component: dict[str, Any]) -> Iterator[str]:
@@ -120,49 +125,51 @@ class RunFolder:
         if gpus:
             yield f"{gpus} {component.get('gpu', 'GPUs')} each"
         section = "generation.vllm_cfg" if name == "generate" else "dtensor_cfg"
-        if name != "generate" and self.of("policy.megatron_cfg.enabled"):
+        if name != "generate" and self.value("policy.megatron_cfg.enabled"):
             section = "megatron_cfg"
-        for key, value in self.of(f"policy.{section}", {}).items():
+        for key, value in self.value(f"policy.{section}", {}).items():
             if key.endswith("_parallel_size") and isinstance(value, int) and value > 1:
                 yield f"{key.removesuffix('_parallel_size').replace('_', ' ')} {value}"
 
     @property
     def gpus(self) -> int:
-        guests = {"generate"} if self.of("policy.generation.colocated.enabled") else set()  # on the GPUs of train
+        """The number of GPUs of the job; GPUs that train and generate ranks share count once."""
+        sharing = {"generate"} if self.value("policy.generation.colocated.enabled") else set()
         return sum(
-            each.get("nodes", 1) * each.get("gpus_per_node", 0) for name, each in self.components.items() if name not in guests
+            each.get("nodes", 1) * each.get("gpus_per_node", 0) for name, each in self.components.items() if name not in sharing
         )
 
     # ---- how long -----------------------------------------------------------------------------------------------------------
 
     def busy_s(self) -> float:
-        """Return the seconds in which ranks were running, over all attempts, to the last sign of life of each."""
-        ends = [last_sign(attempt) for attempt in self.attempts]
+        """Return the seconds in which ranks ran: the sum over all attempts, each until `last_active`."""
+        ends = [last_active(attempt) for attempt in self.attempts]
         return sum(max(0.0, end - attempt.started) for attempt, end in zip(self.attempts, ends, strict=True))
 
     def last_written(self) -> float:
-        """Return the unix seconds of its last step, end or submission."""
+        """Return the unix seconds of the last step, end or submission."""
         return max(_modified(self.folder / name) for name in ("metrics.jsonl", "done.json", "job.json", "recipe.yaml"))
 
     # ---- metrics ------------------------------------------------------------------------------------------------------------
 
     def metrics(self, steps: int | None = None) -> Columns:
-        """Return metrics.jsonl, or about so many of its last steps. Raises RecipeError for a line that is no step's."""
+        """Return metrics.jsonl by column, or about its last `steps` lines. Raises RecipeError for a malformed line."""
         columns = Columns()
         for line in Reader(self.folder / "metrics.jsonl", steps).lines():
-            columns.take(line)
+            columns.append(line)
         return columns
 
 
 @dataclass
 class Columns:
-    """metrics.jsonl by column."""
+    """metrics.jsonl by column; NaN where a value is null."""
 
     steps: array = field(default_factory=lambda: array("d"))
     times: array = field(default_factory=lambda: array("d"))  # unix seconds
     columns: dict[str, tuple[array, array]] = field(default_factory=dict)  # key -> (steps, values), in the order of appearance
 
-    def take(self, line: dict[str, Any]) -> None:
+    def append(self, line: dict[str, Any]) -> None:
+        """Add a line of metrics.jsonl. Values that are not numbers are left out."""
         step = line["step"]
         self.steps.append(step)
         self.times.append(line["time"])
@@ -173,24 +180,29 @@ class Columns:
                 values.append(math.nan if value is None else value)
 
     def last(self, key: str) -> float | None:
+        """Return the latest value of a metric; None if no step has it."""
         return self.columns[key][1][-1] if key in self.columns else None
 
     def step_after(self, moment: float) -> float | None:
-        """Return the first step that ended after a moment in unix seconds; None if none did."""
+        """Return the first step that ended after `moment` (unix seconds); None if none did."""
         return next((step for step, time in zip(self.steps, self.times, strict=True) if time > moment), None)
 
 
 def phases(metrics: Columns) -> dict[str, tuple[list[float], list[float]]]:
-    """Phase -> (all steps, seconds in each): the parts of time/step, the rest of it, and what came after it."""
+    """Return phase -> (steps, seconds in each step): the phases of time/step, its rest, and the phases between steps.
+
+    A phase that took no time in any step is left out.
+    """
     columns = {
-        part: dict(zip(*metrics.columns.get(f"time/{part}", ((), ())), strict=True)) for part in ("step", *PARTS, *BESIDE)
+        part: dict(zip(*metrics.columns.get(f"time/{part}", ((), ())), strict=True))
+        for part in ("step", *STEP_PHASES, *OTHER_PHASES)
     }
     steps = sorted({step for values in columns.values() for step in values})
     whole = columns.pop("step")
-    layers = {part: [_or_zero(columns[part].get(step)) for step in steps] for part in PARTS}
+    layers = {part: [_or_zero(columns[part].get(step)) for step in steps] for part in STEP_PHASES}
     parts = zip(*layers.values(), strict=True)
     layers["rest"] = [max(0.0, _or_zero(whole.get(step)) - sum(each)) for step, each in zip(steps, parts, strict=True)]
-    layers |= {part: [_or_zero(columns[part].get(step)) for step in steps] for part in BESIDE}
+    layers |= {part: [_or_zero(columns[part].get(step)) for step in steps] for part in OTHER_PHASES}
     return {part: (steps, seconds) for part, seconds in layers.items() if any(seconds)}
 
 
@@ -198,8 +210,8 @@ def _or_zero(value: float | None) -> float:
     return 0.0 if value is None or math.isnan(value) else value
 
 
-def last_sign(attempt: AttemptFolder) -> float:
-    """Return the unix seconds at which an attempt ended, or was last heard of: its verdict, or the last line in a log."""
+def last_active(attempt: AttemptFolder) -> float:
+    """Return the unix seconds of an attempt's verdict or, before it has one, of the last write to a rank's log."""
     ended = _modified(attempt.folder / "verdict")
     return ended or max([attempt.started, *(_modified(log) for log in attempt.logs)])
 
@@ -212,7 +224,7 @@ def _modified(path: Path) -> float:
 
 
 def find(folder: Path, depth: int = 4) -> Iterator[Path]:
-    """Yield run folders at or below a folder. Does not look into run folders, hidden folders and what may not be read."""
+    """Yield the run folders at or below a folder, `depth` levels down. Skips hidden and unreadable folders."""
     if (folder / "recipe.yaml").is_file():
         yield folder
     elif depth:

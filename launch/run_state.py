@@ -1,66 +1,60 @@
-"""The state of a run, from its job, where that can be asked, and from its folder.
+"""Derive the state of a run from its job, where Slurm or this machine can be queried, and from its folder.
 
-Asking is bounded in time. If a job cannot be asked (another machine's, no scontrol here, a slow slurmctld), the state says so.
+Queries have a time limit. If the job cannot be queried (another machine's, no scontrol here, a slow slurmctld), the state is
+`unknown`, with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from launch import slurm_client
 from launch.executors import slurm
 from launch.executors.record import JobRecord, read_record
 from launch.run_folder import RunFolder
-from launch.slurm_client import TERMINAL, JobPart, SlurmError
+from launch.slurm_client import TERMINAL, JobComponent, SlurmError
 from pipeline.config import RecipeError
 
-ASKERS = 8
-"""Number of jobs that are asked for at the same time."""
+MAX_QUERIES = 8
+"""Number of jobs that are queried at the same time."""
 
-Word = Literal["done", "running", "waiting", "failed", "stopped", "unknown"]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A component of the job."""
-
-    name: str
-    state: str  # Slurm's word, or the same for a local job
-    nodes: str = ""  # in Slurm's short form
-    reason: str = ""
+StateName = Literal["done", "running", "waiting", "failed", "stopped", "unknown"]
+"""`stopped`: somebody cancelled the run before its end. `failed`: it ended by itself before its end."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    word: Word  # stopped: by somebody, before its end; failed: by itself
+    """Whether a run goes on, how it ended, and what its job does."""
+
+    name: StateName
     why: str = ""
     job: str = ""  # for people, e.g. `Slurm job 17`
-    parts: Sequence[Part] = ()
-    ends_by: float | None = None  # unix seconds: the job's time limit, if it runs and that is known
+    components: Mapping[str, JobComponent] = field(default_factory=dict)
+    ends_by: float | None = None  # unix seconds of the job's time limit; None: the job does not run, or has no known limit
 
 
 @dataclass(frozen=True)
-class _Answer:
-    parts: Sequence[Part]
+class _JobState:
+    components: Mapping[str, JobComponent]
     ends_by: float | None = None
     ended: bool = False
 
 
-class _NoAnswer(Exception):
-    """The job cannot be asked: why."""
+class _Unknown(Exception):
+    """The job cannot be queried; the message says why."""
 
 
 def states(runs: Sequence[RunFolder]) -> list[RunState]:
-    """Return the states of many runs. Jobs are asked for several at a time, and only those of runs without a done.json."""
-    with ThreadPoolExecutor(ASKERS) as askers:
-        return list(askers.map(state, runs))
+    """Return the states of many runs, querying MAX_QUERIES jobs at a time, and no job of a run with a done.json."""
+    with ThreadPoolExecutor(MAX_QUERIES) as pool:
+        return list(pool.map(state, runs))
 
 
 def state(run: RunFolder) -> RunState:
-    """Return the state of one run: unknown if a file cannot be read, or is being written anew."""
+    """Return the state of one run: unknown if a file cannot be read, or is being rewritten."""
     try:
         return _state(run)
     except OSError as error:
@@ -76,67 +70,65 @@ def _state(run: RunFolder) -> RunState:
     if done:
         return RunState("done", job=job)
     try:
-        answer = _ask_slurm(run, record) if record.executor == "slurm" else _ask_local(run, record)
-    except _NoAnswer as why:
-        return _by_folder(run, str(why), job)
-    words = {part.state for part in answer.parts}
-    why = next((part.reason for part in answer.parts if part.reason), "")
-    if answer.ended:
-        word: Word = "stopped" if words & {"CANCELLED", "REVOKED"} else "failed"
+        found = _query_slurm(run, record) if record.executor == "slurm" else _query_local(run, record)
+    except _Unknown as why:
+        return _state_from_folder(run, str(why), job)
+    job_states = {part.state for part in found.components.values()}
+    why = next((part.reason for part in found.components.values() if part.reason), "")
+    if found.ended:
+        name: StateName = "stopped" if job_states & {"CANCELLED", "REVOKED"} else "failed"
         verdict = run.attempts[-1].verdict if run.attempts else None
-        ending = f"its job ended as {' and '.join(sorted(words))}, and the run is not complete"
-        return RunState(word, (verdict or why).removeprefix("stop: ") or ending, job, answer.parts)
-    running = bool(words & {"RUNNING", "COMPLETING", "SIGNALING", "SUSPENDED", "STAGE_OUT"})
-    return RunState("running" if running else "waiting", why, job, answer.parts, answer.ends_by)
+        ending = f"its job ended as {' and '.join(sorted(job_states))}, and the run is not complete"
+        return RunState(name, (verdict or why).removeprefix("stop: ") or ending, job, found.components)
+    running = bool(job_states & {"RUNNING", "COMPLETING", "SIGNALING", "SUSPENDED", "STAGE_OUT"})
+    return RunState("running" if running else "waiting", why, job, found.components, found.ends_by)
 
 
-def _by_folder(run: RunFolder, silence: str, job: str) -> RunState:
-    """Return the state of a run whose job cannot be asked. silence: why."""
+def _state_from_folder(run: RunFolder, no_answer: str, job: str) -> RunState:
+    """Return the state of a run whose job cannot be queried. no_answer: why it cannot."""
     latest = run.attempts[-1] if run.attempts else None
     if latest and (verdict := latest.verdict) and verdict.startswith("stop"):
         return RunState("failed", verdict.removeprefix("stop: "), job)
     if latest and not latest.verdict and latest.failure:
-        return RunState("failed", "a rank failed, and nobody has said what follows", job)
-    return RunState("unknown", silence, job)
+        return RunState("failed", "a rank failed, and the attempt has no verdict", job)
+    return RunState("unknown", no_answer, job)
 
 
-# ---- asking -----------------------------------------------------------------------------------------------------------------
+# ---- queries ----------------------------------------------------------------------------------------------------------------
 
 
-def _ask_local(run: RunFolder, record: JobRecord) -> _Answer:
+def _query_local(run: RunFolder, record: JobRecord) -> _JobState:
     try:
         status = record.attach(run.folder).status(now=True)
     except RecipeError:
-        raise _NoAnswer(f"its processes are on {record.host}; ask there") from None
-    parts = [Part(name, status.state, record.host, status.reason) for name in run.components]
+        raise _Unknown(f"its processes are on {record.host}; look there") from None
+    components = {name: JobComponent(record.job_id, status.state, record.host, status.reason) for name in run.components}
     started = run.attempts[-1].started if run.attempts else None
-    limit = run.of("cluster.time_min")
+    limit = run.value("cluster.time_min")
     ends_by = started + 60 * limit if started and limit and not status.ended else None
-    return _Answer(parts, ends_by, status.ended)
+    return _JobState(components, ends_by, status.ended)
 
 
-def _ask_slurm(run: RunFolder, record: JobRecord) -> _Answer:
+def _query_slurm(run: RunFolder, record: JobRecord) -> _JobState:
     if why := slurm_client.unreachable():
-        raise _NoAnswer(why)
+        raise _Unknown(why)
     if record.cluster and (here := slurm_client.cluster_name()) not in (None, record.cluster):
-        raise _NoAnswer(f"its job is on the cluster {record.cluster}, and this is {here}; ask there")
+        raise _Unknown(f"its job is on the cluster {record.cluster}, and this is {here}; look there")
     names = list(run.components)
     try:
-        if parts := slurm_client.job_parts(record.job_id):
-            return _of_parts(parts, names)
+        if found := slurm_client.job_components(record.job_id):
+            return _named(found, names)
     except SlurmError as error:
-        raise _NoAnswer(f"Slurm did not answer: {error}") from None
+        raise _Unknown(f"Slurm did not answer: {error}") from None
     if run.attempts and run.attempts[-1].verdict is None:
-        return _Answer([Part(name, slurm.GONE) for name in names], ended=True)
-    raise _NoAnswer("Slurm does not know its job any more")
+        return _JobState({name: JobComponent(record.job_id, slurm.GONE) for name in names}, ended=True)
+    raise _Unknown("Slurm no longer knows its job")
 
 
-def _of_parts(found: list[JobPart], names: list[str]) -> _Answer:
-    names = names if len(found) > 1 else [", ".join(names)]  # of a plain job, which holds them all
-    parts = [
-        Part(names[i] if i < len(names) else f"component {i}", part.state, part.nodes, part.reason)
-        for i, part in enumerate(found)
-    ]
+def _named(found: list[JobComponent], names: list[str]) -> _JobState:
+    """Name the job's components; the one component of a plain job holds all of the run's."""
+    names = names if len(found) > 1 else [", ".join(names)]
+    components = {names[i] if i < len(names) else f"component {i}": part for i, part in enumerate(found)}
     ended = all(part.state in TERMINAL for part in found)
     ends = [part.ends_by for part in found if part.ends_by]
-    return _Answer(parts, None if ended else min(ends, default=None), ended)
+    return _JobState(components, None if ended else min(ends, default=None), ended)

@@ -11,7 +11,7 @@ from launch import startup_stages
 from launch.attempts import AttemptFolder
 from launch.failure_logs import container_failure, failed_log_lines
 from launch.follow import UNJUDGED, first_failure
-from launch.run_folder import Columns, RunFolder, last_sign, phases
+from launch.run_folder import Columns, RunFolder, last_active, phases
 from launch.run_state import RunState
 from pipeline.checkpoint import NAME, Checkpoints
 from pipeline.config import CheckpointingConfig
@@ -29,12 +29,12 @@ def line(run: RunFolder, state: RunState) -> dict[str, Any]:
     metrics = run.metrics(RECENT)
     pace = _pace(run, metrics)
     step = int(metrics.steps[-1]) if metrics.steps else 0
-    left = (run.max_steps - step) * pace if pace and run.max_steps is not None and state.word == "running" else None
+    left = (run.max_steps - step) * pace if pace and run.max_steps is not None and state.name == "running" else None
     return {
         "folder": str(run.folder),
         "name": run.name,
         "algorithm": run.algorithm,
-        "state": state.word,
+        "state": state.name,
         "why": state.why,
         "job": state.job,
         "step": step,
@@ -59,10 +59,13 @@ def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
         "model": run.model,
         "backend": run.backend,
         "layout": run.layout,
-        "components": [{"name": p.name, "state": p.state, "nodes": p.nodes, "reason": p.reason} for p in state.parts],
+        "components": [
+            {"name": name, "state": part.state, "nodes": part.nodes, "reason": part.reason}
+            for name, part in state.components.items()
+        ],
         "startup": startup_stages.as_plain(startup_stages.stages(run.folder)),
         "startup_text": startup_stages.text(startup_stages.stages(run.folder), _ended(run, state)),
-        "starting": state.word == "running" and _steps_of_now(run, metrics) == {},
+        "starting": state.name == "running" and _steps_of_now(run, metrics) == {},
         "ends_by": state.ends_by,
         "saves_by": _saves_by(run, state),
         "phases": _phase_means(metrics),
@@ -77,9 +80,9 @@ def whole(run: RunFolder, state: RunState) -> dict[str, Any]:
 
 def _ended(run: RunFolder, state: RunState) -> float | None:
     """Return when its latest attempt gave its last sign, if it has ended."""
-    if state.word in ("running", "waiting", "unknown") or not run.attempts:
+    if state.name in ("running", "waiting", "unknown") or not run.attempts:
         return None
-    return last_sign(run.attempts[-1])
+    return last_active(run.attempts[-1])
 
 
 # ---- how fast, how well -----------------------------------------------------------------------------------------------------
@@ -118,8 +121,8 @@ def _idle_means(metrics: Columns) -> dict[str, float]:
 
 
 def _saves_by(run: RunFolder, state: RunState) -> float | None:
-    by = run.of("checkpointing.checkpoint_must_save_by")
-    if by is None or state.word != "running" or not run.attempts:
+    by = run.value("checkpointing.checkpoint_must_save_by")
+    if by is None or state.name != "running" or not run.attempts:
         return None
     return run.attempts[-1].started + seconds(by)
 
@@ -146,7 +149,7 @@ def _attempt(attempt: AttemptFolder) -> dict[str, Any]:
     return {
         "name": attempt.name,
         "started": attempt.started,
-        "lasted": max(0.0, last_sign(attempt) - attempt.started),
+        "lasted": max(0.0, last_active(attempt) - attempt.started),
         "verdict": attempt.verdict,
         "bad_nodes": attempt.bad_nodes,
         "failure": attempt.failure,
@@ -158,6 +161,6 @@ def _why(run: RunFolder, state: RunState) -> list[str]:
     attempt = run.attempts[-1] if run.attempts else None
     if attempt and attempt.failure:
         return first_failure(attempt)
-    if state.word != "failed" or (attempt and attempt.left):
+    if state.name != "failed" or (attempt and attempt.left):
         return []
     return (container_failure(run.folder, attempt) if attempt else []) or failed_log_lines(run.folder, attempt, LOG_LINES)

@@ -155,7 +155,7 @@ def cluster_name() -> str | None:
 
 
 @dataclass(frozen=True)
-class JobPart:
+class JobComponent:
     """One component of a job, as Slurm describes it; a plain job has one."""
 
     job_id: str  # of the whole job, which is its leader's
@@ -167,7 +167,7 @@ class JobPart:
     output: str = ""  # path of the batch script's log
 
 
-def job_parts(job_id: str) -> list[JobPart]:
+def job_components(job_id: str) -> list[JobComponent]:
     """Return the components of a job in order; none if neither the controller nor accounting knows it. Raises SlurmError."""
     try:
         return read_jobs(run_command("scontrol", "show", "job", "-o", job_id))
@@ -183,14 +183,14 @@ def job_parts(job_id: str) -> list[JobPart]:
     return _in_order(read_sacct(*row) for line in answer.splitlines() if len(row := line.split("|")) == 3)
 
 
-def read_jobs(text: str) -> list[JobPart]:
+def read_jobs(text: str) -> list[JobComponent]:
     """Return the components that an answer of `scontrol show job -o` names, each job's in order."""
     return _in_order(_read_job(fields) for fields in lines_of(text) if "JobId" in fields)
 
 
-def _read_job(fields: Fields) -> JobPart:
+def _read_job(fields: Fields) -> JobComponent:
     ends, reason = fields.get("EndTime", ""), fields.get("Reason", "None")
-    return JobPart(
+    return JobComponent(
         job_id=fields.get("HetJobId", fields["JobId"]),
         state=fields["JobState"],
         nodes=fields.get("NodeList", ""),
@@ -201,17 +201,17 @@ def _read_job(fields: Fields) -> JobPart:
     )
 
 
-def read_sacct(job_id: str, state: str, nodes: str) -> JobPart:
+def read_sacct(job_id: str, state: str, nodes: str) -> JobComponent:
     """`17+1`, `CANCELLED by 0`, `n[1-2]` -> a part of job 17."""
     leader, _, offset = job_id.partition("+")
-    return JobPart(leader, state.split()[0], nodes, offset=int(offset or 0))
+    return JobComponent(leader, state.split()[0], nodes, offset=int(offset or 0))
 
 
-def _in_order(parts: Iterator[JobPart]) -> list[JobPart]:
+def _in_order(parts: Iterator[JobComponent]) -> list[JobComponent]:
     return sorted(parts, key=lambda part: (part.job_id, part.offset))
 
 
-def merged(parts: Sequence[JobPart]) -> JobPart:
+def merged(parts: Sequence[JobComponent]) -> JobComponent:
     """Return the components of a job as one: the leader's state, but no end before every component has ended."""
     leader = replace(parts[0], nodes=",".join(part.nodes for part in parts if part.nodes))
     if leader.state in TERMINAL and not all(part.state in TERMINAL for part in parts):

@@ -117,7 +117,7 @@ def _show_one(run: RunFolder, json_asked: bool) -> tuple[int, bool]:
     except OSError as error:
         raise RecipeError(Problem("run", "unreadable", f"{error.filename} cannot be read: {error.strerror}")) from None
     print(as_json(told) if json_asked else "\n".join(map(plain, whole(told))))
-    return int(of.word in BAD), of.word in ("done", *BAD)
+    return int(of.name in BAD), of.name in ("done", *BAD)
 
 
 def as_json(value: Any) -> str:

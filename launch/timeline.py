@@ -75,7 +75,7 @@ def execute(request: TimelineRequest) -> int:
     run = RunFolder.at(request.run)
     recorded = recordings(run.attempts)
     if not recorded:
-        switched = run.of("logger.timeline_enabled", True)
+        switched = run.value("logger.timeline_enabled", True)
         why = "it has not begun, or is an older version's" if switched else "logger.timeline_enabled is false in its recipe"
         raise RecipeError(Problem("run", "no-records", f"{run.folder} has no timeline: {why}"))
     number = request.step if request.step is not None or request.steps is None else request.steps[1]

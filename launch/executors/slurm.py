@@ -22,7 +22,7 @@ from submitit.slurm import slurm
 from launch import containers, nodes, slurm_client
 from launch.executors.base import ROOT, JobStatus
 from launch.nodes import NodeShare
-from launch.slurm_client import TERMINAL, JobPart, SlurmError
+from launch.slurm_client import TERMINAL, JobComponent, SlurmError
 from pipeline.config import ClusterConfig, ComponentConfig, ranks
 
 GONE = "GONE"
@@ -189,7 +189,7 @@ class HetWatcher(slurm.SlurmInfoWatcher):
         for job_id in self._registered - self._finished:
             self._num_calls += 1
             try:
-                part = slurm_client.merged(slurm_client.job_parts(job_id) or [JobPart(job_id, GONE)])
+                part = slurm_client.merged(slurm_client.job_components(job_id) or [JobComponent(job_id, GONE)])
                 named = {"JobID": part.job_id, "State": part.state, "NodeList": part.nodes, "Reason": part.reason}
                 self._info_dict[job_id] = named
             except SlurmError as error:  # what was known before stays
@@ -203,7 +203,7 @@ class HetWatcher(slurm.SlurmInfoWatcher):
         return self.get_state(job_id, mode) in {*TERMINAL, GONE}
 
 
-def job_status(part: JobPart) -> JobStatus:
+def job_status(part: JobComponent) -> JobStatus:
     """Return the status of a job as one, which `slurm_client.merged` makes of its components."""
     return JobStatus(part.state, part.reason, ended=part.state in {*TERMINAL, GONE})
 
@@ -220,7 +220,7 @@ class HetSlurmJob(slurm.SlurmJob):
 
     def status(self, now: bool = False) -> JobStatus:
         info = self.watcher.get_info(self.job_id, mode="force" if now else "standard")
-        return job_status(JobPart(self.job_id, info.get("State", "UNKNOWN"), reason=info.get("Reason", "")))
+        return job_status(JobComponent(self.job_id, info.get("State", "UNKNOWN"), reason=info.get("Reason", "")))
 
     def cancel(self, check: bool = True) -> None:
         """Raises SlurmError if `check`."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from launch.pages.chart import POINTS, Chart, Mark, Series
-from launch.run_folder import BESIDE, PARTS, Columns, RunFolder, phases
+from launch.run_folder import OTHER_PHASES, STEP_PHASES, Columns, RunFolder, phases
 
 ROLES = {"mean": "mean", "p50": "median", "min": "min", "max": "max", "p01": "1%", "p99": "99%"}
 BANDS = (("min", "max"), ("p01", "p99"))
@@ -104,7 +104,7 @@ class Curves:
 
     def phase_times(self) -> list[Chart]:
         """Return a chart per run: seconds of each phase, on each other."""
-        shown = ("time/step", *(f"time/{part}" for part in (*PARTS, *BESIDE)))
+        shown = ("time/step", *(f"time/{part}" for part in (*STEP_PHASES, *OTHER_PHASES)))
         self.left = [key for key in self.left if key not in shown]
         return [self._stack(run, "seconds per step", phases(each.metrics)) for run, each in enumerate(self.labelled)]
 

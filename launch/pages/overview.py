@@ -10,7 +10,7 @@ from launch.attempts import AttemptFolder
 from launch.pages.chart import swatch
 from launch.pages.curves import LabelledRun
 from launch.pages.html import Html, table, tag, text
-from launch.run_folder import Columns, last_sign
+from launch.run_folder import Columns, last_active
 from launch.run_state import RunState
 from launch.units import plural
 
@@ -54,7 +54,7 @@ def _facts(labelled: LabelledRun, state: RunState) -> dict[str, object]:
     git, versions = last.get("git"), last.get("versions", {})
     busy = run.busy_s()
     return {
-        "state": text(tag("span", state.word, class_=CLASSES.get(state.word)), f" {state.why}" if state.why else None),
+        "state": text(tag("span", state.name, class_=CLASSES.get(state.name)), f" {state.why}" if state.why else None),
         "recipe": f"{run.name}, {run.algorithm}",
         "model": run.model,
         "backend": run.backend,
@@ -106,7 +106,7 @@ def _attempt(index: int, attempt: AttemptFolder) -> list[object]:
         failure = f"rank {said['rank']} ({where}): {said['message'].strip().splitlines()[-1]}"
     verdict = attempt.verdict or ""
     kind = "good" if verdict == "done" else "bad" if verdict.startswith("stop") else None
-    lasted = duration(max(0.0, last_sign(attempt) - attempt.started))
+    lasted = duration(max(0.0, last_active(attempt) - attempt.started))
     return [index + 1, attempt.name, moment(attempt.started), lasted, tag("span", verdict, class_=kind), failure]
 
 

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_type_hints
 
 import pytest
 
@@ -119,13 +119,18 @@ def test_usage(capsys):
         assert capsys.readouterr().out == "Do.\n\n    recipe=NAME  which\n    key=value    the rest\n\nMore.\n"
 
 
+def request_class(command) -> type:
+    """Return the class of a command's keys."""
+    return get_type_hints(command.execute)["request"]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_its_keys(name, capsys):
     module = importlib.import_module(f"launch.{name}")
     assert module.main(["--help"]) == 0
     told = capsys.readouterr().out
     assert f"python launch/{name}.py" in told
-    assert all(f"    {key}=" in told for key in module.Request.__annotations__ if key != "overrides")
+    assert all(f"    {key}=" in told for key in request_class(module).__annotations__ if key != "overrides")
 
 
 @pytest.mark.parametrize(
@@ -150,4 +155,4 @@ def test_every_command_explains_its_keys(name, capsys):
 )
 def test_keys_that_do_not_go_together(name, arguments, problem):
     with refused(problem):
-        parse(importlib.import_module(f"launch.{name}").Request, arguments)
+        parse(request_class(importlib.import_module(f"launch.{name}")), arguments)

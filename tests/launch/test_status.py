@@ -213,7 +213,7 @@ def test_what_is_no_run_is_refused(tmp_path, monkeypatch, capsys, arguments, sai
 
 def test_a_job_that_cannot_be_asked_is_told_so(run, tmp_path, monkeypatch, capsys):
     write_json(run / "job.json", {"executor": "local", "job_id": "1", "host": "another", "start_time": 5})
-    assert "unknown; its processes are on another; ask there" in asked(capsys, run)[1]
+    assert "unknown; its processes are on another; look there" in asked(capsys, run)[1]
 
     write_json(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "start_time": None})
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -230,7 +230,7 @@ def test_a_job_that_cannot_be_asked_is_told_so(run, tmp_path, monkeypatch, capsy
     answers = "ping) echo 'Slurmctld(primary) at a is UP';; show\\ config) echo ClusterName = b;; *) echo Invalid job id >&2"
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\ncase "$1${{2:+ $2}}" in {answers}; esac\n')
     write_json(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "cluster": "a"})
-    assert "unknown; its job is on the cluster a, and this is b; ask there" in asked(capsys, run)[1]
+    assert "unknown; its job is on the cluster a, and this is b; look there" in asked(capsys, run)[1]
 
     write_json(run / "job.json", {"executor": "slurm", "job_id": "17", "host": "another", "start_time": None})
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 30\n")
@@ -278,12 +278,12 @@ def test_a_slurm_run_by_component(slurm_cluster, tmp_path, monkeypatch, capsys):
     reports(run, 3)
 
     of = run_state.state(RunFolder.at(run))
-    assert (of.word, of.job) == ("running", f"Slurm job {job.job_id}")
-    assert [(part.name, part.state) for part in of.parts] == [("train", "RUNNING"), ("generate", "RUNNING")]
-    assert all(part.nodes.startswith("127.0.0.") for part in of.parts)
+    assert (of.name, of.job) == ("running", f"Slurm job {job.job_id}")
+    assert [(name, part.state) for name, part in of.components.items()] == [("train", "RUNNING"), ("generate", "RUNNING")]
+    assert all(part.nodes.startswith("127.0.0.") for part in of.components.values())
     assert of.ends_by == pytest.approx(time.time() + 300, abs=60)
     assert "generate  RUNNING  127.0.0." in asked(capsys, run)[1]
 
     job.cancel()
-    wait_until(lambda: run_state.state(RunFolder.at(run)).word == "stopped", "the end of the job")
+    wait_until(lambda: run_state.state(RunFolder.at(run)).name == "stopped", "the end of the job")
     assert asked(capsys, run)[0] == 1
