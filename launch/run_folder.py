@@ -99,7 +99,7 @@ class RunFolder:
             value = value[part]
         return value
 
-    # ---- backend, components, layout ------------------------------------------------------------------------------------------------------
+    # ---- backend, components, layout -----------------------------------------------------------------------------------------
 
     @property
     def backend(self) -> str:
