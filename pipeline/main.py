@@ -38,19 +38,19 @@ def main(run_dir: Path) -> None:
     recipe = config.read(run_dir / "recipe.yaml")
     own_code.search_in(recipe.module_folders)
     timeouts = recipe.cluster.timeouts
-    place, realms = RankInfo.from_environment(run_dir), Realms.of(recipe)
+    info, realms = RankInfo.from_environment(run_dir), Realms.of(recipe)
     try:
-        world = World(place, realms, open_store(place, timeouts.join, timeouts.silence))
+        world = World(info, realms, open_store(info, timeouts.join, timeouts.silence))
     except Exception as error:
-        Failure.of(error, place, realms, Activity()).record(place.folder)
+        Failure.of(error, info, realms, Activity()).record(info.folder)
         raise
     if recipe.logger.timeline_enabled:
-        world.timeline.write(place.folder)
+        world.timeline.write(info.folder)
     else:
         world.timeline.keep_none()
     mailbox = Mailbox(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
-    startup = Startup(place.folder, {name: getattr(realms, name) for name in REALMS}, watchdog.heard) if mailbox else Startup()
+    startup = Startup(info.folder, {name: getattr(realms, name) for name in REALMS}, watchdog.heard) if mailbox else Startup()
     try:
         watchdog.start()
         startup.enter("join the world")

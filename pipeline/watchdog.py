@@ -92,10 +92,10 @@ class Failure:
         return cls(world.rank, world.realm, world.info.node, activity.verb, activity.phase, message)
 
     @classmethod
-    def of(cls, error: BaseException, place: RankInfo, realms: Realms, activity: Activity) -> Failure:
-        realm = realms.name(place.rank)
-        message = f"rank {place.rank} ({realm}): {type(error).__name__}: {error}"
-        where = (place.rank, realm, place.node, activity.verb, activity.phase)
+    def of(cls, error: BaseException, info: RankInfo, realms: Realms, activity: Activity) -> Failure:
+        realm = realms.name(info.rank)
+        message = f"rank {info.rank} ({realm}): {type(error).__name__}: {error}"
+        where = (info.rank, realm, info.node, activity.verb, activity.phase)
         return cls(*where, message, "".join(traceback.format_exception(error)))
 
     def record(self, folder: Path) -> bool:

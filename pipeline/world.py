@@ -126,17 +126,17 @@ class Activity:
 class World:
     """One rank's view of the job."""
 
-    def __init__(self, place: RankInfo, realms: Realms, store: RunStore):
-        self.place = place
-        self.rank = place.rank
-        self.size = place.size
+    def __init__(self, info: RankInfo, realms: Realms, store: RunStore):
+        self.info = info
+        self.rank = info.rank
+        self.size = info.size
         self.realms = realms
-        self.realm = realms.name(place.rank)
+        self.realm = realms.name(info.rank)
         self.store = store
         self.activity = Activity()
         self.activity_changed = threading.Event()  # so that the watchdog tells it at once
-        self.timeline = Timeline(_about(place, realms), {name: getattr(realms, name) for name in REALMS})
-        self.device = _device(place)
+        self.timeline = Timeline(_about(info, realms), {name: getattr(realms, name) for name in REALMS})
+        self.device = _device(info)
         # Where tensors are that travel over `spanning` and `refit`: NCCL refuses two ranks on a GPU; gloo wants host memory.
         self.carrier = torch.device("cpu") if realms.colocated else self.device
         self.spanning: dist.ProcessGroup | None = None  # all ranks; what travels over it from one to another
@@ -165,18 +165,18 @@ class World:
         return f"rank {rank} ({self.realms.name(rank)})"
 
 
-def _about(place: RankInfo, realms: Realms) -> dict[str, Any]:
+def _about(info: RankInfo, realms: Realms) -> dict[str, Any]:
     """Who writes a timeline."""
-    realm = realms.name(place.rank)
-    engine = realms.engines.index(realms.engine(place.rank)) if realm == "generate" else None
-    return {"rank": place.rank, "realm": realm, "engine": engine, "node": place.node}
+    realm = realms.name(info.rank)
+    engine = realms.engines.index(realms.engine(info.rank)) if realm == "generate" else None
+    return {"rank": info.rank, "realm": realm, "engine": engine, "node": info.node}
 
 
-def _device(place: RankInfo) -> torch.device:
+def _device(info: RankInfo) -> torch.device:
     """This rank's GPU. Where each rank is shown only its own, that is number 0 for all."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    return torch.device("cuda", info.local_rank % torch.cuda.device_count())
 
 
 def beat_s(size: int, silence_s: float) -> float:
@@ -187,20 +187,20 @@ def beat_s(size: int, silence_s: float) -> float:
     return min(max(1.0, size / BEATS_PER_S), silence_s / 10)
 
 
-def open_store(place: RankInfo, timeout_s: float, silence_s: float = 60.0, relayed_from: int = RELAYED_FROM) -> RunStore:
+def open_store(info: RankInfo, timeout_s: float, silence_s: float = 60.0, relayed_from: int = RELAYED_FROM) -> RunStore:
     """The store that rank 0 serves. Its port is fresh for each attempt and is told through the attempt's folder.
 
     silence_s: `cluster.timeouts.silence`, for this node's relay. Raises TimeoutError if rank 0 or that does not appear, and
     what `attempt_key`, `RunStore` and `relay.start` raise.
     """
-    card = place.folder / "rendezvous.json"
-    key = attempt_key(place.run_dir, place.folder.name)
-    if place.rank == 0:
-        process, address = start(place.master, key)
+    card = info.folder / "rendezvous.json"
+    key = attempt_key(info.run_dir, info.folder.name)
+    if info.rank == 0:
+        process, address = start(info.master, key)
         store = RunStore(address, key, timeout_s)
         store.process = process
-        store.set(f"relay/{place.node}", "")  # the store itself is near
-        place.folder.mkdir(parents=True, exist_ok=True)
+        store.set(f"relay/{info.node}", "")  # the store itself is near
+        info.folder.mkdir(parents=True, exist_ok=True)
         beside = card.with_suffix(".tmp")
         beside.write_text(json.dumps(address._asdict()))
         beside.replace(card)
@@ -212,26 +212,26 @@ def open_store(place: RankInfo, timeout_s: float, silence_s: float = 60.0, relay
         time.sleep(0.1)
     address = Address(**json.loads(card.read_text()))
     store = RunStore(address, key, timeout_s)
-    if place.size >= relayed_from:
-        _find_relay(store, place, address, key, silence_s)
+    if info.size >= relayed_from:
+        _find_relay(store, info, address, key, silence_s)
     return store
 
 
-def _find_relay(store: RunStore, place: RankInfo, address: Address, key: bytes, silence_s: float) -> None:
+def _find_relay(store: RunStore, info: RankInfo, address: Address, key: bytes, silence_s: float) -> None:
     """The first rank of a node that comes starts the node's relay; but on rank 0's node there is none."""
-    name = f"relay/{place.node}"
+    name = f"relay/{info.node}"
     if not store.check([name]):
-        own = str(place.rank).encode()
+        own = str(info.rank).encode()
         if store.compare_set(f"{name}/by", "", own) == own:
-            interval_s, timeout_s = beat_s(place.size, silence_s), store.timeout.total_seconds()
-            store.relay_process, store.relay = relay.start(address, key, place.rank, interval_s, timeout_s)
+            interval_s, timeout_s = beat_s(info.size, silence_s), store.timeout.total_seconds()
+            store.relay_process, store.relay = relay.start(address, key, info.rank, interval_s, timeout_s)
             store.set(name, json.dumps(store.relay._asdict()))
             return
     try:
         found = store.get(name)
     except dist.DistStoreError:
         starter, waited_s = int(store.get(f"{name}/by")), store.timeout.total_seconds()
-        raise TimeoutError(f"verb 'join': rank {starter} has not started {place.node}'s relay within {waited_s:g} s") from None
+        raise TimeoutError(f"verb 'join': rank {starter} has not started {info.node}'s relay within {waited_s:g} s") from None
     if found:
         store.relay = Address(**json.loads(found))
 

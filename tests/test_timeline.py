@@ -66,8 +66,8 @@ def short(event: dict) -> list:
 
 
 def test_nested_phases_are_a_row_of_spans_without_gaps(clock, tmp_path):
-    place = RankInfo(1, 3, 0, "node7", "here", tmp_path)
-    world = World(place, Realms((0,), (1, 2), ((1, 2),)), None)
+    info = RankInfo(1, 3, 0, "node7", "here", tmp_path)
+    world = World(info, Realms((0,), (1, 2), ((1, 2),)), None)
     clock.now += 1
     with world.phase("", verb="rollout"):
         clock.now += 2

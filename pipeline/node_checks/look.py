@@ -69,15 +69,15 @@ class RankReport(msgspec.Struct, array_like=True):
     node: Node | None = None  # of the first rank of a component on a node
 
 
-def probe(place: RankInfo, device: torch.device, component: ComponentConfig, token: str) -> RankReport:
+def probe(info: RankInfo, device: torch.device, component: ComponentConfig, token: str) -> RankReport:
     """Return what this rank sees. token: what rank 0 wrote into the shared folder; empty: there is but one node."""
     start = time.perf_counter()
     uses_gpus = component.gpus_per_node > 0
     gpu = look_at_gpu(device) if uses_gpus else None
-    node = look_at_node(place, token, uses_gpus) if place.local_rank == 0 else None
+    node = look_at_node(info, token, uses_gpus) if info.local_rank == 0 else None
     if node and token and gpu and not gpu.problem and (network := nccl.network(gpu.uuid)):
         node.versions[NETWORK] = network
-    return RankReport(place.rank, time.perf_counter() - start, gpu, node)
+    return RankReport(info.rank, time.perf_counter() - start, gpu, node)
 
 
 # ---- GPUs -------------------------------------------------------------------------------------------------------------------
@@ -142,14 +142,14 @@ def memory_errors() -> tuple[dict[str, int], str]:
 # ---- the node ---------------------------------------------------------------------------------------------------------------
 
 
-def look_at_node(place: RankInfo, token: str, uses_gpus: bool) -> Node:
+def look_at_node(info: RankInfo, token: str, uses_gpus: bool) -> Node:
     try:
         code = code_digest(ROOT)
     except OSError as error:
         code = f"unreadable ({error.strerror})"
     node = Node(code, versions(uses_gpus), free_space(), available_memory(), cpu=processors())
     if token:
-        node.shared = look_at_shared(place, token)
+        node.shared = look_at_shared(info, token)
     if uses_gpus:
         node.errors, node.driver = memory_errors()
     return node
@@ -224,39 +224,39 @@ def processors() -> str:
 # ---- the shared folder ------------------------------------------------------------------------------------------------------
 
 
-def look_at_shared(place: RankInfo, token: str) -> str:
+def look_at_shared(info: RankInfo, token: str) -> str:
     """Read what rank 0 wrote and leave something for it to read. Return what is wrong, or ''."""
-    if place.rank:
+    if info.rank:
         try:
-            leave_own(place, token)
+            leave_own(info, token)
         except OSError as error:
-            return f"{place.folder} cannot be written: {error.strerror}"
-    return _misread(place, 0, token, time.monotonic() + SHARED_S)
+            return f"{info.folder} cannot be written: {error.strerror}"
+    return _misread(info, 0, token, time.monotonic() + SHARED_S)
 
 
-def unread(place: RankInfo, reports: dict[int, RankReport], token: str) -> dict[int, str]:
+def unread(info: RankInfo, reports: dict[int, RankReport], token: str) -> dict[int, str]:
     """Return, on rank 0, what is wrong with the files of those ranks that wrote one."""
     writers = [rank for rank, report in reports.items() if rank and report.node is not None and not report.node.shared]
     deadline = time.monotonic() + SHARED_S
     with ThreadPoolExecutor(16) as pool:  # a file server answers many at once
-        answers = pool.map(lambda rank: _misread(place, rank, token, deadline), writers)
+        answers = pool.map(lambda rank: _misread(info, rank, token, deadline), writers)
         return {rank: why for rank, why in zip(writers, answers, strict=True) if why}
 
 
-def leave_own(place: RankInfo, token: str) -> None:
-    with open(_file(place, place.rank, token), "w") as file:
-        file.write(_content(place.rank, token))
+def leave_own(info: RankInfo, token: str) -> None:
+    with open(_file(info, info.rank, token), "w") as file:
+        file.write(_content(info.rank, token))
         file.flush()
         os.fsync(file.fileno())
 
 
-def remove_own(place: RankInfo, token: str) -> None:
+def remove_own(info: RankInfo, token: str) -> None:
     with contextlib.suppress(OSError):  # a folder that is not as it should be has been told of
-        _file(place, place.rank, token).unlink()
+        _file(info, info.rank, token).unlink()
 
 
-def _file(place: RankInfo, rank: int, token: str) -> Path:
-    return place.folder / f".check-{rank}-{token[:8]}"
+def _file(info: RankInfo, rank: int, token: str) -> Path:
+    return info.folder / f".check-{rank}-{token[:8]}"
 
 
 def _content(rank: int, token: str) -> str:
@@ -264,9 +264,9 @@ def _content(rank: int, token: str) -> str:
     return f"{rank} {token}"
 
 
-def _misread(place: RankInfo, rank: int, token: str, deadline: float) -> str:
+def _misread(info: RankInfo, rank: int, token: str, deadline: float) -> str:
     """Return why it cannot be seen what `rank` wrote; '' as soon as it can."""
-    path, expected = _file(place, rank, token), _content(rank, token)
+    path, expected = _file(info, rank, token), _content(rank, token)
     while True:
         try:
             content = path.read_text()

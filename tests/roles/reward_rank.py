@@ -51,8 +51,8 @@ def score(recipe: config.Recipe, run_dir: Path, reward: Remote) -> None:
 def main(run_dir: Path) -> None:
     recipe = config.read(run_dir / "recipe.yaml")
     timeouts = recipe.cluster.timeouts
-    place = RankInfo.from_environment(run_dir)
-    world = World(place, Realms.of(recipe), open_store(place, timeouts.join))
+    info = RankInfo.from_environment(run_dir)
+    world = World(info, Realms.of(recipe), open_store(info, timeouts.join))
     mailbox = Mailbox(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
     try:

@@ -101,7 +101,7 @@ def check(generate: Remote, gate: Path) -> None:
     assert [rank for rank, _ in came] == [1, 1] and not future.done  # the leader's
     assert sorted(finished.place for _, part in came for finished in part) == [1, 2]
     stands, of_peer = generate.snapshot().result()
-    assert of_peer == [] and [(stand.number, stand.place) for stand in stands] == [(0, 0)]
+    assert of_peer == [] and [(stand.number, stand.info) for stand in stands] == [(0, 0)]
     assert {sample: len(spans) for sample, spans in stands[0].open.items()} == {0: 1, 1: 1}
 
     generate.receive().result()  # in flight: between the two turns of group 0
@@ -137,9 +137,9 @@ def check(generate: Remote, gate: Path) -> None:
 
 
 def main(run_dir: Path, scenario: str, model: Path) -> None:
-    place = RankInfo.from_environment(run_dir)
-    store = open_store(place, TIMEOUTS.join)
-    world = World(place, REALMS, store)
+    info = RankInfo.from_environment(run_dir)
+    store = open_store(info, TIMEOUTS.join)
+    world = World(info, REALMS, store)
     mailbox = Mailbox(world) if world.rank == 0 else None
     watchdog = Watchdog(world, TIMEOUTS, *([mailbox.overdue] if mailbox else []))
     try:
@@ -149,7 +149,7 @@ def main(run_dir: Path, scenario: str, model: Path) -> None:
         if mailbox:
             generate = Remote(mailbox, world, REALMS.generate, Role, TIMEOUTS)
             generate.setup().result()
-            check(generate, place.folder / "gate")
+            check(generate, info.folder / "gate")
             stop(world)
         else:
             serve(world, Role(world, model, scenario))

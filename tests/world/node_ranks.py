@@ -26,18 +26,18 @@ TIMEOUTS = TimeoutsConfig(join=60, silence=60)
 CHECKS = NodeChecksConfig(min_gb_per_s=0.003, max_clock_skew_s=2.0)  # a busy machine's ranks have been seen at 0.028
 
 
-def break_node(fault: str | None, place: RankInfo) -> RankInfo:
+def break_node(fault: str | None, info: RankInfo) -> RankInfo:
     """What is wrong with this rank's node from now on. Only where the machine cannot be broken is Python."""
     match fault:
         case "clock":
             real = time.time
             time.time = lambda: real() + 3600
         case "stale folder":  # as it was when the rank joined
-            stale = place.folder.parent / f"stale{place.rank}"
-            shutil.copytree(place.folder, stale)
-            return replace(place, folder=stale)
+            stale = info.folder.parent / f"stale{info.rank}"
+            shutil.copytree(info.folder, stale)
+            return replace(info, folder=stale)
         case "other code":
-            copy = place.folder.parent / f"code{place.rank}"
+            copy = info.folder.parent / f"code{info.rank}"
             for part in look.SOURCES:
                 shutil.copytree(look.ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
             (copy / "pipeline/main.py").write_text("an older version")
@@ -68,7 +68,7 @@ def break_node(fault: str | None, place: RankInfo) -> RankInfo:
             look.versions = lambda uses_gpus: real_versions(uses_gpus) | {"python": "3.1"}
         case "stuck":
             look.versions = lambda uses_gpus: time.sleep(600)
-    return place
+    return info
 
 
 class _Nothing:
@@ -81,17 +81,17 @@ def rank_main(run_dir: Path, nodes: list[str], rank: int, faults: dict[str, str]
     if {"dead", "stuck"} & set(faults.values()):
         network.LINK_S, node_checks.LOOK_S = 3.0, 8.0
     size, local_rank = len(nodes), nodes[:rank].count(nodes[rank])
-    place = RankInfo(rank, size, local_rank, nodes[rank], "127.0.0.1", run_dir / "attempts/1")
+    info = RankInfo(rank, size, local_rank, nodes[rank], "127.0.0.1", run_dir / "attempts/1")
     realms = Realms(tuple(range(size)), (), ())
     if "other network" in faults.values():  # the last rank generates
         realms = Realms(tuple(range(size - 1)), (size - 1,), ((size - 1,),))
-    world = World(place, realms, open_store(place, TIMEOUTS.join))
+    world = World(info, realms, open_store(info, TIMEOUTS.join))
     watchdog = Watchdog(world, TIMEOUTS)
     try:
         watchdog.start()
         wait_for_all(world, TIMEOUTS.join)
         join(world)
-        world.info = break_node(faults.get(place.node), place)
+        world.info = break_node(faults.get(info.node), info)
         node_checks.check(world, ClusterConfig(node_checks=CHECKS, generate=ComponentConfig()))
         dist.barrier(world.spanning)
     except Exception as error:

@@ -132,12 +132,12 @@ def check(train: Remote, generate: Remote, reward: Remote) -> None:
 
 def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> None:
     timeouts = replace(timeouts, join=float(os.environ.get("JOIN_S", timeouts.join)))
-    place = RankInfo.from_environment(run_dir)
-    realms = replace(REALMS, reward=tuple(range(5, place.size)))
-    if scenario == "absent" and place.rank == 3:
+    info = RankInfo.from_environment(run_dir)
+    realms = replace(REALMS, reward=tuple(range(5, info.size)))
+    if scenario == "absent" and info.rank == 3:
         return
-    store = open_store(place, timeouts.join, timeouts.silence, int(os.environ.get("RELAYED_FROM", 256)))
-    world = World(place, realms, store)
+    store = open_store(info, timeouts.join, timeouts.silence, int(os.environ.get("RELAYED_FROM", 256)))
+    world = World(info, realms, store)
     mailbox = Mailbox(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
     try:
@@ -178,7 +178,7 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
             elif scenario == "reduce":
                 future = generate.reduce()
                 reward.reduce()
-                while not (place.folder / "pid3").exists():
+                while not (info.folder / "pid3").exists():
                     time.sleep(0.05)
                 print("ready", flush=True)
                 future.result()

@@ -208,10 +208,10 @@ def test_a_relay_that_does_not_start_is_named_with_its_rank(tmp_path):
     process, address = server.start("127.0.0.1", key)
     store = RunStore(address, key, 0.5)
     store.set("relay/node1/by", "3")  # which then hangs
-    place = RankInfo(4, 7, 4, "node1", "127.0.0.1", tmp_path)
+    info = RankInfo(4, 7, 4, "node1", "127.0.0.1", tmp_path)
     with pytest.raises(TimeoutError, match=r"verb 'join': rank 3 has not started node1's relay within 0\.5 s"):
-        _find_relay(store, place, address, key, 60.0)
+        _find_relay(store, info, address, key, 60.0)
     store.set("relay/node1", "")
-    _find_relay(store, place, address, key, 60.0)
+    _find_relay(store, info, address, key, 60.0)
     assert store.relay is None  # the node of rank 0
     end(process)
