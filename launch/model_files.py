@@ -16,12 +16,12 @@ KNOWN = Path(__file__).resolve().parent.parent / "recipes/models"
 keys it has but for those that it says itself."""
 
 
-class NotHere(RecipeError):
+class ModelNotFound(RecipeError):
     """A model is neither in its folder nor in the cache of this machine."""
 
 
 @dataclass(frozen=True)
-class Pending(os.PathLike):
+class PendingModel(os.PathLike):
     """The folder of a needed run that has not run yet, and the model that it will train and leave there."""
 
     folder: Path
@@ -61,12 +61,12 @@ def described(
     itself. Raises RecipeError.
     """
     for run in pending:
-        if isinstance(run, Pending) and inside(policy.model_name, [run]):
+        if isinstance(run, PendingModel) and inside(policy.model_name, [run]):
             with collected([]):  # what is wrong with its model has been told of the needed recipe
                 begun = described(run.policy, [other for other in pending if other is not run])
                 return begun and _of_language_model(run.leaves(begun), policy, key)
             return None
-    if not inside(policy.model_name, pending) and not is_here(policy.model_name) and (config := known(policy.model_name)):
+    if not inside(policy.model_name, pending) and not is_local(policy.model_name) and (config := known(policy.model_name)):
         return _of_language_model(config, policy, key)
     return model_config(policy, pending, key)
 
@@ -105,7 +105,7 @@ def inside(name: str, folders: Iterable[os.PathLike]) -> bool:
     return any(Path(name).absolute().is_relative_to(Path(folder).absolute()) for folder in folders)
 
 
-def is_here(name: str) -> bool:
+def is_local(name: str) -> bool:
     """Return whether the model is a folder or in the Hugging Face cache."""
     return Path(name).is_dir() or _in_cache(name) is not None
 
@@ -120,9 +120,9 @@ def model_folder(key: str, name: str) -> Path:
     if snapshot := _in_cache(name):
         return snapshot
     if _looks_like_path(name):
-        raise NotHere(Problem(key, "file-not-found", f"there is no folder {name}"))
+        raise ModelNotFound(Problem(key, "file-not-found", f"there is no folder {name}"))
     told = f"'{name}' is neither a folder nor in the cache {hub_cache()}. Try `hf download {name}`"
-    raise NotHere(Problem(key, "unavailable-model", told))
+    raise ModelNotFound(Problem(key, "unavailable-model", told))
 
 
 def _looks_like_path(name: str) -> bool:

@@ -17,7 +17,7 @@ from pipeline.models import sizes
 from pipeline.models.tensors import Tensor, experts, tensors
 
 
-class NotDescribed(RecipeError):
+class UnknownShape(RecipeError):
     """A model of a family whose sizes config.json alone does not give. It may train all the same."""
 
 
@@ -98,7 +98,7 @@ class ModelShape:
     def of(cls, config: Mapping[str, Any], key: str = "policy.model_name") -> ModelShape:
         """Return the shape of the model with this config.json. `key` names the model in the recipe.
 
-        Raises NotDescribed for a family that is not in `pipeline.models.sizes.MODEL_TYPES`, and RecipeError for a missing key.
+        Raises UnknownShape for a family that is not in `pipeline.models.sizes.MODEL_TYPES`, and RecipeError for a missing key.
         """
         try:
             return _shape(sizes.sizes(config), tensors(config))
@@ -106,7 +106,7 @@ class ModelShape:
             told = f"config.json of this {config['model_type']} has no {error}. Try to fetch the model again"
             raise RecipeError(Problem(key, "missing-value", told)) from None
         except ValueError as error:
-            raise NotDescribed(Problem(key, "unsupported", str(error))) from None
+            raise UnknownShape(Problem(key, "unsupported", str(error))) from None
 
 
 def _shape(of: SimpleNamespace, found: list[Tensor]) -> ModelShape:

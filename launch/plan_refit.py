@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from launch import backend, command_line, recipes
 from launch.command_line import Key
-from launch.model_files import is_here, read_json
+from launch.model_files import is_local, read_json
 from launch.plan import refit_picture
 from launch.plan.cut import cut_sizes
 from launch.plan.estimate import needed_model
@@ -122,7 +122,7 @@ def load(request: PlanRefitRequest, folder: Path | None) -> tuple[Recipe, backen
     if not folder and (model := needed_model(recipe)):
         recipe = recipes.load(request.recipe, [*overrides, f"policy.model_name={model}"])
     recipe, choice = backend.choose(recipe)
-    if is_here(recipe.policy.model_name):
+    if is_local(recipe.policy.model_name):
         refuse(architecture.problems(recipe))
     return recipe, choice
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from launch import backend, cuda_variables, needed_recipe, placement, recipes, run_setup, slurm_client
 from launch.components import components
 from launch.executors import allocation, local, selection
-from launch.model_files import NotHere, Pending
-from launch.model_shape import NotDescribed
+from launch.model_files import ModelNotFound, PendingModel
+from launch.model_shape import UnknownShape
 from launch.plan.estimate import Plan, plan
 from launch.preflight import allocation as allocated
 from launch.preflight import files, libraries, own_code, sandbox, slurm, slurm_request, slurm_sbatch, storage
@@ -52,7 +52,7 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
 
     dry: the batch script is only wanted to be seen, so that there need be no Slurm. Raises RecipeError for what cannot be read.
     """
-    pending: list[Pending] = []
+    pending: list[PendingModel] = []
     prepared: list[Prepared] = []
     problems: list[Problem] = []
     handed: dict[Problem, Problem] = {}  # a needed recipe's, in a key that was handed on to it -> the asked-for recipe's
@@ -69,7 +69,7 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
                 planned = _planned(recipe, choice, plan_from, pending, notes)
                 own += planned.problems() if planned else ()
                 prepared.append(Prepared(recipe, choice, chosen, planned, notes, loaded.inherited))
-        except NotHere as error:
+        except ModelNotFound as error:
             if not own:
                 prepared.append(Prepared(recipe, choice, chosen, None, notes, loaded.inherited))
             own += config.independent(error.problems, loaded.faulty)
@@ -83,7 +83,7 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
         handed |= {problem.within(needed): problem for problem in own if problem.key in keys}
         problems += [problem.within(needed) for problem in own]
         head = "logprobs" if "algorithm" in loaded.faulty else build(recipe).needs.head
-        pending.append(Pending(Path(recipe.run_dir), recipe.policy, head))
+        pending.append(PendingModel(Path(recipe.run_dir), recipe.policy, head))
     problems = [problem for problem in problems if handed.get(problem) not in problems]
     usable = prepared and prepared[-1].recipe.run_dir == ordered[-1].recipe.run_dir
     return prepared if usable else [], problems
@@ -95,7 +95,7 @@ def _planned(
     """Return the plan; None, with a note, for a family that cannot be planned: FSDP2 may train it all the same."""
     try:
         return plan(recipe, choice, plan_from, pending)
-    except NotDescribed as error:
+    except UnknownShape as error:
         notes.append(f"no plan: {error}")
         return None
 

@@ -27,7 +27,7 @@ from launch.components import components
 from launch.executors import allocation, local, selection, slurm
 from launch.executors.base import RunJob
 from launch.executors.record import JobRecord, read_record, write_record
-from launch.model_files import Pending
+from launch.model_files import PendingModel
 from launch.plan import modes, report
 from launch.plan.estimate import plan
 from launch.preflight import architecture
@@ -127,7 +127,7 @@ def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
     """Print the plan, for which the models' config.json is enough, and below it what else a submission needs."""
     *needed, loaded = in_order(name, overrides)
     refuse(loaded.problems)
-    pending = [Pending(Path(each.recipe.run_dir), each.recipe.policy, build(each.recipe).needs.head) for each in needed]
+    pending = [PendingModel(Path(each.recipe.run_dir), each.recipe.policy, build(each.recipe).needs.head) for each in needed]
     recipe, choice = backend.choose(loaded.recipe, pending, run_setup.earlier(loaded.recipe))
     unread, notes = loaded.unread(recipe)
     refuse([*unread, *architecture.against_layout(recipe, pending)])

@@ -17,7 +17,7 @@ from pathlib import Path
 from launch.components import components
 from launch.containers import OPTIONS
 from launch.executors.base import ROOT
-from launch.model_files import hf_home, inside, is_here, model_folder
+from launch.model_files import hf_home, inside, is_local, model_folder
 from launch.preflight import own_code
 from launch.preflight.weights import trouble, trouble_code
 from pipeline import config
@@ -263,7 +263,7 @@ def _of_model(what: str, key: str, name: str | None, pending: list[Path]) -> Ite
         return
     if inside(name, pending) or Path(name).is_dir():
         yield Need(what, Path(name))
-    elif is_here(name):
+    elif is_local(name):
         try:
             snapshot = model_folder(key, name)
         except RecipeError:

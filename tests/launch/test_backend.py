@@ -8,7 +8,7 @@ import pytest
 from launch import backend, cuda_variables, run_setup
 from launch.backend import fsdp_bytes, megatron_bytes
 from launch.components import components
-from launch.model_files import Pending
+from launch.model_files import PendingModel
 from launch.model_shape import ModelShape
 from launch.plan.memory_parts import Model
 from launch.preflight import architecture
@@ -164,7 +164,7 @@ def test_what_a_needed_run_will_leave_is_as_large_as_what_it_begins_with(load, t
     folders = [tmp_path / "runs/base", tmp_path / "runs/next"]
     base = load(model("llama"))
     after = replace(base.policy, model_name=f"{folders[0]}/hf")
-    pending = [Pending(folders[0], base.policy), Pending(folders[1], after)]
+    pending = [PendingModel(folders[0], base.policy), PendingModel(folders[1], after)]
     here = backend.choose(load(model("llama"), *gpus(1)))[1]
     for folder in folders:
         assert backend.choose(load(model("llama"), *gpus(1), f"policy.model_name={folder}/hf"), pending)[1] == here
