@@ -30,7 +30,7 @@ def components(recipe: Recipe) -> dict[str, ComponentConfig]:
         for name, part in config.components(recipe).items()
     }
     beside = [name for name in components_on_train_nodes(recipe) if name in parts]
-    return parts | {name: ColocatedComponent(**vars(parts[name]), takes_turns=colocated(recipe)) for name in beside}
+    return parts | {name: ColocatedComponent(**vars(parts[name]), shares_gpus=colocated(recipe)) for name in beside}
 
 
 def _with_root(variables: dict[str, str]) -> dict[str, str]:

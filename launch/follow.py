@@ -29,12 +29,12 @@ from launch.failure_logs import container_failure, failed_log_lines, failed_step
 from launch.terminal import plain
 from pipeline.metrics import Reader
 
-UNJUDGED = ("train/broke_judge", "train/env_failures")
+FAULT_METRICS = ("train/broke_judge", "train/env_failures")
 """Shown where they are not 0."""
 SHOWN = (
     "train/reward",
     "train/accuracy",
-    *UNJUDGED,
+    *FAULT_METRICS,
     "train/loss",
     "val/accuracy",
     "val/reward",
@@ -89,7 +89,7 @@ class MetricsTail:
 
 def _shown(line: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a step to show. A validation's reward is shown only where its environments report no accuracy."""
-    found = {key: line[key] for key in SHOWN if line.get(key) is not None and (line[key] or key not in UNJUDGED)}
+    found = {key: line[key] for key in SHOWN if line.get(key) is not None and (line[key] or key not in FAULT_METRICS)}
     if "val/accuracy" in found:
         found.pop("val/reward", None)
     return found

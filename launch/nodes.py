@@ -24,12 +24,12 @@ PLACES = ("partition", "account", "qos", "constraint")
 class ColocatedComponent(ComponentConfig):
     """A component on the nodes of the one before it."""
 
-    takes_turns: bool = True  # on the GPUs of the one before it; else it computes beside it, on GPUs of its own
+    shares_gpus: bool = True  # on the GPUs of the one before it; else it computes beside it, on GPUs of its own
 
 
-def takes_turns(component: ComponentConfig) -> bool:
+def shares_gpus(component: ComponentConfig) -> bool:
     """Return whether a component computes in turn with the one before it, on the same GPUs."""
-    return isinstance(component, ColocatedComponent) and component.takes_turns
+    return isinstance(component, ColocatedComponent) and component.shares_gpus
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def shares(components: dict[str, ComponentConfig]) -> dict[str, NodeShare]:
         host, first, following = _together([components[name] for name in names]), 0, 0
         for name in names:
             component = components[name]
-            if not takes_turns(component):
+            if not shares_gpus(component):
                 first, following = following, following + component.gpus_per_node
             found[name] = NodeShare(component, host, first, len(names) == 1)
     return found
@@ -76,7 +76,7 @@ def _together(components: list[ComponentConfig]) -> ComponentConfig:
     host, *guests = components
     if not guests:
         return host
-    total = max if takes_turns(guests[0]) else sum
+    total = max if shares_gpus(guests[0]) else sum
     count = total([ranks_per_node(each) for each in components])
     cpus = total([ranks_per_node(each) * (each.cpus_per_task or 1) for each in components])
     return replace(

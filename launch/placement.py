@@ -18,7 +18,7 @@ from typing import Any
 from launch import backend, gpus
 from launch.components import components
 from launch.executors import selection
-from launch.nodes import groups, hosts, takes_turns
+from launch.nodes import groups, hosts, shares_gpus
 from launch.units import plural
 from pipeline import config
 from pipeline.config import Loaded, Problem, Recipe, RecipeError, collected, config_tree, hardware, ranks, ranks_per_node
@@ -75,7 +75,7 @@ def notes(recipe: Recipe) -> Iterator[str]:
     for names, host in zip(groups(parts), hosts(parts).values(), strict=True):
         usual = hardware.described(host.gpu, "nvlink_gpus")
         if not hardware.described(host.gpu, "nvlink_crosses_nodes") and host.gpus_per_node > usual:
-            keys = " + ".join(f"cluster.{name}.gpus_per_node" for name in names if not takes_turns(parts[name]))
+            keys = " + ".join(f"cluster.{name}.gpus_per_node" for name in names if not shares_gpus(parts[name]))
             yield f"{keys}: got {host.gpus_per_node} on each node; nodes with {host.gpu} usually have {usual}"
 
 
@@ -104,9 +104,9 @@ def differing(recipe: Recipe, changes: Changes) -> Changes:
 def _candidates(recipe: Recipe, there: int) -> Iterator[Changes]:
     parts = components(recipe)
     per_node = {name: ranks_per_node(part) for name, part in parts.items()}
-    if any(map(takes_turns, parts.values())):
+    if any(map(shares_gpus, parts.values())):
         per_node = dict.fromkeys(per_node, max(per_node.values()))
-    owners = [name for name, part in parts.items() if not takes_turns(part)]
+    owners = [name for name, part in parts.items() if not shares_gpus(part)]
     if sum(parts[name].nodes * per_node[name] for name in owners) <= there:
         yield {f"cluster.{name}.gpus_per_node": count for name, count in per_node.items()}
     shared = ("train", "generate") if "generate" in parts else ("train",)

@@ -10,7 +10,7 @@ from typing import Any
 from launch import startup_stages
 from launch.attempts import AttemptFolder
 from launch.failure_logs import container_failure, failed_log_lines
-from launch.follow import UNJUDGED, first_failure
+from launch.follow import FAULT_METRICS, first_failure
 from launch.run_folder import Columns, RunFolder, last_active, phases
 from launch.run_state import RunState
 from pipeline.checkpoint import NAME, Checkpoints
@@ -45,8 +45,8 @@ def line(run: RunFolder, state: RunState) -> dict[str, Any]:
         "last_written": run.last_written(),
         "metrics": {
             key: values
-            for key in (*TOLD, *UNJUDGED)
-            if (values := _recent(metrics, key)) and (key not in UNJUDGED or any(values))
+            for key in (*TOLD, *FAULT_METRICS)
+            if (values := _recent(metrics, key)) and (key not in FAULT_METRICS or any(values))
         },
     }
 

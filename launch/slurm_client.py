@@ -77,7 +77,7 @@ def run_command(*command: str, timeout_s: float | None = None, script: str | Non
     return answer.stdout or answer.stderr  # sbatch --test-only tells on stderr when a job would start
 
 
-def outside() -> list[str]:
+def without_het_variables() -> list[str]:
     """Return the beginning of a command that runs sbatch without the variables of a heterogeneous salloc around us.
 
     sbatch would hand them on, and a plain job would take them for its own.
@@ -88,7 +88,7 @@ def outside() -> list[str]:
 
 def submit(script: str, *options: str) -> str:
     """Submit a batch script, by its text; return the job's id. Raises SlurmError; if it is `late`, there may be a job."""
-    answer = run_command(*outside(), "sbatch", "--parsable", *options, timeout_s=CHANGE_S, script=script)
+    answer = run_command(*without_het_variables(), "sbatch", "--parsable", *options, timeout_s=CHANGE_S, script=script)
     return answer.strip().partition(";")[0]
 
 
@@ -185,7 +185,7 @@ def job_components(job_id: str) -> list[JobComponent]:
 
 def read_jobs(text: str) -> list[JobComponent]:
     """Return the components that an answer of `scontrol show job -o` names, each job's in order."""
-    return _in_order(_read_job(fields) for fields in lines_of(text) if "JobId" in fields)
+    return _in_order(_read_job(fields) for fields in parse_records(text) if "JobId" in fields)
 
 
 def _read_job(fields: Fields) -> JobComponent:
@@ -222,7 +222,7 @@ def merged(parts: Sequence[JobComponent]) -> JobComponent:
 # ---- formats ------------------------------------------------------------------------------------------------------------
 
 
-def lines_of(text: str) -> Iterator[Fields]:
+def parse_records(text: str) -> Iterator[Fields]:
     """Yield the lines of `scontrol -o`. Of a key that comes twice the first counts: what is free text comes last."""
     for line in text.splitlines():
         fields: Fields = {}

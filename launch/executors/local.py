@@ -33,7 +33,7 @@ from submitit.local import local
 from launch import gpus, task
 from launch.executors import forks
 from launch.executors.base import ROOT, JobStatus, RunJob, write_json
-from launch.nodes import hosts, takes_turns
+from launch.nodes import hosts, shares_gpus
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig, ranks, ranks_per_node
 from pipeline.files import write_durably
 
@@ -56,13 +56,13 @@ LIBC = ctypes.CDLL(None)
 def rank_environments(components: dict[str, ComponentConfig]) -> list[dict[str, str]]:
     """Return what each rank's environment adds to this process's, in rank order. Raises RecipeError if GPUs are too few."""
     world_size = sum(ranks(component) for component in components.values())
-    owners = [component for component in components.values() if not takes_turns(component)]
+    owners = [component for component in components.values() if not shares_gpus(component)]
     keys = [f"cluster.{name}.gpus_per_node" for name, each in components.items() if each.gpus_per_node]
     devices = gpus.assigned(sum(component.nodes * component.gpus_per_node for component in owners), keys)
     threads = max(1, len(os.sched_getaffinity(0)) // sum(map(ranks, hosts(components).values())))
     environments, first_gpu, next_gpu = [], 0, 0
     for name, component in components.items():
-        if not takes_turns(component):
+        if not shares_gpus(component):
             first_gpu, next_gpu = next_gpu, next_gpu + component.nodes * component.gpus_per_node
         per_node = ranks_per_node(component)
         for index in range(ranks(component)):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from launch.preflight.slurm_request import Request
-from launch.slurm_client import Fields, configuration, gpus, lines_of, minutes, run_command
+from launch.slurm_client import Fields, configuration, gpus, minutes, parse_records, run_command
 from pipeline.config import Problem
 
 UNAVAILABLE = frozenset(
@@ -37,12 +37,12 @@ class Cluster:
     def __init__(self) -> None:
         self.config = configuration()
         # -a: those too that are hidden from this user, who may name them all the same
-        found = lines_of(run_command("scontrol", "-a", "-o", "show", "partition"))
+        found = parse_records(run_command("scontrol", "-a", "-o", "show", "partition"))
         self.partitions = {fields["PartitionName"]: fields for fields in found}
 
     @cached_property
     def nodes(self) -> dict[str, Node]:
-        found = map(_node, lines_of(run_command("scontrol", "-a", "-o", "show", "node")))
+        found = map(_node, parse_records(run_command("scontrol", "-a", "-o", "show", "node")))
         return {node.name: node for node in found}
 
     @property

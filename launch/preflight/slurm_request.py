@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from launch.components import components
 from launch.executors.slurm import request_options
-from launch.nodes import groups, hosts, memory, takes_turns, takes_whole_nodes
+from launch.nodes import groups, hosts, memory, shares_gpus, takes_whole_nodes
 from launch.slurm_client import megabytes, minutes
 from pipeline.config import ComponentConfig, Problem, Recipe, ranks_per_node
 
@@ -78,7 +78,7 @@ def requests(recipe: Recipe) -> list[Request]:
         found.append(
             Request(
                 key=f"cluster.{name}",
-                together=tuple(f"cluster.{each}" for each in names if not takes_turns(parts[each])),
+                together=tuple(f"cluster.{each}" for each in names if not shares_gpus(parts[each])),
                 options=tuple(request_options(recipe.name, recipe.cluster, host)),
                 own_options=frozenset(getattr(recipe.cluster, name).sbatch_options),
                 host=host,

@@ -12,7 +12,7 @@ from launch import slurm_client
 from launch.executors.slurm import directives
 from launch.preflight.slurm_nodes import Cluster
 from launch.preflight.slurm_request import Request, option_name
-from launch.slurm_client import SlurmError, host_names, outside
+from launch.slurm_client import SlurmError, host_names, without_het_variables
 from pipeline.config import Problem
 
 TESTS_S = 40.0
@@ -96,7 +96,7 @@ class Tester:
         if left <= 0:
             raise SlurmError(f"the tests of this recipe took more than {TESTS_S:g} s", "late")
         script = "\n".join(["#!/bin/bash", *directives(*options), ""])
-        command = [*outside(), "sbatch", "--test-only", *instead]
+        command = [*without_het_variables(), "sbatch", "--test-only", *instead]
         try:
             told = slurm_client.run_command(*command, timeout_s=min(left, slurm_client.ANSWER_S), script=script)
         except SlurmError as error:

@@ -38,7 +38,7 @@ def test_a_job_divides_the_gpus_of_each_node(tmp_path):
         )
     }
     for name in ("generate", "reward"):
-        components[name].takes_turns = False
+        components[name].shares_gpus = False
     job = HetSlurmExecutor(tmp_path, "shared", ClusterConfig(time_min=5), components).submit(
         tasks.report_and_finish, str(tmp_path)
     )
