@@ -56,7 +56,7 @@ def examine(name: str, overrides: list[str], dry: bool, plan_from: Path | None =
     prepared: list[Prepared] = []
     problems: list[Problem] = []
     handed: dict[Problem, Problem] = {}  # a needed recipe's, in a key that was handed on to it -> the asked-for recipe's
-    ordered = in_order(name, overrides)
+    ordered = run_order(name, overrides)
     for loaded in ordered:
         recipe, choice, own, notes = loaded.recipe, None, list(loaded.problems), list(loaded.notes)
         chosen = selection.choose(recipe)
@@ -105,7 +105,7 @@ def folder_name(recipe: Recipe) -> str:
     return Path(recipe.run_dir).name
 
 
-def in_order(name: str, overrides: list[str]) -> list[Loaded]:
+def run_order(name: str, overrides: list[str]) -> list[Loaded]:
     """Return the recipe, preceded by those that it needs and that have not run. Raises RecipeError if they need each other."""
     asked_for = recipes.inspect(name, overrides)
     ordered: list[Loaded] = []

@@ -31,7 +31,7 @@ from launch.model_files import PendingModel
 from launch.plan import modes, report
 from launch.plan.estimate import plan
 from launch.preflight import architecture
-from launch.prepare import RESTART_S, Prepared, examine, file_problems, folder_name, folder_problems, in_order, prepare
+from launch.prepare import RESTART_S, Prepared, examine, file_problems, folder_name, folder_problems, prepare, run_order
 from launch.units import plural
 from pipeline import config, secrets
 from pipeline.algorithms import build
@@ -125,7 +125,7 @@ def show(name: str, overrides: list[str]) -> int:
 
 def show_plan(name: str, overrides: list[str], before: Path | None) -> int:
     """Print the plan, for which the models' config.json is enough, and below it what else a submission needs."""
-    *needed, loaded = in_order(name, overrides)
+    *needed, loaded = run_order(name, overrides)
     refuse(loaded.problems)
     pending = [PendingModel(Path(each.recipe.run_dir), each.recipe.policy, build(each.recipe).needs.head) for each in needed]
     recipe, choice = backend.choose(loaded.recipe, pending, run_setup.earlier(loaded.recipe))

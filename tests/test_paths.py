@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from launch.prepare import in_order
+from launch.prepare import run_order
 from pipeline import config
 
 ROOT = config.RECIPES.parent
@@ -96,8 +96,8 @@ def test_parents_and_needs_are_shipped_ones_by_name_and_neighbours_by_path(write
     write("my_sft.yaml", "defaults: tiny_sft\n")
     path = write("mine.yaml", "defaults: tiny_grpo\nneeds: [tiny_sft, my_sft]\npolicy: {model_name: runs/my_sft/hf}\n")
     assert load(path).needs == ["tiny_sft", str(tmp_path / "there/my_sft.yaml")]
-    assert [loaded.recipe.name for loaded in in_order(path, [])] == ["tiny_sft", "my_sft", "mine"]
-    assert [loaded.recipe.run_dir for loaded in in_order(path, [])] == [
+    assert [loaded.recipe.name for loaded in run_order(path, [])] == ["tiny_sft", "my_sft", "mine"]
+    assert [loaded.recipe.run_dir for loaded in run_order(path, [])] == [
         str(tmp_path / f"here/runs/{name}") for name in ("tiny_sft", "my_sft", "mine")
     ]
     assert load(write("tiny_grpo.yaml", "defaults: tiny_grpo\ngrpo: {seed: 3}\n")).grpo.seed == 3  # the shipped one's child

@@ -19,7 +19,7 @@ def here(tmp_path, monkeypatch):
 
 
 def needed(*overrides: str) -> config.Loaded:
-    base, second = prepare.in_order("second", list(overrides))
+    base, second = prepare.run_order("second", list(overrides))
     assert (base.recipe.name, second.recipe.name) == ("base", "second")
     return base
 
@@ -99,7 +99,7 @@ def test_options_of_sbatch_are_not_handed_on_to_ranks_without_nodes(here):
 def test_a_cluster_that_is_no_mapping_is_told(here, cluster):
     """As where all keys below `cluster:` are commented out."""
     write_recipe(here, "second", needs=["base"], run_dir="runs/second", cluster=cluster)
-    _, second = prepare.in_order("second", [])
+    _, second = prepare.run_order("second", [])
     assert named(second.problems) == {("cluster", "wrong-type")}
 
 
