@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d
 from pipeline import interface
 from pipeline.config import Recipe, colocated, engine_ranks, generates, ranks, serves_rewards
 from pipeline.files import listed
-from pipeline.sandbox import kernel
+from pipeline.sandbox import linux
 from pipeline.store import relay
 from pipeline.store.client import RunStore
 from pipeline.store.gloo import Prover
@@ -337,7 +337,7 @@ def _choose_interface(world: World) -> None:
 
 def _meet_rank_0(world: World, prover: Prover) -> None:
     """Connect every rank with rank 0, so that no later send between the two waits for the other end, and prove both."""
-    kernel.raise_open_files()  # for as many connections as there are ranks in the world, or in this rank's realm
+    linux.raise_open_files()  # for as many connections as there are ranks in the world, or in this rank's realm
     store = dist.PrefixStore("star", world.store)
     prover.offer(store, world.rank)
     others = range(1, world.size) if world.rank == 0 else [0]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.sandbox import kernel
+from pipeline.sandbox import linux
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,5 +71,5 @@ async def _main(host: str, port: int, count: int, again: bool) -> None:
 
 
 if __name__ == "__main__":
-    kernel.raise_open_files()
+    linux.raise_open_files()
     asyncio.run(_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] == ["again"]))
