@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.model_files import described
+from launch.model_files import planning_config
 from launch.model_shape import ModelShape
 from launch.plan.cut import Cut
 from launch.plan.memory_backends import FSDP, Megatron, stages
@@ -145,13 +145,13 @@ def _by_size(recipe: Recipe, pending: list[Path]) -> BackendChoice:
     train = recipe.cluster.train
     if not train.gpus_per_node:
         return BackendChoice("dtensor", "cluster.train has no GPUs")
-    model = described(recipe.policy, pending)
+    model = planning_config(recipe.policy, pending)
     if model is None:
         return BackendChoice("dtensor", f"{recipe.policy.model_name} is not there yet, so its size is not known")
     shapes = {}
     for section, policy in config.models(recipe).items():
         key = f"{section}.model_name"
-        its = described(policy, pending, key) or model  # what a run has yet to leave: as the policy
+        its = planning_config(policy, pending, key) or model  # what a run has yet to leave: as the policy
         if (family := its.get("model_type")) not in MEGATRON_MODEL_TYPES:
             return BackendChoice("dtensor", f"the Megatron backend has no '{family}' models")
         shapes[section] = ModelShape.of(its, key)

@@ -47,12 +47,12 @@ def model_config(
     Multimodal families keep the language model's keys in `text_config`; those are taken. key: where the recipe names the model.
     Raises RecipeError.
     """
-    if inside(policy.model_name, pending):
+    if is_inside(policy.model_name, pending):
         return None
     return _of_language_model(read_json(model_folder(key, policy.model_name) / "config.json"), policy, key)
 
 
-def described(
+def planning_config(
     policy: PolicyConfig, pending: Sequence[os.PathLike] = (), key: str = "policy.model_name"
 ) -> dict[str, Any] | None:
     """Return the same as `model_config`; of a public model that is not on this machine, the description in recipes/models.
@@ -61,12 +61,16 @@ def described(
     itself. Raises RecipeError.
     """
     for run in pending:
-        if isinstance(run, PendingModel) and inside(policy.model_name, [run]):
+        if isinstance(run, PendingModel) and is_inside(policy.model_name, [run]):
             with collected([]):  # what is wrong with its model has been told of the needed recipe
-                begun = described(run.policy, [other for other in pending if other is not run])
+                begun = planning_config(run.policy, [other for other in pending if other is not run])
                 return begun and _of_language_model(run.leaves(begun), policy, key)
             return None
-    if not inside(policy.model_name, pending) and not is_local(policy.model_name) and (config := known(policy.model_name)):
+    if (
+        not is_inside(policy.model_name, pending)
+        and not is_local(policy.model_name)
+        and (config := public_model_config(policy.model_name))
+    ):
         return _of_language_model(config, policy, key)
     return model_config(policy, pending, key)
 
@@ -91,17 +95,17 @@ def _other_types(key: str, given: dict[str, Any], config: dict[str, Any]) -> Ite
             yield Problem(f"{key}.{name}", "wrong-type", f"got {value!r}; expected the type of {there!r}, as in config.json")
 
 
-def known(name: str) -> dict[str, Any] | None:
+def public_model_config(name: str) -> dict[str, Any] | None:
     """Return the description in recipes/models of a public model, by its name on the Hugging Face Hub; None without one."""
     path = KNOWN / f"{name}.json"
     if name.count("/") != 1 or not path.is_file():
         return None
     config = read_json(path)
     other = config.pop("like", None)
-    return {**known(other), **config} if other else config
+    return {**public_model_config(other), **config} if other else config
 
 
-def inside(name: str, folders: Iterable[os.PathLike]) -> bool:
+def is_inside(name: str, folders: Iterable[os.PathLike]) -> bool:
     return any(Path(name).absolute().is_relative_to(Path(folder).absolute()) for folder in folders)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.model_files import known, read_json
+from launch.model_files import public_model_config, read_json
 from launch.nemo_rl.algorithm import epochs, max_num_steps
 from launch.nemo_rl.cluster import environment_variables
 from launch.nemo_rl.rules import Changed, Done, Ignored, Only, Same, Switch, apply, given, under
@@ -113,7 +113,7 @@ def has_experts(model: str | None) -> bool | None:
     if model is None:
         return None
     path = Path(model) / "config.json"
-    config = read_json(path) if path.is_file() else None if path.parent.is_dir() else known(model)
+    config = read_json(path) if path.is_file() else None if path.parent.is_dir() else public_model_config(model)
     if config is None:
         return None
     text = {**config, **config.get("text_config", {})}

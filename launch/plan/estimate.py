@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import backend, recipes
-from launch.model_files import described, inside
+from launch.model_files import is_inside, planning_config
 from launch.model_shape import ModelShape
 from launch.plan import advice, calibration, generate_time, lengths, memory, memory_generate, pace, sharing, split
 from launch.plan.calibration import Measured
@@ -297,13 +297,13 @@ def model_configs(recipe: Recipe, pending: Sequence[Path]) -> dict[str, Mapping[
     found = {}
     for name, policy in config.models(recipe).items():
         key = f"{name}.model_name"
-        model = described(policy, list(pending), key)
+        model = planning_config(policy, list(pending), key)
         if model is None:
             start = needed_model(replace(recipe, policy=policy))
             if start is None:
                 message = f"{policy.model_name} is not there yet, and no recipe under `needs` says what it will be"
                 raise RecipeError(Problem(key, "unavailable-model", message))
-            model = described(replace(policy, model_name=start), [], key)
+            model = planning_config(replace(policy, model_name=start), [], key)
         found[name] = model
     return found
 
@@ -314,7 +314,7 @@ def needed_model(recipe: Recipe) -> str | None:
         return None
     for name in recipe.needs:
         needed = recipes.load(name, [f"run_dir=runs/{config.name_of(name)}"])
-        if inside(recipe.policy.model_name, [Path(needed.run_dir)]):
+        if is_inside(recipe.policy.model_name, [Path(needed.run_dir)]):
             return needed_model(needed) or needed.policy.model_name
     return None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from launch.model_files import described
+from launch.model_files import planning_config
 from launch.model_shape import ModelShape
 from pipeline.config import PRECISIONS, Recipe, colocated, ranks, ranks_per_node
 
@@ -63,7 +63,7 @@ def predict(recipe: Recipe, model: Mapping[str, Any] | None = None) -> Predictio
 
     nodes, network = node_names(recipe), recipe.cluster.network
     itemsize, bucket = PRECISIONS[recipe.policy.precision], recipe.policy.generation.refit_cfg.bucket_bytes
-    model = model or described(recipe.policy)
+    model = model or planning_config(recipe.policy)
     owners = refit_layouts.tables(model, recipe)
     schedule = plan.schedule(owners.train, owners.generate, owners.engines, owners.shapes, itemsize, bucket, nodes, network)
     number = {name: i for i, name in enumerate(dict.fromkeys(nodes.values()))}

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launch.model_files import described, inside, model_folder
+from launch.model_files import is_inside, model_folder, planning_config
 from launch.model_shape import ModelShape
 from launch.preflight import libraries
 from pipeline import config
@@ -42,11 +42,11 @@ def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[Problem]:
     """Yield what is wrong with the models. One that is yet to come out of a run folder of `pending` is checked in the job."""
     for section, policy in config.models(recipe).items():
         found: list[Problem] = []
-        if not inside(policy.model_name, pending):
+        if not is_inside(policy.model_name, pending):
             with collected(found):
                 folder = model_folder(f"{section}.model_name", policy.model_name)
                 found += libraries.unknown_overrides(section, policy, folder)
-                described(policy, pending, f"{section}.model_name")  # which refuses overrides of another type
+                planning_config(policy, pending, f"{section}.model_name")  # which refuses overrides of another type
         yield from found
         if not found:  # else the rest would judge by what is wrong
             yield from _against_layout(recipe, section, policy, pending)
@@ -61,7 +61,7 @@ def against_layout(recipe: Recipe, pending: list[Path] = ()) -> Iterator[Problem
 def _against_layout(recipe: Recipe, section: str, policy: PolicyConfig, pending: list[Path]) -> Iterator[Problem]:
     key, found = f"{section}.model_name", []
     with collected(found):
-        if (model := described(policy, pending, key)) is None:
+        if (model := planning_config(policy, pending, key)) is None:
             return
         found += _of_model(recipe, section, policy, model)
         if not found:  # what the backends say in the job, where it is not one of these

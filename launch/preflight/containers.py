@@ -17,7 +17,7 @@ from pathlib import Path
 from launch.components import components
 from launch.containers import OPTIONS
 from launch.executors.base import ROOT
-from launch.model_files import hf_home, inside, is_local, model_folder
+from launch.model_files import hf_home, is_inside, is_local, model_folder
 from launch.preflight import own_code
 from launch.preflight.weights import trouble, trouble_code
 from pipeline import config
@@ -261,7 +261,7 @@ def _holds(recipe: Recipe, name: str, section: str, judged: str | None) -> bool:
 def _of_model(what: str, key: str, name: str | None, pending: list[Path]) -> Iterator[Need]:
     if not name:
         return
-    if inside(name, pending) or Path(name).is_dir():
+    if is_inside(name, pending) or Path(name).is_dir():
         yield Need(what, Path(name))
     elif is_local(name):
         try:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from launch.model_files import hf_home, hub_cache, inside, model_config, model_folder, read_json
+from launch.model_files import hf_home, hub_cache, is_inside, model_config, model_folder, read_json
 from launch.preflight import architecture, libraries, prompt_tokens, records
 from pipeline import config
 from pipeline.algorithms import build
@@ -75,7 +75,7 @@ def _tokenizer(recipe: Recipe, section: str, model: PolicyConfig, pending: list[
         if given.name != model.model_name:
             yield Problem(f"{key}.name", "missing-value", "got an empty name; expected a folder or a Hugging Face name")
         return None
-    if inside(given.name, pending):
+    if is_inside(given.name, pending):
         return None
     found: list[Problem] = []
     with collected(found):
@@ -127,7 +127,7 @@ def _check_reward_tokenizer(recipe: Recipe, section: str, model: PolicyConfig, p
 def _check_teacher_tokenizer(recipe: Recipe, ours: Path, pending: list[Path]) -> Iterator[Problem]:
     """Check that the teacher has the policy's tokens; a few added ones may differ."""
     name = recipe.teacher.model_name
-    if name is None or inside(name, pending):
+    if name is None or is_inside(name, pending):
         return
     found: list[Problem] = []
     with collected(found):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launch.components import components
 from launch.containers import CONVERSIONS
-from launch.model_files import described, hf_home, inside, model_folder
+from launch.model_files import hf_home, is_inside, model_folder, planning_config
 from launch.model_shape import ModelShape
 from launch.preflight.weights import stored
 from launch.units import size
@@ -143,7 +143,7 @@ def _parameters(section: str, policy: PolicyConfig, pending: list[Path], trained
     """
     key, lora = f"{section}.model_name", policy.dtensor_cfg.lora_cfg
     try:
-        model = described(policy, pending, key)
+        model = planning_config(policy, pending, key)
         if model is None:
             return None
         if trained and lora.enabled and not uses_megatron(policy):
@@ -223,7 +223,7 @@ def _conversions(recipe: Recipe, pending: list[Path]) -> Iterator[Use]:
     root = conversions_folder(recipe)
     wanted: dict[str, list[str]] = {}  # model's name -> sections; a critic's conversion is another than the policy's
     for section, policy in config.models(recipe).items():
-        if not policy.random_init and policy.model_name and not inside(policy.model_name, pending):
+        if not policy.random_init and policy.model_name and not is_inside(policy.model_name, pending):
             wanted.setdefault(policy.model_name, []).append(section)
     for name, sections in wanted.items():
         try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from launch.model_files import inside, model_folder
+from launch.model_files import is_inside, model_folder
 from pipeline import config
 from pipeline.config import Problem, Recipe, RecipeError
 
@@ -54,7 +54,7 @@ def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[Problem]:
 
 def _folder(key: str, name: str | None, pending: list[Path]) -> Path | None:
     """Return None for what is yet to be made, and for what is not there, which others say."""
-    if not name or inside(name, pending):
+    if not name or is_inside(name, pending):
         return None
     try:
         return model_folder(key, name)

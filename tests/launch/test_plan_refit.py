@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from launch import plan_refit
-from launch.model_files import known
+from launch.model_files import public_model_config
 from launch.model_shape import ModelShape
 from launch.plan.refit_picture import PARTS
 
@@ -115,7 +115,7 @@ def test_a_model_that_is_not_here_where_nothing_is_installed(tmp_path):
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    shape = ModelShape.of(known("unsloth/DeepSeek-V3-bf16"))
+    shape = ModelShape.of(public_model_config("unsloth/DeepSeek-V3-bf16"))
     assert f"{shape.parameters:,} parameters, 1.34 TB in bfloat16" in done.stdout
     # Experts and heads are spread over 32 ranks; what all ranks need is not: norms, routers, latents' down projections.
     least, most = 2 * shape.parameters / 32, 2 * (shape.parameters - shape.routed) + 2 * shape.routed / 32

@@ -7,7 +7,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from launch.model_files import KNOWN, described, known
+from launch.model_files import KNOWN, planning_config, public_model_config
 from launch.model_shape import ModelShape
 from pipeline.config import PolicyConfig, RecipeError
 
@@ -41,7 +41,7 @@ STATED = {  # by the metadata of their safetensors files, but for copies of a ti
 
 
 def of_language_model(name: str) -> dict:
-    return described(PolicyConfig(model_name=name))
+    return planning_config(PolicyConfig(model_name=name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,7 +54,7 @@ def test_the_count_is_that_of_transformers_model(name):
     assert model.config.max_position_embeddings == config["max_position_embeddings"]
     as_a_reward_model = type(model).__name__.replace("CausalLM", "SequenceClassification")
     kinds = (type(model).__name__, as_a_reward_model, "Gemma3ForConditionalGeneration")
-    assert known(name)["architectures"][0] in kinds
+    assert public_model_config(name)["architectures"][0] in kinds
 
 
 @pytest.mark.parametrize("name", STATED)
@@ -63,7 +63,7 @@ def test_the_count_is_the_stated_one(name):
 
 
 def test_what_is_like_another_says_only_what_differs():
-    instruct, base = known("Qwen/Qwen2.5-7B-Instruct"), known("Qwen/Qwen2.5-7B")
+    instruct, base = public_model_config("Qwen/Qwen2.5-7B-Instruct"), public_model_config("Qwen/Qwen2.5-7B")
     assert {key for key in base if instruct[key] != base[key]} == {"max_position_embeddings"}
     assert "like" not in instruct
 
@@ -73,18 +73,18 @@ def test_a_model_that_is_here_is_read_there(tmp_path, monkeypatch):
     name = "meta-llama/Llama-3.2-1B"
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     policy = PolicyConfig(model_name=name, hf_config_overrides={"tie_word_embeddings": False})
-    assert described(policy) == {**known(name), "tie_word_embeddings": False}
+    assert planning_config(policy) == {**public_model_config(name), "tie_word_embeddings": False}
     snapshot = tmp_path / "models--meta-llama--Llama-3.2-1B/snapshots/1"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text('{"model_type": "llama"}')
-    assert described(policy) == {"model_type": "llama", "tie_word_embeddings": False}
+    assert planning_config(policy) == {"model_type": "llama", "tie_word_embeddings": False}
 
 
 def test_a_model_that_nobody_knows_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(RecipeError, match=r"teacher.model_name: 'nobody/nothing' is neither"):
-        described(PolicyConfig(model_name="nobody/nothing"), key="teacher.model_name")
-    assert described(PolicyConfig(model_name=str(tmp_path / "run/hf")), [tmp_path / "run"]) is None
+        planning_config(PolicyConfig(model_name="nobody/nothing"), key="teacher.model_name")
+    assert planning_config(PolicyConfig(model_name=str(tmp_path / "run/hf")), [tmp_path / "run"]) is None
 
 
 def named(tree: object) -> Iterator[str]:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from launch.model_files import described
+from launch.model_files import planning_config
 from launch.model_shape import ModelShape
 from launch.plan import flops
 from launch.plan.lengths import Lengths, assumed
@@ -18,7 +18,7 @@ TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def shape(name: str) -> ModelShape:
-    return ModelShape.of(described(PolicyConfig(model_name=name)))
+    return ModelShape.of(planning_config(PolicyConfig(model_name=name)))
 
 
 def test_a_dense_model_by_hand():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from launch import backend
-from launch.model_files import described
+from launch.model_files import planning_config
 from launch.model_shape import ModelShape
 from launch.plan import flops, generate_time, lengths, train_time
 from launch.plan.cut import Cut, Links
@@ -23,7 +23,7 @@ MEGATRON = (f"{KEY}.enabled=true", "policy.dtensor_cfg.enabled=false")
 
 
 def shape(name: str) -> ModelShape:
-    return ModelShape.of(described(PolicyConfig(model_name=name)))
+    return ModelShape.of(planning_config(PolicyConfig(model_name=name)))
 
 
 def load(*overrides: str, name: str = "llama8b_grpo") -> config.Recipe:
@@ -32,7 +32,7 @@ def load(*overrides: str, name: str = "llama8b_grpo") -> config.Recipe:
 
 def train_phases(*overrides: str, name: str = "llama8b_grpo") -> dict[str, train_time.Phase]:
     recipe = load(*overrides, name=name)
-    shapes = {section: ModelShape.of(described(policy)) for section, policy in config.models(recipe).items()}
+    shapes = {section: ModelShape.of(planning_config(policy)) for section, policy in config.models(recipe).items()}
     return {phase.name: phase for phase in train_time.phases(recipe, shapes, lengths.assumed(recipe), H100)}
 
 
