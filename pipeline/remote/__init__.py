@@ -9,7 +9,7 @@ process groups are open to everyone on the cluster. Small messages go through ra
 same and one for all that answer the same (`pipeline/store/mail.py`); a body above `INLINE` bytes follows its message over the
 spanning group, from rank to rank where several get it.
 
-A verb that outlasts its call returns a `Later`: rank 0 gets the answer in parts, and the rank serves other verbs meanwhile.
+A verb may return a `Later`: it sends its reply in parts while the rank serves other verbs.
 
 There are no timeouts here: `overdue` tells the watchdog which calls are late and whose reply is missing.
 """

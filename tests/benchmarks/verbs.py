@@ -1,6 +1,6 @@
 """Measure what a verb costs rank 0 and its store, by the number of ranks: `python -m tests.benchmarks verbs`.
 
-Rank 0 is real, `Mailbox` and `Remote`, and so are the store's process and the relays, of 8 ranks each from 256 ranks on. Two
+Rank 0's end, the store's process and the relays (one for 8 ranks, from 256 ranks on) are the real ones. Two
 processes stand for all other ranks (`stand_in.py`). Bodies that go over the spanning group go over one connection to each such
 process; what ranks hand on to each other is left out. Printed, for each number of ranks: seconds, messages and megabytes at the
 store, and the seconds of CPU of rank 0, of the store, and of the other processes, which a cluster has on its other nodes.
