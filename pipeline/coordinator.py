@@ -25,8 +25,8 @@ from pipeline.data.preferences import Pair
 from pipeline.data.stream import ExampleStream, PairStream, PromptStream, Stream
 from pipeline.deadline import Deadline
 from pipeline.metrics import Metrics, mean_metrics, validation_metrics
-from pipeline.remote import Remote
 from pipeline.rollout.collectors import Collector
+from pipeline.rpc import RpcGroup
 from pipeline.sharing import Sharing
 from pipeline.startup import Startup
 from pipeline.timeline import Timeline
@@ -49,7 +49,7 @@ class Run:
     recipe: Recipe
     folder: Path
     checkpoints: Checkpoints
-    train: Remote
+    train: RpcGroup
     places: list[DataPlace]  # of the train ranks
     sharing: Sharing
     tokenizer: PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeline import algorithms, config, node_checks, own_code, remote
+from pipeline import algorithms, config, node_checks, own_code, rpc
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
 from pipeline.config import Recipe
@@ -22,9 +22,9 @@ from pipeline.refit.base import Refit
 from pipeline.refit.broadcast import BroadcastRefit
 from pipeline.refit.coordination import RefitCoordinator
 from pipeline.refit.planned import PlannedRefit
-from pipeline.remote import Mailbox, Remote
 from pipeline.roles import GenerateRole, RewardRole, TrainRole
 from pipeline.rollout import collectors
+from pipeline.rpc import RpcClient, RpcGroup
 from pipeline.scoring import Scoring
 from pipeline.sharing import Sharing
 from pipeline.startup import SETTING_UP, Startup
@@ -48,7 +48,7 @@ def main(run_dir: Path) -> None:
         world.timeline.write(info.folder)
     else:
         world.timeline.keep_none()
-    mailbox = Mailbox(world) if world.rank == 0 else None
+    mailbox = RpcClient(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
     startup = Startup(info.folder, {name: getattr(realms, name) for name in REALMS}, watchdog.heard) if mailbox else Startup()
     try:
@@ -64,9 +64,9 @@ def main(run_dir: Path) -> None:
             if mailbox:
                 _coordinate(recipe, run_dir, world, mailbox, role, startup)
                 startup.end()
-                remote.stop(world)
+                rpc.stop(world)
             else:
-                remote.serve(world, role)
+                rpc.serve(world, role)
     except Exception as error:
         watchdog.fail(error)
         raise
@@ -93,15 +93,15 @@ def _refit(recipe: Recipe, world: World) -> Refit:
     return PlannedRefit(world, generation.refit_cfg, precision, generation.refit_transport, ipc)
 
 
-def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, role: TrainRole, startup: Startup) -> None:
+def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: RpcClient, role: TrainRole, startup: Startup) -> None:
     startup.enter(SETTING_UP)
     timeouts, realms, algorithm = recipe.cluster.timeouts, world.realms, algorithms.build(recipe)
     storage_s = storage_timeout_s(timeouts)
     attempt = Attempt(world.info.folder, storage_s)
     attempt.claim()
-    train = Remote(mailbox, world, realms.train, TrainRole, timeouts, role)
-    generate = Remote(mailbox, world, realms.generate, GenerateRole, timeouts)
-    reward = Remote(mailbox, world, realms.reward, RewardRole, timeouts)
+    train = RpcGroup(mailbox, world, realms.train, TrainRole, timeouts, role)
+    generate = RpcGroup(mailbox, world, realms.generate, GenerateRole, timeouts)
+    reward = RpcGroup(mailbox, world, realms.reward, RewardRole, timeouts)
     shared = realms.colocated
     others_up = [generate.setup(), reward.setup()]
     if shared:  # vLLM measures free memory as it starts, so nothing else may come or go
@@ -125,7 +125,7 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: Mailbox, r
         judge = None
         if config.reward_model(recipe):
             judge = Scoring(recipe, *((reward, judges) if realms.reward else (train, places)), tokenizer)
-        engines = [Remote(mailbox, world, engine, GenerateRole, timeouts) for engine in realms.engines]
+        engines = [RpcGroup(mailbox, world, engine, GenerateRole, timeouts) for engine in realms.engines]
         rollouts = collectors.build(recipe.algorithm, config.section(recipe), recipe.policy.generation, engines, judge)
         step = run_online(run, algorithm, rollouts, stream, validation)
     else:

@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pipeline.refit.coordination import RefitCoordinator
-from pipeline.remote import Remote
+from pipeline.rpc import RpcGroup
 
 
 class Sharing:
     """On rank 0. It begins with the trainer on the GPU and the engine asleep."""
 
-    def __init__(self, shared: bool, train: Remote, generate: Remote, refits: RefitCoordinator | None):
+    def __init__(self, shared: bool, train: RpcGroup, generate: RpcGroup, refits: RefitCoordinator | None):
         """refits: None where nobody generates."""
         self._shared = shared
         self._train, self._generate, self._refits = train, generate, refits

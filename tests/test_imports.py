@@ -18,7 +18,7 @@ DOWNHILL = [
     ("scoring", "deadline", "sharing"),
     ("roles",),
     ("rollout", "refit"),
-    ("train", "generate", "environments", "remote", "node_checks"),
+    ("train", "generate", "environments", "rpc", "node_checks"),
     ("watchdog", "metrics"),
     ("world", "checkpoint", "data", "models", "attempt", "board"),
     ("config", "store"),

@@ -16,7 +16,7 @@ from pipeline.refit.base import Commit, RefitReport
 from pipeline.refit.digest import RefitError, compare
 from pipeline.refit.plan import schedule
 from pipeline.refit.tables import RefitPlan
-from pipeline.remote import Remote
+from pipeline.rpc import RpcGroup
 from pipeline.world import Realms
 
 
@@ -27,8 +27,8 @@ class RefitCoordinator:
         self,
         recipe: Recipe,
         realms: Realms,
-        train: Remote,
-        generate: Remote,
+        train: RpcGroup,
+        generate: RpcGroup,
         shapes: Mapping[str, tuple[int, ...]],
         nodes: Mapping[int, str],
     ):

@@ -1,7 +1,7 @@
 """What ranks tell of their layouts, what the planner makes of them, and what each rank is given to do: columns, not objects.
 
 A model on thousands of ranks has millions of regions, so everything between `layout` and `transfer` is numpy arrays with one
-row per region or per item. All of it travels as msgpack (`pipeline/remote`).
+row per region or per item. All of it travels as msgpack (`pipeline/rpc`).
 
 Left out: torch. The planner runs where there is none.
 """

@@ -11,13 +11,13 @@ from pipeline.config import Recipe
 from pipeline.generate.base import GenerateBackend, Part
 from pipeline.refit.base import Commit, Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
-from pipeline.remote import Later, verb
 from pipeline.rollout import environment_threads
 from pipeline.rollout.driver import Driver
 from pipeline.rollout.environment_process import EnvironmentProcess
 from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentSettings
 from pipeline.rollout.lockstep import VERB, Lockstep
 from pipeline.rollout.work import Finished, RolloutWork, Unfinished
+from pipeline.rpc import Later, verb
 from pipeline.world import World
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pipeline import config, train
 from pipeline.config import PolicyConfig, Recipe
 from pipeline.data.packing import pack
-from pipeline.remote import verb
+from pipeline.rpc import verb
 from pipeline.train.base import ModelRole
 from pipeline.types import DataPlace, Sample
 from pipeline.world import World

@@ -23,9 +23,9 @@ from pipeline.data.packing import pack
 from pipeline.files import Patience
 from pipeline.refit.base import Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
-from pipeline.remote import verb
 from pipeline.roles.regroup import regroup
 from pipeline.roles.reward import Scorer, ScoreWork
+from pipeline.rpc import verb
 from pipeline.train.background_worker import BackgroundWorker
 from pipeline.train.base import ModelRole, TrainBackend
 from pipeline.train.checkpoint_state import seed_generators

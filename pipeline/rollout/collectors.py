@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from pipeline.config import AsyncConfig, GenerationConfig, GRPOConfig, OnlineConfig, RewardedConfig
 from pipeline.data.stream import PromptStream
 from pipeline.metrics import rollout_metrics
-from pipeline.remote import Remote
 from pipeline.rollout.buffer import Buffer, SavedGroup, decode_groups, encode_groups, resumed_metrics, staleness
 from pipeline.rollout.dispatch import Dispatch, RolloutSpec
 from pipeline.rollout.failures import Failures
 from pipeline.rollout.work import Unfinished
+from pipeline.rpc import RpcGroup
 from pipeline.types import Prompt, RolloutGroup, Sampling
 
 Judge = Callable[[list[RolloutGroup]], list[RolloutGroup]]
@@ -274,7 +274,7 @@ class AsyncCollector(Collector):
 
 
 def build(
-    name: str, section: OnlineConfig, generation: GenerationConfig, engines: Sequence[Remote], judge: Judge | None
+    name: str, section: OnlineConfig, generation: GenerationConfig, engines: Sequence[RpcGroup], judge: Judge | None
 ) -> Collector:
     """Return the collector that a recipe asks for.
 

@@ -13,9 +13,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.remote import Future, Remote
 from pipeline.rollout.failures import Failures
 from pipeline.rollout.work import RolloutWork, Unfinished
+from pipeline.rpc import Future, RpcGroup
 from pipeline.types import Prompt, Rollout, RolloutGroup, Sampling
 
 FinishedRollouts = Mapping[int, dict[int, Rollout]]
@@ -45,7 +45,7 @@ class Sent:
 
 
 class Dispatch:
-    def __init__(self, engines: Sequence[Remote], seed: int, max_turns: int, failures: Failures):
+    def __init__(self, engines: Sequence[RpcGroup], seed: int, max_turns: int, failures: Failures):
         """engines: one for the ranks of each."""
         self._engines = engines
         self._seed = seed

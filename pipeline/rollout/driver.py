@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pipeline.generate.base import GenerateBackend
-from pipeline.remote import Later
 from pipeline.rollout.environment_pool import Failure
 from pipeline.rollout.environment_threads import EnvironmentExecutor, StepOutcome
 from pipeline.rollout.episode import Episode
 from pipeline.rollout.lockstep import STEP, WAIT, Lockstep, Move, make, waiting, working
 from pipeline.rollout.work import Finished, RolloutWork, Unfinished
+from pipeline.rpc import Later
 from pipeline.types import Completion, Rollout, RolloutGroup, Turn
 from pipeline.world import World
 

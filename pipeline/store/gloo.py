@@ -14,7 +14,7 @@ groups that are bound to a device) are not covered; nothing here makes one. In w
 of remote calls, which have digests, and what the node checks measure by.
 
 Not promised is secrecy, nor integrity against one who alters packets between two nodes: gloo's messages after the proof have no
-codes of their own. Only bodies of remote calls have (`remote/messages.py`). Not covered are NCCL's sockets, which ask who
+codes of their own. Only bodies of remote calls have (`rpc/messages.py`). Not covered are NCCL's sockets, which ask who
 connects for a random number that travels through the store in the clear, and the ZeroMQ sockets that vLLM opens between the
 nodes of an engine. All these ports belong on a network that only the cluster reaches.
 """

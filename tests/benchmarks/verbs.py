@@ -48,8 +48,8 @@ from pipeline.config import TimeoutsConfig
 from pipeline.data.packing import plan_microbatches
 from pipeline.encoding import encode
 from pipeline.refit.base import Commit, RefitReport
-from pipeline.remote import Later, Mailbox, Remote, calls, serve, stop, verb
 from pipeline.rollout.work import Finished, RolloutWork
+from pipeline.rpc import Later, RpcClient, RpcGroup, calls, serve, stop, verb
 from pipeline.store import relay
 from pipeline.store.client import RunStore
 from pipeline.store.server import start
@@ -171,15 +171,15 @@ class Simulation:
         ports = [int(other.stdout.readline()) for other in self.others]
         Bodies.sockets = [socket.create_connection(("127.0.0.1", port)) for port in ports]
         calls.send_body = Bodies.send
-        self.mailbox = Mailbox(self.world)
+        self.mailbox = RpcClient(self.world)
         own = Own()
         self.all = self._remote(tuple(range(size)), own)
         self.train = self._remote(self.realms.train, own)
         self.generate = self._remote(self.realms.generate)
         self.engines = [self._remote(engine) for engine in engines]
 
-    def _remote(self, ranks: tuple[int, ...], role: Any = None) -> Remote:
-        return Remote(self.mailbox, self.world, ranks, Role, Timeouts(), role)
+    def _remote(self, ranks: tuple[int, ...], role: Any = None) -> RpcGroup:
+        return RpcGroup(self.mailbox, self.world, ranks, Role, Timeouts(), role)
 
     def _stand_in(self, number: int, key: bytes) -> subprocess.Popen:
         command = [sys.executable, "-m", "tests.benchmarks.stand_in"]
@@ -334,7 +334,7 @@ def node() -> str:
         threads = [threading.Thread(target=serve, args=(world, Role())) for world in worlds[1:]]
         for thread in threads:
             thread.start()
-        remote, times = Remote(Mailbox(worlds[0]), worlds[0], ranks, Role, Timeouts()), []
+        remote, times = RpcGroup(RpcClient(worlds[0]), worlds[0], ranks, Role, Timeouts()), []
         for _ in range(50):
             begun = time.perf_counter()
             remote.nothing().result()

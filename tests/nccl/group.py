@@ -38,9 +38,9 @@ from tests.nccl.communicator import BrokenRule, Collective, Communicator, Member
 NAME = "nccl_rules"
 HOST = (
     "pipeline.generate.vllm",
-    "pipeline.remote.calls",
-    "pipeline.remote.messages",
-    "pipeline.remote.serving",
+    "pipeline.rpc.calls",
+    "pipeline.rpc.messages",
+    "pipeline.rpc.serving",
     "pipeline.rollout.lockstep",
     "pipeline.train.megatron.collectives",
 )

@@ -92,7 +92,7 @@ def the_host_has_no_rules(rank: int, group: dist.ProcessGroup) -> None:
     names = [None] * SIZE
     dist.all_gather_object(names, f"rank {rank}", group=group)
     assert names == ["rank 0", "rank 1", "rank 2"]
-    mail = types.ModuleType("pipeline.remote.calls")
+    mail = types.ModuleType("pipeline.rpc.calls")
     exec("def go(function, *args, **options):\n    return function(*args, **options)", mail.__dict__)
     if rank < 2:
         tensors = [torch.full((n,), float(n)) for n in (1, 2)]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from pipeline import config
 from pipeline.data.chat import load_tokenizer
-from pipeline.remote import Mailbox, Remote, serve, stop
 from pipeline.roles.reward import RewardRole
+from pipeline.rpc import RpcClient, RpcGroup, serve, stop
 from pipeline.scoring import Scoring
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
 from pipeline.watchdog import Watchdog
@@ -36,7 +36,7 @@ def group(index: int, asked: list[int], answered: list[int]) -> RolloutGroup:
     return RolloutGroup(Prompt(index, np.asarray(asked, np.int32), "judge", {}), (Rollout((Turn(completion),), 0.0),))
 
 
-def score(recipe: config.Recipe, run_dir: Path, reward: Remote) -> None:
+def score(recipe: config.Recipe, run_dir: Path, reward: RpcGroup) -> None:
     places = reward.setup().result()
     scoring = Scoring(recipe, reward, places, load_tokenizer(recipe.policy.tokenizer))
     judged = scoring([group(i, asked, answered) for i, (asked, answered) in enumerate(conversations())])
@@ -53,7 +53,7 @@ def main(run_dir: Path) -> None:
     timeouts = recipe.cluster.timeouts
     info = RankInfo.from_environment(run_dir)
     world = World(info, Realms.of(recipe), open_store(info, timeouts.join))
-    mailbox = Mailbox(world) if world.rank == 0 else None
+    mailbox = RpcClient(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
     try:
         watchdog.start()
@@ -61,7 +61,7 @@ def main(run_dir: Path) -> None:
         join(world)
         assert dist.get_world_size() == (2 if world.realm == "reward" else 1)
         if mailbox:
-            score(recipe, run_dir, Remote(mailbox, world, world.realms.reward, RewardRole, timeouts))
+            score(recipe, run_dir, RpcGroup(mailbox, world, world.realms.reward, RewardRole, timeouts))
             stop(world)
         else:
             serve(world, RewardRole(recipe, 1, world) if world.realm == "reward" else None)

@@ -1,4 +1,4 @@
-"""Groups, and engines that answer as `Remote` does, when a test says so."""
+"""Groups, and engines that answer as `RpcGroup` does, when a test says so."""
 
 from __future__ import annotations
 

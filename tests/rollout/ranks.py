@@ -18,11 +18,11 @@ from pipeline.data.chat import load_tokenizer
 from pipeline.data.observations import Observations
 from pipeline.generate.transformers import TransformersBackend
 from pipeline.refit.base import Commit, RefitReport
-from pipeline.remote import Mailbox, Remote, serve, stop, verb
 from pipeline.roles.generate import GenerateRole
 from pipeline.rollout.driver import Driver
 from pipeline.rollout.environment_pool import EnvironmentPool
 from pipeline.rollout.environment_threads import EnvironmentThreads, EnvStepper
+from pipeline.rpc import RpcClient, RpcGroup, serve, stop, verb
 from pipeline.watchdog import Watchdog
 from pipeline.world import RankInfo, Realms, World, join, leave, open_store, wait_for_all
 from tests.generate.tiny import MAX_MODEL_LEN, policy
@@ -90,7 +90,7 @@ class Role(GenerateRole):
         return [str(call) for call in self._backend.calls]
 
 
-def check(generate: Remote, gate: Path) -> None:
+def check(generate: RpcGroup, gate: Path) -> None:
     generate.receive().result()
     generate.commit(Commit(1)).result()
     future = generate.rollout(work(0, prompts(3), samples=2, max_turns=2))
@@ -140,14 +140,14 @@ def main(run_dir: Path, scenario: str, model: Path) -> None:
     info = RankInfo.from_environment(run_dir)
     store = open_store(info, TIMEOUTS.join)
     world = World(info, REALMS, store)
-    mailbox = Mailbox(world) if world.rank == 0 else None
+    mailbox = RpcClient(world) if world.rank == 0 else None
     watchdog = Watchdog(world, TIMEOUTS, *([mailbox.overdue] if mailbox else []))
     try:
         watchdog.start()
         wait_for_all(world, TIMEOUTS.join)
         join(world)
         if mailbox:
-            generate = Remote(mailbox, world, REALMS.generate, Role, TIMEOUTS)
+            generate = RpcGroup(mailbox, world, REALMS.generate, Role, TIMEOUTS)
             generate.setup().result()
             check(generate, info.folder / "gate")
             stop(world)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipeline.config import TimeoutsConfig
-from pipeline.remote import Mailbox, Remote, serve, stop, verb
+from pipeline.rpc import RpcClient, RpcGroup, serve, stop, verb
 from pipeline.watchdog import Watchdog
 from pipeline.world import RankInfo, Realms, World, connect, join, leave, open_store, wait_for_all
 from tests.world import visited
@@ -100,7 +100,7 @@ class Role(visited.Verbs):
         raise AssertionError("not a verb")
 
 
-def check(train: Remote, generate: Remote, reward: Remote) -> None:
+def check(train: RpcGroup, generate: RpcGroup, reward: RpcGroup) -> None:
     replies = generate.double(Message(np.arange(3, dtype=np.int32), "rank ")).result()
     assert [reply.text for reply in replies] == ["rank 2", "rank 3", "rank 4"]
     assert all(reply.array.tolist() == [0, 2, 4] and reply.array.dtype == np.int32 for reply in replies)
@@ -138,7 +138,7 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
         return
     store = open_store(info, timeouts.join, timeouts.silence, int(os.environ.get("RELAYED_FROM", 256)))
     world = World(info, realms, store)
-    mailbox = Mailbox(world) if world.rank == 0 else None
+    mailbox = RpcClient(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
     try:
         watchdog.start()
@@ -154,11 +154,11 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
         if not mailbox:
             serve(world, role)
         else:
-            train = Remote(mailbox, world, realms.train, Role, timeouts, role)
-            generate = Remote(mailbox, world, realms.generate, Role, timeouts)
-            reward = Remote(mailbox, world, realms.reward, Role, timeouts)
+            train = RpcGroup(mailbox, world, realms.train, Role, timeouts, role)
+            generate = RpcGroup(mailbox, world, realms.generate, Role, timeouts)
+            reward = RpcGroup(mailbox, world, realms.reward, Role, timeouts)
             if scenario.startswith("visited "):
-                engine = Remote(mailbox, world, realms.engines[0], Role, timeouts)
+                engine = RpcGroup(mailbox, world, realms.engines[0], Role, timeouts)
                 visited.coordinate(run_dir, train, generate, reward, engine, scenario.removeprefix("visited "))
             elif scenario == "check":
                 check(train, generate, reward)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from pipeline.encoding import encode
-from pipeline.remote import messages
+from pipeline.rpc import messages
 from pipeline.store import gloo, proof
 from pipeline.store.client import RunStore
 from pipeline.store.server import start as start_store

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import pipeline.world
-from pipeline.remote import Remote, verb
+from pipeline.rpc import RpcGroup, verb
 from pipeline.world import World
 
 TURNS = 6  # in about half of them the rank that listens is the one that comes first
@@ -100,7 +100,7 @@ class Verbs:
         return [completion.tokens.tolist() for _, completion in sorted(drain(engine, requests(2, 2, temperature=0.0)).items())]
 
 
-def coordinate(run_dir: Path, train: Remote, generate: Remote, reward: Remote, engine: Remote, task: str) -> None:
+def coordinate(run_dir: Path, train: RpcGroup, generate: RpcGroup, reward: RpcGroup, engine: RpcGroup, task: str) -> None:
     print("ready", flush=True)
     if "WAITS" in os.environ:
         wait_for(run_dir / "visited")

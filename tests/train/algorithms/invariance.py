@@ -102,7 +102,7 @@ class Difference:
 
 
 class AllRanks:
-    """The train realm's `Remote`, for a coordinator that runs on every rank: a call is this rank's own."""
+    """The train realm's `RpcGroup`, for a coordinator that runs on every rank: a call is this rank's own."""
 
     def __init__(self, role: TrainRole, reverse: bool):
         self.role = role

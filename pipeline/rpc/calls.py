@@ -13,8 +13,8 @@ import msgspec
 import torch.distributed as dist
 
 from pipeline.encoding import decode, encode
-from pipeline.remote.messages import STOP, Envelope, as_tensor, digest, following, receive_body, send_body
-from pipeline.remote.verbs import run, signature
+from pipeline.rpc.messages import STOP, Envelope, as_tensor, digest, following, receive_body, send_body
+from pipeline.rpc.verbs import run, signature
 from pipeline.store import mail
 from pipeline.watchdog import OfAnotherRank, Overdue
 from pipeline.world import World
@@ -22,7 +22,7 @@ from pipeline.world import World
 REOPEN_S = 5.0  # to connect again to a store that was stuck
 
 
-class RemoteError(OfAnotherRank):
+class RpcError(OfAnotherRank):
     """A verb raised on another rank."""
 
 
@@ -40,7 +40,7 @@ class Call:
 class Future:
     """The replies of one call."""
 
-    def __init__(self, mailbox: Mailbox, number: int, call: Call, ranks: tuple[int, ...]):
+    def __init__(self, mailbox: RpcClient, number: int, call: Call, ranks: tuple[int, ...]):
         self.verb = call.verb
         self.number = number
         self.realm = call.realm
@@ -96,7 +96,7 @@ class Future:
         return fresh
 
     def result(self) -> list[Any]:
-        """Wait for every rank; all that each has answered. Raises RemoteError if the verb raised on one."""
+        """Wait for every rank; all that each has answered. Raises RpcError if the verb raised on one."""
         while self._missing:
             self._mailbox.receive(f"wait for {self.verb}", self)
         return [self._replies[rank] for rank in self._ranks]
@@ -111,7 +111,7 @@ class Arriving:
     since: float
 
 
-class Mailbox:
+class RpcClient:
     """Rank 0's end: numbers calls, sends them, sorts the replies to their futures."""
 
     def __init__(self, world: World):
@@ -172,7 +172,7 @@ class Mailbox:
     def _sort(self, answer: mail.Answer) -> None:
         if answer.error:
             name = self._world.describe(answer.ranks[0])
-            raise RemoteError(f"verb '{answer.verb}' failed on {name}:\n{answer.error}")
+            raise RpcError(f"verb '{answer.verb}' failed on {name}:\n{answer.error}")
         body = answer.body
         if answer.follows:
             source = answer.ranks[0]
@@ -225,14 +225,14 @@ class Mailbox:
             return []
 
 
-class Remote:
+class RpcGroup:
     """A realm as rank 0 sees it: each verb of its role is a method that returns a Future.
 
     `parts`, instead of the argument, is a list with one argument per rank; ranks that get the same object share one message.
     `role` is rank 0's own, if it is in the realm.
     """
 
-    def __init__(self, mailbox: Mailbox, world: World, ranks: tuple[int, ...], kind: type, timeouts: Any, role: Any = None):
+    def __init__(self, mailbox: RpcClient, world: World, ranks: tuple[int, ...], kind: type, timeouts: Any, role: Any = None):
         self._mailbox = mailbox
         self._world = world
         self._ranks = ranks

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from pipeline.encoding import decode, encode
-from pipeline.remote.messages import (
+from pipeline.rpc.messages import (
     STOP,
     Envelope,
     Sending,
@@ -23,7 +23,7 @@ from pipeline.remote.messages import (
     route,
     send_body,
 )
-from pipeline.remote.verbs import run, signature
+from pipeline.rpc.verbs import run, signature
 from pipeline.store import mail
 from pipeline.world import World
 

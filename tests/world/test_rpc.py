@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from pipeline.encoding import encode
-from pipeline.remote import Later, Mailbox, Remote, RemoteError, calls, serve, serving, stop, verb
-from pipeline.remote.messages import INLINE, Envelope, as_tensor, route
+from pipeline.rpc import Later, RpcClient, RpcError, RpcGroup, calls, serve, serving, stop, verb
+from pipeline.rpc.messages import INLINE, Envelope, as_tensor, route
 from pipeline.store import mail
 from pipeline.store.client import RunStore
 from pipeline.store.server import start
@@ -101,13 +101,13 @@ class Counter:
 
 @pytest.fixture
 def job(tmp_path):
-    """(Remote, the other rank's role, Mailbox, what it raised)"""
+    """(RpcGroup, the other rank's role, RpcClient, what it raised)"""
     key, raised = os.urandom(32), []
     process, address = start("127.0.0.1", key)
     worlds = [
         World(RankInfo(rank, 2, rank, "here", "127.0.0.1", tmp_path), REALMS, RunStore(address, key, 60)) for rank in (0, 1)
     ]
-    role, mailbox = Counter(), Mailbox(worlds[0])
+    role, mailbox = Counter(), RpcClient(worlds[0])
 
     def other():
         try:
@@ -117,7 +117,7 @@ def job(tmp_path):
 
     thread = threading.Thread(target=other)
     thread.start()
-    yield Remote(mailbox, worlds[0], (1,), Counter, Timeouts()), role, mailbox, raised
+    yield RpcGroup(mailbox, worlds[0], (1,), Counter, Timeouts()), role, mailbox, raised
     stop(worlds[0])
     thread.join(60)
     assert not thread.is_alive()
@@ -168,7 +168,7 @@ def test_an_answer_may_be_whole_at_once_and_a_future_is_forgotten_when_it_is(job
 def test_an_error_between_verbs_is_told_to_rank_0(job):
     remote, role, _, raised = job
     role.go.release(101)
-    with pytest.raises(RemoteError, match=r"(?s)failed on rank 1 .*ValueError: it cannot count so far"):
+    with pytest.raises(RpcError, match=r"(?s)failed on rank 1 .*ValueError: it cannot count so far"):
         remote.count(1000).result()
     role.open.clear()
     while not raised:
@@ -185,7 +185,7 @@ def test_an_answer_in_parts_is_overdue_only_while_rank_0_waits_for_anything(job)
     assert mailbox.overdue() is None
 
     def wait():
-        with pytest.raises(RemoteError):
+        with pytest.raises(RpcError):
             nothing.result()
 
     waiting = threading.Thread(target=wait)
@@ -255,7 +255,7 @@ def test_what_several_ranks_get_is_encoded_and_sent_once(tmp_path, monkeypatch):
     monkeypatch.setattr(calls, "send_body", lambda world, body, call, to: sent.append((len(body), to)))
     encode = calls.encode
     monkeypatch.setattr(calls, "encode", lambda message: encoded.append(message) or encode(message))
-    remote = Remote(Mailbox(world), world, realms.train, Counter, Timeouts(), Counter())
+    remote = RpcGroup(RpcClient(world), world, realms.train, Counter, Timeouts(), Counter())
     one, other = "1" * (INLINE + 1), "2" * (INLINE + 1)
     future = remote.ask(parts=[one, one, other, one, other, one, one])
     assert future.missing == [1, 2, 3, 4, 5, 6]

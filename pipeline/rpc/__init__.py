@@ -14,16 +14,16 @@ A verb may return a `Later`: it sends its reply in parts while the rank serves o
 There are no timeouts here: `overdue` tells the watchdog which calls are late and whose reply is missing.
 """
 
-from pipeline.remote.calls import Future, Mailbox, Remote, RemoteError, stop
-from pipeline.remote.serving import Working, serve
-from pipeline.remote.verbs import Later, verb
+from pipeline.rpc.calls import Future, RpcClient, RpcError, RpcGroup, stop
+from pipeline.rpc.serving import Working, serve
+from pipeline.rpc.verbs import Later, verb
 
 __all__ = [
     "Future",
     "Later",
-    "Mailbox",
-    "Remote",
-    "RemoteError",
+    "RpcClient",
+    "RpcError",
+    "RpcGroup",
     "Working",
     "serve",
     "stop",
