@@ -17,7 +17,7 @@ from pipeline.rollout.environment_process import EnvironmentProcess
 from pipeline.rollout.environment_threads import EnvironmentExecutor, EnvironmentSettings
 from pipeline.rollout.lockstep import VERB, Lockstep
 from pipeline.rollout.work import Finished, RolloutWork, Unfinished
-from pipeline.rpc import Later, verb
+from pipeline.rpc import StreamingReply, verb
 from pipeline.world import World
 
 
@@ -117,12 +117,12 @@ class GenerateRole:
     # ---- episodes -----------------------------------------------------------------------------------------------------------
 
     @verb("rollout")
-    def rollout(self, work: RolloutWork) -> Later[Finished]:
+    def rollout(self, work: RolloutWork) -> StreamingReply[Finished]:
         """Begin these groups; each is answered as soon as its episodes have ended."""
         return self._driver.rollout(work) if self._driver else _nothing()
 
     @verb("rollout")
-    def drain(self) -> Later[None]:
+    def drain(self) -> StreamingReply[None]:
         """Begin no more episodes until the next commit. Ends when none asks the engine any more."""
         return self._driver.drain() if self._driver else _nothing()
 
@@ -152,8 +152,8 @@ class GenerateRole:
             self._environments.close()
 
 
-def _nothing() -> Later:
+def _nothing() -> StreamingReply:
     """The answer of a rank that does not lead."""
-    later: Later = Later()
+    later: StreamingReply = StreamingReply()
     later.end()
     return later

@@ -24,7 +24,7 @@ from pipeline.rollout.environment_threads import EnvironmentExecutor, StepOutcom
 from pipeline.rollout.episode import Episode
 from pipeline.rollout.lockstep import STEP, WAIT, Lockstep, Move, make, waiting, working
 from pipeline.rollout.work import Finished, RolloutWork, Unfinished
-from pipeline.rpc import Later
+from pipeline.rpc import StreamingReply
 from pipeline.types import Completion, Rollout, RolloutGroup, Turn
 from pipeline.world import World
 
@@ -34,7 +34,7 @@ class _Open:
     """A work some of whose groups have not ended."""
 
     work: RolloutWork
-    later: Later[Finished]
+    later: StreamingReply[Finished]
     ended: dict[int, dict[int, Rollout]]  # place -> sample -> rollout, of the groups that have not ended
     episodes: dict[tuple[int, int], Episode] = field(default_factory=dict)  # (place, sample) -> that has not ended
 
@@ -66,17 +66,17 @@ class Driver:
         self._speaking: dict[str, Episode] = {}  # by the request in the engine
         self._judged: dict[str, Episode] = {}  # by its id: whose environment is asked
         self._cutting: list[str] = []  # requests that are to end where they are
-        self._drains: list[Later[None]] = []
+        self._drains: list[StreamingReply[None]] = []
         self._draining = False
         self.paused = False  # the engine must not be used: new weights are on their way
 
     # ---- verbs --------------------------------------------------------------------------------------------------------------
 
-    def rollout(self, work: RolloutWork) -> Later[Finished]:
+    def rollout(self, work: RolloutWork) -> StreamingReply[Finished]:
         """Raises ValueError if there is a work of that number already."""
         if work.number in self._works:
             raise ValueError(f"a work {work.number} is under way already")
-        later: Later[Finished] = Later()
+        later: StreamingReply[Finished] = StreamingReply()
         of_work = _Open(work, later, {place: dict(work.finished.get(place, {})) for place in range(len(work.prompts))})
         self._works[work.number] = of_work
         queue = self._urgent if work.urgent else self._waiting
@@ -91,10 +91,10 @@ class Driver:
             self._close(of_work)
         return later
 
-    def drain(self) -> Later[None]:
+    def drain(self) -> StreamingReply[None]:
         """Ends when no episode may ask the engine any more. None begins until `resume`."""
         self._draining = True
-        self._drains.append(Later())
+        self._drains.append(StreamingReply())
         later = self._drains[-1]
         self._end_drains()
         return later

@@ -9,21 +9,21 @@ process groups are open to everyone on the cluster. Small messages go through ra
 same and one for all that answer the same (`pipeline/store/mail.py`); a body above `INLINE` bytes follows its message over the
 spanning group, from rank to rank where several get it.
 
-A verb may return a `Later`: it sends its reply in parts while the rank serves other verbs.
+A verb may return a `StreamingReply`: it sends its reply in parts while the rank serves other verbs.
 
 There are no timeouts here: `overdue` tells the watchdog which calls are late and whose reply is missing.
 """
 
 from pipeline.rpc.calls import Future, RpcClient, RpcError, RpcGroup, stop
 from pipeline.rpc.serving import Working, serve
-from pipeline.rpc.verbs import Later, verb
+from pipeline.rpc.verbs import StreamingReply, verb
 
 __all__ = [
     "Future",
-    "Later",
     "RpcClient",
     "RpcError",
     "RpcGroup",
+    "StreamingReply",
     "Working",
     "serve",
     "stop",

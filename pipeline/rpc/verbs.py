@@ -22,10 +22,10 @@ def verb(timeout: str) -> Callable[[Callable], Callable]:
     return mark
 
 
-class Later(Generic[Item]):
+class StreamingReply(Generic[Item]):
     """What a verb returns whose answer comes in parts: what is put into it is sent at once. For the thread that serves.
 
-    A verb is annotated `-> Later[Item]`; to rank 0 its reply is a list[Item].
+    A verb is annotated `-> StreamingReply[Item]`; to rank 0 its reply is a list[Item].
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def signature(role: type, name: str) -> tuple[Any, Any, bool]:
     hints = get_type_hints(method)
     parameters = [p for p in inspect.signature(method).parameters if p != "self"]
     argument, reply = hints[parameters[0]] if parameters else type(None), hints.get("return", type(None))
-    if get_origin(reply) is Later:
+    if get_origin(reply) is StreamingReply:
         return argument, list[get_args(reply)[0]], True
     return argument, reply, False
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeline.encoding import encode
-from pipeline.rpc import Later, RpcClient, RpcError, RpcGroup, calls, serve, serving, stop, verb
+from pipeline.rpc import RpcClient, RpcError, RpcGroup, StreamingReply, calls, serve, serving, stop, verb
 from pipeline.rpc.messages import INLINE, Envelope, as_tensor, route
 from pipeline.store import mail
 from pipeline.store.client import RunStore
@@ -33,29 +33,29 @@ class Counter:
     def __init__(self):
         self.news = threading.Event()
         self.done: list[str] = []
-        self.open: list[tuple[Later[int], int]] = []
+        self.open: list[tuple[StreamingReply[int], int]] = []
         self.go = threading.Semaphore(0)  # one for each number
         self.closed = False
 
     @verb("long")
-    def count(self, end: int) -> Later[int]:
-        later: Later[int] = Later()
+    def count(self, end: int) -> StreamingReply[int]:
+        later: StreamingReply[int] = StreamingReply()
         later.put(0)
         self.open.append((later, end))
         self.number = 0
         return later
 
     @verb("short")
-    def nothing(self) -> Later[int]:
-        return Later()
+    def nothing(self) -> StreamingReply[int]:
+        return StreamingReply()
 
     @verb("short")
-    def silent(self) -> Later[int]:
-        return Later()
+    def silent(self) -> StreamingReply[int]:
+        return StreamingReply()
 
     @verb("long")
-    def at_once(self) -> Later[str]:
-        later: Later[str] = Later()
+    def at_once(self) -> StreamingReply[str]:
+        later: StreamingReply[str] = StreamingReply()
         later.put("a")
         later.put("b")
         later.end()
@@ -71,8 +71,8 @@ class Counter:
         return "x" * INLINE
 
     @verb("short")
-    def bodies(self) -> Later[str]:
-        later: Later[str] = Later()
+    def bodies(self) -> StreamingReply[str]:
+        later: StreamingReply[str] = StreamingReply()
         later.put("x" * INLINE)
         later.end()
         return later
