@@ -2,7 +2,7 @@
 
 An image may set variables itself, and then pyxis keeps the image's value. What the job cannot do without is therefore set
 again inside: where the code is, and where the caches are that were looked into at submission, since an image has its own home.
-Whether all this can work is checked in `launch/preflight/containers.py`.
+Whether all this can work is checked in `launch/preflight/container_images.py`.
 """
 
 from __future__ import annotations

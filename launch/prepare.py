@@ -15,8 +15,17 @@ from launch.executors import allocation, local, selection
 from launch.model_files import ModelNotFound, PendingModel
 from launch.model_shape import UnknownShape
 from launch.plan.estimate import Plan, plan
-from launch.preflight import allocation as allocated
-from launch.preflight import files, libraries, own_code, sandbox, slurm, slurm_request, slurm_sbatch, storage
+from launch.preflight import current_allocation as allocated
+from launch.preflight import (
+    custom_code,
+    input_files,
+    libraries,
+    sandbox_support,
+    slurm_job,
+    slurm_request,
+    slurm_sbatch,
+    storage,
+)
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import Loaded, Problem, Recipe, RecipeError, collected, refuse
@@ -135,7 +144,7 @@ def file_problems(
     delays the start.
     """
     yield from placement.problems(recipe)
-    yield from files.problems(recipe, pending, notes)
+    yield from input_files.problems(recipe, pending, notes)
     unreachable = slurm_client.unreachable(0 if dry else RESTART_S) if chosen.name == "slurm" else None
     yield from storage.problems(recipe, pending, notes, on_nodes=chosen.name != "local" and not unreachable)
     notes += libraries.unchecked(recipe)
@@ -149,8 +158,8 @@ def file_problems(
         yield from slurm_sbatch.option_problems(slurm_request.requests(recipe))
     else:
         yield from _executor_problems(recipe, chosen, notes)
-    yield from sandbox.problems(recipe, chosen.name, notes)
-    yield from own_code.problems(recipe, chosen.name, notes)
+    yield from sandbox_support.problems(recipe, chosen.name, notes)
+    yield from custom_code.problems(recipe, chosen.name, notes)
 
 
 def folder_problems(recipe: Recipe) -> list[Problem]:
@@ -168,10 +177,10 @@ def _executor_problems(recipe: Recipe, chosen: selection.ExecutorChoice, notes: 
         why = f" ({chosen})" if chosen.reason else ""
         yield from (replace(problem, message=f"{problem.message}{why}") for problem in found)
     elif chosen.name == "slurm":
-        yield from slurm.problems(recipe, notes)
+        yield from slurm_job.problems(recipe, notes)
     elif job_id := allocation.current():
         yield from allocated.problems(recipe, job_id, notes)
-        yield from slurm.container_problems(recipe, notes)
+        yield from slurm_job.container_problems(recipe, notes)
     else:
         why = "got allocation, but this is in none (salloc), or in a step of one (srun). Try slurm, which submits a job"
         yield Problem("cluster.executor", "unreachable", why)

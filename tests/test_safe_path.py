@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.executors import local, slurm
-from launch.preflight import own_code
+from launch.preflight import custom_code
 from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig
 from pipeline.environments.math import _Worker
@@ -49,9 +49,9 @@ def test_the_probe_of_own_code(here):
     folder.mkdir()
     (folder / "mine.py").write_text("class Mine: pass\n")
     recipe = config.load(str(write_recipe(folder)))
-    named = own_code.Named("env.math.kind", "mine.Mine", "environment", "generate")
+    named = custom_code.CodeReference("env.math.kind", "mine.Mine", "environment", "generate")
     recipe.module_folders = [str(folder)]
-    assert "wrong" in own_code._probed(recipe, [named])[named.key]
+    assert "wrong" in custom_code._probed(recipe, [named])[named.key]
 
 
 def test_ranks_and_their_controller(here):

@@ -6,7 +6,7 @@ launch/hetstep.sbatch the steps and their end are as in a job that `launch/submi
 is the job that the run folder remembers. The allocation's time limit counts, not cluster.time_min.
 A heterogeneous allocation gives the k-th component its k-th part; in a plain one each gets nodes of its own, in the same order.
 A guest's step (launch/nodes.py) is where its host's is, and overlaps it.
-Whether there is room is checked in `launch/preflight/allocation.py`.
+Whether there is room is checked in `launch/preflight/current_allocation.py`.
 """
 
 from __future__ import annotations

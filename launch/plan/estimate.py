@@ -21,7 +21,7 @@ from launch.plan.phase import Phase, seconds_by_clock
 from launch.plan.refit import Prediction, predict
 from launch.plan.split import Split
 from launch.plan.step import priced, step_phases, validation_seconds
-from launch.preflight.space import saved_bytes
+from launch.preflight.disk_space import saved_bytes
 from pipeline import config
 from pipeline.config import Problem, Recipe, RecipeError, generates, hardware, ranks, section, uses_megatron
 from pipeline.config.schema import PlanConfig

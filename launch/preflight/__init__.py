@@ -1,16 +1,22 @@
-"""Check a recipe before it is submitted against files, libraries, storage and Slurm; `pipeline/config` checks it by itself.
+"""Check a recipe against files, libraries, storage and Slurm before it is submitted.
 
-    files, records           the tokenizer's and the data's files
-    architecture             the models' config.json against the layout
-    libraries, signatures    options that are handed on to vLLM, Megatron-Core, torch and transformers
-    storage, weights, space, containers    what is there, complete and readable; room on the disks; images and mounts
-    own_code, sandbox        the user's own code is found; programs that the policy writes can be contained
-    slurm                    whether Slurm takes each component's request, and would ever start them together
-      slurm_request            what each component asks for
-      slurm_sbatch             `sbatch --test-only`, and the nodes that would do
-      slurm_refusals           why Slurm refuses a request, in keys of the recipe
-      slurm_nodes, slurm_limits    limits of partitions, accounts and QOS that Slurm takes jobs beyond
-    squashfuse               what a run in containers cannot save when Slurm ends it
-    allocation               whether the allocation that this shell is in has room
-Each has `problems`, a generator of `Problem`. Nothing here needs torch.
+`pipeline/config` checks what follows from the recipe alone. Each module here has `problems`, a generator of `Problem`, and none
+imports torch.
+
+    input_files, data_records    the tokenizer, and the records of data files
+    architecture                 each model's config.json against the parallel layout
+    libraries, signatures        options that are handed on to vLLM, Megatron-Core, torch and transformers
+    storage                      writable folders; calls the next three
+      weight_files               weights are complete and readable
+      disk_space                 free space for conversions and checkpoints
+      container_images           images and mounts
+    custom_code                  the user's own code can be imported and has the right shape
+    sandbox_support              programs that the policy writes can be sandboxed
+    slurm_job                    Slurm accepts each component's request and can start all of them together
+      slurm_request              the request of each component
+      slurm_sbatch               `sbatch --test-only`, and the nodes that satisfy a request
+      slurm_refusals             the recipe's keys that make Slurm refuse a request
+      slurm_nodes, slurm_limits  limits of partitions, accounts and QOS that Slurm does not check at submission
+    squashfuse                   work that a run in containers loses when Slurm ends it
+    current_allocation           the allocation of this shell has enough room
 """

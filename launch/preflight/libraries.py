@@ -132,7 +132,7 @@ def _known(dotted: str) -> signatures.Parameters | None:
     """Return what a class takes; None, too, of a version that has no such class: whether that does is for the job to say."""
     try:
         return signatures.parameters(dotted)
-    except signatures.NotThere:
+    except signatures.NoSuchClass:
         return None
 
 
@@ -201,7 +201,7 @@ def _of_torch(key: str, name: str, kwargs: Mapping[str, Any], own: str, example:
         return
     try:
         known = signatures.parameters(name)
-    except signatures.NotThere:
+    except signatures.NoSuchClass:
         library = name.partition(".")[0]
         what = f"got '{name}', which {library} as it is installed here does not have; expected one such as {example}"
         yield Problem(f"{key}.name", "not-a-choice", what)

@@ -14,7 +14,7 @@ Parameters = dict[str, str | None]
 """By name the annotation, as it is written."""
 
 
-class NotThere(LookupError):
+class NoSuchClass(LookupError):
     """The library is installed and has no such class."""
 
 
@@ -24,14 +24,14 @@ def parameters(dotted: str) -> Parameters | None:
 
     None if that cannot be told: its library is not here, or the class takes anything.
 
-    Raises NotThere.
+    Raises NoSuchClass.
     """
     module, _, name = dotted.rpartition(".")
     if not module or not _roots(module.partition(".")[0]):
         return None
     found = _class(module, name)
     if found is None:
-        raise NotThere(dotted)
+        raise NoSuchClass(dotted)
     return _taken(*found)
 
 

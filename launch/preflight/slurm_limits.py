@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.preflight.slurm_request import Request
+from launch.preflight.slurm_request import ComponentRequest
 from launch.slurm_client import Fields, SlurmError, minutes, run_command, tres
 from pipeline.config import Problem
 
@@ -66,11 +66,11 @@ def _rows(names: tuple[str, ...], text: str) -> list[Fields]:
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def effective_account(request: Request, accounting: Accounting | None) -> str | None:
+def effective_account(request: ComponentRequest, accounting: Accounting | None) -> str | None:
     return request.account or (accounting.default_account if accounting else None)
 
 
-def effective_qos(accounting: Accounting | None, request: Request, partition: str) -> str | None:
+def effective_qos(accounting: Accounting | None, request: ComponentRequest, partition: str) -> str | None:
     """Return the one that is asked for, or the association's default; None where that cannot be told."""
     if request.qos or accounting is None:
         return request.qos
@@ -87,10 +87,10 @@ def _names(text: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Standing:
+class ApplicableLimits:
     """A component's request, with the rows that limit it, each with its holder's name under `who`, such as `QOS short`."""
 
-    request: Request
+    request: ComponentRequest
     qos: list[Fields]  # whose limits come first, first
     association: Fields
     accounts: list[Fields]  # the account, and those above it
@@ -100,7 +100,7 @@ class Standing:
         return {row["who"]: row for row in (*self.qos, self.association, *self.accounts)}
 
 
-def problems(accounting: Accounting, user: str, requests: list[tuple[Request, Fields]]) -> Iterator[Problem]:
+def problems(accounting: Accounting, user: str, requests: list[tuple[ComponentRequest, Fields]]) -> Iterator[Problem]:
     """requests: each with a partition in which Slurm takes it."""
     standings = [found for each in requests if (found := _standing(accounting, user, *each))]
     for standing in standings:
@@ -108,7 +108,7 @@ def problems(accounting: Accounting, user: str, requests: list[tuple[Request, Fi
     yield from _of_all(standings)
 
 
-def _standing(accounting: Accounting, user: str, request: Request, partition: Fields) -> Standing | None:
+def _standing(accounting: Accounting, user: str, request: ComponentRequest, partition: Fields) -> ApplicableLimits | None:
     """Return what limits a component; None without an association, which Slurm itself refuses."""
     account = effective_account(request, accounting)
     if (row := accounting.association(account, partition["PartitionName"])) is None:
@@ -122,17 +122,17 @@ def _standing(accounting: Accounting, user: str, request: Request, partition: Fi
         chain.append({**accounting.accounts[above], "who": f"account {above}"})
         above = accounting.accounts[above]["ParentName"]
     qos = [{**of, "who": f"QOS {of['Name']}"} for of in rows]
-    return Standing(request, qos, {**row, "who": f"{user}'s account {account}"}, chain)
+    return ApplicableLimits(request, qos, {**row, "who": f"{user}'s account {account}"}, chain)
 
 
 # ---- how much -----------------------------------------------------------------------------------------------------------
 
 
-def _on_a_node(request: Request) -> dict[str, float]:
+def _on_a_node(request: ComponentRequest) -> dict[str, float]:
     return {"node": 1, "cpu": request.cpus, "gres/gpu": request.gpus, "mem": request.memory_mb}
 
 
-def _of_one_job(standing: Standing) -> Iterator[Problem]:
+def _of_one_job(standing: ApplicableLimits) -> Iterator[Problem]:
     request, rows = standing.request, [*standing.qos, standing.association]
     others = ", ".join(sorted(set(_names(standing.association["QOS"])) - {row["Name"] for row in standing.qos}))
     instead = f"another QOS (of {others})" if others else "another QOS, of which there is none"
@@ -154,7 +154,7 @@ def _of_one_job(standing: Standing) -> Iterator[Problem]:
         yield Problem("cluster.time_min", "over-limit", f"{message}. Try less, or {instead}")
 
 
-def _of_all(standings: list[Standing]) -> Iterator[Problem]:
+def _of_all(standings: list[ApplicableLimits]) -> Iterator[Problem]:
     """Yield what is beyond limits that are counted over all components."""
     for who, row in {who: row for standing in standings for who, row in standing.rows.items()}.items():
         under = [standing for standing in standings if who in standing.rows]

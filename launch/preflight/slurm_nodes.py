@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from launch.preflight.slurm_request import Request
+from launch.preflight.slurm_request import ComponentRequest
 from launch.slurm_client import Fields, configuration, gpus, minutes, parse_records, run_command
 from pipeline.config import Problem
 
@@ -21,7 +21,7 @@ UNAVAILABLE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ClusterNode:
     name: str
     cpus: int
     memory_mb: int  # what jobs may have
@@ -41,7 +41,7 @@ class Cluster:
         self.partitions = {fields["PartitionName"]: fields for fields in found}
 
     @cached_property
-    def nodes(self) -> dict[str, Node]:
+    def nodes(self) -> dict[str, ClusterNode]:
         found = map(_node, parse_records(run_command("scontrol", "-a", "-o", "show", "node")))
         return {node.name: node for node in found}
 
@@ -50,24 +50,24 @@ class Cluster:
         """Return what of accounting keeps jobs from running: associations, limits, qos, safe."""
         return frozenset(self.config.get("AccountingStorageEnforce", "none").lower().split(","))
 
-    def names(self, request: Request) -> list[str]:
+    def names(self, request: ComponentRequest) -> list[str]:
         """Return the partitions of a request that exist; Slurm's default one if it names none."""
         default = [name for name, fields in self.partitions.items() if fields.get("Default") == "YES"]
         return [name for name in request.partitions or default if name in self.partitions]
 
-    def partition(self, request: Request) -> Fields:
+    def partition(self, request: ComponentRequest) -> Fields:
         """Return the first partition of a request that Slurm takes."""
         return self.partitions[self.names(request)[0]]
 
-    def least_nodes(self, request: Request) -> int:
+    def least_nodes(self, request: ComponentRequest) -> int:
         """Return how many nodes a job must have in the partitions of a request."""
         return max(1, min((int(self.partitions[name].get("MinNodes", 1)) for name in self.names(request)), default=1))
 
-    def members(self, request: Request) -> list[Node]:
+    def members(self, request: ComponentRequest) -> list[ClusterNode]:
         names = set(self.names(request))
         return [node for node in self.nodes.values() if names & node.partitions]
 
-    def may_return(self, request: Request) -> set[str]:
+    def may_return(self, request: ComponentRequest) -> set[str]:
         """Return the nodes that take no jobs just now, and would do for a request, by their numbers, if they came back."""
         needs, features = (request.cpus, request.gpus, request.memory_mb), set(re.findall(r"[\w.-]+", request.constraint or ""))
         return {
@@ -79,10 +79,10 @@ class Cluster:
         }
 
 
-def _node(fields: Fields) -> Node:
+def _node(fields: Fields) -> ClusterNode:
     features = fields.get("AvailableFeatures", "(null)")
     states = {state.strip("*~#!%$@^-") for state in fields["State"].split("+")}
-    return Node(
+    return ClusterNode(
         name=fields["NodeName"],
         cpus=int(fields.get("CPUEfctv") or fields["CPUTot"]),
         memory_mb=int(fields["RealMemory"]) - int(fields.get("MemSpecLimit", 0)),
@@ -93,7 +93,7 @@ def _node(fields: Fields) -> Node:
     )
 
 
-def counted(request: Request, cluster: Cluster, names: Collection[str]) -> Request:
+def counted(request: ComponentRequest, cluster: Cluster, names: Collection[str]) -> ComponentRequest:
     """Return what limits count, at least: of whole nodes all CPUs and GPUs, and all memory where all is asked for.
 
     names: the nodes that would do.
@@ -106,7 +106,7 @@ def counted(request: Request, cluster: Cluster, names: Collection[str]) -> Reque
     return request
 
 
-def beyond(partition: Fields, request: Request, account: str | None, qos: str | None, flags: str) -> Iterator[Problem]:
+def beyond(partition: Fields, request: ComponentRequest, account: str | None, qos: str | None, flags: str) -> Iterator[Problem]:
     """Yield where a request is beyond the limits of a partition. flags: of the job's QOS, which may lift them."""
     name, key = partition["PartitionName"], request.key
     limit = minutes(partition.get("MaxTime", "UNLIMITED"))

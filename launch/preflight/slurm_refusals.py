@@ -15,8 +15,8 @@ from difflib import get_close_matches
 from launch.preflight import slurm_limits
 from launch.preflight.slurm_limits import Accounting
 from launch.preflight.slurm_nodes import Cluster, beyond
-from launch.preflight.slurm_request import Request, option_name
-from launch.preflight.slurm_sbatch import Tester
+from launch.preflight.slurm_request import ComponentRequest, option_name
+from launch.preflight.slurm_sbatch import SbatchTester
 from launch.slurm_client import SlurmError, host_names
 from pipeline.config import Problem
 
@@ -39,7 +39,7 @@ TRIED, TOLD = 12, 3
 
 
 @dataclass(frozen=True)
-class Demand:
+class ResourceDemand:
     """Something that a component asks of nodes."""
 
     key: str  # under the component's
@@ -60,15 +60,15 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Examiner:
+class RefusalExaminer:
     """Finds out about requests. Slurm is asked on the way, so that any of it raises SlurmError."""
 
     cluster: Cluster
     accounting: Accounting | None
-    tester: Tester
+    tester: SbatchTester
     notes: list[str]  # what will only take its time is appended
 
-    def refusal(self, request: Request) -> list[Problem]:
+    def refusal(self, request: ComponentRequest) -> list[Problem]:
         """Return why Slurm does not take a request, or takes it and never starts it. Raises SlurmError."""
         answer = self.tester(request.options)
         against = {name: [*self._beyond(request, name)] for name in self.cluster.names(request)}
@@ -93,13 +93,13 @@ class Examiner:
             found.append(Problem(f"{request.key}.partition", "refused-by-slurm", message))
         return found
 
-    def _beyond(self, request: Request, name: str) -> Iterator[Problem]:
+    def _beyond(self, request: ComponentRequest, name: str) -> Iterator[Problem]:
         account = slurm_limits.effective_account(request, self.accounting)
         qos = slurm_limits.effective_qos(self.accounting, request, name)
         flags = self.accounting.qos.get(qos or "", {}).get("Flags", "") if self.accounting else ""
         return beyond(self.cluster.partitions[name], request, account, qos, flags)
 
-    def _waits(self, request: Request) -> bool:
+    def _waits(self, request: ComponentRequest) -> bool:
         """Return whether Slurm refuses a request only because of nodes that are down or drained: the job waits for them."""
         if all(node.available for node in self.cluster.members(request)):
             return False
@@ -113,7 +113,7 @@ class Examiner:
         )
         return True
 
-    def _note_idle(self, request: Request, nodes: str) -> None:
+    def _note_idle(self, request: ComponentRequest, nodes: str) -> None:
         """Note GPUs that the job takes and does not use. nodes: on which it would run, in Slurm's short form."""
         there = self.cluster.nodes
         given = [there[name].gpus for name in host_names(nodes) if name in there] if request.whole else []
@@ -123,7 +123,7 @@ class Examiner:
                 f" {request.key}.exclusive=false with cpus_per_task and mem leaves the others to other jobs"
             )
 
-    def _diagnosis(self, request: Request, said: str) -> Iterator[Problem]:
+    def _diagnosis(self, request: ComponentRequest, said: str) -> Iterator[Problem]:
         """Yield what is wrong with a request that Slurm refuses with the sentence `said`.
 
         Each demand is tested beside those before it, of which as much is asked for as Slurm takes.
@@ -163,7 +163,7 @@ class Examiner:
         if not found:
             yield _problem("cluster.time_min", request.minutes, said)
 
-    def _choices(self, request: Request, key: str) -> str:
+    def _choices(self, request: ComponentRequest, key: str) -> str:
         """Return what might be meant: the end of a sentence."""
         name, given = key.rpartition(".")[2], ""
         if name == "partition":
@@ -191,7 +191,7 @@ class Examiner:
         near = get_close_matches(given or "", there, 1)
         return f". Did you mean '{near[0]}'?" if near else f"; there is: {', '.join(there) or 'none'}"
 
-    def _others_that_do(self, request: Request) -> list[str]:
+    def _others_that_do(self, request: ComponentRequest) -> list[str]:
         """Return a few other partitions in which Slurm would take the request as it is."""
         found: list[str] = []
         others = [name for name in self.cluster.partitions if name not in self.cluster.names(request)]
@@ -204,20 +204,22 @@ class Examiner:
         return found
 
 
-def _demands(request: Request) -> list[Demand]:
+def _demands(request: ComponentRequest) -> list[ResourceDemand]:
     host, memory, many = request.host, round(request.memory_mb), "--ntasks-per-node={}"
     found = [
-        Demand("constraint", request.constraint or "", "--constraint={}"),
-        Demand("ranks_per_node", host.ranks_per_node or 0, many),
-        Demand("gpus_per_node", request.gpus, "--gpus-per-node={}" if host.ranks_per_node else f"--gpus-per-node={{}} {many}"),
-        Demand("cpus_per_task", host.cpus_per_task or 0, "--cpus-per-task={}"),
-        Demand("mem", memory, "--mem={}M", step=max(1, memory // 32)),
-        Demand("nodes", request.nodes, "--nodes={}"),
+        ResourceDemand("constraint", request.constraint or "", "--constraint={}"),
+        ResourceDemand("ranks_per_node", host.ranks_per_node or 0, many),
+        ResourceDemand(
+            "gpus_per_node", request.gpus, "--gpus-per-node={}" if host.ranks_per_node else f"--gpus-per-node={{}} {many}"
+        ),
+        ResourceDemand("cpus_per_task", host.cpus_per_task or 0, "--cpus-per-task={}"),
+        ResourceDemand("mem", memory, "--mem={}M", step=max(1, memory // 32)),
+        ResourceDemand("nodes", request.nodes, "--nodes={}"),
     ]
     return [demand for demand in found if demand.value]
 
 
-def _given(request: Request, key: str) -> str:
+def _given(request: ComponentRequest, key: str) -> str:
     name = key.rpartition(".")[2]
     if name == "partition":
         return ",".join(request.partitions) or "null"

@@ -27,7 +27,7 @@ KEYS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class ComponentRequest:
     """The request of one component together with those that share its nodes."""
 
     key: str  # cluster.train
@@ -69,14 +69,14 @@ def option_name(option: str) -> str:
     return option[2:].partition("=")[0]
 
 
-def requests(recipe: Recipe) -> list[Request]:
+def requests(recipe: Recipe) -> list[ComponentRequest]:
     """Return what the components that have nodes of their own ask for, in the job's order."""
     found, parts = [], components(recipe)
     for (name, host), names in zip(hosts(parts).items(), groups(parts), strict=True):
         given = {key: os.environ.get(variable) or getattr(host, key) for key, variable in VARIABLES.items()}
         partition = given.pop("partition")
         found.append(
-            Request(
+            ComponentRequest(
                 key=f"cluster.{name}",
                 together=tuple(f"cluster.{each}" for each in names if not shares_gpus(parts[each])),
                 options=tuple(request_options(recipe.name, recipe.cluster, host)),

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from launch import slurm_client
 from launch.executors.slurm import directives
 from launch.preflight.slurm_nodes import Cluster
-from launch.preflight.slurm_request import Request, option_name
+from launch.preflight.slurm_request import ComponentRequest, option_name
 from launch.slurm_client import SlurmError, host_names, without_het_variables
 from pipeline.config import Problem
 
@@ -33,7 +33,7 @@ def sentence(said: str) -> str:
 # ---- whether sbatch can read the options --------------------------------------------------------------------------------
 
 
-def option_problems(requests: Iterable[Request]) -> Iterator[Problem]:
+def option_problems(requests: Iterable[ComponentRequest]) -> Iterator[Problem]:
     """Yield the options that sbatch does not have or cannot read. It needs no controller for that.
 
     Yields nothing where there is no sbatch, or where no cluster is configured.
@@ -79,18 +79,18 @@ def _near(option: str) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SbatchResult:
     refusal: str = ""  # in Slurm's words; empty: Slurm takes the request
     nodes: str = ""  # on which it would run, in Slurm's short form
 
 
-class Tester:
+class SbatchTester:
     """Asks Slurm whether it would take a request, with `sbatch --test-only`, which counts only nodes that are up."""
 
     def __init__(self) -> None:
         self._deadline = time.monotonic() + TESTS_S
 
-    def __call__(self, options: Iterable[str], *instead: str) -> Answer:
+    def __call__(self, options: Iterable[str], *instead: str) -> SbatchResult:
         """instead: options that go before those of `options`, and before the environment's. Raises SlurmError."""
         left = self._deadline - time.monotonic()
         if left <= 0:
@@ -102,11 +102,11 @@ class Tester:
         except SlurmError as error:
             if error.kind != "failed" or NO_ANSWER.search(error.output):
                 raise
-            return Answer(refusal=sentence(error.output))
+            return SbatchResult(refusal=sentence(error.output))
         found = STARTS.search(told)
-        return Answer(nodes=found[1] if found else "")
+        return SbatchResult(nodes=found[1] if found else "")
 
-    def nodes_for(self, request: Request, cluster: Cluster) -> frozenset[str]:
+    def nodes_for(self, request: ComponentRequest, cluster: Cluster) -> frozenset[str]:
         """Return all nodes that would do for a request, those that are down just now included."""
         excluded = [option.partition("=")[2] for option in request.options if option_name(option) == "exclude"]
         found: set[str] = set()
@@ -116,11 +116,11 @@ class Tester:
             least = 1  # what is left of a partition may be fewer
         return frozenset(found | (cluster.may_return(request) - set(host_names(",".join(excluded)))))
 
-    def _most_nodes(self, request: Request, least: int, there: int, excluded: list[str]) -> set[str]:
+    def _most_nodes(self, request: ComponentRequest, least: int, there: int, excluded: list[str]) -> set[str]:
         """Return the most nodes, from `least` to `there`, that Slurm would give a request at once. excluded: in short form."""
         without = [f"--exclude={','.join(excluded)}"] if excluded else []
 
-        def ask(count: int) -> Answer:
+        def ask(count: int) -> SbatchResult:
             return self(request.options, "--time=1", f"--nodes={count}", *without)
 
         if (best := ask(least)).refusal:

@@ -1,7 +1,7 @@
-"""Check the file systems: folders to write, models' files, containers, free space.
+"""Check the file systems of a run: writable folders, model files, container images and free space.
 
-The weights' files are `launch/preflight/weights.py`'s, images and mounts `launch/preflight/containers.py`'s, free space
-`launch/preflight/space.py`'s. Looks from where the job is submitted; what is mounted elsewhere on the nodes is not seen.
+Calls `weight_files.py`, `container_images.py` and `disk_space.py`. Sees the mounts of the machine that submits the job only;
+those of the nodes may differ.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from launch.containers import CONVERSIONS
 from launch.executors.base import ROOT
-from launch.preflight import containers, space, weights
-from launch.preflight.space import existing
+from launch.preflight import container_images, disk_space, weight_files
+from launch.preflight.disk_space import nearest_existing
 from pipeline.config import Problem, Recipe, uses_megatron
 
 OWN = frozenset(("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs"))
@@ -30,23 +30,23 @@ def problems(
     to it. on_nodes: the ranks run on a cluster's nodes, so that containers and shared folders matter.
     """
     notes, pending = [] if notes is None else notes, list(pending)
-    conversions = space.conversions_folder(recipe)
+    conversions = disk_space.conversions_folder(recipe)
     checkpoints = Path(recipe.run_dir).absolute() / "checkpoints"
     if os.path.lexists(checkpoints):  # of the run folder itself `run_setup` sees to that
         yield from _check_writable("run_dir", checkpoints, "another run_dir")
     if uses_megatron(recipe.policy):
         variable = CONVERSIONS[0]
         yield from _check_writable(variable, conversions, "a folder that all train nodes share and can write")
-    yield from weights.problems(recipe, pending)
+    yield from weight_files.problems(recipe, pending)
     if on_nodes:
-        yield from containers.problems(recipe, pending, conversions)
+        yield from container_images.problems(recipe, pending, conversions)
         shared = {"run_dir": Path(recipe.run_dir), "the code": ROOT}
         _note_own(shared | ({CONVERSIONS[0]: conversions} if uses_megatron(recipe.policy) else {}), notes)
-    yield from space.problems(recipe, pending, notes)
+    yield from disk_space.problems(recipe, pending, notes)
 
 
 def _check_writable(key: str, folder: Path, instead: str) -> Iterator[Problem]:
-    there = existing(folder)
+    there = nearest_existing(folder)
     if not there.is_dir():
         yield Problem(key, "not-a-folder", f"{folder} cannot be a folder: {there} is not one. Try {instead}")
     elif not os.access(there, os.W_OK | os.X_OK) or os.statvfs(there).f_flag & os.ST_RDONLY:
@@ -69,7 +69,7 @@ def _note_own(folders: dict[str, Path], notes: list[str]) -> None:
 
 def file_system(path: Path) -> tuple[str, str]:
     """Return (type, where it is mounted) of the file system that holds a path, or will. See proc(5), /proc/[pid]/mountinfo."""
-    real = existing(path).resolve()
+    real = nearest_existing(path).resolve()
     found = ("unknown", "/")
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.preflight import files
+from launch.preflight import input_files
 from pipeline.config import Problem, is_dotted_path, nearest_dataset
 from tests.data import hub
 
@@ -16,7 +16,7 @@ def _empty_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def problems(name: str) -> list[Problem]:
-    return list(files._check_name("data.train", name))
+    return list(input_files._check_name("data.train", name))
 
 
 def test_a_named_data_set_must_be_in_a_cache(tmp_path: Path):
@@ -48,7 +48,7 @@ def test_a_misspelt_name():
 
 
 def test_a_users_callable():
-    """The dotted path of a callable is a valid name here. launch/preflight/own_code.py checks that it can be imported."""
+    """The dotted path of a callable is a valid name here. launch/preflight/custom_code.py checks that it can be imported."""
     assert problems("tests.data.hub.download") == problems("no_such_package.Numbers") == []
 
 

@@ -10,7 +10,7 @@ from launch.executors import allocation
 from launch.executors.local import rank_environments
 from launch.executors.slurm import batch_script
 from launch.nodes import ColocatedComponent, hosts
-from launch.preflight import allocation as allocated
+from launch.preflight import current_allocation as allocated
 from launch.preflight.slurm_request import requests
 from pipeline import config
 from pipeline.config import SHARED

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.preflight import files, weights
+from launch.preflight import input_files, weight_files
 from pipeline import config
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
@@ -20,7 +20,7 @@ def look(folder, algorithm: str, rows: list[dict] | str, *overrides: str) -> tup
     model = (f"policy.model_name={config.RECIPES}/tiny", "policy.random_init=true")
     recipe = config.load(f"tiny_{algorithm}", [*own, *model, *overrides])
     notes: list[str] = []
-    return [str(each).replace(f"{path}", "F") for each in files.problems(recipe, notes=notes)], notes
+    return [str(each).replace(f"{path}", "F") for each in input_files.problems(recipe, notes=notes)], notes
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_dropping_is_never_the_advice_where_nothing_would_be_left(tmp_path):
 def test_a_teachers_weights_are_looked_for_where_the_policys_are_drawn(tmp_path):
     tiny = f"{config.RECIPES}/tiny"
     own = (f"policy.model_name={tiny}", "policy.random_init=true", f"teacher.model_name={tiny}", "needs=[]")
-    (problem,) = weights.problems(config.load("tiny_distillation", own))
+    (problem,) = weight_files.problems(config.load("tiny_distillation", own))
     assert (problem.key, problem.code) == ("teacher.model_name", "file-not-found")
 
 

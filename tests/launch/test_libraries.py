@@ -56,7 +56,7 @@ SCHEDULES = [f"torch.optim.lr_scheduler.{name}" for name in ("LinearLR", "Consta
 
 
 def test_a_class_that_is_not_there_and_a_library_that_is_not():
-    with pytest.raises(signatures.NotThere):
+    with pytest.raises(signatures.NoSuchClass):
         signatures.parameters("torch.optim.AdamX")
     assert signatures.parameters("a_library_that_is_not_installed.Adam") is None
     assert signatures.parameters("Adam") is None

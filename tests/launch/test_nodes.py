@@ -12,7 +12,7 @@ from launch.executors.local import rank_environments
 from launch.executors.slurm import batch_script
 from launch.nodes import ColocatedComponent
 from launch.plan.refit import node_names
-from launch.preflight import allocation as allocated
+from launch.preflight import current_allocation as allocated
 from launch.preflight import slurm_request
 from pipeline import config
 from pipeline.config import ComponentConfig

@@ -10,7 +10,7 @@ from launch import backend, run_setup
 from launch.components import components
 from launch.executors.local import rank_environments
 from launch.executors.slurm import batch_script
-from launch.preflight import files, weights
+from launch.preflight import input_files, weight_files
 from pipeline import config
 from tests.launch.model import write_model, write_recipe
 from tests.problems import refused
@@ -57,7 +57,7 @@ def cut(backend_section: str, **keys) -> list[str]:
 def check(recipe: config.Recipe, pending: list[Path] = ()) -> config.Recipe:
     """As a submission does."""
     recipe, _ = backend.choose(recipe, pending)
-    config.refuse([*files.problems(recipe, pending), *weights.problems(recipe, pending)])
+    config.refuse([*input_files.problems(recipe, pending), *weight_files.problems(recipe, pending)])
     return recipe
 
 

@@ -11,10 +11,10 @@ from safetensors.numpy import save_file
 
 from launch.executors.base import ROOT
 from launch.preflight import storage
-from launch.preflight.containers import Mount, follow
-from launch.preflight.space import conversions_folder
+from launch.preflight.container_images import Mount, resolve_inside
+from launch.preflight.disk_space import conversions_folder
 from launch.preflight.storage import file_system
-from launch.preflight.weights import stored, trouble
+from launch.preflight.weight_files import file_fault, read_stored_weights
 from launch.units import size
 from pipeline import config
 from pipeline.config import ComponentConfig, Problem, Recipe
@@ -72,7 +72,7 @@ def problems(recipe: Recipe) -> list[Problem]:
 
 def test_whole_weights(folder, model):
     assert problems(load(folder)) == []
-    found = stored(model)
+    found = read_stored_weights(model)
     assert (found.files, found.parameters, found.nbytes, found.troubles) == (2, 20, 80, {})
 
 
@@ -170,7 +170,7 @@ def test_weights_that_may_not_be_read(folder, model, monkeypatch):
     monkeypatch.chdir(folder)
     os.seteuid(65534)
     try:
-        said = trouble(Path(f"model/{SHARDS[0]}"))
+        said = file_fault(Path(f"model/{SHARDS[0]}"))
     finally:
         os.seteuid(0)
     assert said == "cannot be read: Permission denied"
@@ -191,7 +191,7 @@ def test_a_snapshot_in_the_hub_cache(folder, model):
     blob.rename(blob.with_name(f"{blob.name}.0a1b.incomplete"))
     (problem,) = problems(recipe)
     assert named([problem]) == {(MODEL, "file-not-found")} and str(snapshot / SHARDS[0]) in problem.message
-    assert trouble(snapshot / SHARDS[1]) is None
+    assert file_fault(snapshot / SHARDS[1]) is None
 
 
 # ---- folders ------------------------------------------------------------------------------------------------------------
@@ -308,12 +308,12 @@ def test_a_circle_of_links_and_a_link_to_a_folder_on_the_way(folder):
     (folder / "first").symlink_to("second")
     (folder / "second").symlink_to(folder / "real")
     everything = [Mount(folder, folder, False)]
-    assert follow(folder / "first/file", everything) == (folder / "real/file", True)
+    assert resolve_inside(folder / "first/file", everything) == (folder / "real/file", True)
     hidden = Mount(Path("tmpfs"), folder / "real", False)
-    assert follow(folder / "first/file", [*everything, hidden]) == (folder / "real/file", False)
+    assert resolve_inside(folder / "first/file", [*everything, hidden]) == (folder / "real/file", False)
     (folder / "second").unlink()
     (folder / "second").symlink_to("first")
-    assert not follow(folder / "first/file", everything)[1]
+    assert not resolve_inside(folder / "first/file", everything)[1]
 
 
 @pytest.mark.parametrize(

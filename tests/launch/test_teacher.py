@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.preflight import files
+from launch.preflight import input_files
 from pipeline import config
 from tests.launch.model import write_model, write_recipe
 from tests.problems import named, refused
@@ -27,7 +27,7 @@ def tokens(folder, change):
 
 
 def test_the_policys_own_is_accepted(recipe):
-    config.refuse(files.problems(recipe))
+    config.refuse(input_files.problems(recipe))
 
 
 def test_other_numbers_for_the_same_tokens(recipe, tmp_path):
@@ -35,12 +35,12 @@ def test_other_numbers_for_the_same_tokens(recipe, tmp_path):
         vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
     tokens(tmp_path / "teacher", swap)
-    assert named(files.problems(recipe)) == {("teacher.model_name", "contradiction")}
+    assert named(input_files.problems(recipe)) == {("teacher.model_name", "contradiction")}
 
 
 def test_tokens_that_it_does_not_know(recipe, tmp_path):
     tokens(tmp_path / "teacher", lambda vocabulary: [vocabulary.pop(digit) for digit in "789"])
-    assert named(files.problems(recipe)) == {("teacher.model_name", "contradiction")}
+    assert named(input_files.problems(recipe)) == {("teacher.model_name", "contradiction")}
 
 
 @pytest.mark.parametrize(("rows", "refused"), [(48, True), (40, False), (39, False)])
@@ -48,10 +48,10 @@ def test_rows_that_stand_for_no_token(recipe, tmp_path, rows, refused):
     """The same tokenizer, but a teacher that may ask for rows which the policy does not have."""
     path = tmp_path / "teacher/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": rows}))
-    assert named(files.problems(recipe)) == ({("teacher.model_name", "too-large")} if refused else set())
+    assert named(input_files.problems(recipe)) == ({("teacher.model_name", "too-large")} if refused else set())
 
 
 def test_a_teacher_that_is_not_there(recipe, tmp_path):
     (tmp_path / "teacher/config.json").unlink()
     with refused(("teacher.model_name", "file-not-found")):
-        config.refuse(files.problems(recipe))
+        config.refuse(input_files.problems(recipe))

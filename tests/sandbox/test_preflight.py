@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.preflight.sandbox import problems
+from launch.preflight.sandbox_support import problems
 from pipeline import config
 from pipeline.sandbox import backends
 from tests.sandbox.conftest import works

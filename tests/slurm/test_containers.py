@@ -12,7 +12,7 @@ import pytest
 from launch import containers
 from launch.executors import slurm
 from launch.executors.base import ROOT
-from launch.preflight import containers as preflight
+from launch.preflight import container_images as preflight
 from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig, Problem, loading
 from tests.end_to_end import runs

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from launch import slurm_client
-from launch.preflight import slurm, slurm_limits
+from launch.preflight import slurm_job, slurm_limits
 from launch.preflight.slurm_nodes import Cluster
 from launch.preflight.slurm_request import requests
 from launch.preflight.slurm_sbatch import option_problems
@@ -73,7 +73,7 @@ def recipe(time_min: int = 30, **parts: ComponentConfig) -> Recipe:
 
 
 def examined(asked: Recipe) -> set[tuple[str, str]]:
-    return named(slurm.problems(asked))
+    return named(slurm_job.problems(asked))
 
 
 def of_train(found: set[tuple[str, str]]) -> dict[str, str]:
@@ -151,7 +151,7 @@ def test_a_partition_that_starts_no_jobs(cluster):
     ],
 )
 def test_what_would_do_is_told(cluster, asked, says):
-    assert says in "\n".join(map(str, slurm.problems(recipe(train=ComponentConfig(**asked)))))
+    assert says in "\n".join(map(str, slurm_job.problems(recipe(train=ComponentConfig(**asked)))))
 
 
 def test_a_wrong_option_needs_no_controller(cluster, monkeypatch):
@@ -184,7 +184,7 @@ def test_what_slurm_takes(cluster, asked):
 
 def test_the_time_limit_and_what_would_do(cluster):
     wrong = recipe(time_min=61, train=ComponentConfig(gpus_per_node=8))
-    limit, elsewhere = slurm.problems(wrong)
+    limit, elsewhere = slurm_job.problems(wrong)
     assert named([limit, elsewhere]) == {("cluster.time_min", "over-limit"), ELSEWHERE}
     assert "Try all or " in elsewhere.message
     wrong.cluster.train.partition = "all"
@@ -203,19 +203,19 @@ def test_all_problems_of_all_components_at_once(cluster):
 def test_components_on_the_same_nodes_add_up(cluster):
     four = {"gpus_per_node": 4, "constraint": "ib"}
     asked = recipe(train=ComponentConfig(nodes=2, **four), generate=ComponentConfig(nodes=2, **four))
-    (apart,) = slurm.problems(asked)
+    (apart,) = slurm_job.problems(asked)
     assert named([apart]) == {("cluster.generate.nodes", "over-limit")} and "cluster.share_nodes=true" in apart.message
     asked.cluster.share_nodes = True
     assert examined(asked) == set()
     asked.cluster.generate.gpus_per_node = 5
-    problems = [*slurm.problems(asked)]
+    problems = [*slurm_job.problems(asked)]
     assert "gpus_per_node" in of_train(named(problems))
     assert any("cluster.train.gpus_per_node + cluster.generate.gpus_per_node" in problem.message for problem in problems)
 
 
 def test_gpus_that_a_job_takes_and_does_not_use_are_noted(cluster):
     for given, found in (({}, True), ({"exclusive": False, "cpus_per_task": 1, "mem": "1G"}, False)):
-        list(slurm.problems(recipe(train=ComponentConfig(gpus_per_node=6, **given)), notes := []))
+        list(slurm_job.problems(recipe(train=ComponentConfig(gpus_per_node=6, **given)), notes := []))
         idle = "cluster.train.gpus_per_node: 6, and the job takes whole nodes of 8 or more GPUs; cluster.train.exclusive=false"
         assert any(note.startswith(idle) for note in notes) == found, notes
 
@@ -233,17 +233,17 @@ def test_groups_of_a_partition(cluster, monkeypatch, number, found):
 def test_two_components_never_share_a_node(cluster):
     """Slurm takes the job, and it waits for ever: each component alone would fit."""
     wrong = recipe(train=ComponentConfig(nodes=2, gpus_per_node=4), generate=ComponentConfig(nodes=1, gpus_per_node=4))
-    (problem,) = slurm.problems(wrong)
+    (problem,) = slurm_job.problems(wrong)
     assert named([problem]) == {("cluster.generate.nodes", "over-limit")}
     assert "2 + 1 nodes, but there are 2 that would do" in problem.message
     wrong.cluster.generate.partition = "big,small"
     assert examined(wrong) == set()
     wrong.cluster.generate = ComponentConfig(nodes=3, gpus_per_node=4, partition="all")
-    assert "2 + 3 nodes, but there are 4" in "".join(map(str, slurm.problems(wrong)))
+    assert "2 + 3 nodes, but there are 4" in "".join(map(str, slurm_job.problems(wrong)))
     wrong.cluster.generate = ComponentConfig(nodes=2, gpus_per_node=4, partition="all")
     assert examined(wrong) == set()
     wrong.cluster.generate.sbatch_options = {"exclude": "127.0.0.12"}
-    assert "2 + 2 nodes, but there are 3" in "".join(map(str, slurm.problems(wrong)))
+    assert "2 + 2 nodes, but there are 3" in "".join(map(str, slurm_job.problems(wrong)))
 
 
 def test_drained_nodes_are_noted(cluster):
@@ -251,7 +251,7 @@ def test_drained_nodes_are_noted(cluster):
     change = ["scontrol", "update", f"nodename={cluster.nodes[1]}"]
     subprocess.run([*change, "state=drain", "reason=test"], check=True)
     try:
-        assert list(slurm.problems(recipe(train=ComponentConfig(nodes=2)), notes := [])) == []
+        assert list(slurm_job.problems(recipe(train=ComponentConfig(nodes=2)), notes := [])) == []
         assert of_train(examined(recipe(train=ComponentConfig(nodes=3)))) == {"nodes": "over-limit"}
         assert of_train(examined(recipe(train=ComponentConfig(gpus_per_node=9)))) == {"gpus_per_node": "over-limit"}
     finally:
@@ -270,11 +270,11 @@ def test_variables_that_sbatch_takes_before_the_recipe(cluster, monkeypatch):
 
 def test_what_slurm_does_not_answer_is_noted(cluster, monkeypatch, tmp_path):
     notes = []
-    assert list(slurm.problems(recipe(train=ComponentConfig()), notes)) == []
+    assert list(slurm_job.problems(recipe(train=ComponentConfig()), notes)) == []
     assert notes == ["accounts and QOS were not checked: this cluster does not enforce them"]
     monkeypatch.setenv("PATH", str(tmp_path))
     notes.clear()
-    assert list(slurm.problems(recipe(train=ComponentConfig(nodes=99)), notes)) == []
+    assert list(slurm_job.problems(recipe(train=ComponentConfig(nodes=99)), notes)) == []
     assert notes == ["partitions, nodes and accounts were not checked: there is no scontrol here"]
 
 
@@ -354,9 +354,9 @@ def test_limits_count_all_components(accounts):
 def test_limits_count_whole_nodes(accounts, monkeypatch):
     """2 nodes of 8 GPUs are more than the account's 12, whatever is used of them."""
     monkeypatch.setattr(Cluster, "enforced", property(lambda _: frozenset(("associations", "limits"))))
-    monkeypatch.setattr(slurm.pwd, "getpwuid", lambda _: SimpleNamespace(pw_name="jo"))
+    monkeypatch.setattr(slurm_job.pwd, "getpwuid", lambda _: SimpleNamespace(pw_name="jo"))
     asked = {"nodes": 2, "gpus_per_node": 4, "constraint": "ib", "partition": "all"}
-    (problem,) = slurm.problems(recipe(train=ComponentConfig(**asked)))
+    (problem,) = slurm_job.problems(recipe(train=ComponentConfig(**asked)))
     assert "got 16 GPUs at once (cluster.train); expected at most the 12 that account research allows" in problem.message
     assert examined(recipe(train=ComponentConfig(**asked, exclusive=False))) == set()
 

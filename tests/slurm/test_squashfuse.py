@@ -15,7 +15,7 @@ import pytest
 from launch.attempts import AttemptFolder, all_attempts
 from launch.executors.base import ROOT
 from launch.executors.slurm import HetSlurmExecutor, HetSlurmJob
-from launch.preflight import slurm as preflight
+from launch.preflight import slurm_job as preflight
 from launch.preflight import squashfuse
 from pipeline import config
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from launch import submit
-from launch.preflight import files, own_code
-from launch.preflight.containers import _needs
+from launch.preflight import custom_code, input_files
+from launch.preflight.container_images import _needs
 from pipeline import config
 
 ROOT = Path(__file__).parents[2]
@@ -58,14 +58,14 @@ def asked(folder, *overrides, executor="local"):
     """(problems, notes)"""
     recipe = config.inspect(str(folder / "mine.yaml"), list(overrides)).recipe
     notes = []
-    return list(map(str, own_code.problems(recipe, executor, notes))), notes
+    return list(map(str, custom_code.problems(recipe, executor, notes))), notes
 
 
 def test_a_function_beside_the_recipe_is_found_from_anywhere(folder):
     assert asked(folder) == ([], [])
     recipe = config.inspect(str(folder / "mine.yaml")).recipe
     assert recipe.module_folders == [str(folder)]
-    assert own_code.folder_of("rewards_of_mine.right", recipe) == folder
+    assert custom_code.folder_of("rewards_of_mine.right", recipe) == folder
     given = config.inspect(str(folder / "mine.yaml"), ["module_folders=[lib]", "env.mine.kind=a.b"]).recipe.module_folders
     assert given == [f"{os.getcwd()}/lib", str(folder), os.getcwd()]
     assert config.inspect("tiny_grpo").recipe.module_folders == []
@@ -153,12 +153,12 @@ def test_a_data_set_beside_the_recipe_is_found(folder):
     given = "data.train={_override_: true, dataset_name: rewards_of_mine.rows, env_name: mine}"
     assert asked(folder, given) == ([], [])
     recipe = config.inspect(str(folder / "mine.yaml"), [given]).recipe
-    assert [problem for problem in files.problems(recipe, [], []) if "dataset_name" in str(problem)] == []
+    assert [problem for problem in input_files.problems(recipe, [], []) if "dataset_name" in str(problem)] == []
 
 
 @pytest.mark.parametrize(("module", "why"), [("slow", "importing it takes more than 1 s"), ("leaves", "ended with status 3")])
 def test_code_that_does_not_come_back_is_noted(folder, monkeypatch, module, why):
-    monkeypatch.setattr(own_code, "PROBE_S", 1.0 if module == "slow" else 30.0)
+    monkeypatch.setattr(custom_code, "PROBE_S", 1.0 if module == "slow" else 30.0)
     problems, (note,) = asked(folder, f"env.mine.kind={module}.right")
     assert problems == [] and why in note
 

@@ -29,7 +29,7 @@ ABSENT = "there is no module"
 
 
 @dataclass(frozen=True)
-class Named:
+class CodeReference:
     """Code that a recipe names."""
 
     key: str
@@ -39,21 +39,23 @@ class Named:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def named(recipe: Recipe) -> list[Named]:
+def named(recipe: Recipe) -> list[CodeReference]:
     found = []
     for name, environment in recipe.env.items() if generates(recipe) else ():
         if environment.kind not in KINDS:
-            found.append(Named(f"env.{name}.kind", environment.kind, "environment", "generate", environment.kwargs))
+            found.append(CodeReference(f"env.{name}.kind", environment.kind, "environment", "generate", environment.kwargs))
         if environment.kind == "tools":
             from pipeline.environments.tools import TOOLS, read_tools  # only where a recipe has tools
 
             key = f"env.{name}.kwargs.tools"
             tools, _ = read_tools(key, environment.kwargs.get("tools"))  # its problems are the recipe's own
-            found += [Named(f"{key}.{tool}", t.kind, "tool", "generate") for tool, t in tools.items() if t.kind not in TOOLS]
+            found += [
+                CodeReference(f"{key}.{tool}", t.kind, "tool", "generate") for tool, t in tools.items() if t.kind not in TOOLS
+            ]
     for key, dataset in keyed_sets(recipe.data).items():
         name = dataset.dataset_name
         if name and is_dotted_path(name) and not os.path.exists(name):
-            found.append(Named(f"{key}.dataset_name", name, "dataset", "train"))
+            found.append(CodeReference(f"{key}.dataset_name", name, "dataset", "train"))
     return [one for one in found if one.path.count(".")]
 
 
@@ -108,7 +110,7 @@ def problems(recipe: Recipe, executor: str, notes: list[str]) -> Iterator[Proble
             yield Problem(one.key, "not-importable", f"{one.path} cannot be imported: {answer['raised']}")
 
 
-def _probed(recipe: Recipe, asked: list[Named]) -> dict[str, dict[str, Any]] | str:
+def _probed(recipe: Recipe, asked: list[CodeReference]) -> dict[str, dict[str, Any]] | str:
     """Return by key what `launch/probe.py` says; or why it says nothing."""
     request = {
         "folders": recipe.module_folders,
@@ -144,7 +146,7 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _columns(recipe: Recipe, one: Named, answer: dict[str, Any]) -> Iterator[Problem]:
+def _columns(recipe: Recipe, one: CodeReference, answer: dict[str, Any]) -> Iterator[Problem]:
     """Yield what a reward function needs and the first record of a JSONL file has not."""
     name = one.key.split(".")[1]
     for key, dataset in keyed_sets(recipe.data).items() if one.role == "environment" else ():
@@ -165,7 +167,7 @@ def _columns(recipe: Recipe, one: Named, answer: dict[str, Any]) -> Iterator[Pro
 
 
 def _first_record(path: str) -> dict[str, Any] | None:
-    """Return None of a file that cannot be read: launch/preflight/files.py says so."""
+    """Return None of a file that cannot be read: launch/preflight/input_files.py says so."""
     try:
         with open(path, "rb") as file:
             record = json.loads(next((line for line in file if line.strip()), b"null"))
@@ -174,7 +176,7 @@ def _first_record(path: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _by_its_source(recipe: Recipe, one: Named, answer: dict[str, Any], notes: list[str]) -> Iterator[Problem]:
+def _by_its_source(recipe: Recipe, one: CodeReference, answer: dict[str, Any], notes: list[str]) -> Iterator[Problem]:
     """Yield what the source of a module lacks that cannot be imported here."""
     why = f"it imports {answer['absent']}, which is not installed here" if "absent" in answer else answer["raised"]
     notes.append(f"{one.key}: {one.path} was not imported ({why}); the ranks of cluster.{one.component} may have what it needs")

@@ -18,8 +18,8 @@ from launch.components import components
 from launch.containers import OPTIONS
 from launch.executors.base import ROOT
 from launch.model_files import hf_home, is_inside, is_local, model_folder
-from launch.preflight import own_code
-from launch.preflight.weights import trouble, trouble_code
+from launch.preflight import custom_code
+from launch.preflight.weight_files import fault_code, file_fault
 from pipeline import config
 from pipeline.config import (
     GENERATED_DATASETS,
@@ -48,7 +48,7 @@ class Mount:
 
 
 @dataclass(frozen=True)
-class Need:
+class RequiredPath:
     """A path that a component's ranks open."""
 
     what: str
@@ -79,7 +79,11 @@ def problems(recipe: Recipe, pending: list[Path], conversions: Path) -> Iterator
         for need in needs:
             yield from _check_need(f"{key}.container_mounts", need, mounts)
         yield from _check_workdir(f"{key}.container_workdir", component.container_workdir)
-        if component.python is None and not _of_every_system(sys.executable) and not follow(Path(sys.executable), mounts)[1]:
+        if (
+            component.python is None
+            and not _of_every_system(sys.executable)
+            and not resolve_inside(Path(sys.executable), mounts)[1]
+        ):
             what = f"got null, which takes {sys.executable}, and the container has none. Try the image's own, such as python3"
             yield Problem(f"{key}.python", "not-mounted", what)
 
@@ -131,8 +135,8 @@ def _check_image(key: str, image: str) -> Iterator[Problem]:
             yield Problem(key, "bad-format", f"got '{image}'; expected a path or [USER@][REGISTRY#]IMAGE[:TAG]")
         return
     path = Path(image)
-    if reason := trouble(path):
-        yield Problem(key, trouble_code(reason), f"{path} {reason.replace('fetch it again', 'give the path of a .sqsh file')}")
+    if reason := file_fault(path):
+        yield Problem(key, fault_code(reason), f"{path} {reason.replace('fetch it again', 'give the path of a .sqsh file')}")
         return
     with open(path, "rb") as file:
         start = file.read(96)
@@ -164,8 +168,8 @@ def _read_mount(key: str, text: str, mounts: list[Mount]) -> Iterator[Problem]:
     mounts.append(Mount(Path(source).absolute(), Path(target), "ro" in flags.split("+")))
 
 
-def _check_need(key: str, need: Need, mounts: list[Mount]) -> Iterator[Problem]:
-    place, seen = follow(need.path, mounts)
+def _check_need(key: str, need: RequiredPath, mounts: list[Mount]) -> Iterator[Problem]:
+    place, seen = resolve_inside(need.path, mounts)
     this, real = f"{need.what}, {need.path},", Path(os.path.realpath(need.path))
     if seen:
         if need.written and (mount := _covering(place, mounts)) and mount.read_only:
@@ -196,7 +200,7 @@ def _covering(path: Path, mounts: list[Mount]) -> Mount | None:
     return max(above, key=lambda mount: len(mount.target.parts), default=None)
 
 
-def follow(path: Path, mounts: list[Mount]) -> tuple[Path, bool]:
+def resolve_inside(path: Path, mounts: list[Mount]) -> tuple[Path, bool]:
     """Return (where `path` leads to inside the container, whether that is the same file as here).
 
     Not the same: the first place on the way that is not mounted, or is something else there.
@@ -228,10 +232,10 @@ def follow(path: Path, mounts: list[Mount]) -> tuple[Path, bool]:
 # ---- what the ranks open ------------------------------------------------------------------------------------------------
 
 
-def _needs(recipe: Recipe, name: str, pending: list[Path], conversions: Path) -> Iterator[Need]:
+def _needs(recipe: Recipe, name: str, pending: list[Path], conversions: Path) -> Iterator[RequiredPath]:
     """Yield what the ranks of one component open."""
-    yield Need("the run folder", Path(recipe.run_dir).absolute(), written=True)
-    yield Need("the code", ROOT.resolve())
+    yield RequiredPath("the run folder", Path(recipe.run_dir).absolute(), written=True)
+    yield RequiredPath("the code", ROOT.resolve())
     judged = config.reward_environment(recipe)
     for section, policy in config.models(recipe).items():
         if _holds(recipe, name, section, judged):
@@ -244,11 +248,11 @@ def _needs(recipe: Recipe, name: str, pending: list[Path], conversions: Path) ->
         yield from _of_model(f"the tokenizer of {key}", key, config.reward_model_policy(recipe).tokenizer.name, pending)
     if name == "train":
         yield from _of_data(recipe)
-    for code in own_code.named(recipe):
-        if code.component == name and (folder := own_code.folder_of(code.path, recipe)):
-            yield Need(f"the module of {code.key}", folder)
+    for code in custom_code.named(recipe):
+        if code.component == name and (folder := custom_code.folder_of(code.path, recipe)):
+            yield RequiredPath(f"the module of {code.key}", folder)
     if name != "generate" and uses_megatron(recipe.policy):
-        yield Need("the folder of Megatron checkpoints", conversions, written=True)
+        yield RequiredPath("the folder of Megatron checkpoints", conversions, written=True)
 
 
 def _holds(recipe: Recipe, name: str, section: str, judged: str | None) -> bool:
@@ -258,28 +262,28 @@ def _holds(recipe: Recipe, name: str, section: str, judged: str | None) -> bool:
     return section == "policy" if name == "generate" else name == "train"
 
 
-def _of_model(what: str, key: str, name: str | None, pending: list[Path]) -> Iterator[Need]:
+def _of_model(what: str, key: str, name: str | None, pending: list[Path]) -> Iterator[RequiredPath]:
     if not name:
         return
     if is_inside(name, pending) or Path(name).is_dir():
-        yield Need(what, Path(name))
+        yield RequiredPath(what, Path(name))
     elif is_local(name):
         try:
             snapshot = model_folder(key, name)
         except RecipeError:
             return
-        yield Need(what, snapshot.parent.parent)  # its files are links to blobs/ there
+        yield RequiredPath(what, snapshot.parent.parent)  # its files are links to blobs/ there
 
 
-def _of_data(recipe: Recipe) -> Iterator[Need]:
+def _of_data(recipe: Recipe) -> Iterator[RequiredPath]:
     for part, dataset in keyed_sets(recipe.data).items():
         for key in ("data_path", "prompt_file", "system_prompt_file"):
             if (value := getattr(dataset, key)) and Path(value).exists():
-                yield Need(f"{part}.{key}", Path(value))
+                yield RequiredPath(f"{part}.{key}", Path(value))
         name = dataset.dataset_name
         if name and Path(name).is_dir():
-            yield Need(f"{part}.dataset_name", Path(name))
+            yield RequiredPath(f"{part}.dataset_name", Path(name))
         elif name and name not in GENERATED_DATASETS and not is_dotted_path(name):
             cache = Path(os.environ.get("HF_DATASETS_CACHE") or hf_home() / "datasets").expanduser()
             if cache.is_dir():
-                yield Need(f"the cache of {part}.dataset_name", cache)
+                yield RequiredPath(f"the cache of {part}.dataset_name", cache)

@@ -45,7 +45,7 @@ def problems(recipe: Recipe, pending: list[Path] = ()) -> Iterator[Problem]:
         if folder not in seen:
             seen.add(folder)
             there = [folder / beside for beside in BESIDE if os.path.lexists(folder / beside)]
-            yield from (Problem(key, trouble_code(reason), f"{path} {reason}") for path in there if (reason := trouble(path)))
+            yield from (Problem(key, fault_code(reason), f"{path} {reason}") for path in there if (reason := file_fault(path)))
         section = key.removesuffix(".model_name")
         if section in models and folder not in weighed and not models[section].random_init:
             weighed.add(folder)
@@ -62,7 +62,7 @@ def _folder(key: str, name: str | None, pending: list[Path]) -> Path | None:
         return None
 
 
-def trouble_code(reason: str) -> str:
+def fault_code(reason: str) -> str:
     """Return the code of a file's trouble."""
     return "file-not-found" if reason.startswith(ABSENT) else "unreadable"
 
@@ -78,8 +78,8 @@ def _check_weights(section: str, folder: Path) -> Iterator[Problem]:
             what = f"{folder} has no weights ({SINGLE} or {INDEX}). Try to fetch the whole checkpoint{random}"
             yield Problem(key, "file-not-found", what)
         return
-    found = stored(folder)
-    told = [Problem(key, trouble_code(reason), f"{folder / name} {reason}") for name, reason in found.troubles.items()]
+    found = read_stored_weights(folder)
+    told = [Problem(key, fault_code(reason), f"{folder / name} {reason}") for name, reason in found.troubles.items()]
     yield from told[:TOLD]
     if len(told) > TOLD:
         what = f"{folder}: so are {len(told) - TOLD} more of its {found.files} weight files; fetch it again"
@@ -90,7 +90,7 @@ def _check_weights(section: str, folder: Path) -> Iterator[Problem]:
 
 
 @dataclass
-class Stored:
+class StoredWeights:
     """The weights in a folder."""
 
     files: int = 0  # that there should be
@@ -99,12 +99,12 @@ class Stored:
     troubles: dict[str, str] = field(default_factory=dict)  # file's name -> what is wrong with it
 
 
-def stored(folder: Path) -> Stored:
+def read_stored_weights(folder: Path) -> StoredWeights:
     """Read the headers of all weight files."""
-    found = Stored()
+    found = StoredWeights()
     listed: dict[str, list[str]] = {SINGLE: []}  # file -> the tensors that it should have
     if not os.path.lexists(folder / SINGLE):
-        if reason := trouble(folder / INDEX):
+        if reason := file_fault(folder / INDEX):
             found.troubles[INDEX] = reason
             return found
         try:
@@ -138,7 +138,7 @@ def read_header(path: Path) -> dict[str, dict]:
     The file has 8 bytes with the header's length, the header, and the data (https://github.com/huggingface/safetensors,
     "Format"). Raises ValueError, which says what is wrong with the file.
     """
-    if reason := trouble(path):
+    if reason := file_fault(path):
         raise ValueError(reason)
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -160,7 +160,7 @@ def read_header(path: Path) -> dict[str, dict]:
     return header
 
 
-def trouble(path: Path) -> str | None:
+def file_fault(path: Path) -> str | None:
     """Return why a file is not what its name says; None for a file that can be read."""
     try:
         with open(path, "rb") as file:

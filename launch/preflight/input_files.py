@@ -1,10 +1,9 @@
-"""Check the files that a recipe names, before anything is created or submitted.
+"""Check the tokenizer and the data files of a recipe before anything is created or submitted.
 
-The model's own files are `launch/preflight/architecture.py`'s, and the records of data files `launch/preflight/records.py`'s.
+`architecture.py` checks a model's config.json, `data_records.py` the records of data files.
 
-Reads JSON, JSONL and tokenizer.json; imports neither torch nor transformers, and bounds what it reads, so that it answers
-within two seconds. What lies beyond the bounds, and by how much the chat template lengthens a prompt, is checked in
-the job.
+Reads JSON, JSONL and tokenizer.json, imports neither torch nor transformers, and bounds how much it reads, so that it takes
+less than two seconds. The job checks records beyond these bounds, and prompt lengths with the chat template applied.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 import msgspec
 
 from launch.model_files import hf_home, hub_cache, is_inside, model_config, model_folder, read_json
-from launch.preflight import architecture, libraries, prompt_tokens, records
+from launch.preflight import architecture, data_records, libraries, prompt_tokens
 from pipeline import config
 from pipeline.algorithms import build
 from pipeline.config import (
@@ -222,12 +221,12 @@ def _check_records(
             return []
         for number, record in found:
             try:
-                text = records.prompt(recipe, record, columns.dataset)
+                text = data_records.prompt(recipe, record, columns.dataset)
             except ValueError as error:
                 unusable.setdefault(str(error), []).append(number)
             else:
                 inputs += [] if text is None else [(number, text)]
-                if why := records.unfit_answer(recipe, record, columns.dataset):
+                if why := data_records.unfit_answer(recipe, record, columns.dataset):
                     bad.setdefault(why, []).append(number)
         unusable = _droppable(recipe, unusable, len(found))
     bad = unusable | bad
@@ -284,7 +283,7 @@ def _check_name(key: str, name: str | None) -> Iterator[Problem]:
     if name in GENERATED_DATASETS or (name not in NAMED_DATASETS and Path(name).is_dir()):
         return
     if is_dotted_path(name) and not Path(name).exists():
-        return  # launch/preflight/own_code.py looks at it
+        return  # launch/preflight/custom_code.py looks at it
     repository = NAMED_DATASETS[name].repository if name in NAMED_DATASETS else name
     if _is_cached(repository):
         return

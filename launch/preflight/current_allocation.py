@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from launch.components import components
 from launch.nodes import PLACES, allocation_options, hosts
-from launch.preflight.slurm_request import Request, requests
+from launch.preflight.slurm_request import ComponentRequest, requests
 from launch.slurm_client import SlurmError, gpus, host_names, run_command
 from launch.units import plural
 from pipeline.config import Problem, Recipe
@@ -23,7 +23,7 @@ ON_NODES = re.compile(r"\bNodes=(\S+) CPU_IDs=(\S+) Mem=(\d+) GRES=(\S*)")
 
 
 @dataclass(frozen=True)
-class Node:
+class AllocatedNode:
     """The resources of a job on one node."""
 
     name: str
@@ -35,10 +35,10 @@ class Node:
 @dataclass(frozen=True)
 class Allocation:
     job_id: str
-    parts: list[list[Node]]  # of a heterogeneous job one for each component, else one
+    parts: list[list[AllocatedNode]]  # of a heterogeneous job one for each component, else one
     het: bool
 
-    def nodes_of(self, asked: list[int]) -> list[list[Node]]:
+    def nodes_of(self, asked: list[int]) -> list[list[AllocatedNode]]:
         """Return the nodes for components of so many nodes: in a plain allocation one after the other. There may be fewer."""
         if self.het:
             return [self.parts[k] if k < len(self.parts) else [] for k in range(len(asked))]
@@ -61,10 +61,10 @@ def read(job_id: str) -> Allocation:
     return Allocation(job_id, [parts[k] for k in sorted(parts)], het=len(parts) > 1)
 
 
-def _nodes(line: str) -> Iterator[Node]:
+def _nodes(line: str) -> Iterator[AllocatedNode]:
     for names, cpus, memory, gres in ON_NODES.findall(line):
         for name in host_names(names):
-            yield Node(name, _length(cpus), int(memory), gpus(gres))
+            yield AllocatedNode(name, _length(cpus), int(memory), gpus(gres))
 
 
 def _length(ids: str) -> int:
@@ -94,7 +94,7 @@ def problems(recipe: Recipe, job_id: str, notes: list[str]) -> Iterator[Problem]
             notes.append(f"cluster.{name}.{', '.join(said)}: the allocation's own count")
 
 
-def _against(allocation: Allocation, request: Request, nodes: list[Node]) -> Iterator[Problem]:
+def _against(allocation: Allocation, request: ComponentRequest, nodes: list[AllocatedNode]) -> Iterator[Problem]:
     """Yield why a component cannot run on its nodes."""
     if len(nodes) < request.nodes:
         room = not allocation.het and len(allocation.parts[0]) >= request.nodes

@@ -19,7 +19,7 @@ from launch.components import components
 from launch.containers import CONVERSIONS
 from launch.model_files import hf_home, is_inside, model_folder, planning_config
 from launch.model_shape import ModelShape
-from launch.preflight.weights import stored
+from launch.preflight.weight_files import read_stored_weights
 from launch.units import size
 from pipeline import config
 from pipeline.config import (
@@ -42,7 +42,7 @@ BYTES_PER_TOKEN = 13  # of a rollout's file: a token's number as JSON and its te
 
 
 @dataclass(frozen=True)
-class Use:
+class PlannedWrite:
     """Something that will be written."""
 
     folder: Path  # or one above it, if it is yet to be made
@@ -65,7 +65,7 @@ def problems(recipe: Recipe, pending: list[Path], notes: list[str]) -> Iterator[
                 f"checkpointing.keep_top_k: null keeps every checkpoint, {size(checkpoint)} each, and how many there will be is"
                 f" not known, because {recipe.algorithm}.max_num_steps does not say; room was checked for {LEAST}"
             )
-    disks: dict[int, list[Use]] = {}
+    disks: dict[int, list[PlannedWrite]] = {}
     for use in uses:
         disks.setdefault(_device(use.folder), []).append(use)
     for disk in disks.values():
@@ -74,7 +74,7 @@ def problems(recipe: Recipe, pending: list[Path], notes: list[str]) -> Iterator[
         _note_rollouts(recipe, run_dir, sum(use.nbytes for use in disks.get(_device(run_dir), [])), notes)
 
 
-def existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """Return the folder itself, or the nearest above it that there is."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
@@ -90,11 +90,11 @@ def conversions_folder(recipe: Recipe) -> Path:
 
 
 def _device(path: Path) -> int:
-    return existing(path).stat().st_dev
+    return nearest_existing(path).stat().st_dev
 
 
-def _of_one_disk(recipe: Recipe, uses: list[Use], checkpoint: float | None) -> Iterator[Problem]:
-    folder = existing(uses[0].folder)
+def _of_one_disk(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | None) -> Iterator[Problem]:
+    folder = nearest_existing(uses[0].folder)
     disk = os.statvfs(folder)
     if disk.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK):  # which is said elsewhere
         return
@@ -155,7 +155,7 @@ def _parameters(section: str, policy: PolicyConfig, pending: list[Path], trained
 
 def _stored_parameters(key: str, policy: PolicyConfig) -> int | None:
     try:
-        found = stored(model_folder(key, policy.model_name))
+        found = read_stored_weights(model_folder(key, policy.model_name))
     except RecipeError:
         return None
     return found.parameters if found.parameters and not found.troubles else None
@@ -171,13 +171,13 @@ def _states(policy: PolicyConfig) -> int:
     return count + (name in ("SGD", "RMSprop") and bool(kwargs.get("momentum")))
 
 
-def _checkpoints(recipe: Recipe, run_dir: Path, nbytes: float, keep: int | None) -> Use:
+def _checkpoints(recipe: Recipe, run_dir: Path, nbytes: float, keep: int | None) -> PlannedWrite:
     """Return all that there will be at once, one of them being written, less those that are there already."""
     at_once = _at_once(recipe, keep)
     there = _there(run_dir)
     writers = ranks(recipe.cluster.train) * len({"policy", "value"} & config.models(recipe).keys())
     consolidated = ", checkpointing.save_consolidated" if recipe.checkpointing.save_consolidated else ""
-    return Use(
+    return PlannedWrite(
         folder=run_dir / "checkpoints",
         nbytes=max(0.0, at_once * nbytes - there),
         files=at_once * (2 * writers + 2),
@@ -201,7 +201,7 @@ def _at_once(recipe: Recipe, keep: int | None) -> int:
     return min(saves or kept + 1, kept + 1)
 
 
-def _fewer(recipe: Recipe, uses: list[Use], checkpoint: float | None, free: int) -> str | None:
+def _fewer(recipe: Recipe, uses: list[PlannedWrite], checkpoint: float | None, free: int) -> str | None:
     ours = [use for use in uses if use.key == "run_dir"]
     if not ours:
         return None
@@ -216,7 +216,7 @@ def _fewer(recipe: Recipe, uses: list[Use], checkpoint: float | None, free: int)
 # ---- conversions --------------------------------------------------------------------------------------------------------
 
 
-def _conversions(recipe: Recipe, pending: list[Path]) -> Iterator[Use]:
+def _conversions(recipe: Recipe, pending: list[Path]) -> Iterator[PlannedWrite]:
     """Yield those of every model that the Megatron backend holds; those that were made before need nothing."""
     if not uses_megatron(recipe.policy):
         return
@@ -227,7 +227,7 @@ def _conversions(recipe: Recipe, pending: list[Path]) -> Iterator[Use]:
             wanted.setdefault(policy.model_name, []).append(section)
     for name, sections in wanted.items():
         try:
-            found = stored(model_folder(f"{sections[0]}.model_name", name))
+            found = read_stored_weights(model_folder(f"{sections[0]}.model_name", name))
         except RecipeError:
             continue
         made = (
@@ -236,7 +236,7 @@ def _conversions(recipe: Recipe, pending: list[Path]) -> Iterator[Use]:
             else len([*root.glob(f"{_slug(name)}-*/[0-9]*/complete.json")])
         )
         if found.nbytes and made < len(sections):
-            yield Use(
+            yield PlannedWrite(
                 folder=root,
                 nbytes=found.nbytes * (len(sections) - made),
                 files=(ranks(recipe.cluster.train) + 2) * (len(sections) - made),
@@ -265,7 +265,7 @@ def _note_rollouts(recipe: Recipe, run_dir: Path, other: float, notes: list[str]
     each = online.num_prompts_per_step * online.num_generations_per_prompt
     each = each if logged is None else min(each, logged)
     most = each * recipe.policy.max_total_sequence_length * BYTES_PER_TOKEN * online.max_num_steps
-    disk = os.statvfs(existing(run_dir))
+    disk = os.statvfs(nearest_existing(run_dir))
     if most + other > disk.f_bavail * disk.f_frsize:
         notes.append(
             f"logger.num_rollouts_to_log: {logged or 'all'}: if all were of full length, the rollouts of"

@@ -18,9 +18,9 @@ from launch.components import components
 from launch.preflight import slurm_limits, slurm_request, squashfuse
 from launch.preflight.slurm_limits import Accounting
 from launch.preflight.slurm_nodes import Cluster, counted
-from launch.preflight.slurm_refusals import Examiner
-from launch.preflight.slurm_request import Request
-from launch.preflight.slurm_sbatch import Tester, option_problems
+from launch.preflight.slurm_refusals import RefusalExaminer
+from launch.preflight.slurm_request import ComponentRequest
+from launch.preflight.slurm_sbatch import SbatchTester, option_problems
 from launch.slurm_client import SlurmError
 from pipeline.config import Problem, Recipe
 
@@ -37,20 +37,20 @@ def problems(recipe: Recipe, notes: list[str] | None = None) -> Iterator[Problem
         spoilt = {problem.key for problem in wrong}
         requests = [request for request in requests if not spoilt & set(map(request.key_of, request.options))]
     try:
-        cluster, tester = Cluster(), Tester()
+        cluster, tester = Cluster(), SbatchTester()
         yield from _of_all(cluster, tester, requests, notes)
     except SlurmError as why:
         notes.append(f"partitions, nodes and accounts were not checked: {why}")
 
 
-def _of_all(cluster: Cluster, tester: Tester, requests: list[Request], notes: list[str]) -> Iterator[Problem]:
+def _of_all(cluster: Cluster, tester: SbatchTester, requests: list[ComponentRequest], notes: list[str]) -> Iterator[Problem]:
     if len(requests) > 1 and (kind := cluster.config.get("SchedulerType", "sched/backfill")) != "sched/backfill":
         why = f"a job of several components is only started by Slurm's backfill scheduler, and this cluster has {kind}"
         help_ = "its administrators can set SchedulerType=sched/backfill"
         yield Problem(f"{requests[-1].key}.nodes", "unsupported", f"{why}; {help_}")
     user = pwd.getpwuid(os.getuid()).pw_name
     accounting = _accounting(cluster, user, notes)
-    examiner, taken = Examiner(cluster, accounting, tester, notes), []
+    examiner, taken = RefusalExaminer(cluster, accounting, tester, notes), []
     for request in requests:
         found = examiner.refusal(request)
         yield from found
@@ -76,7 +76,7 @@ def _accounting(cluster: Cluster, user: str, notes: list[str]) -> Accounting | N
         return None
 
 
-def _together(would_do: dict[Request, frozenset[str]]) -> Iterator[Problem]:
+def _together(would_do: dict[ComponentRequest, frozenset[str]]) -> Iterator[Problem]:
     """would_do: the nodes that would do for each component. Two components never share a node.
 
     Slurm takes such a job, and it waits for ever. By Hall's theorem there is a choice of nodes if and only if any number of
