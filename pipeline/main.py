@@ -29,7 +29,7 @@ from pipeline.scoring import Scoring
 from pipeline.sharing import Sharing
 from pipeline.startup import SETTING_UP, Startup
 from pipeline.watchdog import Failure, Watchdog
-from pipeline.world import REALMS, Activity, RankInfo, Realms, World, connect, join, leave, open_store, wait_for_all
+from pipeline.world import REALMS, Activity, RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
 
 
 def main(run_dir: Path) -> None:
@@ -38,7 +38,7 @@ def main(run_dir: Path) -> None:
     recipe = config.read(run_dir / "recipe.yaml")
     own_code.search_in(recipe.module_folders)
     timeouts = recipe.cluster.timeouts
-    info, realms = RankInfo.from_environment(run_dir), Realms.of(recipe)
+    info, realms = RankInfo.from_environment(run_dir), WorkerGroups.of(recipe)
     try:
         world = World(info, realms, open_store(info, timeouts.join, timeouts.silence))
     except Exception as error:

@@ -37,7 +37,7 @@ from pipeline.config import TimeoutsConfig
 from pipeline.files import listed
 from pipeline.secrets import redacted
 from pipeline.store.relay import STORE_GONE
-from pipeline.world import Activity, RankInfo, Realms, World, beat_s
+from pipeline.world import Activity, RankInfo, WorkerGroups, World, beat_s
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Failure:
         return cls(world.rank, world.realm, world.info.node, activity.verb, activity.phase, message)
 
     @classmethod
-    def of(cls, error: BaseException, info: RankInfo, realms: Realms, activity: Activity) -> Failure:
+    def of(cls, error: BaseException, info: RankInfo, realms: WorkerGroups, activity: Activity) -> Failure:
         realm = realms.name(info.rank)
         message = f"rank {info.rank} ({realm}): {type(error).__name__}: {error}"
         where = (info.rank, realm, info.node, activity.verb, activity.phase)

@@ -85,7 +85,7 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
-class Realms:
+class WorkerGroups:
     """Who is who, known from the recipe alone."""
 
     train: tuple[int, ...]
@@ -95,7 +95,7 @@ class Realms:
     colocated: bool = False  # the train and the generate ranks of a node share its GPUs
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Realms:
+    def of(cls, recipe: Recipe) -> WorkerGroups:
         train = tuple(range(ranks(recipe.cluster.train)))
         if not generates(recipe):
             return cls(train, (), ())
@@ -126,7 +126,7 @@ class Activity:
 class World:
     """One rank's view of the job."""
 
-    def __init__(self, info: RankInfo, realms: Realms, store: RunStore):
+    def __init__(self, info: RankInfo, realms: WorkerGroups, store: RunStore):
         self.info = info
         self.rank = info.rank
         self.size = info.size
@@ -165,7 +165,7 @@ class World:
         return f"rank {rank} ({self.realms.name(rank)})"
 
 
-def _about(info: RankInfo, realms: Realms) -> dict[str, Any]:
+def _about(info: RankInfo, realms: WorkerGroups) -> dict[str, Any]:
     """Who writes a timeline."""
     realm = realms.name(info.rank)
     engine = realms.engines.index(realms.engine(info.rank)) if realm == "generate" else None

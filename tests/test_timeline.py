@@ -15,7 +15,7 @@ import pytest
 from pipeline import timeline
 from pipeline.spans import WAITING, Merger, Span, category, span
 from pipeline.timeline import Timeline, Writer
-from pipeline.world import RankInfo, Realms, World
+from pipeline.world import RankInfo, WorkerGroups, World
 
 ABOUT = {"rank": 0, "realm": "train", "engine": None, "node": "a"}
 BEGAN = {"began": 1_700_000_000.0}
@@ -67,7 +67,7 @@ def short(event: dict) -> list:
 
 def test_nested_phases_are_a_row_of_spans_without_gaps(clock, tmp_path):
     info = RankInfo(1, 3, 0, "node7", "here", tmp_path)
-    world = World(info, Realms((0,), (1, 2), ((1, 2),)), None)
+    world = World(info, WorkerGroups((0,), (1, 2), ((1, 2),)), None)
     clock.now += 1
     with world.phase("", verb="rollout"):
         clock.now += 2

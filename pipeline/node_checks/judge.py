@@ -15,7 +15,7 @@ from pipeline.builds import CUDA, MUST_MATCH, NCCL, TORCH, common_part
 from pipeline.config import ClusterConfig, ComponentConfig, ranks_per_node
 from pipeline.node_checks.look import GPU, NETWORK, Node, RankReport
 from pipeline.node_checks.network import Link, Pair, sort_out
-from pipeline.world import Realms
+from pipeline.world import WorkerGroups
 
 Problems = dict[str, list[str]]
 
@@ -34,7 +34,9 @@ class Undecided(str):
     """A problem of one of several nodes that differ, where nobody can tell of which."""
 
 
-def reports(nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], realms: Realms, cluster: ClusterConfig) -> Problems:
+def reports(
+    nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], realms: WorkerGroups, cluster: ClusterConfig
+) -> Problems:
     """Return what is wrong with GPUs and nodes, as ranks see them."""
     found: Problems = {}
 
@@ -76,7 +78,7 @@ def _look(there: Iterable[RankReport]) -> Node | None:
 
 
 def _same_gpu(
-    nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], realms: Realms, cluster: ClusterConfig
+    nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], realms: WorkerGroups, cluster: ClusterConfig
 ) -> Problems:
     """Return the nodes on which ranks use the same GPU that the recipe does not put there, and which ranks those are."""
     found: Problems = {}
@@ -114,7 +116,7 @@ def outliers(values: Mapping[str, str], what: str, elsewhere: Sequence[str] = ()
     }
 
 
-def images(seen: Mapping[int, RankReport], realms: Realms, cluster: ClusterConfig) -> tuple[dict[str, str], list[str]]:
+def images(seen: Mapping[int, RankReport], realms: WorkerGroups, cluster: ClusterConfig) -> tuple[dict[str, str], list[str]]:
     """Return ({what: why components cannot form one world}, in what else they differ). No single node is to blame for either.
 
     Components that share their GPUs in turn talk over gloo, so only torch's release counts there.
@@ -135,7 +137,7 @@ def images(seen: Mapping[int, RankReport], realms: Realms, cluster: ClusterConfi
     return {name: why for name, why in apart.items() if why}, [why for why in notes if why]
 
 
-def remedy(apart: Mapping[str, str], realms: Realms, cluster: ClusterConfig) -> tuple[str, str]:
+def remedy(apart: Mapping[str, str], realms: WorkerGroups, cluster: ClusterConfig) -> tuple[str, str]:
     """Return (what keeps components from forming one world, what to try). apart: as `images` returns it, not empty."""
     components = [name for name in ("train", "generate", "reward") if getattr(realms, name)]
     every = " and ".join(f"cluster.{name}" for name in components)

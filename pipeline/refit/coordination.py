@@ -17,7 +17,7 @@ from pipeline.refit.digest import RefitError, compare
 from pipeline.refit.plan import schedule
 from pipeline.refit.tables import RefitPlan
 from pipeline.rpc import RpcGroup
-from pipeline.world import Realms
+from pipeline.world import WorkerGroups
 
 
 class RefitCoordinator:
@@ -26,7 +26,7 @@ class RefitCoordinator:
     def __init__(
         self,
         recipe: Recipe,
-        realms: Realms,
+        realms: WorkerGroups,
         train: RpcGroup,
         generate: RpcGroup,
         shapes: Mapping[str, tuple[int, ...]],

@@ -16,7 +16,7 @@ from pathlib import Path
 from pipeline.store.client import RunStore
 from pipeline.store.gloo import Prover
 from pipeline.store.server import Address, start
-from pipeline.world import RankInfo, Realms, World, join, wait_for_all
+from pipeline.world import RankInfo, WorkerGroups, World, join, wait_for_all
 
 SIZES = (8, 32)
 TURNS = 12
@@ -27,7 +27,7 @@ def rank_main(address: Address, key: bytes, rank: int, size: int, proven: bool) 
     """Join, and leave in the store how long it took."""
     half = size // 2
     engines = tuple(tuple(range(first, first + ENGINE)) for first in range(half, size, ENGINE))
-    realms = Realms(tuple(range(half)), tuple(range(half, size)), engines)
+    realms = WorkerGroups(tuple(range(half)), tuple(range(half, size)), engines)
     place = RankInfo(rank, size, rank, "here", "127.0.0.1", Path(tempfile.gettempdir()))
     world = World(place, realms, RunStore(address, key, 120))
     if not proven:

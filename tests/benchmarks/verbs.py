@@ -68,7 +68,7 @@ from pipeline.types import (
     Update,
 )
 from pipeline.watchdog import Watchdog
-from pipeline.world import RELAYED_FROM, RankInfo, Realms, World, beat_s, wait_for_all
+from pipeline.world import RELAYED_FROM, RankInfo, WorkerGroups, World, beat_s, wait_for_all
 from tests.benchmarks.stand_in import TOGETHER, Counted
 
 SIZES = (64, 512, 2048, 8192)
@@ -161,7 +161,7 @@ class Simulation:
         self.process, self.address = start("127.0.0.1", key)
         half = size // 2
         engines = tuple(tuple(range(i, i + TOGETHER)) for i in range(half, size, TOGETHER))
-        self.realms = Realms(tuple(range(half)), tuple(range(half, size)), engines)
+        self.realms = WorkerGroups(tuple(range(half)), tuple(range(half, size)), engines)
         place = RankInfo(0, size, 0, "node0", "127.0.0.1", folder / "attempts/1")
         self.world = World(place, self.realms, RunStore(self.address, key, 60))
         begun = time.perf_counter()
@@ -322,7 +322,7 @@ def node() -> str:
     """A verb through a relay's own process to the ranks of its node, which really serve here, in threads."""
     key, ranks = os.urandom(32), tuple(range(1, TOGETHER + 1))
     process, address = start("127.0.0.1", key)
-    realms = Realms((0, *ranks), (), ())
+    realms = WorkerGroups((0, *ranks), (), ())
     with tempfile.TemporaryDirectory() as folder:
         worlds = [
             World(RankInfo(rank, len(ranks) + 1, rank, "node", "127.0.0.1", Path(folder)), realms, RunStore(address, key, 60))

@@ -17,7 +17,7 @@ from pipeline.rpc import RpcClient, RpcGroup, serve, stop
 from pipeline.scoring import Scoring
 from pipeline.types import Completion, Prompt, Rollout, RolloutGroup, Span, Turn
 from pipeline.watchdog import Watchdog
-from pipeline.world import RankInfo, Realms, World, join, leave, open_store, wait_for_all
+from pipeline.world import RankInfo, WorkerGroups, World, join, leave, open_store, wait_for_all
 from tests.roles.judges import END
 
 
@@ -52,7 +52,7 @@ def main(run_dir: Path) -> None:
     recipe = config.read(run_dir / "recipe.yaml")
     timeouts = recipe.cluster.timeouts
     info = RankInfo.from_environment(run_dir)
-    world = World(info, Realms.of(recipe), open_store(info, timeouts.join))
+    world = World(info, WorkerGroups.of(recipe), open_store(info, timeouts.join))
     mailbox = RpcClient(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
     try:

@@ -8,9 +8,9 @@ import pytest
 
 from pipeline import algorithms, config, generate, main
 from pipeline.roles import GenerateRole, TrainRole
-from pipeline.world import RankInfo, Realms, World
+from pipeline.world import RankInfo, WorkerGroups, World
 
-REALMS = Realms((0,), (1, 2), ((1, 2),), colocated=True)
+REALMS = WorkerGroups((0,), (1, 2), ((1, 2),), colocated=True)
 
 
 class Engine:

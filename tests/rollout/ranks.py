@@ -24,11 +24,11 @@ from pipeline.rollout.environment_pool import EnvironmentPool
 from pipeline.rollout.environment_threads import EnvironmentThreads, EnvStepper
 from pipeline.rpc import RpcClient, RpcGroup, serve, stop, verb
 from pipeline.watchdog import Watchdog
-from pipeline.world import RankInfo, Realms, World, join, leave, open_store, wait_for_all
+from pipeline.world import RankInfo, WorkerGroups, World, join, leave, open_store, wait_for_all
 from tests.generate.tiny import MAX_MODEL_LEN, policy
 from tests.rollout.engine import Noted, Told, by_place, prompts, work
 
-REALMS = Realms(train=(0,), generate=(1, 2), engines=((1, 2),))
+REALMS = WorkerGroups(train=(0,), generate=(1, 2), engines=((1, 2),))
 TIMEOUTS = TimeoutsConfig(join=100, silence=20, rollout=3)
 
 

@@ -20,7 +20,7 @@ from pipeline.config import ClusterConfig, ComponentConfig, TimeoutsConfig
 from pipeline.config.cluster import NodeChecksConfig
 from pipeline.node_checks import look, network
 from pipeline.watchdog import Watchdog
-from pipeline.world import RankInfo, Realms, World, join, leave, open_store, wait_for_all
+from pipeline.world import RankInfo, WorkerGroups, World, join, leave, open_store, wait_for_all
 
 TIMEOUTS = TimeoutsConfig(join=60, silence=60)
 CHECKS = NodeChecksConfig(min_gb_per_s=0.003, max_clock_skew_s=2.0)  # a busy machine's ranks have been seen at 0.028
@@ -82,9 +82,9 @@ def rank_main(run_dir: Path, nodes: list[str], rank: int, faults: dict[str, str]
         network.LINK_S, node_checks.LOOK_S = 3.0, 8.0
     size, local_rank = len(nodes), nodes[:rank].count(nodes[rank])
     info = RankInfo(rank, size, local_rank, nodes[rank], "127.0.0.1", run_dir / "attempts/1")
-    realms = Realms(tuple(range(size)), (), ())
+    realms = WorkerGroups(tuple(range(size)), (), ())
     if "other network" in faults.values():  # the last rank generates
-        realms = Realms(tuple(range(size - 1)), (size - 1,), ((size - 1,),))
+        realms = WorkerGroups(tuple(range(size - 1)), (size - 1,), ((size - 1,),))
     world = World(info, realms, open_store(info, TIMEOUTS.join))
     watchdog = Watchdog(world, TIMEOUTS)
     try:

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from pipeline.config import TimeoutsConfig
 from pipeline.rpc import RpcClient, RpcGroup, serve, stop, verb
 from pipeline.watchdog import Watchdog
-from pipeline.world import RankInfo, Realms, World, connect, join, leave, open_store, wait_for_all
+from pipeline.world import RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
 from tests.world import visited
 
-REALMS = Realms(train=(0, 1), generate=(2, 3, 4), engines=((2, 3), (4,)), reward=(5, 6))
+REALMS = WorkerGroups(train=(0, 1), generate=(2, 3, 4), engines=((2, 3), (4,)), reward=(5, 6))
 TIMEOUTS = TimeoutsConfig(join=100, silence=4, train=5)
 HELD_S = 7
 

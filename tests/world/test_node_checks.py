@@ -9,7 +9,7 @@ from pipeline.config import ClusterConfig, ComponentConfig
 from pipeline.node_checks import judge, look, network
 from pipeline.node_checks.look import GPU, Node, RankReport
 from pipeline.node_checks.network import Link
-from pipeline.world import Realms
+from pipeline.world import WorkerGroups
 
 # ---- the network ------------------------------------------------------------------------------------------------------------
 
@@ -125,13 +125,13 @@ def judged(
     seen: dict[int, RankReport],
     nodes: int = 3,
     per_node: int = 2,
-    realms: Realms | None = None,
+    realms: WorkerGroups | None = None,
     asked_gb: float | None = None,
 ) -> dict[str, list[str]]:
     ranks = {f"n{i}": [*range(i * per_node, (i + 1) * per_node)] for i in range(nodes)}
     component = ComponentConfig(nodes=nodes, gpus_per_node=per_node, gpu_memory_gb=asked_gb)
     cluster = ClusterConfig(train=component, generate=replace(component))
-    return judge.reports(ranks, seen, realms or Realms(tuple(range(nodes * per_node)), (), ()), cluster)
+    return judge.reports(ranks, seen, realms or WorkerGroups(tuple(range(nodes * per_node)), (), ()), cluster)
 
 
 def test_healthy_nodes_have_no_problems():
@@ -211,7 +211,7 @@ def test_memory_errors_of_a_gpu_that_is_not_ours_do_not_count():
 
 def test_components_may_have_other_versions_but_not_other_code():
     seen = reports(nodes=4)
-    realms = Realms((0, 1, 2, 3), (4, 5, 6, 7), ((4, 5), (6, 7)))
+    realms = WorkerGroups((0, 1, 2, 3), (4, 5, 6, 7), ((4, 5), (6, 7)))
     for rank in (4, 6):
         seen[rank].node.versions = {"python": "3.12.1", "driver": "550.1"}
     assert judged(seen, 4, realms=realms) == {}
@@ -235,7 +235,7 @@ def test_components_whose_images_cannot_talk_are_named_with_their_images():
     cluster = ClusterConfig(
         train=ComponentConfig(container_image="/a.sqsh"), generate=ComponentConfig(container_image="/b.sqsh")
     )
-    realms = Realms((0, 1), (2, 3), ((2,), (3,)))
+    realms = WorkerGroups((0, 1), (2, 3), ((2,), (3,)))
     one = {builds.TORCH: "2.13.0 (x)", builds.CUDA: "13.0", builds.NCCL: "2.30.7", look.NETWORK: "IB"}
     assert judge.images(with_versions(one, one, one, one), realms, cluster) == ({}, [])
     for changed, told in (
@@ -267,7 +267,7 @@ def test_components_whose_images_cannot_talk_are_named_with_their_images():
 def test_components_of_one_image_are_not_told_to_change_it(image):
     """As train nodes with InfiniBand and generate nodes with Ethernet."""
     one = ComponentConfig(container_image=image)
-    cluster, realms = ClusterConfig(train=one, generate=replace(one)), Realms((0,), (1,), ((1,),))
+    cluster, realms = ClusterConfig(train=one, generate=replace(one)), WorkerGroups((0,), (1,), ((1,),))
     told = {builds.TORCH: "2.13.0 (x)", builds.CUDA: "13.0", builds.NCCL: "2.30.7", look.NETWORK: "IB"}
     apart, _ = judge.images(with_versions(told, told | {look.NETWORK: "Socket"}), realms, cluster)
     assert list(apart.values()) == ["NCCL's network is IB in cluster.train, Socket in cluster.generate"]
@@ -285,7 +285,7 @@ def test_components_of_one_image_are_not_told_to_change_it(image):
 def test_a_node_that_does_not_tell_its_network_is_not_to_blame():
     told = {builds.TORCH: "2.13.0 (x)", builds.NCCL: "2.30.7", look.NETWORK: "IB"}
     silent = {builds.TORCH: "2.13.0 (x)", builds.NCCL: "2.30.7"}
-    realms = Realms((0, 1, 2, 3), (), ())
+    realms = WorkerGroups((0, 1, 2, 3), (), ())
     assert judged(with_versions(told, silent, told, told), 4, 1, realms) == {}
     assert judged(with_versions(told, silent, silent, silent), 4, 1, realms) == {}
     found = judged(with_versions(told, silent, told | {look.NETWORK: "Socket"}, told), 4, 1, realms)
@@ -305,7 +305,7 @@ def test_where_nobody_can_tell_which_is_right_it_is_said():
 def drivers(train: list[str], generate: list[str]) -> tuple[list[str], list[str]]:
     """Return (the nodes that are surely odd, those of which nobody can tell)."""
     size, first = len(train) + len(generate), len(train)
-    realms = Realms(tuple(range(first)), tuple(range(first, size)), ())
+    realms = WorkerGroups(tuple(range(first)), tuple(range(first, size)), ())
     found = judged(with_versions(*({"driver": version} for version in train + generate)), size, 1, realms)
     undecided = [node for node, why in found.items() if isinstance(why[0], judge.Undecided)]
     return [node for node in found if node not in undecided], undecided
@@ -321,11 +321,11 @@ def test_nodes_of_the_other_components_decide_which_of_two_drivers_is_stale():
 
 def test_each_component_may_have_a_python_of_its_own():
     seen = with_versions(*[{"python": "3.11.7"}] * 4, {"python": "3.12.1"})
-    assert sorted(judged(seen, 5, 1, Realms((0, 1, 2), (3, 4), ()))) == ["n3", "n4"]
+    assert sorted(judged(seen, 5, 1, WorkerGroups((0, 1, 2), (3, 4), ()))) == ["n3", "n4"]
 
 
 def test_nodes_of_the_other_components_decide_which_of_two_networks_is_wrong():
-    realms, cluster = Realms((0, 1, 2), (3, 4), ((3,), (4,))), ClusterConfig()
+    realms, cluster = WorkerGroups((0, 1, 2), (3, 4), ((3,), (4,))), ClusterConfig()
     told, without_card = {look.NETWORK: "IB"}, {look.NETWORK: "Socket"}
     seen = with_versions(told, told, told, without_card, told)
     assert list(judged(seen, 5, 1, realms)) == ["n3"]
@@ -333,7 +333,7 @@ def test_nodes_of_the_other_components_decide_which_of_two_networks_is_wrong():
 
 
 def test_components_on_one_node_have_gpus_of_their_own():
-    seen, realms = reports(nodes=1, per_node=4), Realms((0, 1), (2, 3), ((2, 3),))
+    seen, realms = reports(nodes=1, per_node=4), WorkerGroups((0, 1), (2, 3), ((2, 3),))
     for rank in (0, 2):
         seen[rank].node = reports()[0].node
         for report in (seen[rank], seen[rank + 1]):

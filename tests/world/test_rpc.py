@@ -16,9 +16,9 @@ from pipeline.rpc.messages import INLINE, Envelope, as_tensor, route
 from pipeline.store import mail
 from pipeline.store.client import RunStore
 from pipeline.store.server import start
-from pipeline.world import RankInfo, Realms, World
+from pipeline.world import RankInfo, WorkerGroups, World
 
-REALMS = Realms(train=(0,), generate=(1,), engines=((1,),))
+REALMS = WorkerGroups(train=(0,), generate=(1,), engines=((1,),))
 
 
 @dataclass
@@ -250,7 +250,7 @@ def test_a_body_that_does_not_come_makes_its_call_overdue(job, monkeypatch, name
 def test_what_several_ranks_get_is_encoded_and_sent_once(tmp_path, monkeypatch):
     key, sent, encoded = os.urandom(32), [], []
     process, address = start("127.0.0.1", key)
-    realms = Realms(train=tuple(range(7)), generate=(), engines=())
+    realms = WorkerGroups(train=tuple(range(7)), generate=(), engines=())
     world = World(RankInfo(0, 7, 0, "here", "127.0.0.1", tmp_path), realms, RunStore(address, key, 60))
     monkeypatch.setattr(calls, "send_body", lambda world, body, call, to: sent.append((len(body), to)))
     encode = calls.encode

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import config
-from pipeline.world import Realms
+from pipeline.world import WorkerGroups
 from tests.launch.model import write_recipe
 from tests.world.worlds import SIZE
 
@@ -23,11 +23,11 @@ def test_the_realms_of_a_recipe(tmp_path):
     judged = {"judge": {"kind": "reward_model", "model_name": "some/where"}, "math": {"kind": "math"}}
     ranks = {"train": {"nodes": 2}, "generate": {"ranks_per_node": 3}, "reward": {"nodes": 2}, "executor": "local"}
     path = str(write_recipe(tmp_path, env=judged, cluster=ranks))
-    assert Realms.of(config.load(path)) == Realms((0, 1), (2, 3, 4), ((2,), (3,), (4,)))
-    realms = Realms.of(config.load(path, ["env.judge.served_by=reward"]))
-    assert realms == Realms((0, 1), (2, 3, 4), ((2,), (3,), (4,)), reward=(5, 6))
+    assert WorkerGroups.of(config.load(path)) == WorkerGroups((0, 1), (2, 3, 4), ((2,), (3,), (4,)))
+    realms = WorkerGroups.of(config.load(path, ["env.judge.served_by=reward"]))
+    assert realms == WorkerGroups((0, 1), (2, 3, 4), ((2,), (3,), (4,)), reward=(5, 6))
     assert [realms.name(rank) for rank in (1, 2, 4, 5, 6)] == ["train", "generate", "generate", "reward", "reward"]
-    assert Realms.of(config.load(path, ["env.judge.served_by=reward", "algorithm=sft"])).reward == ()
+    assert WorkerGroups.of(config.load(path, ["env.judge.served_by=reward", "algorithm=sft"])).reward == ()
 
 
 def test_messages_and_realms(start):
