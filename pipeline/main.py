@@ -29,7 +29,7 @@ from pipeline.scoring import Scoring
 from pipeline.sharing import Sharing
 from pipeline.startup import SETTING_UP, Startup
 from pipeline.watchdog import Failure, Watchdog
-from pipeline.world import REALMS, Activity, RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
+from pipeline.world import Activity, RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
 
 
 def main(run_dir: Path) -> None:
@@ -38,11 +38,11 @@ def main(run_dir: Path) -> None:
     recipe = config.read(run_dir / "recipe.yaml")
     own_code.search_in(recipe.module_folders)
     timeouts = recipe.cluster.timeouts
-    info, realms = RankInfo.from_environment(run_dir), WorkerGroups.of(recipe)
+    info, workers = RankInfo.from_environment(run_dir), WorkerGroups.of(recipe)
     try:
-        world = World(info, realms, open_store(info, timeouts.join, timeouts.silence))
+        world = World(info, workers, open_store(info, timeouts.join, timeouts.silence))
     except Exception as error:
-        Failure.of(error, info, realms, Activity()).record(info.folder)
+        Failure.of(error, info, workers, Activity()).record(info.folder)
         raise
     if recipe.logger.timeline_enabled:
         world.timeline.write(info.folder)
@@ -50,7 +50,7 @@ def main(run_dir: Path) -> None:
         world.timeline.keep_none()
     mailbox = RpcClient(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
-    startup = Startup(info.folder, {name: getattr(realms, name) for name in REALMS}, watchdog.heard) if mailbox else Startup()
+    startup = Startup(info.folder, workers.by_component(), watchdog.heard) if mailbox else Startup()
     try:
         watchdog.start()
         startup.enter("join the world")
@@ -78,9 +78,9 @@ def main(run_dir: Path) -> None:
 def _role(recipe: Recipe, world: World) -> TrainRole | GenerateRole | RewardRole:
     refit = _refit(recipe, world) if world.refit else None
     seed = config.section(recipe).seed
-    if world.realm == "train":
+    if world.component == "train":
         return TrainRole(recipe, seed, world, algorithms.build(recipe), refit)
-    if world.realm == "reward":
+    if world.component == "reward":
         return RewardRole(recipe, seed, world)
     return GenerateRole(recipe, seed, world, refit)
 
@@ -95,14 +95,14 @@ def _refit(recipe: Recipe, world: World) -> Refit:
 
 def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: RpcClient, role: TrainRole, startup: Startup) -> None:
     startup.enter(SETTING_UP)
-    timeouts, realms, algorithm = recipe.cluster.timeouts, world.realms, algorithms.build(recipe)
+    timeouts, workers, algorithm = recipe.cluster.timeouts, world.workers, algorithms.build(recipe)
     storage_s = storage_timeout_s(timeouts)
     attempt = Attempt(world.info.folder, storage_s)
     attempt.claim()
-    train = RpcGroup(mailbox, world, realms.train, TrainRole, timeouts, role)
-    generate = RpcGroup(mailbox, world, realms.generate, GenerateRole, timeouts)
-    reward = RpcGroup(mailbox, world, realms.reward, RewardRole, timeouts)
-    shared = realms.colocated
+    train = RpcGroup(mailbox, world, workers.train, TrainRole, timeouts, role)
+    generate = RpcGroup(mailbox, world, workers.generate, GenerateRole, timeouts)
+    reward = RpcGroup(mailbox, world, workers.reward, RewardRole, timeouts)
+    shared = workers.colocated
     others_up = [generate.setup(), reward.setup()]
     if shared:  # vLLM measures free memory as it starts, so nothing else may come or go
         others_up[0].result()
@@ -114,7 +114,7 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: RpcClient,
     _, judges = [other.result() for other in others_up]
     refits = None
     if config.generates(recipe):
-        refits = RefitCoordinator(recipe, realms, train, generate, role.shapes, world.nodes())
+        refits = RefitCoordinator(recipe, workers, train, generate, role.shapes, world.nodes())
     sharing = Sharing(shared, train, generate, refits)
     patience = Patience(storage_s, attempt.check, functools.partial(kept, run_dir))
     checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, patience)
@@ -124,8 +124,8 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: RpcClient,
     if config.generates(recipe):
         judge = None
         if config.reward_model(recipe):
-            judge = Scoring(recipe, *((reward, judges) if realms.reward else (train, places)), tokenizer)
-        engines = [RpcGroup(mailbox, world, engine, GenerateRole, timeouts) for engine in realms.engines]
+            judge = Scoring(recipe, *((reward, judges) if workers.reward else (train, places)), tokenizer)
+        engines = [RpcGroup(mailbox, world, engine, GenerateRole, timeouts) for engine in workers.engines]
         rollouts = collectors.build(recipe.algorithm, config.section(recipe), recipe.policy.generation, engines, judge)
         step = run_online(run, algorithm, rollouts, stream, validation)
     else:

@@ -43,7 +43,7 @@ class Scoring:
     """Call it with groups to get them with the reward model's rewards."""
 
     def __init__(self, recipe: Recipe, serving: RpcGroup, places: list[DataPlace], tokenizer: PreTrainedTokenizerBase):
-        """serving: the realm that serves the reward model, and `places` its ranks'. tokenizer: the policy's."""
+        """serving: the component that serves the reward model, and `places` its ranks'. tokenizer: the policy's."""
         self._environment = config.reward_environment(recipe)
         self._model = config.reward_model_policy(recipe)
         self._serving = serving

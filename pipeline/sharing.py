@@ -6,7 +6,7 @@
 
 What has to leave leaves before what has to come comes, so the most that a GPU ever holds is the largest of these three. Moving
 happens when something is needed: a block that is left leaves everything where it is, so rollouts that follow each other move
-nothing. Where each realm has GPUs of its own nothing is ever moved.
+nothing. Where each component has GPUs of its own nothing is ever moved.
 
 An engine that sleeps loses its weights, for the next refit brings all of them, but where that brings only what has changed. If
 it has to generate without one (a checkpoint was saved in between), it is refitted with the version that it had.

@@ -2,7 +2,7 @@
 
     {"began": unix seconds, "here": ranks that have joined, "world": ranks in all,
      "stages": [[name, began, ended], ...],                              what rank 0 leads through, one after another
-     "realms": {"train": [[activity, began, ended], ...], ...}}          what most ranks of a realm do while the run sets up
+     "realms": {"train": [[activity, began, ended], ...], ...}}          what most ranks of a component do while the run sets up
 
 `ended` is null for what is under way, and in a run that failed for what it failed in. Times are rank 0's. Ranks tell what they
 do with their heartbeats, so an activity is seen up to a second late. Rank 0 writes the file, at most twice a second and only
@@ -25,7 +25,7 @@ from typing import Any
 NAME = "startup.json"
 LOOK_S = 0.5
 SETTING_UP = "set up"
-"""The stage in which realms do different things at once."""
+"""The stage in which components do different things at once."""
 
 LED = ("idle", "join", "serve", "coordinate")
 """Verbs in which a rank waits for another, or has others work."""
@@ -49,16 +49,16 @@ class Startup:
     def __init__(
         self,
         folder: Path | None = None,
-        realms: Mapping[str, Iterable[int]] | None = None,
+        components: Mapping[str, Iterable[int]] | None = None,
         heard: Callable[[], Mapping[int, Told]] = dict,
     ) -> None:
-        """folder: the attempt's. realms: name -> ranks. heard: what the ranks that have joined say."""
+        """folder: the attempt's. components: name -> ranks. heard: what the ranks that have joined say."""
         self._path = folder / NAME if folder else None
-        self._realms = {name: tuple(ranks) for name, ranks in (realms or {}).items() if ranks}
+        self._components = {name: tuple(ranks) for name, ranks in (components or {}).items() if ranks}
         self._heard = heard
         self._began = time.time()
         self._stages: list[Row] = []
-        self._rows: dict[str, list[Row]] = {name: [] for name in self._realms}
+        self._rows: dict[str, list[Row]] = {name: [] for name in self._components}
         self._written = ""
         self._over = threading.Event()
         self._lock = threading.Lock()
@@ -97,14 +97,14 @@ class Startup:
         if not self._stages or self._stages[-1].name != SETTING_UP:
             return
         heard = self._heard()
-        for name, ranks in self._realms.items():
+        for name, ranks in self._components.items():
             activity, rows = _activity([heard[rank] for rank in ranks if rank in heard]), self._rows[name]
             if not rows or rows[-1].name != activity:
                 _change(rows[-1:], now)
                 rows.append(Row(activity, now))
 
     def _write(self) -> None:
-        world = sum(map(len, self._realms.values()))
+        world = sum(map(len, self._components.values()))
         told: dict[str, Any] = {"began": self._began, "here": len(self._heard()), "world": world}
         told["stages"] = [[row.name, row.began, row.ended] for row in self._stages]
         told["realms"] = {name: [[r.name, r.began, r.ended] for r in rows] for name, rows in self._rows.items() if rows}

@@ -1,15 +1,15 @@
 """Record what a rank does when, as trace events in a file, and which share of its time it waits.
 
-    timeline = Timeline(about, realms)      # every rank; World.phase tells it what the rank does: `enter`
+    timeline = Timeline(about, components)      # every rank; World.phase tells it what the rank does: `enter`
     timeline.write(folder)                  # into folder/timeline/rank00000.jsonl, by a thread
     account = timeline.account()            # since the last one; goes with every reply to rank 0 ...
-    timeline.heard(realm, account)          # ... which hears of all, or of sums of several ranks
+    timeline.heard(component, account)          # ... which hears of all, or of sums of several ranks
     timeline.step_ended(step)               # rank 0: {"idle/train": 0.2, ...} since the call before
 
 A file is in the JSON array format of Chrome's trace events ("Trace Event Format", Google, 2016), one event a line and without
 the closing bracket, which the format leaves out too: https://ui.perfetto.dev shows it as it is. Its events are
 
-    M    the first: `args` has the rank, its realm, its engine and its node
+    M    the first: `args` has the rank, its component, its engine and its node
     X    the rank did something: `name` is the verb, or "verb: phase", `cat` its category; of several spans that were merged
          into one `args` has how many they are and the seconds of each category. One begins where the one before ends
     i    rank 0: a step ended; `args` has its number
@@ -65,19 +65,19 @@ Account = tuple[float, float]
 class Timeline:
     """`enter`, `account`, `heard` and `step_ended` are the main thread's."""
 
-    def __init__(self, about: Mapping[str, Any], realms: Mapping[str, tuple[int, ...]]):
-        """about: {"rank", "realm", "engine": its number or None, "node"}. realms: name -> ranks."""
+    def __init__(self, about: Mapping[str, Any], components: Mapping[str, tuple[int, ...]]):
+        """about: {"rank", "realm", "engine": its number or None, "node"}. components: name -> ranks."""
         self._rank = about["rank"]
-        self._realms = {name: ranks for name, ranks in realms.items() if ranks}
+        self._components = {name: ranks for name, ranks in components.items() if ranks}
         self._began = time.monotonic()
         self._about = {**about, "began": time.time()}
         self._now = (self._began, "join", "")  # (since, verb, phase)
         self._waited = 0.0
         self._told: Account = (0.0, 0.0)  # by `account`
-        self._heard: dict[str, Account] | None = None  # of each realm since the last step's end; None: there was none yet
+        self._heard: dict[str, Account] | None = None  # of each component since the last step's end; None: there was none yet
         self._ended: deque[Event] = deque(maxlen=100_000)  # a thread that hangs must not cost the memory
         self._writer: Writer | None = None
-        self._quiet = max(FLUSH_S, sum(map(len, self._realms.values())) / QUIET_RANKS_PER_S)
+        self._quiet = max(FLUSH_S, sum(map(len, self._components.values())) / QUIET_RANKS_PER_S)
 
     def enter(self, verb: str, phase: str) -> None:
         """Record that the rank does this from now on."""
@@ -98,21 +98,21 @@ class Timeline:
 
     # ---- rank 0 -------------------------------------------------------------------------------------------------------------
 
-    def heard(self, realm: str, account: Account) -> None:
+    def heard(self, component: str, account: Account) -> None:
         """Add an account that came with a reply."""
         if self._heard is not None:
-            waited, lived = self._heard.get(realm, (0.0, 0.0))
-            self._heard[realm] = (waited + account[0], lived + account[1])
+            waited, lived = self._heard.get(component, (0.0, 0.0))
+            self._heard[component] = (waited + account[0], lived + account[1])
 
     def step_ended(self, step: int) -> dict[str, float]:
-        """Return the idle share of each realm since this was called before: seconds its ranks waited of those that they lived.
+        """Return the share of time that each component's ranks were idle since the previous call.
 
         A rank's part ends with its last reply; ranks that have not replied since then have none. {} the first time.
         """
         self._ended.append((time.monotonic() - self._began, step))
         self.heard(self._about["realm"], self.account())
         heard, self._heard = self._heard or {}, {}
-        return {f"idle/{name}": heard[name][0] / heard[name][1] for name in self._realms if heard.get(name, (0, 0))[1] > 0}
+        return {f"idle/{name}": heard[name][0] / heard[name][1] for name in self._components if heard.get(name, (0, 0))[1] > 0}
 
     # ---- the file -----------------------------------------------------------------------------------------------------------
 

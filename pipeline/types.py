@@ -274,6 +274,6 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step, the same on every rank of the train realm."""
+    """One optimizer step, the same on every rank of the train component."""
 
     metrics: dict[str, float]  # the loss's metrics and loss, grad_norm, lr

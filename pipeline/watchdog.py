@@ -28,6 +28,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -78,7 +79,7 @@ class Failure:
     """What ended a run; the first one is kept in the attempt's folder as failure.json."""
 
     rank: int
-    realm: str
+    component: str
     host: str
     verb: str
     phase: str
@@ -89,20 +90,25 @@ class Failure:
     def here(cls, world: World, message: str) -> Failure:
         """This rank is to blame."""
         activity = world.activity
-        return cls(world.rank, world.realm, world.info.node, activity.verb, activity.phase, message)
+        return cls(world.rank, world.component, world.info.node, activity.verb, activity.phase, message)
 
     @classmethod
-    def of(cls, error: BaseException, info: RankInfo, realms: WorkerGroups, activity: Activity) -> Failure:
-        realm = realms.name(info.rank)
-        message = f"rank {info.rank} ({realm}): {type(error).__name__}: {error}"
-        where = (info.rank, realm, info.node, activity.verb, activity.phase)
+    def of(cls, error: BaseException, info: RankInfo, workers: WorkerGroups, activity: Activity) -> Failure:
+        component = workers.name(info.rank)
+        message = f"rank {info.rank} ({component}): {type(error).__name__}: {error}"
+        where = (info.rank, component, info.node, activity.verb, activity.phase)
         return cls(*where, message, "".join(traceback.format_exception(error)))
+
+    def _record(self) -> dict[str, Any]:
+        """Return what failure.json holds; launch/executors/verdict.sh reads `rank` and `realm`, which come first."""
+        fields = asdict(self)
+        return {"rank": fields.pop("rank"), "realm": fields.pop("component"), **fields}
 
     def record(self, folder: Path) -> bool:
         """Whether it is the first. One that cannot be written is told on stderr, and counts as the first."""
         beside = folder / f"failure.{self.rank}-{os.getpid()}.tmp"
         try:
-            beside.write_text(redacted(json.dumps(asdict(self))))
+            beside.write_text(redacted(json.dumps(self._record())))
             os.link(beside, folder / "failure.json")  # whole, or not at all: the launcher may end this process any moment
         except FileExistsError:
             return False  # an earlier failure is nearer to the cause
@@ -181,7 +187,7 @@ class Watchdog:
             time.sleep(0.1)
         self._stopped.set()
         world = self._world
-        if not Failure.of(error, world.info, world.realms, world.activity).record(world.info.folder):
+        if not Failure.of(error, world.info, world.workers, world.activity).record(world.info.folder):
             self._end_quietly(f"an earlier failure; its own was {type(error).__name__}: {error}")
         self._tell(world.rank)
 
@@ -299,8 +305,8 @@ class Watchdog:
             for rank, beat in beats.items()
         )
         first = ranks[0]
-        realm, beat = self._world.realms.name(first), beats[first]
-        self._end(Failure(first, realm, beat.node, beat.verb, beat.phase, f"{why}: {names}"))
+        component, beat = self._world.workers.name(first), beats[first]
+        self._end(Failure(first, component, beat.node, beat.verb, beat.phase, f"{why}: {names}"))
 
     # ---- ending -------------------------------------------------------------------------------------------------------------
 

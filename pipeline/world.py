@@ -1,8 +1,8 @@
-"""The world: every rank of the job, the realms they form, and every process group that crosses realms.
+"""The world: every rank of the job, the components they form, and every process group that crosses components.
 
-`join` is the one place that creates cross-realm groups. It joins the spanning world, makes those groups while the spanning
-world is torch's default group, then makes the rank's own realm the default, because Megatron, FSDP and vLLM all take the
-default group for their own. Nobody else creates a cross-realm group.
+`join` is the one place that creates cross-component groups. It joins the spanning world, makes those groups while the spanning
+world is torch's default group, then makes the rank's own component the default, because Megatron, FSDP and vLLM all take the
+default group for their own. Nobody else creates a cross-component group.
 
 A `World` also carries the mail between ranks (`pipeline/store`, which lets in only who knows the run's secret; `remote` speaks
 through it; each node of a large world has a relay of it) and the rank's activity: which verb it runs and in which phase.
@@ -42,7 +42,6 @@ from pipeline.store.server import Address, start
 from pipeline.timeline import Timeline
 
 NEVER = timedelta(days=365)  # waits that the watchdog bounds
-REALMS = ("train", "generate", "reward")
 REACHED = "reached"
 """This key of the store holds the address at which ranks reach rank 0's node. It is missing where all do so over loopback."""
 ADDRESS = "address"
@@ -106,6 +105,10 @@ class WorkerGroups:
         reward = tuple(range(first, first + ranks(recipe.cluster.reward))) if serves_rewards(recipe) else ()
         return cls(train, generate, engines, reward, colocated(recipe))
 
+    def by_component(self) -> dict[str, tuple[int, ...]]:
+        """Return the ranks of each component, none for one that the run does not have."""
+        return {"train": self.train, "generate": self.generate, "reward": self.reward}
+
     def name(self, rank: int) -> str:
         if rank in self.train:
             return "train"
@@ -126,21 +129,21 @@ class Activity:
 class World:
     """One rank's view of the job."""
 
-    def __init__(self, info: RankInfo, realms: WorkerGroups, store: RunStore):
+    def __init__(self, info: RankInfo, workers: WorkerGroups, store: RunStore):
         self.info = info
         self.rank = info.rank
         self.size = info.size
-        self.realms = realms
-        self.realm = realms.name(info.rank)
+        self.workers = workers
+        self.component = workers.name(info.rank)
         self.store = store
         self.activity = Activity()
         self.activity_changed = threading.Event()  # so that the watchdog tells it at once
-        self.timeline = Timeline(_about(info, realms), {name: getattr(realms, name) for name in REALMS})
+        self.timeline = Timeline(_about(info, workers), workers.by_component())
         self.device = _device(info)
         # Where tensors are that travel over `spanning` and `refit`: NCCL refuses two ranks on a GPU; gloo wants host memory.
-        self.carrier = torch.device("cpu") if realms.colocated else self.device
+        self.carrier = torch.device("cpu") if workers.colocated else self.device
         self.spanning: dist.ProcessGroup | None = None  # all ranks; what travels over it from one to another
-        self.own: dist.ProcessGroup | None = None  # the train realm, the reward realm, or this generate rank's engine
+        self.own: dist.ProcessGroup | None = None  # the train component, the reward component, or this generate rank's engine
         self.refit: dist.ProcessGroup | None = None  # rank 0 and all generate ranks, for a broadcast; None if nobody generates
 
     @contextmanager
@@ -162,14 +165,14 @@ class World:
         return {rank: name.decode() for rank, name in enumerate(names)}
 
     def describe(self, rank: int) -> str:
-        return f"rank {rank} ({self.realms.name(rank)})"
+        return f"rank {rank} ({self.workers.name(rank)})"
 
 
-def _about(info: RankInfo, realms: WorkerGroups) -> dict[str, Any]:
+def _about(info: RankInfo, workers: WorkerGroups) -> dict[str, Any]:
     """Who writes a timeline."""
-    realm = realms.name(info.rank)
-    engine = realms.engines.index(realms.engine(info.rank)) if realm == "generate" else None
-    return {"rank": info.rank, "realm": realm, "engine": engine, "node": info.node}
+    component = workers.name(info.rank)
+    engine = workers.engines.index(workers.engine(info.rank)) if component == "generate" else None
+    return {"rank": info.rank, "realm": component, "engine": engine, "node": info.node}
 
 
 def _device(info: RankInfo) -> torch.device:
@@ -259,7 +262,7 @@ def carriers(device: torch.device) -> str:
 
 
 def join(world: World) -> None:
-    """Form the spanning world and its groups, then make this rank's realm torch's default group. After `wait_for_all`.
+    """Form the spanning world and its groups, then make this rank's component torch's default group. After `wait_for_all`.
 
     From here on each gloo group of this process is proven when it is made (`store/gloo.py`).
 
@@ -273,7 +276,7 @@ def join(world: World) -> None:
     # Of every group whose maker names no timeout, as those of FSDP's mesh and of vLLM: torch's 10 minutes would end a rank
     # before the watchdog says who is missing.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = NEVER
-    realms, device = world.realms, world.device
+    workers, device = world.workers, world.device
     backend = carriers(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -290,7 +293,7 @@ def join(world: World) -> None:
     else:
         prover.install()
         _make_spanning(world)
-    own = (realms.train, *realms.engines, *([realms.reward] if realms.reward else []))
+    own = (workers.train, *workers.engines, *([workers.reward] if workers.reward else []))
     for members in own:  # every rank makes every group, in the same order
         group = dist.new_group(members, backend=backend, timeout=NEVER)
         world.own = group if world.rank in members else world.own
@@ -298,13 +301,13 @@ def join(world: World) -> None:
 
 
 def _make_spanning(world: World) -> None:
-    """Make the groups of ranks of several realms."""
-    across = "gloo" if world.realms.colocated else carriers(world.device)
+    """Make the groups of ranks of several components."""
+    across = "gloo" if world.workers.colocated else carriers(world.device)
     store = dist.PrefixStore("world", world.store)
     dist.init_process_group(across, store=store, rank=world.rank, world_size=world.size, timeout=NEVER)
     world.spanning = dist.group.WORLD
-    if world.realms.generate:
-        world.refit = dist.new_group((0, *world.realms.generate), backend=across, timeout=NEVER)
+    if world.workers.generate:
+        world.refit = dist.new_group((0, *world.workers.generate), backend=across, timeout=NEVER)
 
 
 def connect(world: World) -> None:
@@ -337,7 +340,7 @@ def _choose_interface(world: World) -> None:
 
 def _meet_rank_0(world: World, prover: Prover) -> None:
     """Connect every rank with rank 0, so that no later send between the two waits for the other end, and prove both."""
-    linux.raise_open_files()  # for as many connections as there are ranks in the world, or in this rank's realm
+    linux.raise_open_files()  # for as many connections as there are ranks in the world, or in this rank's component
     store = dist.PrefixStore("star", world.store)
     prover.offer(store, world.rank)
     others = range(1, world.size) if world.rank == 0 else [0]

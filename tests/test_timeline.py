@@ -341,8 +341,8 @@ def test_a_disk_that_refuses_costs_the_file_alone_and_is_told_once(tmp_path, cap
 
 
 def test_idle_shares_are_the_seconds_of_waiting_of_those_lived(clock):
-    realms = {"train": (0, 1), "generate": (2,), "reward": ()}
-    ranks = [Timeline({**ABOUT, "rank": rank}, realms) for rank in range(3)]
+    workers = {"train": (0, 1), "generate": (2,), "reward": ()}
+    ranks = [Timeline({**ABOUT, "rank": rank}, workers) for rank in range(3)]
 
     def step(*doing: str) -> None:
         """A second of it on each rank."""

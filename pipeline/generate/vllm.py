@@ -1,6 +1,6 @@
 """Generation with vLLM, stepped in process: token ids in, token ids and log-probs out.
 
-vLLM takes torch's default process group for its own. When it is not the only realm, `world.py` has by then made the engine's
+vLLM takes torch's default process group for its own. In a run with train ranks `world.py` has by then made the engine's
 ranks the default group, and vLLM's tensor parallelism runs over them through its `external_launcher`: every rank schedules for
 itself, identically, because every rank is given the same requests. Weights may be replaced while requests run: nothing is in
 flight then, and a cached prefix is only found by requests of the weights that made it. With speculative decoding

@@ -1,7 +1,7 @@
 """Which tensors keep float32, whatever the policy's precision.
 
 The bias that balances DeepSeek's experts chooses them by small differences between scores; rounded, it chooses others. The
-trainer, transformers and vLLM all keep it in float32, and so do the exports and everything between the realms.
+trainer, transformers and vLLM all keep it in float32, and so do the exports and everything between the components.
 
 Left out: what one of them alone keeps so.
 """

@@ -62,7 +62,7 @@ def check(world: World, cluster: ClusterConfig) -> None:
 
 def _look(world: World, cluster: ClusterConfig, token: str) -> RankReport:
     with world.phase("look around"):
-        return look.probe(world.info, world.device, getattr(cluster, world.realm), token)
+        return look.probe(world.info, world.device, getattr(cluster, world.component), token)
 
 
 # ---- every other rank -------------------------------------------------------------------------------------------------------
@@ -110,8 +110,8 @@ def _lead(world: World, cluster: ClusterConfig) -> None:
         told = _gather(world, "nodes/report", range(1, world.size), LOOK_S)
         findings.reports |= {rank: msgspec.msgpack.decode(report, type=RankReport) for rank, report in told.items()}
     findings.blame(_silent(world, findings.ranks, set(range(world.size)) - set(findings.reports), LOOK_S))
-    findings.blame(judge.reports(findings.ranks, findings.reports, world.realms, cluster))
-    findings.apart, findings.notes = judge.images(findings.reports, world.realms, cluster)
+    findings.blame(judge.reports(findings.ranks, findings.reports, world.workers, cluster))
+    findings.apart, findings.notes = judge.images(findings.reports, world.workers, cluster)
     if token:
         with world.phase("read what other nodes wrote"):
             unread = look.unread(world.info, findings.reports, token)
@@ -181,10 +181,10 @@ def _silent(world: World, nodes: dict[str, list[int]], absent: set[int], timeout
 
 def _fail_apart(world: World, findings: Findings, cluster: ClusterConfig) -> None:
     """Name the components that differ to people. No node is to blame, and none is left out."""
-    headline, how = judge.remedy(findings.apart, world.realms, cluster)
+    headline, how = judge.remedy(findings.apart, world.workers, cluster)
     others = "".join(f"; {node}: {'; '.join(why)}" for node, why in findings.problems.items())
     message = f"{headline}: {'; '.join(findings.apart.values())}. {how}{others}"
-    Failure(world.rank, world.realm, world.info.node, VERB, "", message).record(world.info.folder)
+    Failure(world.rank, world.component, world.info.node, VERB, "", message).record(world.info.folder)
     raise BadNodes(headline)
 
 
@@ -208,5 +208,5 @@ def _fail(world: World, findings: Findings) -> None:
     message = f"{headline}: {'; '.join(f'{node}: {why}' for node, why in bad.items())}{how}"
     first = next(iter(bad))
     rank = findings.ranks[first][0]
-    Failure(rank, world.realms.name(rank), first, VERB, "", message).record(world.info.folder)
+    Failure(rank, world.workers.name(rank), first, VERB, "", message).record(world.info.folder)
     raise BadNodes(headline)

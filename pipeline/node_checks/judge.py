@@ -35,7 +35,7 @@ class Undecided(str):
 
 
 def reports(
-    nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], realms: WorkerGroups, cluster: ClusterConfig
+    nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: ClusterConfig
 ) -> Problems:
     """Return what is wrong with GPUs and nodes, as ranks see them."""
     found: Problems = {}
@@ -45,7 +45,7 @@ def reports(
             found.setdefault(node, []).extend(why)
 
     for component in ("train", "generate", "reward"):
-        members = set(getattr(realms, component))
+        members = set(getattr(workers, component))
         config: ComponentConfig = getattr(cluster, component)
         on = {node: [seen[rank] for rank in ranks if rank in members and rank in seen] for node, ranks in nodes.items()}
         on = {node: there for node, there in on.items() if there}
@@ -66,7 +66,7 @@ def reports(
         most_gb = max((s.gpu.memory_gb for there in on.values() for s in there if s.gpu), default=0.0)
         for node, there in on.items():
             blame({node: [*_space(there), *(_gpus(there, config, component, most_gb) if config.gpus_per_node else [])]})
-    blame(_same_gpu(nodes, seen, realms, cluster))
+    blame(_same_gpu(nodes, seen, workers, cluster))
     code = {node: look.code for node, ranks in nodes.items() if (look := _look(seen[r] for r in ranks if r in seen))}
     blame(outliers(code, "the code in pipeline/ and launch/, digest"))
     return {node: why for node, why in found.items() if why}
@@ -78,7 +78,7 @@ def _look(there: Iterable[RankReport]) -> Node | None:
 
 
 def _same_gpu(
-    nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], realms: WorkerGroups, cluster: ClusterConfig
+    nodes: Mapping[str, list[int]], seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: ClusterConfig
 ) -> Problems:
     """Return the nodes on which ranks use the same GPU that the recipe does not put there, and which ranks those are."""
     found: Problems = {}
@@ -88,11 +88,11 @@ def _same_gpu(
             if report.gpu and report.gpu.uuid:
                 users.setdefault(report.gpu.uuid, []).append(report.rank)
         for uuid, there in users.items():
-            counts = Counter(map(realms.name, there))
+            counts = Counter(map(workers.name, there))
             parts = [getattr(cluster, name) for name, count in counts.items() if count > 1]
             crowded = any(ranks_per_node(part) <= part.gpus_per_node for part in parts)
-            if crowded or (len(counts) > 1 and not realms.colocated):
-                told = " and ".join(f"rank {rank} ({realms.name(rank)})" for rank in there)
+            if crowded or (len(counts) > 1 and not workers.colocated):
+                told = " and ".join(f"rank {rank} ({workers.name(rank)})" for rank in there)
                 found.setdefault(node, []).append(f"{told} use the same GPU {uuid}")
     return found
 
@@ -116,18 +116,18 @@ def outliers(values: Mapping[str, str], what: str, elsewhere: Sequence[str] = ()
     }
 
 
-def images(seen: Mapping[int, RankReport], realms: WorkerGroups, cluster: ClusterConfig) -> tuple[dict[str, str], list[str]]:
+def images(seen: Mapping[int, RankReport], workers: WorkerGroups, cluster: ClusterConfig) -> tuple[dict[str, str], list[str]]:
     """Return ({what: why components cannot form one world}, in what else they differ). No single node is to blame for either.
 
     Components that share their GPUs in turn talk over gloo, so only torch's release counts there.
     """
     found: dict[str, dict[str, str]] = {}  # what -> component -> what most of its nodes have
     for component in ("train", "generate", "reward"):
-        there = [seen[rank].node.versions for rank in getattr(realms, component) if rank in seen and seen[rank].node]
+        there = [seen[rank].node.versions for rank in getattr(workers, component) if rank in seen and seen[rank].node]
         for name in (*MUST_MATCH, NETWORK):
             counts = Counter(versions[name] for versions in there if name in versions)
             usual, number = counts.most_common(1)[0] if counts else ("", 0)
-            if 2 * number > counts.total() and (name == TORCH or not realms.colocated):
+            if 2 * number > counts.total() and (name == TORCH or not workers.colocated):
                 found.setdefault(name, {})[component] = usual
     told = {TORCH: "torch's release", CUDA: "CUDA's major release"}
     parts = {name: {of: common_part(name, version) for of, version in found.get(name, {}).items()} for name in MUST_MATCH}
@@ -137,9 +137,9 @@ def images(seen: Mapping[int, RankReport], realms: WorkerGroups, cluster: Cluste
     return {name: why for name, why in apart.items() if why}, [why for why in notes if why]
 
 
-def remedy(apart: Mapping[str, str], realms: WorkerGroups, cluster: ClusterConfig) -> tuple[str, str]:
+def remedy(apart: Mapping[str, str], workers: WorkerGroups, cluster: ClusterConfig) -> tuple[str, str]:
     """Return (what keeps components from forming one world, what to try). apart: as `images` returns it, not empty."""
-    components = [name for name in ("train", "generate", "reward") if getattr(realms, name)]
+    components = [name for name in ("train", "generate", "reward") if getattr(workers, name)]
     every = " and ".join(f"cluster.{name}" for name in components)
     if len({getattr(cluster, name).container_image for name in components}) > 1:
         how = "Try images that containers/build.sh made of one version, and the same NCCL_* variables in both (env_vars)"

@@ -5,7 +5,7 @@ an even number of nodes, three for an odd one. A slow node makes both its ways s
 its other side; so of two ends the slow one can be told. Who has no fast way at all is measured once more, with one that has.
 
 Messages go between the first ranks of the nodes, over NCCL between GPUs and gloo elsewhere (that is also where train and
-generate ranks share GPUs, whose groups across realms are gloo's), one way at a time. A conversation
+generate ranks share GPUs, whose groups across components are gloo's), one way at a time. A conversation
 runs in a thread, which is left behind when it does not go on: gloo's own timeouts close the ways to all other ranks too, and a
 healthy node next to a dead one would seem dead as well. What NCCL allocates for a pair of ranks stays allocated.
 """

@@ -1,6 +1,6 @@
-"""What the pipeline asks of a weight transfer from the train realm to the generate realm.
+"""What the pipeline asks of a weight transfer from the train component to the generate component.
 
-Both ends run at the same time, each on all ranks of its realm. A transfer that fails raises on every rank it can reach; the
+Both ends run at the same time, each on all ranks of its component. A transfer that fails raises on every rank it can reach; the
 version that is served changes only with `WeightUpdate.commit`, which rank 0 orders once all ranks are done and their digests
 agree.
 """

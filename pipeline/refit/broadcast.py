@@ -42,7 +42,7 @@ class BroadcastRefit:
         start = self._begin()
         weights = backend.weights()
         if self._world.rank != 0:
-            for _ in weights:  # gathering a full tensor needs every rank of the realm
+            for _ in weights:  # gathering a full tensor needs every rank of the component
                 pass
             total = time.perf_counter() - start
             return RefitReport(pack=total, total=total)

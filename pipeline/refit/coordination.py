@@ -26,7 +26,7 @@ class RefitCoordinator:
     def __init__(
         self,
         recipe: Recipe,
-        realms: WorkerGroups,
+        workers: WorkerGroups,
         train: RpcGroup,
         generate: RpcGroup,
         shapes: Mapping[str, tuple[int, ...]],
@@ -36,7 +36,7 @@ class RefitCoordinator:
 
         Raises ValueError if the train ranks do not hold what the generate ranks want.
         """
-        self._realms, self._train, self._generate = realms, train, generate
+        self._workers, self._train, self._generate = workers, train, generate
         self._network = recipe.cluster.network
         self._nodes = nodes
         self._names = list(shapes)
@@ -52,17 +52,17 @@ class RefitCoordinator:
         wanted = self._generate.layout()
         held = self._train.layout().result()
         agreed = schedule(
-            dict(zip(self._realms.train, held, strict=True)),
-            dict(zip(self._realms.generate, wanted.result(), strict=True)),
-            self._realms.engines,
+            dict(zip(self._workers.train, held, strict=True)),
+            dict(zip(self._workers.generate, wanted.result(), strict=True)),
+            self._workers.engines,
             shapes,
             PRECISIONS[recipe.policy.precision],
             recipe.policy.generation.refit_cfg.bucket_bytes,
             self._nodes,
             self._network,
         ).plan()
-        taken = self._generate.prepare_refit(parts=[agreed.ranks[rank] for rank in self._realms.generate])
-        self._train.prepare_refit(parts=[agreed.ranks[rank] for rank in self._realms.train]).result()
+        taken = self._generate.prepare_refit(parts=[agreed.ranks[rank] for rank in self._workers.generate])
+        self._train.prepare_refit(parts=[agreed.ranks[rank] for rank in self._workers.train]).result()
         taken.result()
         return msgspec.structs.replace(agreed, ranks={})  # each rank has its own part; all of them are large
 
@@ -73,8 +73,8 @@ class RefitCoordinator:
         """
         start = time.perf_counter()
         receiving = self._generate.receive()
-        sent = dict(zip(self._realms.train, self._train.send().result(), strict=True))
-        received = dict(zip(self._realms.generate, receiving.result(), strict=True))
+        sent = dict(zip(self._workers.train, self._train.send().result(), strict=True))
+        received = dict(zip(self._workers.generate, receiving.result(), strict=True))
         if self._plan is not None and self._digest:
             try:
                 compare(self._plan, self._names, sent, received, version)

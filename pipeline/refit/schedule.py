@@ -133,7 +133,7 @@ class RefitSchedule:
     # ---- one rank -------------------------------------------------------------------------------------------------------
 
     def rank(self, rank: int) -> RankPlan:
-        """Raises KeyError if the rank is in neither realm."""
+        """Raises KeyError if the rank is in neither component."""
         if rank in self.held.rows:
             none = np.zeros(0, np.int32)
             return RankPlan(self.rounds, self._sends(rank), self._items(none, none, none)[0], none, none)

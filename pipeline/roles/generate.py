@@ -32,7 +32,7 @@ class GenerateRole:
         self._seed = seed
         self._world = world
         self._refit = refit
-        self._engine = world.realms.engine(world.rank)
+        self._engine = world.workers.engine(world.rank)
         self._lockstep = Lockstep(world.own if len(self._engine) > 1 else None)
         self._leads = world.rank == self._engine[0]
         self._driver: Driver | None = None  # where it leads
@@ -46,7 +46,7 @@ class GenerateRole:
         process = self._start_process() if self._leads else None  # it loads while the engine does
         with self._world.phase("load engine"):
             self._backend = generate.build(policy, len(self._engine), self._engine.index(self._world.rank), self._seed)
-            if self._world.realms.colocated and policy.generation.refit_transport != "broadcast":
+            if self._world.workers.colocated and policy.generation.refit_transport != "broadcast":
                 self._backend.layout()  # vLLM finds it by running loaders, which need the weights' memory; soon they sleep
         if self._leads:
             with self._world.phase("load environments"):

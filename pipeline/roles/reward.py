@@ -31,7 +31,7 @@ class Scorer:
     """This rank's part of the reward model."""
 
     def __init__(self, model: PolicyConfig, group: dist.ProcessGroup, seed: int, offload: bool):
-        """model: `config.reward_model_policy(recipe)`. group: the realm that serves it, which must be the default group by now.
+        """model: `config.reward_model_policy(recipe)`. group: the ranks that serve it, the default group.
 
         Collective. Raises ValueError, which says what is wrong, if the model or the layout is not supported.
         """
@@ -42,7 +42,7 @@ class Scorer:
         self.place = DataPlace(self._backend.data_rank, self._backend.data_size)
 
     def score(self, work: ScoreWork) -> list[float]:
-        """Return the score of each sequence, in the order of the microbatches. Collective: all ranks of the realm call it."""
+        """Return the score of each sequence, in the order of the microbatches. Collective over the group."""
         batches = [pack([_sample(tokens) for tokens in each], self._backend.device) for each in work.microbatches]
         scores: list[float] = []
         for sequences, batch, outputs in zip(work.microbatches, batches, self._backend.forward(batches), strict=True):

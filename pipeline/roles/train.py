@@ -1,6 +1,6 @@
 """The role of a train rank: the verbs that it serves.
 
-Every model of the realm is a backend of its own, at one layout, so that all take the same microbatches.
+Every model of the component is a backend of its own, at one layout, so that all take the same microbatches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rank 0 calls verbs on a realm; every other rank serves them.
+"""Rank 0 calls verbs on a component; every other rank serves them.
 
     step = train.step()            # a Future; rank 0's own share runs at once, in place
-    replies = step.result()        # one reply per rank of the realm, in rank order
+    replies = step.result()        # one reply per rank of the component, in rank order
 
 A verb is a method of a role (`pipeline/roles/`) marked with @verb; it takes at most one argument. Arguments and replies are
 msgpack messages, typed by the method's annotations, with numpy arrays as raw bytes: never a pickle, because the ports of the

@@ -28,10 +28,10 @@ class RpcError(OfAnotherRank):
 
 @dataclass(frozen=True)
 class Call:
-    """What is asked of a realm, and how it answers."""
+    """What is asked of a component, and how it answers."""
 
     verb: str
-    realm: str
+    component: str
     timeout_s: float
     kind: Any  # of the reply
     in_parts: bool
@@ -43,7 +43,7 @@ class Future:
     def __init__(self, mailbox: RpcClient, number: int, call: Call, ranks: tuple[int, ...]):
         self.verb = call.verb
         self.number = number
-        self.realm = call.realm
+        self.component = call.component
         self.timeout_s = call.timeout_s
         self.in_parts = call.in_parts
         self.deadline = time.monotonic() + call.timeout_s
@@ -182,7 +182,7 @@ class RpcClient:
                 self._arriving = None
         with self._lock:
             future = self._futures[answer.call]
-            self._world.timeline.heard(future.realm, answer.account)
+            self._world.timeline.heard(future.component, answer.account)
             future.accept(answer.ranks, body, answer.more)
         self.settle(answer.call)
 
@@ -226,10 +226,10 @@ class RpcClient:
 
 
 class RpcGroup:
-    """A realm as rank 0 sees it: each verb of its role is a method that returns a Future.
+    """A component as rank 0 sees it: each verb of its role is a method that returns a Future.
 
     `parts`, instead of the argument, is a list with one argument per rank; ranks that get the same object share one message.
-    `role` is rank 0's own, if it is in the realm.
+    `role` is rank 0's own, if it is in the component.
     """
 
     def __init__(self, mailbox: RpcClient, world: World, ranks: tuple[int, ...], kind: type, timeouts: Any, role: Any = None):
@@ -237,23 +237,23 @@ class RpcGroup:
         self._world = world
         self._ranks = ranks
         self._others = [rank for rank in ranks if rank != world.rank]
-        self._realm = world.realms.name(ranks[0]) if ranks else ""
+        self._component = world.workers.name(ranks[0]) if ranks else ""
         self._kind = kind
         self._timeouts = timeouts
         self._role = role
 
     def hear(self, block: bool) -> bool:
-        """Take in the messages that there are, of any realm, into their futures; False if there are none and none is waited
+        """Take in the messages that there are, of any component, into their futures; False if there are none and none is waited
         for."""
         if not block:
             return self._mailbox.poll()
-        self._mailbox.receive(f"wait for {self._realm}")
+        self._mailbox.receive(f"wait for {self._component}")
         return True
 
     def __getattr__(self, name: str) -> Callable[..., Future]:
         _, kind, in_parts = signature(self._kind, name)
         timeout_s = getattr(self._timeouts, getattr(self._kind, name).timeout)
-        asked = Call(name, self._realm, timeout_s, kind, in_parts)
+        asked = Call(name, self._component, timeout_s, kind, in_parts)
 
         def call(argument: Any = None, *, parts: list[Any] | None = None) -> Future:
             future = self._mailbox.open(asked, self._ranks)

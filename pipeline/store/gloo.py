@@ -10,8 +10,8 @@ cost an attempt, but none of its bytes reach what the group is for.
 `Prover.install` does this in the constructor of torch's ProcessGroupGloo. That covers the groups of `world.py` and those that
 FSDP's mesh, vLLM and Megatron-Core make later, by whichever function. Groups that C++ makes (`split_group`, which asks for
 groups that are bound to a device) are not covered; nothing here makes one. In worlds whose ranks connect when they first speak
-(`world.join`) the groups across realms are proven between rank 0 and each other rank alone: two others send each other bodies
-of remote calls, which have digests, and what the node checks measure by.
+(`world.join`) the groups across components are proven between rank 0 and each other rank alone: other pairs
+exchange only bodies of RPC messages, which have digests, and the payloads of the node checks.
 
 Not promised is secrecy, nor integrity against one who alters packets between two nodes: gloo's messages after the proof have no
 codes of their own. Only bodies of remote calls have (`rpc/messages.py`). Not covered are NCCL's sockets, which ask who

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def build(policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: ModelRole) -> TrainBackend:
-    """This rank's part of a model. Collective over `group`, the train realm, which must be the default group by now. A process
+    """This rank's part of a model. Collective over `group`, the train ranks, the default group. A process
     may hold several models, all at one layout.
 
     seed: of random weights, if the recipe wants those, and of a value head that the checkpoint does not have.

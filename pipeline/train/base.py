@@ -1,6 +1,6 @@
 """What the pipeline asks of a training backend.
 
-Every method is SPMD: all ranks of the train realm call it together, with the same arguments except for `batches`, which are
+Every method is SPMD: all ranks of the train component call it together, with the same arguments except for `batches`, which are
 the rank's own. Ranks with the same `data_rank` (peers in tensor, pipeline or context parallelism) are given the same batches;
 all data ranks are given the same number of batches. Weights go by their Hugging Face names.
 """
@@ -74,7 +74,7 @@ class TrainBackend(Protocol):
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the policy in full, in a fixed order, in the precision it is served in. Collective: all ranks must
-        exhaust it. The tensor is only good until the next one is asked for, and only rank 0 of the realm gets a real one
+        exhaust it. The tensor is only good until the next one is asked for, and only rank 0 of the component gets a real one
         (others get an empty tensor)."""
 
     @property

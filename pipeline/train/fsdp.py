@@ -43,13 +43,13 @@ class FSDPBackend:
     """See `pipeline.train.base.TrainBackend`."""
 
     def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: ModelRole):
-        """group: the train realm, which must be the default group by now, with a CUDA device chosen where there are any.
+        """group: the train component, which must be the default group by now, with a CUDA device chosen where there are any.
 
         seed: of random weights, if the recipe wants those, and of a value head that the checkpoint lacks.
         Raises ValueError, naming the key of the recipe, if the model or the layout is not supported.
         """
         if group.size() != dist.get_world_size():
-            raise ValueError(f"the train realm has {group.size()} ranks but the default group {dist.get_world_size()}")
+            raise ValueError(f"the train component has {group.size()} ranks but the default group {dist.get_world_size()}")
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         tensor_size = policy.dtensor_cfg.tensor_parallel_size
         if group.size() % tensor_size:

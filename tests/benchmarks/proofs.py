@@ -27,9 +27,9 @@ def rank_main(address: Address, key: bytes, rank: int, size: int, proven: bool) 
     """Join, and leave in the store how long it took."""
     half = size // 2
     engines = tuple(tuple(range(first, first + ENGINE)) for first in range(half, size, ENGINE))
-    realms = WorkerGroups(tuple(range(half)), tuple(range(half, size)), engines)
+    workers = WorkerGroups(tuple(range(half)), tuple(range(half, size)), engines)
     place = RankInfo(rank, size, rank, "here", "127.0.0.1", Path(tempfile.gettempdir()))
-    world = World(place, realms, RunStore(address, key, 120))
+    world = World(place, workers, RunStore(address, key, 120))
     if not proven:
         Prover.install = lambda self: None
     wait_for_all(world, 120)

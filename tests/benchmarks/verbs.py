@@ -161,9 +161,9 @@ class Simulation:
         self.process, self.address = start("127.0.0.1", key)
         half = size // 2
         engines = tuple(tuple(range(i, i + TOGETHER)) for i in range(half, size, TOGETHER))
-        self.realms = WorkerGroups(tuple(range(half)), tuple(range(half, size)), engines)
+        self.workers = WorkerGroups(tuple(range(half)), tuple(range(half, size)), engines)
         place = RankInfo(0, size, 0, "node0", "127.0.0.1", folder / "attempts/1")
-        self.world = World(place, self.realms, RunStore(self.address, key, 60))
+        self.world = World(place, self.workers, RunStore(self.address, key, 60))
         begun = time.perf_counter()
         self.others = [self._stand_in(number, key) for number in range(PROCESSES)]
         wait_for_all(self.world, 600)
@@ -174,8 +174,8 @@ class Simulation:
         self.mailbox = RpcClient(self.world)
         own = Own()
         self.all = self._remote(tuple(range(size)), own)
-        self.train = self._remote(self.realms.train, own)
-        self.generate = self._remote(self.realms.generate)
+        self.train = self._remote(self.workers.train, own)
+        self.generate = self._remote(self.workers.generate)
         self.engines = [self._remote(engine) for engine in engines]
 
     def _remote(self, ranks: tuple[int, ...], role: Any = None) -> RpcGroup:
@@ -189,7 +189,7 @@ class Simulation:
             "port": self.address.port,
             "key": key.hex(),
             "nodes": self._nodes()[number::PROCESSES],
-            "leaders": [engine[0] for engine in self.realms.engines],
+            "leaders": [engine[0] for engine in self.workers.engines],
             "answers": _answers(),
             "interval_s": beat_s(self.size, TimeoutsConfig().silence),
         }
@@ -322,11 +322,11 @@ def node() -> str:
     """A verb through a relay's own process to the ranks of its node, which really serve here, in threads."""
     key, ranks = os.urandom(32), tuple(range(1, TOGETHER + 1))
     process, address = start("127.0.0.1", key)
-    realms = WorkerGroups((0, *ranks), (), ())
+    workers = WorkerGroups((0, *ranks), (), ())
     with tempfile.TemporaryDirectory() as folder:
         worlds = [
-            World(RankInfo(rank, len(ranks) + 1, rank, "node", "127.0.0.1", Path(folder)), realms, RunStore(address, key, 60))
-            for rank in realms.train
+            World(RankInfo(rank, len(ranks) + 1, rank, "node", "127.0.0.1", Path(folder)), workers, RunStore(address, key, 60))
+            for rank in workers.train
         ]
         relaying, near = relay.start(address, key, ranks[0], 1.0, 60.0)
         for world in worlds[1:]:

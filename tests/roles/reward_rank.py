@@ -59,12 +59,12 @@ def main(run_dir: Path) -> None:
         watchdog.start()
         wait_for_all(world, timeouts.join)
         join(world)
-        assert dist.get_world_size() == (2 if world.realm == "reward" else 1)
+        assert dist.get_world_size() == (2 if world.component == "reward" else 1)
         if mailbox:
-            score(recipe, run_dir, RpcGroup(mailbox, world, world.realms.reward, RewardRole, timeouts))
+            score(recipe, run_dir, RpcGroup(mailbox, world, world.workers.reward, RewardRole, timeouts))
             stop(world)
         else:
-            serve(world, RewardRole(recipe, 1, world) if world.realm == "reward" else None)
+            serve(world, RewardRole(recipe, 1, world) if world.component == "reward" else None)
     except Exception as error:
         watchdog.fail(error)
         raise

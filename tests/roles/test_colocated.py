@@ -10,7 +10,7 @@ from pipeline import algorithms, config, generate, main
 from pipeline.roles import GenerateRole, TrainRole
 from pipeline.world import RankInfo, WorkerGroups, World
 
-REALMS = WorkerGroups((0,), (1, 2), ((1, 2),), colocated=True)
+WORKERS = WorkerGroups((0,), (1, 2), ((1, 2),), colocated=True)
 
 
 class Engine:
@@ -30,7 +30,7 @@ class Engine:
 
 
 def world(rank: int, path) -> World:
-    return World(RankInfo(rank, 3, rank, "here", "here", path), REALMS, None)
+    return World(RankInfo(rank, 3, rank, "here", "here", path), WORKERS, None)
 
 
 @pytest.mark.parametrize("transport", ["planned", "delta", "broadcast"])

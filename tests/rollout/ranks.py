@@ -28,7 +28,7 @@ from pipeline.world import RankInfo, WorkerGroups, World, join, leave, open_stor
 from tests.generate.tiny import MAX_MODEL_LEN, policy
 from tests.rollout.engine import Noted, Told, by_place, prompts, work
 
-REALMS = WorkerGroups(train=(0,), generate=(1, 2), engines=((1, 2),))
+WORKERS = WorkerGroups(train=(0,), generate=(1, 2), engines=((1, 2),))
 TIMEOUTS = TimeoutsConfig(join=100, silence=20, rollout=3)
 
 
@@ -139,7 +139,7 @@ def check(generate: RpcGroup, gate: Path) -> None:
 def main(run_dir: Path, scenario: str, model: Path) -> None:
     info = RankInfo.from_environment(run_dir)
     store = open_store(info, TIMEOUTS.join)
-    world = World(info, REALMS, store)
+    world = World(info, WORKERS, store)
     mailbox = RpcClient(world) if world.rank == 0 else None
     watchdog = Watchdog(world, TIMEOUTS, *([mailbox.overdue] if mailbox else []))
     try:
@@ -147,7 +147,7 @@ def main(run_dir: Path, scenario: str, model: Path) -> None:
         wait_for_all(world, TIMEOUTS.join)
         join(world)
         if mailbox:
-            generate = RpcGroup(mailbox, world, REALMS.generate, Role, TIMEOUTS)
+            generate = RpcGroup(mailbox, world, WORKERS.generate, Role, TIMEOUTS)
             generate.setup().result()
             check(generate, info.folder / "gate")
             stop(world)

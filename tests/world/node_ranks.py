@@ -82,10 +82,10 @@ def rank_main(run_dir: Path, nodes: list[str], rank: int, faults: dict[str, str]
         network.LINK_S, node_checks.LOOK_S = 3.0, 8.0
     size, local_rank = len(nodes), nodes[:rank].count(nodes[rank])
     info = RankInfo(rank, size, local_rank, nodes[rank], "127.0.0.1", run_dir / "attempts/1")
-    realms = WorkerGroups(tuple(range(size)), (), ())
+    workers = WorkerGroups(tuple(range(size)), (), ())
     if "other network" in faults.values():  # the last rank generates
-        realms = WorkerGroups(tuple(range(size - 1)), (size - 1,), ((size - 1,),))
-    world = World(info, realms, open_store(info, TIMEOUTS.join))
+        workers = WorkerGroups(tuple(range(size - 1)), (size - 1,), ((size - 1,),))
+    world = World(info, workers, open_store(info, TIMEOUTS.join))
     watchdog = Watchdog(world, TIMEOUTS)
     try:
         watchdog.start()

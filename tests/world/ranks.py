@@ -19,7 +19,7 @@ from pipeline.watchdog import Watchdog
 from pipeline.world import RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
 from tests.world import visited
 
-REALMS = WorkerGroups(train=(0, 1), generate=(2, 3, 4), engines=((2, 3), (4,)), reward=(5, 6))
+WORKERS = WorkerGroups(train=(0, 1), generate=(2, 3, 4), engines=((2, 3), (4,)), reward=(5, 6))
 TIMEOUTS = TimeoutsConfig(join=100, silence=4, train=5)
 HELD_S = 7
 
@@ -62,7 +62,7 @@ class Role(visited.Verbs):
     def waits(self) -> list[float]:
         """Days that the operations of groups may take which FSDP's mesh and vLLM make."""
         size = dist.get_world_size()
-        if self.world.realm == "train":
+        if self.world.component == "train":
             groups = [init_device_mesh("cpu", (1, size)).get_group(dim) for dim in (0, 1)]
         else:
             from vllm.distributed.parallel_state import GroupCoordinator
@@ -133,11 +133,11 @@ def check(train: RpcGroup, generate: RpcGroup, reward: RpcGroup) -> None:
 def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> None:
     timeouts = replace(timeouts, join=float(os.environ.get("JOIN_S", timeouts.join)))
     info = RankInfo.from_environment(run_dir)
-    realms = replace(REALMS, reward=tuple(range(5, info.size)))
+    workers = replace(WORKERS, reward=tuple(range(5, info.size)))
     if scenario == "absent" and info.rank == 3:
         return
     store = open_store(info, timeouts.join, timeouts.silence, int(os.environ.get("RELAYED_FROM", 256)))
-    world = World(info, realms, store)
+    world = World(info, workers, store)
     mailbox = RpcClient(world) if world.rank == 0 else None
     watchdog = Watchdog(world, timeouts, *([mailbox.overdue] if mailbox else []))
     try:
@@ -154,11 +154,11 @@ def main(run_dir: Path, scenario: str, timeouts: TimeoutsConfig = TIMEOUTS) -> N
         if not mailbox:
             serve(world, role)
         else:
-            train = RpcGroup(mailbox, world, realms.train, Role, timeouts, role)
-            generate = RpcGroup(mailbox, world, realms.generate, Role, timeouts)
-            reward = RpcGroup(mailbox, world, realms.reward, Role, timeouts)
+            train = RpcGroup(mailbox, world, workers.train, Role, timeouts, role)
+            generate = RpcGroup(mailbox, world, workers.generate, Role, timeouts)
+            reward = RpcGroup(mailbox, world, workers.reward, Role, timeouts)
             if scenario.startswith("visited "):
-                engine = RpcGroup(mailbox, world, realms.engines[0], Role, timeouts)
+                engine = RpcGroup(mailbox, world, workers.engines[0], Role, timeouts)
                 visited.coordinate(run_dir, train, generate, reward, engine, scenario.removeprefix("visited "))
             elif scenario == "check":
                 check(train, generate, reward)

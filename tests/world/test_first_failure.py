@@ -19,7 +19,7 @@ from tests.world.ranks import in_job
 from tests.world.secret import write_secret
 
 SHOWN_WITHIN_S = 10.0
-COMPONENTS = {
+WORKERS = {
     "train": ComponentConfig(ranks_per_node=2),
     "generate": ComponentConfig(ranks_per_node=3),
     "reward": ComponentConfig(ranks_per_node=3),
@@ -55,9 +55,9 @@ def submit(request, tmp_path, monkeypatch):
     def begin(scenario: str):
         cluster_config = ClusterConfig(time_min=5)
         if request.param == "slurm":
-            executor = HetSlurmExecutor(tmp_path, "eight", cluster_config, COMPONENTS)
+            executor = HetSlurmExecutor(tmp_path, "eight", cluster_config, WORKERS)
         else:
-            executor = HetLocalExecutor(tmp_path, cluster_config, COMPONENTS)
+            executor = HetLocalExecutor(tmp_path, cluster_config, WORKERS)
         jobs.append(job := executor.submit(in_job, str(tmp_path), scenario))
         terminal = Terminal()
         console = Console(file=terminal, highlight=False, soft_wrap=True)

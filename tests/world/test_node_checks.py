@@ -125,13 +125,13 @@ def judged(
     seen: dict[int, RankReport],
     nodes: int = 3,
     per_node: int = 2,
-    realms: WorkerGroups | None = None,
+    workers: WorkerGroups | None = None,
     asked_gb: float | None = None,
 ) -> dict[str, list[str]]:
     ranks = {f"n{i}": [*range(i * per_node, (i + 1) * per_node)] for i in range(nodes)}
     component = ComponentConfig(nodes=nodes, gpus_per_node=per_node, gpu_memory_gb=asked_gb)
     cluster = ClusterConfig(train=component, generate=replace(component))
-    return judge.reports(ranks, seen, realms or WorkerGroups(tuple(range(nodes * per_node)), (), ()), cluster)
+    return judge.reports(ranks, seen, workers or WorkerGroups(tuple(range(nodes * per_node)), (), ()), cluster)
 
 
 def test_healthy_nodes_have_no_problems():
@@ -211,16 +211,16 @@ def test_memory_errors_of_a_gpu_that_is_not_ours_do_not_count():
 
 def test_components_may_have_other_versions_but_not_other_code():
     seen = reports(nodes=4)
-    realms = WorkerGroups((0, 1, 2, 3), (4, 5, 6, 7), ((4, 5), (6, 7)))
+    workers = WorkerGroups((0, 1, 2, 3), (4, 5, 6, 7), ((4, 5), (6, 7)))
     for rank in (4, 6):
         seen[rank].node.versions = {"python": "3.12.1", "driver": "550.1"}
-    assert judged(seen, 4, realms=realms) == {}
+    assert judged(seen, 4, workers=workers) == {}
     seen[6].node.versions["python"] = "3.12.2"
-    found = judged(seen, 4, realms=realms)
+    found = judged(seen, 4, workers=workers)
     assert sorted(found) == ["n2", "n3"]  # the two of the component, as neither is the majority
     assert found["n3"] == ["python (generate): 3.12.2, but 3.12.1 elsewhere"]
     seen[0].node.code = "older"
-    assert sorted(judged(seen, 4, realms=realms)) == ["n0", "n2", "n3"]
+    assert sorted(judged(seen, 4, workers=workers)) == ["n0", "n2", "n3"]
 
 
 def with_versions(*versions: dict[str, str]) -> dict[int, RankReport]:
@@ -235,9 +235,9 @@ def test_components_whose_images_cannot_talk_are_named_with_their_images():
     cluster = ClusterConfig(
         train=ComponentConfig(container_image="/a.sqsh"), generate=ComponentConfig(container_image="/b.sqsh")
     )
-    realms = WorkerGroups((0, 1), (2, 3), ((2,), (3,)))
+    workers = WorkerGroups((0, 1), (2, 3), ((2,), (3,)))
     one = {builds.TORCH: "2.13.0 (x)", builds.CUDA: "13.0", builds.NCCL: "2.30.7", look.NETWORK: "IB"}
-    assert judge.images(with_versions(one, one, one, one), realms, cluster) == ({}, [])
+    assert judge.images(with_versions(one, one, one, one), workers, cluster) == ({}, [])
     for changed, told in (
         ({builds.NCCL: "2.27.5"}, "NCCL is 2.30.7 in cluster.train.container_image=/a.sqsh, 2.27.5 in"),
         ({look.NETWORK: "Socket"}, "NCCL's network is IB in cluster.train.container_image=/a.sqsh, Socket in"),
@@ -247,51 +247,51 @@ def test_components_whose_images_cannot_talk_are_named_with_their_images():
     ):
         other = one | changed
         seen = with_versions(one, one, other, other)
-        apart, notes = judge.images(seen, realms, cluster)
+        apart, notes = judge.images(seen, workers, cluster)
         (why,) = apart.values()
         assert why == f"{told} cluster.generate.container_image=/b.sqsh"
         assert len(notes) == len({builds.TORCH, builds.CUDA} & set(changed))
-        shared = judge.images(seen, replace(realms, colocated=True), cluster)  # they talk over gloo
+        shared = judge.images(seen, replace(workers, colocated=True), cluster)  # they talk over gloo
         assert len(shared[0]) == (builds.TORCH in changed)
-    assert judge.images(with_versions(one, one, *[one | {builds.CUDA: "13.2"}] * 2), realms, cluster)[0] == {}
+    assert judge.images(with_versions(one, one, *[one | {builds.CUDA: "13.2"}] * 2), workers, cluster)[0] == {}
     build = one | {builds.TORCH: "2.13.0a0+nv26.07 (y)"}
-    apart, (note,) = judge.images(with_versions(one, one, build, build), realms, cluster)
+    apart, (note,) = judge.images(with_versions(one, one, build, build), workers, cluster)
     assert apart == {} and "2.13.0 (x) in" in note and "2.13.0a0+nv26.07 (y) in" in note
     odd = one | {look.NETWORK: "Socket"}  # a node without its network card's devices: it is the node, not the image
     seen = with_versions(one, odd, one, one)
-    assert judge.images(seen, realms, cluster) == ({}, [])
-    assert sorted(judged(seen, 4, 1, realms)) == ["n1"]
+    assert judge.images(seen, workers, cluster) == ({}, [])
+    assert sorted(judged(seen, 4, 1, workers)) == ["n1"]
 
 
 @pytest.mark.parametrize("image", [None, "/a.sqsh"])
 def test_components_of_one_image_are_not_told_to_change_it(image):
     """As train nodes with InfiniBand and generate nodes with Ethernet."""
     one = ComponentConfig(container_image=image)
-    cluster, realms = ClusterConfig(train=one, generate=replace(one)), WorkerGroups((0,), (1,), ((1,),))
+    cluster, workers = ClusterConfig(train=one, generate=replace(one)), WorkerGroups((0,), (1,), ((1,),))
     told = {builds.TORCH: "2.13.0 (x)", builds.CUDA: "13.0", builds.NCCL: "2.30.7", look.NETWORK: "IB"}
-    apart, _ = judge.images(with_versions(told, told | {look.NETWORK: "Socket"}), realms, cluster)
+    apart, _ = judge.images(with_versions(told, told | {look.NETWORK: "Socket"}), workers, cluster)
     assert list(apart.values()) == ["NCCL's network is IB in cluster.train, Socket in cluster.generate"]
     how = "Try env_vars: {NCCL_NET: Socket} in cluster.train and cluster.generate"
-    assert judge.remedy(apart, realms, cluster) == ("the components take different networks", how)
-    apart, _ = judge.images(with_versions(told, told | {builds.NCCL: "2.27.5"}), realms, cluster)
-    assert judge.remedy(apart, realms, cluster) == (
+    assert judge.remedy(apart, workers, cluster) == ("the components take different networks", how)
+    apart, _ = judge.images(with_versions(told, told | {builds.NCCL: "2.27.5"}), workers, cluster)
+    assert judge.remedy(apart, workers, cluster) == (
         "the components' installations do not form one world",
         "Try a python that has the same PyTorch, CUDA and NCCL in cluster.train and cluster.generate",
     )
     other = replace(cluster, generate=ComponentConfig(container_image="/b.sqsh"))
-    assert "Try images that containers/build.sh made" in judge.remedy(apart, realms, other)[1]
+    assert "Try images that containers/build.sh made" in judge.remedy(apart, workers, other)[1]
 
 
 def test_a_node_that_does_not_tell_its_network_is_not_to_blame():
     told = {builds.TORCH: "2.13.0 (x)", builds.NCCL: "2.30.7", look.NETWORK: "IB"}
     silent = {builds.TORCH: "2.13.0 (x)", builds.NCCL: "2.30.7"}
-    realms = WorkerGroups((0, 1, 2, 3), (), ())
-    assert judged(with_versions(told, silent, told, told), 4, 1, realms) == {}
-    assert judged(with_versions(told, silent, silent, silent), 4, 1, realms) == {}
-    found = judged(with_versions(told, silent, told | {look.NETWORK: "Socket"}, told), 4, 1, realms)
+    workers = WorkerGroups((0, 1, 2, 3), (), ())
+    assert judged(with_versions(told, silent, told, told), 4, 1, workers) == {}
+    assert judged(with_versions(told, silent, silent, silent), 4, 1, workers) == {}
+    found = judged(with_versions(told, silent, told | {look.NETWORK: "Socket"}, told), 4, 1, workers)
     assert found == {"n2": ["NCCL's network (train): Socket, but IB on 2 others"]}
     without_nccl = {builds.TORCH: "2.13.0 (x)", look.NETWORK: "IB"}  # that is an older or another image
-    found = judged(with_versions(told, without_nccl, told, told), 4, 1, realms)
+    found = judged(with_versions(told, without_nccl, told, told), 4, 1, workers)
     assert found == {"n1": ["NCCL (train): none, but 2.30.7 on 3 others"]}
 
 
@@ -305,8 +305,8 @@ def test_where_nobody_can_tell_which_is_right_it_is_said():
 def drivers(train: list[str], generate: list[str]) -> tuple[list[str], list[str]]:
     """Return (the nodes that are surely odd, those of which nobody can tell)."""
     size, first = len(train) + len(generate), len(train)
-    realms = WorkerGroups(tuple(range(first)), tuple(range(first, size)), ())
-    found = judged(with_versions(*({"driver": version} for version in train + generate)), size, 1, realms)
+    workers = WorkerGroups(tuple(range(first)), tuple(range(first, size)), ())
+    found = judged(with_versions(*({"driver": version} for version in train + generate)), size, 1, workers)
     undecided = [node for node, why in found.items() if isinstance(why[0], judge.Undecided)]
     return [node for node in found if node not in undecided], undecided
 
@@ -325,25 +325,25 @@ def test_each_component_may_have_a_python_of_its_own():
 
 
 def test_nodes_of_the_other_components_decide_which_of_two_networks_is_wrong():
-    realms, cluster = WorkerGroups((0, 1, 2), (3, 4), ((3,), (4,))), ClusterConfig()
+    workers, cluster = WorkerGroups((0, 1, 2), (3, 4), ((3,), (4,))), ClusterConfig()
     told, without_card = {look.NETWORK: "IB"}, {look.NETWORK: "Socket"}
     seen = with_versions(told, told, told, without_card, told)
-    assert list(judged(seen, 5, 1, realms)) == ["n3"]
-    assert judge.images(seen, realms, cluster) == ({}, [])
+    assert list(judged(seen, 5, 1, workers)) == ["n3"]
+    assert judge.images(seen, workers, cluster) == ({}, [])
 
 
 def test_components_on_one_node_have_gpus_of_their_own():
-    seen, realms = reports(nodes=1, per_node=4), WorkerGroups((0, 1), (2, 3), ((2, 3),))
+    seen, workers = reports(nodes=1, per_node=4), WorkerGroups((0, 1), (2, 3), ((2, 3),))
     for rank in (0, 2):
         seen[rank].node = reports()[0].node
         for report in (seen[rank], seen[rank + 1]):
             report.gpu.visible = [f"gpu-{rank}", f"gpu-{rank + 1}"]
     cluster = ClusterConfig(train=ComponentConfig(gpus_per_node=2), generate=ComponentConfig(gpus_per_node=2))
-    assert judge.reports({"n0": [0, 1, 2, 3]}, seen, realms, cluster) == {}
+    assert judge.reports({"n0": [0, 1, 2, 3]}, seen, workers, cluster) == {}
     seen[2].gpu.uuid = "gpu-1"
-    found = judge.reports({"n0": [0, 1, 2, 3]}, seen, realms, cluster)
+    found = judge.reports({"n0": [0, 1, 2, 3]}, seen, workers, cluster)
     assert found == {"n0": ["rank 1 (train) and rank 2 (generate) use the same GPU gpu-1"]}
-    assert judge.reports({"n0": [0, 1, 2, 3]}, seen, replace(realms, colocated=True), cluster) == {}
+    assert judge.reports({"n0": [0, 1, 2, 3]}, seen, replace(workers, colocated=True), cluster) == {}
 
 
 def test_the_odd_ones_are_the_minority_and_without_a_majority_all():

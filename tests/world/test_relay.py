@@ -19,7 +19,7 @@ from pipeline.store import mail, proof, relay, server, table
 from pipeline.store.client import RunStore
 from pipeline.watchdog import Watchdog
 from pipeline.world import RankInfo, World, _find_relay
-from tests.world.ranks import REALMS
+from tests.world.ranks import WORKERS
 from tests.world.worlds import SIZE
 
 GAVE_UP, WITH_ANOTHER = 124, 123
@@ -176,7 +176,7 @@ def test_errors_behind_a_relay_name_it(tmp_path, monkeypatch):
     process, address = server.start("127.0.0.1", key)
     store = RunStore(address, key, 10)
     relaying, store.relay = relay.start(address, key, 3, 1.0, 30.0)
-    world = World(RankInfo(4, 7, 4, "node1", "127.0.0.1", tmp_path), REALMS, store)
+    world = World(RankInfo(4, 7, 4, "node1", "127.0.0.1", tmp_path), WORKERS, store)
     watchdog, failures = Watchdog(world, TimeoutsConfig(silence=1)), []
     monkeypatch.setattr(watchdog, "_end", failures.append)
     watchdog._judge_silence({}, time.monotonic() + 60)

@@ -18,7 +18,7 @@ from pipeline.store.client import RunStore
 from pipeline.store.server import start
 from pipeline.world import RankInfo, WorkerGroups, World
 
-REALMS = WorkerGroups(train=(0,), generate=(1,), engines=((1,),))
+WORKERS = WorkerGroups(train=(0,), generate=(1,), engines=((1,),))
 
 
 @dataclass
@@ -105,7 +105,7 @@ def job(tmp_path):
     key, raised = os.urandom(32), []
     process, address = start("127.0.0.1", key)
     worlds = [
-        World(RankInfo(rank, 2, rank, "here", "127.0.0.1", tmp_path), REALMS, RunStore(address, key, 60)) for rank in (0, 1)
+        World(RankInfo(rank, 2, rank, "here", "127.0.0.1", tmp_path), WORKERS, RunStore(address, key, 60)) for rank in (0, 1)
     ]
     role, mailbox = Counter(), RpcClient(worlds[0])
 
@@ -250,12 +250,12 @@ def test_a_body_that_does_not_come_makes_its_call_overdue(job, monkeypatch, name
 def test_what_several_ranks_get_is_encoded_and_sent_once(tmp_path, monkeypatch):
     key, sent, encoded = os.urandom(32), [], []
     process, address = start("127.0.0.1", key)
-    realms = WorkerGroups(train=tuple(range(7)), generate=(), engines=())
-    world = World(RankInfo(0, 7, 0, "here", "127.0.0.1", tmp_path), realms, RunStore(address, key, 60))
+    workers = WorkerGroups(train=tuple(range(7)), generate=(), engines=())
+    world = World(RankInfo(0, 7, 0, "here", "127.0.0.1", tmp_path), workers, RunStore(address, key, 60))
     monkeypatch.setattr(calls, "send_body", lambda world, body, call, to: sent.append((len(body), to)))
     encode = calls.encode
     monkeypatch.setattr(calls, "encode", lambda message: encoded.append(message) or encode(message))
-    remote = RpcGroup(RpcClient(world), world, realms.train, Counter, Timeouts(), Counter())
+    remote = RpcGroup(RpcClient(world), world, workers.train, Counter, Timeouts(), Counter())
     one, other = "1" * (INLINE + 1), "2" * (INLINE + 1)
     future = remote.ask(parts=[one, one, other, one, other, one, one])
     assert future.missing == [1, 2, 3, 4, 5, 6]
@@ -288,7 +288,7 @@ def test_a_rank_without_a_store_ends(tmp_path):
     """The thread that fetches verbs passes on what it met."""
     key = os.urandom(32)
     process, address = start("127.0.0.1", key)
-    world = World(RankInfo(1, 2, 1, "here", "127.0.0.1", tmp_path), REALMS, RunStore(address, key, 60))
+    world = World(RankInfo(1, 2, 1, "here", "127.0.0.1", tmp_path), WORKERS, RunStore(address, key, 60))
     timer = threading.Timer(0.3, process.kill)
     timer.start()
     with pytest.raises(dist.DistError, match="is gone"):

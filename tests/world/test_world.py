@@ -24,9 +24,9 @@ def test_the_realms_of_a_recipe(tmp_path):
     ranks = {"train": {"nodes": 2}, "generate": {"ranks_per_node": 3}, "reward": {"nodes": 2}, "executor": "local"}
     path = str(write_recipe(tmp_path, env=judged, cluster=ranks))
     assert WorkerGroups.of(config.load(path)) == WorkerGroups((0, 1), (2, 3, 4), ((2,), (3,), (4,)))
-    realms = WorkerGroups.of(config.load(path, ["env.judge.served_by=reward"]))
-    assert realms == WorkerGroups((0, 1), (2, 3, 4), ((2,), (3,), (4,)), reward=(5, 6))
-    assert [realms.name(rank) for rank in (1, 2, 4, 5, 6)] == ["train", "generate", "generate", "reward", "reward"]
+    workers = WorkerGroups.of(config.load(path, ["env.judge.served_by=reward"]))
+    assert workers == WorkerGroups((0, 1), (2, 3, 4), ((2,), (3,), (4,)), reward=(5, 6))
+    assert [workers.name(rank) for rank in (1, 2, 4, 5, 6)] == ["train", "generate", "generate", "reward", "reward"]
     assert WorkerGroups.of(config.load(path, ["env.judge.served_by=reward", "algorithm=sft"])).reward == ()
 
 

@@ -50,7 +50,7 @@ class MegatronBackend:
     """See `pipeline.train.base.TrainBackend`."""
 
     def __init__(self, policy: PolicyConfig, group: dist.ProcessGroup, seed: int, role: ModelRole):
-        """As `pipeline.train.build`: group is the train realm and the default group. All models of a process have one layout.
+        """As `pipeline.train.build`: group is the train ranks and the default group. All models of a process have one layout.
 
         Raises ValueError, naming the key of the recipe, if the model or the layout is not supported.
         """
@@ -191,7 +191,7 @@ class MegatronBackend:
         return found
 
     def _metrics(self, outputs: list[LossOutput]) -> dict[str, float]:
-        """The same on every rank of the realm."""
+        """The same on every rank of the component."""
         stages = parallel_state.get_pipeline_model_parallel_group()
         found = {}
         if parallel_state.is_pipeline_last_stage():

@@ -1,6 +1,6 @@
 """The one-time conversion of a Hugging Face checkpoint to whole Megatron parameters, in a folder that jobs share.
 
-Only the train realm takes part. Its ranks divide the parameters between them and convert one at a time, so that a rank's memory
+Only train ranks take part. Its ranks divide the parameters between them and convert one at a time, so that a rank's memory
 is bounded by the largest parameter (its sources and what is made of them), not by the model. Where conversions lie and how jobs
 keep out of each other's way: `conversion_cache.py`. What makes two checkpoints the same one: `fingerprint.py`.
 
@@ -54,7 +54,7 @@ def converted(
     timeout_s: float = 3600.0,
     phase: Phase = contextlib.nullcontext,
 ) -> Conversion:
-    """The conversion of the checkpoint `policy.model_name`, made now if there is none. Collective over the train realm.
+    """The conversion of the checkpoint `policy.model_name`, made now if there is none. Collective over the train component.
 
     config: the checkpoint's, with the recipe's overrides. folder: None for `shared_folder()`; all ranks must see it.
     timeout_s: how long to wait for another job that converts the same checkpoint. phase: tells that it waits, or converts.

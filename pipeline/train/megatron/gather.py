@@ -1,4 +1,4 @@
-"""Full Hugging Face tensors on rank 0 of the train realm, put together from the boxes that ranks hold.
+"""Full Hugging Face tensors on rank 0 of the train component, put together from the boxes that ranks hold.
 
 Rank 0 asks every rank once what it holds and chooses, for each box, the lowest rank that has it (replicas hold the same). Then
 tensor after tensor, each chosen rank sends its boxes and rank 0 puts them in place; its memory is one full tensor.

@@ -44,5 +44,5 @@ def _check(policy: PolicyConfig) -> None:
         if size != found:
             raise ValueError(
                 f"policy.megatron_cfg.{key}: {size} for {policy.model_name}, but this process has a model with {found};"
-                " all models of the train realm have one layout"
+                " all models of the train component have one layout"
             )

@@ -82,7 +82,7 @@ class MegatronOptimizer:
         self._core.zero_grad()
 
     def step(self) -> float:
-        """One update; the norm of the whole gradient before clipping. Collective over the realm.
+        """One update; the norm of the whole gradient before clipping. Collective over the component.
 
         Raises FloatingPointError if the gradient is not finite; nothing has changed then.
         """
