@@ -19,6 +19,7 @@ from pipeline.algorithms.advantages import normalization
 from pipeline.algorithms.base import Algorithm, OnlineAlgorithm
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, version_problem
+from pipeline.colocation import Colocation
 from pipeline.config import Recipe, RecipeError, only_evaluates
 from pipeline.data.batches import split_batch
 from pipeline.data.preferences import Pair
@@ -27,7 +28,6 @@ from pipeline.deadline import Deadline
 from pipeline.metrics import Metrics, mean_metrics, validation_metrics
 from pipeline.rollout.collectors import Collector
 from pipeline.rpc import RpcGroup
-from pipeline.sharing import Sharing
 from pipeline.startup import Startup
 from pipeline.timeline import Timeline
 from pipeline.train.background_worker import BackgroundWorker
@@ -51,7 +51,7 @@ class Run:
     checkpoints: Checkpoints
     train: RpcGroup
     places: list[DataPlace]  # of the train ranks
-    sharing: Sharing
+    colocation: Colocation
     tokenizer: PreTrainedTokenizerBase
     attempt: Attempt
     deadline: Deadline
@@ -75,7 +75,7 @@ class Run:
         if problem := version_problem(latest, self.recipe):
             raise RecipeError(problem)
         self.startup.enter("read the checkpoint")
-        with self.sharing.training():
+        with self.colocation.training():
             self.train.restore(str(latest.folder)).result()
         self._kept = latest.rollouts()
         stream.load_state_dict(latest.state["stream"])
@@ -195,7 +195,7 @@ class Run:
         config, start = self.recipe.checkpointing, time.perf_counter()
         self.attempt.check()
         partial = self.checkpoints.begin(step)
-        with self.checkpoints.discarding(), self.sharing.training():
+        with self.checkpoints.discarding(), self.colocation.training():
             self.checkpoints.keep_rollouts(partial, self.record())
             self.train.save(str(partial)).result()
             if config.save_consolidated:
@@ -226,17 +226,17 @@ def run_online(
     run: Run, algorithm: OnlineAlgorithm, collector: Collector, prompts: PromptStream, validation: list[Prompt]
 ) -> int:
     """Sample, judge, learn, refit; the step it ended at."""
-    section, sharing = config.section(run.recipe), run.sharing
+    section, colocation = config.section(run.recipe), run.colocation
     run.record = collector.state_dict
     step, metrics = run.restore(prompts)
 
     def refit() -> dict[str, float]:
         with metrics.clock("refit"):
             collector.before_refit()
-            return sharing.refit(version=step)
+            return colocation.refit(version=step)
 
     def validate() -> dict[str, float]:
-        with metrics.clock("validation"), sharing.generating():
+        with metrics.clock("validation"), colocation.generating():
             groups = collector.validate(validation)
         run.attempt.check()
         run.log_rollouts(metrics, step, groups, "val")
@@ -256,13 +256,13 @@ def run_online(
     batch = prompts.take(collector.num_prompts_to_send(step))
     while step < section.max_num_steps and collector.can_fill_step(batch) and not run.must_leave():
         with metrics.clock("step"):
-            with metrics.clock("rollout"), sharing.generating():
+            with metrics.clock("rollout"), colocation.generating():
                 collector.send(batch, step)
                 groups, values = collector.collect(prompts, algorithm.select, step)
             if len(groups) < section.num_prompts_per_step:
                 break  # the data ended before the step was full
             samples = algorithm.compute_advantages(groups)
-            with metrics.clock("train"), sharing.training():
+            with metrics.clock("train"), colocation.training():
                 values |= run.learn(algorithm, samples, algorithm.trains(step))
             step += 1
             cost = refit()

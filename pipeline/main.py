@@ -12,6 +12,7 @@ import torch
 from pipeline import algorithms, config, node_checks, own_code, rpc
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
+from pipeline.colocation import Colocation
 from pipeline.config import Recipe
 from pipeline.coordinator import Run, run_offline, run_online
 from pipeline.data.chat import load_tokenizer
@@ -26,7 +27,6 @@ from pipeline.roles import GenerateRole, RewardRole, TrainRole
 from pipeline.rollout import collectors
 from pipeline.rpc import RpcClient, RpcGroup
 from pipeline.scoring import Scoring
-from pipeline.sharing import Sharing
 from pipeline.startup import SETTING_UP, Startup
 from pipeline.watchdog import Failure, Watchdog
 from pipeline.world import Activity, RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
@@ -115,11 +115,11 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: RpcClient,
     refits = None
     if config.generates(recipe):
         refits = RefitCoordinator(recipe, workers, train, generate, role.shapes, world.nodes())
-    sharing = Sharing(shared, train, generate, refits)
+    colocation = Colocation(shared, train, generate, refits)
     patience = Patience(storage_s, attempt.check, functools.partial(kept, run_dir))
     checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, patience)
     deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
-    parts = (recipe, run_dir, checkpoints, train, places, sharing, tokenizer, attempt, deadline, world.timeline)
+    parts = (recipe, run_dir, checkpoints, train, places, colocation, tokenizer, attempt, deadline, world.timeline)
     run = Run(*parts, startup=startup, phase=world.phase)
     if config.generates(recipe):
         judge = None

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 DOWNHILL = [
     ("main",),
     ("coordinator",),
-    ("scoring", "deadline", "sharing"),
+    ("scoring", "deadline", "colocation"),
     ("roles",),
     ("rollout", "refit"),
     ("train", "generate", "environments", "rpc", "node_checks"),

@@ -10,11 +10,11 @@ import pytest
 
 from pipeline.attempt import Attempt, Superseded
 from pipeline.checkpoint import Checkpoints
+from pipeline.colocation import Colocation
 from pipeline.config import CheckpointingConfig, ClusterConfig, LoggerConfig
 from pipeline.coordinator import NothingSaved, Run
 from pipeline.deadline import Deadline
 from pipeline.metrics import Metrics, read
-from pipeline.sharing import Sharing
 
 POSITION = {"epoch": 0, "index": 8}
 
@@ -48,8 +48,8 @@ class Steps:
         self.checkpoints = Checkpoints(run_dir, self.attempt.name, config)
         deadline = Deadline(0.0, {}, [], lambda: self.signals)
         recipe = SimpleNamespace(checkpointing=config, cluster=ClusterConfig())
-        sharing = Sharing(False, self.ranks, None, None)
-        self.run = Run(recipe, run_dir, self.checkpoints, self.ranks, [], sharing, None, self.attempt, deadline, None)
+        colocation = Colocation(False, self.ranks, None, None)
+        self.run = Run(recipe, run_dir, self.checkpoints, self.ranks, [], colocation, None, self.attempt, deadline, None)
         self.metrics = Metrics(run_dir, LoggerConfig(tensorboard_enabled=False), None)
         self.lines = run_dir / "metrics.jsonl"
 

@@ -23,7 +23,7 @@ from pipeline.refit.coordination import RefitCoordinator
 from pipeline.rpc import RpcGroup
 
 
-class Sharing:
+class Colocation:
     """On rank 0. It begins with the trainer on the GPU and the engine asleep."""
 
     def __init__(self, shared: bool, train: RpcGroup, generate: RpcGroup, refits: RefitCoordinator | None):

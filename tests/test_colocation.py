@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.sharing import Sharing
+from pipeline.colocation import Colocation
 
 # Of a GPU: what each can have there. The engine's cache is as large as all of the trainer.
 TRAINER, ENGINE = {"weights": 1, "rest": 3}, {"weights": 1, "cache": 4}
@@ -61,13 +61,13 @@ class GPU:
 
 def test_a_gpu_never_holds_both():
     gpu = GPU()
-    sharing = Sharing(True, gpu, gpu, gpu)
+    colocation = Colocation(True, gpu, gpu, gpu)
     for version in range(3):
-        cost = sharing.refit(version)
+        cost = colocation.refit(version)
         assert cost["refit/bytes_sent"] == 8 and cost["time/sharing"] >= 0
-        with sharing.generating():
+        with colocation.generating():
             assert (gpu.trainer, gpu.engine, gpu.has) == (set(), {"weights", "cache"}, version)
-        with sharing.training():
+        with colocation.training():
             assert (gpu.trainer, gpu.engine) == ({"weights", "rest"}, set())
     assert gpu.most == 5  # the engine alone; both would be 9
     assert gpu.told == ["offload", "wake", "refit", "offload", "wake", "sleep", "reload"] * 3
@@ -75,13 +75,13 @@ def test_a_gpu_never_holds_both():
 
 def test_nothing_moves_that_need_not():
     gpu = GPU()
-    sharing = Sharing(True, gpu, gpu, gpu)
-    with sharing.training():
+    colocation = Colocation(True, gpu, gpu, gpu)
+    with colocation.training():
         assert not gpu.told  # so it began
-    sharing.refit(0)
+    colocation.refit(0)
     so_far = len(gpu.told)
     for _ in range(2):
-        with sharing.generating():
+        with colocation.generating():
             pass
     assert len(gpu.told) == so_far
 
@@ -90,30 +90,30 @@ def test_nothing_moves_that_need_not():
 def test_engines_that_slept_have_the_same_weights_again(incremental):
     """A checkpoint was saved between two rollouts."""
     gpu = GPU(incremental=incremental)
-    sharing = Sharing(True, gpu, gpu, gpu)
-    sharing.refit(0)
-    with sharing.training():
+    colocation = Colocation(True, gpu, gpu, gpu)
+    colocation.refit(0)
+    with colocation.training():
         assert gpu.has == (0 if incremental else None)
-    with sharing.generating():
+    with colocation.generating():
         assert gpu.has == 0 and gpu.engine == {"weights", "cache"}
-    sharing.refit(1)  # from there, too
+    colocation.refit(1)  # from there, too
     assert gpu.has == 1 and gpu.most == 5
 
 
 def test_moves_around_a_checkpoint_are_told_with_the_next_refit(monkeypatch):
     gpu = GPU()
-    monkeypatch.setattr("pipeline.sharing.time", SimpleNamespace(perf_counter=lambda: len(gpu.told)))  # a second for each
-    sharing = Sharing(True, gpu, gpu, gpu)
-    assert sharing.refit(0)["time/sharing"] == 4
-    with sharing.training(), sharing.generating():
+    monkeypatch.setattr("pipeline.colocation.time", SimpleNamespace(perf_counter=lambda: len(gpu.told)))  # a second for each
+    colocation = Colocation(True, gpu, gpu, gpu)
+    assert colocation.refit(0)["time/sharing"] == 4
+    with colocation.training(), colocation.generating():
         pass
-    with sharing.training():
-        assert sharing.refit(1)["time/sharing"] == 2 + 4 + 2 + 4
+    with colocation.training():
+        assert colocation.refit(1)["time/sharing"] == 2 + 4 + 2 + 4
 
 
 def test_with_gpus_of_their_own_nobody_is_told_anything():
     gpu = GPU(engine={"weights"})
-    sharing = Sharing(False, gpu, gpu, gpu)
-    with sharing.generating(), sharing.training():
+    colocation = Colocation(False, gpu, gpu, gpu)
+    with colocation.generating(), colocation.training():
         pass
-    assert sharing.refit(7) == {"refit/bytes_sent": 8.0} and gpu.told == ["refit"]
+    assert colocation.refit(7) == {"refit/bytes_sent": 8.0} and gpu.told == ["refit"]
