@@ -23,7 +23,7 @@ from pipeline import config
 from pipeline.algorithms import build
 from pipeline.checkpoint import Checkpoint, Checkpoints
 from pipeline.config import Problem, Recipe, RecipeError
-from pipeline.files import StorageError
+from pipeline.storage import StorageError
 
 
 @dataclass(frozen=True)

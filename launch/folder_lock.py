@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.config import Problem, RecipeError
-from pipeline.files import NotOwn, open_own
+from pipeline.storage import NotOwn, open_own
 
 RETRY_S = 0.2
 

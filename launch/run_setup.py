@@ -41,7 +41,7 @@ from pipeline import config, metrics
 from pipeline import secrets as kept_secrets
 from pipeline.checkpoint import Checkpoints, version_problem
 from pipeline.config import Problem, Recipe, RecipeError, paths
-from pipeline.files import REMEDY, user_name, write_durably
+from pipeline.storage import REMEDY, user_name, write_durably
 
 TRAINED = "trained.json"
 """Holds the done.json of a complete run while the run is evaluated alone, which writes a done.json of its own."""

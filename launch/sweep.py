@@ -35,7 +35,7 @@ from launch.sweeps.text_reports import junit, markdown
 from launch.sweeps.verdict import Outcome, SweepResult
 from launch.terminal import on_one_line, plain
 from pipeline.config import Problem
-from pipeline.files import write_durably
+from pipeline.storage import write_durably
 
 POLL_S = 2.0
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.files import Patience, retrying, write_durably
+from pipeline.storage import RetryPolicy, retrying, write_durably
 
 
 class Superseded(RuntimeError):
@@ -30,7 +30,7 @@ class Attempt:
     def __init__(self, folder: Path, patience_s: float = 0.0):
         """patience_s: how long to wait for a disk that is full, or a file system that is away."""
         self.folder = folder
-        self._patience = Patience(patience_s)
+        self._retry = RetryPolicy(patience_s)
         self._current = folder.parent / "current"
 
     @property
@@ -43,7 +43,7 @@ class Attempt:
 
     def check(self) -> None:
         """Rank 0, before it writes into the run folder. Raises Superseded."""
-        current = retrying(self._current.read_text, "reading who may write", self._current, self._patience).strip()
+        current = retrying(self._current.read_text, "reading who may write", self._current, self._retry).strip()
         if current != self.name:
             raise Superseded(f"attempt {self.name} has been superseded by {current}: it writes no more")
 
@@ -58,4 +58,4 @@ class Attempt:
         self._leave(self.folder / "bad_nodes", "\n".join(f"{node}: {why}" for node, why in nodes.items()))
 
     def _leave(self, path: Path, text: str) -> None:
-        retrying(lambda: write_durably(path, text + "\n"), f"writing the attempt's {path.name}", path, self._patience)
+        retrying(lambda: write_durably(path, text + "\n"), f"writing the attempt's {path.name}", path, self._retry)

@@ -31,10 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline import files
+from pipeline import storage
 from pipeline.algorithms import build
 from pipeline.config import CheckpointingConfig, Problem, Recipe, TimeoutsConfig, uses_megatron
-from pipeline.files import Patience, append, retrying, sync, write_durably
+from pipeline.storage import RetryPolicy, append, retrying, sync, write_durably
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,11 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one run, as rank 0 manages them."""
 
-    def __init__(self, run_dir: Path, attempt: str, config: CheckpointingConfig, patience: Patience = files.NONE):
+    def __init__(self, run_dir: Path, attempt: str, config: CheckpointingConfig, retry: RetryPolicy = storage.NO_RETRIES):
         self._folder = run_dir / "checkpoints"
         self._attempt = attempt
         self._config = config
-        self.patience = patience
+        self.retry = retry
         self._partial: Path | None = None  # being written
         self._seen: dict[Path, Checkpoint] = {}  # complete ones
 
@@ -92,8 +92,8 @@ class Checkpoints:
             when, path = max(told)
             folder = self._folder / _name(int(path.read_text()))
             try:
-                files.wait_for(folder, max(0.0, files.SEEN_S - (time.time() - when)))
-            except files.StorageError as error:
+                storage.wait_for(folder, max(0.0, storage.SEEN_S - (time.time() - when)))
+            except storage.StorageError as error:
                 logger.warning("continuing without %s, which %s names: %s", folder.name, path, error)
 
     def clean(self) -> None:
@@ -156,7 +156,7 @@ class Checkpoints:
         return complete
 
     def _retrying(self, work: Callable[[], None], path: Path) -> None:
-        retrying(work, "writing a checkpoint", path, self.patience)
+        retrying(work, "writing a checkpoint", path, self.retry)
 
     def link_latest(self, link: Path, part: str) -> None:
         """Let `link` point at a part of the latest checkpoint, if that has it."""
@@ -213,7 +213,7 @@ def version_problem(checkpoint: Checkpoint, recipe: Recipe) -> Problem | None:
 
 def wait_until_seen(folder: Path) -> None:
     """Until this node sees all of a complete checkpoint, which another one wrote. Raises StorageError."""
-    files.seen_within(files.SEEN_S, lambda: _read(folder), folder)
+    storage.seen_within(storage.SEEN_S, lambda: _read(folder), folder)
 
 
 def storage_timeout_s(timeouts: TimeoutsConfig) -> float:

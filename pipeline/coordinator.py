@@ -71,7 +71,7 @@ class Run:
         self.checkpoints.clean()
         latest = self.checkpoints.latest()
         if latest is None:
-            return 0, Metrics(self.folder, self.recipe.logger, None, self.checkpoints.patience)
+            return 0, Metrics(self.folder, self.recipe.logger, None, self.checkpoints.retry)
         if problem := version_problem(latest, self.recipe):
             raise RecipeError(problem)
         self.startup.enter("read the checkpoint")
@@ -80,7 +80,7 @@ class Run:
         self._kept = latest.rollouts()
         stream.load_state_dict(latest.state["stream"])
         logger.info("resumed from %s", latest.folder)
-        return latest.step, Metrics(self.folder, self.recipe.logger, latest.step, self.checkpoints.patience)
+        return latest.step, Metrics(self.folder, self.recipe.logger, latest.step, self.checkpoints.retry)
 
     def take_kept(self) -> bytes:
         """Return, once, the bytes that `record` had given for the checkpoint that was restored."""

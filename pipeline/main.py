@@ -18,7 +18,6 @@ from pipeline.coordinator import Run, run_offline, run_online
 from pipeline.data.chat import load_tokenizer
 from pipeline.data.mixture import build_streams
 from pipeline.deadline import Deadline
-from pipeline.files import Patience, retrying, wait_for, write_durably
 from pipeline.refit.base import Refit
 from pipeline.refit.broadcast import BroadcastRefit
 from pipeline.refit.coordination import RefitCoordinator
@@ -28,6 +27,7 @@ from pipeline.rollout import collectors
 from pipeline.rpc import RpcClient, RpcGroup
 from pipeline.scoring import Scoring
 from pipeline.startup import SETTING_UP, Startup
+from pipeline.storage import RetryPolicy, retrying, wait_for, write_durably
 from pipeline.watchdog import Failure, Watchdog
 from pipeline.world import Activity, RankInfo, WorkerGroups, World, connect, join, leave, open_store, wait_for_all
 
@@ -116,8 +116,8 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: RpcClient,
     if config.generates(recipe):
         refits = RefitCoordinator(recipe, workers, train, generate, role.shapes, world.nodes())
     colocation = Colocation(shared, train, generate, refits)
-    patience = Patience(storage_s, attempt.check, functools.partial(kept, run_dir))
-    checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, patience)
+    retry = RetryPolicy(storage_s, attempt.check, functools.partial(kept, run_dir))
+    checkpoints = Checkpoints(run_dir, attempt.name, recipe.checkpointing, retry)
     deadline = Deadline.of_attempt(recipe.checkpointing, run_dir, attempt.folder)
     parts = (recipe, run_dir, checkpoints, train, places, colocation, tokenizer, attempt, deadline, world.timeline)
     run = Run(*parts, startup=startup, phase=world.phase)
@@ -138,4 +138,4 @@ def _coordinate(recipe: Recipe, run_dir: Path, world: World, mailbox: RpcClient,
     else:
         checkpoints.link_latest(run_dir / "hf", "hf")
     done = run_dir / "done.json"
-    retrying(lambda: write_durably(done, json.dumps(record)), "writing that the run is complete", done, patience)
+    retrying(lambda: write_durably(done, json.dumps(record)), "writing that the run is complete", done, retry)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from pipeline.config import LoggerConfig, Problem, RecipeError
-from pipeline.files import NONE, SLOW_S, Patience, append, retrying, tell_slow, write_durably
+from pipeline.storage import NO_RETRIES, SLOW_S, RetryPolicy, append, retrying, tell_slow, write_durably
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,13 +36,13 @@ NOT_REPRODUCIBLE = ("time", "throughput/", "idle/")  # keys that begin so differ
 
 
 class Metrics:
-    def __init__(self, run_dir: Path, config: LoggerConfig, after_step: int | None, patience: Patience = NONE):
+    def __init__(self, run_dir: Path, config: LoggerConfig, after_step: int | None, retry: RetryPolicy = NO_RETRIES):
         """Go on after a step that was restored, dropping what was written beyond it; None: begin, dropping everything."""
         last = -1 if after_step is None else after_step  # step 0 has a line too: the validation before the first step
         self._path = run_dir / "metrics.jsonl"
         self._rollouts = run_dir / "rollouts"
         self._config = config
-        self._patience = patience
+        self._retry = retry
         self._clocks: dict[str, float] = {}
         self._missing: dict[str, list[int]] = {}  # steps that could not be written, by what was to be written
         text = self._retrying(lambda: self._cut(last))
@@ -61,7 +61,7 @@ class Metrics:
         return text
 
     def _retrying(self, work: Callable[[], Result]) -> Result:
-        return retrying(work, "writing the metrics", self._path, self._patience)
+        return retrying(work, "writing the metrics", self._path, self._retry)
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
@@ -124,7 +124,7 @@ class Metrics:
         records = itertools.islice(_records(groups, tokenizer), self._config.num_rollouts_to_log)
         text = "".join(json.dumps(record) + "\n" for record in records)
         with self._going_on("rollouts", step):
-            self._patience.check()  # a later attempt may write there by now
+            self._retry.check()  # a later attempt may write there by now
             self._rollouts.mkdir(exist_ok=True)
             try:
                 append(path, 0, text.encode(), durable=False)

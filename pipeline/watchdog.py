@@ -35,8 +35,8 @@ import torch.distributed as dist
 
 from pipeline import signals
 from pipeline.config import TimeoutsConfig
-from pipeline.files import listed
 from pipeline.secrets import redacted
+from pipeline.storage import listed
 from pipeline.store.relay import STORE_GONE
 from pipeline.world import Activity, RankInfo, WorkerGroups, World, beat_s
 

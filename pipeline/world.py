@@ -32,8 +32,8 @@ from torch.distributed import distributed_c10d
 
 from pipeline import interface
 from pipeline.config import Recipe, colocated, engine_ranks, generates, ranks, serves_rewards
-from pipeline.files import listed
 from pipeline.sandbox import linux
+from pipeline.storage import listed
 from pipeline.store import relay
 from pipeline.store.client import RunStore
 from pipeline.store.gloo import Prover

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.files import wait_for, write_durably
+from pipeline.storage import wait_for, write_durably
 
 ROOT = Path(__file__).parents[2]
 """The folder from which ranks import `launch` and `pipeline`."""

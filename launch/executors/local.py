@@ -35,7 +35,7 @@ from launch.executors import forks
 from launch.executors.base import ROOT, JobStatus, RunJob, write_json
 from launch.nodes import hosts, shares_gpus
 from pipeline.config import ClusterConfig, ComponentConfig, RequeueConfig, ranks, ranks_per_node
-from pipeline.files import write_durably
+from pipeline.storage import write_durably
 
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL."""

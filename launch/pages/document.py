@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launch.pages.chart import swatch
 from launch.pages.html import Html, data, tag, text
-from pipeline.files import write_durably
+from pipeline.storage import write_durably
 
 HERE = Path(__file__).parent
 SCRIPTS = ("charts.js", "samples.js")

@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.sweeps.expressions import Curve
 from launch.sweeps.measurements import mean_and_spread
 from pipeline.config import config_tree, refuse, schema_validation
-from pipeline.files import write_durably
+from pipeline.storage import write_durably
 from pipeline.values import Bool, Float, Int, Text
 
 HEADER = "# Written by `python launch/sweep.py ... update_baseline=true`. Bands and speeds of the sweep are judged by it.\n"

@@ -27,7 +27,7 @@ from launch.sweeps import suite as suites
 from launch.sweeps.queue import Queue
 from launch.sweeps.suite import Suite
 from pipeline.config import Problem, RecipeError
-from pipeline.files import listed, write_durably
+from pipeline.storage import listed, write_durably
 
 SETTLE_S = 5.0
 """How long done.json may lag behind the job's end on a shared file system."""

@@ -28,12 +28,12 @@ import torch.distributed as dist
 
 from pipeline.attempt import Attempt
 from pipeline.config import ClusterConfig
-from pipeline.files import write_durably
 from pipeline.node_checks import findings as results
 from pipeline.node_checks import judge, look, network
 from pipeline.node_checks.findings import Findings
 from pipeline.node_checks.look import RankReport
 from pipeline.node_checks.network import Link, Rounds
+from pipeline.storage import write_durably
 from pipeline.watchdog import Beat, Failure
 from pipeline.world import World
 

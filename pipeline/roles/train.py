@@ -20,12 +20,12 @@ from pipeline.algorithms.base import Algorithm, Loss
 from pipeline.checkpoint import kept, storage_timeout_s, wait_until_seen
 from pipeline.config import PolicyConfig, Recipe
 from pipeline.data.packing import pack
-from pipeline.files import Patience
 from pipeline.refit.base import Refit, RefitReport
 from pipeline.refit.tables import LayoutTable, RankPlan, layout_table
 from pipeline.roles.regroup import regroup
 from pipeline.roles.reward import Scorer, ScoreWork
 from pipeline.rpc import verb
+from pipeline.storage import RetryPolicy
 from pipeline.train.background_worker import BackgroundWorker
 from pipeline.train.base import ModelRole, TrainBackend
 from pipeline.train.checkpoint_state import seed_generators
@@ -57,7 +57,7 @@ class TrainRole:
         self._batches: list[list[PackedBatch]] = []  # the microbatches of each update
         self._models: dict[str, TrainBackend] = {}
         self._background = BackgroundWorker()
-        self._patience = Patience(storage_timeout_s(recipe.cluster.timeouts), kept=lambda: kept(world.info.run_dir))
+        self._retry = RetryPolicy(storage_timeout_s(recipe.cluster.timeouts), kept=lambda: kept(world.info.run_dir))
 
     @property
     def _policy(self) -> TrainBackend:
@@ -223,7 +223,7 @@ class TrainRole:
 
             def write() -> None:
                 for place, held in shards.items():
-                    held.write(place, self._world.own.rank(), self._patience)
+                    held.write(place, self._world.own.rank(), self._retry)
 
             if behind:
                 self._background.start(write)
@@ -257,7 +257,7 @@ class TrainRole:
         with self._world.phase("export"):
             head = self._algorithm.needs.head
             writes = self._world.rank == 0
-            export(self._policy, self._recipe.policy, Path(folder), writes=writes, head=head, patience=self._patience)
+            export(self._policy, self._recipe.policy, Path(folder), writes=writes, head=head, retry=self._retry)
 
 
 def _pack(samples: list[Sample], microbatches: list[list[int]], device: torch.device) -> list[PackedBatch]:

@@ -20,9 +20,9 @@ from transformers.utils import cached_file
 from pipeline.boxes import whole
 from pipeline.config import PolicyConfig
 from pipeline.data.chat import load_tokenizer
-from pipeline.files import NONE, Patience, StorageError, errors_of_rust, retrying, sync, write_durably
 from pipeline.models.hugging_face import checkpoint_shapes, meta_model, model_config
 from pipeline.models.precision import served_dtype
+from pipeline.storage import NO_RETRIES, RetryPolicy, StorageError, errors_of_rust, retrying, sync, write_durably
 from pipeline.train import lora
 from pipeline.train.base import TrainBackend
 from pipeline.train.initial_weights import initial_weights
@@ -40,14 +40,14 @@ def export(
     writes: bool,
     head: Head = "logprobs",
     shard_bytes: int = SHARD_BYTES,
-    patience: Patience = NONE,
+    retry: RetryPolicy = NO_RETRIES,
 ) -> None:
     """Write the backend's model, which has this head, below `folder`. Collective; only the rank that `writes` does.
 
     Raises StorageError if there is no writing it for as long as there is patience.
     """
     if writes:
-        write_model(backend.weights(), policy, folder, head, shard_bytes, patience)
+        write_model(backend.weights(), policy, folder, head, shard_bytes, retry)
         return
     for _ in backend.weights():  # gathering a full tensor needs every rank
         pass
@@ -100,12 +100,12 @@ def write_model(
     folder: Path,
     head: Head,
     shard_bytes: int,
-    patience: Patience = NONE,
+    retry: RetryPolicy = NO_RETRIES,
 ) -> None:
     """Write what transformers and vLLM load: what goes with the weights, then the weights in files of about `shard_bytes`."""
 
     def insist(work: Callable[[], None]) -> None:
-        retrying(work, "writing a Hugging Face checkpoint", folder, patience)
+        retrying(work, "writing a Hugging Face checkpoint", folder, retry)
 
     def write_shard() -> None:
         insist(lambda: write_tensors(shard, folder / f"{len(shards)}.partial"))

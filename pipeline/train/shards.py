@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from pipeline.boxes import Box, chunk, whole
-from pipeline.files import NONE, Patience, errors_of_rust, retrying, sync, write_durably
+from pipeline.storage import NO_RETRIES, RetryPolicy, errors_of_rust, retrying, sync, write_durably
 
 
 def local_box(tensor: torch.Tensor) -> Box:
@@ -120,7 +120,7 @@ class Shards:
     tensors: dict[str, torch.Tensor]  # by their names in the file, on the CPU
     record: dict[str, Any]  # JSON, with the index
 
-    def write(self, folder: Path, rank: int, patience: Patience = NONE) -> None:
+    def write(self, folder: Path, rank: int, retry: RetryPolicy = NO_RETRIES) -> None:
         """All of it is on the disk when this returns.
 
         Raises StorageError if there is no writing it for as long as there is patience; nothing of this rank's is left then.
@@ -140,7 +140,7 @@ class Shards:
                 raise
 
         size = sum(tensor.nbytes for tensor in self.tensors.values())
-        retrying(write, f"writing rank {rank}'s {size / 1e6:,.1f} MB of a checkpoint", weights, patience, size)
+        retrying(write, f"writing rank {rank}'s {size / 1e6:,.1f} MB of a checkpoint", weights, retry, size)
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -15,7 +15,7 @@ from launch.run_setup import locked
 from launch.sweeps.folder import SweepFolder
 from pipeline import config, secrets
 from pipeline.config import RecipeError
-from pipeline.files import write_durably
+from pipeline.storage import write_durably
 from pipeline.store.proof import attempt_key
 from pipeline.watchdog import Failure
 from tests.launch.model import write_recipe

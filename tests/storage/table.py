@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipeline import rank_log
 from pipeline.config import RecipeError
-from pipeline.files import StorageError
+from pipeline.storage import StorageError
 from tests.storage.disks import Disk, Faults
 from tests.storage.writers import WRITERS, Writer
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline import files
+from pipeline import storage
 from pipeline.attempt import Attempt, Superseded
 from pipeline.checkpoint import Checkpoints, kept
 from pipeline.config import CheckpointingConfig, LoggerConfig
-from pipeline.files import Patience, StorageError, append, retrying, write_durably
 from pipeline.metrics import Metrics, read
+from pipeline.storage import RetryPolicy, StorageError, append, retrying, write_durably
 from pipeline.train.shards import Shards
 from tests.storage.disks import small_disk
 from tests.test_metrics import Words, group
@@ -57,7 +57,7 @@ def test_an_append_that_stopped_half_way_is_done_again(disk, caplog):
     disk.fill(leave=8192)
     timer = later(disk.free)
     text = LONG.encode() + b"\n"
-    assert retrying(lambda: append(path, size, text), "writing lines", path, Patience(20)) == size + len(text)
+    assert retrying(lambda: append(path, size, text), "writing lines", path, RetryPolicy(20)) == size + len(text)
     timer.join()
     assert path.read_bytes() == b"one\n" + text
     told, done = caplog.messages
@@ -68,9 +68,9 @@ def test_an_append_that_stopped_half_way_is_done_again(disk, caplog):
 def test_patience_has_an_end_and_says_what_is_kept(disk):
     disk.remount("ro")
     path = disk.path / "file"
-    patience = Patience(0.3, kept=lambda: "Kept: all")
+    retry = RetryPolicy(0.3, kept=lambda: "Kept: all")
     with pytest.raises(StorageError) as error:
-        retrying(lambda: write_durably(path, "x"), "writing it", path, patience)
+        retrying(lambda: write_durably(path, "x"), "writing it", path, retry)
     said = str(error.value)
     assert "Read-only file system (EROFS)" in said and "after 0.3 s of trying again (cluster.timeouts.storage)" in said
     assert said.endswith("the same command then goes on from the last checkpoint. Kept: all")
@@ -78,7 +78,7 @@ def test_patience_has_an_end_and_says_what_is_kept(disk):
 
 def test_what_nobody_can_mend_is_no_matter_of_patience(tmp_path):
     with pytest.raises(FileNotFoundError):
-        retrying(lambda: write_durably(tmp_path / "no/file", "x"), "writing", tmp_path, Patience(60))
+        retrying(lambda: write_durably(tmp_path / "no/file", "x"), "writing", tmp_path, RetryPolicy(60))
 
 
 def test_who_waits_for_a_disk_does_not_write_after_a_later_attempt_has_begun(disk):
@@ -86,7 +86,7 @@ def test_who_waits_for_a_disk_does_not_write_after_a_later_attempt_has_begun(dis
     for attempt in (old, new):
         attempt.folder.mkdir(parents=True)
     old.claim()
-    metrics = Metrics(disk.path, LoggerConfig(tensorboard_enabled=False), None, Patience(20, old.check))
+    metrics = Metrics(disk.path, LoggerConfig(tensorboard_enabled=False), None, RetryPolicy(20, old.check))
     metrics.log(1, {"a": 1.0})
     disk.fill(leave=32768)  # enough for the attempt's name, not for the line
     timer = later(new.claim)
@@ -99,10 +99,10 @@ def test_who_waits_for_a_disk_does_not_write_after_a_later_attempt_has_begun(dis
 def test_what_another_node_wrote_is_waited_for(tmp_path, monkeypatch):
     path = tmp_path / "file"
     timer = later(lambda: write_durably(path, "x"))
-    files.wait_for(path, 20)
+    storage.wait_for(path, 20)
     timer.join()
     with pytest.raises(StorageError, match="all nodes must see the same folder"):
-        files.wait_for(tmp_path / "never", 0.1)
+        storage.wait_for(tmp_path / "never", 0.1)
 
 
 # ---- what a run writes --------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_what_another_node_wrote_is_waited_for(tmp_path, monkeypatch):
 
 def test_a_full_disk_costs_no_metric_and_curves_and_rollouts_only_while_it_lasts(disk, caplog):
     caplog.set_level("INFO")
-    metrics = Metrics(disk.path, LoggerConfig(), None, Patience(20))
+    metrics = Metrics(disk.path, LoggerConfig(), None, RetryPolicy(20))
     metrics.log_rollouts(1, [group(1.0)], Words())
     metrics.log(1, {"loss": 1.0})
     disk.fill()
@@ -153,12 +153,12 @@ def test_curves_that_were_not_written_are_caught_up_at_the_next_start(tmp_path, 
 
 def test_a_checkpoint_that_does_not_fit_leaves_no_part_and_the_complete_one(disk):
     checkpoints = Checkpoints(disk.path, "attempt", CheckpointingConfig(keep_top_k=None))
-    patience = Patience(0.3, kept=lambda: kept(disk.path))
+    retry = RetryPolicy(0.3, kept=lambda: kept(disk.path))
 
     def save(step, shards):
         partial = checkpoints.begin(step)
         with checkpoints.discarding():
-            shards.write(partial, 0, patience)
+            shards.write(partial, 0, retry)
         checkpoints.commit(partial, step, None, {})
 
     save(1, Shards({"a": torch.zeros(1000)}, {"ranks": 1}))

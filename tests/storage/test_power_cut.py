@@ -9,7 +9,7 @@ import torch
 
 from pipeline.checkpoint import COMPLETE, Checkpoints
 from pipeline.config import CheckpointingConfig
-from pipeline.files import append, write_durably
+from pipeline.storage import append, write_durably
 from pipeline.train.shards import Shards
 
 

@@ -19,9 +19,9 @@ from pipeline import config
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept
 from pipeline.config import CheckpointingConfig, LoggerConfig
-from pipeline.files import NONE, Patience, retrying, write_durably
 from pipeline.metrics import Metrics, read, read_rollouts
 from pipeline.rank_log import GuardedStream
+from pipeline.storage import NO_RETRIES, RetryPolicy, retrying, write_durably
 from pipeline.train.background_worker import BackgroundWorker
 from pipeline.train.export import write_model
 from pipeline.train.megatron.safetensors_files import stream_tensors
@@ -39,7 +39,7 @@ class Writer:
 
     def __init__(self, folder: Path, patience_s: float):
         self.folder = folder
-        self.patience = Patience(patience_s, kept=lambda: kept(folder))
+        self.retry = RetryPolicy(patience_s, kept=lambda: kept(folder))
 
 
 class MetricsLine(Writer):
@@ -47,7 +47,7 @@ class MetricsLine(Writer):
 
     def __init__(self, folder, patience_s):
         super().__init__(folder, patience_s)
-        self.metrics = Metrics(folder, LoggerConfig(tensorboard_enabled=False), None, self.patience)
+        self.metrics = Metrics(folder, LoggerConfig(tensorboard_enabled=False), None, self.retry)
         self.metrics.log(1, LINE)
 
     def write(self):
@@ -68,7 +68,7 @@ class Curves(Writer):
         super().__init__(folder, patience_s)
         healthy = Path(tempfile.mkdtemp())  # where the metrics are: this is about the curves
         (healthy / "tensorboard").symlink_to(folder)
-        self.metrics = Metrics(healthy, LoggerConfig(), None, self.patience)
+        self.metrics = Metrics(healthy, LoggerConfig(), None, self.retry)
         self.metrics.log(1, LINE)
 
     def write(self):
@@ -90,7 +90,7 @@ class Rollouts(Writer):
 
     def __init__(self, folder, patience_s):
         super().__init__(folder, patience_s)
-        self.metrics = Metrics(folder, LoggerConfig(tensorboard_enabled=False), None, self.patience)
+        self.metrics = Metrics(folder, LoggerConfig(tensorboard_enabled=False), None, self.retry)
         self._log(1)
 
     def _log(self, step):
@@ -116,7 +116,7 @@ class Shard(Writer):
 
     def __init__(self, folder, patience_s):
         super().__init__(folder, patience_s)
-        self.checkpoints = Checkpoints(folder, "attempt", CheckpointingConfig(keep_top_k=1), self.patience)
+        self.checkpoints = Checkpoints(folder, "attempt", CheckpointingConfig(keep_top_k=1), self.retry)
         self._save(1)
 
     def _save(self, step):
@@ -126,7 +126,7 @@ class Shard(Writer):
         self.checkpoints.commit(partial, step, None, {})
 
     def _write(self, partial):
-        Shards({"a": BIG}, {"ranks": 1}).write(partial, 0, self.patience)
+        Shards({"a": BIG}, {"ranks": 1}).write(partial, 0, self.retry)
 
     def write(self):
         self._save(2)
@@ -153,7 +153,7 @@ class Export(Shard):
 
     def _write(self, partial):
         policy = config.PolicyConfig(model_name="recipes/tiny", tokenizer=config.TokenizerConfig(name="recipes/tiny"))
-        write_model([("a", BIG)], policy, partial / "hf", "logprobs", 1 << 30, self.patience)
+        write_model([("a", BIG)], policy, partial / "hf", "logprobs", 1 << 30, self.retry)
 
 
 class Conversion(Writer):
@@ -169,7 +169,7 @@ class Conversion(Writer):
                 path.unlink(missing_ok=True)
                 raise
 
-        retrying(write, "converting the checkpoint for Megatron-Core", path, NONE)
+        retrying(write, "converting the checkpoint for Megatron-Core", path, NO_RETRIES)
 
     def kept(self):
         whole = (self.folder / "rank00000.safetensors").exists()
@@ -235,7 +235,7 @@ class Done(Writer):
 
     def write(self):
         path = self.folder / "done.json"
-        retrying(lambda: write_durably(path, json.dumps({"step": 4})), "writing that the run is complete", path, self.patience)
+        retrying(lambda: write_durably(path, json.dumps({"step": 4})), "writing that the run is complete", path, self.retry)
 
     def kept(self):
         return "done.json" if (self.folder / "done.json").exists() else "the last checkpoint: the same command only writes it"

@@ -24,10 +24,10 @@ from huggingface_hub import constants
 from transformers import PreTrainedConfig
 
 from pipeline.config import PolicyConfig
-from pipeline.files import NONE, retrying
 from pipeline.models import family
 from pipeline.models.base import VALUE_HEAD, Parameter
 from pipeline.models.hugging_face import checkpoint_shapes
+from pipeline.storage import NO_RETRIES, retrying
 from pipeline.train.base import Phase
 from pipeline.train.initial_weights import checkpoint_files, initial_weights
 from pipeline.train.megatron.collectives import on_all_ranks, on_first_rank
@@ -133,7 +133,7 @@ def _write_part(partial: Path, files: list[Path], parameters: Mapping[str, Param
             path.unlink(missing_ok=True)  # it may be what fills the disk
             raise
 
-    retrying(write, f"converting the checkpoint for Megatron-Core ({VARIABLE})", path, NONE)
+    retrying(write, f"converting the checkpoint for Megatron-Core ({VARIABLE})", path, NO_RETRIES)
 
 
 def _partition(parameters: Mapping[str, Parameter], stored: Mapping[str, StoredTensor], rank: int, size: int) -> list[str]:

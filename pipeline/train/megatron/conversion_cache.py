@@ -31,7 +31,7 @@ import torch
 
 from pipeline.boxes import Box, whole
 from pipeline.checkpoint import COMPLETE
-from pipeline.files import sync, write_durably
+from pipeline.storage import sync, write_durably
 from pipeline.train.megatron.safetensors_files import stored_tensors
 from pipeline.train.shards import BoxReader
 

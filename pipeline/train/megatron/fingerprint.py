@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from pipeline.files import write_durably
 from pipeline.models.base import Parameter
 from pipeline.models.recorded_layout import record
+from pipeline.storage import write_durably
 from pipeline.train.megatron.collectives import on_all_ranks
 
 CONVERTER = 1  # to be raised when the same layout is to be converted anew

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.files import sync
+from pipeline.storage import sync
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}

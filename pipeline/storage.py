@@ -50,7 +50,7 @@ class StorageError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How long to try again, what to ask before each try, and what to say when it has come to an end."""
 
     seconds: float = 0.0
@@ -59,29 +59,29 @@ class Patience:
     key: str = "cluster.timeouts.storage"  # where the seconds are from
 
 
-NONE = Patience()
+NO_RETRIES = RetryPolicy()
 
 
-def retrying(work: Callable[[], Result], doing: str, path: Path, patience: Patience, nbytes: int = 0) -> Result:
+def retrying(work: Callable[[], Result], doing: str, path: Path, retry: RetryPolicy, nbytes: int = 0) -> Result:
     """What `work` gives, which is done again for as long as there is patience while it raises an OSError of `REMEDY`.
 
     doing: "writing ..." or "reading ...", for the log, as is `nbytes`. Raises StorageError when patience ends, and what else
-    `work` or `patience.check` raises at once.
+    `work` or `retry.check` raises at once.
     """
     begun, told, pause = time.monotonic(), None, FIRST_PAUSE_S
     while True:
         try:
-            patience.check()
+            retry.check()
             result = work()
         except OSError as error:
             if error.errno not in REMEDY:
                 raise
             waited = time.monotonic() - begun
-            if waited + pause > patience.seconds:
-                raise StorageError(_verdict(_said(doing, path, error), error, patience)) from error
+            if waited + pause > retry.seconds:
+                raise StorageError(_verdict(_said(doing, path, error), error, retry)) from error
             if told is None or time.monotonic() - told >= TELL_EVERY_S:
                 told = time.monotonic()
-                again = f"trying again, for {patience.seconds - waited:.0f} s more"
+                again = f"trying again, for {retry.seconds - waited:.0f} s more"
                 logger.warning(f"{_said(doing, path, error)}; {REMEDY[error.errno]}; {again}")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -99,11 +99,11 @@ def tell_slow(what: str, took_s: float, nbytes: int = 0) -> None:
     logger.warning(f"{what}: took {took_s:.1f} s{rate}; the folder is slow")
 
 
-def _verdict(said: str, error: OSError, patience: Patience) -> str:
-    waited = f", after {patience.seconds:g} s of trying again ({patience.key})" if patience.seconds else ""
+def _verdict(said: str, error: OSError, retry: RetryPolicy) -> str:
+    waited = f", after {retry.seconds:g} s of trying again ({retry.key})" if retry.seconds else ""
     remedy = REMEDY[error.errno]
     advice = f"{remedy[0].upper()}{remedy[1:]}; the same command then goes on from the last checkpoint"
-    return ". ".join(filter(None, (said + waited, advice, patience.kept())))
+    return ". ".join(filter(None, (said + waited, advice, retry.kept())))
 
 
 def _said(doing: str, path: Path, error: OSError) -> str:
