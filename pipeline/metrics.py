@@ -25,7 +25,7 @@ from pipeline.storage import NO_RETRIES, SLOW_S, RetryPolicy, append, retrying, 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from pipeline.board import Board
+    from pipeline.tensorboard_writer import TensorBoardWriter
     from pipeline.types import Prompt, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Metrics:
         text = self._retrying(lambda: self._cut(last))
         self._size = len(text.encode())
         self._unshown = [json.loads(line) for line in text.splitlines()] if config.tensorboard_enabled else []
-        self._board = _board(run_dir / "tensorboard", last) if config.tensorboard_enabled else None
+        self._tensorboard = _tensorboard_writer(run_dir / "tensorboard", last) if config.tensorboard_enabled else None
         self._show(last)
 
     def _cut(self, last: int) -> str:
@@ -85,7 +85,7 @@ class Metrics:
         line = {"step": step, "time": time.time(), **_finite(values)}
         text = (json.dumps(line) + "\n").encode()
         self._size = self._retrying(lambda: append(self._path, self._size, text))
-        if self._board is not None:
+        if self._tensorboard is not None:
             self._unshown.append(line)
             self._show(step)
         _log(step, values)
@@ -98,8 +98,8 @@ class Metrics:
         text = "".join(json.dumps(line) + "\n" for line in lines.values())
         self._retrying(lambda: write_durably(self._path, text))
         self._size = len(text.encode())
-        if self._board is not None:
-            self._board.show_from(step)
+        if self._tensorboard is not None:
+            self._tensorboard.show_from(step)
             self._unshown.append(new)
             self._show(step)
         _log(step, values)
@@ -108,7 +108,7 @@ class Metrics:
         """Show TensorBoard what it does not show yet. What it cannot take now is tried again at the next step."""
         if self._unshown:
             with self._going_on("TensorBoard", step):
-                self._board.show(self._unshown)
+                self._tensorboard.show(self._unshown)
                 self._unshown = []
 
     @property
@@ -322,10 +322,12 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def _board(folder: Path, last: int) -> Board:
-    from pipeline.board import Board  # TensorBoard, for rank 0 alone; readers of metrics.jsonl need not have it
+def _tensorboard_writer(folder: Path, last: int) -> TensorBoardWriter:
+    from pipeline.tensorboard_writer import (
+        TensorBoardWriter,  # TensorBoard, for rank 0 alone; readers of metrics.jsonl need not have it
+    )
 
-    return Board(folder, last)
+    return TensorBoardWriter(folder, last)
 
 
 def _records(groups: list[RolloutGroup], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, Any]]:

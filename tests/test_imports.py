@@ -20,7 +20,7 @@ DOWNHILL = [
     ("rollout", "refit"),
     ("train", "generate", "environments", "rpc", "node_checks"),
     ("watchdog", "metrics"),
-    ("world", "checkpoint", "data", "models", "attempt", "board"),
+    ("world", "checkpoint", "data", "models", "attempt", "tensorboard_writer"),
     ("config", "store"),
     ("algorithms",),
     ("types", "boxes"),

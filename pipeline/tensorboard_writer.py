@@ -21,7 +21,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from pipeline.storage import append
 
 
-class Board:
+class TensorBoardWriter:
     def __init__(self, folder: Path, last: int):
         """Go on after step `last` (-1: begin): what the folder has beyond it shall not be shown."""
         self._folder = folder
