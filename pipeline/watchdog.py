@@ -38,7 +38,7 @@ from pipeline.config import TimeoutsConfig
 from pipeline.secrets import redacted
 from pipeline.storage import listed
 from pipeline.store.relay import STORE_GONE
-from pipeline.world import Activity, RankInfo, WorkerGroups, World, beat_s
+from pipeline.world import Activity, RankInfo, WorkerGroups, World, heartbeat_interval_s
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +61,14 @@ BROKEN = re.compile(
 """What gloo, NCCL and sockets say when the process at the other end is gone."""
 
 
-class OfAnotherRank(RuntimeError):
+class PeerError(RuntimeError):
     """An error that another rank had, and tells itself."""
 
 
 def may_be_echo(error: BaseException | None) -> bool:
     """Whether this may be no more than what the end of another rank looks like from here."""
     while error is not None:
-        if isinstance(error, OfAnotherRank | dist.DistError | ConnectionError) or BROKEN.search(str(error)):
+        if isinstance(error, PeerError | dist.DistError | ConnectionError) or BROKEN.search(str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -121,7 +121,7 @@ class Failure:
         return True
 
 
-class Beat(msgspec.Struct, array_like=True):
+class Heartbeat(msgspec.Struct, array_like=True):
     count: int
     node: str
     verb: str
@@ -154,7 +154,7 @@ class Watchdog:
         self._silence_s = timeouts.silence
         self._join_s = timeouts.join
         self._overdue = overdue
-        self._interval_s = beat_s(world.size, timeouts.silence)
+        self._interval_s = heartbeat_interval_s(world.size, timeouts.silence)
         self._stopped = threading.Event()
         self._news = threading.Event()  # for `_judge`
         self._watched = range(world.size) if world.rank == 0 else range(1)
@@ -162,7 +162,7 @@ class Watchdog:
         self._store.set_at_loss(f"lost/{world.rank}")
         self._answered = time.monotonic()
         self._joining_since: float | None = None  # some rank is in verb 'join'
-        self._heard: dict[int, tuple[Beat, float]] = {}  # each watched rank's newest beat, and when it came
+        self._heard: dict[int, tuple[Heartbeat, float]] = {}  # each watched rank's newest beat, and when it came
         self._lost: list[int] = []
         self._failed: int | None = None  # the rank that has said so
         self._cut = ""  # why the store cannot be asked any more
@@ -198,7 +198,7 @@ class Watchdog:
         keys = [FAILED, *(f"beat/{rank}" for rank in watched), *(f"lost/{rank}" for rank in watched)]
         for count in itertools.count():
             activity = world.activity
-            beat = Beat(count, world.info.node, activity.verb, activity.phase)
+            beat = Heartbeat(count, world.info.node, activity.verb, activity.phase)
             try:
                 failed, *seen = self._store.exchange(f"beat/{world.rank}", msgspec.msgpack.encode(beat), keys)
             except dist.DistError as error:
@@ -219,7 +219,7 @@ class Watchdog:
     def _listen(self, beats: list[bytes | None]) -> None:
         for rank, value in zip(self._watched, beats, strict=True):
             if value is not None:
-                beat = msgspec.msgpack.decode(value, type=Beat)
+                beat = msgspec.msgpack.decode(value, type=Heartbeat)
                 if rank not in self._heard or self._heard[rank][0].count != beat.count:
                     self._heard[rank] = (beat, self._answered)
 
@@ -266,7 +266,7 @@ class Watchdog:
         for rank, (beat, _) in dict(self._heard).items():
             self._heard[rank] = (beat, now)
 
-    def _judge_silence(self, heard: dict[int, tuple[Beat, float]], now: float) -> None:
+    def _judge_silence(self, heard: dict[int, tuple[Heartbeat, float]], now: float) -> None:
         silence_s, key = self._patience(self._world.activity.verb)
         if now - self._answered > silence_s:
             asked = f"the relay of {self._world.info.node}" if self._world.store.relay else "the store beside rank 0 (train)"
@@ -298,7 +298,7 @@ class Watchdog:
 
     def _blame(self, ranks: list[int], why: str) -> None:
         beats = {
-            rank: self._heard[rank][0] if rank in self._heard else Beat(0, "an unknown node", "join", "") for rank in ranks
+            rank: self._heard[rank][0] if rank in self._heard else Heartbeat(0, "an unknown node", "join", "") for rank in ranks
         }
         names = "; ".join(
             f"{self._world.describe(rank)} on {beat.node}, in verb '{beat.verb}', phase '{beat.phase}'"
@@ -344,7 +344,7 @@ class Watchdog:
             time.sleep(0.1)
         if self._world.store.relay and self._store_answers():
             self._end(Failure.here(self._world, f"the relay of {self._world.info.node} is gone: {self._cut}"))
-        rank_0 = self._heard[0][0] if 0 in self._heard else Beat(0, "an unknown node", "join", "")
+        rank_0 = self._heard[0][0] if 0 in self._heard else Heartbeat(0, "an unknown node", "join", "")
         why = f"rank 0 (train), the coordinator, on {rank_0.node} is gone, and the store with it: {self._cut}"
         self._end(Failure(0, "train", rank_0.node, rank_0.verb, rank_0.phase, why))
 

@@ -182,7 +182,7 @@ def _device(info: RankInfo) -> torch.device:
     return torch.device("cuda", info.local_rank % torch.cuda.device_count())
 
 
-def beat_s(size: int, silence_s: float) -> float:
+def heartbeat_interval_s(size: int, silence_s: float) -> float:
     """Return the seconds between two heartbeats of a rank, in which it tells what it does and looks at what others do.
 
     silence_s: `cluster.timeouts.silence`.
@@ -226,7 +226,7 @@ def _find_relay(store: RunStore, info: RankInfo, address: Address, key: bytes, s
     if not store.check([name]):
         own = str(info.rank).encode()
         if store.compare_set(f"{name}/by", "", own) == own:
-            interval_s, timeout_s = beat_s(info.size, silence_s), store.timeout.total_seconds()
+            interval_s, timeout_s = heartbeat_interval_s(info.size, silence_s), store.timeout.total_seconds()
             store.relay_process, store.relay = relay.start(address, key, info.rank, interval_s, timeout_s)
             store.set(name, json.dumps(store.relay._asdict()))
             return

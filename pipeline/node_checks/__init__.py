@@ -34,7 +34,7 @@ from pipeline.node_checks.findings import Findings
 from pipeline.node_checks.look import RankReport
 from pipeline.node_checks.network import Link, Rounds
 from pipeline.storage import write_durably
-from pipeline.watchdog import Beat, Failure
+from pipeline.watchdog import Failure, Heartbeat
 from pipeline.world import World
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ def _silent(world: World, nodes: dict[str, list[int]], absent: set[int], timeout
     found: dict[str, list[str]] = {}
     for node, ranks in nodes.items():
         for rank in sorted(absent & set(ranks)):
-            beat = msgspec.msgpack.decode(world.store.get(f"beat/{rank}"), type=Beat)
+            beat = msgspec.msgpack.decode(world.store.get(f"beat/{rank}"), type=Heartbeat)
             where = f"it is in verb '{beat.verb}', phase '{beat.phase}'"
             found.setdefault(node, []).append(f"{world.describe(rank)} has not answered within {timeout_s:g} s; {where}")
     return found

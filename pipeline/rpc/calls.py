@@ -16,13 +16,13 @@ from pipeline.encoding import decode, encode
 from pipeline.rpc.messages import STOP, Envelope, as_tensor, digest, following, receive_body, send_body
 from pipeline.rpc.verbs import run, signature
 from pipeline.store import mail
-from pipeline.watchdog import OfAnotherRank, Overdue
+from pipeline.watchdog import Overdue, PeerError
 from pipeline.world import World
 
 REOPEN_S = 5.0  # to connect again to a store that was stuck
 
 
-class RpcError(OfAnotherRank):
+class RpcError(PeerError):
     """A verb raised on another rank."""
 
 

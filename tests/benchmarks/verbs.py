@@ -68,7 +68,7 @@ from pipeline.types import (
     Update,
 )
 from pipeline.watchdog import Watchdog
-from pipeline.world import RELAYED_FROM, RankInfo, WorkerGroups, World, beat_s, wait_for_all
+from pipeline.world import RELAYED_FROM, RankInfo, WorkerGroups, World, heartbeat_interval_s, wait_for_all
 from tests.benchmarks.stand_in import TOGETHER, Counted
 
 SIZES = (64, 512, 2048, 8192)
@@ -191,7 +191,7 @@ class Simulation:
             "nodes": self._nodes()[number::PROCESSES],
             "leaders": [engine[0] for engine in self.workers.engines],
             "answers": _answers(),
-            "interval_s": beat_s(self.size, TimeoutsConfig().silence),
+            "interval_s": heartbeat_interval_s(self.size, TimeoutsConfig().silence),
         }
         process.stdin.write(json.dumps(told) + "\n")
         process.stdin.flush()
