@@ -13,15 +13,15 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from pipeline import own_code
+from pipeline import user_code
 from pipeline.environments import custom
 
 
 def look(asked: dict[str, Any]) -> dict[str, Any]:
     """Return the description of one thing. asked: path, role (environment, tool, dataset) and kwargs."""
     try:
-        thing = own_code.load(asked["path"])
-    except own_code.NotFound as error:
+        thing = user_code.load(asked["path"])
+    except user_code.NotFound as error:
         return {"wrong": str(error)}
     except ModuleNotFoundError as error:
         return {"absent": error.name, "importer": _innermost(error)[0]}
@@ -49,7 +49,7 @@ def _innermost(error: BaseException) -> tuple[str, int | None]:
 
 def main(reply: str) -> None:
     request = json.load(sys.stdin)
-    own_code.search_in(request["folders"])
+    user_code.search_in(request["folders"])
     Path(reply).write_text(json.dumps({asked["key"]: look(asked) for asked in request["asked"]}))
 
 

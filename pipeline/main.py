@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeline import algorithms, config, node_checks, own_code, rpc
+from pipeline import algorithms, config, node_checks, rpc, user_code
 from pipeline.attempt import Attempt
 from pipeline.checkpoint import Checkpoints, kept, storage_timeout_s
 from pipeline.colocation import Colocation
@@ -36,7 +36,7 @@ def main(run_dir: Path) -> None:
     """This rank's whole life. Raises what ended the run; the first failure is left in the attempt's failure.json."""
     wait_for(run_dir / "recipe.yaml")
     recipe = config.read(run_dir / "recipe.yaml")
-    own_code.search_in(recipe.module_folders)
+    user_code.search_in(recipe.module_folders)
     timeouts = recipe.cluster.timeouts
     info, workers = RankInfo.from_environment(run_dir), WorkerGroups.of(recipe)
     try:

@@ -24,7 +24,7 @@ DOWNHILL = [
     ("config", "store"),
     ("algorithms",),
     ("types", "boxes"),
-    ("builds", "encoding", "interface", "storage", "signals", "startup", "timeline", "sandbox", "own_code", "rank_log"),
+    ("builds", "encoding", "interface", "storage", "signals", "startup", "timeline", "sandbox", "user_code", "rank_log"),
     ("secrets", "spans"),
     ("problems", "values"),
     ("problem_codes",),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pipeline import own_code
+from pipeline import user_code
 from pipeline.config import schema_validation
 from pipeline.config.policy import Precision, TokenizerConfig
 from pipeline.problems import Problem
@@ -85,7 +85,7 @@ Environments = Mapping[str, EnvironmentConfig]
 @functools.cache
 def kind_class(kind: str) -> Any:
     """Return the class of one of KINDS, which derives from `pipeline.environments.base.BuiltinEnvironment`."""
-    return own_code.load(KINDS[kind])
+    return user_code.load(KINDS[kind])
 
 
 def read_kwargs(key: str, environment: EnvironmentConfig) -> tuple[Any, list[Problem]]:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pipeline import own_code
+from pipeline import user_code
 from pipeline.config import DATASET_CARDS, GENERATED_DATASETS, NAMED_DATASETS, DatasetConfig, is_dotted_path, nearest_dataset
 from pipeline.data import named
 
@@ -216,8 +216,8 @@ def _snapshot(name: str, revision: str | None) -> str | None:
 def _from_callable(path: str, dataset: DatasetConfig, seed: int) -> Sequence[Record]:
     """Return what a class or a function at a dotted path gives, called with (split, seed=, **kwargs)."""
     try:
-        make = own_code.load(path)
-    except own_code.NotFound as error:
+        make = user_code.load(path)
+    except user_code.NotFound as error:
         raise ValueError(f"data: dataset_name '{path}': {error}") from error
     try:
         records = make(dataset.split or "train", **{"seed": seed, **dataset.kwargs})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline import own_code
+from pipeline import user_code
 from pipeline.config import KINDS, EnvironmentConfig, kind_class, read_kwargs
 from pipeline.environments import custom
 from pipeline.environments.base import Environment, EnvironmentContext
@@ -45,7 +45,7 @@ def _build(config: EnvironmentConfig, configs: Configs) -> Environment:
     elif "." not in config.kind:
         raise ValueError(f"no such kind; there are: {', '.join(KINDS)}, or the dotted path of a class or a function")
     else:
-        environment = custom.build(own_code.load(config.kind), config.kwargs)
+        environment = custom.build(user_code.load(config.kind), config.kwargs)
     environment.workers = config.workers or getattr(environment, "workers", 1)  # a class of the user's may say nothing
     return environment
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from pipeline import own_code
+from pipeline import user_code
 from pipeline.config import schema_validation
 from pipeline.environments.base import (
     BuiltinEnvironment,
@@ -229,7 +229,7 @@ def build_tool(tool: ToolConfig) -> Tool:
         return TOOLS[tool.kind](arguments)
     if "." not in tool.kind:
         raise ValueError(f"there is no tool {tool.kind}; there are: {', '.join(TOOLS)}, or the dotted path of a class")
-    made = own_code.load(tool.kind)(**tool.kwargs)
+    made = user_code.load(tool.kind)(**tool.kwargs)
     if lacking := [name for name in ("open", "parameters") if not hasattr(made, name)]:
         raise ValueError(f"tool {tool.kind} has no {' and no '.join(lacking)}; see pipeline/environments/tool.py")
     return made

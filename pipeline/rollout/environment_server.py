@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from pipeline import own_code, rank_log
+from pipeline import rank_log, user_code
 from pipeline.encoding import decode, encode
 from pipeline.environments.base import ProcessStuck
 from pipeline.rollout.environment_pool import Failure, encodable
@@ -106,7 +106,7 @@ def run(connection: socket.socket, judging: mmap.mmap, rank: int) -> None:
     settings = next(messages(stream, EnvironmentSettings), None)
     if settings is None:  # the rank has ended, or needs no environments
         return
-    own_code.search_in(settings.folders)
+    user_code.search_in(settings.folders)
     news: threading.Event = threading.Event()
     commands: queue.SimpleQueue[EnvCommand | Exception] = queue.SimpleQueue()
 
