@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipeline import interface
+from pipeline import network_interface
 from pipeline.config import Recipe, colocated, engine_ranks, generates, ranks, serves_rewards
 from pipeline.sandbox import linux
 from pipeline.storage import listed
@@ -242,7 +242,7 @@ def _find_relay(store: RunStore, info: RankInfo, address: Address, key: bytes, s
 def wait_for_all(world: World, timeout_s: float) -> None:
     """Every rank says that it is here; rank 0 waits for all. Raises TimeoutError naming who has not come."""
     mine, rank_0 = world.store.addresses()
-    if world.info.local_rank == 0 and not interface.is_loopback(mine):
+    if world.info.local_rank == 0 and not network_interface.is_loopback(mine):
         world.store.set(REACHED, rank_0)
     world.store.set(f"here/{world.rank}", world.info.node)
     if world.rank:
@@ -326,16 +326,16 @@ def _choose_interface(world: World) -> None:
     It is the one over which this rank reaches rank 0. On rank 0's node that may be loopback: then it is the one at which ranks
     of other nodes reach rank 0. Where all ranks are on one node it is loopback, whatever name they reach rank 0 by.
     """
-    given = interface.check_given()
+    given = network_interface.check_given()
     mine, _ = world.store.addresses()
-    alone = interface.is_loopback(mine)
+    alone = network_interface.is_loopback(mine)
     if world.rank == 0:
         (reached,) = world.store.exchange("here/0", world.info.node.encode(), [REACHED])
         one_node = len(set(world.nodes().values())) == 1
-        world.store.set(ADDRESS, interface.LOOPBACK if one_node else (reached or mine) if alone else mine)
+        world.store.set(ADDRESS, network_interface.LOOPBACK if one_node else (reached or mine) if alone else mine)
     if not given:
         address = world.store.get(ADDRESS).decode()
-        interface.use(address if alone or interface.is_loopback(address) else mine)
+        network_interface.use(address if alone or network_interface.is_loopback(address) else mine)
 
 
 def _meet_rank_0(world: World, prover: Prover) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pipeline import interface, world
+from pipeline import network_interface, world
 from pipeline.store.client import RunStore
 from pipeline.store.server import Address, start
 
@@ -24,20 +24,20 @@ def other_address() -> tuple[str, str]:
     """(interface, IPv4 address) of this machine that is not loopback."""
     for name, addresses in psutil.net_if_addrs().items():
         for found in addresses:
-            if found.family == socket.AF_INET and not interface.is_loopback(found.address):
+            if found.family == socket.AF_INET and not network_interface.is_loopback(found.address):
                 return name, found.address
     pytest.skip("this machine has no interface but loopback")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1", "::ffff:127.0.0.1"])
 def test_loopback_is_known_in_every_notation(address):
-    assert interface.is_loopback(address)
+    assert network_interface.is_loopback(address)
 
 
 def test_an_ipv4_address_in_ipv6_notation_is_the_same_address():
     name, address = other_address()
-    assert not interface.is_loopback(f"::ffff:{address}")
-    assert interface.of(f"::ffff:{address}") == name
+    assert not network_interface.is_loopback(f"::ffff:{address}")
+    assert network_interface.of(f"::ffff:{address}") == name
 
 
 def can_unshare() -> bool:
@@ -48,7 +48,7 @@ def can_unshare() -> bool:
 def join(monkeypatch):
     """Return a function (addresses at which ranks reach rank 0's store, ranks per node) -> the interface that each chooses."""
     process, (_, port) = start("localhost", KEY)  # a name, not an address: it listens on every interface
-    monkeypatch.setenv(interface.VARIABLE, "")
+    monkeypatch.setenv(network_interface.VARIABLE, "")
 
     def choose(*addresses: str, per_node: int = 1) -> list[str]:
         ranks = []
@@ -62,9 +62,9 @@ def join(monkeypatch):
             world.wait_for_all(rank, 10)
         chosen = []
         for rank in ranks:
-            os.environ[interface.VARIABLE] = ""
+            os.environ[network_interface.VARIABLE] = ""
             world._choose_interface(rank)
-            chosen.append(os.environ[interface.VARIABLE])
+            chosen.append(os.environ[network_interface.VARIABLE])
         return chosen
 
     yield choose
@@ -80,13 +80,13 @@ def test_rank_0_uses_the_interface_at_which_other_nodes_reach_it(join):
 
 def test_where_all_are_at_home_gloo_stays_there(join):
     """Its own choice, the address of the host name, may be one that other machines reach."""
-    loopback = interface.of("127.0.0.1")
+    loopback = network_interface.of("127.0.0.1")
     assert join("127.0.0.1", "127.0.0.1") == [loopback, loopback]
 
 
 def test_on_one_node_gloo_stays_there_by_whatever_address_rank_0_is_reached(join):
     """Slurm gives the node's name, which often resolves to the address at which other nodes reach it."""
-    loopback = interface.of("127.0.0.1")
+    loopback = network_interface.of("127.0.0.1")
     _, address = other_address()
     assert join(address, address, "127.0.0.1", per_node=3) == [loopback] * 3
     assert join("127.0.0.1", address, per_node=2) == [loopback] * 2
@@ -98,23 +98,23 @@ def test_each_rank_uses_the_interface_that_leads_to_rank_0(join):
 
 
 def test_what_the_user_has_chosen_stays_and_must_be_there(monkeypatch):
-    monkeypatch.setenv(interface.VARIABLE, "lo")
-    assert interface.check_given()
-    monkeypatch.setenv(interface.VARIABLE, "lo,eth77")
+    monkeypatch.setenv(network_interface.VARIABLE, "lo")
+    assert network_interface.check_given()
+    monkeypatch.setenv(network_interface.VARIABLE, "lo,eth77")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME: got 'eth77'; this node has lo, "):
-        interface.check_given()
+        network_interface.check_given()
 
 
 def test_an_address_that_this_machine_does_not_have_is_named():
     with pytest.raises(RuntimeError, match=r"GLOO_SOCKET_IFNAME: other nodes reach this one at 203\.0\.113\.7, and none"):
-        interface.use("203.0.113.7")  # RFC 5737: nobody has it
+        network_interface.use("203.0.113.7")  # RFC 5737: nobody has it
 
 
 LISTENS = """
 import psutil, torch.distributed as dist
-from pipeline import interface
+from pipeline import network_interface
 for address in ("", ADDRESS):
-    address and interface.use(address)
+    address and network_interface.use(address)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     print(*(found.laddr.ip for found in psutil.Process().net_connections() if found.status == psutil.CONN_LISTEN))
     dist.destroy_process_group()
@@ -129,7 +129,7 @@ def test_gloo_listens_where_other_nodes_can_connect(tmp_path):
     (tmp_path / "listens.py").write_text(f"ADDRESS = {address!r}\n{LISTENS}")
     python = shlex.join([sys.executable, str(tmp_path / "listens.py")])
     command = f"mount --bind {shlex.quote(str(tmp_path))}/hosts /etc/hosts && hostname debian && exec {python}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), interface.VARIABLE: ""}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), network_interface.VARIABLE: ""}
     answer = subprocess.run(
         ["unshare", "-mu", "sh", "-c", command], env=environment, capture_output=True, text=True, timeout=120
     )
